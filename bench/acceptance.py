@@ -192,7 +192,7 @@ class _Bench:
             return self._copying(prompt)
         if self.text == "repeating":
             prompt = f"{prompt}\n{prompt}\n{prompt[: len(prompt) // 2]}"
-        return _wrap(self.runtime, prompt) if self.options.chat else prompt
+        return wrap(self.runtime, prompt) if self.options.chat else prompt
 
     def _copying(self, prompt: str) -> list[int]:
         """A prompt with its answer, and the prompt again: the target stands where it began that answer."""
@@ -227,7 +227,8 @@ def listed(domains: dict[str, Any] | list[str]) -> dict[str, list[str]]:
     return {"all": domains} if isinstance(domains, list) else dict(domains)
 
 
-def _wrap(runtime: Runtime, prompt: str) -> list[int]:
+def wrap(runtime: Runtime, prompt: str) -> list[int]:
+    """A prompt in the model's chat template."""
     if runtime.codec is None:
         raise SystemExit("--chat needs a tokenizer")
     text = runtime.codec.apply_chat_template([{"role": "user", "content": prompt}])

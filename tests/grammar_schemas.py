@@ -174,7 +174,7 @@ CASES: list[tuple[dict[str, Any] | bool, list[Any], list[Any]]] = [
     ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "日本語"], ["a", "abcd"]),
     ({"type": "string", "pattern": "^a+b$"}, ["ab", "aaab"], ["b", "abc"]),
     ({"type": "string", "pattern": "b"}, ["b", "abc"], ["", "ac"]),
-    ({"type": "string", "format": "date"}, ["2024-02-29"], ["2024-13-01", "today"]),
+    ({"type": "string", "format": "date"}, ["2024-02-29", "2000-02-29"], ["2024-13-01", "today", "2100-02-29"]),
     ({"type": "string", "format": "ipv4"}, ["10.0.0.255"], ["10.0.0.256", "1.2.3"]),
     ({"type": "string", "format": "uuid"}, ["2eb8aa08-aa98-11ea-b4aa-73b441d16380"], ["2eb8aa08"]),
     ({"type": "array", "items": {"type": "integer"}}, [[], [1], [1, 2, 3]], [["a"], [1, None], {}]),

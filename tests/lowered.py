@@ -1,7 +1,7 @@
 """Programs lowered to kernel calls on CPU tensors: nothing is compiled, launched or captured."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lowlat.host.loading import make_geometry, make_topologies
 from lowlat.kernels.formats import matrix_shape
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
 from lowlat.models.program import Program
-from lowlat.models.target import LoadedTarget, load_target
+from lowlat.models.target import LoadedTarget, coded, load_target
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator
 from lowlat.speculators.methods import draft_method, load_speculator
@@ -56,10 +56,19 @@ class Pair:
     """A target and perhaps its head, read from files, with the programs of any bucket."""
 
     def __init__(
-        self, target: Path, head: Path | None = None, *, dtype: str = "bfloat16", fuse: bool = True, **speculation: Any
+        self,
+        target: Path,
+        head: Path | None = None,
+        *,
+        dtype: str = "bfloat16",
+        fuse: bool = True,
+        codes: bool = False,
+        **speculation: Any,
     ) -> None:
         self.fuse = fuse
         self.target: LoadedTarget = load_target(target, dtype=dtype)
+        if codes:
+            self.target = replace(self.target, config=coded(self.target.config))
         self.speculator: LoadedSpeculator | None = None
         self.config: SpeculativeConfig | None = None
         self.topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}

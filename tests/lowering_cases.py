@@ -58,6 +58,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "one_group": ("qwen3", {"num_key_value_heads": 1}),
     "llama_fp8": ("llama", {}),
+    "llama_codes": ("llama", {}),
+    "qwen3_codes": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {"num_local_experts": 20, "num_experts_per_tok": 8}),
     "qwen3_moe_fp8": ("qwen3_moe", {"num_local_experts": 9, "num_experts_per_tok": 8, "norm_topk_prob": False}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3}),
@@ -90,7 +92,8 @@ class LoweredPairs:
         if key not in self._pairs:
             if name not in self._files:
                 self._files[name] = write_pair(name, self._factory.mktemp(name))
-            self._pairs[key] = Pair(*self._files[name], **{**SHAPES[tree], **speculation})
+            own = {**SHAPES[tree], **speculation, "codes": "codes" in name}
+            self._pairs[key] = Pair(*self._files[name], **own)
         return self._pairs[key]
 
 

@@ -92,7 +92,7 @@ def attention(
     row_live          [B * R]              uint8
     row_masks         [B, R]               int64  bit a: sees node a, stored at dense + a, itself included
     sinks             [H]                  float32 or None
-    kv_scales         [2, G]               float32: the caches hold codes, see the reference's `kv_codes`; or None
+    kv_scales         [2, G]               float32: the caches hold codes; or None
     out               [B * R, H * D]       bf16, out; dead rows zero
     workspace         sums of splits
     early_metadata    all but q and what the rows themselves wrote is older than the kernel before this one
@@ -114,33 +114,28 @@ def attention(
     check_shape("out", out, batch * rows, heads * head_dim)
     if sinks is not None:
         check_shape("sinks", sinks, heads)
-    _check_dtypes(torch.bfloat16, q=q, out=out)
-    _check_dtypes(torch.bfloat16 if kv_scales is None else torch.uint8, k_cache=k_cache, v_cache=v_cache)
-    if kv_scales is not None:
-        check_shape("kv_scales", kv_scales, 2, kv_heads)
+    _check_dtypes(kv_scales, kv_heads, (("q", q), ("out", out)), (("k_cache", k_cache), ("v_cache", v_cache)))
     group, keep = heads // kv_heads, keep_first if window is not None else 0
     work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split, kv_scales is not None)
     chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, card)
     shape = replace(_shape_of(work, chosen, block, first, sinks is not None, early_metadata), parts=parts)
     grid = (chosen.blocks * card.num_multiprocessors if num_blocks is None else num_blocks, 1, 1)
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
-    numbers = (batch, rows, tail or rows, block_table.shape[-1])
-    scales = 0 if kv_scales is None else kv_scales
+    numbers = (0 if kv_scales is None else kv_scales, batch, rows, tail or rows, block_table.shape[-1])
     if shape.whole:
         ends = (0 if sinks is None else sinks, out)
-        return [KernelCall(_make(shape), grid, (*given, *ends, scales, *numbers, 0, scale * LOG2_E), planned=planned)]
+        return [KernelCall(_make(shape), grid, (*given, *ends, *numbers, 0, scale * LOG2_E), planned=planned)]
     splits = _capacity(shape, tail or rows, block_table.shape[-1] * (block // max(parts, 1)))
     tiles = -(-rows * group // (16 * shape.row_tiles)) * shape.row_tiles
     count = batch * kv_heads * tiles * splits * min(16, rows * group)
     partials = workspace("attention.partials", (count, head_dim), torch.float32)
     sums = workspace("attention.sums", (count, 2), torch.float32)
-    arguments = (*given, partials, sums, scales, *numbers, splits, scale * LOG2_E)
+    arguments = (*given, partials, sums, *numbers, splits, scale * LOG2_E)
     first_half = KernelCall(_make(shape), grid, arguments, planned=planned)
-    second_half = combine_splits(
+    return [first_half, combine_splits(
         replace(shape, coded=False), partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks,
         out=out, rows=rows, tail=tail or rows, capacity=splits,
-    )  # fmt: skip
-    return [first_half, second_half]
+    )]  # fmt: skip
 
 
 def partial_attention(
@@ -254,8 +249,16 @@ def _check_slots(
     check_shape("row_live", row_live, batch * rows)
 
 
-def _check_dtypes(dtype: torch.dtype, **tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
+def _check_dtypes(
+    kv_scales: torch.Tensor | None,
+    kv_heads: int,
+    rows: tuple[tuple[str, torch.Tensor], ...],
+    caches: tuple[tuple[str, torch.Tensor], ...],
+) -> None:
+    if kv_scales is not None:
+        check_shape("kv_scales", kv_scales, 2, kv_heads)
+    held = torch.bfloat16 if kv_scales is None else torch.uint8
+    for name, tensor, dtype in (*((*row, torch.bfloat16) for row in rows), *((*cache_, held) for cache_ in caches)):
         if tensor.dtype != dtype:
             raise ShapeError(f"attention: {name} must be {dtype}, got {tensor.dtype}; codes come with kv_scales")
 

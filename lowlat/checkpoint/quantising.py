@@ -4,9 +4,9 @@ The matrices of a layer become the parts of their format one at a time; there is
 knows neither files nor families.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+import math
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,37 +15,42 @@ from lowlat.checkpoint.source import Named, WeightSource, shapes_of
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import FP8, MatrixFormat
 from lowlat.kernels.formats.fp8 import quantise_fp8
-from lowlat.kernels.formats.int4 import int4_format, quantise_int4
+from lowlat.kernels.formats.int4 import GROUPS, int4_format, quantise_int4
 
 __all__ = ["LAYERS", "QuantisedWeights", "Quantiser", "quantised"]
 
-GROUP = 128
 LAYERS = ("qkv", "q", "kv", "o", "gate_up", "down", "fc")  # canonical names of linear layers; the LM head is by choice
 LM_HEAD = "lm_head"
 SUFFIX = ".weight"
 CHUNK = 16 << 20  # numbers that are rounded at once
-KINDS: Mapping[str, tuple[MatrixFormat, Callable[[torch.Tensor], dict[str, torch.Tensor]]]] = {
-    "fp8": (FP8, quantise_fp8),
-    "int4": (int4_format(GROUP, has_zeros=False), partial(quantise_int4, group=GROUP)),
-}
 
 
 @dataclass(frozen=True)
 class Quantiser:
-    """The rounding of a model's linear layers, those of experts among them: to FP8 by row, or to INT4 in groups of 128.
+    """The rounding of a model's linear layers, those of experts among them: to FP8 by row, or to INT4 in groups.
 
     lm_head  whether the LM head is among them
     option   that asked for it, for messages
+    group    inputs that share a scale of INT4
     """
 
     kind: Literal["fp8", "int4"]
     lm_head: bool = False
     option: str = "quantize"
+    group: int = GROUPS[-1]
+
+    def fitted(self, *widths: int) -> "Quantiser":
+        """The same with the largest groups into which layers of so many inputs can be cut; the smallest if none."""
+        common = math.gcd(*widths)
+        return replace(self, group=max((group for group in GROUPS if common % group == 0), default=GROUPS[0]))
 
     @property
     def packed(self) -> MatrixFormat:
         """The format of the layers."""
-        return KINDS[self.kind][0]
+        return FP8 if self.kind == "fp8" else int4_format(self.group, has_zeros=False)
+
+    def _round(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return quantise_fp8(rows) if self.kind == "fp8" else quantise_int4(rows, self.group)
 
     def takes(self, weight: str) -> bool:
         """Whether a canonical weight is a matrix that is rounded."""
@@ -75,7 +80,7 @@ class Quantiser:
         shapes = {name: shape for name, (shape, _) in self.specs(weight, tuple(tensor.shape)).items()}
         step = max(1, CHUNK // tensor.shape[-1])
         try:
-            pieces = [KINDS[self.kind][1](rows) for rows in tensor.flatten(0, -2).split(step)]
+            pieces = [self._round(rows) for rows in tensor.flatten(0, -2).split(step)]
         except ConfigError as error:
             raise ConfigError(f"{weight}: {error}") from None
         made = {part: torch.cat([each[part] for each in pieces]) for part in self.packed.parts}

@@ -8,11 +8,23 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
 
-__all__ = ["format_bytes", "loading_bar", "log_to_stderr", "print_json", "print_table", "progress_bar", "stream_text"]
+from lowlat.errors import ConfigError
+
+__all__ = [
+    "format_bytes",
+    "loading_bar",
+    "log_to_stderr",
+    "print_json",
+    "print_table",
+    "progress_bar",
+    "stream_text",
+    "write_json",
+]
 
 Update = Callable[[int, int | None], None]  # done, total
 PIPE_WIDTH = 1000  # a table is never cut where there is no terminal
@@ -56,6 +68,17 @@ def log_to_stderr() -> Iterator[None]:
 def print_json(value: object) -> None:
     """Write one JSON object as one line of ASCII on stdout. Raises ValueError for NaN and infinities."""
     click.echo(json.dumps(value, allow_nan=False))
+
+
+def write_json(file: str, value: object) -> None:
+    """Write one JSON object into a file, or on stdout where it is `-`. Raises ConfigError, and as `print_json` does."""
+    if file == "-":
+        print_json(value)
+        return
+    try:
+        Path(file).write_text(json.dumps(value, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def stream_text(text: str, **style: Any) -> None:

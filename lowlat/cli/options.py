@@ -24,6 +24,7 @@ __all__ = [
     "depth_option",
     "draft_model_option",
     "given_options",
+    "json_file_option",
     "parse_biases",
     "record_options",
     "runtime_options",
@@ -260,3 +261,11 @@ def trace_config(names: str | None) -> TraceConfig:
 def as_json(function: F) -> F:
     """Add the flag --json."""
     return click.option("--json", "json_output", is_flag=True, help="Write one JSON object and nothing else.")(function)
+
+
+def json_file_option(function: F) -> F:
+    """Add --json, with or without the name of a file; `write_json` takes it."""
+    help_text = "Write one JSON object, to stdout and nothing else there, or to FILE."
+    return click.option("--json", "json_file", is_flag=False, flag_value="-", metavar="[FILE]", help=help_text)(
+        function
+    )

@@ -13,7 +13,7 @@ __all__ = ["command"]
 
 @click.command("quantize")
 @click.argument("model", type=DIRECTORY)
-@click.option("--format", "kind", type=click.Choice(["fp8", "int4"]), required=True, help="FP8 by row, or INT4 by 128.")
+@click.option("--format", "kind", type=click.Choice(["fp8", "int4"]), required=True, help="FP8 by row, or INT4.")
 @click.option("--out", type=DIRECTORY, required=True, metavar="DIR", help="Where to write the new checkpoint.")
 @click.option("--lm-head", is_flag=True, help="Round the LM head, too.")
 @as_json

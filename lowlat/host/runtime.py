@@ -264,7 +264,7 @@ class Runtime:
             self._book.update(session.metrics())
         return {
             **self._book.totals().to_dict(),
-            "kv": asdict(self.kvcache.stats()),
+            "kv": {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype},
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),

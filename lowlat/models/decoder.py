@@ -11,7 +11,7 @@ from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import ProgramBuilder, Stage
 
-__all__ = ["emit_decoder", "emit_lm_head", "kv_dtype", "kv_specs", "partial_specs"]
+__all__ = ["emit_decoder", "emit_lm_head", "emit_prompt_logits", "kv_dtype", "kv_specs", "partial_specs"]
 
 
 def kv_specs(config: ModelConfig, num_blocks: int, block_size: int) -> list[BufferSpec]:
@@ -144,3 +144,12 @@ def emit_lm_head(builder: ProgramBuilder, config: ModelConfig, rows: Rows, resid
     emitter = Emitter(builder, replace(rows, prefix="target."), TORCH_DTYPES[config.dtype], stage)
     normed = emitter.norm(residual, "norm.weight", config.rms_norm_eps, "final")
     return emitter.linear(normed, "lm_head", config.vocab_size, "logits")
+
+
+def emit_prompt_logits(
+    builder: ProgramBuilder, config: ModelConfig, rows: Rows, residual: str, out: str, stage: Stage
+) -> None:
+    """Final norm and LM head of prefill's rows, into a buffer of state: float32 logits [M, V]."""
+    emitter = Emitter(builder, replace(rows, prefix="prefill.target."), TORCH_DTYPES[config.dtype], stage)
+    normed = emitter.norm(residual, "norm.weight", config.rms_norm_eps, "final")
+    emitter.emit("linear", {"x": normed}, {"out": out}, weights={"weight": "lm_head.weight"}, row_block=rows.count)

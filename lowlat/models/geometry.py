@@ -108,6 +108,11 @@ class ModelConfig(AttentionWidths):
     quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
     coded_kv: CodedKV | None = None  # None: the cache has the compute dtype
 
+    @property
+    def cache_dtype(self) -> str:
+        """How keys and values are kept: "fp8", or the compute dtype."""
+        return self.dtype if self.coded_kv is None else "fp8"
+
 
 @dataclass(frozen=True)
 class DsparkHeads:

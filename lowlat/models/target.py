@@ -189,7 +189,7 @@ def open_target(directory: str | Path, *, dtype: str = "auto", progress: Progres
 def quantise_target(target: OpenedTarget, quantiser: Quantiser) -> OpenedTarget:
     """The same target, its linear layers rounded as they are streamed. Raises ConfigError where they are already."""
     config = rounding(target.config, quantiser, f"{target.directory}: the target")
-    return OpenedTarget(config, QuantisedWeights(target.weights, quantiser), target.directory)
+    return OpenedTarget(config, QuantisedWeights(target.weights, config.quantiser or quantiser), target.directory)
 
 
 def code_kv(target: OpenedTarget) -> OpenedTarget:
@@ -210,7 +210,8 @@ def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
         raise ConfigError(
             f"{label} is stored in {formats}, and {quantiser.option} {quantiser.kind!r} is for plain weights"
         )
-    return replace(config, quantiser=quantiser)
+    widths = (config.hidden_size, config.query_size, config.intermediate_size)
+    return replace(config, quantiser=quantiser.fitted(*widths, getattr(config, "target_hidden_size", 0)))
 
 
 def load_target(directory: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedTarget:

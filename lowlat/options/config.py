@@ -254,7 +254,7 @@ class RuntimeConfig:
     max_context: int = declare(2048, "Tokens of prompt and text.", 2, 1 << 20, otherwise="2048, or the model's if less")
     dtype: Literal["auto", "bfloat16", "float32"] = declare("auto", "Compute dtype; auto is the checkpoint's.")
     quantize: Literal["fp8", "int4"] | None = declare(
-        None, "Round a plain target's linear layers at load: to FP8 by row, or to INT4 in groups of 128."
+        None, "Round a plain target's linear layers at load: to FP8 by row, or to INT4 in groups of 128, 64 or 32."
     )
     quantize_lm_head: bool = declare(False, "Round the LM head, too.")
     kv_cache_dtype: Literal["auto", "bf16", "fp8"] = declare(
@@ -274,6 +274,11 @@ class RuntimeConfig:
     prefix_reuse: bool = declare(True, "Share the KV of complete prefill chunks between requests with equal prefixes.")
     share_decoded: bool = declare(
         False, "Also share what decoding wrote: a later request's bits may then differ from a cold start."
+    )
+    prompt_logits: bool = declare(
+        False,
+        "Keep the logits of all positions of the chunk that was prefilled last: for measuring. Needs prefix_reuse off.",
+        python_only=True,
     )
     max_queue: int = declare(
         256, "Requests that may wait for a slot; more are refused with CapacityError.", 0, 1 << 20, python_only=True
@@ -311,6 +316,8 @@ class RuntimeConfig:
             raise ConfigError(f"traces must be a TraceConfig, got {self.traces!r:.80}")
         if self.quantize_lm_head and self.quantize is None:
             raise ConfigError("quantize_lm_head needs quantize, which says to what")
+        if self.prompt_logits and self.prefix_reuse:
+            raise ConfigError("prompt_logits needs prefix_reuse off: shared chunks are not run again")
         if self.share_decoded and not self.prefix_reuse:
             raise ConfigError("share_decoded needs prefix_reuse, which is off")
         self._check_perf_mode()

@@ -12,7 +12,7 @@ their keys and values become exact, and the last of these choose the slot's bloc
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lowlat.models.decoder import emit_decoder
+from lowlat.models.decoder import emit_decoder, emit_prompt_logits
 from lowlat.models.layers import Rows
 from lowlat.models.program import Program, ProgramBuilder, Stage
 from lowlat.speculators.base import PrefillScope
@@ -51,6 +51,8 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     builder.emit("identity", stage, reads={"x": "prefill_slot"}, writes={"out": "prefilled_slot"})
     last = {"x": boundaries[-1], "commit_lens": "prefill_count"}
     builder.emit("take_last", stage, reads=last, writes={"out": "prefilled_residual"})
+    if geometry.prompt_logits:
+        emit_prompt_logits(builder, geometry.config, rows, boundaries[-1], "prompt_logits", stage)
     if geometry.speculator is not None:
         own = (geometry.config, boundaries, tables.get("draft"), geometry.block_size)
         geometry.speculator.emit_prefill(PrefillScope(builder, *own, size, geometry.prefill_chunk))

@@ -45,6 +45,7 @@ class StepGeometry:
     num_drafted_rows    rows of a draft model behind a slot's last token
     max_width    the greatest width, where each step's is chosen anew; None: it is the bucket's
     partial      SpecPV's sizes; None: everything is attended to
+    prompt_logits       whether prefill leaves the logits of all its positions; it then runs one whole chunk at a time
     """
 
     config: ModelConfig
@@ -63,6 +64,7 @@ class StepGeometry:
     max_width: int | None = None
     num_drafted_rows: int = 0
     partial: PartialKV | None = None
+    prompt_logits: bool = False
 
     @property
     def overhang(self) -> int:
@@ -101,8 +103,10 @@ class StepGeometry:
         """Positions that are prefilled at once, ascending: 1, 2, 3, 4, 6, 8, 12, ... chunks, and as many as may be.
 
         Before them a half, a quarter and so on of a chunk, in multiples of SHORT_STEP: for short prompts, and for ends.
-        A program is made for each.
+        A program is made for each. With the logits of all positions, there is one: of a chunk.
         """
+        if self.prompt_logits:
+            return (self.prefill_chunk,)
         most, part = self.max_prefill_chunks, self.prefill_chunk
         counts = {odd << shift for odd in (1, 3) for shift in range(most.bit_length())}
         sizes = {self.prefill_chunk * min(count, most) for count in counts}
@@ -171,6 +175,8 @@ def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
         ("prefilled_slot", (1,), torch.int32),  # below: the last prompt whose chunks were run, for its first token
         ("prefilled_residual", (1, geometry.config.hidden_size), geometry.dtype),
     ]
+    if geometry.prompt_logits:
+        specs.append(("prompt_logits", (geometry.prefill_chunk, vocab), torch.float32))
     return [BufferSpec(name, shape, dtype, Role.STATE) for name, shape, dtype in specs]
 
 

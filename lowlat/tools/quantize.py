@@ -1,7 +1,7 @@
 """A quantised checkpoint of a plain one: linear layers rounded to nearest, written as compressed-tensors has them.
 
-FP8 becomes `float-quantized` with a scale for each row, INT4 `pack-quantized` in groups of 128: any engine that reads
-compressed-tensors reads them. Weights are taken and written a file at a time.
+FP8 becomes `float-quantized` with a scale for each row, INT4 `pack-quantized` in groups of 128, 64 or 32: any engine
+that reads compressed-tensors reads them. Weights are taken and written a file at a time.
 """
 
 import json
@@ -31,7 +31,7 @@ SUFFIX = ".weight"
 ROUTERS = "re:.*mlp[.]gate$"
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
-    "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}),
+    "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group"}),
 }
 
 
@@ -55,7 +55,7 @@ def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Wri
     if out.exists():
         raise ConfigError(f"{out} exists; name a directory that does not")
     target = open_target(directory)
-    rounding(target.config, quantiser, str(directory))
+    quantiser = rounding(target.config, quantiser, str(directory)).quantiser or quantiser
     if quantiser.lm_head and target.config.tie_embeddings:
         raise ConfigError(
             f"{directory}: the LM head is the embedding (tie_word_embeddings), which stays plain; leave --lm-head out"
@@ -103,7 +103,8 @@ def _copy_beside(directory: Path, partial: Path) -> None:
 
 def _quantization_config(quantiser: Quantiser, plain: list[str]) -> dict[str, Any]:
     layout, asked = LAYOUTS[quantiser.kind]
-    weights = {**asked, "symmetric": True, "dynamic": False}
+    groups = {"group_size": quantiser.group} if quantiser.kind == "int4" else {}
+    weights = {**asked, **groups, "symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",

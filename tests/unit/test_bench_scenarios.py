@@ -15,8 +15,11 @@ from profiling_cases import cover, record_of
 
 from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError
+from lowlat.graphs import Bucket
 from lowlat.host.runtime import Runtime
 from lowlat.options.config import SpeculativeConfig
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import build_step
 from lowlat.tools.bench.compare import compare_results
 from lowlat.tools.bench.gates import GateRun, GateState, green_in_a_row, judge
 from lowlat.tools.bench.geometry import RandomWeights, random_target, read_geometries, write_draft_model
@@ -26,7 +29,7 @@ from lowlat.tools.bench.report.pages import StageProfile, make_report
 from lowlat.tools.bench.report.plots import plain_svg
 from lowlat.tools.bench.results import read_results, write_struct
 from lowlat.tools.bench.scenarios import Case, Gate, Scenario, read_plan
-from lowlat.tools.bench.step_bytes import attended, step_bytes
+from lowlat.tools.bench.step_bytes import attended, program_bytes, step_bytes, weight_sizes
 from lowlat.tools.profile import recording
 
 PLAIN, DRAFTED = Case(8192, 1, 0), Case(8192, 1, 3)
@@ -91,6 +94,16 @@ def test_every_geometry_parses_and_its_bytes_are_the_published_ones(tmp_path: Pa
             assert not torch.equal(found["layers.1.qkv.weight"], found["layers.2.qkv.weight"])
     assert sizes["llama-8b"] == pytest.approx(16.06, abs=0.01)
     assert sizes["gpt-oss-120b"] == pytest.approx(65.25, abs=0.01)
+    assert sizes["qwen3-30b-a3b"] == pytest.approx(61.06, abs=0.01)
+
+
+@pytest.mark.parametrize(("weights", "giga"), [("bf16", 6.889), ("fp8", 4.178), ("int4", 2.855)])
+def test_bytes_of_a_mixture_in_any_format(weights: str, giga: float) -> None:
+    """Qwen3-30B-A3B at 8192 tokens: dense layers and LM head, 8 of 128 experts, keys and values."""
+    made, case = bench("table_step").TableModel("qwen3-30b-a3b", weights), bench("dense_cases").Case(1, 8192, 0)
+    shapes, drafted = bench("table_step").table_shapes(made, case), TreeTopology.chain(0)
+    program = build_step(shapes, Bucket(1, 1, 0), drafted)
+    assert program_bytes(program, weight_sizes(made.config), [8192.0], 8 / 128) / 1e9 == pytest.approx(giga, abs=1e-3)
 
 
 @pytest.mark.parametrize("depth", [0, 3])

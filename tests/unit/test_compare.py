@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from quantised_layers import quantise_target
 from safetensors.torch import load_file, save_file
 from tiny_dflash import dflash_draft_model
 from tiny_models import FAMILIES, make_target, mxfp4_target, random_draft_model
@@ -104,6 +105,23 @@ def test_bfloat16_is_compared_in_bfloat16(pair: tuple[Path, Path]) -> None:
     assert report["passed"]
     assert report["stages"][1]["max_difference"] > 1e-4
     assert compare(*arguments, "--min-cosine", 1.0).exit_code == 1
+
+
+def test_a_quantised_target_is_compared_with_a_plain_one(tmp_path: Path) -> None:
+    model = make_target(tmp_path / "int4", "qwen3", hidden_size=64, intermediate_size=64, head_dim=16)
+    random_draft_model(tmp_path / "head", model)
+    quantise_target(tmp_path / "int4", "w4a16-zeros", model)
+    model.save_pretrained(tmp_path / "plain")  # of the same numbers
+    arguments = (tmp_path / "int4", "--head", tmp_path / "head", "--json", "--num-tokens", 6, "--against")
+    report = report_of(compare(*arguments, tmp_path / "plain"))
+    assert report["passed"] and report["greedy_identical"] and "plain by transformers" in report["against"]
+    assert {"target.logits", "draft.2.logits"} < {stage["stage"] for stage in report["stages"]}
+    change(tmp_path / "plain", "model.layers.1.mlp.up_proj.weight")
+    result = compare(*arguments, tmp_path / "plain")
+    assert result.exit_code == 1 and report_of(result)["first_beyond_tolerance"] == "target.residual.2"
+    make_target(tmp_path / "other", "qwen3", num_hidden_layers=2)
+    with pytest.raises(ConfigError, match="its num_layers is 2, not 3"):
+        compare(*arguments, tmp_path / "other")
 
 
 def test_a_recording_names_the_first_layer_that_changed(pair: tuple[Path, Path], tmp_path: Path) -> None:

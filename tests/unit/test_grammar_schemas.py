@@ -9,9 +9,20 @@ from grammars import END, allowed, codec_with, dumped, mask_of, state_of, text_o
 from jsonschema import Draft202012Validator
 
 from lowlat.errors import GrammarError, RequestError
+from lowlat.text.grammar.formats import exact_text
 
 CODEC = codec_with()
 NUM_BY_CHANCE = 175
+
+
+def takes(schema: object, value: object) -> bool:
+    """Whether a document is allowed to its end."""
+    state = state_of(CODEC, json_schema=json.dumps(schema))
+    try:
+        state.advance(CODEC.encode(dumped(value), add_special_tokens=False))
+        return END in allowed(mask_of(state, CODEC)[0])
+    except GrammarError:
+        return False
 
 
 def check_walks(schema: dict[str, Any], seeds: range) -> None:
@@ -51,14 +62,24 @@ def test_documents_are_allowed_exactly_where_the_schema_says_so(place: int) -> N
     validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
     for value in (*valid, *invalid):
         assert validator.is_valid(value) == (value in valid and not any(value is one for one in invalid)), value
-        state = state_of(CODEC, json_schema=json.dumps(schema))
-        tokens = CODEC.encode(dumped(value), add_special_tokens=False)
-        try:
-            state.advance(tokens)
-            taken = END in allowed(mask_of(state, CODEC)[0])
-        except GrammarError:
-            taken = False
+        taken = takes(schema, value)
         assert taken == validator.is_valid(value), value
+
+
+def test_formats_are_exact_wherever_they_stand() -> None:
+    """Those that the validator does not check, too; and what only looks like one is none."""
+    schema = {
+        "properties": {"format": {"type": ["string", "null"], "format": "hostname", "allOf": [{"minLength": 3}]}},
+        "additionalProperties": {"anyOf": [{"type": "string", "format": "date-time"}, {"const": {"format": "date"}}]},
+    }
+    for value in ({"format": "a.b"}, {"format": None}, {"x": "2024-02-29T22:59:59Z"}, {"x": {"format": "date"}}):
+        assert takes(schema, value)
+    for name in ("a", "xn--a", "b.xn--a", "a." * 127 + "a"):
+        assert not takes(schema, {"format": name})
+    for moment in ("2023-02-29T22:59:59Z", "2024-02-29T22:59:60Z", "2100-02-29T00:00:00Z"):
+        assert not takes(schema, {"x": moment})
+    deep = '{"items":' * 3000 + '{"format":"date"}' + "}" * 3000
+    assert exact_text(deep) == deep and exact_text('{"format":') == '{"format":'
 
 
 @pytest.mark.parametrize("schema", UNSUPPORTED, ids=lambda schema: json.dumps(schema)[:40])

@@ -57,6 +57,7 @@ CASES: list[tuple[str, int, int, bool | str]] = [
     *((f"llama+{flags}", 3, 2, "dynamic") for flags in ("norm_output", "several_layers", "parallel", "dflash")),
     ("tied+target_s_lm_head", 3, 2, False),
     ("llama_fp8", 3, 8, False),
+    *(("llama_codes", 3, 2, True), ("qwen3_codes", 3, 4, False), ("llama_codes+dflash", 3, 2, False)),
     ("biased+everything", 3, 2, True),
     *(("llama+alone", 0, batch, False) for batch in BATCHES),
     *((f"{name}+alone", 0, batch, False) for name in MIXTURES for batch in BATCHES),

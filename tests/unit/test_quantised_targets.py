@@ -1,5 +1,6 @@
 """Quantised targets run: logits of the numbers that they hold, the same bits with drafts; and rounding at load."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "
     "dtype": "float32",
 }
 EXPERTS = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "gptq-v1", "nvfp4")  # layouts of experts, one by one
+FAMILIES = ("llama", "qwen3", "mistral", "qwen2")  # one for each layout in turn, so that every one is met
+TREE: dict[str, Any] = {"tree": ((0,), (1,), (2,), (0, 0), (1, 0)), "num_speculative_tokens": 2}
 Trace = tuple[list[int], torch.Tensor]
 
 
@@ -44,14 +47,25 @@ def traced(runtime: Runtime, prompt: list[int], params: SamplingParams, depth: D
     return tokens, torch.stack([recorder.logits[name][len(prompt) + k] for k in range(len(tokens))])
 
 
-CASES = [*(("llama", layout) for layout in LAYOUTS), *(("qwen3_moe", layout) for layout in EXPERTS)]
-FIRST = [("llama", "fp8-block"), ("llama", "w4a16-zeros"), ("llama", "nvfp4"), ("llama", "gptq-v1")]
+CASES = [
+    *zip(itertools.cycle(FAMILIES), LAYOUTS, strict=False),
+    *(("qwen3_moe", layout) for layout in EXPERTS),
+]
+FIRST = [
+    case for case in CASES if case[0] != "qwen3_moe" and case[1] in ("fp8-block", "w4a16-zeros", "nvfp4", "gptq-v1")
+]
+
+
+def make_quantised(directory: Path, family: str, layout: str) -> Any:
+    """A target in a layout, and transformers' model of the numbers that it holds."""
+    model = make_target(directory, family, **SIZES)
+    quantise_target(directory, layout, model)
+    return model
 
 
 @pytest.mark.parametrize(("family", "layout"), staged(CASES, first=[*FIRST, ("qwen3_moe", "fp8-block")]))
 def test_logits_are_those_of_the_dequantised_model(family: str, layout: str, tmp_path: Path) -> None:
-    model = make_target(tmp_path, family, **SIZES)
-    quantise_target(tmp_path, layout, model)
+    model = make_quantised(tmp_path, family, layout)
     prompt = prompt_of(21)
     with Runtime.load(tmp_path, **OPTIONS) as runtime:
         tokens, found = traced(runtime, prompt, SamplingParams(max_tokens=16))
@@ -60,34 +74,45 @@ def test_logits_are_those_of_the_dequantised_model(family: str, layout: str, tmp
     assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-4
 
 
-DRAFTING = [*(("llama", layout) for layout in LAYOUTS), ("qwen3_moe", "fp8-channel"), ("qwen3_moe", "w4a16-32")]
+DRAFTING = [*CASES[: len(LAYOUTS)], ("qwen3_moe", "fp8-channel"), ("qwen3_moe", "w4a16-32")]
 
 
-@pytest.mark.parametrize(("family", "layout"), staged(DRAFTING, first=[("llama", "awq"), ("qwen3_moe", "fp8-channel")]))
-def test_drafts_change_nothing_in_any_layout(family: str, layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "layout"), staged(DRAFTING, first=[FIRST[0], ("qwen3_moe", "fp8-channel")]))
+def test_nothing_but_the_seed_chooses_tokens(family: str, layout: str, tmp_path: Path) -> None:
+    """No drafts, chains, trees; alone and beside a neighbour; greedy and sampled: the same tokens and logits."""
     target, head = tmp_path / "target", tmp_path / "head"
-    model = make_target(target, family, **SIZES)
-    quantise_target(target, layout, model)
-    copying_draft_model(head, model)
-    prompt, params = prompt_of(19), SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, seed=7)
+    copying_draft_model(head, make_quantised(target, family, layout))
+    requests = [
+        (prompt_of(19), SamplingParams(max_tokens=16, temperature=0.0)),
+        (prompt_of(10, seed=1), SamplingParams(max_tokens=12, temperature=1.0, seed=7)),
+    ]
     with Runtime.load(target, **OPTIONS, prefix_reuse=False) as runtime:
-        expected = traced(runtime, prompt, params)
-    options = SpeculativeConfig(model=head, num_speculative_tokens=7, strict=True, draft_quantize="fp8")
-    with Runtime.load(target, options, **OPTIONS) as runtime:
-        for depth in (0, 3, 7):
-            found = traced(runtime, prompt, params, depth)
-            assert found[0] == expected[0] and torch.equal(found[1], expected[1])
-        assert runtime.summary()["eagle_speculation"]["total_draft_tokens"] > 0
+        expected = [traced(runtime, *request) for request in requests]
+    for shape, depths in (({"num_speculative_tokens": 7}, (0, 3, 7)), (TREE, (2,))):
+        options = SpeculativeConfig(model=head, strict=True, draft_quantize="fp8", **shape)
+        with Runtime.load(target, options, **OPTIONS) as runtime:
+            for depth in depths:
+                recorder = Recorder(runtime)
+                names = [recorder.submit(*request) for request in requests]
+                found = run_all(runtime, depth)
+                recorder.stop()
+                for name, (prompt, _), (tokens, logits) in zip(names, requests, expected, strict=True):
+                    assert found[name] == tokens
+                    rows = [recorder.logits[name][len(prompt) + k] for k in range(len(tokens))]
+                    assert torch.equal(torch.stack(rows), logits)
+            assert runtime.summary()["eagle_speculation"]["total_draft_tokens"] > 0
 
 
-ROUNDED = [("fp8", False), ("int4", False), later("fp8", True), later("int4", True)]
+ROUNDED = [
+    *(("fp8", False, "qwen3", 14), ("int4", False, "qwen3", 14)),
+    *(later("fp8", True, "qwen3", 14), later("int4", True, "qwen3", 14), later("int4", False, "qwen3_moe", 38)),
+]
 
 
-@pytest.mark.parametrize(("kind", "tied"), ROUNDED)
-@pytest.mark.parametrize(("family", "layers"), [("qwen3", 14), later("qwen3_moe", 38)])
+@pytest.mark.parametrize(("kind", "tied", "family", "layers"), ROUNDED)
 def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, family: str, layers: int, tmp_path: Path) -> None:
     plain, out = tmp_path / "plain", tmp_path / "rounded"
-    make_target(plain, family, tie_word_embeddings=tied, **WIDE)
+    make_target(plain, family, tie_word_embeddings=tied, **{**WIDE, "intermediate_size": 192})
     arguments = ["quantize", str(plain), "--format", kind, "--out", str(out), "--json"]
     if tied:
         refused = CliRunner().invoke(cli, [*arguments, "--lm-head"])
@@ -99,7 +124,7 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, family: st
     report = json.loads(done.output)
     assert report["layers"] == layers + (not tied) and report["new_bytes"] < report["old_bytes"] / 2
     shown = json.loads(CliRunner().invoke(cli, ["inspect", "model", str(out), "--json"]).output)
-    assert shown["geometry"]["layer_formats"] == [{"fp8": "fp8", "int4": "int4_128"}[kind]]
+    assert shown["geometry"]["layer_formats"] == [{"fp8": "fp8", "int4": "int4_64"}[kind]]
     prompt, params = prompt_of(13), SamplingParams(max_tokens=12)
     with Runtime.load(out, **OPTIONS) as runtime:
         expected = traced(runtime, prompt, params)
@@ -148,9 +173,9 @@ def test_numbers_are_rounded_to_nearest() -> None:
 
 
 def test_what_rounding_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
-    make_target(tmp_path / "narrow", "llama", **SIZES)
+    make_target(tmp_path / "narrow", "llama", **{**SIZES, "intermediate_size": 120})
     with pytest.raises(
-        ConfigError, match=r"quantize 'int4' needs layers of a multiple of 128 inputs, and layers\.0\.qkv"
+        ConfigError, match=r"quantize 'int4' needs layers of a multiple of 32 inputs, and layers\.0\.down"
     ):
         Runtime.load(tmp_path / "narrow", **OPTIONS, quantize="int4")
     model = make_target(tmp_path / "done", "llama", **SIZES)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benches import bench
 
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -53,6 +54,27 @@ def test_the_table_of_a_step_is_the_reports_own(repository: Path, pages: dict[st
     report = (repository / "bench" / "results" / "h200" / "dense.md").read_text()
     assert set(table_rows(report)) <= set(table_rows(pages[page]))
     assert report.strip().splitlines()[-1] in pages[page].splitlines()
+
+
+def test_the_table_of_formats_is_its_files_own(repository: Path, pages: dict[str, str]) -> None:
+    result = json.loads((repository / "bench" / "results" / "cpu" / "formats.json").read_text())
+    assert all(row["identical"] for row in result["rows"])
+    assert set(table_rows(bench("formats").table(result))) <= set(table_rows(pages["bench/README.md"]))
+
+
+def test_what_is_said_of_grammars_is_in_their_files(repository: Path, pages: dict[str, str]) -> None:
+    folder, page = repository / "bench" / "results" / "cpu", " ".join(pages["bench/README.md"].split())
+    suite = json.loads((folder / "schema_suite.json").read_text())
+    totals = suite["totals"]
+    assert totals["wrong"] == 0 and not suite["faults"] and suite["conditions"]["suite"][:7] in page
+    assert f"None of the {totals['served']} is wrong: {totals['walks_ended']} documents" in page
+    assert f"{totals['valid_allowed']} of {totals['valid_allowed'] + totals['valid_left_out']} valid ones" in page
+    drafts = json.loads((folder / "draft_masks.json").read_text())
+    for row in drafts["rows"]:
+        assert row["identical"]
+        if row["schema"] == "all":
+            gains = (row["plain_tokens_per_step"], row["masked_gain"], row["mended_gain"])
+            assert "| {:.2f} | {:+.1%} | {:+.1%} |".format(*gains) in page
 
 
 def test_figures_beside_the_table_are_those_of_bench(repository: Path, pages: dict[str, str]) -> None:

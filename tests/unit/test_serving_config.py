@@ -35,8 +35,9 @@ def test_defaults_are_the_records_own() -> None:
 def test_every_limit_and_option_of_a_runtime_and_of_speculation_can_be_set() -> None:
     assert {field.name for field in dataclasses.fields(Limits)} <= set(SETTINGS)
     assert all(setting.help for setting in SETTINGS.values())
-    # the server has a queue of its own, traces would log tokens
-    assert {f.name for f in dataclasses.fields(RuntimeConfig)} - set(SETTINGS) - {"max_queue", "traces"} == set()
+    # the server has a queue of its own, traces would log tokens, and it gives no logits of prompts
+    own = {"max_queue", "traces", "prompt_logits"}
+    assert {f.name for f in dataclasses.fields(RuntimeConfig)} - set(SETTINGS) - own == set()
     # --draft-model names the model of SpeculativeConfig, and -S 0 is how to switch it off
     unset = {f.name for f in dataclasses.fields(SpeculativeConfig)} - set(SETTINGS)
     assert unset == {"enabled"}

@@ -196,8 +196,7 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
     if heads is None:
         raise ValueError("a GEMM with rotation needs its heads")
     queries, groups, dim, coded = heads.queries, heads.groups, heads.dim, heads.coded
-    item = 1 if coded else 2  # bytes of a number of the cache
-    tiles, half = dim // 16, dim // 2
+    tiles, half, item, store = dim // 16, dim // 2, 1 if coded else 2, _make_store(coded)  # item: of the cache
     cache_row, load_scales = _make_cache_row(shape), _make_scales(shape)
 
     @device_function
@@ -208,16 +207,11 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
         return row, uint32(index - row * columns), int64(row) < count and head < queries + 2 * groups
 
     @device_function
-    def nothing() -> Any:
-        return float32(0), float32(0), float32(0), float32(0), int64(0), float32(1), float32(1), float32(1)
-
-    @device_function
     def begin(
         tile: Any, row: Any, column: Any, row_live: Any, bias: Any, _residual: Any, out: Any, rotation: Any,
         scales: Any,
     ) -> Any:  # fmt: skip
-        """Bias of a value and its partner, cosine, sine, the address that the value goes to (0: nowhere), scales, the
-        cache's scale."""
+        """Bias of a value and its partner, cosine, sine, where the value goes (0: nowhere), scales, the cache's."""
         positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, kv_scales, first_row = rotation
         head = int32(uint32(tile) // uint32(tiles))
         inner = int32(int32(tile) - head * tiles)
@@ -262,18 +256,34 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
                 partner = ptx.add_rn(partner, partner_bias)
             low = ptx.add_rn(ptx.mul_rn(value, c), -ptx.mul_rn(partner, s))
             high = ptx.add_rn(ptx.mul_rn(partner, c), ptx.mul_rn(value, s))
-            if coded and head >= queries:
-                ptx.store_global_u8(target, encode(low, code_scale))
-                ptx.store_global_u8(target + half, encode(high, code_scale))
+            if head >= queries:
+                store(target, low, code_scale)
+                store(target + half * item, high, code_scale)
             else:
                 ptx.store_global_u16(target, ptx.bf16_bits(low))
                 ptx.store_global_u16(target + half * 2, ptx.bf16_bits(high))
-        elif coded:
+        else:
+            store(target, value, code_scale)
+
+    return _Epilogue(16, locate, begin, _nothing_rotated, finish)
+
+
+@device_function
+def _nothing_rotated() -> Any:
+    return float32(0), float32(0), float32(0), float32(0), int64(0), float32(1), float32(1), float32(1)
+
+
+def _make_store(coded: bool) -> Any:
+    """A function: a number of a key or a value goes to the cache, in bf16 or as a code."""
+
+    @device_function
+    def store(target: Any, value: Any, code_scale: Any) -> None:
+        if coded:
             ptx.store_global_u8(target, encode(value, code_scale))
         else:
             ptx.store_global_u16(target, ptx.bf16_bits(value))
 
-    return _Epilogue(16, locate, begin, nothing, finish)
+    return store
 
 
 def _make_cache_row(shape: DecodeGemmShape) -> Any:

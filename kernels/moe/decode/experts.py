@@ -14,6 +14,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import make_handover
 from lowlat.kernels.formats import BF16, MXFP4
+from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.moe.decode.expert_list import make_list_units
 from lowlat.kernels.moe.decode.gemm import (
     make_finishing,
@@ -24,6 +25,7 @@ from lowlat.kernels.moe.decode.gemm import (
 )
 from lowlat.kernels.moe.decode.swiglu_epilogue import make_swiglu
 from lowlat.kernels.moe.decode.weighing_epilogue import make_weighing
+from lowlat.kernels.moe.formats import tiled_format
 from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_of
 from lowlat.kernels.moe.plan import (
     DOWN,
@@ -215,11 +217,13 @@ def _make_load_routing(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
 
 def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: both GEMMs of gpt-oss in MXFP4, and odd shapes in bf16."""
+    """Representative specialisations, as a card has them: both GEMMs of gpt-oss in MXFP4, and odd shapes in bf16
+    and in INT4 with two groups a step."""
+    grouped = tiled_format("int4_32_zeros", TileFormat("int4", 512, groups=2, wide=True, zeros=True))
     cases = (
         (1, ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4)),
         (64, ExpertShape(DOWN, 2880, 2880, 4, MXFP4)),
         (4, ExpertShape(GATE_UP, 192, 104, 2, BF16)),
-        (3, ExpertShape(DOWN, 100, 200, 1, BF16)),
+        (3, ExpertShape(DOWN, 100, 224, 1, grouped, biased=False)),
     )
     return [_make(shape, plan_experts(rows, shape, card)) for rows, shape in examples_for(card, cases, 2)]

@@ -17,7 +17,8 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
-from lowlat.kernels.formats import BF16, MXFP4
+from lowlat.kernels.formats import BF16, MXFP4, WeightFormat
+from lowlat.kernels.gemm.tiles import FP8_TILES
 from lowlat.kernels.moe.decode.expert_list import make_list_units
 from lowlat.kernels.moe.decode.gemm import (
     make_finishing,
@@ -30,6 +31,7 @@ from lowlat.kernels.moe.decode.mlp_plan import MlpPlan, choose_mlp_plan, plan_ml
 from lowlat.kernels.moe.decode.rank_sum import make_sum_rows
 from lowlat.kernels.moe.decode.swiglu_epilogue import make_swiglu
 from lowlat.kernels.moe.decode.weighing_epilogue import make_weighing
+from lowlat.kernels.moe.formats import tiled_format
 from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_of
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, parts_of
 from lowlat.kernels.moe.topk_routing import TopKRouting, make_publish, make_route
@@ -228,16 +230,17 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool) -> Callable[..., No
 
 
 def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd shape."""
+    """Representative specialisations, as a card has them: gpt-oss in MXFP4, 1 and 64 rows, Qwen3-30B-A3B in FP8, an odd
+    shape in bf16."""
     made = []
-    cases = (
-        (64, (5760, 2880, 2880), 4, MXFP4, 128),
-        (1, (5760, 2880, 2880), 4, MXFP4, 128),
-        (4, (5760, 2880, 2880), 4, BF16, 128),
-        (3, (192, 96, 104), 2, MXFP4, 5),
+    cases: tuple[tuple[int, tuple[int, int, int], int, WeightFormat, bool, int], ...] = (
+        (64, (5760, 2880, 2880), 4, MXFP4, True, 128),
+        (1, (5760, 2880, 2880), 4, MXFP4, True, 128),
+        (4, (1536, 768, 2048), 8, tiled_format("fp8", FP8_TILES), False, 128),
+        (3, (192, 96, 104), 2, BF16, True, 5),
     )
-    for rows, (width, inner, hidden), ranks, weight_format, num_experts in examples_for(card, cases, 1):
-        up = ExpertShape(GATE_UP, width, hidden, ranks, weight_format)
-        down = ExpertShape(DOWN, hidden, inner, ranks, weight_format)
-        made.append(_make(plan_mlp(rows, up, down, card), num_experts))
+    for rows, (width, inner, hidden), ranks, weight_format, biased, num_experts in examples_for(card, cases, 1):
+        up = ExpertShape(GATE_UP, width, hidden, ranks, weight_format, biased, biased)
+        down = ExpertShape(DOWN, hidden, inner, ranks, weight_format, biased)
+        made.append(_make(plan_mlp(rows, up, down, card), num_experts, over_all=not biased))
     return made

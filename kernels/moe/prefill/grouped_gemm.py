@@ -13,6 +13,8 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.activation import clamped_swiglu, silu_times
 from lowlat.kernels.formats import BF16, MXFP4
+from lowlat.kernels.gemm.tiles import TileFormat
+from lowlat.kernels.moe.formats import tiled_format
 from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_of
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.moe.prefill.mainloop import make_begin, make_multiply_tile, make_store_sums
@@ -293,7 +295,9 @@ def _make_weighing(shape: ExpertShape) -> Any:
 
 
 def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: gpt-oss in MXFP4, an odd shape in bf16."""
-    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), ExpertShape(DOWN, 2880, 2880, 4, MXFP4)
+    """Representative specialisations, as a card has them: gpt-oss in MXFP4, Qwen3-30B-A3B in FP8 by blocks, an odd
+    shape in bf16."""
+    up, blocks = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), TileFormat("fp8", 1024, groups=1, wide=True)
+    down = ExpertShape(DOWN, 2048, 768, 8, tiled_format("fp8_block", blocks), biased=False)
     cases = ((up, 96), (down, 32), (ExpertShape(DOWN, 100, 72, 2, BF16), 16))
     return [_make(shape, plan_grouped(pairs, shape, card)) for shape, pairs in cases]

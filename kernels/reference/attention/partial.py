@@ -163,5 +163,5 @@ def _rows_of(cache: torch.Tensor, entries: torch.Tensor, count: int, block: int)
     """The first positions of lists [G, n] as the cache holds them, [G, count, D]."""
     parts = cache.shape[2] // block
     heads = torch.arange(cache.shape[1], device=cache.device)[:, None]
-    blocks = cache.unflatten(2, (parts, block))[entries // parts, heads, entries % parts]
+    blocks: torch.Tensor = cache.unflatten(2, (parts, block))[entries // parts, heads, entries % parts]
     return blocks.flatten(1, 2)[:, :count]

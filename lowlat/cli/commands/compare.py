@@ -1,4 +1,7 @@
-"""`lowlat compare`: stage by stage against transformers, or against tensors that another engine or lowlat saved."""
+"""`lowlat compare`: stage by stage against transformers, or against tensors that another engine or lowlat saved.
+
+transformers may run another target of the same shape, such as the original of a quantised one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import click
 from lowlat.cli.console import loading_bar, print_json, print_table
 from lowlat.cli.options import DIRECTORY, IntegerList, as_json, draft_model_option, record_options
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.options.model_names import find_repository
 
 if TYPE_CHECKING:
     from lowlat.tools.compare.recording import Recording
@@ -28,8 +32,9 @@ COLUMNS = ("stage", "rows", "mean difference", "max difference", "cosine", "top-
 @draft_model_option("An EAGLE3 draft model to compare as well.")
 @click.option(
     "--against",
-    metavar="transformers|FILE",
-    help="The other implementation: transformers, the default, or a recording that another engine or --save wrote.",
+    metavar="transformers|FILE|MODEL",
+    help="The other implementation: transformers, the default, a recording that another engine or --save wrote, or a "
+    "target for transformers to run: the plain original of a quantised one.",
 )
 @click.option("--save", type=DIRECTORY, metavar="FILE", help="Write lowlat's own tensors to this safetensors file.")
 @click.option("--prompt", metavar="TEXT", help="Text to start from; needs a tokenizer.")
@@ -94,7 +99,8 @@ def command(
     fc_out and, for each level of drafts, attn_out, ffn_out, pre_head_hidden and logits are set beside those of
     transformers (the target) and of plain torch (the draft model), or beside a recording: mean and largest difference,
     cosine of the worst row, overlap of the ten likeliest ids. lowlat/README.md describes a recording's file, which any
-    engine can write. Only rows that rest on the same tokens and drafts are compared.
+    engine can write. Only rows that rest on the same tokens and drafts are compared. Another target is given lowlat's
+    tokens and drafts.
 
     Exits with 1 when a stage is beyond its tolerance: when a row has a lower cosine, or lies farther away than rows of
     equal length with that cosine do. The first such stage is named. --save alone compares nothing.
@@ -102,7 +108,7 @@ def command(
     from lowlat.cli.models import local_draft_model, local_target
     from lowlat.executors.devices import leave_a_core
     from lowlat.tools.compare.recording import load_recording, save_recording
-    from lowlat.tools.compare.stages import record
+    from lowlat.tools.compare.stages import check_same_shape, record
 
     leave_a_core()
     if prompt is not None and token_ids is not None:
@@ -110,7 +116,13 @@ def command(
     limits = _tolerances(tolerances)
     directory = local_target(target)
     draft = None if head is None else local_draft_model(head, directory)
-    saved = None if against in (None, "transformers") else load_recording(str(against))
+    saved, original = None, directory
+    if against is not None and against != "transformers":
+        if find_repository(against) is not None or Path(against).is_dir():
+            original = local_target(Path(against))
+            check_same_shape(directory, original)
+        else:
+            saved = load_recording(against)
     start = _prompt(directory, saved) if prompt is None and token_ids is None else prompt or token_ids or ()
     options |= _lengths(saved, num_tokens, num_speculative_tokens)
     with loading_bar(f"loading {target.name}") as update:
@@ -124,7 +136,9 @@ def command(
         if not any(_has_part(name, stage) for name in found.stages):
             names = ", ".join(found.stages)
             raise click.BadParameter(f"{stage!r:.80} is part of no stage of {names}", param_hint="--tolerance")
-    report = _compare(found, saved, directory, draft, options["dtype"], [(None, min_cosine), *limits])
+    report = _compare(found, saved, original, draft, options["dtype"], [(None, min_cosine), *limits])
+    if original != directory:
+        report["against"] = f"{against} by transformers"
     report |= {"target": str(target), "head": None if head is None else str(head), "executor": options["executor"]}
     if json_output:
         print_json(report)

@@ -1,5 +1,5 @@
 """`lowlat inspect model|draft-model|tree`: geometry, memory and buffers, from configs and headers alone;
-`lowlat inspect run`: a pair decodes a few prompts.
+`lowlat inspect run`: a pair decodes a few prompts; `lowlat inspect quality`: a target predicts a text.
 """
 
 from copy import copy
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowlat.cli.console import format_bytes, print_json, print_table
+from lowlat.cli.console import format_bytes, print_json, print_table, write_json
 from lowlat.cli.options import (
     DIRECTORY,
     IntegerList,
@@ -16,6 +16,7 @@ from lowlat.cli.options import (
     bundled,
     draft_model_option,
     given_options,
+    json_file_option,
     record_options,
     runtime_options,
     speculation_options,
@@ -29,7 +30,7 @@ from lowlat.options.request import SamplingParams
 if TYPE_CHECKING:
     from lowlat.cli.reports.activity import Activity
 
-__all__ = ["command", "draft_model", "model", "run", "tree"]
+__all__ = ["command", "draft_model", "model", "quality", "run", "tree"]
 
 NOT_ACTIVE = 3  # exit code of `run`
 
@@ -310,6 +311,37 @@ def _print_run(found: "Activity") -> None:
     click.echo(f"multi-token speculation is {'active' if found.active else 'NOT active'}")
     for reason in found.reasons:
         click.echo(f"because {reason.text}")
+
+
+@command.command("quality")
+@click.argument("model", type=DIRECTORY, required=False)
+@click.option("--text", type=DIRECTORY, required=True, metavar="FILE", help="UTF-8 text to predict; any length.")
+@click.option(
+    "--against",
+    type=DIRECTORY,
+    metavar="MODEL",
+    help="The target to compare with: the plain original of MODEL.  [default: MODEL itself, where --quantize or "
+    "another way to store numbers is given]",
+)
+@click.option("--max-tokens", type=click.IntRange(2), metavar="N", help="The text's first tokens alone.")
+@runtime_options
+@json_file_option
+def quality(
+    model: Path | None, text: Path, against: Path | None, max_tokens: int | None, json_file: str | None, **values: Any
+) -> None:
+    """Measure what storing MODEL in fewer bits costs: perplexity, KL divergence by token and equal choices on a text.
+
+    MODEL is a directory or ORG/NAME; without one, it is the bundled target. The text is cut into prompts of
+    --max-context - 1 tokens, each read afresh; --dtype, --device and --executor hold for both targets, --quantize and
+    its like for MODEL alone. Without anything to compare with, it is the perplexity of MODEL.
+    """
+    from lowlat.cli.reports.quality import print_quality, run_quality
+
+    found = run_quality(model or bundled("target"), against, text, max_tokens, given_options(values, RuntimeConfig))
+    if json_file is None:
+        print_quality(found)
+    else:
+        write_json(json_file, found)
 
 
 _alias = copy(draft_model)

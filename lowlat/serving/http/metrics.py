@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 __all__ = ["CONTENT_TYPE", "exposition"]
 
 FIRST_OCTAVE = 6  # buckets of histograms begin at 64 us: nothing that is timed is faster
+CACHE_BITS = {"fp8": 8, "bfloat16": 16, "float32": 32}
 GAUGES = {
     "num_requests_running": ("num_running", "Requests inside the engine."),
     "num_requests_waiting": ("num_waiting", "Requests that wait for a slot."),
@@ -86,6 +87,9 @@ class _Snapshot(Collector):
         if "query_tokens" in (kv := engine.get("kv", {})):
             used = kv["num_used"] / max(kv["num_blocks"], 1)
             yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used)
+            if kv.get("cache_dtype") in CACHE_BITS:
+                bits = CACHE_BITS[kv["cache_dtype"]]
+                yield self._gauge("kv_cache_bits", "Bits of a number in the KV cache.", bits)
             yield self._counter("prefix_cache_queries", "Tokens of prompts looked up.", [((), kv["query_tokens"])])
             yield self._counter("prefix_cache_hits", "Of those, tokens found.", [((), kv["hit_tokens"])])
         yield from self._counters(STRUCTURED, engine.get("structured_output", {}))

@@ -14,6 +14,7 @@ from lowlat.errors import RequestError
 from lowlat.text.answers.llama3 import PYTHON_TAG
 from lowlat.text.answers.tagged import CALL, END_CALL
 from lowlat.text.codec import TextCodec
+from lowlat.text.grammar.formats import exact_formats
 from lowlat.text.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, HarmonyParser
 
 __all__ = ["tool_grammar"]
@@ -118,7 +119,7 @@ def _objects(calls: ToolCalls, key: str) -> list[str]:
 def _arguments(functions: Sequence[Function]) -> list[str]:
     rules = []
     for place, function in enumerate(functions):
-        schema = dict(function.parameters or ANYTHING)
+        schema = dict(exact_formats(function.parameters or ANYTHING))
         how = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         schema["x-guidance"] = how if function.strict else {**how, "lenient": True}
         rules.append(f"arguments_{place}: %json {json.dumps(schema)}")

@@ -64,7 +64,10 @@ def _target_stages(found: Recording, target: Path, dtype: torch.dtype, stored: S
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(target, **options).to(dtype).eval()
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
-        raise ConfigError(f"transformers cannot load {target}: {error}") from error
+        raise ConfigError(
+            f"transformers cannot load {target}: {error}; a quantised target can be compared with its plain original "
+            "(--against MODEL)"
+        ) from error
     rows: dict[str, torch.Tensor] = {}
 
     def keep(stage: str) -> Any:

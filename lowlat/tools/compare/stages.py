@@ -22,7 +22,7 @@ from lowlat.options.request import SamplingParams
 from lowlat.speculators.methods import draft_method
 from lowlat.tools.compare.recording import Recording
 
-__all__ = ["StageDifference", "common_rows", "differences", "record", "shared_tokens"]
+__all__ = ["StageDifference", "check_same_shape", "common_rows", "differences", "record", "shared_tokens"]
 
 METHODS_COMPARED = ("eagle3", "peagle")
 TOP_K = 10
@@ -179,6 +179,17 @@ def _context(target: str | Path, prompt: Sequence[int] | str, num_tokens: int) -
     """A context that holds the prompt, whatever its tokens; never more than the model has."""
     longest = len(prompt.encode()) + 8 if isinstance(prompt, str) else len(prompt)
     return max(2, min(longest + num_tokens, read_model_config(target).max_position))
+
+
+def check_same_shape(target: str | Path, other: str | Path) -> None:
+    """Raise ConfigError for two targets whose stages have other shapes, so that they cannot be compared."""
+    ours, theirs = read_model_config(target), read_model_config(other)
+    for name in ("num_layers", "hidden_size", "vocab_size"):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise ConfigError(
+                f"{other} cannot be compared with {target}: its {name} is {getattr(theirs, name)}, not "
+                f"{getattr(ours, name)}"
+            )
 
 
 def shared_tokens(found: Recording, expected: Recording) -> int:

@@ -53,6 +53,18 @@ def test_it_is_the_reference_s(
     assert walker.bytes_copied == units * parts * step
 
 
+@pytest.mark.parametrize("name", ["fp8", later("int4_32_zeros")])
+def test_experts_of_dense_formats_without_biases(name: str) -> None:
+    """Plain SwiGLU, scales of rows and of groups; shares of the softmax over all experts."""
+    mixture, logits = make_mixture(5, 192, 64, quantised=name, biased=False), make_logits("random", 2, 5)
+    found = mixture.arguments(mixture.rows(2), 2)
+    walk(Walker(True), found, TopKRouting(logits, over_all=True), 2, early=True)
+    shares, chosen = logits.softmax(1).topk(2)
+    assert torch.equal(found["expert_ids"], chosen.int())
+    torch.testing.assert_close(found["expert_weights"], shares, rtol=1e-5, atol=1e-7)
+    mixture.check(found)
+
+
 @pytest.mark.parametrize(
     ("kind", "rows", "ranks", "count", "flagged"),
     [
