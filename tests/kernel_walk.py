@@ -390,6 +390,7 @@ class Walker:
             "store_shared_tiles": warp.store_tiles,
             "zeros": lambda count: lambda: (np.float32(0),) * count,
             "load_global_bf16": lambda address: bf16_value(int(at(address, 2).view(np.uint16)[0])),
+            "and_or": lambda a, b, c: (int(a) & int(b) | int(c)) & MASK,
             "fma_bf16_pair": fma_pair,
             "float_of_bits": lambda bits: np.uint32(bits & MASK).view(np.float32),
             "bits_of_float": bits_of,

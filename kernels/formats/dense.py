@@ -17,10 +17,11 @@ from lowlat.kernels.formats.nvfp4 import NVFP4
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.tiles import FP8_TILES, NVFP4_TILES, TileFormat
 
-__all__ = ["DENSE_FORMATS", "pack_matrix", "tile_format_of", "unpack_matrix"]
+__all__ = ["DENSE_FORMATS", "PANEL_BYTES", "pack_matrix", "tile_format_of", "unpack_matrix"]
 
 DENSE_FORMATS: Mapping[str, MatrixFormat] = {each.name: each for each in (FP8, FP8_BLOCK, *INT4_FORMATS, NVFP4)}
-PANEL = 4 << 20  # numbers that are unpacked at once
+PANEL = 4 << 20  # numbers that are packed or unpacked at once
+PANEL_BYTES = 24 * PANEL  # that packing them takes, at most
 # Of each e4m3 code of a word: bits, and how far they lie to the left of the lowest byte's.
 MOVES = (
     ((0x80, 8), (0x7F, 4)),
@@ -41,20 +42,30 @@ def pack_matrix(
     """
     if weight_format.name not in DENSE_FORMATS:
         raise ConfigError(f"the kernels read bf16, {', '.join(DENSE_FORMATS)}, and a matrix is in {weight_format.name}")
-    if order is not None:
-        places = order.to(next(iter(parts.values())).device)
-        parts = {name: part[places] for name, part in parts.items()}
-    rows, columns = weight_format.shape(parts)
+    (rows, columns), device = weight_format.shape(parts), next(iter(parts.values())).device
     height, width = tiles_of(rows, columns)
+    tiles = tiles or tile_format_of(weight_format, parts)
+    held = torch.empty(height * (width * tiles.step_bytes + 64 * tiles.row_scales), dtype=torch.uint8, device=device)
+    steps = held[: height * width * tiles.step_bytes].view(height, width, tiles.step_bytes)
+    scales = held[steps.numel() :].view(torch.float32).fill_(1)
+    count = max(1, PANEL // (width * TILE_COLUMNS * TILE_ROWS))
+    for first in range(0, height, count):
+        some = slice(first * TILE_ROWS, min((first + count) * TILE_ROWS, rows))
+        places = some if order is None else order[some].to(device)
+        own = {name: part[places] for name, part in parts.items()}
+        _pack_panel(weight_format, own, tiles, steps[first : first + count], scales[some])
+    return PackedMatrix(steps, rows, columns, order, held, tiles)
+
+
+def _pack_panel(
+    weight_format: MatrixFormat, parts: Parts, tiles: TileFormat, steps: torch.Tensor, row_scales: torch.Tensor
+) -> None:
+    """Pack some rows of a matrix: steps [ceil(n / 16), ceil(K / 64), bytes] uint8 and row_scales [n] float32, out."""
+    (rows, columns), (height, width, _) = weight_format.shape(parts), steps.shape
     padding = (0, width * TILE_COLUMNS - columns, 0, height * TILE_ROWS - rows)
     is_fp8, is_int4 = "fp8" in parts, "int4" in parts
     codes = parts["fp8"] if is_fp8 else unpack_nibbles(parts["int4" if is_int4 else "nvfp4"])
     codes = torch.nn.functional.pad(codes, padding, value=MIDDLE if is_int4 else 0)
-    tiles = tiles or tile_format_of(weight_format, parts)
-    held = torch.empty(
-        height * (width * tiles.step_bytes + 64 * tiles.row_scales), dtype=torch.uint8, device=codes.device
-    )
-    steps = held[: height * width * tiles.step_bytes].view(height, width, tiles.step_bytes)
     # tile, row half, row in its half, k step, column half, quad, 8 columns
     lanes = codes.view(height, 2, 8, width, 2, 4, 8)
     words = (
@@ -64,9 +75,7 @@ def pack_matrix(
     )
     steps[:, :, : tiles.code_bytes] = words.view(torch.uint8).reshape(height, width, tiles.code_bytes)
     if tiles.row_scales:
-        behind = held[steps.numel() :].view(torch.float32)
-        behind.fill_(1)
-        behind[:rows] = parts["fp8_scales" if is_fp8 else "nvfp4_factors"].reshape(-1)
+        row_scales.copy_(parts["fp8_scales" if is_fp8 else "nvfp4_factors"].reshape(-1))
     if weight_format is NVFP4:
         scales = torch.nn.functional.pad(parts["nvfp4_scales"], (0, width * 4 - columns // 16, 0, padding[3]))
         scales = scales.view(height, 2, 8, width, 4).permute(0, 3, 1, 2, 4)
@@ -74,7 +83,6 @@ def pack_matrix(
     elif tiles.groups:
         behind_codes = _group_words(tiles, weight_format, parts, height, width)
         steps[:, :, tiles.code_bytes :] = behind_codes.view(torch.uint8).reshape(height, width, -1)
-    return PackedMatrix(steps, rows, columns, order, held, tiles)
 
 
 def tile_format_of(weight_format: MatrixFormat, parts: Parts) -> TileFormat:

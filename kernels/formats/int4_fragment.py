@@ -20,10 +20,9 @@ MINUS_136 = 0xC308C308  # less 128 and the zero point 8
 @device_function
 def expand(word: Any, minus: Any) -> Any:
     """The four pairs of bf16 of a word of eight codes; minus: twice 128 and the zero point, less than zero."""
-    a = (word & uint32(CODES)) | uint32(HUNDRED_28)
-    b = ((word >> uint32(4)) & uint32(CODES)) | uint32(HUNDRED_28)
-    c = ((word >> uint32(8)) & uint32(CODES)) | uint32(HUNDRED_28)
-    d = ((word >> uint32(12)) & uint32(CODES)) | uint32(HUNDRED_28)
+    codes, bits = uint32(CODES), uint32(HUNDRED_28)
+    a, b = ptx.and_or(word, codes, bits), ptx.and_or(uint32(word >> uint32(4)), codes, bits)
+    c, d = ptx.and_or(uint32(word >> uint32(8)), codes, bits), ptx.and_or(uint32(word >> uint32(12)), codes, bits)
     one = uint32(ONES)
     return (
         ptx.fma_bf16_pair(a, one, minus),

@@ -12,6 +12,7 @@ from lowlat.kernels.toolchain.numba_cuda import SIMULATED, cuda, intrinsic, type
 
 __all__ = [
     "add_rn",
+    "and_or",
     "array_address",
     "atomic_add_gpu",
     "ballot",
@@ -279,6 +280,8 @@ div_rn = instruction("div.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 fma_rn = instruction("fma.rn.f32 $0, $1, $2, $3;", f32, (f32, f32, f32), pure=True)
 exp2_approx = instruction("ex2.approx.f32 $0, $1;", f32, (f32,), pure=True)
 bf16_bits = instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)
+# (a & b) | c: one operation, which the assembler does not find where two of these are constants
+and_or = instruction("lop3.b32 $0, $1, $2, $3, 0xEA;", u32, (u32, u32, u32), pure=True)
 fma_bf16_pair = instruction("fma.rn.bf16x2 $0, $1, $2, $3;", u32, (u32, u32, u32), pure=True)
 bf16_pair = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
 float_of_bits = instruction("mov.b32 $0, $1;", f32, (u32,), pure=True)

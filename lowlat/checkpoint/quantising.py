@@ -13,16 +13,17 @@ import torch
 
 from lowlat.checkpoint.source import Named, WeightSource, shapes_of
 from lowlat.errors import ConfigError
-from lowlat.kernels.formats import FP8, MatrixFormat
+from lowlat.kernels.formats import FP8, MatrixFormat, matrix_name
 from lowlat.kernels.formats.fp8 import quantise_fp8
 from lowlat.kernels.formats.int4 import GROUPS, int4_format, quantise_int4
 
-__all__ = ["LAYERS", "QuantisedWeights", "Quantiser", "quantised"]
+__all__ = ["LAYERS", "QuantisedWeights", "Quantiser", "quantised", "rounding_bytes"]
 
 LAYERS = ("qkv", "q", "kv", "o", "gate_up", "down", "fc")  # canonical names of linear layers; the LM head is by choice
 LM_HEAD = "lm_head"
 SUFFIX = ".weight"
-CHUNK = 16 << 20  # numbers that are rounded at once
+CHUNK = 4 << 20  # numbers that are rounded at once
+COPIES = 5  # float32 copies of them, at most
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,17 @@ class Quantiser:
 
     def parts(self, weight: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of a matrix by name. Raises ConfigError as `specs` does, and for numbers that are not finite."""
-        shapes = {name: shape for name, (shape, _) in self.specs(weight, tuple(tensor.shape)).items()}
-        step = max(1, CHUNK // tensor.shape[-1])
+        specs, step = self.specs(weight, tuple(tensor.shape)), max(1, CHUNK // tensor.shape[-1])
+        made = {name: torch.empty(shape, dtype=dtype, device=tensor.device) for name, (shape, dtype) in specs.items()}
+        rows, wholes = tensor.flatten(0, -2), {name: whole.flatten(0, -2) for name, whole in made.items()}
         try:
-            pieces = [self._round(rows) for rows in tensor.flatten(0, -2).split(step)]
+            for first in range(0, rows.shape[0], step):
+                rounded = self._round(rows[first : first + step])
+                for name, whole in wholes.items():
+                    whole[first : first + step] = rounded[name.rpartition(".")[2]]
         except ConfigError as error:
             raise ConfigError(f"{weight}: {error}") from None
-        made = {part: torch.cat([each[part] for each in pieces]) for part in self.packed.parts}
-        return {name: made[name.rpartition(".")[2]].view(shape) for name, shape in shapes.items()}
+        return made
 
 
 def quantised(weights: Mapping[str, torch.Tensor], quantiser: Quantiser) -> dict[str, torch.Tensor]:
@@ -93,6 +97,19 @@ def quantised(weights: Mapping[str, torch.Tensor], quantiser: Quantiser) -> dict
     for name, tensor in weights.items():
         made.update(quantiser.parts(name, tensor) if quantiser.takes(name) else {name: tensor})
     return made
+
+
+def rounding_bytes(shapes: Mapping[str, torch.Tensor]) -> int:
+    """Host memory in which weights are rounded one matrix at a time: the parts of the largest one, and some numbers.
+
+    shapes  tensors of the rounded weights' shapes and dtypes
+    """
+    sizes: dict[str, int] = {}
+    for name, tensor in shapes.items():
+        matrix = matrix_name(name)
+        if matrix is not None:
+            sizes[matrix] = sizes.get(matrix, 0) + tensor.nbytes
+    return max(sizes.values()) + 4 * COPIES * CHUNK if sizes else 0
 
 
 class QuantisedWeights(WeightSource):
@@ -144,3 +161,8 @@ class QuantisedWeights(WeightSource):
     def arena_bytes(self) -> int:
         """See `WeightSource.arena_bytes`."""
         return self._source.arena_bytes
+
+    @property
+    def made_bytes(self) -> int:
+        """See `WeightSource.made_bytes`."""
+        return self._source.made_bytes + rounding_bytes({name: self._shapes[name] for name in self._owners})

@@ -37,6 +37,11 @@ class WeightSource(Mapping[str, torch.Tensor]):
     def arena_bytes(self) -> int:
         """Host memory in which a stream reads ahead without waiting for what it handed out last."""
 
+    @property
+    def made_bytes(self) -> int:
+        """Host memory in which a stream makes tensors, at most, beside the arena; 0 where all are read."""
+        return 0
+
 
 class JoinedWeights(WeightSource):
     """Several mappings as one, streamed one after the other; no name may be in two of them."""
@@ -73,6 +78,11 @@ class JoinedWeights(WeightSource):
     def arena_bytes(self) -> int:
         """The most that a part needs."""
         return max((part.arena_bytes for part in self._parts if isinstance(part, WeightSource)), default=0)
+
+    @property
+    def made_bytes(self) -> int:
+        """The most that a part takes."""
+        return max((part.made_bytes for part in self._parts if isinstance(part, WeightSource)), default=0)
 
 
 @contextmanager

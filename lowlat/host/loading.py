@@ -136,7 +136,7 @@ def load(
         weights.shapes(),
         choice.device,
         has_kernels=choice.has_kernels,
-        host_load_bytes=weights.arena_bytes,
+        host_load_bytes=weights.arena_bytes + weights.made_bytes,
     )
     check_fits(need, choice.device)
     watchdog = options.watchdog_factor, options.watchdog_min_s

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 from lowlat.checkpoint import hub
 from lowlat.checkpoint.quantising import Quantiser, quantised
@@ -22,7 +23,7 @@ from lowlat.speculators.peagle.speculator import PeagleSpeculator
 from lowlat.speculators.suffix.beside import TextBeside
 from lowlat.speculators.suffix.speculator import SuffixSpeculator
 
-__all__ = ["METHODS", "draft_method", "fetch_speculator", "load_speculator", "plan_speculator"]
+__all__ = ["METHODS", "draft_method", "fetch_speculator", "load_speculator", "plan_speculator", "rounded_speculator"]
 
 _CLASSES: tuple[type[Speculator], ...] = (
     DflashSpeculator,
@@ -56,7 +57,8 @@ def draft_method(model: str | Path) -> str:
 
 def plan_speculator(options: SpeculativeConfig, target: ModelConfig) -> Speculator:
     """The speculator that the options ask for, no weight read. Raises ConfigError where it does not fit the target."""
-    return TextBeside.beside(_rounded(METHODS[options.method].plan(options, target), options), options, target)
+    planned = rounded_speculator(METHODS[options.method].plan(options, target), options.draft_quantize)
+    return TextBeside.beside(planned, options, target)
 
 
 def fetch_speculator(
@@ -79,17 +81,20 @@ def fetch_speculator(
 def load_speculator(options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
     """The speculator that the options ask for, with its weights. Raises ConfigError where it does not fit."""
     found = METHODS[options.method].load(options, target)
-    speculator = _rounded(found.speculator, options)
+    speculator = rounded_speculator(found.speculator, options.draft_quantize)
     config, weights = speculator.draft_config, found.weights
     if config is not None and config.quantiser is not None:
         weights = quantised(weights, config.quantiser)
     return replace(found, weights=weights, speculator=TextBeside.beside(speculator, options, target))
 
 
-def _rounded(speculator: Speculator, options: SpeculativeConfig) -> Speculator:
-    """The speculator with its draft model's linear layers rounded, its LM head among them, where that is asked for."""
+def rounded_speculator(speculator: Speculator, kind: Literal["fp8", "int4"] | None) -> Speculator:
+    """The speculator with its draft model's linear layers rounded, its LM head among them; None: as it is.
+
+    Raises ConfigError for a draft model that is quantised already.
+    """
     config = speculator.draft_config
-    if options.draft_quantize is None or config is None:
+    if kind is None or config is None:
         return speculator
-    quantiser = Quantiser(options.draft_quantize, lm_head=True, option="draft_quantize")
+    quantiser = Quantiser(kind, lm_head=True, option="draft_quantize")
     return speculator.rounded(rounding(config, quantiser, "the draft model"))

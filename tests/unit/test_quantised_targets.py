@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from stages import later, staged
 from tiny_models import copying_draft_model, make_target, transformers_logits
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.checkpoint.quantising import Quantiser
+from lowlat.checkpoint.quantising import Quantiser, rounding_bytes
 from lowlat.cli import cli
 from lowlat.errors import ConfigError
+from lowlat.executors.lowering.binding import LibraryCall
 from lowlat.host.memory.plan import memory_need
 from lowlat.kernels.formats import dequantised
 from lowlat.kernels.formats.fp8 import quantise_fp8
 from lowlat.kernels.formats.int4 import quantise_int4
+from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
 from lowlat.models.target import load_target
 from lowlat.models.weight_plan import weight_plan
+from lowlat.step.prefill import build_prefill
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 2}
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2}
@@ -32,6 +36,7 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "
     "device": "cpu",
     "dtype": "float32",
 }
+AMPERE = Card(108, 163 * 1024, (8, 0))
 EXPERTS = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "gptq-v1", "nvfp4")  # layouts of experts, one by one
 FAMILIES = ("llama", "qwen3", "mistral", "qwen2")  # one for each layout in turn, so that every one is met
 TREE: dict[str, Any] = {"tree": ((0,), (1,), (2,), (0, 0), (1, 0)), "num_speculative_tokens": 2}
@@ -137,6 +142,27 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, family: st
     assert again.exit_code == 2 and "exists" in again.output
 
 
+def test_what_loading_takes_is_planned(tmp_path: Path) -> None:
+    """A card's memory for packing an LM head that is larger than the cache; the host's for rounding it."""
+    make_target(tmp_path, "llama", **WIDE)
+    pair = Pair(tmp_path)
+    large = torch.empty(1 << 22, 128, dtype=torch.bfloat16, device="meta")
+    parts = {
+        "fp8": torch.empty(large.shape, dtype=torch.uint8, device="meta"),
+        "fp8_scales": torch.empty(1 << 22, 1, device="meta"),
+    }
+    rounded = {f"lm_head.{name}": each for name, each in parts.items()}
+    plain = {name: each for name, each in pair.source.items() if name != "lm_head.weight"}
+    for held, takes in (
+        ({"lm_head.weight": large}, 2 * large.nbytes),
+        (rounded, sum(each.nbytes for each in parts.values())),
+    ):
+        need = memory_need([pair.program(0, 1)], plain | held, torch.device("cuda"), has_kernels=True)
+        beyond = need.total_bytes - need.weights_bytes
+        assert takes <= beyond <= 1.2 * takes and need.loading_bytes > 0
+    assert rounding_bytes(rounded) >= parts["fp8"].nbytes + parts["fp8_scales"].nbytes
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_experts_are_rounded_at_load_and_routers_are_not(family: str, tmp_path: Path) -> None:
     make_target(tmp_path, family, num_hidden_layers=2)
@@ -229,3 +255,12 @@ def test_what_kernels_hold_is_what_is_planned(layout: str, stored: torch.dtype |
     names = {call.kernel.name for call in pair.lower(0, 1).calls if call.kernel.name.startswith("decode_gemm")}
     label = {"fp8": "fp8_", "w4a": "int4_", "awq": "int4_2", "nvf": "nvfp4_"}[layout[:3]]
     assert sum(label in name for name in names) == 4 and len(names) == 5
+    prefill = build_prefill(replace(pair.geometry, prefill_chunk=64, max_context=128))
+    for card, kernel in ((H200, f"prefill_gemm_{label}"), (AMPERE, f"unpack_{label}")):
+        lowered = pair.lower_program(prefill, card)
+        names_of = [call.kernel.name for call in lowered.calls if isinstance(call, KernelCall)]
+        assert sum(name.startswith(kernel) for name in names_of) == 8
+        libraries = [call for group in lowered.groups for call in group.calls if isinstance(call, LibraryCall)]
+        assert sum(call.is_fallback for call in libraries) == (0 if card is H200 else 8)
+        unpacked = [each.nbytes for each in lowered.workspace.tensors()]
+        assert card is H200 or (max(unpacked) >= 2 * 512 * 128 and lowered.weights.most_unpacked == 512 * 128)

@@ -271,6 +271,10 @@ def test_the_command_lists_launches_and_plans_without_a_card(pair: Pair) -> None
     assert {shape.place for shape in listed([pair], "gemm", Sizes((1,), (0, 2)))} == {
         (each["kind"], each["key"]) for each in found
     }
+    rounded = answer(*options, "--json", "--quantize", "fp8", "--draft-quantize", "fp8")["shapes"]
+    assert {stage for each in rounded if "weights=fp8" not in each["key"] for stage in each["stages"]} == {
+        "BASE_LM_HEAD"
+    }
     shown = lowlat(*options, "--geometry", "tiny-experts").output
     assert "EAGLE3_LM_HEAD_SMALLVOC" in " ".join(shown.split()) and "launches of tiny-experts" in shown
     assert "needs an NVIDIA card" in refusal("tune", "--device", "cpu")

@@ -45,7 +45,7 @@ from lowlat.kernels.rows.norm import check_dtype, check_row_live
 from lowlat.kernels.sampling.select import FINITE
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, examples_for
-from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int64, types, uint32
+from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
 from lowlat.kernels.tuning.table import Planned
 
 NUM_ROTATION = 11  # arguments of a kernel that only ROTATE uses
@@ -292,16 +292,16 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         words, scales = cuda.local.array(num_words, uint32), cuda.local.array(num_scales, uint32)
         thread = uint32(cuda.threadIdx.x)
-        lane, warp = thread & uint32(31), thread >> uint32(5)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         mine = base + warp * uint32(ring_bytes) + lane * uint32(16)
         totals, barriers, held = base + uint32(sums_at), base + uint32(barriers_at), base + uint32(held_at)
         if thread == uint32(0):
             begin_handover(barriers)
         ptx.let_next_kernel_start()
         begin_norm(scales, norm_weight, thread)
-        ahead = int64(cuda.blockIdx.x), int64(warp), 0
+        ahead = uint32(cuda.blockIdx.x), warp, 0
         if warp < uint32(WARPS):  # weights do not depend on the kernel before
-            ahead = fill(mine, weight, int64(warp), lane)
+            ahead = fill(mine, weight, warp, lane)
         cuda.syncthreads()
         ptx.wait_for_previous_kernel()
         norm_rows(held, words, scales, x, norm_live, count, thread)

@@ -26,14 +26,14 @@ def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
 
     @device_function
     def fill(mine: Any, weight: Any, first: Any, lane: Any) -> Any:
-        tile, step, filled = int64(cuda.blockIdx.x), first, 0
+        tile, step, filled = uint32(cuda.blockIdx.x), first, 0
         for number in range(stages):
-            if step < steps and tile < tiles:
+            if step < uint32(steps) and tile < uint32(tiles):
                 issue_weights(mine + uint32(number * stage_bytes), weight, tile, step, lane)
                 filled = number + 1
-                step += WARPS
-                if step >= steps:
-                    step, tile = first, tile + int64(cuda.gridDim.x)
+                step = uint32(step + uint32(WARPS))
+                if step >= uint32(steps):
+                    step, tile = first, uint32(tile + uint32(cuda.gridDim.x))
             ptx.copies_commit()
             if throttle - 1 <= number < stages - 1:
                 hold_back()
@@ -62,8 +62,8 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
     def multiply_tiles(
         mine: Any, held: Any, totals: Any, barriers: Any, weight: Any, x: Any, count: Any, ahead: Any, thread: Any
     ) -> None:
-        lane, warp = thread & uint32(31), thread >> uint32(5)
-        first, blocks = int64(warp), int64(cuda.gridDim.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        first, blocks = warp, uint32(cuda.gridDim.x)
         ahead_tile, ahead_step, filled = ahead
         in_rows = uint32((lane >> uint32(2)) % uint32(columns)) * uint32(64) + (lane & uint32(3)) * uint32(16)
         to_rows = uint32(in_rows - lane * uint32(16))
@@ -74,40 +74,42 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
             for number in range(stages):
                 if number < filled:
                     issue_rows(mine + uint32(number * stage_bytes), x, step, lane, count)
-                    step = step + WARPS if step + WARPS < steps else first
+                    step = uint32(step + uint32(WARPS))
+                    if step >= uint32(steps):
+                        step = first
                 ptx.copies_commit()
         here, end = mine, mine + uint32(stages * stage_bytes)
-        tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(1)
-        while tile < tiles:
+        tile, area, parity = uint32(cuda.blockIdx.x), uint32(0), uint32(1)
+        while tile < uint32(tiles):
             sums = zeros()
             step = first
-            while step < steps:
+            while step < uint32(steps):
                 wait()
                 if shared:
                     ptx.sync_warp()
-                rows = uint32(held + in_rows + uint32(step) * uint32(rows_bytes)) if holds else uint32(here + to_rows)
+                rows = uint32(held + in_rows + step * uint32(rows_bytes)) if holds else uint32(here + to_rows)
                 sums = multiply(sums, here, rows, uint32(here + to_words))
                 if shared:
                     ptx.sync_warp()
-                if ahead_tile < tiles:
+                if ahead_tile < uint32(tiles):
                     issue_weights(here, weight, ahead_tile, ahead_step, lane)
                     if not holds:
                         issue_rows(here, x, ahead_step, lane, count)
-                    ahead_step += WARPS
-                    if ahead_step >= steps:
-                        ahead_step, ahead_tile = first, ahead_tile + blocks
+                    ahead_step = uint32(ahead_step + uint32(WARPS))
+                    if ahead_step >= uint32(steps):
+                        ahead_step, ahead_tile = first, uint32(ahead_tile + blocks)
                 ptx.copies_commit()
                 here += uint32(stage_bytes)
                 if here == end:
                     here = mine
-                step += WARPS
+                step = uint32(step + uint32(WARPS))
             for part in range(weight_tiles):
                 place = totals + area * uint32(WARPS * sum_bytes) + warp * uint32(sum_bytes) + corner * uint32(4)
                 await_free(barriers, area, parity)
                 store(part, place, sums)
                 give(barriers, area, lane)
                 area, parity = after(area, parity)
-            tile += blocks
+            tile = uint32(tile + blocks)
 
     return multiply_tiles
 
@@ -145,8 +147,8 @@ def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     def issue(place: Any, weight: Any, tile: Any, step: Any, lane: Any) -> None:
         for part in range(weight_tiles):
             # the last group may lack tiles: it takes the last one again, and nobody reads those sums
-            number = min(tile * weight_tiles + part, int64(last))
-            start = weight + number * tile_bytes + step * step_bytes
+            number = min(uint32(tile * uint32(weight_tiles) + uint32(part)), uint32(last))
+            start = weight + int64(number) * int64(tile_bytes) + int64(step) * int64(step_bytes)
             source = start + int64(lane) * 16
             for quarter in range(quarters):
                 ptx.copy_async_16_once(place + uint32(part * shared_bytes + quarter * 512), source + quarter * 512)
@@ -166,7 +168,7 @@ def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     rows_bytes, half_bytes = plan.rows_bytes, plan.rows_bytes // 2
 
     def issue(place: Any, x: Any, step: Any, lane: Any, count: Any) -> None:
-        column = step * 64 + int64(lane & uint32(3)) * 8
+        column = int64(step) * 64 + int64(lane & uint32(3)) * 8
         for tile in range(row_tiles):
             row = tile * 8 + int64(lane >> uint32(2))
             if row < count:

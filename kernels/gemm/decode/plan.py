@@ -44,6 +44,8 @@ MOST_STAGES = 12  # of one tile of rows, as long as they fit
 MOST_STAGES_OF_MORE = 4
 SHARE = 0.78  # of a block's shared memory, for stages and sums of more tiles of rows
 ROWS_COST = 0.0132  # of rows beside weights, for each GB/s of the memory that a multiprocessor has for itself
+# A warp's step costs instructions beside its weights, as many bytes' time: of bf16 they are hidden.
+STEP_COST = 220
 KIND = "decode_gemm"
 FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
 
@@ -312,10 +314,11 @@ def _candidates(
         return next((plan for plan, budget in plans if plan.shared_bytes <= budget), None)
 
     each = 0 if steps_held else row_tiles * columns * ROW_BYTES
+    step_cost = 0 if weights == BF16_TILES else STEP_COST
     counts: tuple[int, ...] = (1, 2) if row_tiles == 1 or weights.groups else (1, 2, 4)
     if weights.groups and row_tiles == 8:
         counts = (1,)  # a group's own sums take registers
-    ranked = sorted((_cost(each, tiles * tile_bytes, tiles, width, card), tiles) for tiles in counts)
+    ranked = sorted((_cost(each, step_cost, tiles * tile_bytes, tiles, width, card), tiles) for tiles in counts)
     derived = [plan for _, tiles in ranked if (plan := derive(tiles)) is not None]
     if not derived:
         return ()
@@ -328,10 +331,11 @@ def _candidates(
     return tuple(plan for plan in plans if plan.shared_bytes <= card.shared_bytes)
 
 
-def _cost(rows_bytes: int, weight_bytes: int, weight_tiles: int, width: int, card: Card) -> float:
+def _cost(rows_bytes: int, step_cost: int, weight_bytes: int, weight_tiles: int, width: int, card: Card) -> float:
     """Time beside a stream of the weights alone: rows that are read again for every group of tiles cost a part of what
-    weights do, by what the L2 gives a multiprocessor, and multiprocessors without a group in the last turn are lost."""
+    weights do, by what the L2 gives a multiprocessor, a step costs its own, and multiprocessors without a group in the
+    last turn are lost."""
     groups = _groups(width, weight_tiles)
     busy = groups / (-(-groups // card.num_multiprocessors) * card.num_multiprocessors)
     rows_cost = ROWS_COST * card.read_gb_s / card.num_multiprocessors
-    return (1 + rows_cost * rows_bytes / weight_bytes) / busy
+    return (1 + (rows_cost * rows_bytes + step_cost) / weight_bytes) / busy

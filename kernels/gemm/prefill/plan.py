@@ -204,7 +204,8 @@ def _fitted(
     """With as many stages as fit; None where not even two do, or registers lack for totals beside the sums."""
     plans = (PrefillGemmPlan(tile, depth, stages, apart, weights.step_bytes) for stages in STAGE_COUNTS)
     plan = next((plan for plan in plans if plan.shared_bytes <= card.shared_bytes), None)
-    return None if depth == 2 and tile == 128 and segments > 1 and not apart else plan
+    has_totals = tile == 128 and segments > 1 and not apart
+    return None if has_totals and (depth == 2 or weights.zeros) else plan
 
 
 def _time_us(

@@ -24,9 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 ROW_COLUMNS = ("case", "ms p50", "ms p99", "first token, ms", "tokens/s", "accept length", "of the wall")
 SPECULATION = (
     *("head", "method", "capture_layers", "draft_window", "dynamic_tree_max_topk", "max_total_draft_tokens"),
-    *("simulated_accept_length", "simulated_seed"),
+    *("simulated_accept_length", "simulated_seed", "draft_quantize"),
 )
-RUNNING = ("device", "dtype", "executor", "device_loop", "perf_mode")
+RUNNING = ("device", "dtype", "executor", "device_loop", "perf_mode", "quantize", "quantize_lm_head")
 
 
 @click.group("bench")

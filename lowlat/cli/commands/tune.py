@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import print_json, print_table, progress_bar
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled
+from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled, record_options
 from lowlat.errors import ConfigError
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.tools.tune.pairs import Pair
@@ -34,6 +34,8 @@ WHAT = ("gemm", "experts", "attention", "all")
     help="Published shapes, as `lowlat bench run` knows them; `bundled`: the bundled pair.  [default: bundled, without "
     "--model]",
 )
+@record_options(RuntimeConfig, "quantize", "quantize_lm_head")
+@record_options(SpeculativeConfig, "draft_quantize")
 @click.option("--batch", type=IntegerList(), default=(1, 2, 4, 8), metavar="N,N", help="Slots.  [default: 1,2,4,8]")
 @click.option(
     "-S",
@@ -87,13 +89,17 @@ def command(
         raise click.UsageError("--draft-model needs --model")
     if tiles and not only_list:
         raise click.UsageError("--tiles needs --list")
-    from lowlat.tools.tune.pairs import Sizes
+    from lowlat.tools.tune.pairs import Sizes, rounded_pair
 
     sizes = Sizes(values["batch"], values["depths"])
     if not sizes.batches or min(sizes.batches) < 1 or min(sizes.depths, default=-1) < 0:
         raise click.UsageError("--batch takes slots from 1 on, -S depths from 0 on")
     with tempfile.TemporaryDirectory(prefix="lowlat-tune-") as scratch:
-        pairs = _pairs(model, head, geometries, Path(scratch))
+        options = RuntimeConfig(quantize=values["quantize"], quantize_lm_head=bool(values["quantize_lm_head"]))
+        pairs = [
+            rounded_pair(pair, options, values["draft_quantize"])
+            for pair in _pairs(model, head, geometries, Path(scratch))
+        ]
         if only_list:
             _list(what, pairs, sizes, values["candidates"], tiles=tiles, json_output=json_output)
         else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowlat.checkpoint.quantising import Quantiser
+from lowlat.checkpoint.quantising import Quantiser, rounding_bytes
 from lowlat.checkpoint.stored import ahead_bytes
 from lowlat.executors.devices import DeviceChoice
 from lowlat.graphs import Bucket, BufferSpec, Paging
@@ -70,12 +70,13 @@ def kv_bytes_per_token(specs: Iterable[BufferSpec], block_size: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """A runtime's shapes and programs, with weights that have shapes and no content."""
+    """A runtime's shapes and programs, with weights that have shapes and no content; host memory of its loading."""
 
     geometry: StepGeometry
     topologies: Mapping[int, Topology]
     weights: Mapping[str, torch.Tensor]
     read_ahead_bytes: int
+    made_bytes: int
 
     def program(self, batch: int, num_speculative_tokens: int) -> Program:
         """The step's program in one bucket."""
@@ -99,7 +100,7 @@ class Plan:
             self.weights,
             choice.device,
             has_kernels=choice.has_kernels,
-            host_load_bytes=self.read_ahead_bytes + sum(self.weights[name].nbytes for name in own),
+            host_load_bytes=self.read_ahead_bytes + self.made_bytes + sum(self.weights[name].nbytes for name in own),
         )
         on_host = need.total_bytes if choice.device.type == "cpu" else 0
         return {
@@ -120,13 +121,14 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
     weights = _without_content(weight_plan(config))
     if config.tie_embeddings and not matrix_parts("lm_head.weight", weights):
         weights["lm_head.weight"] = weights["embed.weight"]
+    made_bytes = rounding_bytes(weights) if options.quantize is not None else 0
     speculator = None
     topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}
     if speculative is not None:
         speculator, topologies = plan_speculator(speculative, config), make_topologies(speculative)
         weights.update(_without_content(speculator.weight_plan(config.dtype)))
     geometry = make_geometry(config, speculator, topologies, options, speculative)
-    return Plan(geometry, topologies, weights, ahead_bytes(target_groups(config)))
+    return Plan(geometry, topologies, weights, ahead_bytes(target_groups(config)), made_bytes)
 
 
 def _without_content(plan: WeightPlan) -> dict[str, torch.Tensor]:

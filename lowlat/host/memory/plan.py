@@ -12,6 +12,7 @@ from lowlat.executors.allocation import release_cached_memory
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.graphs import Paging, Role
 from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
+from lowlat.kernels.formats.dense import PANEL_BYTES
 from lowlat.models.program import Program
 
 __all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need"]
@@ -22,6 +23,7 @@ class MemoryNeed:
     """Bytes on the device by part, the weights as the executor keeps them; and of the host's memory while loading.
 
     prefill_bytes    what torch's operations take while a chunk of prefill runs, in a pool of their own
+    loading_bytes    what packing the largest matrix takes beyond all that is allocated once weights are in place
     host_load_bytes  what weights in files pass through, beside Python and its libraries; on a CPU it comes on top
     """
 
@@ -31,6 +33,7 @@ class MemoryNeed:
     scratch_bytes: int
     host_load_bytes: int = 0
     prefill_bytes: int = 0
+    loading_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -84,8 +87,17 @@ def memory_need(
     packed = matrices if has_kernels else []
     expanded = [] if has_kernels else [parts for parts in matrices if parts and "weight" not in parts]
     size = _weight_bytes(weights, packed, expanded, device)
-    total = max(parts, default=0) + workspaces if has_kernels else sum(parts)
-    return MemoryNeed(size, sum(kv.values()), sum(state.values()), total, host_load_bytes, temporary)
+    scratch = max(parts, default=0) + workspaces if has_kernels else sum(parts)
+    caches, states = sum(kv.values()), sum(state.values())
+    packing = max((_packing_bytes(names, weights) for names in matrices), default=0) if has_kernels else 0
+    loading = max(0, packing - caches - states - scratch - temporary)
+    return MemoryNeed(size, caches, states, scratch, host_load_bytes, temporary, loading)
+
+
+def _packing_bytes(names: Mapping[str, str], weights: Mapping[str, torch.Tensor]) -> int:
+    """Bytes on the device beside a packed matrix while it is made: its own, of plain ones in the packed order, too."""
+    own = sum(weights[name].numel() * weights[name].element_size() for name in names.values() if name in weights)
+    return 2 * own if "weight" in names else own + PANEL_BYTES
 
 
 def _weight_bytes(

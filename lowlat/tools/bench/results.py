@@ -154,6 +154,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
     simulated               what was not measured on real weights, prompts or acceptance
     distinct_prompt_tokens  tokens of the text that prompts are cut from: longer ones repeat it; 0: random tokens
+    quantize                to what the target's weights were rounded at load; empty: not at all
     """
 
     lowlat: str
@@ -176,6 +177,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     simulated: tuple[str, ...]
     perf_mode: str = "default"
+    quantize: str = ""
 
     def differences(self, other: "Environment") -> list[str]:
         """The fields that differ, as `field: mine, theirs`."""

@@ -31,7 +31,7 @@ class Subject:
     """A target and a draft model, as runtimes are loaded from them.
 
     speculation  fields of SpeculativeConfig but the depth; None: nothing to draft with
-    options      fields of RuntimeConfig: device, dtype, executor, device_loop, perf_mode
+    options      fields of RuntimeConfig: device, dtype, executor, device_loop, perf_mode, quantize, quantize_lm_head
     prompts      that are decoded
     temperature  of sampling; 0: greedy
     """
@@ -101,7 +101,12 @@ class Subject:
             temperature=self.temperature,
             simulated=self._simulated(),
             perf_mode=str(self.options.get("perf_mode", "default")),
+            quantize=self._quantize(),
         )
+
+    def _quantize(self) -> str:
+        kind = self.options.get("quantize") or ""
+        return f"{kind}, LM head too" if kind and self.options.get("quantize_lm_head") else kind
 
     def _speculator(self) -> str:
         if self.speculation is None:

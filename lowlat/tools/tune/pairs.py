@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from lowlat.checkpoint.quantising import Quantiser
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.device_weights import DeviceWeights
@@ -21,23 +23,24 @@ from lowlat.executors.make import uncovered
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, Role
 from lowlat.host.loading import make_geometry
+from lowlat.kernels.formats import matrix_parts
 from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.program import Program
-from lowlat.models.target import read_model_config
+from lowlat.models.target import read_model_config, rounding
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
-from lowlat.speculators.methods import draft_method, plan_speculator
+from lowlat.speculators.methods import draft_method, plan_speculator, rounded_speculator
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 
-__all__ = ["Pair", "PairPrograms", "Sizes", "open_pair", "random_pair"]
+__all__ = ["Pair", "PairPrograms", "Sizes", "open_pair", "random_pair", "rounded_pair"]
 
 META = torch.device("meta")
 LONG_CONTEXT, SHORT_POSITIONS = 65536, 32768  # of a slot; of all slots: as many as are split shortly
@@ -95,6 +98,17 @@ def random_pair(name: str, directory: Path) -> Pair:
     return Pair(name, config, Eagle3Speculator(draft_config(known[name].head, config)))
 
 
+def rounded_pair(pair: Pair, options: RuntimeConfig, draft: Literal["fp8", "int4"] | None = None) -> Pair:
+    """The pair with linear layers rounded at load, as `quantize`, `quantize_lm_head` and `draft_quantize` ask for.
+
+    Raises ConfigError for weights that are quantised already.
+    """
+    config, speculator = pair.config, pair.speculator
+    if options.quantize is not None:
+        config = rounding(config, Quantiser(options.quantize, options.quantize_lm_head), pair.name)
+    return Pair(pair.name, config, None if speculator is None else rounded_speculator(speculator, draft))
+
+
 def _few_layers(pair: Pair) -> Pair:
     """The pair with few layers of each kind."""
     config, speculator = pair.config, pair.speculator
@@ -143,7 +157,7 @@ class PairPrograms:
         config, speculator = self.pair.config, self.pair.speculator
         plan = dict(weight_plan(config)) | dict({} if speculator is None else speculator.weight_plan(config.dtype))
         found = {name: torch.empty(shape, dtype=dtype, device=META) for name, (shape, dtype) in plan.items()}
-        if config.tie_embeddings:
+        if config.tie_embeddings and not matrix_parts("lm_head.weight", found):
             found["lm_head.weight"] = found["embed.weight"]
         return found
 

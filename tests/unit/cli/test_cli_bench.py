@@ -37,8 +37,9 @@ def last_line(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 
 def test_the_bundled_pair_runs_and_its_file_keeps_the_schema(tmp_path: Path) -> None:
-    strict = ("--device", "cpu", "--executor", "reference", "--perf-mode", "strict")
-    shown = last_line("run", "single", *SMALL, "-S", "0,3,auto", *strict, "--repeats", 2, "--out", tmp_path)
+    strict = ("--device", "cpu", "--executor", "reference", "--perf-mode", "strict", "--quantize", "fp8")
+    rounded = ("--draft-quantize", "fp8", "--repeats", 2)
+    shown = last_line("run", "single", *SMALL, "-S", "0,3,auto", *strict, *rounded, "--out", tmp_path)
     found = read_result(tmp_path / "single.json")
     assert found.complete and not found.failures and shown["complete"] and shown["simulated"] == []
     assert [each["case"] for each in shown["rows"]] == ["1 x 40, S=0", "1 x 40, S=3", "1 x 40, S=auto"]
@@ -53,7 +54,8 @@ def test_the_bundled_pair_runs_and_its_file_keeps_the_schema(tmp_path: Path) -> 
     stats = chosen.eagle_speculation
     assert chosen.mean_width == (0 if stats is None else stats.total_draft_tokens) / 8
     environment = found.environment
-    assert environment.perf_mode == "strict"
+    assert environment.perf_mode == "strict" and environment.quantize == "fp8"
+    assert environment.speculator == "eagle3, head, draft_quantize fp8"
     assert (environment.model, environment.executor, environment.simulated) == ("bundled pair", "reference", ())
     assert environment.prompts == "prompts.json" and environment.distinct_prompt_tokens > 1000
 

@@ -128,6 +128,7 @@ def _conditions(environment: Environment) -> str:
     """One line of what rows stand for."""
     e = environment
     strict = ", strict" if e.perf_mode == "strict" else ""
+    strict += f", weights rounded to {e.quantize}" if e.quantize else ""
     machine = f"{e.card}, driver {e.driver}, CUDA {e.cuda}" if e.card else f"{e.processor}, {e.threads} threads"
     parts = [
         f"{e.model}, {e.dtype}" + (f", drafts by {e.speculator}" if e.speculator else ""),
