@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -69,13 +70,14 @@ class _Groups:
 
         return wait
 
-    def store_group_half(self, rows: int, half: int, pitch: int) -> Callable[..., None]:
+    def store_group_half(self, rows: int, half: int, pitch: int, *, adds: bool = False) -> Callable[..., None]:
         def store(address: int, extra: Any, sums: Any) -> None:
             assert not isinstance(sums, _Flying), "sums that were not awaited"
             for tile in range(rows // 8):
                 for part in range(2):
-                    place = self._walker.at(int(address) + (8 * tile + part) * pitch, 4)
-                    place.view(np.float32)[0] = plain(np.float32(sums[4 * tile + 2 * half + part]) + np.float32(extra))
+                    place = self._walker.at(int(address) + (8 * tile + part) * pitch, 4).view(np.float32)
+                    total = np.float32(sums[4 * tile + 2 * half + part])
+                    place[0] = plain((place[0] + total if adds else total) + np.float32(extra))
 
         return store
 
@@ -86,6 +88,7 @@ class _Groups:
         made.copy_bulk = made.copy_bulk_hinted = self.copy
         made.multiply_group, made.await_group = self.multiply_group, self.await_group
         made.store_group_half = self.store_group_half
+        made.add_group_half = partial(self.store_group_half, adds=True)
         made.replace_words = lambda count: lambda words, others, number: others if number else words
         made.add_tiles = lambda count: (
             lambda one, other: tuple(plain(np.float32(a) + np.float32(b)) for a, b in zip(one, other, strict=True))

@@ -14,6 +14,7 @@ from lowlat.kernels.toolchain.ptx import f32, i64, instruction, ir_type, u32
 __all__ = [
     "KEPT_AS_USUAL",
     "READ_ONCE",
+    "add_group_half",
     "add_tiles",
     "await_group",
     "barrier_expect",
@@ -199,3 +200,35 @@ def store_group_half(rows: int, half: int, pitch: int) -> Any:
         return signature, codegen
 
     return store
+
+
+ADDED_AT_ONCE = 16  # loads under way
+
+
+def add_group_half(rows: int, half: int, pitch: int) -> Any:
+    """An intrinsic: as `store_group_half`, of what is at these places plus the sums, and the number to that."""
+
+    @intrinsic
+    def add(context: Any, address: Any, extra: Any, sums: Any) -> Any:
+        signature = types.void(i64, f32, types.UniTuple(f32, rows // 2))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(ir.VoidType(), [ir_type(i64), *[ir_type(f32)] * (1 + ADDED_AT_ONCE)])
+            constraints = ",".join(["l", *["f"] * (1 + ADDED_AT_ONCE), "~{memory}"])
+            numbers = [4 * tile + 2 * half + part for tile in range(rows // 8) for part in range(2)]
+            places = [(8 * tile + part) * pitch for tile in range(rows // 8) for part in range(2)]
+            for first in range(0, len(numbers), ADDED_AT_ONCE):
+                each = range(ADDED_AT_ONCE)
+                at = places[first : first + ADDED_AT_ONCE]
+                lines = [f"ld.global.f32 t{one}, [$0+{at[one]}];" for one in each]
+                lines += [f"add.rn.f32 t{one}, t{one}, ${one + 2}; add.rn.f32 t{one}, t{one}, $1;" for one in each]
+                lines += [f"st.global.f32 [$0+{at[one]}], t{one};" for one in each]
+                text = f"{{ .reg .f32 t<{ADDED_AT_ONCE}>; {' '.join(lines)} }}"
+                assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
+                values = [builder.extract_value(args[2], numbers[first + one]) for one in each]
+                builder.call(assembly, [args[0], args[1], *values])
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return add

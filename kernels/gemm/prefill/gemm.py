@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.handover import make_handover
+from lowlat.kernels.common.handover import Handover, make_handover
 from lowlat.kernels.gemm.packing import RUN, PackedMatrix
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
+from lowlat.kernels.gemm.prefill.large_tile import make_multiply
 from lowlat.kernels.gemm.prefill.mainloop import Cut, make_consume, make_finish, make_produce
 from lowlat.kernels.gemm.prefill.plan import (
     ALIGNMENT,
     CONSUMERS,
-    PRODUCERS,
     PrefillGemmPlan,
     choose_prefill_plan,
     has_prefill_gemm,
@@ -30,7 +30,7 @@ from lowlat.kernels.gemm.prefill.split_k_sum import add_segments
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
-from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, types, uint32
 from lowlat.kernels.toolchain.ptx_hopper import KEPT_AS_USUAL, READ_ONCE
 from lowlat.kernels.tuning.table import Planned
 
@@ -102,25 +102,44 @@ def prefill_gemm(
 @cache
 def _make(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) -> Kernel:
     """Grid: as many blocks as the card has multiprocessors, or units where those are fewer."""
-    handover = make_handover(plan.stages, PRODUCERS, 4 * CONSUMERS, suspends=True)
-    produce = make_produce(cut, plan, handover)
-    consume = make_consume(cut, plan, handover, make_finish(cut, plan, with_bias, with_columns))
-    begin, barriers_at, last_warp = handover.begin, plan.stages * plan.stage_bytes, 4 * CONSUMERS
+    handover = make_handover(plan.stages, plan.producers, 4 * CONSUMERS, suspends=True)
+    finish, begin = make_finish(cut, plan, with_bias, with_columns), handover.begin
+    barriers_at = plan.stages * plan.stage_bytes
 
-    def prefill_gemm_kernel(
-        weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
-        policy: Any,
-    ) -> None:  # fmt: skip
+    @device_function
+    def begin_block(thread: Any) -> Any:
+        """Where the stages and their barriers are."""
         start = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         base = uint32(uint32(start + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - ALIGNMENT + 1))
         barriers = uint32(base + uint32(barriers_at))
-        thread, unit, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
-        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         ptx.let_next_kernel_start()
         if thread == uint32(0):
             begin(barriers)
             ptx_hopper.fence_barriers()
         cuda.syncthreads()
+        return base, barriers
+
+    make = _make_large if plan.is_large else _make_divided
+    kernel = make(cut, plan, handover, finish, begin_block)
+    name = (
+        f"prefill_gemm_{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
+        f"{plan.rows}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
+        f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}"
+    )
+    return Kernel(name, kernel, (types.int64,) * 9, plan.threads, 1, plan.shared_bytes, specific=True)
+
+
+def _make_divided(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Any, begin_block: Any) -> Any:
+    """Warps that copy beside warps that multiply."""
+    produce, consume = make_produce(cut, plan, handover), make_consume(cut, plan, handover, finish)
+    last_warp = 4 * CONSUMERS
+
+    def prefill_gemm_kernel(
+        weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any, policy: Any
+    ) -> None:
+        thread, unit, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        base, barriers = begin_block(thread)
         if warp >= uint32(last_warp):
             part = uint32(warp - uint32(last_warp))
             produce(
@@ -132,12 +151,22 @@ def _make(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) 
                 base, barriers, beside, out, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, warp, lane
             )  # fmt: skip
 
-    name = (
-        f"prefill_gemm_{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
-        f"{plan.rows}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
-        f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}"
-    )
-    return Kernel(name, prefill_gemm_kernel, (types.int64,) * 9, plan.threads, 1, plan.shared_bytes, specific=True)
+    return prefill_gemm_kernel
+
+
+def _make_large(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Any, begin_block: Any) -> Any:
+    """Warps that multiply and copy."""
+    multiply_all = make_multiply(cut, plan, handover, finish)
+
+    def prefill_gemm_kernel(
+        weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any, policy: Any
+    ) -> None:
+        thread, unit, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
+        given = (weight, x, uint32(rows), uint32(x_tiles), uint32(units), grid, policy)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        multiply_all(begin_block(thread), given, (bias, columns), out, unit, warp, lane)
+
+    return prefill_gemm_kernel
 
 
 def examples(card: Card = H200) -> list[Kernel]:

@@ -14,7 +14,6 @@ from lowlat.kernels.gemm.prefill.plan import (
     BLOCK_ROWS,
     GROUP_ROWS,
     MOST_SUMS,
-    PRODUCERS,
     STEP,
     STEP_ROW_BYTES,
     PrefillGemmPlan,
@@ -22,7 +21,7 @@ from lowlat.kernels.gemm.prefill.plan import (
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
 
-__all__ = ["Cut", "make_consume", "make_finish", "make_produce"]
+__all__ = ["PIECE_BYTES", "Cut", "make_consume", "make_finish", "make_produce", "make_send", "make_unit_of"]
 
 TILE_BYTES = 2 * TILE_ROWS * STEP
 GROUP_TILES = GROUP_ROWS // TILE_ROWS
@@ -69,11 +68,11 @@ def make_unit_of(cut: Cut, plan: PrefillGemmPlan) -> Any:
     return unit_of
 
 
-def _make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
+def make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
     """Functions of a copying warp: where a unit's weights and rows begin, and the copy of a stage of each."""
     stage_bytes, x_bytes, depth = plan.stage_bytes, plan.rows * STEP_ROW_BYTES, plan.depth
-    weight_bytes = (stage_bytes - depth * x_bytes) // PRODUCERS
-    block_tiles, tiles = BLOCK_ROWS // TILE_ROWS, BLOCK_ROWS // TILE_ROWS // PRODUCERS
+    weight_bytes = (stage_bytes - depth * x_bytes) // plan.producers
+    block_tiles, tiles = BLOCK_ROWS // TILE_ROWS, BLOCK_ROWS // TILE_ROWS // plan.producers
     steps, last_tile, x_rows = cut.steps, cut.tiles - 1, plan.rows
 
     @device_function
@@ -119,7 +118,7 @@ def make_produce(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
     stages, stage_bytes, depth = plan.stages, plan.stage_bytes, plan.depth
     steps, length, apart = cut.steps, cut.length, plan.apart
     unit_of, await_free, after = make_unit_of(cut, plan), handover.await_free, handover.after
-    sources_of, send_weights, send_rows = _make_send(cut, plan)
+    sources_of, send_weights, send_rows = make_send(cut, plan)
 
     @device_function
     def produce(
@@ -240,13 +239,13 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
                     number = min(uint32(length), uint32(uint32(steps) - uint32(part) * uint32(length)))
                     sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
                     total = add(total, sums)
-                finish(total, beside, out, rows, x_tile, block, segment, first, lane)
+                finish(total, beside, out, rows, x_tile, block, segment, uint32(0), first, lane)
             else:
                 number = uint32(steps)
                 if apart:
                     number = min(uint32(length), uint32(uint32(steps) - segment * uint32(length)))
                 sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
-                finish(sums, beside, out, rows, x_tile, block, segment, first, lane)
+                finish(sums, beside, out, rows, x_tile, block, segment, uint32(0), first, lane)
             unit = uint32(unit + grid)
 
     return consume
@@ -255,8 +254,10 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
 def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) -> Any:
     """A function of a warp: store a unit's sums, with the bias, in the original columns; or a segment's as they are."""
     weight_rows, block_tiles = cut.weight_rows, BLOCK_ROWS // TILE_ROWS
-    pitch, plain, x_rows = 4 * weight_rows, plan.apart, plan.rows
+    pitch, plain, x_rows, adds = 4 * weight_rows, plan.apart, plan.rows, plan.is_large and cut.segments > 1
+    last = cut.segments - 1
     store0, store1 = (ptx_hopper.store_group_half(plan.rows, half, pitch) for half in (0, 1))
+    add0, add1 = (ptx_hopper.add_group_half(plan.rows, half, pitch) for half in (0, 1))
 
     @device_function
     def place_of(beside: Any, run: Any, row: Any) -> Any:
@@ -271,17 +272,29 @@ def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: 
 
     @device_function
     def finish(
-        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, first: Any, lane: Any
-    ) -> None:
+        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, part: Any, first: Any,
+        lane: Any,
+    ) -> None:  # fmt: skip
+        """segment: of a unit whose sums are no totals; part: the segments that are in the output already."""
         corner = uint32(x_tile * uint32(x_rows) + uint32((lane & uint32(3)) * uint32(2)))
         target = out + (int64(segment) * int64(rows) + int64(corner)) * int64(pitch)
         run, row = uint32(uint32(block * uint32(block_tiles) + first) * uint32(2)), uint32(lane >> uint32(2))
         if uint32(run * uint32(8)) < uint32(weight_rows):
             extra, at = place_of(beside, run, row)
-            store0(target + at, extra, sums)
+            if adds and part < uint32(last):
+                extra = float32(0)
+            if adds and part > uint32(0):
+                add0(target + at, extra, sums)
+            else:
+                store0(target + at, extra, sums)
         run = uint32(run + uint32(1))
         if uint32(run * uint32(8)) < uint32(weight_rows):
             extra, at = place_of(beside, run, row)
-            store1(target + at, extra, sums)
+            if adds and part < uint32(last):
+                extra = float32(0)
+            if adds and part > uint32(0):
+                add1(target + at, extra, sums)
+            else:
+                store1(target + at, extra, sums)
 
     return finish

@@ -17,7 +17,6 @@ __all__ = [
     "CONSUMERS",
     "GROUP_ROWS",
     "MOST_ROWS",
-    "PRODUCERS",
     "STEP",
     "STEP_ROW_BYTES",
     "PrefillGemmPlan",
@@ -36,8 +35,9 @@ GROUP_ROWS = 64  # weight rows that a warpgroup multiplies at once
 STEP_ROW_BYTES = 2 * STEP
 CONSUMERS = 2  # warpgroups that multiply
 PRODUCERS = 4  # warps that copy: one alone takes as long to begin a step's copies as it takes to multiply them
-MOST_ROWS = 1024
-TILE_ROWS = (64, 128)  # of x
+LARGE = 256  # rows of a tile whose sums want the registers of warps that copy: those that multiply copy for themselves
+MOST_ROWS = 4096
+TILE_ROWS = (64, 128, LARGE)  # of x
 MOST_SEGMENTS = 8
 MOST_SUMS = 64  # a thread, beside the weights of two steps
 ALIGNMENT = 1024  # bytes: of a stage
@@ -50,7 +50,7 @@ BLOCK_ROWS = CONSUMERS * GROUP_ROWS  # of weights
 MULTIPROCESSORS = 132
 SEGMENT_ROWS = 128  # of x: where segments matter most
 # a step, by a tile's rows and a stage's depth
-STEP_US = {(64, 1): 0.34, (64, 2): 0.315, (128, 1): 0.49, (128, 2): 0.49}
+STEP_US = {(64, 1): 0.34, (64, 2): 0.315, (128, 1): 0.49, (128, 2): 0.49, (256, 1): 0.75}
 MEMORY_BYTES_A_US = 4_500_000  # of the card's memory
 SUM_BYTES_A_US = 8_000_000  # of segments' sums, written and read
 TILE_ROW_US, ADD_US = 0.01, 3.0  # to end a tile, a row of x; to begin the kernel that adds segments up
@@ -60,8 +60,8 @@ TILE_ROW_US, ADD_US = 0.01, 3.0  # to end a tile, a row of x; to begin the kerne
 class PrefillGemmPlan:
     """Tiles and stages of a GEMM, which change no bit of the result. Raises ShapeError for what does not fit.
 
-    rows    of x, of a tile: 64 or 128
-    depth   steps of 64 columns of a stage: 1 or 2
+    rows    of x, of a tile: 64, 128 or 256
+    depth   steps of 64 columns of a stage: 1 or, of tiles of less than 256 rows, 2
     stages  under way or multiplied
     apart   segments are blocks' own, and another kernel adds them up
     """
@@ -72,7 +72,7 @@ class PrefillGemmPlan:
     apart: bool
 
     def __post_init__(self) -> None:
-        if self.rows not in TILE_ROWS or self.depth not in (1, 2) or self.stages < 2:
+        if (self.rows, self.depth) not in STEP_US or self.stages < 2:
             raise ShapeError(f"no prefill GEMM is cut by {self}")
 
     @property
@@ -86,9 +86,19 @@ class PrefillGemmPlan:
         return self.rows // 2
 
     @property
+    def producers(self) -> int:
+        """Warps that copy."""
+        return 4 * CONSUMERS if self.is_large else PRODUCERS
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the warps that multiply copy for themselves, and keep totals of segments in the output."""
+        return self.rows == LARGE
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 128 * CONSUMERS + 32 * PRODUCERS
+        return 128 * CONSUMERS + (0 if self.is_large else 32 * PRODUCERS)
 
     @property
     def stage_bytes(self) -> int:
@@ -185,9 +195,10 @@ def partials_shape(plan: PrefillGemmPlan, rows: int, weight_rows: int, columns: 
 
 def _fitted(tile: int, depth: int, apart: bool, segments: int, card: Card) -> PrefillGemmPlan | None:
     """With as many stages as fit; None where not even two do, or registers lack for totals beside the sums."""
+    if (tile, depth) not in STEP_US or (depth == 2 and tile == 128 and segments > 1 and not apart):
+        return None
     plans = (PrefillGemmPlan(tile, depth, stages, apart) for stages in STAGE_COUNTS)
-    plan = next((plan for plan in plans if plan.shared_bytes <= card.shared_bytes), None)
-    return None if depth == 2 and tile == 128 and segments > 1 and not apart else plan
+    return next((plan for plan in plans if plan.shared_bytes <= card.shared_bytes), None)
 
 
 def _time_us(
@@ -203,7 +214,8 @@ def _time_us(
     count, length = segments
     turns = -(-plan.units(rows, weight_rows, count) // multiprocessors)
     own = length if plan.apart else steps
-    time = turns * (own * STEP_US[plan.rows, plan.depth] + TILE_ROW_US * plan.rows)
+    ends = count if plan.is_large and not plan.apart else 1  # of segments that are added up in the output
+    time = turns * (own * STEP_US[plan.rows, plan.depth] + TILE_ROW_US * plan.rows * ends)
     time = max(time, 2 * weight_rows * steps * STEP / memory_bytes_a_us)
     if plan.apart:
         time += ADD_US + 8 * count * rows * weight_rows / SUM_BYTES_A_US

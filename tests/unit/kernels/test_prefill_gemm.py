@@ -17,7 +17,7 @@ from lowlat.kernels.gemm.prefill.plan import has_prefill_gemm, partials_shape, p
 from lowlat.kernels.toolchain.kernel import H200, Card
 
 MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (5120, 2880), (2880, 4096), (200, 72), (8, 8))
-ROWS = range(64, 1025, 64)
+ROWS = (*range(64, 1025, 64), 2048, 4096)
 
 
 def arranged_by_hand(x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_arranging_walked(rows: int, columns: int) -> None:
     assert torch.equal(out, arranged_by_hand(x))
 
 
-PARTS = ("activation_layout", "split_k_sum", "plan", "mainloop", "gemm")
+PARTS = ("activation_layout", "split_k_sum", "plan", "mainloop", "large_tile", "gemm")
 NAMES = ("common.handover", *(f"gemm.prefill.{part}" for part in PARTS))
 TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
 
@@ -87,6 +87,9 @@ TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
         later(128, 136, 200, (2, 2), (128, 1, 3, False)),
         later(256, 264, 72, (1, 2), (128, 1, 2, False)),
         (128, 136, 120, (1, 2), (128, 2, 2, False)),
+        later(256, 136, 72, (1, 2), (256, 1, 2, False)),
+        (512, 24, 200, (2, 2), (256, 1, 3, False)),
+        later(256, 136, 248, (2, 2), (256, 1, 2, True)),
     ],
 )
 def test_products_walked(
@@ -98,7 +101,7 @@ def test_products_walked(
     weight, x, bias = torch.randn(width, depth).bfloat16(), torch.randn(rows, depth).bfloat16(), torch.randn(width)
     bias, walker, out = bias.bfloat16(), Walker(), torch.full((rows, width), torch.nan)
     arranged = torch.full(arranged_shape(rows, depth), torch.nan, dtype=torch.bfloat16)
-    with walkable_groups(walker, *NAMES) as (*_, plans, _, module):
+    with walkable_groups(walker, *NAMES) as (*_, plans, _, _, module):
         for each in (plans, module):
             monkeypatch.setattr(each, "segments_of", lambda *_: segments)
         plan = plans.PrefillGemmPlan(*cut)
@@ -165,7 +168,7 @@ def test_segments_know_no_card_and_no_rows() -> None:
     ("rows", "width", "depth", "card", "message"),
     [
         (32, 64, 64, H200, "multiple of 64 rows"),
-        (1088, 64, 64, H200, "up to 1024"),
+        (4160, 64, 64, H200, "up to 4096"),
         (64, 60, 64, H200, "multiples of 8"),
         (64, 64, 60, H200, "multiples of 8"),
         (64, 64, 64, B200, "capability 9.0, not 10.0"),
