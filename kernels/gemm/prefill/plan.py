@@ -37,6 +37,7 @@ CONSUMERS = 2  # warpgroups that multiply
 PRODUCERS = 4  # warps that copy: one alone takes as long to begin a step's copies as it takes to multiply them
 LARGE = 256  # rows of a tile whose sums want the registers of warps that copy: those that multiply copy for themselves
 MOST_ROWS = 4096
+APART_ROWS = 1024  # up to so many segments may be apart: more rows have tiles enough, and their sums would take memory
 TILE_ROWS = (64, 128, LARGE)  # of x
 MOST_SEGMENTS = 8
 MOST_SUMS = 64  # a thread, beside the weights of two steps
@@ -179,7 +180,7 @@ def _plans(rows: int, weight_rows: int, columns: int, card: Card, read_gb_s: flo
         plan
         for tile in TILE_ROWS
         for depth in ((1, 2) if length % 2 == 0 and steps % 2 == 0 else (1,))
-        for apart in ((False, True) if segments > 1 else (False,))
+        for apart in ((False, True) if segments > 1 and rows <= APART_ROWS else (False,))
         if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card)) is not None
     ]
     speeds = (card.num_multiprocessors, 1000 * read_gb_s)

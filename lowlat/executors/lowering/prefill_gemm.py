@@ -16,7 +16,7 @@ from lowlat.kernels.formats.dense import unpack_matrix
 from lowlat.kernels.gemm.packing import PackedMatrix, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
-from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, has_prefill_gemm, segments_of
+from lowlat.kernels.gemm.prefill.plan import APART_ROWS, MOST_ROWS, has_prefill_gemm, segments_of
 from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 from lowlat.models.program import Op
@@ -28,9 +28,12 @@ WIDTH = 8  # and of so many weight rows and columns
 
 
 def gemm_workspaces(rows: int, height: int, width: int) -> list[WorkspaceShape]:
-    """The workspaces of our GEMM of rows with a weight [height, width]: activations, and sums of segments of K."""
+    """The workspaces of our GEMM of rows with a weight [height, width]: activations, and sums of segments of K.
+
+    These are of as many rows as may have them apart.
+    """
     segments = segments_of(height, width)[0]
-    partials = (segments, rows, height) if segments > 1 else (0, rows, height)
+    partials = (segments if segments > 1 else 0, min(rows, APART_ROWS), height)
     arranged = arranged_shape(rows, width)
     return [("prefill.arranged", arranged, torch.bfloat16), ("prefill.partials", partials, torch.float32)]
 
