@@ -13,6 +13,7 @@ from lowlat.kernels.toolchain.kernel import Card
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
 __all__ = [
+    "APART_ROWS",
     "BLOCK_ROWS",
     "CONSUMERS",
     "GROUP_ROWS",
