@@ -226,7 +226,7 @@ def make_geometry(
         block_size=options.block_size,
         num_blocks=num_blocks,
         prefill_chunk=options.prefill_chunk,
-        max_prefill_chunks=options.max_prefill_chunks,
+        max_prefill_chunks=min(options.max_prefill_chunks, -(-options.max_context // options.prefill_chunk)),
         simulated_accept_length=None if simulated is None else simulated.simulated_accept_length,
         simulated_seed=0 if simulated is None else simulated.simulated_seed,
         num_drafted_rows=num_drafted_rows,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from lowlat.errors import CapacityError, ConfigError, RequestError
 from lowlat.host.memory.kvcache import Allocation, InvariantError, KVCache
+from lowlat.step.chunks import chunk_counts, chunks_at_once
 
 if TYPE_CHECKING:  # lowlat.graphs loads torch, of which this module needs nothing
     from lowlat.graphs.buckets import Bucket, BucketLadder
@@ -112,6 +113,7 @@ class Scheduler:
     ladder              the buckets; its largest batch must be at least max_batch
     max_queue           requests that may wait beyond those that free slots take; more raise CapacityError
     max_prefill_chunks  chunks of one prompt that run at once, at most
+    max_chunks_beside   and while others decode; whoever times them may change it
     num_overprovision   positions that a step may write past a request's total; None: the ladder's most rows
 
     Not safe for use by several threads. Raises ConfigError for sizes that do not fit each other.
@@ -137,7 +139,8 @@ class Scheduler:
         self.max_batch = max_batch
         self.max_queue = max_queue
         self.prefill_chunk = prefill_chunk
-        self.max_prefill_chunks = max_prefill_chunks
+        self.max_prefill_chunks = self.max_chunks_beside = max_prefill_chunks
+        self._chunk_counts = chunk_counts(max_prefill_chunks)
         self.num_overprovision = max(ladder.rows_of.values()) if num_overprovision is None else num_overprovision
         self._queue: deque[ScheduledRequest] = deque()
         self._slots: list[_Slot | None] = [None] * max_batch
@@ -341,7 +344,8 @@ class Scheduler:
 
     def _chunk(self, slot: _Slot) -> PrefillChunk:
         start, num_tokens = slot.next_start, len(slot.request.prompt_token_ids)
-        size = min(self._num_chunks_left(slot), self.max_prefill_chunks) * self.prefill_chunk
+        most = min(self.max_chunks_beside, self.max_prefill_chunks) if self.num_active else self.max_prefill_chunks
+        size = chunks_at_once(self._num_chunks_left(slot), most, self._chunk_counts) * self.prefill_chunk
         end = start + size
         return PrefillChunk(
             request_id=slot.request.request_id,
