@@ -114,17 +114,9 @@ def test_fewer_chunks_run_together_while_others_decode() -> None:
 @pytest.mark.parametrize(
     ("left", "most", "count"),
     [
-        (1, 16, 1),
-        (5, 16, 5),
-        (7, 16, 7),
-        (9, 16, 8),
-        (10, 16, 8),
-        (11, 16, 11),
-        (13, 16, 12),
-        (15, 16, 15),
-        (40, 16, 16),
-    ]
-    + [(5, 5, 4), (4, 5, 4), (40, 1, 1)],
+        *((1, 16, 1), (5, 16, 5), (7, 16, 7), (9, 16, 8), (10, 16, 8), (11, 16, 11), (13, 16, 12), (15, 16, 15)),
+        *((40, 16, 16), (5, 5, 4), (4, 5, 4), (40, 1, 1)),
+    ],
 )
 def test_chunks_run_in_programs_that_they_nearly_fill(left: int, most: int, count: int) -> None:
     assert chunks_at_once(left, most, chunk_counts(16)) == count
