@@ -90,6 +90,7 @@ class _Groups:
         made.store_group_half = self.store_group_half
         made.add_group_half = partial(self.store_group_half, adds=True)
         made.replace_words = lambda count: lambda words, others, number: others if number else words
+        made.take_sums = lambda _, first, count: lambda sums: sums[first : first + count]
         made.add_tiles = lambda count: (
             lambda one, other: tuple(plain(np.float32(a) + np.float32(b)) for a, b in zip(one, other, strict=True))
         )

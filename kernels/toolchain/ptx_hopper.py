@@ -24,6 +24,7 @@ __all__ = [
     "multiply_group",
     "replace_words",
     "store_group_half",
+    "take_sums",
 ]
 
 COLUMNS = 64  # of a step
@@ -232,3 +233,19 @@ def add_group_half(rows: int, half: int, pitch: int) -> Any:
         return signature, codegen
 
     return add
+
+
+def take_sums(rows_sums: int, first: int, count: int) -> Any:
+    """An intrinsic: `count` of a tuple of so many float32, from the first on."""
+
+    @intrinsic
+    def take(context: Any, sums: Any) -> Any:
+        signature = types.UniTuple(f32, count)(types.UniTuple(f32, rows_sums))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            found = [builder.extract_value(args[0], first + number) for number in range(count)]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return take

@@ -4,6 +4,7 @@ The weight's tiles are the first matrix, in registers, as they were packed; rows
 in shared memory. A persistent grid, one block a multiprocessor. A row's bits depend on the row and the weight alone.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import Handover, make_handover
-from lowlat.kernels.gemm.packing import RUN, PackedMatrix
+from lowlat.kernels.gemm.packing import RUN, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
+from lowlat.kernels.gemm.prefill.gated_epilogue import make_gated_finish
 from lowlat.kernels.gemm.prefill.large_tile import make_multiply
 from lowlat.kernels.gemm.prefill.mainloop import Cut, make_consume, make_finish, make_produce
 from lowlat.kernels.gemm.prefill.plan import (
@@ -34,7 +36,22 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 from lowlat.kernels.toolchain.ptx_hopper import KEPT_AS_USUAL, READ_ONCE
 from lowlat.kernels.tuning.table import Planned
 
-__all__ = ["examples", "prefill_gemm"]
+__all__ = ["arranged_prefill_gemm", "examples", "gated_prefill_gemm", "gates", "prefill_gemm"]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a GEMM's epilogue has: a bias, the columns of the output, gates and ups."""
+
+    bias: bool
+    columns: bool
+    gated: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its part of a kernel's name."""
+        kind = "gated" if self.gated else "columns" if self.columns else "inplace"
+        return f"{'bias' if self.bias else 'plain'}_{kind}"
 
 
 def prefill_gemm(
@@ -51,11 +68,36 @@ def prefill_gemm(
 ) -> list[KernelCall]:
     """out = x @ weight.T + bias, in two or three launches, accumulated in float32.
 
-    x         [M, K]              bf16, M a multiple of 64 up to 1024
+    x         [M, K]              bf16, M a multiple of 64 up to 4096
+    arranged  [ceil(K/64), M, 64] bf16: workspace, as `arranged_shape` has it
+    Everything else as `arranged_prefill_gemm` has it, of which this is one behind `arrange`.
+    """
+    check_shape("x", x, out.shape[0], weight.columns)
+    if x.dtype != torch.bfloat16:
+        raise ShapeError(f"a prefill GEMM is of bf16, got x {x.dtype}")
+    product = arranged_prefill_gemm(
+        arranged=arranged, weight=weight, bias=bias, columns=columns, partials=partials, out=out, card=card, plan=plan
+    )
+    return arrange(x=x, out=arranged) + product
+
+
+def arranged_prefill_gemm(
+    *,
+    arranged: torch.Tensor,
+    weight: PackedMatrix,
+    bias: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
+    partials: torch.Tensor | None = None,
+    out: torch.Tensor,
+    card: Card,
+    plan: PrefillGemmPlan | None = None,
+) -> list[KernelCall]:
+    """out = x @ weight.T + bias of rows that are arranged, in one or two launches, accumulated in float32.
+
+    arranged  [ceil(K/64), M, 64] bf16: x as `arrange` leaves it, M a multiple of 64 up to 4096
     weight    [N, K]              packed bf16, N and K multiples of 8
     bias      [N]                 bf16, in the packed order, or None
     columns   [N / 8]             int32, as `runs_of` the weight's order has it; None: rows are packed in their order
-    arranged  [ceil(K/64), M, 64] bf16: workspace, as `arranged_shape` has it
     partials  [S, M, N]           float32: workspace, as `partials_shape` has it; None where S is 0
     out       [M, N]              float32, out
     plan      one of `plans_of`: no bit depends on it; None: by the card's table, or `plan_prefill_gemm`'s
@@ -63,48 +105,109 @@ def prefill_gemm(
     operations over the tensor cores' rate. Captured: yes.
     Raises ShapeError for shapes that do not fit, or a card without such instructions.
     """
-    rows, depth = x.shape
-    planned: Planned | None = None
-    if plan is None:
-        plan, planned = choose_prefill_plan(rows, weight.rows, weight.columns, card)
-    elif plan not in plans_of(rows, weight.rows, weight.columns, card):
-        raise ShapeError(f"{plan} is no plan for {rows} rows by a weight of {weight.rows} x {weight.columns}")
-    check_shape("x", x, rows, weight.columns)
+    rows = out.shape[0]
+    plan, planned = _chosen(rows, weight, card, plan)
     check_shape("out", out, rows, weight.rows)
-    check_shape("arranged", arranged, *arranged_shape(rows, depth))
-    if weight.tiles.dtype != torch.bfloat16 or x.dtype != torch.bfloat16:
-        raise ShapeError(f"a prefill GEMM is of bf16, got {x.dtype} and {weight.tiles.dtype}")
     if bias is not None:
         check_shape("bias", bias, weight.rows)
     if columns is not None:
         check_shape("columns", columns, weight.rows // RUN)
-    segments, length = segments_of(weight.rows, weight.columns)
-    cut, x_tiles = Cut(weight.rows, weight.columns, segments, length), rows // plan.rows
-    units = plan.units(rows, weight.rows, segments)
-    kernel = _make(cut, plan, bias is not None, columns is not None)
     target = out
     if plan.apart:
         if partials is None:
             raise ShapeError("segments that are apart need a workspace `partials`")
         check_shape("partials", partials, *partials_shape(plan, rows, weight.rows, weight.columns))
         target = partials
-    arguments = (
-        weight.tiles, arranged, 0 if bias is None else bias, 0 if columns is None else columns, target, rows, x_tiles,
-        units, READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL,
-    )  # fmt: skip
-    calls = arrange(x=x, out=arranged)
-    calls.append(KernelCall(kernel, (min(units, card.num_multiprocessors), 1, 1), arguments, planned=planned))
-    if plan.apart:
-        calls += add_segments(partials=target, bias=bias, columns=columns, out=out)
-    return calls
+    kernel = _make(_cut_of(weight), plan, Beside(bias is not None, columns is not None))
+    calls = [_call(kernel, plan, planned, weight, arranged, (bias, columns), target, rows, card)]
+    return calls + (add_segments(partials=target, bias=bias, columns=columns, out=out) if plan.apart else [])
+
+
+def gated_prefill_gemm(
+    *,
+    arranged: torch.Tensor,
+    weight: PackedMatrix,
+    bias: torch.Tensor | None = None,
+    row_live: torch.Tensor | None = None,
+    out: torch.Tensor,
+    card: Card,
+    plan: PrefillGemmPlan | None = None,
+) -> list[KernelCall]:
+    """silu(gate) * up of x @ weight.T + bias, arranged, in one launch; dead rows are zero.
+
+    arranged  [ceil(K/64), M, 64]  bf16: x as `arrange` leaves it, M a multiple of 64 up to 4096
+    weight    [2I, K]              packed bf16 in the order of `gate_up_permutation`; K in one segment
+    bias      [2I]                 bf16, in the packed order, or None
+    row_live  [M]                  uint8; None: all rows are live
+    out       [ceil(I/64), M, 64]  bf16, out: the bits of `silu_mul` over `arranged_prefill_gemm`'s, as `arrange` leaves
+                                   them
+    plan, time, errors: as `arranged_prefill_gemm`; ShapeError too where `gates` denies the weight's shape.
+    """
+    rows = arranged.shape[1]
+    plan, planned = _chosen(rows, weight, card, plan)
+    if not gates(weight.rows, weight.columns):
+        raise ShapeError(f"a weight of {weight.rows} x {weight.columns} has several segments, or half a tile of gates")
+    check_shape("out", out, *arranged_shape(rows, weight.rows // 2))
+    if bias is not None:
+        check_shape("bias", bias, weight.rows)
+    if row_live is not None:
+        check_shape("row_live", row_live, rows)
+    kernel = _make(_cut_of(weight), plan, Beside(bias is not None, False, True))
+    return [_call(kernel, plan, planned, weight, arranged, (bias, row_live), out, rows, card)]
+
+
+def gates(weight_rows: int, columns: int) -> bool:
+    """Whether `gated_prefill_gemm` takes a weight of this shape: its sums are whole where its epilogue runs."""
+    return weight_rows % TILE_ROWS == 0 and segments_of(weight_rows, columns)[0] == 1
+
+
+def _chosen(
+    rows: int, weight: PackedMatrix, card: Card, plan: PrefillGemmPlan | None
+) -> tuple[PrefillGemmPlan, Planned | None]:
+    """The plan, and its place in tables where it was not given."""
+    if plan is None:
+        return choose_prefill_plan(rows, weight.rows, weight.columns, card)
+    if plan not in plans_of(rows, weight.rows, weight.columns, card):
+        raise ShapeError(f"{plan} is no plan for {rows} rows by a weight of {weight.rows} x {weight.columns}")
+    return plan, None
+
+
+def _cut_of(weight: PackedMatrix) -> Cut:
+    return Cut(weight.rows, weight.columns, *segments_of(weight.rows, weight.columns))
+
+
+def _call(
+    kernel: Kernel,
+    plan: PrefillGemmPlan,
+    planned: Planned | None,
+    weight: PackedMatrix,
+    arranged: torch.Tensor,
+    beside: tuple[torch.Tensor | None, torch.Tensor | None],
+    target: torch.Tensor,
+    rows: int,
+    card: Card,
+) -> KernelCall:
+    """The launch of a GEMM's own kernel."""
+    check_shape("arranged", arranged, *arranged_shape(rows, weight.columns))
+    if weight.tiles.dtype != torch.bfloat16 or arranged.dtype != torch.bfloat16:
+        raise ShapeError(f"a prefill GEMM is of bf16, got {arranged.dtype} and {weight.tiles.dtype}")
+    x_tiles, segments = rows // plan.rows, segments_of(weight.rows, weight.columns)[0]
+    units = plan.units(rows, weight.rows, segments)
+    addresses = tuple(0 if each is None else each for each in beside)
+    policy = READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL
+    arguments = (weight.tiles, arranged, *addresses, target, rows, x_tiles, units, policy)
+    return KernelCall(kernel, (min(units, card.num_multiprocessors), 1, 1), arguments, planned=planned)
 
 
 @cache
-def _make(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) -> Kernel:
+def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
     """Grid: as many blocks as the card has multiprocessors, or units where those are fewer."""
     handover = make_handover(plan.stages, plan.producers, 4 * CONSUMERS, suspends=True)
-    finish, begin = make_finish(cut, plan, with_bias, with_columns), handover.begin
-    barriers_at = plan.stages * plan.stage_bytes
+    if beside.gated:
+        finish = make_gated_finish(cut, plan, beside.bias)
+    else:
+        finish = make_finish(cut, plan, beside.bias, beside.columns)
+    begin, barriers_at = handover.begin, plan.stages * plan.stage_bytes
 
     @device_function
     def begin_block(thread: Any) -> Any:
@@ -124,7 +227,7 @@ def _make(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) 
     name = (
         f"prefill_gemm_{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
         f"{plan.rows}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
-        f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}"
+        f"{beside.name}"
     )
     return Kernel(name, kernel, (types.int64,) * 9, plan.threads, 1, plan.shared_bytes, specific=True)
 
@@ -174,15 +277,15 @@ def examples(card: Card = H200) -> list[Kernel]:
     if not has_prefill_gemm(card):
         return []
     cases = (
-        (128, 6144, 4096, False, True),
-        (512, 4096, 4096, False, False),
-        (512, 28672, 4096, False, True),
-        (128, 4096, 14336, False, False),
-        (64, 200, 72, True, True),
+        (128, 6144, 4096, Beside(False, True)),
+        (512, 4096, 4096, Beside(False, False)),
+        (512, 28672, 4096, Beside(False, False, True)),
+        (2048, 4096, 14336, Beside(False, False)),
+        (64, 200, 72, Beside(True, True)),
     )
     made = []
-    for rows, weight_rows, columns, with_bias, with_columns in cases:
+    for rows, weight_rows, columns, beside in cases:
         plan = plan_prefill_gemm(rows, weight_rows, columns, card)
         cut = Cut(weight_rows, columns, *segments_of(weight_rows, columns))
-        made.append(_make(cut, plan, with_bias, with_columns))
+        made.append(_make(cut, plan, beside))
     return made

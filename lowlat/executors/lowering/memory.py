@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from lowlat.executors.lowering.prefill_attention import attention_workspaces, refresh_bytes
-from lowlat.executors.lowering.prefill_gemm import gemm_workspaces
+from lowlat.executors.lowering.prefill_gemm import activation_workspace, gemm_workspaces
 from lowlat.executors.lowering.weight_parts import EXPERT_GEMMS
 from lowlat.graphs import Role
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
@@ -56,6 +56,8 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
     if op.kind == "linear":
         rows = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS)
         return gemm_workspaces(rows, *shape_of(op.weights["weight"]))
+    if op.kind == "silu_mul":
+        return [activation_workspace(*program.buffers[op.writes["out"]].shape)]
     if op.kind in ATTENTION:
         cache, size = program.buffers[op.reads["k_cache"]], program.buffers[op.reads["q"]].shape[0]
         window = op.params.get("window")

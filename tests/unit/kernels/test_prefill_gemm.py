@@ -71,8 +71,8 @@ def test_arranging_walked(rows: int, columns: int) -> None:
     assert torch.equal(out, arranged_by_hand(x))
 
 
-PARTS = ("activation_layout", "split_k_sum", "plan", "mainloop", "large_tile", "gemm")
-NAMES = ("common.handover", *(f"gemm.prefill.{part}" for part in PARTS))
+PARTS = ("activation_layout", "split_k_sum", "plan", "mainloop", "large_tile", "gated_epilogue", "gemm")
+NAMES = ("common.handover", "common.activation", *(f"gemm.prefill.{part}" for part in PARTS))
 TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
 
 
@@ -87,8 +87,8 @@ TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
         later(128, 136, 200, (2, 2), (128, 1, 3, False)),
         later(256, 264, 72, (1, 2), (128, 1, 2, False)),
         (128, 136, 120, (1, 2), (128, 2, 2, False)),
-        later(256, 136, 72, (1, 2), (256, 1, 2, False)),
-        (512, 24, 200, (2, 2), (256, 1, 3, False)),
+        (256, 24, 136, (2, 2), (256, 1, 2, False)),
+        later(512, 24, 200, (2, 2), (256, 1, 3, False)),
         later(256, 136, 248, (2, 2), (256, 1, 2, True)),
     ],
 )
@@ -101,7 +101,7 @@ def test_products_walked(
     weight, x, bias = torch.randn(width, depth).bfloat16(), torch.randn(rows, depth).bfloat16(), torch.randn(width)
     bias, walker, out = bias.bfloat16(), Walker(), torch.full((rows, width), torch.nan)
     arranged = torch.full(arranged_shape(rows, depth), torch.nan, dtype=torch.bfloat16)
-    with walkable_groups(walker, *NAMES) as (*_, plans, _, _, module):
+    with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
         for each in (plans, module):
             monkeypatch.setattr(each, "segments_of", lambda *_: segments)
         plan = plans.PrefillGemmPlan(*cut)
@@ -114,6 +114,32 @@ def test_products_walked(
         walker.run(*calls)
     want = x.double() @ weight.double().t() + bias.double()
     assert float((out.double() - want).norm() / want.norm()) < 1e-6
+
+
+@pytest.mark.parametrize(("rows", "inner", "cut"), [(128, 72, (64, 1, 2, False)), later(256, 136, (256, 1, 2, False))])
+def test_gated_products_walked(
+    rows: int, inner: int, cut: tuple[int, int, int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of the product, its activation and their arrangement one by one; dead rows and further columns zero."""
+    depth, order = 72, gate_up_permutation(inner)
+    weight, x = torch.randn(2 * inner, depth).bfloat16(), torch.randn(rows, depth).bfloat16()
+    weight[:4] *= 20
+    bias, walker, row_live = torch.randn(2 * inner).bfloat16(), Walker(), (torch.arange(rows) % 5 > 0).byte()
+    arranged = arranged_by_hand(x)
+    product, out = torch.full((rows, 2 * inner), torch.nan), torch.full(arranged_shape(rows, inner), torch.nan)
+    out = out.bfloat16()
+    with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
+        monkeypatch.setattr(module, "segments_of", lambda *_: (1, 2))
+        plan = plans.PrefillGemmPlan(*cut)
+        monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
+        given = {"arranged": arranged, "weight": pack(weight, order), "bias": bias[order], "card": TWO_BLOCKS}
+        walker.run(*module.arranged_prefill_gemm(**given, columns=runs_of(order), out=product, plan=plan))
+        walker.run(*module.gated_prefill_gemm(**given, row_live=row_live, out=out, plan=plan))
+    gate, up = product.split(inner, 1)
+    want = (gate / (1 + torch.exp(-gate)) * up).bfloat16() * row_live[:, None].bool()
+    assert torch.equal(product.isfinite(), torch.ones_like(product, dtype=torch.bool))
+    assert torch.allclose(out.float(), arranged_by_hand(want).float(), rtol=2**-7, atol=1e-30)
+    assert float((out == arranged_by_hand(want)).float().mean()) > 0.99
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
