@@ -10,6 +10,8 @@ And the pace of prefill: how many chunks of a prompt take as long as those who d
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
 
 __all__ = ["Pace", "PrefillPace"]
@@ -64,6 +66,13 @@ class PrefillPace:
     def __init__(self, max_stall_ms: float) -> None:
         self._max_stall_ms = max_stall_ms
         self.num_chunks = CHUNKS_AT_FIRST
+
+    @contextmanager
+    def timed(self, num_chunks: float) -> Iterator[None]:
+        """Time so many chunks at once."""
+        begun = time.monotonic()
+        yield
+        self.saw(num_chunks, time.monotonic() - begun)
 
     def saw(self, num_chunks: float, seconds: float) -> None:
         """So many chunks at once took so long; parts of one say nothing."""

@@ -9,7 +9,6 @@ several threads: one thread owns a runtime.
 
 import itertools
 import secrets
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from lowlat.host.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.host.memory.kvcache import KVCache
 from lowlat.host.memory.refreshes import Refreshes
 from lowlat.host.metrics import MetricsBook, RequestMetrics
-from lowlat.host.pace import PrefillPace
 from lowlat.host.perf import PerfCounters, PublishedSteps, StepChecks, steps_by_width
 from lowlat.host.request_checks import RequestChecks
 from lowlat.host.run_ahead import Launches, loop_of
@@ -72,17 +70,11 @@ class Runtime:
             reuse=config.prefix_reuse,
             share_decoded=config.share_decoded,
         )
-        self._prefill_pace = PrefillPace(config.max_stall_ms)
         self.scheduler = Scheduler(
-            self.ladder,
-            self.kvcache,
-            config.max_batch,
-            config.max_queue,
-            geometry.prefill_chunk,
-            max_prefill_chunks=geometry.max_prefill_chunks,
+            self.ladder, self.kvcache, config.max_batch, config.max_queue, geometry.prefill_chunk,
+            max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=config.max_stall_ms,
             num_overprovision=geometry.overhang,
-        )
-        self.scheduler.max_chunks_beside = self._prefill_pace.num_chunks
+        )  # fmt: skip
         self.checks = RequestChecks(
             max_context=config.max_context,
             vocab_size=loaded.target.config.vocab_size,
@@ -359,11 +351,9 @@ class Runtime:
             self._join(session)
         self.scheduler.prefill_done(chunk)
         first = self.ladder.first_token(depth) if chunk.last else None
-        size, begun = self.geometry.prefill_size(chunk.num_tokens), time.monotonic()
-        entries = self._launches.prefill(size, first)
-        self._prefill_pace.saw(size / self.geometry.prefill_chunk, time.monotonic() - begun)
-        self.scheduler.max_chunks_beside = self._prefill_pace.num_chunks
-        return entries
+        size = self.geometry.prefill_size(chunk.num_tokens)
+        with self.scheduler.pace.timed(size / self.geometry.prefill_chunk):
+            return self._launches.prefill(size, first)
 
     def _join(self, session: Session) -> None:
         max_length = len(session.prompt) + session.params.max_tokens

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from lowlat.errors import CapacityError, ConfigError, RequestError
 from lowlat.host.memory.kvcache import Allocation, InvariantError, KVCache
+from lowlat.host.pace import PrefillPace
 from lowlat.step.chunks import chunk_counts, chunks_at_once
 
 if TYPE_CHECKING:  # lowlat.graphs loads torch, of which this module needs nothing
@@ -113,7 +114,7 @@ class Scheduler:
     ladder              the buckets; its largest batch must be at least max_batch
     max_queue           requests that may wait beyond those that free slots take; more raise CapacityError
     max_prefill_chunks  chunks of one prompt that run at once, at most
-    max_chunks_beside   and while others decode; whoever times them may change it
+    max_stall_ms        how long chunks may run at once while others decode; `pace` learns how many that are
     num_overprovision   positions that a step may write past a request's total; None: the ladder's most rows
 
     Not safe for use by several threads. Raises ConfigError for sizes that do not fit each other.
@@ -128,6 +129,7 @@ class Scheduler:
         prefill_chunk: int,
         *,
         max_prefill_chunks: int = 1,
+        max_stall_ms: float = 25.0,
         num_overprovision: int | None = None,
     ) -> None:
         if not 1 <= max_batch <= ladder.batches[-1]:
@@ -139,7 +141,8 @@ class Scheduler:
         self.max_batch = max_batch
         self.max_queue = max_queue
         self.prefill_chunk = prefill_chunk
-        self.max_prefill_chunks = self.max_chunks_beside = max_prefill_chunks
+        self.max_prefill_chunks = max_prefill_chunks
+        self.pace = PrefillPace(max_stall_ms)
         self._chunk_counts = chunk_counts(max_prefill_chunks)
         self.num_overprovision = max(ladder.rows_of.values()) if num_overprovision is None else num_overprovision
         self._queue: deque[ScheduledRequest] = deque()
@@ -344,7 +347,7 @@ class Scheduler:
 
     def _chunk(self, slot: _Slot) -> PrefillChunk:
         start, num_tokens = slot.next_start, len(slot.request.prompt_token_ids)
-        most = min(self.max_chunks_beside, self.max_prefill_chunks) if self.num_active else self.max_prefill_chunks
+        most = min(self.pace.num_chunks, self.max_prefill_chunks) if self.num_active else self.max_prefill_chunks
         size = chunks_at_once(self._num_chunks_left(slot), most, self._chunk_counts) * self.prefill_chunk
         end = start + size
         return PrefillChunk(
