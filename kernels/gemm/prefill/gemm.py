@@ -196,13 +196,15 @@ def _call(
     addresses = tuple(0 if each is None else each for each in beside)
     policy = READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL
     arguments = (weight.tiles, arranged, *addresses, target, rows, x_tiles, units, policy)
-    return KernelCall(kernel, (min(units, card.num_multiprocessors), 1, 1), arguments, planned=planned)
+    blocks = plan.cluster * min(units, card.num_multiprocessors // plan.cluster)
+    return KernelCall(kernel, (blocks, 1, 1), arguments, planned=planned)
 
 
 @cache
 def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
     """Grid: as many blocks as the card has multiprocessors, or units where those are fewer."""
-    handover = make_handover(plan.stages, plan.producers, 4 * CONSUMERS, suspends=True)
+    handover = make_handover(plan.stages, plan.producers, 4 * CONSUMERS * plan.cluster, suspends=True)
+    paired = plan.paired
     if beside.gated:
         finish = make_gated_finish(cut, plan, beside.bias)
     else:
@@ -219,17 +221,21 @@ def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
         if thread == uint32(0):
             begin(barriers)
             ptx_hopper.fence_barriers()
-        cuda.syncthreads()
+        if paired:
+            ptx_hopper.sync_pair()
+        else:
+            cuda.syncthreads()
         return base, barriers
 
     make = _make_large if plan.is_large else _make_divided
     kernel = make(cut, plan, handover, finish, begin_block)
     name = (
         f"prefill_gemm_{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
-        f"{plan.rows}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
+        f"{plan.rows}x{plan.depth}x{plan.stages}{'_paired' if paired else ''}_{'apart' if plan.apart else 'whole'}_"
         f"{beside.name}"
     )
-    return Kernel(name, kernel, (types.int64,) * 9, plan.threads, 1, plan.shared_bytes, specific=True)
+    signature = (types.int64,) * 9
+    return Kernel(name, kernel, signature, plan.threads, 1, plan.shared_bytes, specific=True, cluster=plan.cluster)
 
 
 def _make_divided(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Any, begin_block: Any) -> Any:
@@ -259,15 +265,18 @@ def _make_divided(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: A
 
 def _make_large(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Any, begin_block: Any) -> Any:
     """Warps that multiply and copy."""
-    multiply_all = make_multiply(cut, plan, handover, finish)
+    multiply_all, paired, cluster = make_multiply(cut, plan, handover, finish), plan.paired, plan.cluster
 
     def prefill_gemm_kernel(
         weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any, policy: Any
     ) -> None:
-        thread, unit, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
+        thread, unit = uint32(cuda.threadIdx.x), uint32(uint32(cuda.blockIdx.x) // uint32(cluster))
+        grid = uint32(uint32(cuda.gridDim.x) // uint32(cluster))
         given = (weight, x, uint32(rows), uint32(x_tiles), uint32(units), grid, policy)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         multiply_all(begin_block(thread), given, (bias, columns), out, unit, warp, lane)
+        if paired:
+            ptx_hopper.sync_pair()  # the other block may still arrive here
 
     return prefill_gemm_kernel
 

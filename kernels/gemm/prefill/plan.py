@@ -66,21 +66,24 @@ class PrefillGemmPlan:
     depth   steps of 64 columns of a stage: 1 or, of tiles of less than 256 rows, 2
     stages  under way or multiplied
     apart   segments are blocks' own, and another kernel adds them up
+    paired  two blocks share the rows of a tile, each of which copies half of them to both; of 256 rows alone
     """
 
     rows: int
     depth: int
     stages: int
     apart: bool
+    paired: bool = False
 
     def __post_init__(self) -> None:
-        if (self.rows, self.depth) not in STEP_US or self.stages < 2:
+        if (self.rows, self.depth) not in STEP_US or self.stages < 2 or (self.paired and not self.is_large):
             raise ShapeError(f"no prefill GEMM is cut by {self}")
 
     @property
     def knobs(self) -> Knobs:
         """The numbers that a table may choose."""
-        return {"rows": self.rows, "depth": self.depth, "stages": self.stages, "apart": self.apart}
+        knobs = {"rows": self.rows, "depth": self.depth, "stages": self.stages, "apart": self.apart}
+        return {**knobs, "paired": self.paired} if self.is_large else knobs
 
     @property
     def sums(self) -> int:
@@ -113,8 +116,14 @@ class PrefillGemmPlan:
         return ALIGNMENT + self.stages * self.stage_bytes + BARRIER_BYTES
 
     def units(self, rows: int, weight_rows: int, segments: int) -> int:
-        """The units that blocks take one by one: tiles, or segments of them."""
-        return rows // self.rows * -(-weight_rows // BLOCK_ROWS) * (segments if self.apart else 1)
+        """The units that blocks, or pairs of them, take one by one: tiles, or segments of them."""
+        blocks = -(-weight_rows // (BLOCK_ROWS * self.cluster))
+        return rows // self.rows * blocks * (segments if self.apart else 1)
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that take units together."""
+        return 2 if self.paired else 1
 
 
 def has_prefill_gemm(card: Card) -> bool:
@@ -178,8 +187,9 @@ def plans_of(rows: int, weight_rows: int, columns: int, card: Card) -> tuple[Pre
 def _plans(rows: int, weight_rows: int, columns: int, card: Card, read_gb_s: float) -> tuple[PrefillGemmPlan, ...]:
     (segments, length), steps = segments_of(weight_rows, columns), -(-columns // STEP)
     full = [
-        plan
+        replace(plan, paired=paired)
         for tile in TILE_ROWS
+        for paired in ((True, False) if tile == LARGE else (False,))
         for depth in ((1, 2) if length % 2 == 0 and steps % 2 == 0 else (1,))
         for apart in ((False, True) if segments > 1 and rows <= APART_ROWS else (False,))
         if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card)) is not None
@@ -214,7 +224,7 @@ def _time_us(
 ) -> float:
     """A rough time, to choose by: steps as they were measured, but no faster than the memory."""
     count, length = segments
-    turns = -(-plan.units(rows, weight_rows, count) // multiprocessors)
+    turns = -(-plan.units(rows, weight_rows, count) * plan.cluster // multiprocessors)
     own = length if plan.apart else steps
     ends = count if plan.is_large and not plan.apart else 1  # of segments that are added up in the output
     time = turns * (own * STEP_US[plan.rows, plan.depth] + TILE_ROW_US * plan.rows * ends)

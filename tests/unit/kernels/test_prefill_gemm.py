@@ -87,13 +87,14 @@ TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
         later(128, 136, 200, (2, 2), (128, 1, 3, False)),
         later(256, 264, 72, (1, 2), (128, 1, 2, False)),
         (128, 136, 120, (1, 2), (128, 2, 2, False)),
-        (256, 24, 136, (2, 2), (256, 1, 2, False)),
         later(512, 24, 200, (2, 2), (256, 1, 3, False)),
-        later(256, 136, 248, (2, 2), (256, 1, 2, True)),
+        later(256, 24, 248, (2, 2), (256, 1, 2, True)),
+        later(256, 264, 72, (1, 3), (256, 1, 2, False, True)),
+        (512, 24, 136, (2, 2), (256, 1, 2, False, True)),
     ],
 )
 def test_products_walked(
-    rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[int, int, int, bool],
+    rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[Any, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """On a card of two multiprocessors, so that blocks have several units."""
@@ -116,10 +117,10 @@ def test_products_walked(
     assert float((out.double() - want).norm() / want.norm()) < 1e-6
 
 
-@pytest.mark.parametrize(("rows", "inner", "cut"), [(128, 72, (64, 1, 2, False)), later(256, 136, (256, 1, 2, False))])
-def test_gated_products_walked(
-    rows: int, inner: int, cut: tuple[int, int, int, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("rows", "inner", "cut"), [(128, 72, (64, 1, 2, False)), later(256, 136, (256, 1, 2, False, True))]
+)
+def test_gated_products_walked(rows: int, inner: int, cut: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the product, its activation and their arrangement one by one; dead rows and further columns zero."""
     depth, order = 72, gate_up_permutation(inner)
     weight, x = torch.randn(2 * inner, depth).bfloat16(), torch.randn(rows, depth).bfloat16()
