@@ -28,6 +28,7 @@ __all__ = [
     "make_weights",
     "read_results",
     "step_bytes",
+    "weight_shapes",
 ]
 
 SIMULATED_ACCEPT_LENGTH = {3: 3.0}  # tokens a step at S = 3, imposed; other depths: see Case.accept_length
@@ -138,7 +139,8 @@ def step_bytes(geometry: DenseGeometry, case: Case) -> int:
     return elements * geometry.element_bytes
 
 
-def _shapes(geometry: DenseGeometry) -> dict[str, tuple[int, ...]]:
+def weight_shapes(geometry: DenseGeometry) -> dict[str, tuple[int, ...]]:
+    """Shapes of a target's weights and its head's, by canonical names, without the ids of the head's tokens."""
     hidden, inner = geometry.hidden_size, geometry.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (geometry.vocab_size, hidden)}
     for layer in range(geometry.num_layers):
@@ -171,7 +173,7 @@ def make_weights(
     """
     generator = torch.Generator(device).manual_seed(seed)
     weights = {}
-    for name, shape in _shapes(geometry).items():
+    for name, shape in weight_shapes(geometry).items():
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if len(shape) == 1:
             tensor.normal_(1.0, 0.1, generator=generator)

@@ -151,13 +151,14 @@ def expert_bytes(model: OssModel) -> int:
     return MXFP4.num_bytes(2 * inner, hidden) + MXFP4.num_bytes(hidden, inner)
 
 
-def step_bytes(model: OssModel, case: OssCase, distinct_experts: float) -> int:
+def step_bytes(model: OssModel, case: OssCase, distinct_experts: float, kv_itemsize: int = 2) -> int:
     """Bytes that one step must read: every weight that it uses, once each use, and the KV cache.
 
         a layer = qkv + o + router + distinct * expert + B * min(C, window) * 2 * G * D
         S > 0:  fc + S * (qkv over 2N columns + o + gate + up + down + draft lm_head) + S * B * C * 2 * G * D
 
     distinct_experts  of a layer, mean
+    kv_itemsize       bytes of a number of the KV cache
     Left out, below 0.1 %: embedding rows, norms, biases, activations, what the step itself writes.
     """
     step, hidden = case.step, model.hidden_size
@@ -165,13 +166,14 @@ def step_bytes(model: OssModel, case: OssCase, distinct_experts: float) -> int:
     attention = (queries + kv) * hidden + hidden * queries
     elements = model.num_layers * (attention + model.num_experts * hidden) + model.vocab_size * hidden
     windows = model_config(model, step.context).windows
-    elements += step.batch * kv * sum(min(step.context, window or step.context) for window in windows)
+    cached = step.batch * kv * sum(min(step.context, window or step.context) for window in windows)
     depth = step.num_speculative_tokens
     if depth:
         layer = (queries + kv) * 2 * hidden + hidden * queries + 3 * model.head_intermediate_size * hidden
         elements += 3 * hidden * hidden
-        elements += depth * (layer + case.draft_vocab_size * hidden + step.batch * step.context * kv)
-    return 2 * elements + round(model.num_layers * distinct_experts * expert_bytes(model))
+        elements += depth * (layer + case.draft_vocab_size * hidden)
+        cached += depth * step.batch * step.context * kv
+    return 2 * elements + kv_itemsize * cached + round(model.num_layers * distinct_experts * expert_bytes(model))
 
 
 def expected_experts(model: OssModel, rows: int) -> float:

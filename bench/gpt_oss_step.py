@@ -14,6 +14,7 @@ from bench.lowlat_step import BLOCK_SIZE, ROOM, ExecutorStep
 from lowlat.kernels.formats.mxfp4 import MXFP4, SCALE_OFFSET
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
+from lowlat.models.target import coded
 from lowlat.models.weight_plan import weight_plan
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.weights import draft_weight_plan
@@ -114,26 +115,14 @@ class OssStep(ExecutorStep):
         device: torch.device,
         *,
         simulated: float | None = IMPOSED,
+        has_codes: bool = False,
     ) -> None:
         drafted = TreeTopology.chain(case.step.num_speculative_tokens)
         self.model = model
-        super().__init__(shapes_of(model, case, drafted, simulated=simulated), case.step, weights, device, drafted)
-
-    def distinct_experts(self) -> list[int]:
-        """The experts that the rows of each layer chose, counted over one step that is launched kernel by kernel."""
-        executor, counts = self.executor, []
-        ids = executor.scratch(self.bucket)["expert_ids"]
-        torch.cuda.synchronize(executor.device)  # replays may be under way on another stream
-        with torch.cuda.stream(executor.stream):
-            stream = executor.launcher.stream()
-            for group, launches in executor.prepare(self.bucket):
-                for launch in launches:
-                    launch.issue(stream)
-                if any(op.kind == "router" for op in group.ops):
-                    executor.stream.synchronize()
-                    counts.append(len(set(ids.flatten().tolist()) - {-1}))
-            executor.stream.synchronize()
-        return counts
+        shapes = shapes_of(model, case, drafted, simulated=simulated)
+        if has_codes:  # in its KV caches
+            shapes = replace(shapes, config=coded(shapes.config))
+        super().__init__(shapes, case.step, weights, device, drafted)
 
 
 def with_experts(sites: Sequence[CallSite], model: OssModel, distinct_experts: Sequence[int]) -> list[CallSite]:

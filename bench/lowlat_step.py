@@ -3,11 +3,15 @@ long context with random keys and values. Acceptance is imposed where the step d
 """
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 
 from bench.dense_cases import Case, DenseGeometry
+from lowlat.checkpoint.source import WeightSource
+from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import GraphExecutor
+from lowlat.executors.make import make_executor
 from lowlat.graphs import Bucket, Paging
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
@@ -107,16 +111,24 @@ class ExecutorStep:
         self.case = case
         self.bucket = Bucket(case.batch, drafted.num_nodes, drafted.depth)
         program = build_step(shapes, self.bucket, drafted)
-        used = {name: weights[name] for name in weights if drafted.depth or not name.startswith("head.")}
-        self.executor = GraphExecutor({self.bucket: program}, build_prefills(shapes), used, device)
-        self.num_launches = self.executor.num_kernels(self.bucket)
+        used = weights
+        if not isinstance(weights, WeightSource) and not drafted.depth:
+            used = {name: weights[name] for name in weights if not name.startswith("head.")}
+        kind = "graph" if device.type == "cuda" else "reference"
+        choice = DeviceChoice(device, kind, "a benchmark")
+        made = make_executor(choice, {self.bucket: program}, build_prefills(shapes), used)  # type: ignore[arg-type]
+        self.executor = cast(GraphExecutor, made)
+        self.num_launches = self.executor.num_kernels(self.bucket) if kind == "graph" else 0
         self._fill(shapes)
 
     def _fill(self, shapes: StepGeometry) -> None:
         state, batch = self.executor.state, self.case.batch
         for name, spec in state.specs.items():
             if spec.paging is Paging.POSITIONS:
-                state[name].normal_()
+                if state[name].is_floating_point():
+                    state[name].normal_()
+                else:
+                    state[name].random_(0, 127)  # codes that are numbers
         width = state["block_table"].shape[1]
         blocks = 1 + torch.randperm(shapes.num_blocks - 1)[: batch * width].view(batch, width)
         state["block_table"].copy_(blocks)
@@ -131,13 +143,33 @@ class ExecutorStep:
         state["stop_ids"].fill_(-1)
         state["bias_ids"].fill_(-1)
         self.reset()
-        torch.cuda.synchronize(self.executor.device)
+        if self.executor.device.type == "cuda":
+            torch.cuda.synchronize(self.executor.device)
         for _ in range(2):  # the first step has no drafts yet
             self.executor.step(self.bucket)
         self.executor.synchronize()
 
+    def distinct_experts(self) -> list[int]:
+        """The experts that the rows of each layer chose, counted over one step that is launched kernel by kernel."""
+        executor, counts = self.executor, []
+        ids = executor.scratch(self.bucket)["expert_ids"]
+        torch.cuda.synchronize(executor.device)  # replays may be under way on another stream
+        with torch.cuda.stream(executor.stream):
+            stream = executor.launcher.stream()
+            for group, launches in executor.prepare(self.bucket):
+                for launch in launches:
+                    launch.issue(stream)
+                if any(op.kind == "router" for op in group.ops):
+                    executor.stream.synchronize()
+                    counts.append(len(set(ids.flatten().tolist()) - {-1}))
+            executor.stream.synchronize()
+        return counts
+
     def replay(self) -> None:
-        """Launch one step on torch's current stream."""
+        """Launch one step on torch's current stream; the reference runs it."""
+        if self.executor.device.type != "cuda":
+            self.executor.step(self.bucket)
+            return
         stream = self.executor.launcher.stream()
         self.executor.graph(self.bucket).launch(stream)
 
@@ -169,7 +201,7 @@ class ExecutorStep:
 
 
 class GraphStep(ExecutorStep):
-    """The step of a dense geometry; it drafts `topology`, or a chain."""
+    """The step of a dense geometry; it drafts `topology`, or a chain; shapes: None takes `step_geometry`'s."""
 
     def __init__(
         self,
@@ -178,6 +210,8 @@ class GraphStep(ExecutorStep):
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
         topology: Topology | None = None,
+        shapes: StepGeometry | None = None,
     ) -> None:
         drafted = TreeTopology.chain(case.num_speculative_tokens) if topology is None else topology
-        super().__init__(step_geometry(geometry, case, drafted), case, weights, device, drafted)
+        shapes = step_geometry(geometry, case, drafted) if shapes is None else shapes
+        super().__init__(shapes, case, weights, device, drafted)

@@ -15,7 +15,7 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ import torch
 from bench.clock import percentile
 from bench.conditions import stamps_of, write_json
 from bench.dense_cases import TINY
-from bench.gpt_oss_step import Weights
 from bench.targets import BY_NAME, target_shapes, target_weights
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice
@@ -93,12 +92,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _executor(shapes: StepGeometry, weights: Weights, device: torch.device) -> Executor:
+def _executor(shapes: StepGeometry, weights: Mapping[str, Any], device: torch.device) -> Executor:
     bucket = Bucket(1, 1, 0)
     programs = {bucket: build_step(shapes, bucket, TreeTopology.chain(0))}
     kind = "graph" if device.type == "cuda" else "reference"
     choice = DeviceChoice(device, kind, "a benchmark")
-    executor = make_executor(choice, programs, build_prefills(shapes), weights)  # type: ignore[arg-type]
+    executor = make_executor(choice, programs, build_prefills(shapes), weights)
     for name, spec in executor.state.specs.items():
         if spec.paging is Paging.POSITIONS:
             executor.state[name].zero_()

@@ -1,5 +1,7 @@
 """Models that prefill is measured on: their random weights, and the shapes of their programs, without a head."""
 
+from collections.abc import Mapping
+
 import torch
 
 from bench.dense_cases import LLAMA_8B, Case, DenseGeometry
@@ -7,17 +9,23 @@ from bench.dense_cases import make_weights as make_dense_weights
 from bench.gpt_oss_cases import MODELS, OssCase, OssModel
 from bench.gpt_oss_step import Weights, make_weights, shapes_of
 from bench.lowlat_step import step_geometry
+from bench.table_step import TableModel, table_shapes, table_weights
+from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.state import StepGeometry
 
 __all__ = ["BY_NAME", "Model", "target_shapes", "target_weights"]
 
-Model = OssModel | DenseGeometry
-BY_NAME: dict[str, Model] = {**MODELS, "llama-8b": LLAMA_8B}
+Model = OssModel | DenseGeometry | TableModel
+QWEN3_MOE = "qwen3-30b-a3b"
+BY_NAME: dict[str, Model] = {**MODELS, "llama-8b": LLAMA_8B, QWEN3_MOE: TableModel(QWEN3_MOE)}
+BY_NAME |= {f"{QWEN3_MOE}-{weights}": TableModel(QWEN3_MOE, weights) for weights in ("fp8", "int4")}
 
 
-def target_weights(model: Model, device: torch.device) -> Weights:
+def target_weights(model: Model, device: torch.device) -> Mapping[str, torch.Tensor | PackedExperts]:
     """A target's random weights."""
+    if isinstance(model, TableModel):
+        return table_weights(model, device)
     weights: Weights = {}
     if isinstance(model, OssModel):
         weights.update(make_weights(model, device, alike=False, draft_vocab_size=64))
@@ -29,6 +37,8 @@ def target_weights(model: Model, device: torch.device) -> Weights:
 def target_shapes(model: Model, context: int) -> StepGeometry:
     """The shapes of one slot's programs at a context of so many positions."""
     chain, case = TreeTopology.chain(0), Case(1, context, 0)
+    if isinstance(model, TableModel):
+        return table_shapes(model, case)
     if isinstance(model, OssModel):
         return shapes_of(model, OssCase("", case), chain)
     return step_geometry(model, case, chain)

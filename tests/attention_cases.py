@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lowlat.kernels.reference.attention.attention import attention as reference
+from lowlat.kernels.reference.attention.kv_codes import quantised_kv
 
 TOLERANCE = 5e-3  # weights and results are rounded to bf16
 
@@ -26,9 +27,11 @@ class Case:
         slots: list[int] | None = None,
         live: list[int] | None = None,
         device: str = "cuda",
+        kv_scales: torch.Tensor | None = None,
         **options: Any,
     ) -> None:
         self.device = device
+        self.kv_scales = None if kv_scales is None else kv_scales.to(device)
         batch, rows = len(lengths), len(masks[0])
         self.options: dict[str, Any] = {"scale": head_dim**-0.5, **options}
         count = max(2, batch)
@@ -36,7 +39,8 @@ class Case:
         order = torch.randperm(count * width, device=self.device) + 1
         self.table = order.reshape(count, width).int()
         shape = (count * width + 1, kv_heads, block, head_dim)
-        self.caches = [torch.full(shape, math.nan, device=self.device, dtype=torch.bfloat16) for _ in range(2)]
+        dtype, poison = (torch.bfloat16, math.nan) if kv_scales is None else (torch.uint8, 127)
+        self.caches = [torch.full(shape, poison, device=self.device, dtype=dtype) for _ in range(2)]
         self.slots = list(range(batch)) if slots is None else slots
         self.lengths, self.masks = lengths, masks
         first = options.get("first", 0)
@@ -51,8 +55,10 @@ class Case:
         """Write random keys and values at positions of a slot."""
         block = self.caches[0].shape[2]
         blocks = self.table[slot, positions // block].long()
-        for cache in self.caches:
-            cache[blocks, :, positions % block] = self._random(len(positions), cache) * scale
+        for part, cache in enumerate(self.caches):
+            rows = self._random(len(positions), cache) * scale
+            stored = rows if self.kv_scales is None else quantised_kv(rows, self.kv_scales[part])
+            cache[blocks, :, positions % block] = stored
 
     def _random(self, count: int, cache: torch.Tensor) -> torch.Tensor:
         return random_bf16(count, cache.shape[1], cache.shape[3], device=self.device)
@@ -77,6 +83,7 @@ class Case:
             "dense_lens": torch.tensor(self.lengths, dtype=torch.int32, device=self.device),
             "row_live": self.live,
             "row_masks": torch.tensor(signed, dtype=torch.int64, device=self.device),
+            "kv_scales": self.kv_scales,
         }
 
     def expected(self) -> torch.Tensor:

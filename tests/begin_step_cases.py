@@ -1,6 +1,8 @@
 """Random states and commands for the start of a step."""
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
@@ -35,6 +37,20 @@ OUTS = ("row_tokens", "row_positions", "row_live", "row_masks", "paths", "dense_
 TOLD = ("grammar_tokens", "grammar_paths", "grammar_lengths")
 
 
+@dataclass
+class Looks:
+    """The looks at a word that a kernel waits for; `then` is called at the third."""
+
+    count: int = 0
+    then: Callable[[], object] = list
+
+    def see(self) -> None:
+        """One more."""
+        self.count += 1
+        if self.count == 3:
+            self.then()
+
+
 def check_begin_step(
     bench: Bench, seed: int, *, batch: int, max_batch: int, num_commands: int, context: int, how: str = "fused"
 ) -> None:
@@ -51,6 +67,25 @@ def check_begin_step(
         )
     else:
         bench.compare(arrays, _reference, _alone if how == "alone" else _fused)
+
+
+def check_wait(bench: Bench, seed: int, looks: Looks) -> None:
+    """The host says what is forced when the kernel has looked for it a few times: the rows are the same."""
+    torch.manual_seed(seed)
+    arrays = _arrays(random.Random(seed), random.Random(seed), 2, 3, seed % 3, 30)
+    arrays["staged_tokens"] = _same_tail(arrays, 3)
+    arrays["active"].fill_(1)
+    for name in ("slot_ints", "staged_ints"):
+        arrays[name][:, HAS_GRAMMAR] = 1
+
+    def undecided(found: Arrays) -> list[KernelCall]:
+        told = {name: found[name].clone() for name in ("grammar_forced", "grammar_decided")}
+        for name in told:
+            found[name].fill_(-1)
+        looks.then = lambda: [found[name].copy_(tensor) for name, tensor in told.items()]
+        return _fused(found)
+
+    bench.compare(arrays, _reference, undecided)
 
 
 def _same_tail(arrays: Arrays, max_batch: int) -> torch.Tensor:
@@ -76,6 +111,7 @@ def _each(arrays: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
         "tree_paths",
         "slot_ints",
         "grammar_forced",
+        "grammar_decided",
     )
     every = (applied, LISTED, (*read, *OUTS), (*("slots", "lengths", "slot_ints", "row_tokens", "row_masks"), *TOLD))
     first, second, third, fourth = ({name: arrays[name] for name in names} for names in every)
@@ -160,6 +196,7 @@ def _arrays(
     forced[:, 0] = torch.randint(0, max_rows, (max_batch,))
     drafts %= 2
     arrays["grammar_forced"] = forced
+    arrays["grammar_decided"] = torch.full((max_batch,), context + source.randrange(3))
     arrays["grammar_tokens"] = poisoned(max_batch, max_rows)
     for name, shape in (("grammar_paths", (max_batch, max_rows)), ("grammar_lengths", (max_batch,))):
         arrays[name] = poisoned(*shape, dtype=torch.int64)

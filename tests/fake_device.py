@@ -21,6 +21,7 @@ from lowlat.graphs import Bucket, BufferSet
 from lowlat.host.loading import load
 from lowlat.kernels.reference.step.publish import SLOT
 from lowlat.kernels.reference.step.slot_record import HAS_GRAMMAR
+from lowlat.kernels.reference.step.slots import CANCEL
 from lowlat.models.program import Program, Stage
 
 
@@ -88,8 +89,22 @@ class FakeDevice:
         with torch.inference_mode():
             self.inner._run(self._rest)
 
-    def _waits_for_masks(self, bucket: Bucket) -> bool:
-        """Whether the draw of a slot would wait for the host, after the step's beginning."""
+    def _waits_to_begin(self, bucket: Bucket) -> bool:
+        """Whether a step waits for what the grammar of a slot forces; it looks before it takes commands, and behind."""
+        if self._begun or bucket.rows == 1:
+            return False
+        ring, (head,), (tail,) = (self.state[f"command_{part}"].tolist() for part in ("ring", "head", "tail"))
+        commands = [ring[number % len(ring)] for number in range(head, tail)]
+        cancelled = {slot for opcode, slot, _, _ in commands if opcode == CANCEL}
+        active = self.state["active"].nonzero().flatten().tolist()
+        listed = {*active[: bucket.batch], *[slot for slot in active if slot not in cancelled][: bucket.batch]}
+        guided = [slot for slot in listed if self.state["slot_ints"][slot, HAS_GRAMMAR]]
+        return any(self.state["grammar_decided"][slot] < self.state["lengths"][slot] for slot in guided)
+
+    def _waits(self, bucket: Bucket) -> bool:
+        """Whether a step waits for the host: to begin, or with the draw of a slot after that."""
+        if self._waits_to_begin(bucket):
+            return True
         self._begin(bucket)
         slots = [slot for slot in self.inner.scratch(self._body)["slots"].tolist() if slot >= 0]
         guided = [slot for slot in slots if self.state["slot_ints"][slot, HAS_GRAMMAR]]
@@ -108,7 +123,7 @@ class FakeDevice:
 
     def _work(self) -> None:
         """Run the step that is due, if there is one; a loop looks at the flag before its entry is published."""
-        if not self._queue or self._waits_for_masks(self._queue[0][0]):
+        if not self._queue or self._waits(self._queue[0][0]):
             return
         bucket, budget = self._queue.pop(0)
         if not self._queue and (budget is None or budget == 1):
@@ -124,6 +139,7 @@ class FakeDevice:
 
     def wait_until(self, seen: Callable[[], bool]) -> None:
         if not seen():
+            assert not self._waits_to_begin(self._queue[0][0]), "the host waits for rows that wait for what is forced"
             self._begin(self._queue[0][0])
         assert seen(), "the host waits for what no step tells"
 
@@ -134,7 +150,7 @@ class FakeDevice:
         self._hurry()
 
     def start_loop(self, bucket: Bucket, budget: int) -> None:
-        assert self.idle or not self._stop
+        assert not self._looping or not self._stop
         assert budget >= 1
         self.log.append(("loop", bucket, budget))
         self._queue.append((bucket, budget))
@@ -149,7 +165,7 @@ class FakeDevice:
         while self.head < count:
             if self.idle:
                 raise DeviceError(f"the device is idle and has published {self.head} of {count} steps")
-            assert not self._waits_for_masks(self._queue[0][0]), "the host waits for a step that waits for its masks"
+            assert not self._waits(self._queue[0][0]), "the host waits for a step that waits for it"
             self._work()
 
     def wait_loop(self, count: int) -> bool:
@@ -174,7 +190,7 @@ class FakeDevice:
 
     def synchronize(self) -> None:
         while not self.idle:
-            assert not self._waits_for_masks(self._queue[0][0]), "the host waits for a step that waits for its masks"
+            assert not self._waits(self._queue[0][0]), "the host waits for a step that waits for it"
             self._work()
 
     def scratch(self, bucket: Bucket) -> BufferSet:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lowlat.kernels.attention.gathered_rows import ALIGNMENT, gathered_rows
+from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
 
 POISON = -77.0
 
@@ -22,16 +23,20 @@ def wanted_rows(
     size: int,
     window: int | None,
     first: int = 0,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """What `gather_kv` means; shapes as there, anywhere."""
     start, count = chunk.tolist()
     origin = 0 if window is None else max(start - (window - 1), 0) // ALIGNMENT * ALIGNMENT
     seen, block = start + size - origin, k_cache.shape[2]
     lengths.copy_(torch.tensor([[0, size], [0 if origin else first, seen]]))
-    for cache, rows in ((k_cache, keys), (v_cache, values)):
+    for part, (cache, rows) in enumerate(((k_cache, keys), (v_cache, values))):
         rows[:seen] = 0
         at = torch.arange(origin, start + count)
-        rows[: len(at)] = cache[block_table[0, at // block].long(), :, at % block]
+        found = cache[block_table[0, at // block].long(), :, at % block]
+        if kv_scales is not None:
+            found = dequantised_kv(found.transpose(0, 1), kv_scales[part], rows.dtype).transpose(0, 1)
+        rows[: len(at)] = found
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Gather:
     heads: int = 2
     block: int = 16
     dim: int = 16
+    coded: bool = False
 
     def arrays(self, device: str = "cpu") -> dict[str, Any]:
         """Caches that are NaN but where the slot's live rows lie, a shuffled table, and poisoned rows to write."""
@@ -66,6 +72,9 @@ class Gather:
         keys, values = (torch.full((num_rows, self.heads, self.dim), POISON).bfloat16() for _ in range(2))
         made = {"k_cache": caches[0], "v_cache": caches[1], "block_table": table}
         made |= {"chunk": torch.tensor([self.start, self.live], dtype=torch.int32), "keys": keys, "values": values}
+        if self.coded:
+            made |= {name: torch.randint(0, 256, made[name].shape).byte() for name in ("k_cache", "v_cache")}
+            made["kv_scales"] = torch.tensor([[0.037109375], [2.0]]).repeat(1, self.heads)
         made["lengths"] = torch.full((2, 2), -9, dtype=torch.int32)
         return {name: tensor.to(device) for name, tensor in made.items()}
 

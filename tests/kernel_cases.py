@@ -16,7 +16,8 @@ from lowlat.speculators.tree.topology import TreeTopology
 
 SAME_SHAPES = 10  # so many consecutive seeds give arrays of the same shapes: one compilation
 Arrays = dict[str, torch.Tensor]
-HOST = ("command_ring", "command_tail", "staged_", "ring_records", "ring_tokens", "ring_logprob", "ring_head")
+RINGS = ("ring_records", "ring_tokens", "ring_logprob", "ring_head")
+HOST = ("command_ring", "command_tail", "staged_", "grammar_", *RINGS)
 
 
 def simulate(*calls: KernelCall) -> None:

@@ -16,6 +16,7 @@ class Chunk:
     heads: int = 2
     block: int = 16
     dim: int = 16
+    coded: bool = False
 
     def arrays(self, device: str = "cpu") -> dict[str, torch.Tensor]:
         """What is stored, where, and caches that hold something already; the table's end holds rubbish."""
@@ -30,4 +31,11 @@ class Chunk:
         made["chunk"] = torch.tensor([self.start, self.live], dtype=torch.int32)
         pool = (2 * used + 2, self.heads, self.block, self.dim)
         made |= {name: torch.randn(pool).bfloat16() for name in ("k_cache", "v_cache")}
+        if self.coded:
+            made |= {
+                name: made[name].view(torch.uint8)[..., : self.dim].contiguous() for name in ("k_cache", "v_cache")
+            }
+            made["kv_scales"] = torch.rand(2, self.heads).bfloat16().float() + 2**-9
+            made["k"][::3] *= 1e4
+            made["v"][-1, :, 0] = torch.nan
         return {name: tensor.to(device) for name, tensor in made.items()}

@@ -97,7 +97,7 @@ class Pair:
         """The weights of all programs, packed, on a device."""
         programs = [*(self.program(depth, 1) for depth in self.topologies), build_prefill(self.geometry)]
         layouts = weight_layouts(programs, fuse=self.fuse)
-        return DeviceWeights(self.source, gemm_weights(programs), device, layouts, expert_parts(programs))
+        return DeviceWeights(self.source, gemm_weights(programs), device, layouts, expert_parts(programs, self.source))
 
     def lower(self, depth: int, batch: int, card: Card = H200) -> Lowered:
         """A bucket's program, lowered; every buffer has memory of its own."""

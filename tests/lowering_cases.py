@@ -58,6 +58,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "one_group": ("qwen3", {"num_key_value_heads": 1}),
     "llama_fp8": ("llama", {}),
+    "qwen3_moe": ("qwen3_moe", {"num_local_experts": 20, "num_experts_per_tok": 8}),
+    "qwen3_moe_fp8": ("qwen3_moe", {"num_local_experts": 9, "num_experts_per_tok": 8, "norm_topk_prob": False}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3}),
     "gpt_oss_mxfp4": ("gpt_oss", {"num_local_experts": 37, "num_experts_per_tok": 4, "sliding_window": 300}),
 }
@@ -101,17 +103,23 @@ def write_pair(name: str, directory: Path) -> tuple[Path, Path | None]:
     make = mxfp4_target if kind.endswith("mxfp4") else partial(make_target, family=family_name)
     if flags == "alone":
         make(directory / "target", num_hidden_layers=2, **SIZES, **options)
+        _quantise(kind, directory / "target")
         return directory / "target", None
     if not flags:
         paths = make_pair(directory, family_name, **SIZES, **options)
-        if kind.endswith("fp8"):
-            quantise_target(paths.target, "fp8-channel", None)
+        _quantise(kind, paths.target)
         return paths.target, paths.head
     target = make(directory / "target", num_hidden_layers=2, **SIZES, **options)
+    _quantise(kind, directory / "target")
     shape = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 96, "captures": (0, 1, 2)}
     make_head = dflash_draft_model if "layout" in HEADS[flags] else random_draft_model
     make_head(directory / "head", target, **{**shape, **HEADS[flags]})
     return directory / "target", directory / "head"
+
+
+def _quantise(kind: str, target: Path) -> None:
+    if kind.endswith("fp8"):
+        quantise_target(target, "fp8-channel", None)
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from expert_cases import ALPHA, LIMIT, Experts, choices, make_experts, want_gate_up
+from expert_cases import Experts, choices, make_experts, want_gate_up
 
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.decode.mlp_plan import MlpPlan, plan_mlp
-from lowlat.kernels.moe.packing import pack_experts, unpack_expert
-from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, rows_a_launch
+from lowlat.kernels.moe.packing import pack_experts, shape_of, unpack_expert
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, rows_a_launch
 from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.reference.moe import experts as reference
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
@@ -52,15 +52,14 @@ class Mixture:
 
     def rows(self, count: int) -> torch.Tensor:
         """Random rows [M, K]."""
-        return torch.randn(count, self.up.packed.columns, device=self.up.bias.device).bfloat16()
+        return torch.randn(count, self.up.packed.columns, device=self.up.packed.words.device).bfloat16()
 
     def arguments(self, x: torch.Tensor, ranks: int) -> dict[str, Any]:
         """What a launch over rows x [M, K] takes but their routing; residuals are random, nothing is written yet."""
-        assert self.up.order is not None
         rows, inner, hidden, device = x.shape[0], self.down.packed.columns, self.down.packed.rows, x.device
         return {
             "gate_up": self.up.packed,
-            "gate_up_bias": self.up.bias[:, self.up.order.to(device)].contiguous(),
+            "gate_up_bias": self.up.packed_bias,
             "down": self.down.packed,
             "down_bias": self.down.bias,
             "x": x,
@@ -70,8 +69,7 @@ class Mixture:
             "expert_weights": torch.full((rows, ranks), torch.nan, device=device),
             "activated": awaited(rows, ranks, inner, dtype=torch.bfloat16, device=device),
             "partials": awaited(rows, ranks, hidden, dtype=torch.float32, device=device),
-            "limit": LIMIT,
-            "alpha": ALPHA,
+            **self.up.limits,
         }
 
     def plan(
@@ -79,7 +77,7 @@ class Mixture:
     ) -> MlpPlan:
         """`plan_mlp`'s, with changes of both products' plans; parts stay as long as they are, at most."""
         up, down = (
-            ExpertShape(kind, each.packed.rows, each.packed.columns, ranks, each.packed.format)
+            shape_of(kind, each.packed, ranks, biased=each.bias is not None, clamped=kind == DOWN or bool(each.limits))
             for kind, each in ((GATE_UP, self.up), (DOWN, self.down))
         )
         pair = plan_mlp(min(rows, rows_a_launch(ranks)), up, down, card, warps=warps, stages=stages)
@@ -109,13 +107,16 @@ class Mixture:
         """Share times product and bias, in float64, of every pair; 0 where dead."""
         out = torch.zeros(*ids.shape, self.down.packed.rows, dtype=torch.float64, device=activated.device)
         for expert in ids[ids >= 0].unique().tolist():
-            here, matrix = ids == expert, unpack_expert(self.down.packed, expert).double()
-            out[here] = activated[here].double() @ matrix.t() + self.down.bias[expert].double()
+            here, weight = ids == expert, self.down.matrices.get("weight")
+            matrix = unpack_expert(self.down.packed, expert) if weight is None else weight[expert]
+            out[here] = activated[here].double() @ matrix.double().t()
+            if self.down.bias is not None:
+                out[here] += self.down.bias[expert].double()
         return out * shares.double()[..., None]
 
 
 def make_mixture(
-    num_experts: int, hidden: int, inner: int, *, quantised: bool = True, device: str = "cpu", **more: Any
+    num_experts: int, hidden: int, inner: int, *, quantised: bool | str = True, device: str = "cpu", **more: Any
 ) -> Mixture:
     """Random experts of both products; `make_experts` takes more."""
     up, down = (

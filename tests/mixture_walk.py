@@ -18,7 +18,10 @@ PARTS = (
     "weighing_epilogue",
     "rank_sum",
 )
-FRAGMENTS = ("formats.bf16_fragment", "formats.mxfp4_fragment")
+FRAGMENTS = (
+    *(f"formats.{name}_fragment" for name in ("bf16", "mxfp4", "fp8", "int4", "nvfp4")),
+    "moe.fragments",
+)
 OWN = ("moe.plan", "moe.topk_routing", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
 NAMES = (*SHARED, *FRAGMENTS, *OWN)
 

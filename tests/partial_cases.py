@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from lowlat.kernels import reference
+from lowlat.kernels.reference.attention.kv_codes import quantised_kv
 
 SIZES = {"num_sinks": 1, "num_retrieved": 3}
 
@@ -46,11 +47,22 @@ class PartialCase:
         shifts = [7 * part, self.left_out * part]
         self.shifts = torch.tensor(shifts, dtype=torch.int32, device=device)
         self.rows = rows
+        self.kv_scales: torch.Tensor | None = None
+
+    def encode(self, scales: torch.Tensor) -> None:
+        """Keys and values as codes, by scales [2, G]."""
+        self.kv_scales = scales.to(self.k_cache.device)
+        caches = (self.k_cache, self.v_cache)
+        self.k_cache, self.v_cache = (
+            quantised_kv(cache.transpose(1, 2), own).transpose(1, 2).contiguous()
+            for cache, own in zip(caches, self.kv_scales, strict=True)
+        )
 
     def span(self, first: int = 0) -> dict[str, Any]:
         """The arguments of `summarise_blocks` for keys that are new from `first` on."""
         span = torch.tensor([first, self.length], dtype=torch.int32, device=self.table.device)
-        return {"k_cache": self.k_cache, "block_table": self.table, "span": span, "key_summary": self.summary}
+        made = {"k_cache": self.k_cache, "block_table": self.table, "span": span, "key_summary": self.summary}
+        return made | {"kv_scales": self.kv_scales}
 
     def choice(self, num_queries: int = 3) -> dict[str, Any]:
         """The arguments of `choose_blocks`."""
@@ -75,7 +87,7 @@ class PartialCase:
             "q": q, "k_cache": self.k_cache, "v_cache": self.v_cache, "block_lists": self.lists,
             **{name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in ints.items()},
             "row_live": torch.ones(2 * count, dtype=torch.uint8, device=device),
-            "row_masks": torch.tensor([masks, masks], device=device), "sinks": sinks,
+            "row_masks": torch.tensor([masks, masks], device=device), "sinks": sinks, "kv_scales": self.kv_scales,
             "scale": self.q.shape[-1] ** -0.5, "block": self.part,
             "out": torch.full((2 * count, self.q.shape[1] * self.q.shape[2]), 7.0, device=device).to(self.q.dtype),
         }  # fmt: skip

@@ -34,7 +34,7 @@ def cover(runtime: Runtime, target: Path, head: Path | None) -> Callable[[Bucket
     def groups(bucket: Bucket) -> tuple[LoweredGroup, ...]:
         program = executor.program(bucket)
         layouts = weight_layouts([program])
-        placed = DeviceWeights(weights, gemm_weights([program]), CPU, layouts, expert_parts([program]))
+        placed = DeviceWeights(weights, gemm_weights([program]), CPU, layouts, expert_parts([program], weights))
         buffers = {**executor.state, **executor.scratch(bucket)}
         return lower(Binding(program, buffers, placed, H200, SharedWorkspace(CPU)))
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from lowlat.kernels.formats import MATRIX_FORMATS
+
 Layer = tuple[dict[str, torch.Tensor], np.ndarray]  # tensors by their last names, and the numbers [N, K] float32
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -169,7 +171,23 @@ LAYOUTS: Mapping[str, tuple[dict[str, Any], Make]] = {
     ),
     "nvfp4-modelopt": (MODELOPT, partial(nvfp4, names=("weight", "weight_scale_2"), divides=False)),
 }
+ROUTERS = (".mlp.gate.",)  # stay as they are
 LAYOUTS["w4a16-zeros"][0]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+
+
+def random_parts(name: str, width: int, depth: int, *, wide: bool, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Random parts of a matrix [N, K] in a format: codes without NaN, scales about 1 / sqrt(K), of 16 bits or of 32."""
+    parts = {}
+    for part, (shape, dtype) in MATRIX_FORMATS[name].specs(width, depth, torch.bfloat16).items():
+        if dtype == torch.float32:
+            scales = (torch.rand(shape, device=device) + 0.5) / depth**0.5
+            parts[part] = scales if wide else scales.bfloat16().float()
+        else:
+            most = 16 if part.endswith("zeros") else 127 if part.endswith("scales") else 256
+            parts[part] = torch.randint(most, shape, dtype=dtype, device=device)
+            if part == "fp8":
+                parts[part][(parts[part] & 127) == 127] = 0
+    return parts
 
 
 def quantise_target(directory: Path, layout: str, model: Any, *, seed: int = 0, plain: tuple[str, ...] = ()) -> None:
@@ -184,17 +202,48 @@ def quantise_target(directory: Path, layout: str, model: Any, *, seed: int = 0, 
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
 
 
+def store_kv_scales(directory: Path) -> None:
+    """Add scales of a KV cache to a checkpoint: of the first layer by head, as ModelOpt names them, of others one."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    config = json.loads((directory / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
+        owner = f"model.layers.{layer}.self_attn"
+        if layer:
+            tensors |= {f"{owner}.k_scale": torch.tensor([0.03]), f"{owner}.v_scale": torch.tensor(0.011)}
+        else:
+            by_head = torch.linspace(0.02, 0.3, config["num_key_value_heads"])
+            tensors |= {f"{owner}.k_proj.k_scale": by_head, f"{owner}.v_proj.v_scale": by_head.flip(0).bfloat16()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def rewrite(directory: Path, makers: Mapping[str, Make], model: Any, *, seed: int, plain: tuple[str, ...] = ()) -> None:
     """The tensors of a target, each linear layer by the first maker whose key is in its name."""
     rng, tensors, state = np.random.default_rng(seed), {}, {} if model is None else model.state_dict()
     for name, stored in load_file(directory / "model.safetensors").items():
         made = next((make for key, make in makers.items() if key in name), None)
-        if made is None or stored.dim() != 2 or ".layers." not in name or any(part in name for part in plain):
+        if (
+            made is None
+            or stored.dim() != 2
+            or ".layers." not in name
+            or any(part in name for part in (*plain, *ROUTERS))
+        ):
             tensors[name] = stored
             continue
         parts, values = made(rng, *stored.shape)
         owner = name.removesuffix("weight")
         tensors |= {f"{owner}{part}": each for part, each in parts.items()}
-        if name in state:
-            state[name].copy_(torch.from_numpy(values))
+        if model is not None:
+            _place_of(state, name).copy_(torch.from_numpy(values))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _place_of(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A stored layer's place among transformers' tensors, where all experts' are stacked, gate over up."""
+    outer, found, rest = name.partition(".experts.")
+    if not found:
+        return state[name]
+    expert, part, _ = rest.split(".")
+    if part == "down_proj":
+        return state[f"{outer}.experts.{part}"][int(expert)]
+    return state[f"{outer}.experts.gate_up_proj"][int(expert)].chunk(2)[part == "up_proj"]

@@ -443,3 +443,9 @@ def check_write(lab: Lab, outs: Arrays, found: Arrays, block: int, **options: An
         assert same_bits(written[key].nan_to_num(7), expected[key].nan_to_num(7)), key
     if outs:
         assert same_bits(written["q"], found["q"])
+    write["kv_scales"] = torch.rand(2, groups).bfloat16().float() + 2**-9
+    codes = {key: torch.zeros(each.shape, dtype=torch.uint8) for key, each in caches.items()}
+    expected = {key: each.clone() for key, each in codes.items()}
+    OPERATIONS["kv_write"](found["k"].cpu(), found["v"].cpu(), row_live=live, **write, **expected)
+    written = lab.launch(rotate.rotate, outs | codes, **options, **write)
+    assert all(same_bits(written[key], expected[key]) for key in codes)

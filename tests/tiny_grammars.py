@@ -78,6 +78,20 @@ class Automaton:
         return found
 
 
+class Breaking(Automaton):
+    """An automaton that fails in its n-th call of `fill`, 0 the first."""
+
+    def __init__(self, edges: Edges, n: int) -> None:
+        super().__init__(edges)
+        self.n = n
+
+    def fill(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
+        """See `GrammarState`."""
+        super().fill(tokens, parents, masks)
+        if len(self.asked) > self.n:
+            raise RequestError(f"call {self.n} fails")
+
+
 def random_edges(seed: int, vocab_size: int, num_states: int = 12, most: int = 9, forced: float = 0.3) -> Edges:
     """An automaton without an end: some states allow one token, others up to `most`."""
     source = random.Random(seed)

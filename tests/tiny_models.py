@@ -23,6 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.logging import disable_progress_bar
@@ -32,6 +34,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 DISTINCT_FAMILIES = ("llama", "qwen3", "gpt_oss")  # the others' programs differ from these by biases alone
@@ -65,7 +68,12 @@ GPT_OSS: dict[str, Any] = {
         "original_max_position_embeddings": 32,
     },
 }
-OWN_FIELDS: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS, "mistral": {"sliding_window": None}}
+QWEN3_MOE: dict[str, Any] = {"num_local_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True}
+OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "gpt_oss": GPT_OSS,
+    "qwen3_moe": QWEN3_MOE,
+    "mistral": {"sliding_window": None},
+}
 
 
 def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.8, **options: Any) -> Any:
@@ -78,6 +86,8 @@ def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.
     legacy = options.pop("legacy_config", False)
     make_config, make_model = FAMILIES[family]
     fields = {**COMMON, **OWN_FIELDS.get(family, {}), **options}
+    if family == "qwen3_moe":
+        fields.setdefault("moe_intermediate_size", fields["intermediate_size"])
     disable_progress_bar()
     torch.manual_seed(seed)
     model = make_model(make_config(**fields)).float().eval()

@@ -7,7 +7,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -92,16 +91,29 @@ class _Groups:
 
         return wait
 
-    def store_group_half(self, rows: int, half: int, pitch: int, *, adds: bool = False) -> Callable[..., None]:
-        def store(address: int, extra: Any, sums: Any) -> None:
+    def store_group_half(self, rows: int, half: int, pitch: int, *, is_scaled: bool) -> Callable[..., None]:
+        def store(address: int, scale: Any, extra: Any, sums: Any) -> None:
             assert not isinstance(sums, _Flying), "sums that were not awaited"
             for tile in range(rows // 8):
                 for part in range(2):
-                    place = self._walker.at(int(address) + (8 * tile + part) * pitch, 4).view(np.float32)
-                    total = np.float32(sums[4 * tile + 2 * half + part])
-                    place[0] = plain((place[0] + total if adds else total) + np.float32(extra))
+                    place = self._walker.at(int(address) + (8 * tile + part) * pitch, 4)
+                    value = np.float32(sums[4 * tile + 2 * half + part])
+                    value = plain(value * np.float32(scale)) if is_scaled else value
+                    place.view(np.float32)[0] = plain(np.float32(value) + np.float32(extra))
 
         return store
+
+    def add_group_half(self, rows: int, half: int, pitch: int) -> Callable[..., None]:
+        store = self.store_group_half(rows, half, pitch, is_scaled=False)
+
+        def add(address: int, extra: Any, sums: Any) -> None:
+            there = [0.0] * len(sums)
+            for number in range(rows // 4):
+                at = self._walker.at(int(address) + (8 * (number // 2) + number % 2) * pitch, 4)
+                there[4 * (number // 2) + 2 * half + number % 2] = at.view(np.float32)[0]
+            store(address, 1.0, extra, [plain(np.float32(a) + np.float32(b)) for a, b in zip(there, sums, strict=True)])
+
+        return add
 
     def module(self) -> Any:
         made: Any = ModuleType(NAME)
@@ -114,7 +126,7 @@ class _Groups:
         made.place_in_pair = lambda: this_thread().home.block % 2
         made.multiply_group, made.await_group = self.multiply_group, self.await_group
         made.store_group_half = self.store_group_half
-        made.add_group_half = partial(self.store_group_half, adds=True)
+        made.add_group_half = self.add_group_half
         made.replace_words = lambda count: lambda words, others, number: others if number else words
         made.take_sums = lambda _, first, count: lambda sums: sums[first : first + count]
         made.add_tiles = lambda count: (

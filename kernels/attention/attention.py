@@ -42,7 +42,7 @@ from lowlat.kernels.attention.plan import (
     enter_item,
     make_plan_functions,
 )
-from lowlat.kernels.attention.tile import make_attend, make_forget
+from lowlat.kernels.attention.tile import make_attend, make_forget, query_words
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, Workspace, examples_for
@@ -67,6 +67,7 @@ def attention(
     row_live: torch.Tensor,
     row_masks: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     out: torch.Tensor,
     scale: float,
     first: int = 0,
@@ -84,13 +85,14 @@ def attention(
     """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
 
     q                 [B * R, H, D]        bf16; D 64 or 128
-    k_cache, v_cache  [P, G, block, D]     bf16; block a power of two from 16 to 256
+    k_cache, v_cache  [P, G, block, D]     bf16, or with kv_scales uint8; block a power of two from 16 to 256
     block_table       [max B, C / block]   int32; with `parts` above 0 lists, see `partial_attention`
     slots             [B]                  int32; -1 pads
     dense_lens        [B]                  int32  positions [first, dense) are everybody's
     row_live          [B * R]              uint8
     row_masks         [B, R]               int64  bit a: sees node a, stored at dense + a, itself included
     sinks             [H]                  float32 or None
+    kv_scales         [2, G]               float32: the caches hold codes, see the reference's `kv_codes`; or None
     out               [B * R, H * D]       bf16, out; dead rows zero
     workspace         sums of splits
     early_metadata    all but q and what the rows themselves wrote is older than the kernel before this one
@@ -112,27 +114,31 @@ def attention(
     check_shape("out", out, batch * rows, heads * head_dim)
     if sinks is not None:
         check_shape("sinks", sinks, heads)
-    _check_dtypes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    _check_dtypes(torch.bfloat16, q=q, out=out)
+    _check_dtypes(torch.bfloat16 if kv_scales is None else torch.uint8, k_cache=k_cache, v_cache=v_cache)
+    if kv_scales is not None:
+        check_shape("kv_scales", kv_scales, 2, kv_heads)
     group, keep = heads // kv_heads, keep_first if window is not None else 0
-    work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split)
+    work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split, kv_scales is not None)
     chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, card)
     shape = replace(_shape_of(work, chosen, block, first, sinks is not None, early_metadata), parts=parts)
     grid = (chosen.blocks * card.num_multiprocessors if num_blocks is None else num_blocks, 1, 1)
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
     numbers = (batch, rows, tail or rows, block_table.shape[-1])
+    scales = 0 if kv_scales is None else kv_scales
     if shape.whole:
         ends = (0 if sinks is None else sinks, out)
-        return [KernelCall(_make(shape), grid, (*given, *ends, *numbers, 0, scale * LOG2_E), planned=planned)]
+        return [KernelCall(_make(shape), grid, (*given, *ends, scales, *numbers, 0, scale * LOG2_E), planned=planned)]
     splits = _capacity(shape, tail or rows, block_table.shape[-1] * (block // max(parts, 1)))
     tiles = -(-rows * group // (16 * shape.row_tiles)) * shape.row_tiles
     count = batch * kv_heads * tiles * splits * min(16, rows * group)
     partials = workspace("attention.partials", (count, head_dim), torch.float32)
     sums = workspace("attention.sums", (count, 2), torch.float32)
-    arguments = (*given, partials, sums, *numbers, splits, scale * LOG2_E)
+    arguments = (*given, partials, sums, scales, *numbers, splits, scale * LOG2_E)
     first_half = KernelCall(_make(shape), grid, arguments, planned=planned)
     second_half = combine_splits(
-        shape, partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks, out=out, rows=rows,
-        tail=tail or rows, capacity=splits,
+        replace(shape, coded=False), partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks,
+        out=out, rows=rows, tail=tail or rows, capacity=splits,
     )  # fmt: skip
     return [first_half, second_half]
 
@@ -161,7 +167,7 @@ def _shape_of(
     teams, blocks = (TEAMS[work.head_dim], 0) if work.whole else (1, plan.blocks)  # few busy blocks have room anywhere
     return AttentionShape(
         work.head_dim, work.group, work.kv_heads, block, first, work.window, work.keep_first, plan.row_tiles,
-        plan.stages, sinks, early, work.split, work.whole, teams, blocks,
+        plan.stages, sinks, early, work.split, work.whole, teams, blocks, coded=work.coded,
     )  # fmt: skip
 
 
@@ -187,14 +193,16 @@ def attention_bytes(
     first: int = 0,
     window: int | None = None,
     keep_first: int = 0,
+    itemsize: int = 2,
 ) -> int:
-    """Bytes of keys and values that a launch must read, in bf16, for slots of these lengths; drafts are neglected."""
+    """Bytes of keys and values that a launch must read, of so many a number, for slots of these lengths; drafts are
+    neglected."""
     total = 0
     for dense in dense_lens:
         low = first if window is None else max(first, dense - window)
         kept = 0 if window is None else max(0, min(low - first, keep_first))
         total += max(0, dense - low) + kept
-    return total * kv_heads * head_dim * 4
+    return total * kv_heads * head_dim * 2 * itemsize
 
 
 def examples(card: Card = H200) -> list[Kernel]:
@@ -215,6 +223,8 @@ def examples(card: Card = H200) -> list[Kernel]:
     ]
     tuned = [(work, plan) for work in (replace(llama, rows=8), oss) for plan in candidate_plans(work, card)[1:3]]
     shapes += [_shape_of(work, plan, 32, 0, False, True) for work, plan in examples_for(card, tuned, 0)]
+    coded = examples_for(card, [(replace(oss, window=128, coded=True), True), (replace(llama, coded=True), False)], 1)
+    shapes += [_shape_of(work, candidate_plans(work, card)[0], 32, 0, sinks, True) for work, sinks in coded]
     lists = examples_for(card, [_shape_of(llama, candidate_plans(llama, card)[0], 32, 0, False, True)], 0)
     shapes += [replace(shape, parts=2) for shape in lists]
     return [_make(shape) for shape in shapes]
@@ -244,10 +254,10 @@ def _check_slots(
     check_shape("row_live", row_live, batch * rows)
 
 
-def _check_dtypes(**tensors: torch.Tensor) -> None:
+def _check_dtypes(dtype: torch.dtype, **tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
-        if tensor.dtype != torch.bfloat16:
-            raise ShapeError(f"attention: {name} must be bfloat16, got {tensor.dtype}")
+        if tensor.dtype != dtype:
+            raise ShapeError(f"attention: {name} must be {dtype}, got {tensor.dtype}; codes come with kv_scales")
 
 
 def _capacity(shape: AttentionShape, tail: int, positions: int) -> int:
@@ -261,8 +271,8 @@ def _capacity(shape: AttentionShape, tail: int, positions: int) -> int:
 
 @cache
 def _make(shape: AttentionShape) -> Kernel:
-    pipeline = pipeline_bytes(shape.head_dim, shape.stages, shape.teams)
-    signature = (*(types.int64,) * 10, *(types.int32,) * 5, types.float32)
+    pipeline = pipeline_bytes(shape.head_dim, shape.stages, shape.teams, shape.coded)
+    signature = (*(types.int64,) * 11, *(types.int32,) * 5, types.float32)
     threads = 32 * shape.warps
     return Kernel(
         shape.name, _kernel(shape), signature, threads, _min_blocks(shape), pipeline, most_blocks=shape.blocks
@@ -281,10 +291,10 @@ def _min_blocks(shape: AttentionShape) -> int:
 def _kernel(shape: AttentionShape) -> Callable[..., None]:
     stages, early, whole, warps = shape.stages, shape.early, shape.whole, shape.warps
     row_bytes = 2 * shape.head_dim * shape.group * shape.kv_heads
-    stage_bytes, threads = TILE_BYTES[shape.head_dim] // 4, 32 * warps
+    stage_bytes, threads = shape.stage_bytes, 32 * warps
     rings, ring_bytes = stages * warps * stage_bytes, stages * DESCRIPTOR_WORDS * 4
     halves = 2 * shape.row_tiles
-    num_totals, num_queries = halves * shape.head_dim // 4, halves * shape.head_dim // 8
+    num_totals, num_queries = halves * shape.head_dim // 4, query_words(shape)
     read_rows, plan_slots = make_plan_functions(shape)
     lane_offset, is_early, look_up, issue = (
         make(shape) for make in (make_lane_offset, make_is_early, make_look_up, make_issue)
@@ -295,7 +305,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
 
     def attention(
         q: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, dense_lens: Any, row_live: Any, row_masks: Any,
-        partials: Any, sums: Any, batch: Any, rows: Any, tail: Any, width: Any, splits: Any, scale: Any,
+        partials: Any, sums: Any, kv_scales: Any, batch: Any, rows: Any, tail: Any, width: Any, splits: Any, scale: Any,
     ) -> None:  # fmt: skip
         plan, row_ends = cuda.shared.array(PLAN_INTS, int32), cuda.shared.array(MAX_ROWS, int32)
         shared_norms, cursor = cuda.shared.array(threads, float32), cuda.local.array(CURSOR_FIELDS, int32)
@@ -335,7 +345,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
                     break
                 attend(
                     totals, queries, peaks, norms, q, row_ends, plan, words, uint32(here + mine), rows, scale,
-                    quarter, lane,
+                    kv_scales, quarter, lane,
                 )  # fmt: skip
                 cuda.syncwarp()
                 if words[0] & uint32(LAST_STEP):

@@ -1,8 +1,8 @@
 """Copies of one tile's keys and values to shared memory: the rows of one warp, through that warp's own pipeline.
 
-A warp owns 16 of a tile's 64 positions. Its stage holds their keys, then their values, as rows of 2 D bytes whose
-16-byte pieces are permuted by `row_swizzle`, so that neither 16-byte reads of keys nor transposed matrix reads of
-values meet bank conflicts. A stage's descriptor tells the reader what was copied.
+A warp owns 16 of a tile's 64 positions. Its stage holds their keys, then their values, as rows of 2 D bytes, D of
+codes, whose 16-byte pieces are permuted by `make_swizzle`, so that neither 16-byte reads of keys nor transposed matrix
+reads of values meet bank conflicts. A stage's descriptor tells the reader what was copied.
 """
 
 from typing import Any
@@ -37,15 +37,21 @@ from lowlat.kernels.attention.plan import (
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, uint32, uint64
 
-__all__ = ["make_is_early", "make_issue", "make_lane_offset", "make_look_up", "row_swizzle"]
+__all__ = ["make_is_early", "make_issue", "make_lane_offset", "make_look_up", "make_swizzle"]
 
 FULL_WARP = 0xFFFFFFFF
 
 
-@device_function
-def row_swizzle(row: Any) -> Any:
-    """The number that a row's piece numbers are xor-ed with: eight rows differ, and neighbours differ in bit 2."""
-    return uint32(((uint32(row) & uint32(1)) << uint32(2)) | ((uint32(row) >> uint32(1)) & uint32(3)))
+def make_swizzle(shape: AttentionShape) -> Any:
+    """A function: the number that a row's piece numbers are xor-ed with: eight rows differ, and neighbours differ in
+    bit 2; of rows of 64 bytes, which lie in other halves of 128, every other one differs."""
+    neighbours = 1 if shape.row_bytes > 64 else 0
+
+    @device_function
+    def row_swizzle(row: Any) -> Any:
+        return uint32(((uint32(row) & uint32(neighbours)) << uint32(2)) | ((uint32(row) >> uint32(1)) & uint32(3)))
+
+    return row_swizzle
 
 
 @device_function
@@ -130,7 +136,7 @@ def _make_row_of_cache(shape: AttentionShape) -> Any:
 
 def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
     """`copy_run`: 16 rows that follow each other; `copy_rows`: 16 rows anywhere, row i from lane i, -1 for zeros."""
-    pitch = 2 * shape.head_dim
+    pitch = shape.row_bytes
     pieces = pitch // 16  # of a row
     rows_a_copy = 32 // pieces
     copies = 16 // rows_a_copy
@@ -162,8 +168,9 @@ def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
 
 def make_lane_offset(shape: AttentionShape) -> Any:
     """A function: where a lane's first piece goes in its warp's stage."""
-    pieces = shape.head_dim // 8
-    piece_shift, pitch = pieces.bit_length() - 1, 2 * shape.head_dim
+    pitch, row_swizzle = shape.row_bytes, make_swizzle(shape)
+    pieces = pitch // 16
+    piece_shift = pieces.bit_length() - 1
 
     @device_function
     def lane_offset(lane: Any) -> Any:

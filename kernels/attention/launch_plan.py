@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 KIND = "attention"
-TILE_BYTES = {64: 16 * 1024, 128: 32 * 1024}  # keys and values of 64 positions
+TILE_BYTES = {64: 16 * 1024, 128: 32 * 1024}  # keys and values of 64 positions; of codes half as many
 TEAMS = {64: 3, 128: 2}  # of four warps, side by side, over a whole window: one of 128 spans three tiles
 DESCRIPTOR_WORDS = 4  # of a stage and warp: place and flags, tile of positions, row of the tree
 ALIGNMENT = 128  # of the stages: pieces of rows are permuted within 128 bytes
@@ -36,7 +36,7 @@ WHOLE_WINDOW = 256
 QUERY_ROWS = 16  # of a tile
 DERIVED_STAGES = {64: 4, 128: 3}
 LEAST_STAGES = 2
-MOST_STAGES = 8
+MOST_STAGES = 8  # of codes twice as many, as of those that are derived
 MOST_BLOCKS = 3
 HOPPER = (9, 0)
 
@@ -68,6 +68,7 @@ class AttentionWork:
     window       None: all positions
     keep_first   positions kept before a window
     split        positions of a split
+    coded        the caches hold e4m3 codes
     """
 
     batch: int
@@ -78,6 +79,7 @@ class AttentionWork:
     window: int | None
     keep_first: int
     split: int
+    coded: bool = False
 
     @property
     def whole(self) -> bool:
@@ -92,7 +94,8 @@ class AttentionWork:
     @property
     def facts(self) -> dict[str, int | bool]:
         """The key of tables: slots and tiles of query rows count by the next power of two."""
-        return {
+        codes: dict[str, int | bool] = {"coded": True} if self.coded else {}
+        return codes | {
             "batch": _next_power(self.batch), "query_tiles": _next_power(self.query_tiles), "group": self.group,
             "kv_heads": self.kv_heads, "head_dim": self.head_dim, "window": self.window or 0,
             "keeps": self.keep_first > 0, "split": 0 if self.whole else self.split,
@@ -107,9 +110,10 @@ def is_whole(window: int | None, keep_first: int) -> bool:
     return window is not None and window <= WHOLE_WINDOW and not keep_first
 
 
-def pipeline_bytes(head_dim: int, stages: int, teams: int) -> int:
+def pipeline_bytes(head_dim: int, stages: int, teams: int, coded: bool = False) -> int:
     """Dynamic shared memory of a block: its stages, their descriptors, and what aligns them."""
-    return stages * teams * (TILE_BYTES[head_dim] + 4 * DESCRIPTOR_WORDS * 4) + ALIGNMENT
+    tile_bytes = TILE_BYTES[head_dim] // (2 if coded else 1)
+    return stages * teams * (tile_bytes + 4 * DESCRIPTOR_WORDS * 4) + ALIGNMENT
 
 
 def candidate_plans(work: AttentionWork, card: Card) -> tuple[AttentionPlan, ...]:
@@ -117,7 +121,7 @@ def candidate_plans(work: AttentionWork, card: Card) -> tuple[AttentionPlan, ...
     tiles = work.query_tiles
     if work.whole:
         return _whole_plans(work.head_dim, tiles)
-    return _split_plans(work.head_dim, tiles, work.window is not None, card)
+    return _split_plans(work.head_dim, tiles, work.window is not None, card, work.coded)
 
 
 def choose_attention_plan(work: AttentionWork, card: Card) -> tuple[AttentionPlan, Planned]:
@@ -126,23 +130,25 @@ def choose_attention_plan(work: AttentionWork, card: Card) -> tuple[AttentionPla
 
 
 @cache
-def _split_plans(head_dim: int, query_tiles: int, windowed: bool, card: Card) -> tuple[AttentionPlan, ...]:
+def _split_plans(head_dim: int, query_tiles: int, windowed: bool, card: Card, coded: bool) -> tuple[AttentionPlan, ...]:
     """Two blocks a multiprocessor are derived, of as many stages as pay and fit, else one; heads of 64 share keys and
     values between two tiles of query rows, for which those of 128 have just the registers, and only on 9.0."""
 
+    narrow = 2 if coded else 1
+
     def fits(plan: AttentionPlan) -> bool:
-        needed = pipeline_bytes(head_dim, plan.stages, 1) + STATIC_BYTES
+        needed = pipeline_bytes(head_dim, plan.stages, 1, coded) + STATIC_BYTES
         return needed <= card.most_bytes(plan.blocks) and (plan.blocks < MOST_BLOCKS or has_registers(plan.row_tiles))
 
     def has_registers(row_tiles: int) -> bool:
         return not windowed and row_tiles * head_dim <= 128 and card.capability >= HOPPER
 
     def most_stages(blocks: int) -> int:
-        return max((s for s in range(1, MOST_STAGES + 1) if fits(AttentionPlan(1, s, blocks))), default=0)
+        return max((s for s in range(1, narrow * MOST_STAGES + 1) if fits(AttentionPlan(1, s, blocks))), default=0)
 
-    several = query_tiles > 1
+    several, most = query_tiles > 1, narrow * DERIVED_STAGES[head_dim]
     row_tiles = 2 if head_dim == 64 and several else 1
-    usual = [AttentionPlan(row_tiles, stages, 2) for stages in range(DERIVED_STAGES[head_dim], LEAST_STAGES - 1, -1)]
+    usual = [AttentionPlan(row_tiles, stages, 2) for stages in range(most, LEAST_STAGES - 1, -1)]
     derived = next(filter(fits, usual), AttentionPlan(row_tiles, LEAST_STAGES, 1))
     shares = several and (head_dim == 64 or (card.capability == HOPPER and not windowed))
     other = 3 - row_tiles if shares else row_tiles

@@ -50,7 +50,8 @@ def make_merge(shape: AttentionShape) -> Any:
     splits that are processed: [0, keep), then [start, ..). Of a whole row, partials are sinks and sums the results.
     """
     write_totals, merge_warps, finish_rows = _make_write(shape), _make_merge_warps(shape), _make_finish_rows(shape)
-    kv_heads, group, row_tiles, stage_bytes = shape.kv_heads, shape.group, shape.row_tiles, 64 * shape.head_dim
+    kv_heads, group, row_tiles, stage_bytes = shape.kv_heads, shape.group, shape.row_tiles, shape.stage_bytes
+    size, parts = _rows_at_once(shape), 16 // _rows_at_once(shape)
     split_shift, whole = shape.split_shift - TILE_SHIFT, shape.whole
 
     @device_function
@@ -65,43 +66,62 @@ def make_merge(shape: AttentionShape) -> Any:
         at, split = entry * PLAN_STRIDE, int32(words[1] >> uint32(split_shift))
         keep = plan[at + KEEP_SPLITS]
         part = split if split < keep else int32(split - plan[at + WINDOW_SPLIT] + keep)
-        for tile in range(row_tiles):
+        for turn in range(row_tiles * parts):
+            tile, inner = turn // parts, turn % parts * size
             write_totals(
-                totals, peaks, norms, tile, uint32(stages + warp * uint32(stage_bytes)), shared_norms, warp, lane
+                totals, peaks, norms, tile, inner, uint32(stages + warp * uint32(stage_bytes)), shared_norms, warp, lane
             )
             cuda.syncthreads()
-            first = (row_tile * row_tiles + tile) * 16
-            count = min(rows * group - first, 16)
+            first = (row_tile * row_tiles + tile) * 16 + inner
+            count = min(rows * group - first, size)
             if whole:
                 finish_rows(shared_norms, stages, count, int32(first), entry, head, rows, row_ends, partials, sums)
             else:
                 parked = min(rows * group, 16)
-                target = int64((owner * row_tiles + tile) * splits + part) * int64(parked)
+                target = int64((owner * row_tiles + tile) * splits + part) * int64(parked) + inner
                 merge_warps(shared_norms, stages, count, target, partials, sums)
             cuda.syncthreads()
 
     return merge
 
 
+def _rows_at_once(shape: AttentionShape) -> int:
+    """Rows of a tile whose sums, in float32, a warp's part of a stage holds: of codes half of them."""
+    return 8 if shape.coded else 16
+
+
 def _make_write(shape: AttentionShape) -> Any:
-    columns, row_bytes = shape.head_dim // 8, 4 * shape.head_dim
+    """A function: a warp's sums of the rows of a tile from `inner` on go to its stage."""
+    columns, row_bytes, halves, coded = shape.head_dim // 8, 4 * shape.head_dim, _rows_at_once(shape) // 8, shape.coded
 
     @device_function
     def write_totals(
-        totals: Any, peaks: Any, norms: Any, tile: Any, stage: Any, shared_norms: Any, warp: Any, lane: Any
+        totals: Any, peaks: Any, norms: Any, tile: Any, inner: Any, stage: Any, shared_norms: Any, warp: Any, lane: Any
     ) -> None:
         lane = uint32(ptx.stay_here(int32(lane)))
         quad = lane & uint32(3)
-        for half in range(2):
-            part, row = 2 * tile + half, uint32(half * 8) + (lane >> uint32(2))
-            base = uint32(stage + row * uint32(row_bytes) + ((row & uint32(3)) << uint32(5)) + quad * uint32(8))
-            for column in range(columns):
-                o = (tile * columns + column) * 4 + 2 * half
-                ptx.store_shared_64(
-                    (base ^ uint32((column & 3) << 5)) + uint32((column >> 2) * 128),
-                    ptx.bits_of_float(totals[o]),
-                    ptx.bits_of_float(totals[o + 1]),
-                )
+        for turn in range(halves):
+            half = turn + inner // 8
+            part, row = 2 * tile + half, uint32(turn * 8) + (lane >> uint32(2))
+            twist, start = (row & uint32(3)) << uint32(5), uint32(stage + row * uint32(row_bytes))
+            base = uint32(start + twist + quad * uint32(8))
+            if coded:  # sums of 8 dimensions are those of every other one of 16, from the first or the second on
+                base = uint32(start + (twist ^ (quad << uint32(4))))
+            for column in range(columns // 2 if coded else columns):
+                if coded:
+                    o = (tile * columns + 2 * column) * 4 + 2 * half
+                    ptx.store_shared_128(
+                        (base ^ uint32((column & 1) << 6)) + uint32((column >> 1) * 128),
+                        ptx.bits_of_float(totals[o]), ptx.bits_of_float(totals[o + 4]),
+                        ptx.bits_of_float(totals[o + 1]), ptx.bits_of_float(totals[o + 5]),
+                    )  # fmt: skip
+                else:
+                    o = (tile * columns + column) * 4 + 2 * half
+                    ptx.store_shared_64(
+                        (base ^ uint32((column & 3) << 5)) + uint32((column >> 2) * 128),
+                        ptx.bits_of_float(totals[o]),
+                        ptx.bits_of_float(totals[o + 1]),
+                    )
             norm = ptx.add_rn(norms[part], cuda.shfl_xor_sync(FULL_WARP, norms[part], 1))
             norm = ptx.add_rn(norm, cuda.shfl_xor_sync(FULL_WARP, norm, 2))
             if quad == 0:
@@ -113,7 +133,7 @@ def _make_write(shape: AttentionShape) -> Any:
 
 def _make_add_warps(shape: AttentionShape) -> Any:
     """A function: four columns of a row's sums over the warps, into `o`; the largest peak and the norm."""
-    row_bytes, stage_bytes, warps = 4 * shape.head_dim, 64 * shape.head_dim, shape.warps
+    row_bytes, stage_bytes, warps = 4 * shape.head_dim, shape.stage_bytes, shape.warps
 
     @device_function
     def add_warps(o: Any, factors: Any, shared_norms: Any, stage: Any, row: Any, piece: Any) -> Any:
@@ -137,7 +157,8 @@ def _make_add_warps(shape: AttentionShape) -> Any:
 
 def _make_merge_warps(shape: AttentionShape) -> Any:
     pieces, row_bytes, warps, threads = shape.head_dim // 4, 4 * shape.head_dim, shape.warps, 32 * shape.warps
-    units, piece_shift, add_warps = -(-16 * pieces // threads), pieces.bit_length() - 1, _make_add_warps(shape)
+    units, piece_shift = -(-_rows_at_once(shape) * pieces // threads), pieces.bit_length() - 1
+    add_warps = _make_add_warps(shape)
 
     @device_function
     def merge_warps(shared_norms: Any, stage: Any, count: Any, target: Any, partials: Any, sums: Any) -> None:
@@ -163,7 +184,8 @@ def _make_merge_warps(shape: AttentionShape) -> Any:
 def _make_finish_rows(shape: AttentionShape) -> Any:
     """A function: the results of the live ones of 16 query rows, with the sink, as `attention_combine` has it."""
     pieces, head_dim, warps, threads = shape.head_dim // 4, shape.head_dim, shape.warps, 32 * shape.warps
-    units, piece_shift, add_warps = -(-16 * pieces // threads), pieces.bit_length() - 1, _make_add_warps(shape)
+    units, piece_shift = -(-_rows_at_once(shape) * pieces // threads), pieces.bit_length() - 1
+    add_warps = _make_add_warps(shape)
     group, kv_heads, has_sinks = shape.group, shape.kv_heads, shape.sinks
 
     @device_function

@@ -55,6 +55,7 @@ class AttentionShape:
     teams      of four warps: team t takes the tiles whose number leaves t when divided by `teams`
     blocks     that may meet on a multiprocessor; 0: as many as fit
     parts      of a block of the cache, of which the table is a list for each key-value head; 0: it is of whole blocks
+    coded      the caches hold e4m3 codes
     """
 
     head_dim: int
@@ -73,6 +74,17 @@ class AttentionShape:
     teams: int = 1
     blocks: int = 2
     parts: int = 0
+    coded: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a position's keys, or values, of one head."""
+        return self.head_dim if self.coded else 2 * self.head_dim
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a warp's part of a stage: keys and values of 16 positions."""
+        return 2 * 16 * self.row_bytes
 
     @property
     def warps(self) -> int:
@@ -93,6 +105,7 @@ class AttentionShape:
             f"attention_{self.head_dim}x{self.group}x{self.kv_heads}_b{self.block}_{window}_f{self.first}_"
             f"{self.row_tiles}x{self.stages}x{self.split}{flags}{self.teams}x{self.blocks}"
             + (f"_l{self.parts}" if self.parts else "")
+            + ("_c" if self.coded else "")
         )
 
 

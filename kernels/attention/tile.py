@@ -9,7 +9,8 @@ Both operands of a product have their inner index permuted alike, so that a lane
 import math
 from typing import Any
 
-from lowlat.kernels.attention.copies import FULL_WARP, row_swizzle
+from lowlat.kernels.attention.coded_products import make_coded_products, make_coded_queries
+from lowlat.kernels.attention.copies import FULL_WARP, make_swizzle
 from lowlat.kernels.attention.plan import (
     ALL_VISIBLE,
     ALONE,
@@ -24,22 +25,24 @@ from lowlat.kernels.attention.plan import (
     query_row,
     row_tile_of,
 )
+from lowlat.kernels.common.kv_codes import load_multiplier, nan_bits
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
-__all__ = ["make_attend", "make_forget"]
+__all__ = ["make_attend", "make_forget", "query_words"]
 
 NAN_BITS = 0x7FC00000
 MINUS_INFINITY = -math.inf
 
 
+def query_words(shape: AttentionShape) -> int:
+    """Words of a lane's queries; of caches of codes the multipliers of keys and values are the last two."""
+    return shape.row_tiles * shape.head_dim // 4 + (2 if shape.coded else 0)
+
+
 def make_forget(shape: AttentionShape) -> Any:
     """The function that clears an item's registers; where it ends, so that they are free between items."""
-    num_totals, num_queries, halves = (
-        shape.row_tiles * shape.head_dim // 2,
-        shape.row_tiles * shape.head_dim // 4,
-        2 * shape.row_tiles,
-    )
+    num_totals, num_queries, halves = shape.row_tiles * shape.head_dim // 2, query_words(shape), 2 * shape.row_tiles
 
     @device_function
     def forget(totals: Any, queries: Any, peaks: Any, norms: Any) -> None:
@@ -55,7 +58,8 @@ def make_forget(shape: AttentionShape) -> Any:
 
 def make_attend(shape: AttentionShape) -> Any:
     """The function that adds one step's tile, described by `words`, to a warp's sums; an item's first loads queries."""
-    load_queries, (add_scores, add_values) = _make_load_queries(shape), _make_products(shape)
+    load_queries = _make_load_queries(shape)
+    add_scores, add_values = make_coded_products(shape) if shape.coded else _make_products(shape)
     hide, weigh, drop_broken = _make_hide(shape), _make_weigh(shape), _make_drop(shape)
     row_tiles = shape.row_tiles
     num_scores, num_weights, num_factors = 8 * row_tiles, 4 * row_tiles, 2 * row_tiles
@@ -63,11 +67,11 @@ def make_attend(shape: AttentionShape) -> Any:
     @device_function
     def attend(
         totals: Any, queries: Any, peaks: Any, norms: Any, q: Any, row_ends: Any, plan: Any, words: Any,
-        stage: Any, rows: Any, scale: Any, warp: Any, lane: Any,
+        stage: Any, rows: Any, scale: Any, kv_scales: Any, warp: Any, lane: Any,
     ) -> None:  # fmt: skip
         entry, row_tile = entry_of(words[0]), int32(row_tile_of(words[0]) * row_tiles)
         if words[0] & uint32(FIRST_STEP):
-            load_queries(queries, q, entry, head_of(words[0]), row_tile, rows, lane)
+            load_queries(queries, q, kv_scales, entry, head_of(words[0]), row_tile, rows, lane)
         start, alone = int32(int32(words[1]) * TILE), int32(words[2])
         all_visible, is_alone = words[0] & uint32(ALL_VISIBLE) != 0, words[0] & uint32(ALONE) != 0
         if not all_visible:
@@ -91,18 +95,21 @@ def make_attend(shape: AttentionShape) -> Any:
                 broken, lane,
             )  # fmt: skip
         weigh(scores, weights, factors, peaks, norms)
-        add_values(totals, weights, factors, stage, lane)
+        add_values(totals, queries, weights, factors, stage, lane)
 
     return attend
 
 
 def _make_load_queries(shape: AttentionShape) -> Any:
     """Query fragments of the item's row tiles; rows past the last are zero."""
-    group, kv_heads, row_tiles = shape.group, shape.kv_heads, shape.row_tiles
+    group, kv_heads, row_tiles, coded = shape.group, shape.kv_heads, shape.row_tiles, shape.coded
     chunks, row_bytes = shape.head_dim // 32, 2 * shape.head_dim
+    piece_bytes, words, rearrange = (32 if coded else 16), query_words(shape), make_coded_queries(shape)
 
     @device_function
-    def load_queries(queries: Any, q: Any, entry: Any, head: Any, row_tile: Any, rows: Any, lane: Any) -> None:
+    def load_queries(
+        queries: Any, q: Any, kv_scales: Any, entry: Any, head: Any, row_tile: Any, rows: Any, lane: Any
+    ) -> None:
         rows, lane = ptx.stay_here(rows), uint32(ptx.stay_here(int32(lane)))
         for part in range(2 * row_tiles):
             node, member = query_row(row_tile, uint32(part * 8) + (lane >> uint32(2)), group)
@@ -111,16 +118,21 @@ def _make_load_queries(shape: AttentionShape) -> Any:
             if int64(node) < int64(rows):
                 row = int64(entry) * int64(rows) + int64(node)
                 place = (row * kv_heads + int64(head)) * group + int64(member)
-                address = q + place * row_bytes + int64(lane & uint32(3)) * 16
+                address = q + place * row_bytes + int64(lane & uint32(3)) * piece_bytes
                 for word in range(4 * chunks):  # one by one: the products want them in registers side by side
-                    offset = (word >> 2) * 64 + (word & 3) * 4
+                    offset = (word // (piece_bytes // 4)) * (4 * piece_bytes) + (word % (piece_bytes // 4)) * 4
                     queries[part * 4 * chunks + word] = uint32(ptx.load_global_i32(address + offset))
+        if coded:
+            rearrange(queries, words - 2)
+            queries[words - 2] = load_multiplier(kv_scales, head)
+            queries[words - 1] = load_multiplier(kv_scales, head + int32(kv_heads))
 
     return load_queries
 
 
 def _make_products(shape: AttentionShape) -> tuple[Any, Any]:
     """Scores of two groups of 8 positions; and sums times their factors plus weights times values."""
+    row_swizzle = make_swizzle(shape)
     chunks, pitch, row_tiles = shape.head_dim // 32, 2 * shape.head_dim, shape.row_tiles
     pairs, sums = shape.head_dim // 16, shape.head_dim // 2
 
@@ -145,7 +157,7 @@ def _make_products(shape: AttentionShape) -> tuple[Any, Any]:
                     )  # fmt: skip
 
     @device_function
-    def add_values(totals: Any, weights: Any, factors: Any, stage: Any, lane: Any) -> None:
+    def add_values(totals: Any, _queries: Any, weights: Any, factors: Any, stage: Any, lane: Any) -> None:
         row = lane & uint32(15)
         base = uint32(stage + (row + uint32(16)) * uint32(pitch))
         base = uint32(base + (((lane >> uint32(4)) ^ row_swizzle(row)) << uint32(4)))
@@ -232,11 +244,14 @@ def _make_drop(shape: AttentionShape) -> Any:
     """Zero the value rows that are not finite, and return a bit for each.
 
     Weight 0 times infinity would reach rows that do not see the position: a draft may not break the rows before it.
+    Codes of NaN would come out as numbers: of these keys are looked through, too, and neither's rows are zeroed.
     """
-    pitch = 2 * shape.head_dim
+    pitch = shape.row_bytes
     pieces = pitch // 16
     rows_a_read = 32 // pieces
     piece_shift, reads = pieces.bit_length() - 1, 16 // rows_a_read
+    if shape.coded:
+        return _make_find_nan(pitch)
 
     @device_function
     def drop_broken(stage: Any, lane: Any) -> Any:
@@ -258,3 +273,25 @@ def _make_drop(shape: AttentionShape) -> Any:
         return broken
 
     return drop_broken
+
+
+def _make_find_nan(pitch: int) -> Any:
+    """Return a bit for each position whose keys or values have a code of NaN, which reads as a number."""
+    pieces = pitch // 16
+    rows_a_read = 32 // pieces
+    reads = 16 // rows_a_read
+
+    @device_function
+    def find_nan(stage: Any, lane: Any) -> Any:
+        lane = uint32(ptx.stay_here(int32(lane)))
+        base, broken = uint32(stage + lane * uint32(16)), uint32(0)
+        for read in range(2 * reads):
+            a, b, c, d = ptx.load_shared_128(base + uint32(read * 512))
+            found = (nan_bits(a) | nan_bits(b) | nan_bits(c) | nan_bits(d)) & uint32(0x80808080)
+            votes = uint32(cuda.ballot_sync(FULL_WARP, found != 0))
+            for row in range(rows_a_read):
+                if (votes >> uint32(row * pieces)) & uint32((1 << pieces) - 1):
+                    broken |= uint32(1 << (read % reads * rows_a_read + row))
+        return broken
+
+    return find_nan

@@ -9,7 +9,7 @@ Files are none of its business: that is `lowlat.checkpoint.formats`.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -43,7 +43,7 @@ class MatrixFormat(ABC):
     """
 
     name: str
-    parts: ClassVar[Mapping[str, int]]
+    parts: Mapping[str, int]
     block: int = 1
 
     def num_bytes(self, rows: int, columns: int) -> int:
@@ -99,11 +99,13 @@ class WeightFormat(MatrixFormat):
     word_dtype   of the packed words
     tile_words   packed words of a tile
     scale_bytes  packed scales of a tile; 0 for a format without
+    row_scales   rows have float32 scales, which epilogues apply
     """
 
-    word_dtype: ClassVar[torch.dtype]
-    tile_words: ClassVar[int]
-    scale_bytes: ClassVar[int] = 0
+    word_dtype: torch.dtype
+    tile_words: int
+    scale_bytes: int = 0
+    row_scales: bool = False
 
     @property
     def tile_bytes(self) -> int:
@@ -123,18 +125,22 @@ class WeightFormat(MatrixFormat):
     @abstractmethod
     def pack_into(
         self, parts: Parts, shape: tuple[int, int], order: torch.Tensor | None, words: torch.Tensor,
-        scales: torch.Tensor | None,
+        scales: torch.Tensor | None, row_scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Pack one matrix [N, K], its rows taken in `order` first.
 
         words   [ceil(N / 16), ceil(K / 64), tile_words]   word_dtype  out
         scales  [ceil(N / 16), ceil(K / 64), scale_bytes]  uint8       out; None for a format without
+        row_scales  [ceil(N / 16) * 16]                    float32     out; None for a format without
         Raises ShapeError for parts of another shape, ConfigError for values that kernels do not decode exactly.
         """
 
     @abstractmethod
-    def unpack(self, shape: tuple[int, int], words: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        """The numbers [N, K] bf16 of a packed matrix, exactly, rows in the packed order."""
+    def unpack(
+        self, shape: tuple[int, int], words: torch.Tensor, scales: torch.Tensor | None,
+        row_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The numbers [N, K] bf16 of a packed matrix, rows in the packed order; rounded where scales want it."""
 
     @abstractmethod
     def decode_fragment(self) -> tuple[Any, Any]:

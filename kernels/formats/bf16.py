@@ -33,13 +33,16 @@ class _Bf16(WeightFormat):
 
     def pack_into(
         self, parts: Parts, shape: tuple[int, int], order: torch.Tensor | None, words: torch.Tensor,
-        scales: torch.Tensor | None,
+        scales: torch.Tensor | None, row_scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """See `WeightFormat.pack_into`."""
         check_part("weight", parts["weight"], *shape)
         words.copy_(pack(parts["weight"].to(words.device, torch.bfloat16), order).tiles)
 
-    def unpack(self, shape: tuple[int, int], words: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    def unpack(
+        self, shape: tuple[int, int], words: torch.Tensor, scales: torch.Tensor | None,
+        row_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """See `WeightFormat.unpack`."""
         return unpack_rows(PackedMatrix(words, *shape))
 

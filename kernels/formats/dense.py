@@ -17,7 +17,7 @@ from lowlat.kernels.formats.nvfp4 import NVFP4
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.tiles import FP8_TILES, NVFP4_TILES, TileFormat
 
-__all__ = ["DENSE_FORMATS", "pack_matrix", "unpack_matrix"]
+__all__ = ["DENSE_FORMATS", "pack_matrix", "tile_format_of", "unpack_matrix"]
 
 DENSE_FORMATS: Mapping[str, MatrixFormat] = {each.name: each for each in (FP8, FP8_BLOCK, *INT4_FORMATS, NVFP4)}
 PANEL = 4 << 20  # numbers that are unpacked at once
@@ -32,8 +32,13 @@ FIRST, SECOND_LEFT, SECOND_RIGHT = 0x87F087F0 - (1 << 32), 0x80F080F0 - (1 << 32
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word of eight codes: the place of each
 
 
-def pack_matrix(weight_format: MatrixFormat, parts: Parts, order: torch.Tensor | None = None) -> PackedMatrix:
-    """Pack a matrix [N, K] of one of DENSE_FORMATS, its rows taken in `order` first. Raises ConfigError for others."""
+def pack_matrix(
+    weight_format: MatrixFormat, parts: Parts, order: torch.Tensor | None = None, tiles: TileFormat | None = None
+) -> PackedMatrix:
+    """Pack a matrix [N, K] of one of DENSE_FORMATS, its rows taken in `order` first. Raises ConfigError for others.
+
+    tiles  the layout of its steps; None: `tile_format_of`'s
+    """
     if weight_format.name not in DENSE_FORMATS:
         raise ConfigError(f"the kernels read bf16, {', '.join(DENSE_FORMATS)}, and a matrix is in {weight_format.name}")
     if order is not None:
@@ -45,7 +50,7 @@ def pack_matrix(weight_format: MatrixFormat, parts: Parts, order: torch.Tensor |
     is_fp8, is_int4 = "fp8" in parts, "int4" in parts
     codes = parts["fp8"] if is_fp8 else unpack_nibbles(parts["int4" if is_int4 else "nvfp4"])
     codes = torch.nn.functional.pad(codes, padding, value=MIDDLE if is_int4 else 0)
-    tiles = _tiles_of(weight_format, parts)
+    tiles = tiles or tile_format_of(weight_format, parts)
     held = torch.empty(
         height * (width * tiles.step_bytes + 64 * tiles.row_scales), dtype=torch.uint8, device=codes.device
     )
@@ -72,7 +77,7 @@ def pack_matrix(weight_format: MatrixFormat, parts: Parts, order: torch.Tensor |
     return PackedMatrix(steps, rows, columns, order, held, tiles)
 
 
-def _tiles_of(weight_format: MatrixFormat, parts: Parts) -> TileFormat:
+def tile_format_of(weight_format: MatrixFormat, parts: Parts) -> TileFormat:
     """The layout of a matrix's steps: scales take 16 bits where bf16 holds all of them; without content by dtype."""
     if weight_format is FP8 or weight_format is NVFP4:
         return FP8_TILES if weight_format is FP8 else NVFP4_TILES

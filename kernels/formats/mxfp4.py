@@ -119,7 +119,7 @@ class _Mxfp4(WeightFormat):
 
     def pack_into(
         self, parts: Parts, shape: tuple[int, int], order: torch.Tensor | None, words: torch.Tensor,
-        scales: torch.Tensor | None,
+        scales: torch.Tensor | None, row_scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """See `WeightFormat.pack_into`; scales are 1 to 191, and others only where all 32 numbers are zero."""
         rows, width = shape[0], shape[1] // BLOCK
@@ -143,7 +143,10 @@ class _Mxfp4(WeightFormat):
         powers = powers.reshape(high, 2, 8, wide, 2).permute(0, 3, 2, 1, 4)
         scales.copy_(powers.reshape(high, wide, self.scale_bytes))
 
-    def unpack(self, shape: tuple[int, int], words: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    def unpack(
+        self, shape: tuple[int, int], words: torch.Tensor, scales: torch.Tensor | None,
+        row_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """See `WeightFormat.unpack`."""
         if scales is None:
             raise ShapeError("MXFP4 is unpacked from words and scales")

@@ -14,6 +14,8 @@ from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 
 __all__ = [
     "RUN",
+    "TILE_COLUMNS",
+    "TILE_ROWS",
     "PackedMatrix",
     "gate_up_permutation",
     "gather_rows",

@@ -9,9 +9,16 @@ from dataclasses import dataclass
 import torch
 
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.kernels.formats import WeightFormat, format_of, tiles_of
+from lowlat.kernels.formats import WeightFormat, tiles_of
+from lowlat.kernels.gemm.packing import TILE_ROWS
+from lowlat.kernels.moe.formats import experts_format
+from lowlat.kernels.moe.plan import ExpertShape
+from lowlat.kernels.reference.shapes import check_shape
 
-__all__ = ["PackedExperts", "allocate_experts", "bytes_an_expert", "pack_expert_into", "pack_experts", "unpack_expert"]
+__all__ = [
+    "PackedExperts", "allocate_experts", "bytes_an_expert", "check_expert_bias", "pack_expert_into", "pack_experts",
+    "shape_of", "unpack_expert",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,7 @@ class PackedExperts:
     format       of the words and scales
     words        [E, ceil(N / 16), ceil(K / 64), format.tile_words]   format.word_dtype
     scales       [E, ceil(N / 16), ceil(K / 64), format.scale_bytes]  uint8; None for a format without
+    row_scales   [E, ceil(N / 16) * 16]  float32, of packed rows; None for a format without
     num_experts  E
     rows         N, before padding
     columns      K, before padding
@@ -34,6 +42,17 @@ class PackedExperts:
     rows: int
     columns: int
     order: torch.Tensor | None = None
+    row_scales: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Words and scales."""
+        return [each for each in (self.words, self.scales, self.row_scales) if each is not None]
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor | int]:
+        """Words, scales and scales of rows as kernels take them: 0 where there are none."""
+        return self.words, 0 if self.scales is None else self.scales, 0 if self.row_scales is None else self.row_scales
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +81,23 @@ def allocate_experts(
     words = torch.empty(*tiles, weight_format.tile_words, dtype=weight_format.word_dtype, device=device)
     if weight_format.has_scales:
         scales = torch.empty(*tiles, weight_format.scale_bytes, dtype=torch.uint8, device=device)
-    return PackedExperts(weight_format, words, scales, num_experts, rows, columns, order)
+    row_scales = None
+    if weight_format.row_scales:
+        row_scales = torch.empty(num_experts, tiles[1] * TILE_ROWS, device=device)
+    return PackedExperts(weight_format, words, scales, num_experts, rows, columns, order, row_scales)
+
+
+def shape_of(kind: str, experts: PackedExperts, ranks: int, *, biased: bool, clamped: bool = True) -> ExpertShape:
+    """The shape of a GEMM of experts, of which a row chooses so many; the others as `ExpertShape` has them."""
+    return ExpertShape(kind, experts.rows, experts.columns, ranks, experts.format, biased, clamped)
+
+
+def check_expert_bias(bias: torch.Tensor | None, experts: PackedExperts, name: str = "bias") -> None:
+    """Raise ShapeError unless a bias is [E, N] bf16, or None."""
+    if bias is not None:
+        check_shape(name, bias, experts.num_experts, experts.rows)
+        if bias.dtype != torch.bfloat16:
+            raise ShapeError(f"{name} must be torch.bfloat16, got {bias.dtype}")
 
 
 def pack_expert_into(packed: PackedExperts, index: int, **parts: torch.Tensor) -> None:
@@ -73,9 +108,10 @@ def pack_expert_into(packed: PackedExperts, index: int, **parts: torch.Tensor) -
     if not 0 <= index < packed.num_experts:
         raise ShapeError(f"expert {index} of {packed.num_experts} experts")
     packed.format.check_parts(parts)
-    scales = None if packed.scales is None else packed.scales[index]
+    scales, row_scales = (None if each is None else each[index] for each in (packed.scales, packed.row_scales))
+    shape = (packed.rows, packed.columns)
     try:
-        packed.format.pack_into(parts, (packed.rows, packed.columns), packed.order, packed.words[index], scales)
+        packed.format.pack_into(parts, shape, packed.order, packed.words[index], scales, row_scales)
     except ConfigError as error:
         raise type(error)(f"expert {index}: {error}") from error
 
@@ -93,7 +129,7 @@ def pack_experts(
     One expert is packed after the other: on another device there is never a second copy of all of them. Raises as
     `allocate_experts` and `pack_expert_into` do.
     """
-    weight_format = format_of(parts)
+    weight_format = experts_format(parts)
     firsts = {name: part[0] for name, part in parts.items()}
     rows, columns = weight_format.shape(firsts)
     count = len(next(iter(parts.values())))
@@ -120,9 +156,9 @@ def bytes_an_expert(arguments: Iterable[object]) -> int:
 
 
 def unpack_expert(packed: PackedExperts, expert: int) -> torch.Tensor:
-    """One expert's matrix [N, K] bf16, exactly, its rows in their original order."""
-    scales = None if packed.scales is None else packed.scales[expert]
-    matrix = packed.format.unpack((packed.rows, packed.columns), packed.words[expert], scales)
+    """One expert's matrix [N, K] bf16, rounded where its scales want it, its rows in their original order."""
+    scales, row_scales = (None if each is None else each[expert] for each in (packed.scales, packed.row_scales))
+    matrix = packed.format.unpack((packed.rows, packed.columns), packed.words[expert], scales, row_scales)
     if packed.order is None:
         return matrix.contiguous()
     restored = torch.empty(packed.rows, packed.columns, dtype=matrix.dtype, device=matrix.device)

@@ -32,6 +32,7 @@ __all__ = [
     "parts_of",
     "plan_experts",
     "rows_a_launch",
+    "stages_wanted",
     "warps_of",
 ]
 
@@ -43,7 +44,8 @@ PAD = 20  # floats from one pair's partial sums to the next one's
 MOST_WARPS = 15  # that multiply
 LEAST_WARPS = 7
 MOST_PART = 3  # steps whose inputs a thread holds
-MOST_STAGES = 2  # parts under way; more only queue up before the memory
+MOST_STAGES = 2  # parts under way; more only queue up before the memory, but where parts are small:
+IN_FLIGHT, MOST_SMALL_STAGES = 40 << 10, 6  # bytes that a multiprocessor should have under way, and stages for them
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class ExpertShape:
     kind    GATE_UP or DOWN
     ranks   experts a row
     format  of the weights
+    biased  experts have biases
+    clamped gate and up values are those of the clamped SwiGLU; else of the plain one
     """
 
     kind: str
@@ -60,11 +64,23 @@ class ExpertShape:
     columns: int
     ranks: int
     format: WeightFormat
+    biased: bool = True
+    clamped: bool = True
+
+    @property
+    def label(self) -> str:
+        """The part of kernels' names that tells formats and epilogues apart."""
+        return f"{self.format.name}{'' if self.biased else '_unbiased'}{'' if self.clamped else '_plain'}"
 
     @property
     def tiles(self) -> int:
         """Tiles of 16 rows."""
         return -(-self.rows // 16)
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of a matrix as it is packed."""
+        return 16 * self.tiles
 
     @property
     def steps(self) -> int:
@@ -177,6 +193,13 @@ def next_power(count: int) -> int:
 def warps_of(steps: int) -> int:
     """The warps that multiply: so many that none has more steps than with most warps."""
     return max(LEAST_WARPS, -(-steps // -(-steps // MOST_WARPS)))
+
+
+def stages_wanted(shape: ExpertShape, warps: int | None = None, part: int = MOST_PART) -> int:
+    """Parts under way that pay: so many that IN_FLIGHT bytes are, and MOST_STAGES at least."""
+    warps = warps or warps_of(shape.steps)
+    steps = min(part, MOST_PART, -(-shape.steps // warps)) * min(warps, shape.steps)
+    return max(MOST_STAGES, min(MOST_SMALL_STAGES, -(-IN_FLIGHT // (steps * (shape.step_bytes + shape.scale_bytes)))))
 
 
 def plan_experts(

@@ -44,22 +44,24 @@ def router_workspace(rows: int, num_experts: int) -> WorkspaceShape:
 def router(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     row_live: torch.Tensor | None = None,
     *,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
+    over_all: bool = False,
     norm: RouterNorm | None = None,
     workspace: Workspace,
     card: Card = H200,
 ) -> list[KernelCall]:
-    """Choose each row's experts, and their shares by softmax over the chosen, in two launches.
+    """Choose each row's experts, and their shares by softmax over the chosen or over all, in two launches.
 
     x               [M, N]  bf16; the rows before the norm where there is one
-    weight, bias    [E, N], [E]  bf16; the weight row-major
+    weight, bias    [E, N], [E]  bf16; the weight row-major; without a bias None
     row_live        [M] or [B, T]  uint8; None: all rows are live
     expert_ids      [M, R]  int32    out: largest logit first, the lowest id among equals; -1 in dead rows
-    expert_weights  [M, R]  float32  out: shares, which sum to 1; 0 in dead rows
+    expert_weights  [M, R]  float32  out: shares; 0 in dead rows
+    over_all        shares are those of the softmax over all logits; else they sum to 1
     norm            rows are normed first; None: they are normed already
     workspace       is asked for `router_workspace`
     Bits: those of `router_logits` and of the routing of `experts_mlp`, with a norm and without.
@@ -67,14 +69,14 @@ def router(
     """
     logits = workspace(*router_workspace(x.shape[0], weight.shape[0]))
     calls = router_logits(x, weight, bias, norm=norm, logits=logits, card=card)
-    routing = TopKRouting(logits, row_live)
+    routing = TopKRouting(logits, row_live, over_all)
     return calls + route_top_k(routing=routing, expert_ids=expert_ids, expert_weights=expert_weights)
 
 
 def router_logits(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     *,
     norm: RouterNorm | None = None,
     logits: torch.Tensor,
@@ -84,7 +86,7 @@ def router_logits(
     """Norm each row where a norm is given, and multiply it with the router's weight, in one launch.
 
     x               [M, N]  bf16
-    weight, bias    [E, N], [E]  bf16; the weight row-major
+    weight, bias    [E, N], [E]  bf16; the weight row-major; without a bias None
     norm            None: rows are normed already
     logits          [M, E]  float32  out: weight @ normed + bias, products and sums by columns in a fixed order
     awaited         at most three of any shape, of whole 16 bytes  out: `sentinels.MISSING` throughout
@@ -97,7 +99,8 @@ def router_logits(
     if width > MAX_WIDTH:
         raise ShapeError(f"router: rows must have at most {MAX_WIDTH} elements, got {width}")
     check_shape("weight", weight, experts, width)
-    check_shape("bias", bias, experts)
+    if bias is not None:
+        check_shape("bias", bias, experts)
     check_shape("logits", logits, rows, experts)
     check_dtype(torch.bfloat16, x=x, weight=weight, bias=bias)
     check_dtype(torch.float32, logits=logits)
@@ -107,8 +110,10 @@ def router_logits(
     grid = (blocks, min(turns, max(1, 2 * card.num_multiprocessors // blocks)), 1)
     none = MOST_AWAITED - len(awaited)
     filled: tuple[Argument, ...] = (*awaited, *(0,) * none, *map(_chunks, awaited), *(0,) * none)
-    kernel = make_router(width, experts, held, min_blocks_of(width, held, card), None if norm is None else norm.eps)
-    return [KernelCall(kernel, grid, (x, norm_weight, live, weight, bias, normed, logits, rows, *filled))]
+    eps, biased = None if norm is None else norm.eps, bias is not None
+    kernel = make_router(width, experts, held, min_blocks_of(width, held, card), eps, biased)
+    given: tuple[Argument, ...] = (x, norm_weight, live, weight, 0 if bias is None else bias, normed, logits, rows)
+    return [KernelCall(kernel, grid, (*given, *filled))]
 
 
 def _norm_arguments(norm: RouterNorm, rows: int, width: int) -> tuple[Argument, Argument, Argument]:

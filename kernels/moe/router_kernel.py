@@ -47,12 +47,13 @@ def rows_at_once(rows: int, width: int) -> int:
 
 
 @cache
-def make_router(width: int, experts: int, held: int, min_blocks: int, eps: float | None) -> Kernel:
+def make_router(width: int, experts: int, held: int, min_blocks: int, eps: float | None, biased: bool = True) -> Kernel:
     """The kernel for E experts and rows [.., N]. Grid (blocks of EXPERTS experts, groups of rows).
 
     held        rows that a block holds at a time, as `rows_at_once` has it
     min_blocks  as `min_blocks_of` has it
     eps         of the norm; None: rows are normed already, and the norm's arguments are not used
+    biased      logits have a bias
     """
     normed_here = eps is not None
     load_weights, keep_norm = _make_load_weights(width, experts), _make_keep_norm(width)
@@ -71,8 +72,7 @@ def make_router(width: int, experts: int, held: int, min_blocks: int, eps: float
     ) -> None:  # fmt: skip
         ptx.let_next_kernel_start()
         shared_rows = cuda.shared.array(shared_words, types.uint32, alignment=16)
-        sums = cuda.shared.array(parts, float32)
-        partials = cuda.shared.array(parts, float32)
+        sums, partials = cuda.shared.array(parts, float32), cuda.shared.array(parts, float32)
         inverses = cuda.shared.array(held, float32)
         weights = cuda.local.array(weight_words, uint32)
         words = cuda.local.array(row_words, uint32)
@@ -83,7 +83,7 @@ def make_router(width: int, experts: int, held: int, min_blocks: int, eps: float
         if normed_here:
             keep_norm(uint32(base + uint32(held * 2 * width)), norm_weight)
         expert, own_bias = uint32(block * uint32(EXPERTS) + (lane & uint32(3))), float32(0)
-        if warp == uint32(0) and expert < uint32(experts):
+        if biased and warp == uint32(0) and expert < uint32(experts):
             own_bias = ptx.load_global_bf16(bias + int64(expert) * int64(2))
         ptx.wait_for_previous_kernel()
         _fill(first_awaited, first_chunks)
@@ -117,14 +117,15 @@ def make_router(width: int, experts: int, held: int, min_blocks: int, eps: float
                     total = partials[at]
                     for quarter in range(1, QUARTERS):
                         total = ptx.add_rn(total, partials[at + int64(quarter)])
-                    total = ptx.add_rn(total, own_bias)
+                    if biased:
+                        total = ptx.add_rn(total, own_bias)
                     place = int64(first + mine) * int64(experts) + int64(expert)
                     ptx.store_relaxed_gpu_f32(logits + place * int64(4), total)
             first = int32(first + int32(cuda.gridDim.y) * int32(held))
 
     signature = (*(types.int64,) * 7, types.int32, *(types.int64,) * MOST_AWAITED, *(types.int32,) * MOST_AWAITED)
     norm = f"eps{eps!r}" if normed_here else "alone"
-    name = f"router_n{width}_e{experts}_r{held}x{min_blocks}_{norm}"
+    name = f"router_n{width}_e{experts}_r{held}x{min_blocks}_{norm}{'' if biased else '_unbiased'}"
     return Kernel(name, router, signature, THREADS, min_blocks)
 
 

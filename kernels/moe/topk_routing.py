@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.common.norm_math import lane_sum
 from lowlat.kernels.common.norm_row import is_live
 from lowlat.kernels.common.sentinels import is_missing, next_turn
 from lowlat.kernels.reference.shapes import check_shape
@@ -45,12 +46,14 @@ class TopKRouting:
 
     logits    [M, E]  float32
     row_live  [M] or [B, T]  uint8; None: all rows are live
+    over_all  shares are those of the softmax over all logits
     Of equal logits the lowest id comes first. A NaN counts as the largest, and makes the row's shares NaN. A dead row
     has ids of -1 and shares of 0.
     """
 
     logits: torch.Tensor
     row_live: torch.Tensor | None = None
+    over_all: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -96,12 +99,12 @@ def route_top_k(*, routing: TopKRouting, expert_ids: torch.Tensor, expert_weight
     check_dtype(torch.float32, expert_weights=expert_weights)
     grid = (-(-rows // ROWS), 1, 1)
     arguments = (*routing.of(slice(None)), expert_ids, expert_weights, rows)
-    return [KernelCall(_make(routing.num_experts, ranks), grid, arguments)]
+    return [KernelCall(_make(routing.num_experts, ranks, routing.over_all), grid, arguments)]
 
 
-def make_route(plan: RoutingArea, ranks: int, num_experts: int) -> Any:
+def make_route(plan: RoutingArea, ranks: int, num_experts: int, over_all: bool = False) -> Any:
     """A function of all threads: route the rows of `count` pairs, ids and shares to `area`; one barrier."""
-    route_row, warps = _make_route_row(plan, ranks, num_experts), plan.threads // 32
+    route_row, warps = _make_route_row(plan, ranks, num_experts, over_all), plan.threads // 32
 
     @device_function
     def route(area: Any, logits: Any, row_live: Any, count: Any, thread: Any) -> None:
@@ -114,8 +117,12 @@ def make_route(plan: RoutingArea, ranks: int, num_experts: int) -> Any:
     return route
 
 
-def _make_route_row(plan: RoutingArea, ranks: int, num_experts: int) -> Any:
+def _make_route_row(plan: RoutingArea, ranks: int, num_experts: int, over_all: bool) -> Any:
     own, shares_at = -(-num_experts // 32), plan.shares_at
+
+    @device_function
+    def power_of(value: Any, peak: Any) -> Any:
+        return ptx.exp2_approx(ptx.mul_rn(ptx.add_rn(value, -peak), float32(LOG2_E)))
 
     @device_function
     def route_row(area: Any, logits: Any, row_live: Any, row: Any, lane: Any) -> None:
@@ -149,10 +156,16 @@ def _make_route_row(plan: RoutingArea, ranks: int, num_experts: int) -> Any:
                     keys[part] = uint32(0)
             if rank == 0:
                 peak = _value(top)
-            power = ptx.exp2_approx(ptx.mul_rn(ptx.add_rn(_value(top), -peak), float32(LOG2_E)))
+            power = power_of(_value(top), peak)
             total = ptx.add_rn(total, power)
             if lane == uint32(rank):
                 mine, mine_id = power, found
+        if over_all:
+            total = float32(0)
+            for part in range(own):
+                if uint32(lane + uint32(32 * part)) < uint32(num_experts):
+                    total = ptx.add_rn(total, power_of(values[part], peak))
+            total = lane_sum(total)
         if lane < uint32(ranks):
             at = uint32(area + (row * uint32(ranks) + lane) * uint32(4))
             ptx.store_shared_u32(at, mine_id if live else uint32(EVERY_LANE))
@@ -205,10 +218,10 @@ class _Block:
 
 
 @cache
-def _make(num_experts: int, ranks: int) -> Kernel:
+def _make(num_experts: int, ranks: int, over_all: bool = False) -> Kernel:
     pairs, threads = ROWS * ranks, 32 * ROWS
     shares_at = 4 * pairs
-    route = make_route(_Block(threads, shares_at), ranks, num_experts)
+    route = make_route(_Block(threads, shares_at), ranks, num_experts, over_all)
 
     def route_top_k(logits: Any, row_live: Any, ids: Any, shares: Any, rows: Any) -> None:
         area = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
@@ -226,9 +239,10 @@ def _make(num_experts: int, ranks: int) -> Kernel:
             ptx.store_global_f32(shares + at, ptx.load_shared_f32(uint32(own + uint32(shares_at))))
 
     signature = (*(types.int64,) * 5,)
-    return Kernel(f"route_top_k_{num_experts}x{ranks}", route_top_k, signature, threads, 1, 2 * shares_at)
+    name = f"route_top_k_{num_experts}x{ranks}{'_over_all' if over_all else ''}"
+    return Kernel(name, route_top_k, signature, threads, 1, 2 * shares_at)
 
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make(128, 4)]
+    return [_make(128, 4), _make(128, 8, over_all=True)]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.common.kv_codes import decode_in_order, load_multiplier
 from lowlat.kernels.common.memory import divide, int_at, wide_count
 from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.reference.shapes import check_shape
@@ -23,15 +24,17 @@ def summarise_blocks(
     k_cache: torch.Tensor,
     block_table: torch.Tensor,
     span: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
     *,
     key_summary: torch.Tensor,
     card: Card = H200,
 ) -> list[KernelCall]:
     """`summarise_blocks` of the reference, in one launch; a thread takes 8 dimensions of a block's keys at a time.
 
-    k_cache      [P, G, block, D]     bf16; rows of whole multiples of 16 bytes
+    k_cache      [P, G, block, D]     bf16, or with kv_scales uint8; rows of whole multiples of 16 bytes
     block_table  [1, C / block]       int32
     span         [2]                  int32  positions [first, end) are new
+    kv_scales    [2, G]               float32: the cache holds codes; or None
     key_summary  [P, G, parts, 2, D]  bf16, updated
     Time: a read of the new blocks' keys over the memory's bandwidth. Captured: yes. Raises ShapeError for shapes or
     dtypes that do not fit.
@@ -41,16 +44,21 @@ def summarise_blocks(
     check_shape("key_summary", key_summary, pages, num_heads, parts, 2, dim)
     check_shape("block_table", block_table, 1, block_table.shape[-1])
     check_shape("span", span, 2)
-    if {k_cache.dtype, key_summary.dtype} != {torch.bfloat16} or parts < 1 or block % parts:
+    held = torch.bfloat16 if kv_scales is None else torch.uint8
+    if (k_cache.dtype, key_summary.dtype) != (held, torch.bfloat16) or parts < 1 or block % parts:
         raise ShapeError(
-            f"summarise_blocks takes bfloat16 and whole parts of a block of {block}, got {k_cache.dtype}, {parts} parts"
+            f"summarise_blocks takes bfloat16, or codes with kv_scales, and whole parts of a block of {block}, got "
+            f"{k_cache.dtype}, {parts} parts"
         )
-    pieces = wide_count("k_cache", k_cache)
-    wide_count("key_summary", key_summary)
+    if kv_scales is not None:
+        check_shape("kv_scales", kv_scales, 2, num_heads)
+    wide_count("k_cache", k_cache)
+    pieces = wide_count("key_summary", key_summary)
     most = -(-block_table.shape[-1] * parts * num_heads * pieces // THREADS)
     grid = (min(most, BLOCKS * card.num_multiprocessors), 1, 1)
-    kernel = _make(num_heads, block, parts, pieces)
-    return [KernelCall(kernel, grid, (k_cache, block_table, span, key_summary))]
+    kernel = _make(num_heads, block, parts, pieces, kv_scales is not None)
+    arguments = (k_cache, block_table, span, key_summary, 0 if kv_scales is None else kv_scales)
+    return [KernelCall(kernel, grid, arguments)]
 
 
 @device_function
@@ -75,12 +83,27 @@ def _negated(words: Any) -> Any:
     return uint32(a ^ signs), uint32(b ^ signs), uint32(c ^ signs), uint32(d ^ signs)
 
 
-@cache
-def _make(num_heads: int, block: int, parts: int, pieces: int) -> Kernel:
-    """A place is 16 bytes of a summary; the grid takes places in turn until all are done."""
-    size = block // parts
+def _make_load(coded: bool) -> Any:
+    """A function: 8 numbers of a key, as four words of two bf16."""
 
-    def summarise_blocks_kernel(k_cache: Any, table: Any, span: Any, summary: Any) -> None:
+    @device_function
+    def load(address: Any, multiplier: Any) -> Any:
+        if coded:
+            first, second = ptx.load_global_64(address)
+            a, b = decode_in_order(first, multiplier)
+            c, d = decode_in_order(second, multiplier)
+            return a, b, c, d
+        return ptx.load_global_128(address)
+
+    return load
+
+
+@cache
+def _make(num_heads: int, block: int, parts: int, pieces: int, coded: bool = False) -> Kernel:
+    """A place is 16 bytes of a summary; the grid takes places in turn until all are done."""
+    size, piece_bytes, load = block // parts, 8 if coded else 16, _make_load(coded)
+
+    def summarise_blocks_kernel(k_cache: Any, table: Any, span: Any, summary: Any, kv_scales: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         place = int64(cuda.blockIdx.x) * int64(THREADS) + int64(cuda.threadIdx.x)
@@ -92,12 +115,13 @@ def _make(num_heads: int, block: int, parts: int, pieces: int) -> Kernel:
             number, head = divide(row, num_heads)
             index, part = divide(first + number, parts)
             owner = int_at(table, index) * num_heads + head
-            source = k_cache + ((owner * block + part * size) * pieces + piece) * 16
+            source = k_cache + ((owner * block + part * size) * pieces + piece) * piece_bytes
             held = min(int64(size), end - (first + number) * int64(size))
-            largest = ptx.load_global_128(source)
+            multiplier = load_multiplier(kv_scales, head) if coded else uint32(0)
+            largest = load(source, multiplier)
             smallest = _negated(largest)
             for step in range(1, held):
-                words = ptx.load_global_128(source + step * int64(pieces * 16))
+                words = load(source + step * int64(pieces * piece_bytes), multiplier)
                 largest, smallest = _greater(largest, words), _greater(smallest, _negated(words))
             target = summary + ((owner * parts + part) * (2 * pieces) + piece) * 16
             a, b, c, d = largest
@@ -106,10 +130,10 @@ def _make(num_heads: int, block: int, parts: int, pieces: int) -> Kernel:
             ptx.store_global_128(target + pieces * 16, e, f, g, h)
             place += int64(cuda.gridDim.x) * int64(THREADS)
 
-    name = f"summarise_blocks_{num_heads}_{block}_{parts}_{pieces}"
-    return Kernel(name, summarise_blocks_kernel, (types.int64,) * 4, THREADS, min_blocks=BLOCKS)
+    name = f"summarise_blocks_{num_heads}_{block}_{parts}_{pieces}" + ("_coded" if coded else "")
+    return Kernel(name, summarise_blocks_kernel, (types.int64,) * 5, THREADS, min_blocks=BLOCKS)
 
 
 def examples() -> list[Kernel]:
-    """A specialisation that CI compiles: Llama-8B's cache with blocks of 16."""
-    return [_make(8, 32, 2, 16)]
+    """Specialisations that CI compiles: Llama-8B's cache with blocks of 16, and of codes."""
+    return [_make(8, 32, 2, 16), _make(8, 32, 2, 16, True)]

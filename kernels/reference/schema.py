@@ -11,8 +11,8 @@ A schema is declared once, by the decorator `operation` over the reference that 
 A line is an access, one or more names, a dtype, a shape, and words on its meaning.
 
 access  `read`; `write`; `update`, which is read and written, or written in part; `weight`, a canonical weight
-dtypes  a torch dtype by name; `compute`, bfloat16 or float32, one within the operation; `float`, either, each argument
-        its own; `any`, one within the operation
+dtypes  a torch dtype by name; `compute`, bfloat16 or float32, one within the operation; `cache`, that one, or uint8 for
+        codes; `float`, either, each argument its own; `any`, one within the operation
 shapes  extents are expressions over symbols, see `extents`; `flat` counts elements alone; `*rest` stands for all
         further extents, the same wherever it stands
 names   `source{F}` declares `source0`, `source1` and so on, F of them
@@ -58,7 +58,7 @@ class Access(StrEnum):
 class Argument:
     """One array of an operation.
 
-    dtype     "compute", "float", "any", or a torch dtype's name
+    dtype     "compute", "cache", "float", "any", or a torch dtype's name
     extents   of the shape; the number of elements alone where it is flat
     rest      the symbol of all further extents, if any
     count     the symbol that counts name0, name1, ..., or None for a single array
@@ -193,7 +193,7 @@ def _read_line(line: str, signature: Mapping[str, inspect.Parameter], kind: str)
     if match is None:
         raise ValueError(f"{kind}: cannot read {line!r}; expected: access names  dtype  [shape]  meaning")
     access, names, dtype, flat, shape = match.groups()
-    if dtype not in ("compute", "float", "any") and not isinstance(getattr(torch, dtype, None), torch.dtype):
+    if dtype not in ("compute", "cache", "float", "any") and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"{kind}: {dtype} is no dtype, in {line!r}")
     extents = [extent.strip() for extent in shape.split(",") if extent.strip()]
     rest = extents.pop()[1:] if extents and extents[-1].startswith("*") else None

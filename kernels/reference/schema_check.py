@@ -131,6 +131,8 @@ class _Unifier:
 
     def _unify_dtype(self, name: str, argument: Argument) -> None:
         found, wanted = self.arrays[name][1], argument.dtype
+        if wanted == "cache":
+            wanted = "uint8" if found == torch.uint8 else "compute"
         if wanted == "any" or (wanted == "compute" and found in FLOATS):
             fits = self.dtypes.setdefault(wanted, found) == found
         else:

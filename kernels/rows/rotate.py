@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.common.kv_codes import four_codes, load_scale
 from lowlat.kernels.common.norm_row import is_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live
@@ -39,6 +40,7 @@ class _Heads:
     dim                    elements of a head
     eps                    of the norm of queries and keys; None: they are not normalised
     rows, block_size       rows a slot and positions a KV block; 0 where keys and values go to buffers
+    coded                  keys and values go to caches of e4m3 codes
     """
 
     queries: int
@@ -48,6 +50,7 @@ class _Heads:
     eps: float | None
     rows: int
     block_size: int
+    coded: bool = False
 
     @property
     def count(self) -> int:
@@ -57,12 +60,18 @@ class _Heads:
     def name(self) -> str:
         normed = "" if self.eps is None else f"_eps{self.eps!r}"
         cached = f"_rows{self.rows}_block{self.block_size}" if self.block_size else ""
+        cached += "_coded" if self.coded else ""
         return f"rotate_q{self.queries}_k{self.keys}_v{self.values}_d{self.dim}{normed}{cached}"
 
 
 @device_function
 def _store_four(address: Any, x: Any) -> None:
     ptx.store_global_64(address, ptx.bf16_pair(x[0], x[1]), ptx.bf16_pair(x[2], x[3]))
+
+
+@device_function
+def _store_codes(address: Any, x: Any, scale: Any) -> None:
+    ptx.store_global_u32(address, four_codes(x[0], x[1], x[2], x[3], scale))
 
 
 @device_function
@@ -117,7 +126,7 @@ def _make_rotate(heads: _Heads) -> Kernel:
         heads.rows,
         heads.block_size,
     )
-    rotated, normed, eps = queries + keys, heads.eps is not None, heads.eps or 0.0
+    rotated, normed, eps, coded = queries + keys, heads.eps is not None, heads.eps or 0.0, heads.coded
 
     def rotate(
         qkv: Any,
@@ -135,6 +144,7 @@ def _make_rotate(heads: _Heads) -> Kernel:
         slots: Any,
         write_lens: Any,
         offsets: Any,
+        kv_scales: Any,
     ) -> None:
         thread = uint32(cuda.threadIdx.x)
         lane, row = int64(thread & uint32(31)), int64(cuda.blockIdx.x)
@@ -168,12 +178,18 @@ def _make_rotate(heads: _Heads) -> Kernel:
             if normed:
                 low, high = normed_head(low, high, low_weights, high_weights, live, dim, eps)
             low, high = _turned(low, c, _negative(high), s), _turned(high, c, low, s)
-        if written:
+        if coded and head >= int64(queries):
+            if written:
+                scale = load_scale(kv_scales, head - int64(queries))  # values' heads stand behind keys', as scales do
+                target += at * int64(dim) + lane * int64(4)
+                _store_codes(target, low, scale)
+                _store_codes(target + int64(dim // 2), high, scale)
+        elif written:
             target += at * int64(2 * dim) + lane * int64(8)
             _store_four(target, low)
             _store_four(target + int64(dim), high)
 
-    return Kernel(heads.name, rotate, (types.int64,) * 15, THREADS)
+    return Kernel(heads.name, rotate, (types.int64,) * 16, THREADS)
 
 
 def rotate(
@@ -188,6 +204,7 @@ def rotate(
     slots: torch.Tensor | None = None,
     write_lens: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     *,
     q: torch.Tensor | None = None,
     k: torch.Tensor | None = None,
@@ -207,6 +224,7 @@ def rotate(
     block_table         [max B, C / block]  int32  with the caches, as slots [B], write_lens [B], offsets [R] int32
     q                   [M, H, D]           bf16   out
     k, v                [M, G, D]           bf16   out, in place of the caches
+    kv_scales           [2, G]              float32  the caches are uint8, for codes; None: they are bf16
     k_cache, v_cache    [P, G, block, D]    bf16   updated: live rows at write_lens[slot] + offsets[row]
     One launch. Raises ShapeError for shapes that do not fit, parts that do not go together, or D that is no multiple
     of 8 or above `qk_norm.MAX_HEAD_DIM`.
@@ -228,7 +246,10 @@ def rotate(
     check_row_live(row_live, rows)
     check_dtype(torch.float32, qkv=qkv, cos=cos, sin=sin)
     check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets)
-    check_dtype(torch.bfloat16, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    check_dtype(torch.bfloat16, q=q, k=k, v=v)
+    check_dtype(torch.bfloat16 if kv_scales is None else torch.uint8, k_cache=k_cache, v_cache=v_cache)
+    if kv_scales is not None:
+        check_shape("kv_scales", kv_scales, 2, groups)
     if q is not None:
         check_shape("q", q, rows, queries, dim)
     for name, buffer in zip(("k", "v"), buffers, strict=False):
@@ -239,10 +260,11 @@ def rotate(
         per_slot, block_size, write = _write_arguments(  # type: ignore[assignment]
             rows, caches, row_live, block_table, slots, write_lens, offsets
         )
-    kernel = _make_rotate(_Heads(queries, groups, groups, dim, eps, per_slot, block_size))
+    kernel = _make_rotate(_Heads(queries, groups, groups, dim, eps, per_slot, block_size, kv_scales is not None))
     targets = (0 if q is None else q, *(kept or (0, 0)))
     live = 0 if row_live is None else row_live
-    arguments = (qkv, positions, cos, sin, *weights, live, *targets, *write)
+    scales = 0 if kv_scales is None else kv_scales
+    arguments = (qkv, positions, cos, sin, *weights, live, *targets, *write, scales)
     return [KernelCall(kernel, (rows, -(-(queries + 2 * groups) // WARPS), 1), arguments)]
 
 
@@ -283,4 +305,5 @@ def examples() -> list[Kernel]:
         _make_rotate(_Heads(32, 0, 0, 128, None, 0, 0)),
         _make_rotate(_Heads(0, 8, 8, 128, None, 8, 24)),
         _make_rotate(_Heads(6, 2, 2, 40, 1e-5, 0, 0)),
+        _make_rotate(_Heads(32, 8, 8, 128, 1e-6, 4, 32, True)),
     ]

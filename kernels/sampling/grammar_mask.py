@@ -6,29 +6,24 @@ committed tokens that they follow. A block that needs them waits for that word a
 
 from typing import Any
 
+from lowlat.kernels.common.host_word import await_host
 from lowlat.kernels.sampling.select import CHUNK, GROUPS, MINUS_INFINITY, STRIDE
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
-from lowlat.kernels.toolchain.ptx import load_acquire_system, load_volatile_i32, trap
+from lowlat.kernels.toolchain.ptx import load_volatile_i32
 
 __all__ = ["apply_mask", "await_masks"]
 
 WORDS = CHUNK // 32  # of a chunk's mask
-# Turns, each a trip over the bus to the host's memory: at least half a minute. So long may a host stand still.
-HOST_SPIN_LIMIT = 1 << 26
 
 
 @device_function
 def await_masks(ready: Any, length: Any) -> None:
     """Wait until the masks behind `length` committed tokens are there, or any later ones; all threads must come here.
 
-    ready  address of the slot's word, int64. A launch that waits too long ends as a failed one.
+    ready  address of the slot's word, see `await_host`
     """
     if cuda.threadIdx.x == 0:
-        turns = 0
-        while load_acquire_system(ready) < length:
-            if turns == HOST_SPIN_LIMIT:
-                trap()
-            turns += 1
+        await_host(ready, length)
     cuda.syncthreads()
 
 

@@ -33,7 +33,7 @@ APPLIED = (
 LISTED = ("active", "slots")
 GATHERED = (
     *("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints"),
-    "grammar_forced",
+    *("grammar_forced", "grammar_decided"),
     *(*BY_ROW, "paths", *BY_ENTRY[1:]),
 )
 TOLD = (
@@ -58,7 +58,11 @@ def list_active_slots(**arguments: torch.Tensor) -> list[KernelCall]:
 
 
 def gather_rows(**arguments: torch.Tensor) -> list[KernelCall]:
-    """`gather_rows` of the reference, whose arguments these are, by name. grammar_forced may lie in pinned memory."""
+    """`gather_rows` of the reference, whose arguments these are, by name.
+
+    grammar_forced and grammar_decided may lie in pinned host memory. With more than one row, a slot that has a grammar
+    waits until grammar_decided is its length or more; a launch that waits too long ends as a failed one.
+    """
     return _calls(arguments, gathers=True)
 
 
@@ -132,7 +136,7 @@ def _check(given: dict[str, torch.Tensor], plan: BeginStepPlan) -> None:
         "grammar_forced": (plan.max_batch, plan.max_rows),
         "grammar_tokens": (plan.max_batch, plan.max_rows),
         "grammar_paths": (plan.max_batch, plan.max_rows),
-        "grammar_lengths": (plan.max_batch,),
+        **dict.fromkeys(("grammar_decided", "grammar_lengths"), (plan.max_batch,)),
         "tree_paths": (plan.max_batch, plan.num_paths, plan.width),
         "paths": (plan.batch, plan.num_paths, plan.width),
         "prompt_seen": (plan.max_batch, plan.vocabulary),

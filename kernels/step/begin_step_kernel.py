@@ -1,13 +1,16 @@
 """The kernel of a step's start: one block applies commands, lists active slots, lays out the rows to verify, and tells.
 
 The commands and what joining slots begin with lie in pinned host memory, a microsecond away. So the rows are laid out
-while the ring's tail is on its way, and once more where there are commands. It is specialised by a `BeginStepPlan`.
+while the ring's tail is on its way, and once more where there are commands. A step may have been launched before the
+host has read the one ahead of it: where it verifies drafts, a slot with a grammar waits for what the host forces. It is
+specialised by a `BeginStepPlan`.
 """
 
 from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
+from lowlat.kernels.common.host_word import await_host
 from lowlat.kernels.common.memory import divide, int_at, long_at, set_byte, set_int, set_long, turns
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
@@ -30,7 +33,7 @@ ARGUMENTS = (
     *("tokens", "block_table", "stop_ids", "bias_ids", "bias_values", "lengths", "active", "num_drafts"),
     *("prompt_seen", "output_counts", "drafts", "tree_masks", "tree_paths", "slots", "row_tokens", "row_positions"),
     *("row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth"),
-    *("grammar_forced", "grammar_tokens", "grammar_paths", "grammar_lengths"),
+    *("grammar_forced", "grammar_decided", "grammar_tokens", "grammar_paths", "grammar_lengths"),
 )
 ACTIVE, COMMITTED, DRAFTED, DEEPEST, GUIDED, LIMIT, RECORD = (
     0,
@@ -121,7 +124,7 @@ def _find(index: Any, max_batch: Any, record: Any) -> Any:
 def _load_forced(lane: Any, index: Any, slot: Any, max_rows: Any, source: Any, forced: Any) -> None:
     """The tokens that an entry's grammar forces, from the host's memory, by a warp."""
     if lane < max_rows:
-        forced[index * FORCED_WORDS + lane] = int_at(source, slot * max_rows + lane)
+        forced[index * FORCED_WORDS + lane] = ptx.load_volatile_i32(source + (slot * max_rows + lane) * 4)
 
 
 @device_function
@@ -338,14 +341,18 @@ def _lay_out(
     batch, rows, num_paths, width, max_batch, max_rows, context = plan
     lists, gathers, _tells = parts
     record, alive, depths, nodes, forced, others = shared
-    tree_paths, paths, grammar_forced = path_arrays
+    tree_paths, paths, grammar_forced, grammar_decided = path_arrays
     slots, dense_lens, num_verified, verified_depth = outs
     _load_slots(thread, batch, max_batch, rows, parts, state, shared)
     cuda.syncthreads()
     index, lane, slot = thread >> 5, thread & 31, int64(-1)
     if index < batch:
         slot = _find(index, max_batch, record) if lists else int_at(slots, index)
-    guided = gathers and slot >= 0 and record[max(slot, int64(0)) * RECORD + GUIDED] != 0
+    place = max(slot, int64(0)) * RECORD
+    guided = gathers and rows > 1 and slot >= 0 and record[place + GUIDED] != 0
+    if guided and lane == 0:
+        await_host(grammar_decided + slot * 8, record[place + COMMITTED])
+    cuda.syncthreads()
     if guided:
         _load_forced(lane, index, slot, max_rows, grammar_forced, forced)
     cuda.syncthreads()
@@ -446,6 +453,7 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         num_verified: Any,
         verified_depth: Any,
         grammar_forced: Any,
+        grammar_decided: Any,
         grammar_tokens: Any,
         grammar_paths: Any,
         grammar_lengths: Any,
@@ -464,7 +472,8 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             tail, head = ptx.load_volatile_i64(command_tail), long_at(command_head, 0)
         state, shared = (lengths, active, num_drafts, slot_ints), (record, alive, depths, nodes, forced, others)
         row_arrays = (tokens, drafts, tree_masks, row_tokens, row_positions, row_live, row_masks)
-        path_arrays, outs = (tree_paths, paths, grammar_forced), (slots, dense_lens, num_verified, verified_depth)
+        path_arrays = (tree_paths, paths, grammar_forced, grammar_decided)
+        outs = (slots, dense_lens, num_verified, verified_depth)
         if lays_out:
             slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, path_arrays, outs)
         if applies and _commands_wait(thread, head, tail, words):

@@ -197,27 +197,28 @@ def add_tiles(count: int) -> Any:
     return add
 
 
-def store_group_half(rows: int, half: int, pitch: int) -> Any:
-    """An intrinsic: a lane's sums of one weight row plus a number, each to the place of its row of the output.
+def store_group_half(rows: int, half: int, pitch: int, *, is_scaled: bool = False) -> Any:
+    """An intrinsic: a lane's sums of one weight row, scaled, plus a number, each to the place of its row of the output.
 
-    It takes the global address of the lane's first row (of t * 2, t the lane's lowest two bits), the number, and the
-    sums of `multiply_group(rows)`. half: 0 for weight row g, 1 for g + 8. pitch: bytes from row to row.
+    It takes the global address of the lane's first row (of t * 2, t the lane's lowest two bits), the scale, the
+    number, and the sums of `multiply_group(rows)`. half: 0 for weight row g, 1 for g + 8. pitch: bytes from row to row.
+    is_scaled: sums are multiplied by the scale, and the product rounded, first; else it is passed over.
     """
+    product = "mul.rn.f32 t, $3, $2; add.rn.f32 t, t, $1;" if is_scaled else "add.rn.f32 t, $3, $1;"
 
     @intrinsic
-    def store(context: Any, address: Any, extra: Any, sums: Any) -> Any:
-        signature = types.void(i64, f32, types.UniTuple(f32, rows // 2))
+    def store(context: Any, address: Any, scale: Any, extra: Any, sums: Any) -> Any:
+        signature = types.void(i64, f32, f32, types.UniTuple(f32, rows // 2))
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            function = ir.FunctionType(ir.VoidType(), [ir_type(i64), ir_type(f32), ir_type(f32)])
+            function = ir.FunctionType(ir.VoidType(), [ir_type(i64), *[ir_type(f32)] * 3])
             for tile in range(rows // 8):
                 for part in range(2):
                     place = (8 * tile + part) * pitch
-                    text = f"{{ .reg .f32 t; add.rn.f32 t, $2, $1; st.global.f32 [$0+{place}], t; }}"
-                    assembly = ir.InlineAsm(function, text, "l,f,f,~{memory}", side_effect=True)
-                    builder.call(
-                        assembly, [args[0], args[1], builder.extract_value(args[2], 4 * tile + 2 * half + part)]
-                    )
+                    text = f"{{ .reg .f32 t; {product} st.global.f32 [$0+{place}], t; }}"
+                    assembly = ir.InlineAsm(function, text, "l,f,f,f,~{memory}", side_effect=True)
+                    value = builder.extract_value(args[3], 4 * tile + 2 * half + part)
+                    builder.call(assembly, [args[0], args[2], args[1], value])
             return context.get_dummy_value()
 
         return signature, codegen

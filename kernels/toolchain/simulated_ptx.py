@@ -13,12 +13,14 @@ __all__ = [
     "bf16_bits",
     "bf16_pair",
     "bits_of_float",
+    "div_rn",
     "exp2_approx",
     "fence_system",
     "float_of_bits",
     "fma_rn",
     "let_next_kernel_start",
     "load_acquire_gpu",
+    "load_acquire_system",
     "load_global_64",
     "load_global_128",
     "load_global_f32",
@@ -26,6 +28,7 @@ __all__ = [
     "load_global_i64",
     "load_global_nc_128",
     "load_global_u8",
+    "load_volatile_i32",
     "load_volatile_i64",
     "mul_rn",
     "store_global_64",
@@ -61,8 +64,8 @@ def _store(kind: Any) -> Callable[[int, Any], None]:
 
 
 load_global_f32 = _load(ctypes.c_float)
-load_global_i32 = _load(ctypes.c_int32)
-load_global_i64 = load_volatile_i64 = _load(ctypes.c_int64)
+load_global_i32 = load_volatile_i32 = _load(ctypes.c_int32)
+load_global_i64 = load_volatile_i64 = load_acquire_system = _load(ctypes.c_int64)
 load_global_u8 = _load(ctypes.c_uint8)
 load_acquire_gpu = _load(ctypes.c_uint32)
 store_global_f32 = store_relaxed_gpu_f32 = _store(ctypes.c_float)
@@ -114,6 +117,11 @@ def add_rn(a: float, b: float) -> np.float32:
 def mul_rn(a: float, b: float) -> np.float32:
     """One rounding."""
     return np.float32(a) * np.float32(b)
+
+
+def div_rn(a: float, b: float) -> np.float32:
+    """One rounding."""
+    return np.float32(a) / np.float32(b)
 
 
 def fma_rn(a: float, b: float, c: float) -> np.float32:

@@ -22,7 +22,6 @@ __all__ = ["LAYERS", "QuantisedWeights", "Quantiser", "quantised"]
 GROUP = 128
 LAYERS = ("qkv", "q", "kv", "o", "gate_up", "down", "fc")  # canonical names of linear layers; the LM head is by choice
 LM_HEAD = "lm_head"
-EXPERTS = ".experts"  # of a mixture: they stay as they are
 SUFFIX = ".weight"
 CHUNK = 16 << 20  # numbers that are rounded at once
 KINDS: Mapping[str, tuple[MatrixFormat, Callable[[torch.Tensor], dict[str, torch.Tensor]]]] = {
@@ -33,7 +32,7 @@ KINDS: Mapping[str, tuple[MatrixFormat, Callable[[torch.Tensor], dict[str, torch
 
 @dataclass(frozen=True)
 class Quantiser:
-    """The rounding of a model's linear layers: to FP8 by row, or to INT4 in groups of 128.
+    """The rounding of a model's linear layers, those of experts among them: to FP8 by row, or to INT4 in groups of 128.
 
     lm_head  whether the LM head is among them
     option   that asked for it, for messages
@@ -51,14 +50,15 @@ class Quantiser:
     def takes(self, weight: str) -> bool:
         """Whether a canonical weight is a matrix that is rounded."""
         owner, _, part = weight.rpartition(".")
-        outer, _, name = owner.removeprefix("head.").rpartition(".")
-        if outer.endswith(EXPERTS):
-            return False
+        name = owner.rpartition(".")[2]
         return part == "weight" and (name in LAYERS or (self.lm_head and name == LM_HEAD))
 
     def specs(self, weight: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Names, shapes and dtypes of the parts of a matrix. Raises ConfigError for one that the format cannot hold."""
-        rows, columns = shape
+        """Names, shapes and dtypes of the parts of a matrix, or of a stack of them.
+
+        Raises ConfigError for one that the format cannot hold.
+        """
+        *outer, rows, columns = shape
         if columns % self.packed.block:
             raise ConfigError(
                 f"{self.option} {self.kind!r} needs layers of a multiple of {self.packed.block} inputs, and {weight} "
@@ -68,18 +68,18 @@ class Quantiser:
         specs = self.packed.specs(rows, columns, torch.bfloat16)
         if "int4_scales" in specs:
             specs["int4_scales"] = (specs["int4_scales"][0], torch.bfloat16)  # as `quantise_int4` rounds them
-        return {f"{owner}.{part}": spec for part, spec in specs.items()}
+        return {f"{owner}.{part}": ((*outer, *own), dtype) for part, (own, dtype) in specs.items()}
 
     def parts(self, weight: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of a matrix by name. Raises ConfigError as `specs` does, and for numbers that are not finite."""
-        self.specs(weight, tuple(tensor.shape))
-        step = max(1, CHUNK // tensor.shape[1])
+        shapes = {name: shape for name, (shape, _) in self.specs(weight, tuple(tensor.shape)).items()}
+        step = max(1, CHUNK // tensor.shape[-1])
         try:
-            pieces = [KINDS[self.kind][1](rows) for rows in tensor.split(step)]
+            pieces = [KINDS[self.kind][1](rows) for rows in tensor.flatten(0, -2).split(step)]
         except ConfigError as error:
             raise ConfigError(f"{weight}: {error}") from None
-        owner = weight.removesuffix(SUFFIX)
-        return {f"{owner}.{part}": torch.cat([each[part] for each in pieces]) for part in self.packed.parts}
+        made = {part: torch.cat([each[part] for each in pieces]) for part in self.packed.parts}
+        return {name: made[name.rpartition(".")[2]].view(shape) for name, shape in shapes.items()}
 
 
 def quantised(weights: Mapping[str, torch.Tensor], quantiser: Quantiser) -> dict[str, torch.Tensor]:

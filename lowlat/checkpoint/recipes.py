@@ -72,19 +72,22 @@ class Recipe:
     deinterleave            [E, 2I, ...], gate and up rows alternating -> all gate rows, then all up rows
     transpose               [E, in, out] -> [E, out, in]
     transpose_deinterleave  [E, N, 2I] -> [E, 2I, N], gate rows first
+    count                   matrices that the rows, stacked, make: [E * N, ...] -> [E, N, ...]; None: they stay rows
     """
 
     weight: str
     pieces: tuple[Piece, ...]
     dtype: torch.dtype
     arrange: Arrange = "rows"
+    count: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the canonical weight."""
         first = self.pieces[0].made
         if self.arrange == "rows":
-            return (sum(piece.made[0] for piece in self.pieces), *first[1:])
+            rows = sum(piece.made[0] for piece in self.pieces)
+            return (rows, *first[1:]) if self.count is None else (self.count, rows // self.count, *first[1:])
         if self.arrange == "deinterleave":
             return first
         return (first[0], first[2], first[1])
@@ -143,7 +146,7 @@ def placed_rows(recipe: Recipe, out: torch.Tensor, offset: int, first: int, coun
     offset  rows of the pieces before this one; the other arrangements have one piece, whose first dimension they keep
     """
     start = offset + first if recipe.arrange == "rows" else first
-    return out[start : start + count]
+    return (out if recipe.count is None else out.flatten(0, 1))[start : start + count]
 
 
 def place_rows(recipe: Recipe, placed: torch.Tensor, stored: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ The code that lowers a program asks for a weight in a form; the form decides how
 for its whole life. Prefill unpacks a matrix at a time, and none of a mixture's experts where kernels run.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
 
@@ -13,7 +13,8 @@ from lowlat.errors import ConfigError
 from lowlat.executors.lowering.weight_parts import MatrixParts
 from lowlat.kernels.formats import matrix_format
 from lowlat.kernels.formats.dense import pack_matrix
-from lowlat.kernels.gemm.packing import PackedMatrix, pack, runs_of
+from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS, PackedMatrix, pack, runs_of
+from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.moe.packing import PackedExperts, pack_experts
 
 __all__ = ["DeviceWeights"]
@@ -44,11 +45,12 @@ class DeviceWeights:
         self._plain: dict[str, torch.Tensor] = {}
         ready = {} if isinstance(source, WeightSource) else source
         self._experts = {name: part for name, part in ready.items() if isinstance(part, PackedExperts)}
+        stacks = set(experts or {})
         waiting, parts = _Waiting(experts or {}, orders or {}, device), MatrixParts(source)
         with streamed(_tensors(source), device) as stream:
             for names, tensor in stream:
                 if parts.owns(names[0]):
-                    self._take_part(parts, names[0], tensor.to(device), orders or {})
+                    self._take_part(parts, names[0], tensor.to(device), orders or {}, stacks)
                     continue
                 _check_dtype(names[0], tensor)
                 if waiting.take(names[0], tensor, self._experts):
@@ -65,13 +67,25 @@ class DeviceWeights:
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each order that was asked for, once
 
     def _take_part(
-        self, parts: MatrixParts, name: str, tensor: torch.Tensor, orders: Mapping[str, torch.Tensor]
+        self,
+        parts: MatrixParts,
+        name: str,
+        tensor: torch.Tensor,
+        orders: Mapping[str, torch.Tensor],
+        stacks: Container[str],
     ) -> None:
-        """Keep a part of a quantised matrix, packed with its last one. Raises ConfigError for other formats."""
+        """Keep a part of a quantised matrix, packed with its last one. Raises ConfigError for other formats.
+
+        stacks  names of a mixture's GEMMs
+        """
         made = parts.take(name, tensor)
         if made is None:
             return
         matrix, found = made
+        owner = matrix.removesuffix(".weight")
+        if owner in stacks:
+            self._experts[owner] = pack_experts(found, device=self.device, order=orders.get(owner))
+            return
         self._packed[matrix] = pack_matrix(matrix_format(found), found, orders.get(matrix))
 
     def matrix(self, name: str) -> PackedMatrix:
@@ -80,9 +94,20 @@ class DeviceWeights:
             raise ConfigError(f"weight {name} is missing, or no GEMM reads it")
         return self._packed[name]
 
+    @property
+    def most_unpacked(self) -> int:
+        """Numbers of the largest quantised matrix, padded to whole tiles; 0 where all are plain."""
+        quantised = [each.tiles for each in self._packed.values() if each.tile_format != BF16_TILES]
+        return max((tiles.shape[0] * tiles.shape[1] * TILE_ROWS * TILE_COLUMNS for tiles in quantised), default=0)
+
     def shape(self, name: str) -> torch.Size:
-        """The shape of a matrix or of anything that is not packed. Raises ConfigError as `vector` does."""
-        packed = self._packed.get(name)
+        """The shape of a matrix, of a stack of experts or of anything that is not packed.
+
+        Raises ConfigError as `vector` does.
+        """
+        packed, experts = self._packed.get(name), self._experts.get(name.rpartition(".")[0])
+        if experts is not None:
+            return torch.Size((experts.num_experts, experts.rows, experts.columns))
         return self.vector(name).shape if packed is None else torch.Size((packed.rows, packed.columns))
 
     def table(self, name: str) -> torch.Tensor | PackedMatrix:
@@ -155,7 +180,7 @@ class DeviceWeights:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that a launch may point into."""
-        experts = [part for each in self._experts.values() for part in (each.words, each.scales) if part is not None]
+        experts = [part for each in self._experts.values() for part in each.tensors]
         tiles = [matrix.memory for matrix in self._packed.values()]
         runs = [each for _, each in (*self._runs, *self._places)]
         return [*tiles, *experts, *runs, *self._plain.values(), *self._orders.values()]

@@ -90,7 +90,7 @@ class KernelExecutor(ABC):
         self.stream = torch.cuda.Stream(device)
         every, largest = list(self._programs.values()), prefills[max(prefills)]
         layouts = weight_layouts(every, self.launcher.card, fuse=fuse)
-        self._weights = DeviceWeights(weights, gemm_weights(every), device, layouts, expert_parts(every))
+        self._weights = DeviceWeights(weights, gemm_weights(every), device, layouts, expert_parts(every, weights))
         specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):
             self._arguments = ChunkArguments(largest, device)

@@ -1,8 +1,11 @@
 """The host's part of a step whose requests have grammars: the masks of the rows that the step verifies.
 
 The device tells the rows when a step begins, the host fills their masks while the target runs, and the draw of each
-slot waits for its own. So a step with a grammar is launched when the one before it has been read, never earlier. It
-knows no library of grammars.
+slot waits for its own. A step may be launched before the one ahead of it was read: it begins when the host says, behind
+the tokens of that one, what the grammar forces, if it verifies drafts at all. What a slot's masks and rows are written
+over with is of a later step: that begins when all draws of the one before it had their masks, for which their rows had
+been read, and the host fills masks behind tokens that it has read, which come after the draws. The device alone repeats
+no step while a grammar is active. It knows no library of grammars.
 """
 
 import time
@@ -83,14 +86,14 @@ class GrammarMasks:
             return None
         self._grammars[session.slot] = session, session.grammar
         self.stats.num_requests += 1
-        self._force(session.slot, [])
+        self._force(session.slot, (), len(session.prompt))
         return self._fill(session.slot, session.prompt[-1:], (-1,))
 
     def leave(self, slot: int) -> None:
-        """A request has left its slot: a step under way waits for its masks no more."""
+        """A request has left its slot: steps under way wait for its grammar no more."""
         if self._grammars.pop(slot, None) is not None:
             self._complaints.pop(slot, None)
-            self._mailbox.release_masks(slot)
+            self._mailbox.release(slot)
 
     def release(self) -> None:
         """Let no step wait any more: the runtime is closed."""
@@ -98,30 +101,32 @@ class GrammarMasks:
             self.leave(slot)
 
     def advance(self, publications: Iterable[SlotPublication]) -> None:
-        """Take the tokens of a step that goes on, and have the next, not launched yet, verify what must follow them."""
+        """Take the tokens of steps that go on, and let the next begin, launched or not, with what must follow them."""
         for publication in publications:
             slot = publication.slot
-            if slot in self._grammars:
-                self._count(publication)
-            if slot in self._grammars and publication.finish_reason is None:
+            if slot not in self._grammars:
+                continue
+            verified = self._forced.get(slot, ())
+            if publication.finish_reason is None:
+                forced: Sequence[int] = ()
                 try:
                     grammar = self._grammars[slot][1]
                     grammar.advance(publication.token_ids)
-                    self._force(slot, grammar.forced(self._most_forced) if self._most_forced else [])
+                    forced = grammar.forced(self._most_forced) if self._most_forced else ()
                 except LowlatError as error:
                     self._complaints[slot] = str(error)
+                self._force(slot, forced, publication.length)
+            self._count(publication, verified)
 
-    def _count(self, publication: SlotPublication) -> None:
-        forced = self._forced.get(publication.slot, ())
+    def _count(self, publication: SlotPublication, forced: Sequence[int]) -> None:
         agreed = [mine == token for mine, token in zip(publication.token_ids, forced, strict=False)]
         verified = min(len(forced), publication.verified)
         self.stats.num_forced_accepted += min(sum(agreed), verified)
         self.stats.num_draft_tokens += publication.verified
         self.stats.num_accepted_tokens += publication.accepted
 
-    def _force(self, slot: int, tokens: Sequence[int]) -> None:
-        if tokens or self._forced.get(slot):
-            self._mailbox.force_drafts(slot, tokens)
+    def _force(self, slot: int, tokens: Sequence[int], length: int) -> None:
+        self._mailbox.force_drafts(slot, tokens, length)
         self.stats.num_forced_drafts += len(tokens)
         self._forced[slot] = tokens
 
@@ -161,7 +166,7 @@ class GrammarMasks:
         return None
 
     def fill(self, num_rows: int) -> Failures:
-        """Fill what a launched step of so many rows a slot still lacks; returns the sessions whose masks cannot be.
+        """Fill what the step that runs still lacks, of so many rows a slot; returns sessions whose masks cannot be.
 
         It waits for the device to tell the rows. Raises DeviceError when the device has failed.
         """

@@ -24,7 +24,7 @@ from lowlat.host.perf import check_device, check_launches
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.program import Program
-from lowlat.models.target import OpenedTarget, fetch_target, open_target, quantise_target
+from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator
@@ -90,6 +90,11 @@ def load(
     if not isinstance(target, OpenedTarget):
         fetched = fetch_target(target, dtype=options.dtype, progress=downloaded)
         target = open_target(fetched, dtype=options.dtype, progress=progress)
+    if options.kv_cache_dtype == "fp8":
+        target = code_kv(target)
+    elif options.kv_cache_dtype == "bf16" and target.config.dtype != "bfloat16":
+        raise ConfigError(f"kv_cache_dtype 'bf16' is of models that run in bfloat16, and this one runs in "
+                          f"{target.config.dtype}: take 'auto', or dtype 'bfloat16'")  # fmt: skip
     if options.quantize is not None:
         target = quantise_target(target, Quantiser(options.quantize, options.quantize_lm_head))
     if options.max_context > target.config.max_position:

@@ -50,7 +50,7 @@ STAGED = tuple(
 PREFILL = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")
 PARTIAL = ("prefill_span", "prefill_shifts")  # with SpecPV
 MASKS = ("grammar_masks", "grammar_ready")
-FORCED = ("grammar_forced",)
+FORCED = ("grammar_forced", "grammar_decided")
 ROWS = ("grammar_tokens", "grammar_paths", "grammar_lengths")
 WRITTEN = (*STAGED, *MASKS, *FORCED, "command_ring", "command_tail", *(f"prefill_{part}" for part in PREFILL))
 READ = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
@@ -233,15 +233,19 @@ class Mailbox:
         self._arrays["grammar_ready"][slot] = length  # the last: a draw may be waiting
         self._host.send(MASKS[1:])
 
-    def force_drafts(self, slot: int, tokens: Sequence[int]) -> None:
-        """Let a slot's next step verify these tokens in place of its drafts; none: its drafts. No step is under way."""
+    def force_drafts(self, slot: int, tokens: Sequence[int], length: int) -> None:
+        """Let a slot's step behind so many committed tokens begin, and verify these in place of its drafts, if any."""
         row = self._arrays["grammar_forced"][slot]
-        row[1 : len(tokens) + 1] = tokens
+        if tokens:
+            row[1 : len(tokens) + 1] = tokens
         row[0] = len(tokens)
-        self._host.send(FORCED)
+        self._host.send(FORCED[:1])
+        self._arrays["grammar_decided"][slot] = length  # the last: a step may be waiting to begin
+        self._host.send(FORCED[1:])
 
-    def release_masks(self, slot: int) -> None:
-        """Let a slot's draw wait for no masks: nobody wants its tokens."""
+    def release(self, slot: int) -> None:
+        """Let a slot's steps wait for nothing of its grammar's: nobody wants their tokens."""
+        self.force_drafts(slot, (), NEVER)
         self.send_masks(slot, NEVER)
 
     def write_chunk(self, slot: int, tokens: Sequence[int], start: int, table: Sequence[int]) -> None:

@@ -33,7 +33,8 @@ class Launches:
     loop  the same executor, if it repeats steps by itself; None: every step is launched
 
     `under_way` says whether entries are still to come, `looping` whether a loop brings them, `bucket` is the bucket of
-    the last launch. At most two steps or two loops are under way, the second queued behind the first.
+    the last launch. At most two steps or two loops are under way, the second queued behind the first, or a loop behind
+    a step.
     """
 
     def __init__(self, executor: Executor, mailbox: Mailbox, loop: LoopingExecutor | None = None) -> None:

@@ -371,7 +371,7 @@ class Runtime:
         self._launches.start(bucket, may_loop=may_loop, meanwhile=meanwhile, most=most)
 
     def _fill_masks(self) -> None:
-        """The host's part of a step that was launched: the masks that its slots' draws wait for."""
+        """The host's part of the step that runs: the masks that its slots' draws wait for."""
         if self._masks and self._launches.bucket is not None:
             for session, problem in self._masks.fill(self._launches.bucket.rows):
                 self._fail(session, problem)
@@ -387,12 +387,12 @@ class Runtime:
         """Outputs of what is under way: of the next step, or of all where others are wanted from now on.
 
         What follows is queued first, where it is certain: then the device does not wait while the host waits, makes
-        outputs, or stands still.
+        outputs, or stands still. The masks of what runs come first: nothing ends without them.
         """
         launches = self._launches
         self._fill_masks()
         if not ahead or (launches.in_loop and not self._fits(depth)):
-            return self._take(launches.drain(), depth, ahead)
+            return self._take(launches.wait() if self._masks else launches.drain(), depth, ahead)
         if self._is_certain(depth) and (most := self._refreshes.num_certain(depth)) != 0:
             self._launch(self.scheduler.choose_bucket(depth), ahead, most)
         return self._take(launches.wait(), depth, ahead)
@@ -404,7 +404,7 @@ class Runtime:
         stop id or string cannot be foreseen: where it ends the last request, one step is run for nobody.
         """
         scheduler, launches = self.scheduler, self._launches
-        if self._masks or scheduler.has_work or not scheduler.num_active:
+        if scheduler.has_work or not scheduler.num_active:
             return False
         if not launches.has_room(scheduler.choose_bucket(depth)):
             return False
@@ -415,12 +415,13 @@ class Runtime:
         """Tokens that a request may still get when all that is under way has brought it as many as it can."""
         limit = session.params.max_draft_tokens
         most = 1 + (depth if limit is None else min(depth, limit))
-        return session.room - most * self._launches.num_under_way
+        room = 1 if session.grammar is not None and session.grammar.terminated else session.room
+        return room - most * self._launches.num_under_way
 
     def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> list[StepOutput]:
         """Outputs of entries; where the step after them is certain, it is launched first."""
         published: Iterable[list[SlotPublication]] = map(self._mailbox.read, entries)
-        if self._masks:  # nothing but a launch waits for grammars: the text of outputs is made behind it
+        if self._masks:  # a launch waits for grammars, or a step that was launched: outputs are made behind it
             published = list(published)
             self._masks.advance(publication for each in published for publication in each)
         if ahead and not self._launches.under_way:
@@ -488,7 +489,7 @@ class Runtime:
         if phase is not Phase.QUEUED:
             del self._slots[session.slot]
             self._masks.leave(session.slot)
-        if not (self._masks and self._launches.under_way):  # else `_take` does, when the step under way has its masks
+        if not (self._masks and self._launches.under_way):  # else `_take` does, when what is under way has its masks
             self._launches.clear_blocks(self.kvcache.take_blocks_to_clear())
         return phase
 

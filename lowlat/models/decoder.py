@@ -11,18 +11,23 @@ from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import ProgramBuilder, Stage
 
-__all__ = ["emit_decoder", "emit_lm_head", "kv_specs", "partial_specs"]
+__all__ = ["emit_decoder", "emit_lm_head", "kv_dtype", "kv_specs", "partial_specs"]
 
 
 def kv_specs(config: ModelConfig, num_blocks: int, block_size: int) -> list[BufferSpec]:
-    """The target's KV cache: for each layer k and v, [P, G, block, D] in the compute dtype."""
+    """The target's KV cache: for each layer k and v, [P, G, block, D] in the compute dtype, or codes."""
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-    dtype = TORCH_DTYPES[config.dtype]
+    dtype = kv_dtype(config)
     return [
         BufferSpec(f"{part}_cache.{layer}", shape, dtype, Role.STATE, Paging.POSITIONS)
         for layer in range(config.num_layers)
         for part in ("k", "v")
     ]
+
+
+def kv_dtype(config: ModelConfig) -> torch.dtype:
+    """The dtype of KV caches: the compute dtype, or uint8 for codes."""
+    return TORCH_DTYPES[config.dtype] if config.coded_kv is None else torch.uint8
 
 
 def partial_specs(
@@ -40,7 +45,9 @@ def partial_specs(
     for layer, window in enumerate(config.windows):
         if window is None:
             summary, lists = (num_blocks, kv_heads, parts, 2, head_dim), (max_batch, kv_heads, table_width * parts)
-            specs.append(BufferSpec(f"key_summary.{layer}", summary, kv.dtype, Role.STATE, Paging.BLOCKS))
+            specs.append(
+                BufferSpec(f"key_summary.{layer}", summary, TORCH_DTYPES[config.dtype], Role.STATE, Paging.BLOCKS)
+            )
             specs.append(BufferSpec(f"block_lists.{layer}", lists, torch.int32, Role.STATE))
     return specs
 
@@ -104,13 +111,15 @@ def _emit_experts(emitter: Emitter, config: ModelConfig, layer: int, normed: str
     name, count, chosen = f"layers.{layer}", emitter.rows.count, experts.num_experts_per_token
     ids = emitter.scratch("expert_ids", count, chosen, dtype=torch.int32)
     shares = emitter.scratch("expert_weights", count, chosen, dtype=torch.float32)
+    biases = ("bias",) if experts.biased else ()
     emitter.emit(
         "router",
         {"x": normed, **emitter.wanted()},
         {"expert_ids": ids, "expert_weights": shares},
-        weights={"weight": f"{name}.router.weight", "bias": f"{name}.router.bias"},
+        weights={part: f"{name}.router.{part}" for part in ("weight", *biases)},
+        over_all=experts.shares_of_all,
     )
-    parts = (*FORMATS[experts.weight_format].parts, "bias")
+    parts = (*FORMATS[experts.weight_format].parts, *biases)
     activated = emitter.scratch("activated", count, chosen, config.intermediate_size)
     emitter.emit(
         "experts_gate_up",

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowlat.checkpoint.formats import Quantisation
+from lowlat.checkpoint.kv_scales import LayerScales
 from lowlat.checkpoint.quantising import Quantiser
 
-__all__ = ["AttentionWidths", "DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
+__all__ = ["AttentionWidths", "CodedKV", "DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
 DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab"]
 ComputeDtype = Literal["bfloat16", "float32"]
@@ -37,13 +38,26 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts in place of the dense FFN (gpt-oss): softmax over the chosen, clamped SwiGLU."""
+    """A mixture of experts in place of the dense FFN."""
 
     num_experts: int
     num_experts_per_token: int
-    swiglu_limit: float
-    swiglu_alpha: float
+    swiglu_limit: float | None  # of the clamped SwiGLU; None: SwiGLU is plain
+    swiglu_alpha: float | None
     weight_format: str  # of its matrices: a name in the table of `lowlat.kernels.formats`
+    biased: bool = True  # router and experts have biases
+    shares_of_all: bool = False  # shares are of the softmax over all experts; else over the chosen, and sum to 1
+
+
+@dataclass(frozen=True)
+class CodedKV:
+    """A KV cache of e4m3 codes.
+
+    scales  of each layer of the target, [L]: those of keys and of values, each by key-value head; bfloat16 numbers. A
+            draft model's are 1
+    """
+
+    scales: tuple[LayerScales, ...]
 
 
 class AttentionWidths:
@@ -92,6 +106,7 @@ class ModelConfig(AttentionWidths):
     bos_token_id: int | None = None
     quantisation: Quantisation | None = None  # of linear layers in files; None: plain
     quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
+    coded_kv: CodedKV | None = None  # None: the cache has the compute dtype
 
 
 @dataclass(frozen=True)

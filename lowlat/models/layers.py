@@ -10,9 +10,14 @@ import torch
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import ProgramBuilder, Stage
 
-__all__ = ["TORCH_DTYPES", "Emitter", "Rows"]
+__all__ = ["TORCH_DTYPES", "Emitter", "Rows", "scales_name"]
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def scales_name(k_cache: str) -> str:
+    """The constant that has the scales of a cache of codes, [2, G] float32, by the name of its keys."""
+    return k_cache.replace("k_cache", "kv_scales")
 
 
 @dataclass(frozen=True)
@@ -116,10 +121,17 @@ class Emitter:
         )
         return out
 
+    def scales(self, k_cache: str) -> dict[str, str]:
+        """The argument of the scales of a cache that holds codes; they are declared where caches are."""
+        if self.builder.spec(k_cache).dtype != torch.uint8:
+            return {}
+        return {"kv_scales": scales_name(k_cache)}
+
     def kv_write(self, k: str, v: str, caches: tuple[str, str]) -> None:
         """Store keys and values of the live rows."""
         kind = "kv_write" if self.rows.live is not None else "prefill_kv_write"
-        self.emit(kind, {"k": k, "v": v, **self.rows.write}, {"k_cache": caches[0], "v_cache": caches[1]})
+        reads = {"k": k, "v": v, **self.rows.write, **self.scales(caches[0])}
+        self.emit(kind, reads, {"k_cache": caches[0], "v_cache": caches[1]})
 
     def attention(
         self, q: str, caches: tuple[str, str], width: int, *, sinks: str | None = None, **params: object
@@ -127,6 +139,7 @@ class Emitter:
         """Attention of these rows over the cache, [M, width]."""
         out = self.scratch("attention", self.rows.count, width)
         reads = {"q": q, "k_cache": caches[0], "v_cache": caches[1], **self.rows.attention, **self.live()}
+        reads |= self.scales(caches[0])
         weights = {} if sinks is None else {"sinks": sinks}
         if self.rows.chunk is None:
             self.emit("attention", reads, {"out": out}, weights=weights, **params)
@@ -142,6 +155,7 @@ class Emitter:
         """Summaries of the keys that prefill wrote, and the blocks of its slot's list: all, if it is not partial."""
         summary, common = f"key_summary.{layer}", self.rows.attention
         reads = {"k_cache": f"k_cache.{layer}", "block_table": common["block_table"], "span": "prefill_span"}
+        reads |= self.scales(f"k_cache.{layer}")
         self.emit("summarise_blocks", reads, {"key_summary": summary})
         self.emit(
             "choose_blocks",
@@ -162,7 +176,7 @@ class Emitter:
         lists = {"block_lists": f"block_lists.{layer}", "dense_lens": "list_lens"}
         caches = {"k_cache": f"k_cache.{layer}", "v_cache": f"v_cache.{layer}"}
         weights = {} if sinks is None else {"sinks": sinks}
-        reads = {"q": q, **caches, **lists, **given, **self.live()}
+        reads = {"q": q, **caches, **lists, **given, **self.live(), **self.scales(caches["k_cache"])}
         self.emit("partial_attention", reads, {"out": out}, weights=weights, scale=scale, block=partial.block)
         return out
 

@@ -14,6 +14,7 @@ import torch
 from lowlat.checkpoint import hub
 from lowlat.checkpoint.formats import narrowed, part_groups
 from lowlat.checkpoint.json_file import shown
+from lowlat.checkpoint.kv_scales import kv_scale_names, read_kv_scales
 from lowlat.checkpoint.quantising import QuantisedWeights, Quantiser
 from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes
 from lowlat.checkpoint.source import WeightSource
@@ -21,13 +22,15 @@ from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 from lowlat.errors import ConfigError
 from lowlat.models.families import FAMILIES
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import CodedKV, DraftConfig, ModelConfig
 from lowlat.models.hf_config import read_config, resolve_dtype
 
 __all__ = [
     "LoadedTarget",
     "OpenedTarget",
     "StoredTarget",
+    "code_kv",
+    "coded",
     "fetch_target",
     "load_target",
     "open_target",
@@ -109,8 +112,9 @@ def target_recipes(config: ModelConfig) -> list[Recipe]:
 
 
 def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
-    """Buffers that old versions of transformers stored, and the copy of a tied embedding."""
+    """Buffers that old versions of transformers stored, scales of the KV cache, and the copy of a tied embedding."""
     ignored = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers)}
+    ignored |= {name for layer in range(config.num_layers) for names in kv_scale_names(layer) for name in names}
     ignored.add("model.rotary_emb.inv_freq")
     if config.tie_embeddings:
         ignored.add("lm_head.weight")
@@ -186,6 +190,17 @@ def quantise_target(target: OpenedTarget, quantiser: Quantiser) -> OpenedTarget:
     """The same target, its linear layers rounded as they are streamed. Raises ConfigError where they are already."""
     config = rounding(target.config, quantiser, f"{target.directory}: the target")
     return OpenedTarget(config, QuantisedWeights(target.weights, quantiser), target.directory)
+
+
+def code_kv(target: OpenedTarget) -> OpenedTarget:
+    """The same target with a KV cache of codes, by the scales that its files have. Raises ConfigError for these."""
+    checkpoint = target.weights.checkpoint if isinstance(target.weights, StoredWeights) else None
+    return replace(target, config=coded(target.config, checkpoint))
+
+
+def coded(config: ModelConfig, checkpoint: Checkpoint | None = None) -> ModelConfig:
+    """The geometry of a model whose KV cache holds codes; without a checkpoint all scales are 1."""
+    return replace(config, coded_kv=CodedKV(read_kv_scales(checkpoint, config.num_layers, config.num_kv_heads)))
 
 
 def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:

@@ -254,6 +254,10 @@ class RuntimeConfig:
         None, "Round a plain target's linear layers at load: to FP8 by row, or to INT4 in groups of 128."
     )
     quantize_lm_head: bool = declare(False, "Round the LM head, too.")
+    kv_cache_dtype: Literal["auto", "bf16", "fp8"] = declare(
+        "auto",
+        "How keys and values are kept; fp8: in 8 bits, by the checkpoint's scales where it has any. auto: as they are.",
+    )
     device: str = declare("auto", "auto, cpu, cuda or cuda:N.")
     executor: Literal["auto", "reference", "eager", "graph"] = declare("auto", "How steps are run.")
     block_size: int = declare(32, "Positions of one KV block.", 1, 1024)

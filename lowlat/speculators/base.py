@@ -42,11 +42,13 @@ class StateSizes:
     """The extents of the state that a speculator may keep: by slot, by position or by KV block.
 
     dtype       the target's compute dtype
+    kv_dtype    that of KV caches: the same, or uint8 for codes
     num_blocks  KV blocks of the pool, the null block included
     block_size  positions of a block
     """
 
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     max_batch: int
     max_context: int
     num_blocks: int

@@ -17,7 +17,7 @@ from lowlat.models.layers import Rows
 from lowlat.models.program import Program, ProgramBuilder, Stage
 from lowlat.speculators.base import StepScope, WaitedRows
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
-from lowlat.step.state import StepGeometry, declare_tables, state_specs
+from lowlat.step.state import StepGeometry, declare_state, declare_tables
 
 __all__ = ["StepBuilder", "build_step"]
 
@@ -39,8 +39,7 @@ class StepBuilder:
         self.topology = topology
         self.batch, self.width = bucket.batch, bucket.rows
         self.builder = ProgramBuilder(f"step[{bucket}]")
-        for spec in state_specs(geometry):
-            self.builder.declare(spec)
+        declare_state(self.builder, geometry)
         self.tables = declare_tables(self.builder, geometry)
 
     def build(self) -> Program:
@@ -98,7 +97,7 @@ class StepBuilder:
             "verified_depth": self._ints("verified_depth", batch),
         }
         state = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
-        reads = {name: name for name in (*state, "grammar_forced")}
+        reads = {name: name for name in (*state, "grammar_forced", "grammar_decided")}
         self.builder.emit("gather_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=outs)
         asked = ("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
         told = ("grammar_tokens", "grammar_paths", "grammar_lengths")

@@ -10,14 +10,13 @@ their keys and values become exact, and the last of these choose the slot's bloc
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from lowlat.models.decoder import emit_decoder
 from lowlat.models.layers import Rows
 from lowlat.models.program import Program, ProgramBuilder, Stage
 from lowlat.speculators.base import PrefillScope
-from lowlat.step.state import StepGeometry, declare_tables, state_specs, waiting_boundaries
+from lowlat.step.state import StepGeometry, declare_state, declare_tables, waiting_boundaries
 
 __all__ = ["build_prefill", "build_prefills"]
 
@@ -38,8 +37,7 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     refresh, size = (size or 0) < 0, abs(size or geometry.prefill_chunk)
     stage = Stage.PREFILL
     builder = ProgramBuilder("refresh" if refresh else "prefill")
-    for spec in state_specs(geometry):
-        builder.declare(replace(spec, shape=(size,)) if spec.name in BY_ROW else spec)
+    declare_state(builder, geometry, dict.fromkeys(BY_ROW, size))
     tables = declare_tables(builder, geometry)
     common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
     write = {"row_live": "prefill_live", **common}

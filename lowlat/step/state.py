@@ -3,28 +3,31 @@
 It lists buffers; what they mean is told by the operations that read and write them, in `lowlat.kernels.reference`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 
 from lowlat.errors import ConfigError
-from lowlat.graphs import BufferSpec, Role
+from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
-from lowlat.models.decoder import kv_specs, partial_specs
+from lowlat.models.decoder import kv_dtype, kv_specs, partial_specs
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.layers import TORCH_DTYPES, scales_name
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import ProgramBuilder
 from lowlat.models.rope import rope_tables
 from lowlat.speculators.base import Speculator, StateSizes
 from lowlat.step.chunks import chunk_counts
 
-__all__ = ["RING_ENTRIES", "StepGeometry", "declare_tables", "state_specs", "waiting_boundaries"]
+__all__ = ["RING_ENTRIES", "StepGeometry", "declare_state", "declare_tables", "state_specs", "waiting_boundaries"]
 
 RING_ENTRIES = 64
+EMPTY: Mapping[str, int] = MappingProxyType({})
 MAX_WAITING, MAX_PASS_ROWS = 32, 64  # positions of a slot that wait for the draft model; rows of all slots in a pass
 SHORT_STEP = 64  # positions: parts of a chunk are multiples of it
 
@@ -75,7 +78,9 @@ class StepGeometry:
     @property
     def state_sizes(self) -> StateSizes:
         """The extents of a speculator's state."""
-        return StateSizes(self.dtype, self.max_batch, self.max_context, self.num_blocks, self.block_size)
+        return StateSizes(
+            self.dtype, kv_dtype(self.config), self.max_batch, self.max_context, self.num_blocks, self.block_size
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -215,6 +220,7 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
         ("grammar_masks", (batch, rows, -(-geometry.config.vocab_size // 32)), torch.int32),
         ("grammar_ready", (batch,), torch.int64),
         ("grammar_forced", (batch, rows), torch.int32),
+        ("grammar_decided", (batch,), torch.int64),
         ("prefill_tokens", (geometry.prefill_sizes[-1],), torch.int32),
         ("prefill_chunk", (2,), torch.int32),
         ("prefill_live", (geometry.prefill_sizes[-1],), torch.uint8),
@@ -251,6 +257,20 @@ def _kv_state(geometry: StepGeometry) -> list[BufferSpec]:
     if geometry.speculator is not None:
         specs += geometry.speculator.state_specs(geometry.state_sizes)
     return specs
+
+
+def declare_state(builder: ProgramBuilder, geometry: StepGeometry, fewer: Mapping[str, int] = EMPTY) -> None:
+    """Declare the state in a program, and as constants the scales of caches that hold codes, [2, G] float32 each.
+
+    fewer  rows of the buffers of which the program has not the most
+    """
+    coded, layers = geometry.config.coded_kv, [f"k_cache.{layer}" for layer in range(geometry.config.num_layers)]
+    for spec in state_specs(geometry):
+        builder.declare(replace(spec, shape=(fewer[spec.name],)) if spec.name in fewer else spec)
+        if coded is not None and spec.paging is Paging.POSITIONS and "k_cache" in spec.name:
+            own = coded.scales[layers.index(spec.name)] if spec.name in layers else None
+            scales = torch.ones(2, spec.shape[1]) if own is None else torch.tensor(own, dtype=torch.float32)
+            builder.constant(scales_name(spec.name), scales)
 
 
 def declare_tables(builder: ProgramBuilder, geometry: StepGeometry) -> dict[str, tuple[str, str]]:

@@ -28,6 +28,7 @@ SHARD_BYTES = 2 << 30
 MAX_COPIED_BYTES = 64 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 SUFFIX = ".weight"
+ROUTERS = "re:.*mlp[.]gate$"
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
     "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}),
@@ -47,16 +48,14 @@ class Written:
 def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Written:
     """Write a target's directory with its linear layers quantised, in the dtype in which it is stored.
 
-    Embeddings and norms stay as they are. Raises ConfigError for a target that does not run, is quantised already, is a
-    mixture of experts or has layers that the format cannot hold, for an LM head that is the embedding, and where `out`
+    Embeddings and norms stay as they are. Raises ConfigError for a target that does not run, is quantised already, has
+    experts in one tensor or layers that the format cannot hold, for an LM head that is the embedding, and where `out`
     exists.
     """
     if out.exists():
         raise ConfigError(f"{out} exists; name a directory that does not")
     target = open_target(directory)
     rounding(target.config, quantiser, str(directory))
-    if target.config.experts is not None:
-        raise ConfigError(f"{directory}: writing a mixture of experts in {quantiser.kind} is not implemented")
     if quantiser.lm_head and target.config.tie_embeddings:
         raise ConfigError(
             f"{directory}: the LM head is the embedding (tie_word_embeddings), which stays plain; leave --lm-head out"
@@ -69,6 +68,7 @@ def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Wri
         sizes = _write_shards(target.weights.checkpoint, partial, quantiser, layers)
         config = read_object(directory / "config.json")
         plain = [] if quantiser.lm_head else ["lm_head"]
+        plain += [] if target.config.experts is None else [ROUTERS]
         config["quantization_config"] = _quantization_config(quantiser, plain)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         open_target(partial)
@@ -85,7 +85,10 @@ def _layers(config: ModelConfig, quantiser: Quantiser) -> frozenset[str]:
     names: set[str] = set()
     for recipe in target_recipes(config):
         if quantiser.takes(recipe.weight):
-            quantiser.specs(recipe.weight, (recipe.shape[0], recipe.shape[1]))
+            quantiser.specs(recipe.weight, recipe.shape)
+            stacked = next((piece.name for piece in recipe.pieces if len(piece.shape) != 2), None)
+            if stacked is not None:
+                raise ConfigError(f"writing {stacked}, which has all experts, in {quantiser.kind} is not implemented")
             names.update(piece.name for piece in recipe.pieces)
     return frozenset(names)
 

@@ -15,6 +15,7 @@ from lowlat.kernels.attention.launch_plan import AttentionWork, candidate_plans
 DENSE = (0, 1, 15, 16, 63, 64, 65, 255, 256, 257, 2049, 9000)
 ROWS = (1, 2, 4, 8, 16, 63)
 GROUPS = (1, 3, 4, 5, 8)
+SCALES = torch.tensor([[0.5, 0.0390625], [1.0, 0.6015625]])  # of caches of codes, for two heads
 
 
 class Bench:
@@ -49,14 +50,16 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
+@pytest.mark.parametrize("scales", [None, SCALES], ids=["numbers", "codes"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_equals_the_reference(bench: Bench, head_dim: int, shape: str) -> None:
+def test_equals_the_reference(bench: Bench, head_dim: int, shape: str, scales: torch.Tensor | None) -> None:
     """All lengths at once, as slots of ragged batches, for all groups and numbers of rows by turns."""
     for index, (rows, lengths) in enumerate(itertools.product(ROWS, (DENSE[:6], DENSE[6:]))):
         group = GROUPS[index % len(GROUPS)]
         masks = [chain(rows) if shape == "chain" else tree(rows, seed) for seed in range(len(lengths))]
-        case = Case(list(lengths), masks, head_dim=head_dim, group=group, block=(16, 32, 64, 128, 256)[index % 5])
+        block = (16, 32, 64, 128, 256)[index % 5]
+        case = Case(list(lengths), masks, head_dim=head_dim, group=group, block=block, kv_scales=scales)
         want = case.expected()
         check(bench.run(case), want)
         check(bench.run(case, num_blocks=7, early_metadata=True), want)
@@ -94,15 +97,18 @@ def test_extreme_sinks_at_every_edge(bench: Bench, window: int | None, sink: flo
         assert got.shape[0] == rows * len(lengths)
 
 
+@pytest.mark.parametrize("scales", [None, SCALES], ids=["numbers", "codes"])
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4)])
 @pytest.mark.parametrize("window", [None, 100, 600])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_no_plan_changes_a_bit(bench: Bench, head_dim: int, group: int, window: int | None, shape: str) -> None:
+def test_no_plan_changes_a_bit(
+    bench: Bench, head_dim: int, group: int, window: int | None, shape: str, scales: torch.Tensor | None
+) -> None:
     """One tile of query rows and several, over lengths from none to many splits."""
     for rows, split in ((2, 256), (8, 512)):
         masks = [chain(rows) if shape == "chain" else tree(rows, seed) for seed in range(len(DENSE[6:]))]
-        case = Case(list(DENSE[6:]), masks, head_dim=head_dim, group=group, window=window)
-        work = AttentionWork(len(masks), rows, group, 2, head_dim, window, 0, split)
+        case = Case(list(DENSE[6:]), masks, head_dim=head_dim, group=group, window=window, kv_scales=scales)
+        work = AttentionWork(len(masks), rows, group, 2, head_dim, window, 0, split, scales is not None)
         results = [
             bench.run(case, plan=plan, split=split, card=bench.launcher.card)
             for plan in candidate_plans(work, bench.launcher.card)
@@ -156,7 +162,7 @@ def test_extreme_scores(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4), (128, 3)])
 @pytest.mark.parametrize("dense", [1, 60, 63, 64, 127, 252, 255, 256, 2044, 2047, 2048, 6143])
-@pytest.mark.parametrize("option", ["plain", "window", "sinks", "short window", "long window"])
+@pytest.mark.parametrize("option", ["plain", "window", "sinks", "short window", "long window", "codes"])
 def test_rows_of_a_chain_have_the_bits_of_rows_alone(
     bench: Bench, head_dim: int, group: int, dense: int, option: str
 ) -> None:
@@ -166,6 +172,8 @@ def test_rows_of_a_chain_have_the_bits_of_rows_alone(
         options = {"window": 100, "keep_first": 3}
     elif option == "sinks":
         options = {"sinks": torch.randn(2 * group, device="cuda")}
+    elif option == "codes":
+        options = {"kv_scales": SCALES}
     elif option != "plain":
         options = {"window": 128 if option == "short window" else 300, "sinks": torch.randn(2 * group, device="cuda")}
     rows = 9

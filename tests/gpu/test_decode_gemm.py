@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from quantised_layers import random_parts
 from selection_cases import best_of, best_pairs
 
 from lowlat.executors.launcher import Launcher
@@ -56,7 +57,7 @@ def test_quantised_weights_give_the_products_of_their_numbers(
 ) -> None:
     """Every number of rows, scales of 16 and of 32 bits; a row's bits are those of the row alone, in any plan."""
     for wide in (False, True):
-        parts = _random_parts(name, width, depth, wide=wide)
+        parts = random_parts(name, width, depth, wide=wide, device="cuda")
         weight = pack_matrix(DENSE_FORMATS[name], parts)
         numbers, bias = DENSE_FORMATS[name].dequantise(parts, torch.float32).double(), _random(width)
         row = _random(1, depth)
@@ -74,18 +75,6 @@ def test_quantised_weights_give_the_products_of_their_numbers(
                 again = torch.full_like(out, torch.nan)
                 launcher.run(*decode_gemm(x=x, weight=weight, out=again, bias=bias, plan=plan))
                 assert torch.equal(again, out)
-
-
-def _random_parts(name: str, width: int, depth: int, *, wide: bool) -> dict[str, torch.Tensor]:
-    """Random parts of a matrix: codes without NaN, and scales about 1 / sqrt(K), of 16 bits or of 32."""
-    parts = {}
-    for part, (shape, dtype) in DENSE_FORMATS[name].specs(width, depth, torch.bfloat16).items():
-        if dtype == torch.float32:
-            scales = (torch.rand(shape, device="cuda") + 0.5) / depth**0.5
-            parts[part] = scales if wide else scales.bfloat16().float()
-        else:
-            parts[part] = torch.randint(16 if part.endswith("zeros") else 127, shape, dtype=dtype, device="cuda")
-    return parts
 
 
 @pytest.mark.parametrize("order", [gate_up_permutation(2048), rope_permutation(40, 8, 64)], ids=["gate_up", "rope"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lockstep import Lockstep
-from quantised_layers import quantise_target
+from quantised_layers import quantise_target, store_kv_scales
 from recording import Recorder, check_invariants, prompt_of, run_all
 from safetensors.torch import load_file, save_file
 from tiny_dflash import dflash_draft_model
@@ -34,7 +34,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "dspark_gated": {"layout": "speculators", "markov_rank": 16, "markov_head_type": "gated", "confidence": "states"},
 }
 QUANTISED = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "nvfp4")
-NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", *QUANTISED, *FORMS, "demo"]
+CODED = ("llama:codes", "qwen3:codes", "mxfp4:codes", "dflash:codes")  # with a KV cache of 8 bits
+MIXTURES = {"qwen3_moe": None, "moe_fp8": "fp8-channel", "moe_int4": "w4a16-zeros"}  # of Qwen3, by experts' layouts
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+NAMES = [*MIXTURES, *DENSE, "gpt_oss", "mxfp4", "alike", *QUANTISED, *FORMS, *CODED, "demo"]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -44,6 +47,15 @@ MODES: dict[str, dict[str, Any]] = {
         | {"logit_bias": {3: 2.0, 11: -5.0}, "min_tokens": 5, "stop_token_ids": (5, 7)}
     ),
 }
+
+
+class CodedPair(PairPaths):
+    """A pair whose KV cache holds codes."""
+
+
+def kv_options(pair: PairPaths) -> dict[str, Any]:
+    """The option of a pair's KV cache."""
+    return {"kv_cache_dtype": "fp8"} if isinstance(pair, CodedPair) else {}
 
 
 class MadeWhenAsked(dict[str, Any]):
@@ -64,6 +76,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
 
 def make(name: str, folder: Path) -> PairPaths:
     """The pair of a name, in a folder."""
+    if name in CODED:
+        pair = make(name.removesuffix(":codes"), folder)
+        store_kv_scales(pair.target)
+        return CodedPair(pair.target, pair.head)
     if name == "demo":
         return PairPaths(DEMO / "target", DEMO / "head")
     if name in ("mxfp4", "alike"):
@@ -73,6 +89,12 @@ def make(name: str, folder: Path) -> PairPaths:
     if name in QUANTISED:
         paths = make_pair(folder, "llama", **{**SIZES, "intermediate_size": 128})
         quantise_target(paths.target, name, None)
+        return paths
+    if name in MIXTURES:
+        sizes = {**SIZES, "intermediate_size": 128, "num_local_experts": 9, "num_experts_per_tok": 8}
+        paths, layout = make_pair(folder, "qwen3_moe", **sizes), MIXTURES[name]
+        if layout is not None:
+            quantise_target(paths.target, layout, None)
         return paths
     if name not in FORMS:
         return make_pair(folder, name, **SIZES)
@@ -104,7 +126,7 @@ def mixture(directory: Path, *, alike: bool) -> PairPaths:
 
 def trees_of(name: str) -> tuple[Any, ...]:
     """A chain and the trees that the pair's drafts may be."""
-    own = FORMS.get(name, {})
+    own = FORMS.get(name.removesuffix(":codes"), {})
     return (None, TREE) if "layout" in own or "mask_token" in own else (None, TREE, DYNAMIC)
 
 
@@ -113,7 +135,9 @@ def load(pair: PairPaths, executor: str, *, tree: Any = None, depth: int = 7, **
     method = draft_method(pair.head)
     shape = tree if isinstance(tree, dict) else {"tree": tree}
     config = SpeculativeConfig(model=pair.head, method=method, num_speculative_tokens=depth, strict=True, **shape)
-    return Runtime.load(pair.target, config, **{**OPTIONS, "dtype": "bfloat16", "executor": executor, **options})
+    return Runtime.load(
+        pair.target, config, **{**OPTIONS, **kv_options(pair), "dtype": "bfloat16", "executor": executor, **options}
+    )
 
 
 def params(mode: str, seed: int = 7, max_tokens: int = 40) -> SamplingParams:
@@ -174,7 +198,9 @@ def assert_same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_first_token_s_logits_are_those_of_a_step_but_for_rounding(name: str, pairs: dict[str, PairPaths]) -> None:
     """The same text, its last token once in the prompt and once decoded, behind ends of chunks and of blocks."""
-    limit = 0.3 if name in ("gpt_oss", "mxfp4", "alike") else 2e-2  # other experts where two are nearly as likely
+    limit = (
+        0.3 if name in ("gpt_oss", "mxfp4", "alike", *CODED) else 2e-2
+    )  # other experts where two are nearly as likely
     with load(pairs[name], "eager", prefix_reuse=False) as runtime:
         for length in (1, 2, 16, 32, 33, 64, 101):
             prompt = prompt_of(length + 1, length)
@@ -190,7 +216,8 @@ def test_a_first_token_s_logits_are_those_of_a_step_but_for_rounding(name: str, 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_depth_neighbour_or_slot_changes_a_bit(name: str, mode: str, pairs: dict[str, PairPaths]) -> None:
     prompt, sampling = prompt_of(45), params(mode)
-    with Runtime.load(pairs[name].target, **OPTIONS, dtype="bfloat16", executor="eager", prefix_reuse=False) as runtime:
+    own = {**OPTIONS, **kv_options(pairs[name]), "dtype": "bfloat16", "executor": "eager", "prefix_reuse": False}
+    with Runtime.load(pairs[name].target, **own) as runtime:
         expected = traced(runtime, prompt, sampling)
     with load(pairs[name], "eager") as runtime:
         for depth in range(8):

@@ -7,18 +7,20 @@ import pytest
 import torch
 from expert_cases import (
     ALPHA,
+    FORMATS,
     LIMIT,
     Experts,
     all_codes_and_scales,
     choices,
     make_experts,
     shares_of,
+    want_down,
     want_gate_up,
 )
 from mixture_cases import Poisoned
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.moe.packing import unpack_expert
+from lowlat.kernels.moe.packing import pack_experts, unpack_expert
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
 from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
@@ -52,11 +54,10 @@ def run_gate_up(
 ) -> torch.Tensor:
     packed = experts.packed
     out = torch.full((*ids.shape, packed.rows // 2), FILL, device="cuda", dtype=torch.bfloat16)
-    assert experts.order is not None
-    bias = experts.bias[:, experts.order.cuda()].contiguous()
+    bias = experts.packed_bias
     plan = plan_of(launcher, GATE_UP, experts, ids, tile_pairs, **changes)
-    lists = groups(launcher, ids, packed.num_experts, tile_pairs)
-    launcher.run(*grouped_gate_up(x=x, **lists, weight=packed, bias=bias, out=out, limit=LIMIT, alpha=ALPHA, plan=plan))
+    lists: dict[str, Any] = groups(launcher, ids, packed.num_experts, tile_pairs)
+    launcher.run(*grouped_gate_up(x=x, **lists, weight=packed, bias=bias, out=out, **experts.limits, plan=plan))
     return out
 
 
@@ -121,6 +122,27 @@ def test_gate_up_is_the_reference_s(
             assert apart(got[live], want_gate_up(experts, x, ids)[live]) < 4e-3, (tile_pairs, kind)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_experts_multiply_as_the_numbers_that_they_hold(launcher: Launcher, name: str) -> None:
+    """Groups' scales are in the numbers, which are rounded to bf16; those of rows in the epilogue, and in no number."""
+    up = make_experts(128, 1536, 2048, quantised=name, gated=True, device="cuda", biased=False)
+    down = make_experts(128, 2048, 768, quantised=name, gated=False, device="cuda", biased=False)
+    for rows, tile_pairs in ((40, 16), (600, 96)):
+        ids, x = choices("random", rows, 8, 128, "cuda"), torch.randn(rows, 2048, device="cuda").bfloat16()
+        activated = torch.randn(rows, 8, 768, device="cuda").bfloat16()
+        got = run_gate_up(launcher, up, x, ids, tile_pairs), run_down(launcher, down, activated, ids, tile_pairs)
+        if up.packed.row_scales is None:
+            plain = [
+                replace(each, packed=pack_experts({"weight": each.matrices["weight"].bfloat16()}, order=each.order))
+                for each in (up, down)
+            ]
+            assert torch.equal(got[0], run_gate_up(launcher, plain[0], x, ids, tile_pairs))
+            assert torch.equal(got[1], run_down(launcher, plain[1], activated, ids, tile_pairs))
+        elif rows < 100:
+            assert apart(got[0], want_gate_up(up, x, ids)) < 4e-3
+            assert apart(got[1], want_down(down, activated, ids)) < 1e-5
+
+
 @pytest.mark.parametrize("rows", [5, 128, 600])
 def test_a_down_gemm_stands_alone_or_behind_the_gate_up_gemm(launcher: Launcher, rows: int) -> None:
     """Where it groups pairs for itself it has the bits of one that takes the gate_up GEMM's lists."""
@@ -132,7 +154,7 @@ def test_a_down_gemm_stands_alone_or_behind_the_gate_up_gemm(launcher: Launcher,
         ids = choices(kind, rows, 4, 16, "cuda")
         shares, activated = shares_of(ids), torch.full((rows, 4, 320), torch.nan, device="cuda").bfloat16()
         outs = torch.full((2, rows, 96), torch.nan, device="cuda")
-        bias = up.bias[:, up.order.cuda()].contiguous()
+        bias = up.packed_bias
         calls = prefill_gate_up(
             x, ids, experts=up.packed, bias=bias, out=activated, limit=LIMIT, alpha=ALPHA, workspace=chain, card=card
         )
@@ -155,6 +177,8 @@ def test_down_is_float64_s(
 ) -> None:
     """Dead pairs are neither read nor written; what is added by rank is the reference's sum, bit for bit."""
     experts = make_experts(num_experts, width, depth, quantised=quantised, gated=False, device="cuda")
+    bias = experts.bias
+    assert bias is not None
     matrices = torch.stack([unpack_expert(experts.packed, expert) for expert in range(num_experts)])
     for tile_pairs, rows in ((16, 3), (32, 40), (64, 150), (96, 260)):
         for kind in ("random", "shared", "dead"):
@@ -166,7 +190,7 @@ def test_down_is_float64_s(
             want, shares = torch.zeros_like(got, dtype=torch.float64), shares_of(ids).double()
             for expert in range(num_experts):
                 mine = ids == expert
-                products = activated[mine].double() @ matrices[expert].double().T + experts.bias[expert].double()
+                products = activated[mine].double() @ matrices[expert].double().T + bias[expert].double()
                 want[mine] = shares[mine][:, None] * products
             assert apart(got[live], want[live]) < 1e-5, (tile_pairs, kind)
             total, summed = torch.full((2, rows, width), torch.nan, device="cuda")

@@ -1,11 +1,12 @@
 """A mixture of experts in one launch: what it chooses, both products and their sum against the reference and float64, a
 row's bits in any company and however the products are cut, extremes, and many behind each other without a wait."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from expert_cases import want_gate_up
+from expert_cases import FORMATS, want_gate_up
 from mixture_cases import (
     PASSES,
     Mixture,
@@ -90,8 +91,8 @@ def run_alone(launcher: Launcher, found: dict[str, Any]) -> dict[str, torch.Tens
     activated, workspace = torch.full_like(given, torch.nan), Poisoned("cuda")
     out = torch.full(found["total"].shape, torch.nan, device="cuda")
     calls = experts_gate_up(
-        found["x"], ids, experts=found["gate_up"], bias=found["gate_up_bias"], out=activated, limit=found["limit"],
-        alpha=found["alpha"], card=launcher.card,
+        found["x"], ids, experts=found["gate_up"], bias=found["gate_up_bias"], out=activated, card=launcher.card,
+        **{name: found[name] for name in ("limit", "alpha") if name in found},
     )  # fmt: skip
     calls += experts_down(
         activated, ids, found["expert_weights"], experts=found["down"], bias=found["down_bias"], out=out,
@@ -117,6 +118,23 @@ def test_gemms_alone_have_the_bits_of_the_one_launch(
             found = run(launcher, mixture, mixture.rows(rows), routing, 4)
             for name, alone in run_alone(launcher, found).items():
                 assert torch.equal(bits(alone), bits(found[name])), (name, rows, kind)
+
+
+@pytest.mark.parametrize(("name", "over_all"), [(False, True), *((name, False) for name in (False, *FORMATS))])
+def test_experts_of_dense_formats_without_biases(launcher: Launcher, name: str | bool, over_all: bool) -> None:
+    """Eight of 128 experts of Qwen3-30B-A3B's sizes: right, and each GEMM alone has the same bits."""
+    mixture = make_mixture(128, 2048, 768, quantised=name, device="cuda", biased=False)
+    compile_ahead(launcher, mixture, 8, (1, 9))
+    for rows in (1, 9):
+        routing = replace(make_topk_routing("random", rows, 8, 128, "cuda"), over_all=over_all)
+        found = run(launcher, mixture, mixture.rows(rows), routing, 8)
+        ids = found["expert_ids"].long()
+        assert torch.equal(found["expert_ids"].cpu(), want_routing(routing, 8)[0])
+        shares = routing.logits.softmax(1).gather(1, ids) if over_all else routing.logits.gather(1, ids).softmax(1)
+        torch.testing.assert_close(found["expert_weights"], shares, rtol=1e-5, atol=1e-7)
+        mixture.check(found)
+        for part, alone in run_alone(launcher, found).items():
+            assert torch.equal(bits(alone), bits(found[part])), (part, rows)
 
 
 @pytest.mark.parametrize("kind", ["random", "shared", "ties", "odd"])

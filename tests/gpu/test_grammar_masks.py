@@ -10,7 +10,7 @@ import pytest
 import torch
 from recording import prompt_of, run_all
 from selection_cases import Memory, best_pairs, make_world
-from tiny_grammars import Automaton, Edges, accepts, random_edges, submit_with
+from tiny_grammars import Automaton, Breaking, Edges, accepts, random_edges, submit_with
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -28,12 +28,17 @@ BUSHY = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
 
 class Slow(Automaton):
-    """An automaton whose masks come late, longer after the launch than the step takes."""
+    """An automaton whose masks come late, longer after the launch than the step takes, and so does what it forces."""
 
     def fill(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
         super().fill(tokens, parents, masks)
         if len(self.taken) % 5 == 0:
             time.sleep(0.02)
+
+    def forced(self, limit: int) -> list[int]:
+        if len(self.taken) % 7 == 0:
+            time.sleep(0.02)
+        return super().forced(limit)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +102,28 @@ def test_tokens_are_the_same_everywhere(options: dict[str, Any], pair: PairPaths
             assert decode(runtime, depth, [(Automaton, WIDE), None, (Automaton, NARROW)]) == expected
         assert decode(runtime, None, [(Slow, WIDE), None, (Slow, NARROW)]) == expected
         assert runtime.summary()["eagle_speculation"]["total_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_requests_that_are_given_up_hold_up_no_queued_step(depth: int, pair: PairPaths, expected: list[Any]) -> None:
+    """One is cancelled and one's grammar fails while a step waits behind the one that runs; then all end at once."""
+    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, strict=True)
+    with Runtime.load(pair.target, config, executor="graph", **OPTIONS) as runtime:
+        runtime.speculate(depth)
+        for num_steps in (2, 3, 5):
+            kept = submit_with(runtime, Automaton(WIDE), prompt_of(5), params(0))
+            cancelled = submit_with(runtime, Slow(NARROW), prompt_of(27, seed=2), params(2))
+            failing = submit_with(runtime, Breaking(WIDE, num_steps), prompt_of(9), params(1))
+            outputs = [output for _ in range(num_steps + 3) for output in runtime.step()]
+            runtime.cancel(cancelled)
+            while runtime.busy:
+                outputs.extend(runtime.step())
+            assert [t for output in outputs if output.request_id == kept for t in output.token_ids] == expected[0]
+            ends = {output.request_id: output.finish_reason for output in outputs if output.finish_reason}
+            assert ends == {kept: "length", cancelled: "cancelled", failing: "error"}
+        submit_with(runtime, Automaton(NARROW), prompt_of(5), params(2))
+        for _ in range(4):
+            runtime.step()
 
 
 def test_the_reference_executor_has_the_kernels_tokens(pair: PairPaths) -> None:

@@ -17,6 +17,7 @@ from lowlat.kernels.attention.kv_write import prefill_kv_write
         Chunk(128, 0, 128, dead=(0,), heads=8, block=32, dim=128),
         Chunk(512, 8192, 500, heads=8, block=64, dim=64),
         Chunk(32, 96, 0, heads=3),
+        Chunk(512, 8192, 500, heads=8, block=64, dim=64, coded=True),
     ],
     ids=repr,
 )

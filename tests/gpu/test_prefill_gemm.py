@@ -4,12 +4,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from quantised_layers import random_parts
 
 from lowlat.executors.launcher import Launcher
+from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix, unpack_matrix
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import gated_prefill_gemm, prefill_gemm
-from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, partials_shape, plan_prefill_gemm, plans_of
+from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, partials_shape, plans_of
+from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
 from lowlat.kernels.rows.elementwise import silu_mul
 from lowlat.kernels.toolchain.kernel import KernelCall
 
@@ -37,7 +40,7 @@ class Product:
                 self.bias = self.plain_bias[order.cuda()].contiguous()
 
     def plans(self, rows: int) -> Sequence[PrefillGemmPlan]:
-        return plans_of(rows, self.packed.rows, self.packed.columns, self.launcher.card)
+        return plans_of(rows, self.packed.rows, self.packed.columns, self.launcher.card, self.packed.tile_format)
 
     def calls(self, rows: int, plan: PrefillGemmPlan) -> list[KernelCall]:
         """Over memory that nobody has written."""
@@ -46,7 +49,7 @@ class Product:
     def start(self, x: torch.Tensor, plan: PrefillGemmPlan | None = None) -> Callable[[], torch.Tensor]:
         """A function that launches, without waiting, and gives the product's buffer."""
         if plan is None:
-            plan = plan_prefill_gemm(x.shape[0], self.packed.rows, self.packed.columns, self.launcher.card)
+            plan = self.plans(x.shape[0])[0]
         calls, out = self._calls(x, plan)
 
         def launch() -> torch.Tensor:
@@ -98,6 +101,33 @@ def test_product_is_torch_s(launcher: Launcher, width: int, depth: int) -> None:
     for rows in (64, 512):
         x = random(rows, depth)
         check(product.run(x), product.want(x))
+
+
+@pytest.mark.parametrize("name", DENSE_FORMATS)
+@pytest.mark.parametrize(("width", "depth"), [(104, 128), (6144, 4096), (4096, 14336)])
+def test_quantised_weights_have_the_bits_of_their_numbers(
+    launcher: Launcher, name: str, width: int, depth: int
+) -> None:
+    """Under any plan, by scales of 16 and of 32 bits; also the numbers that one launch unpacks."""
+    order = torch.arange(width).view(-1, 8).flip(0).reshape(-1)
+    for wide in (False, True):
+        quantised, plain = (Product(launcher, width, depth, order, bias=True) for _ in range(2))
+        parts = random_parts(name, width, depth, wide=wide, device="cuda")
+        quantised.packed, plain.bias = pack_matrix(DENSE_FORMATS[name], parts, order), None
+        numbers = torch.full(unpacked_shape(width, depth), torch.nan, device="cuda", dtype=torch.bfloat16)
+        launcher.run(*unpack_weight(weight=quantised.packed, out=numbers))
+        assert torch.equal(numbers[:width, :depth], unpack_matrix(quantised.packed)) and not numbers[width:].any()
+        plain.packed, plain.columns = pack(numbers[:width, :depth]), None
+        for rows in (64, 512):
+            x = random(rows, depth)
+            want = plain.run(x)
+            if quantised.packed.scales is not None:
+                want = want * quantised.packed.scales[:width]
+            assert quantised.bias is not None
+            want = (want + quantised.bias.float())[:, torch.argsort(order)]
+            for plan in (plans := quantised.plans(rows))[: 1 if width == 104 else len(plans)]:
+                found = quantised.run(x, plan)
+                assert torch.equal(found, want), f"{plan}: {where(found, want.double())}"
 
 
 @pytest.mark.parametrize(

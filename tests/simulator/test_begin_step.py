@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from begin_step_cases import check_begin_step
+from begin_step_cases import Looks, check_begin_step, check_wait
 from kernel_cases import Bench, simulate
 
 from lowlat.kernels.step import begin_step
+from lowlat.kernels.toolchain import ptx
 
 BENCH = Bench(torch.device("cpu"), simulate)
 
@@ -16,3 +17,17 @@ def test_against_the_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(begin_step, "THREADS", 96)
     how = ("fused", "alone", "given")[seed % 4 % 3]
     check_begin_step(BENCH, seed * 7, batch=batch, max_batch=batch + seed % 2, **sizes, how=how)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_wait_for_what_a_grammar_forces(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, load = Looks(), ptx.load_acquire_system
+
+    def look(address: int) -> int:
+        looks.see()
+        return int(load(address))
+
+    monkeypatch.setattr(begin_step, "THREADS", 96)
+    monkeypatch.setattr(ptx, "load_acquire_system", look)
+    check_wait(BENCH, seed, looks)
+    assert looks.count >= 3

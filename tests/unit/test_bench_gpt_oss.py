@@ -94,7 +94,7 @@ def lowered_case(case: Any, alike: bool, vocab_size: int = 512) -> Lowered:
     program = build_step(shapes_of(small, case, drafted), Bucket(case.step.batch, depth + 1, depth), drafted)
     source = make_weights(small, CPU, alike=alike, draft_vocab_size=case.draft_vocab_size)
     matrices = {op.weights["weight"] for op in program.ops if op.kind == "linear"}
-    held = DeviceWeights(source, matrices, CPU, weight_layouts([program]), expert_parts([program]))
+    held = DeviceWeights(source, matrices, CPU, weight_layouts([program]), expert_parts([program], source))
     buffers = BufferSet(list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)), CPU, program.constants)
     workspace = SharedWorkspace(CPU)
     groups = lower(Binding(program, buffers, held, H200, workspace))

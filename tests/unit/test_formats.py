@@ -5,14 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_walk import Walker, walkable
+from quantised_layers import random_parts as random_matrix
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import STORED_FORMATS, Matrices, check_widths, part_groups, read_format
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.kernels.formats import BF16, FORMATS, MATRIX_FORMATS, MXFP4, format_of, matrix_format, numbers_an_entry
 from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix, unpack_matrix
+from lowlat.kernels.gemm.unpacking import unpacked_shape
 from lowlat.kernels.moe.packing import bytes_an_expert, pack_experts, unpack_expert
 from lowlat.models.families import FAMILIES
+
+FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("mxfp4", "fp8", "int4", "nvfp4"))
 
 
 def random_parts(name: str, count: int, rows: int, columns: int) -> dict[str, torch.Tensor]:
@@ -96,15 +101,8 @@ def test_the_readme_of_models_names_every_family(repository: Path) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(40, 256), (16, 384)])
 @pytest.mark.parametrize("wide", [False, True])
 def test_dense_matrices_come_out_of_their_tiles(name: str, rows: int, columns: int, wide: bool) -> None:
-    """Every code of random ones, in the order that was asked for; bytes are those that plans count."""
-    parts, held = {}, DENSE_FORMATS[name]
-    for part, (shape, dtype) in held.specs(rows, columns, torch.bfloat16).items():
-        limit = 16 if part.endswith("zeros") else 127 if part.endswith("scales") else 256
-        parts[part] = torch.rand(shape) + 0.5 if dtype == torch.float32 else torch.randint(limit, shape, dtype=dtype)
-        if dtype == torch.float32 and not wide:
-            parts[part] = parts[part].bfloat16().float()
-        elif part == "fp8":
-            parts[part][(parts[part] & 127) == 127] = 0
+    """Random codes, in the order that was asked for, by the kernel, too; bytes are those that plans count."""
+    held, parts = DENSE_FORMATS[name], random_matrix(name, rows, columns, wide=wide)
     order = torch.randperm(rows)
     packed = pack_matrix(held, parts, order)
     found, expected = unpack_matrix(packed).float(), held.dequantise(parts, torch.float32)[order]
@@ -112,6 +110,10 @@ def test_dense_matrices_come_out_of_their_tiles(name: str, rows: int, columns: i
         assert torch.equal(found, expected.bfloat16().float())
     else:
         assert torch.equal(found * packed.scales[:rows, None], expected)
+    made, walker = torch.full(unpacked_shape(rows, columns), torch.nan).bfloat16(), Walker()
+    with walkable(walker, *FRAGMENTS, "gemm.prefill.weight_steps", "gemm.unpacking") as modules:
+        walker.run(*modules[-1].unpack_weight(weight=packed, out=made))
+    assert torch.equal(made[:rows].float(), found) and not made[rows:].any()
     assert packed.num_bytes == packed.memory.nbytes == held.packed_bytes(rows, columns, wide=wide)
     assert (packed.rows, packed.columns) == held.shape(parts) and matrix_format(parts) is held
 

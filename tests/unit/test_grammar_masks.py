@@ -14,7 +14,7 @@ import torch
 from fake_device import load_fake
 from recording import prompt_of, run_all
 from stages import later
-from tiny_grammars import Automaton, Edges, accepts, random_edges, submit_with
+from tiny_grammars import Automaton, Breaking, Edges, accepts, random_edges, submit_with
 from tiny_models import PairPaths, make_pair
 from unit.kernels.sampling import World
 from unit.kernels.test_sample_distribution import ROWS, VOCABULARY, p_value
@@ -22,12 +22,13 @@ from unit.test_lossless import MAX_TOKENS, OPTIONS, TREES, load, params
 
 import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.errors import DeviceError, RequestError
+from lowlat.errors import DeviceError
 
 # Wide: many tokens at each state, of which drafts are accepted; narrow: few, and often one alone.
 WIDE, NARROW = random_edges(3, 97, num_states=5, most=70, forced=0.0), random_edges(1, 97)
 ON_DEVICE = {name: value for name, value in OPTIONS.items() if name != "device"}
 GRAMMARS = {"wide": WIDE, "narrow": NARROW}
+FORKS: Edges = {0: {4: 1, 9: 1}, 1: {33: 2}, 2: {64: 3, 96: 3}, 3: {}}  # three tokens, then the end
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def test_neighbours_change_nothing(depth: int, tree: str | None, pair: PairPaths
 def test_draws_wait_for_the_host_and_nothing_else_does(
     depth: int, device_loop: bool, lead: int, pair: PairPaths
 ) -> None:
-    """A step tells its rows, and is read before the next is launched; without a grammar the host runs ahead again."""
+    """While nobody joins or leaves, a step stands behind the one that runs; nothing loops while there is a grammar."""
     sampling = params("sampled", max_tokens=20)
     expected = expected_tokens(pair, WIDE, sampling)
     speculative = SpeculativeConfig(model=pair.head, num_speculative_tokens=3)
@@ -171,12 +172,14 @@ def test_draws_wait_for_the_host_and_nothing_else_does(
         runtime.speculate(depth)
         before = runtime.submit(prompt_of(5), params("greedy", max_tokens=9))
         found = {before: [token for _ in range(3) for output in runtime.step() for token in output.token_ids]}
+        num_loops, head = device.count("loop"), device.head
         name = submit_with(runtime, Automaton(WIDE), prompt_of(19), sampling)
         after = submit_with(runtime, Automaton(NARROW), prompt_of(4), params("sampled", max_tokens=50))
         while name in runtime._sessions:
             for output in runtime.step():
                 found.setdefault(output.request_id, []).extend(output.token_ids)
         assert found[name] == expected
+        assert num_loops == device.count("loop") and sum(entry > head for entry in device.last_ones) <= 4 < device.head
         runtime.cancel(after)
         run_all(runtime)
         device.log.clear()
@@ -246,15 +249,12 @@ def finishing(edges: Edges, end_ids: tuple[int, ...], **options: Any) -> tuple[A
     return Automaton(edges, end_ids), SamplingParams(max_tokens=30, temperature=1.0, seed=3, **options)
 
 
-CHAIN: Edges = {0: {4: 1, 9: 1}, 1: {33: 2}, 2: {64: 3, 96: 3}, 3: {}}  # three tokens, then the end
-
-
 @pytest.mark.parametrize(
     ("edges", "end_ids", "options", "num_tokens", "reason", "error"),
     [
-        (CHAIN, (5,), {"stop_token_ids": (5,)}, 4, "stop", None),
-        (CHAIN, (), {}, 3, "stop", None),  # complete, and nothing ends it but that
-        (CHAIN, (5,), {"stop_token_ids": (5,), "min_tokens": 9}, 3, "stop", None),
+        (FORKS, (5,), {"stop_token_ids": (5,)}, 4, "stop", None),
+        (FORKS, (), {}, 3, "stop", None),  # complete, and nothing ends it but that
+        (FORKS, (5,), {"stop_token_ids": (5,), "min_tokens": 9}, 3, "stop", None),
         ({0: {4: 1}, 1: {5: 2}}, (5,), {"stop_token_ids": (5,), "min_tokens": 9}, 1, "error", "min_tokens 9 forbids"),
     ],
     ids=["end id", "no end id", "complete before min_tokens", "an end id that min_tokens forbids"],
@@ -287,19 +287,6 @@ class Dead(Automaton):
         return False
 
 
-class Breaking(Automaton):
-    """An automaton that fails in its n-th call of `fill`, 0 the first."""
-
-    def __init__(self, edges: Edges, n: int) -> None:
-        super().__init__(edges)
-        self.n = n
-
-    def fill(self, tokens: Any, parents: Any, masks: Any) -> None:
-        super().fill(tokens, parents, masks)
-        if len(self.asked) > self.n:
-            raise RequestError(f"call {self.n} fails")
-
-
 class Interrupted(Automaton):
     """An automaton that is interrupted in its fifth call of `fill`, as by Ctrl-C."""
 
@@ -328,7 +315,7 @@ def test_masks_that_an_interrupt_held_back_are_filled_by_the_next_step(pair: Pai
     ("grammar", "num_tokens", "error"),
     [
         (Dead({0: {}}), 0, "the grammar allows no token at position 9"),
-        (Dead({**CHAIN}), 3, "the grammar allows no token at position 12"),
+        (Dead({**FORKS}), 3, "the grammar allows no token at position 12"),
         (Breaking(WIDE, 0), 0, "call 0 fails"),
         (Breaking(WIDE, 2), 2, "call 2 fails"),
     ],

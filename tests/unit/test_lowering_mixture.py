@@ -40,6 +40,22 @@ def test_kernels_of_a_mixture_s_layers(name: str, depth: int, batch: int, lowere
     assert kinds == ["embed_norm", *short, *full, "decode_gemm_float32"]
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_fp8"])
+@pytest.mark.parametrize(("depth", "batch"), [(0, 1), (7, 8)])
+def test_experts_without_biases(name: str, depth: int, batch: int, lowered: LoweredPairs) -> None:
+    """Heads are normed between product and rotation; a launch has at most 256 pairs; scales of rows are handed over."""
+    step, rows = lowered(f"{name}+{'plain' if depth else 'alone'}", depth, batch), batch * (depth + 1)
+    found = [call for call in step.calls if call.kernel.name.startswith(("router", "experts_mlp"))]
+    assert len(found) == 2 * (2 if rows < 64 else 3)
+    for call in found:
+        given = named(call)
+        assert given["bias"] == 0 and "unbiased" in call.kernel.name
+        if "experts_mlp" in call.kernel.name:
+            assert given["down_bias"] == 0 and given["limit"] == 0 and "_plain" in call.kernel.name
+            assert isinstance(given["row_scales"], torch.Tensor) == name.endswith("fp8")
+            assert ("over_all" in call.kernel.name) == name.endswith("fp8")
+
+
 def mixtures_of(step: Lowered) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Of each layer of the target: the arguments of the router and of the mixture by name."""
     calls = step.calls

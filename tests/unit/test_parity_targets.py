@@ -62,6 +62,8 @@ CASES = {
     "qwen3": Case("qwen3"),
     "qwen3-wide-heads": Case("qwen3", {"head_dim": 20, "num_attention_heads": 3, "num_key_value_heads": 1}),
     "qwen3-tied-biased": Case("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3_moe": Case("qwen3_moe"),
+    "qwen3_moe-shares-of-all": Case("qwen3_moe", {"norm_topk_prob": False, "legacy_config": True}),
     "gpt_oss": Case("gpt_oss"),
     "gpt_oss-past-yarn": Case("gpt_oss", prompt=135),
     "gpt_oss-window-128": Case("gpt_oss", {"sliding_window": 128, "num_hidden_layers": 2}, prompt=140),

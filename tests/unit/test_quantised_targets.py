@@ -31,6 +31,7 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "
     "device": "cpu",
     "dtype": "float32",
 }
+EXPERTS = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "gptq-v1", "nvfp4")  # layouts of experts, one by one
 Trace = tuple[list[int], torch.Tensor]
 
 
@@ -43,9 +44,13 @@ def traced(runtime: Runtime, prompt: list[int], params: SamplingParams, depth: D
     return tokens, torch.stack([recorder.logits[name][len(prompt) + k] for k in range(len(tokens))])
 
 
-@pytest.mark.parametrize("layout", staged(LAYOUTS, first=["fp8-block", "w4a16-zeros", "nvfp4", "gptq-v1"]))
-def test_logits_are_those_of_the_dequantised_model(layout: str, tmp_path: Path) -> None:
-    model = make_target(tmp_path, "llama", **SIZES)
+CASES = [*(("llama", layout) for layout in LAYOUTS), *(("qwen3_moe", layout) for layout in EXPERTS)]
+FIRST = [("llama", "fp8-block"), ("llama", "w4a16-zeros"), ("llama", "nvfp4"), ("llama", "gptq-v1")]
+
+
+@pytest.mark.parametrize(("family", "layout"), staged(CASES, first=[*FIRST, ("qwen3_moe", "fp8-block")]))
+def test_logits_are_those_of_the_dequantised_model(family: str, layout: str, tmp_path: Path) -> None:
+    model = make_target(tmp_path, family, **SIZES)
     quantise_target(tmp_path, layout, model)
     prompt = prompt_of(21)
     with Runtime.load(tmp_path, **OPTIONS) as runtime:
@@ -55,10 +60,13 @@ def test_logits_are_those_of_the_dequantised_model(layout: str, tmp_path: Path) 
     assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-4
 
 
-@pytest.mark.parametrize("layout", staged(LAYOUTS, first=["awq"]))
-def test_drafts_change_nothing_in_any_layout(layout: str, tmp_path: Path) -> None:
+DRAFTING = [*(("llama", layout) for layout in LAYOUTS), ("qwen3_moe", "fp8-channel"), ("qwen3_moe", "w4a16-32")]
+
+
+@pytest.mark.parametrize(("family", "layout"), staged(DRAFTING, first=[("llama", "awq"), ("qwen3_moe", "fp8-channel")]))
+def test_drafts_change_nothing_in_any_layout(family: str, layout: str, tmp_path: Path) -> None:
     target, head = tmp_path / "target", tmp_path / "head"
-    model = make_target(target, "llama", **SIZES)
+    model = make_target(target, family, **SIZES)
     quantise_target(target, layout, model)
     copying_draft_model(head, model)
     prompt, params = prompt_of(19), SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, seed=7)
@@ -72,11 +80,14 @@ def test_drafts_change_nothing_in_any_layout(layout: str, tmp_path: Path) -> Non
         assert runtime.summary()["eagle_speculation"]["total_draft_tokens"] > 0
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
-@pytest.mark.parametrize("tied", [False, later(True)])
-def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: Path) -> None:
+ROUNDED = [("fp8", False), ("int4", False), later("fp8", True), later("int4", True)]
+
+
+@pytest.mark.parametrize(("kind", "tied"), ROUNDED)
+@pytest.mark.parametrize(("family", "layers"), [("qwen3", 14), later("qwen3_moe", 38)])
+def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, family: str, layers: int, tmp_path: Path) -> None:
     plain, out = tmp_path / "plain", tmp_path / "rounded"
-    make_target(plain, "qwen3", tie_word_embeddings=tied, **WIDE)
+    make_target(plain, family, tie_word_embeddings=tied, **WIDE)
     arguments = ["quantize", str(plain), "--format", kind, "--out", str(out), "--json"]
     if tied:
         refused = CliRunner().invoke(cli, [*arguments, "--lm-head"])
@@ -86,7 +97,7 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: 
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, done.output
     report = json.loads(done.output)
-    assert report["layers"] == 14 + (not tied) and report["new_bytes"] < report["old_bytes"] / 2
+    assert report["layers"] == layers + (not tied) and report["new_bytes"] < report["old_bytes"] / 2
     shown = json.loads(CliRunner().invoke(cli, ["inspect", "model", str(out), "--json"]).output)
     assert shown["geometry"]["layer_formats"] == [{"fp8": "fp8", "int4": "int4_128"}[kind]]
     prompt, params = prompt_of(13), SamplingParams(max_tokens=12)
@@ -101,13 +112,20 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: 
     assert again.exit_code == 2 and "exists" in again.output
 
 
-def test_experts_stay_as_they_are(tmp_path: Path) -> None:
-    make_target(tmp_path, "gpt_oss", num_hidden_layers=2)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_experts_are_rounded_at_load_and_routers_are_not(family: str, tmp_path: Path) -> None:
+    make_target(tmp_path, family, num_hidden_layers=2)
     prompt, params = prompt_of(9), SamplingParams(max_tokens=4)
     with Runtime.load(tmp_path, **OPTIONS, quantize="fp8") as runtime:
-        assert runtime.model_config.quantiser is not None and len(traced(runtime, prompt, params)[0]) == 4
-        names = set(weight_plan(runtime.model_config))
-    assert {"layers.1.qkv.fp8", "layers.1.experts.down.weight"} < names
+        assert len(traced(runtime, prompt, params)[0]) == 4
+        plan, experts = weight_plan(runtime.model_config), runtime.model_config.experts
+        plain = load_target(tmp_path, dtype="float32").weights["layers.1.experts.down.weight"]
+        rounded = runtime.executor._weights["layers.1.experts.down.weight"]
+    assert experts is not None and plan["layers.1.experts.down.fp8"] == (tuple(plain.shape), torch.uint8)
+    assert {"layers.1.qkv.fp8", "layers.1.router.weight"} < set(plan)
+    for expert in range(experts.num_experts):
+        parts = {f"x.{part}": each for part, each in quantise_fp8(plain[expert]).items()}
+        assert torch.equal(rounded[expert], dequantised("x.weight", parts))
 
 
 def test_numbers_are_rounded_to_nearest() -> None:

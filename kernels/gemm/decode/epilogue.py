@@ -5,6 +5,7 @@ from typing import Any
 
 from lowlat.kernels.common.activation import silu_times
 from lowlat.kernels.common.handover import Handover
+from lowlat.kernels.common.kv_codes import encode, load_scale
 from lowlat.kernels.gemm.decode.partial_argmax import make_argmax
 from lowlat.kernels.gemm.decode.plan import (
     ADD,
@@ -194,7 +195,8 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
     heads, total_of, has_bias, scaled = shape.heads, _make_total(plan), shape.bias, shape.weights.row_scales
     if heads is None:
         raise ValueError("a GEMM with rotation needs its heads")
-    queries, groups, dim = heads.queries, heads.groups, heads.dim
+    queries, groups, dim, coded = heads.queries, heads.groups, heads.dim, heads.coded
+    item = 1 if coded else 2  # bytes of a number of the cache
     tiles, half = dim // 16, dim // 2
     cache_row, load_scales = _make_cache_row(shape), _make_scales(shape)
 
@@ -207,18 +209,21 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
 
     @device_function
     def nothing() -> Any:
-        return float32(0), float32(0), float32(0), float32(0), int64(0), float32(1), float32(1)
+        return float32(0), float32(0), float32(0), float32(0), int64(0), float32(1), float32(1), float32(1)
 
     @device_function
     def begin(
         tile: Any, row: Any, column: Any, row_live: Any, bias: Any, _residual: Any, out: Any, rotation: Any,
         scales: Any,
     ) -> Any:  # fmt: skip
-        """Bias of a value and its partner, cosine, sine, the address that the value goes to (0: nowhere); scales."""
-        positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row = rotation
+        """Bias of a value and its partner, cosine, sine, the address that the value goes to (0: nowhere), scales, the
+        cache's scale."""
+        positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, kv_scales, first_row = rotation
         head = int32(uint32(tile) // uint32(tiles))
         inner = int32(int32(tile) - head * tiles)
-        own, partner, c, s = float32(0), float32(0), float32(0), float32(0)
+        own, partner, c, s, code_scale = float32(0), float32(0), float32(0), float32(0), float32(1)
+        if coded and head >= queries:
+            code_scale = load_scale(kv_scales, head - queries)  # values' heads stand behind keys', as scales do
         scale, other_scale = load_scales(scales, tile, column, head < queries + groups)
         if has_bias:
             own = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2)
@@ -231,16 +236,16 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
             target = out + ((int64(row) * queries + int64(head)) * dim + at) * 2
             if head >= queries:
                 cached = cache_row(row, head - queries, row_live, table, slots, write_lens, offsets, first_row)
-                target = k_cache + (cached * dim + at) * 2 if cached >= 0 else int64(0)
+                target = k_cache + (cached * dim + at) * item if cached >= 0 else int64(0)
         else:
             cached = cache_row(row, head - queries - groups, row_live, table, slots, write_lens, offsets, first_row)
             at = int64(inner * 16) + int64(column)
-            target = v_cache + (cached * dim + at) * 2 if cached >= 0 else int64(0)
-        return own, partner, c, s, target, scale, other_scale
+            target = v_cache + (cached * dim + at) * item if cached >= 0 else int64(0)
+        return own, partner, c, s, target, scale, other_scale, code_scale
 
     @device_function
     def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, _out: Any, _totals: Any) -> None:
-        own, partner_bias, c, s, target, scale, other_scale = loaded
+        own, partner_bias, c, s, target, scale, other_scale, code_scale = loaded
         if target == int64(0):
             return
         value = total_of(area, row, column)
@@ -248,16 +253,23 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
             value = ptx.mul_rn(value, scale)
         if has_bias:
             value = ptx.add_rn(value, own)
-        if int32(uint32(tile) // uint32(tiles)) < queries + groups:
+        head = int32(uint32(tile) // uint32(tiles))
+        if head < queries + groups:
             partner = total_of(area, row, column + uint32(8))
             if scaled:
                 partner = ptx.mul_rn(partner, other_scale)
             if has_bias:
                 partner = ptx.add_rn(partner, partner_bias)
-            low = ptx.bf16_bits(ptx.add_rn(ptx.mul_rn(value, c), -ptx.mul_rn(partner, s)))
-            high = ptx.bf16_bits(ptx.add_rn(ptx.mul_rn(partner, c), ptx.mul_rn(value, s)))
-            ptx.store_global_u16(target, low)
-            ptx.store_global_u16(target + half * 2, high)
+            low = ptx.add_rn(ptx.mul_rn(value, c), -ptx.mul_rn(partner, s))
+            high = ptx.add_rn(ptx.mul_rn(partner, c), ptx.mul_rn(value, s))
+            if coded and head >= queries:
+                ptx.store_global_u8(target, encode(low, code_scale))
+                ptx.store_global_u8(target + half, encode(high, code_scale))
+            else:
+                ptx.store_global_u16(target, ptx.bf16_bits(low))
+                ptx.store_global_u16(target + half * 2, ptx.bf16_bits(high))
+        elif coded:
+            ptx.store_global_u8(target, encode(value, code_scale))
         else:
             ptx.store_global_u16(target, ptx.bf16_bits(value))
 

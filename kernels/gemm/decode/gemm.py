@@ -48,7 +48,7 @@ from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, Kernel
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int64, types, uint32
 from lowlat.kernels.tuning.table import Planned
 
-NUM_ROTATION = 10  # arguments of a kernel that only ROTATE uses
+NUM_ROTATION = 11  # arguments of a kernel that only ROTATE uses
 NUM_NORM = 2  # and those of a norm
 
 __all__ = [
@@ -71,7 +71,8 @@ class Rotation:
     positions            [M]              int32, below C
     cos, sin             [C, D / 2]       float32
     row_live             [M]              uint8: dead rows write no keys and values
-    k_cache, v_cache     [P, G, block, D] bf16, updated; None: queries alone
+    k_cache, v_cache     [P, G, block, D] bf16, or with kv_scales uint8; updated; None: queries alone
+    kv_scales            [2, G]           float32: keys and values are stored as codes; None: as they are
     block_table, slots, write_lens, offsets  as `kv_write` of the reference has them
     """
 
@@ -85,6 +86,7 @@ class Rotation:
     slots: torch.Tensor | None = None
     write_lens: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
+    kv_scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -205,14 +207,19 @@ def _heads(weight: PackedMatrix, rotation: Rotation, out: torch.Tensor | None, h
         raise ShapeError(
             f"a weight of {weight.rows} rows does not hold {queries} queries and {groups} keys and values of {head_dim}"
         )
-    return HeadsShape(queries, groups, head_dim, rows, block, width)
+    coded = rotation.kv_scales is not None
+    for cache_ in (rotation.k_cache, rotation.v_cache):
+        if cache_ is not None:
+            check_dtype(torch.uint8 if coded else torch.bfloat16, cache=cache_)
+    return HeadsShape(queries, groups, head_dim, rows, block, width, coded)
 
 
 def _rotation_arguments(rotation: Rotation, part: slice) -> tuple[Argument, ...]:
     tables = (rotation.positions.reshape(-1)[part], rotation.cos, rotation.sin)
     caches = (rotation.k_cache, rotation.v_cache, rotation.block_table)
     rows = (rotation.slots, rotation.write_lens, rotation.offsets)
-    return (*tables, *(0 if each is None else each for each in (*caches, *rows)), part.start)
+    optional = (*caches, *rows, rotation.kv_scales)
+    return (*tables, *(0 if each is None else each for each in optional), part.start)
 
 
 def _argmax_shape(best: PartialArgmax, rows: int, epilogue: str) -> ArgmaxShape:
@@ -253,7 +260,7 @@ def _norm_arguments(norm: NormPrologue) -> tuple[Argument, ...]:
 @cache
 def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     flags = "".join(letter for letter, on in (("b", shape.bias), ("l", shape.live), ("s", shape.scattered)) if on)
-    heads = "" if shape.heads is None else "_" + "x".join(map(str, astuple(shape.heads)))
+    heads = "" if shape.heads is None else "_" + "x".join(str(int(each)) for each in astuple(shape.heads))
     norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}"
     best = "" if shape.best is None else f"_best{shape.best.blocks}x{shape.best.limit:x}"
     kind = "" if shape.weights == BF16_TILES else f"{shape.weights.label}_"
@@ -280,7 +287,7 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
     def decode_gemm(
         weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any, count: Any, positions: Any,
         cosines: Any, sines: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, write_lens: Any, offsets: Any,
-        first_row: Any, norm_weight: Any, norm_live: Any,
+        kv_scales: Any, first_row: Any, norm_weight: Any, norm_live: Any,
     ) -> None:  # fmt: skip
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         words, scales = cuda.local.array(num_words, uint32), cuda.local.array(num_scales, uint32)
@@ -301,7 +308,8 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
         if warp < uint32(WARPS):
             multiply_tiles(mine, held, totals, barriers, weight, x, count, ahead, thread)
         elif warp < uint32(WARPS + finishing):
-            rotation = (positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row)
+            written = (k_cache, v_cache, table, slots, write_lens, offsets, kv_scales, first_row)
+            rotation = (positions, cosines, sines, *written)
             finish(totals, barriers, thread, row_live, bias, residual, out, bests, count, rotation, weight + scales_at)
 
     return decode_gemm
@@ -329,7 +337,7 @@ def examples(card: Card = H200) -> list[Kernel]:
     made.append(_make(scattered, plan_decode_gemm(4, 6144, card)))
     rotated = DecodeGemmShape(6144, 4096, ROTATE, False, False, HeadsShape(32, 8, 128, 4, 32, 289))
     made.append(_make(rotated, plan_decode_gemm(4, 6144, card)))
-    heads = HeadsShape(64, 8, 64, 1, 32, 1025)
+    heads = HeadsShape(64, 8, 64, 1, 32, 1025, coded=True)
     normed = (
         (1, DecodeGemmShape(5120, 2880, ROTATE, True, False, heads, 1e-5)),
         (4, DecodeGemmShape(28672, 4096, SILU, False, True, None, 1e-5)),

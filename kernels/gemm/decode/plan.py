@@ -145,6 +145,7 @@ class HeadsShape:
     rows         rows a slot, for the write to the cache
     block_size   positions a block of the cache; 0: queries alone
     table_width  blocks of a slot's table
+    coded        the cache holds e4m3 codes
     """
 
     queries: int
@@ -153,6 +154,7 @@ class HeadsShape:
     rows: int
     block_size: int
     table_width: int
+    coded: bool = False
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool) -> Any:
         sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, part: Any, first: Any,
         lane: Any,
     ) -> None:  # fmt: skip
-        bias, row_live = beside
+        bias, row_live, _ = beside
         tile, channel = uint32(block * uint32(block_tiles) + first), uint32(lane >> uint32(2))
         has_channels, odd = tile * uint32(TILE_ROWS) < uint32(weight_rows), (channel & uint32(1)) != uint32(0)
         biases = (float32(0), float32(0))

@@ -1,7 +1,8 @@
-"""GEMMs of many rows with a packed bf16 weight by warpgroups' tensor cores, for cards of capability 9.0.
+"""GEMMs of many rows with a packed weight by warpgroups' tensor cores, for cards of capability 9.0.
 
-The weight's tiles are the first matrix, in registers, as they were packed; rows of x, arranged once, are the second one
-in shared memory. A persistent grid, one block a multiprocessor. A row's bits depend on the row and the weight alone.
+The weight's tiles are the first matrix, in registers, as they were packed or decoded there; rows of x, arranged once,
+are the second one in shared memory. A persistent grid, one block a multiprocessor. A row's bits depend on the row and
+the weight alone.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from lowlat.kernels.gemm.prefill.plan import (
     segments_of,
 )
 from lowlat.kernels.gemm.prefill.split_k_sum import add_segments
+from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
@@ -95,7 +97,8 @@ def arranged_prefill_gemm(
     """out = x @ weight.T + bias of rows that are arranged, in one or two launches, accumulated in float32.
 
     arranged  [ceil(K/64), M, 64] bf16: x as `arrange` leaves it, M a multiple of 64 up to 4096
-    weight    [N, K]              packed bf16, N and K multiples of 8
+    weight    [N, K]              packed, N and K multiples of 8; bf16, or quantised: numbers are rounded to bf16, and
+                                  scales of rows multiply the sums
     bias      [N]                 bf16, in the packed order, or None
     columns   [N / 8]             int32, as `runs_of` the weight's order has it; None: rows are packed in their order
     partials  [S, M, N]           float32: workspace, as `partials_shape` has it; None where S is 0
@@ -120,7 +123,9 @@ def arranged_prefill_gemm(
         target = partials
     kernel = _make(_cut_of(weight), plan, Beside(bias is not None, columns is not None))
     calls = [_call(kernel, plan, planned, weight, arranged, (bias, columns), target, rows, card)]
-    return calls + (add_segments(partials=target, bias=bias, columns=columns, out=out) if plan.apart else [])
+    if plan.apart:
+        calls += add_segments(partials=target, scales=weight.scales, bias=bias, columns=columns, out=out)
+    return calls
 
 
 def gated_prefill_gemm(
@@ -145,8 +150,10 @@ def gated_prefill_gemm(
     """
     rows = arranged.shape[1]
     plan, planned = _chosen(rows, weight, card, plan)
-    if not gates(weight.rows, weight.columns):
-        raise ShapeError(f"a weight of {weight.rows} x {weight.columns} has several segments, or half a tile of gates")
+    if not gates(weight.rows, weight.columns) or weight.tile_format != BF16_TILES:
+        raise ShapeError(
+            f"a weight of {weight.rows} x {weight.columns} is not bf16, or has several segments or half a tile of gates"
+        )
     check_shape("out", out, *arranged_shape(rows, weight.rows // 2))
     if bias is not None:
         check_shape("bias", bias, weight.rows)
@@ -166,14 +173,14 @@ def _chosen(
 ) -> tuple[PrefillGemmPlan, Planned | None]:
     """The plan, and its place in tables where it was not given."""
     if plan is None:
-        return choose_prefill_plan(rows, weight.rows, weight.columns, card)
-    if plan not in plans_of(rows, weight.rows, weight.columns, card):
+        return choose_prefill_plan(rows, weight.rows, weight.columns, card, weight.tile_format)
+    if plan not in plans_of(rows, weight.rows, weight.columns, card, weight.tile_format):
         raise ShapeError(f"{plan} is no plan for {rows} rows by a weight of {weight.rows} x {weight.columns}")
     return plan, None
 
 
 def _cut_of(weight: PackedMatrix) -> Cut:
-    return Cut(weight.rows, weight.columns, *segments_of(weight.rows, weight.columns))
+    return Cut(weight.rows, weight.columns, *segments_of(weight.rows, weight.columns), weight.tile_format)
 
 
 def _call(
@@ -189,13 +196,14 @@ def _call(
 ) -> KernelCall:
     """The launch of a GEMM's own kernel."""
     check_shape("arranged", arranged, *arranged_shape(rows, weight.columns))
-    if weight.tiles.dtype != torch.bfloat16 or arranged.dtype != torch.bfloat16:
+    is_plain = weight.tile_format == BF16_TILES
+    if (is_plain and weight.tiles.dtype != torch.bfloat16) or arranged.dtype != torch.bfloat16:
         raise ShapeError(f"a prefill GEMM is of bf16, got {arranged.dtype} and {weight.tiles.dtype}")
     x_tiles, segments = rows // plan.rows, segments_of(weight.rows, weight.columns)[0]
     units = plan.units(rows, weight.rows, segments)
-    addresses = tuple(0 if each is None else each for each in beside)
+    addresses = tuple(0 if each is None else each for each in (*beside, weight.scales))
     policy = READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL
-    arguments = (weight.tiles, arranged, *addresses, target, rows, x_tiles, units, policy)
+    arguments = (weight.memory, arranged, *addresses, target, rows, x_tiles, units, policy)
     blocks = plan.cluster * min(units, card.num_multiprocessors // plan.cluster)
     return KernelCall(kernel, (blocks, 1, 1), arguments, planned=planned)
 
@@ -229,12 +237,13 @@ def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
 
     make = _make_large if plan.is_large else _make_divided
     kernel = make(cut, plan, handover, finish, begin_block)
+    kind = "" if cut.weights == BF16_TILES else f"{cut.weights.label}_"
     name = (
-        f"prefill_gemm_{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
+        f"prefill_gemm_{kind}{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
         f"{plan.rows}x{plan.depth}x{plan.stages}{'_paired' if paired else ''}_{'apart' if plan.apart else 'whole'}_"
         f"{beside.name}"
     )
-    signature = (types.int64,) * 9
+    signature = (types.int64,) * 10
     return Kernel(name, kernel, signature, plan.threads, 1, plan.shared_bytes, specific=True, cluster=plan.cluster)
 
 
@@ -244,8 +253,9 @@ def _make_divided(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: A
     last_warp = 4 * CONSUMERS
 
     def prefill_gemm_kernel(
-        weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any, policy: Any
-    ) -> None:
+        weight: Any, x: Any, bias: Any, columns: Any, scales: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
+        policy: Any,
+    ) -> None:  # fmt: skip
         thread, unit, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         base, barriers = begin_block(thread)
@@ -255,7 +265,7 @@ def _make_divided(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: A
                 base, barriers, weight, x, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, part, lane, policy
             )  # fmt: skip
         else:
-            beside = (bias, columns)
+            beside = (bias, columns, scales)
             consume(
                 base, barriers, beside, out, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, warp, lane
             )  # fmt: skip
@@ -268,13 +278,14 @@ def _make_large(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Any
     multiply_all, paired, cluster = make_multiply(cut, plan, handover, finish), plan.paired, plan.cluster
 
     def prefill_gemm_kernel(
-        weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any, policy: Any
-    ) -> None:
+        weight: Any, x: Any, bias: Any, columns: Any, scales: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
+        policy: Any,
+    ) -> None:  # fmt: skip
         thread, unit = uint32(cuda.threadIdx.x), uint32(uint32(cuda.blockIdx.x) // uint32(cluster))
         grid = uint32(uint32(cuda.gridDim.x) // uint32(cluster))
         given = (weight, x, uint32(rows), uint32(x_tiles), uint32(units), grid, policy)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-        multiply_all(begin_block(thread), given, (bias, columns), out, unit, warp, lane)
+        multiply_all(begin_block(thread), given, (bias, columns, scales), out, unit, warp, lane)
         if paired:
             ptx_hopper.sync_pair()  # the other block may still arrive here
 
@@ -285,16 +296,22 @@ def examples(card: Card = H200) -> list[Kernel]:
     """Representative specialisations, for a card that has the instructions: Llama's GEMMs, and an odd one."""
     if not has_prefill_gemm(card):
         return []
+    grouped = TileFormat("int4", 512, groups=1)
+    zeros = TileFormat("int4", 512, groups=2, wide=True, zeros=True)
     cases = (
-        (128, 6144, 4096, Beside(False, True)),
-        (512, 4096, 4096, Beside(False, False)),
-        (512, 28672, 4096, Beside(False, False, True)),
-        (2048, 4096, 14336, Beside(False, False)),
-        (64, 200, 72, Beside(True, True)),
+        (128, 6144, 4096, Beside(False, True), BF16_TILES),
+        (512, 4096, 4096, Beside(False, False), BF16_TILES),
+        (512, 28672, 4096, Beside(False, False, True), BF16_TILES),
+        (2048, 4096, 14336, Beside(False, False), BF16_TILES),
+        (64, 200, 72, Beside(True, True), BF16_TILES),
+        (128, 6144, 4096, Beside(False, True), FP8_TILES),
+        (512, 28672, 4096, Beside(False, True), grouped),
+        (512, 4096, 4096, Beside(True, False), zeros),
+        (512, 4096, 4096, Beside(False, False), NVFP4_TILES),
     )
     made = []
-    for rows, weight_rows, columns, beside in cases:
-        plan = plan_prefill_gemm(rows, weight_rows, columns, card)
-        cut = Cut(weight_rows, columns, *segments_of(weight_rows, columns))
+    for rows, weight_rows, columns, beside, weights in cases:
+        plan = plan_prefill_gemm(rows, weight_rows, columns, card, weights)
+        cut = Cut(weight_rows, columns, *segments_of(weight_rows, columns), weights)
         made.append(_make(cut, plan, beside))
     return made

@@ -13,8 +13,10 @@ from typing import Any
 
 from lowlat.kernels.common.handover import BARRIER_BYTES, FREE, Handover
 from lowlat.kernels.gemm.packing import TILE_ROWS
-from lowlat.kernels.gemm.prefill.mainloop import PIECE_BYTES, TILE_BYTES, Cut, make_send, make_unit_of
-from lowlat.kernels.gemm.prefill.plan import GROUP_ROWS, PrefillGemmPlan
+from lowlat.kernels.gemm.prefill.mainloop import Cut, make_send, make_unit_of
+from lowlat.kernels.gemm.prefill.plan import GROUP_ROWS, STEP_ROW_BYTES, PrefillGemmPlan
+from lowlat.kernels.gemm.prefill.weight_steps import make_load_step
+from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
@@ -108,19 +110,19 @@ def _make_run(plan: PrefillGemmPlan, handover: Handover, send_next: Any) -> Any:
     stage_bytes = plan.stage_bytes
     await_full, after = handover.await_full, handover.after
     release = _make_release_pair() if plan.paired else handover.release
-    load, multiply = ptx.load_shared_tiles(4, PIECE_BYTES), ptx_hopper.multiply_group(plan.rows)
+    load, multiply = make_load_step(BF16_TILES, is_shared=True), ptx_hopper.multiply_group(plan.rows)
     replace, await_sums = ptx_hopper.replace_words(16), ptx_hopper.await_group(plan.rows)
 
     @device_function
     def run(
         sums: Any, place: Any, given: Any, within: Any, now: Any, following: Any, number: Any, warp: Any, lane: Any
     ) -> Any:
-        """now: the stage and the parity of its phase; within: the lane's place in a stage."""
+        """now: the stage and the parity of its phase; within: the warp's tile in a stage."""
         base, barriers = place
         stage, parity = now
         here, done = uint32(base + stage * uint32(stage_bytes)), uint32(0)
         await_full(barriers, stage, parity)
-        words = load(uint32(here + within))
+        words = load(uint32(here + within), lane)
         while done < number:
             sums = multiply(sums, words, here, done)
             following = send_next(place, given, following, warp, lane)
@@ -129,7 +131,7 @@ def _make_run(plan: PrefillGemmPlan, handover: Handover, send_next: Any) -> Any:
             if done < number:
                 await_full(barriers, later, later_parity)
                 here = uint32(base + later * uint32(stage_bytes))
-                others = load(uint32(here + within))
+                others = load(uint32(here + within), lane)
             sums = await_sums(sums, words)
             release(barriers, stage, lane)
             words = replace(words, others, given[2])
@@ -148,7 +150,8 @@ def make_multiply(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: C
     them, units, blocks, and the policy of the weights' copies.
     """
     steps, length, segments, apart = cut.steps, cut.length, cut.segments, plan.apart
-    parts, unit_of, x_bytes = 1 if apart else segments, make_unit_of(cut, plan), plan.stage_bytes - 8 * TILE_BYTES
+    parts, unit_of, x_bytes = 1 if apart else segments, make_unit_of(cut, plan), plan.rows * STEP_ROW_BYTES
+    tile_bytes = plan.tile_bytes
     send_first, send_next = _make_copies(cut, plan, handover)
     run, zeros = _make_run(plan, handover, send_next), ptx.zeros(plan.sums)
 
@@ -157,7 +160,7 @@ def make_multiply(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: C
         rows, x_tiles, units, grid = given[2], given[3], given[4], given[5]
         group, quarter = uint32(warp >> uint32(2)), uint32(warp & uint32(3))
         first = uint32(group * uint32(GROUP_TILES) + quarter)  # of the block's tiles, the warp's own
-        within = uint32(uint32(x_bytes) + first * uint32(TILE_BYTES) + lane * uint32(16))
+        within = uint32(uint32(x_bytes) + first * uint32(tile_bytes))
         following = send_first(place, given, unit, warp, lane)
         sums, now = zeros(), (uint32(0), uint32(0))
         while unit < units:

@@ -18,14 +18,14 @@ from lowlat.kernels.gemm.prefill.plan import (
     STEP_ROW_BYTES,
     PrefillGemmPlan,
 )
+from lowlat.kernels.gemm.prefill.weight_steps import make_load_step
+from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
 
-__all__ = ["PIECE_BYTES", "Cut", "make_consume", "make_finish", "make_produce", "make_send", "make_unit_of"]
+__all__ = ["Cut", "make_consume", "make_finish", "make_produce", "make_send", "make_unit_of"]
 
-TILE_BYTES = 2 * TILE_ROWS * STEP
 GROUP_TILES = GROUP_ROWS // TILE_ROWS
-PIECE_BYTES = 512  # of a tile: 8 rows of 32 columns, 16 bytes a lane
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,14 @@ class Cut:
 
     weight_rows, columns  N, K
     segments, length      how many, and steps of each but the last
+    weights               how the weight is held
     """
 
     weight_rows: int
     columns: int
     segments: int
     length: int
+    weights: TileFormat = BF16_TILES
 
     @property
     def steps(self) -> int:
@@ -73,9 +75,10 @@ def make_unit_of(cut: Cut, plan: PrefillGemmPlan) -> Any:
 
 def make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
     """Functions of a copying warp: where a unit's weights and rows begin, and the copy of a stage of each."""
-    stage_bytes, x_bytes, depth = plan.stage_bytes, plan.rows * STEP_ROW_BYTES, plan.depth
-    weight_bytes = (stage_bytes - depth * x_bytes) // plan.producers
+    x_bytes, depth = plan.rows * STEP_ROW_BYTES, plan.depth
     block_tiles, tiles = BLOCK_ROWS // TILE_ROWS, BLOCK_ROWS // TILE_ROWS // plan.producers
+    step_bytes = cut.weights.step_bytes
+    weight_bytes = tiles * depth * step_bytes
     steps, last_tile, x_rows = cut.steps, cut.tiles - 1, plan.rows
     paired, half = plan.paired, plan.rows // 2 * STEP_ROW_BYTES
 
@@ -85,7 +88,7 @@ def make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
         own = uint32(part * uint32(tiles) + lane)
         tile = min(uint32(block * uint32(block_tiles) + own), uint32(last_tile))
         row = uint32(x_tile * uint32(x_rows))
-        return weight + int64(tile) * int64(steps * TILE_BYTES), x + int64(row) * int64(STEP_ROW_BYTES)
+        return weight + int64(tile) * int64(steps * step_bytes), x + int64(row) * int64(STEP_ROW_BYTES)
 
     @device_function
     def send_weights(place: Any, full: Any, source: Any, step: Any, part: Any, lane: Any, policy: Any) -> None:
@@ -97,9 +100,9 @@ def make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
         ptx.sync_warp()
         if lane < uint32(tiles):
             own = uint32(part * uint32(tiles) + lane)
-            target = uint32(place + uint32(depth * x_bytes) + own * uint32(depth * TILE_BYTES))
-            source = source + int64(step) * int64(TILE_BYTES)
-            ptx_hopper.copy_bulk_hinted(target, source, uint32(depth * TILE_BYTES), full, policy)
+            target = uint32(place + uint32(depth * x_bytes) + own * uint32(depth * step_bytes))
+            source = source + int64(step) * int64(step_bytes)
+            ptx_hopper.copy_bulk_hinted(target, source, uint32(depth * step_bytes), full, policy)
 
     @device_function
     def send_rows(place: Any, full: Any, source: Any, rows: Any, step: Any, part: Any, lane: Any) -> None:
@@ -170,35 +173,36 @@ def make_produce(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
     return produce
 
 
-def _make_run(plan: PrefillGemmPlan, handover: Handover, *, early: bool) -> Any:
+def _make_run(cut: Cut, plan: PrefillGemmPlan, handover: Handover, *, early: bool) -> Any:
     """A function of a warpgroup: the sums of so many steps; early: registers hold the next step's weights, too."""
     stage_bytes, depth, x_bytes = plan.stage_bytes, plan.depth, plan.rows * STEP_ROW_BYTES
     await_full, release, after = handover.await_full, handover.release, handover.after
-    load, multiply = ptx.load_shared_tiles(4, PIECE_BYTES), ptx_hopper.multiply_group(plan.rows)
+    load, multiply = make_load_step(cut.weights, is_shared=True), ptx_hopper.multiply_group(plan.rows)
+    step_bytes = cut.weights.step_bytes
     replace, await_sums = ptx_hopper.replace_words(16), ptx_hopper.await_group(plan.rows)
 
     @device_function
     def run(
         sums: Any, base: Any, barriers: Any, within: Any, stage: Any, parity: Any, number: Any, lane: Any, rows: Any
     ) -> Any:
-        """So many steps, from zero; within: the lane's place in a stage; rows: a number that is not zero.
+        """So many steps, from zero; within: the warp's tile in a stage; rows: a number that is not zero.
 
         A step's weights are loaded while the tensor cores have the step before, where registers suffice.
         """
         here, done = uint32(base + stage * uint32(stage_bytes)), uint32(0)
         await_full(barriers, stage, parity)
-        words = load(uint32(here + within))
+        words = load(uint32(here + within), lane)
         while done < number:
             sums = multiply(sums, words, here, done)
             if depth == 2:
-                place = uint32(here + within + uint32(TILE_BYTES))
+                place = uint32(here + within + uint32(step_bytes))
                 if early:
-                    others = load(place)
+                    others = load(place, lane)
                     sums = await_sums(sums, words)
                     words = replace(words, others, rows)
                 else:
                     sums = await_sums(sums, words)
-                    words = load(place)
+                    words = load(place, lane)
                 sums = multiply(sums, words, uint32(here + uint32(x_bytes)), uint32(1))
             later, later_parity = after(stage, parity)
             done, others = uint32(done + uint32(depth)), words
@@ -208,7 +212,7 @@ def _make_run(plan: PrefillGemmPlan, handover: Handover, *, early: bool) -> Any:
             if done < number:
                 await_full(barriers, later, later_parity)
                 here = uint32(base + later * uint32(stage_bytes))
-                others = load(uint32(here + within))
+                others = load(uint32(here + within), lane)
             if early:
                 sums = await_sums(sums, words)
                 release(barriers, stage, lane)
@@ -225,8 +229,8 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
     """A function of a warpgroup: multiply all steps of a block's units, and hand each unit's sums to `finish`."""
     steps, length, segments, apart = cut.steps, cut.length, cut.segments, plan.apart
     whole, unit_of = segments > 1 and not apart, make_unit_of(cut, plan)
-    run = _make_run(plan, handover, early=plan.sums * (1 + whole) <= MOST_SUMS)
-    depth, x_bytes = plan.depth, plan.rows * STEP_ROW_BYTES
+    run = _make_run(cut, plan, handover, early=plan.sums * (1 + whole) <= MOST_SUMS)
+    depth, x_bytes, step_bytes = plan.depth, plan.rows * STEP_ROW_BYTES, cut.weights.step_bytes
     add, zeros = ptx_hopper.add_tiles(plan.sums), ptx.zeros(plan.sums)
 
     @device_function
@@ -236,20 +240,21 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
     ) -> None:  # fmt: skip
         group, quarter = uint32(warp >> uint32(2)), uint32(warp & uint32(3))
         first = uint32(group * uint32(GROUP_TILES) + quarter)  # of the block's tiles, the warp's own
-        within = uint32(uint32(depth * x_bytes) + first * uint32(depth * TILE_BYTES) + lane * uint32(16))
+        within = uint32(uint32(depth * x_bytes) + first * uint32(depth * step_bytes))
         sums, stage, parity = zeros(), uint32(0), uint32(0)
         ptx.wait_for_previous_kernel()
-        while unit < units:
-            x_tile, block, segment = unit_of(unit, x_tiles)
+        while unit < units:  # a unit's place is found when it is wanted: beside totals no register is free
             if whole:
                 total = zeros()
                 for part in range(segments):
                     number = min(uint32(length), uint32(uint32(steps) - uint32(part) * uint32(length)))
                     sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
                     total = add(total, sums)
+                x_tile, block, segment = unit_of(unit, x_tiles)
                 finish(total, beside, out, rows, x_tile, block, segment, uint32(0), first, lane)
             else:
                 number = uint32(steps)
+                x_tile, block, segment = unit_of(unit, x_tiles)
                 if apart:
                     number = min(uint32(length), uint32(uint32(steps) - segment * uint32(length)))
                 sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
@@ -260,23 +265,40 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
 
 
 def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) -> Any:
-    """A function of a warp: store a unit's sums, with the bias, in the original columns; or a segment's as they are."""
+    """A function of a warp: store a unit's sums, scaled and with the bias, in original columns; a segment's plainly."""
     weight_rows, block_tiles = cut.weight_rows, BLOCK_ROWS // TILE_ROWS
-    pitch, plain, x_rows, adds = 4 * weight_rows, plan.apart, plan.rows, plan.is_large and cut.segments > 1
-    last = cut.segments - 1
-    store0, store1 = (ptx_hopper.store_group_half(plan.rows, half, pitch) for half in (0, 1))
+    pitch, plain, x_rows, scaled = 4 * weight_rows, plan.apart, plan.rows, cut.weights.row_scales and not plan.apart
+    store0, store1 = (ptx_hopper.store_group_half(plan.rows, half, pitch, is_scaled=scaled) for half in (0, 1))
+    adds, last = plan.is_large and cut.segments > 1 and not plan.apart, cut.segments - 1
     add0, add1 = (ptx_hopper.add_group_half(plan.rows, half, pitch) for half in (0, 1))
 
     @device_function
     def place_of(beside: Any, run: Any, row: Any) -> Any:
-        """The bias and the original column of one of the eight rows of a run."""
-        bias, columns = beside
-        extra, column = float32(0), uint32(run * uint32(8))
+        """The scale, the bias and the original column of one of the eight rows of a run."""
+        bias, columns, scales = beside
+        scale, extra, column = float32(1), float32(0), uint32(run * uint32(8))
+        if scaled:
+            scale = ptx.load_global_f32(scales + int64(uint32(column + row)) * int64(4))
         if not plain and with_bias:
             extra = ptx.load_global_bf16(bias + int64(uint32(column + row)) * int64(2))
         if not plain and with_columns:
             column = uint32(ptx.load_global_i32(columns + int64(run) * int64(4)))
-        return extra, int64(uint32(column + row)) * int64(4)
+        return scale, extra, int64(uint32(column + row)) * int64(4)
+
+    def make_store(store_half: Any, add_half: Any) -> Any:
+        @device_function
+        def store(out: Any, sums: Any, beside: Any, run: Any, row: Any, part: Any) -> None:
+            scale, extra, at = place_of(beside, run, row)
+            if adds and part < uint32(last):
+                extra = float32(0)
+            if adds and part > uint32(0):
+                add_half(out + at, extra, sums)
+            else:
+                store_half(out + at, scale, extra, sums)
+
+        return store
+
+    first_half, second_half = make_store(store0, add0), make_store(store1, add1)
 
     @device_function
     def finish(
@@ -288,21 +310,9 @@ def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: 
         target = out + (int64(segment) * int64(rows) + int64(corner)) * int64(pitch)
         run, row = uint32(uint32(block * uint32(block_tiles) + first) * uint32(2)), uint32(lane >> uint32(2))
         if uint32(run * uint32(8)) < uint32(weight_rows):
-            extra, at = place_of(beside, run, row)
-            if adds and part < uint32(last):
-                extra = float32(0)
-            if adds and part > uint32(0):
-                add0(target + at, extra, sums)
-            else:
-                store0(target + at, extra, sums)
+            first_half(target, sums, beside, run, row, part)
         run = uint32(run + uint32(1))
         if uint32(run * uint32(8)) < uint32(weight_rows):
-            extra, at = place_of(beside, run, row)
-            if adds and part < uint32(last):
-                extra = float32(0)
-            if adds and part > uint32(0):
-                add1(target + at, extra, sums)
-            else:
-                store1(target + at, extra, sums)
+            second_half(target, sums, beside, run, row, part)
 
     return finish

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.toolchain.kernel import Card
-from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
+from lowlat.kernels.tuning.table import Fact, Knobs, Planned, choose_plan
 
 __all__ = [
     "APART_ROWS",
@@ -18,6 +19,7 @@ __all__ = [
     "CONSUMERS",
     "GROUP_ROWS",
     "MOST_ROWS",
+    "PRODUCERS",
     "STEP",
     "STEP_ROW_BYTES",
     "PrefillGemmPlan",
@@ -62,10 +64,11 @@ TILE_ROW_US, ADD_US = 0.01, 3.0  # to end a tile, a row of x; to begin the kerne
 class PrefillGemmPlan:
     """Tiles and stages of a GEMM, which change no bit of the result. Raises ShapeError for what does not fit.
 
-    rows    of x, of a tile: 64, 128 or 256
+    rows    of x, of a tile: 64, 128 or 256, the last with weights in bf16 alone
     depth   steps of 64 columns of a stage: 1 or, of tiles of less than 256 rows, 2
     stages  under way or multiplied
     apart   segments are blocks' own, and another kernel adds them up
+    tile_bytes  of a step of one tile of weights
     paired  two blocks share the rows of a tile, each of which copies half of them to both; of 256 rows alone
     """
 
@@ -73,6 +76,7 @@ class PrefillGemmPlan:
     depth: int
     stages: int
     apart: bool
+    tile_bytes: int = BF16_TILES.step_bytes
     paired: bool = False
 
     def __post_init__(self) -> None:
@@ -91,6 +95,11 @@ class PrefillGemmPlan:
         return self.rows // 2
 
     @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * CONSUMERS + (0 if self.is_large else 32 * PRODUCERS)
+
+    @property
     def producers(self) -> int:
         """Warps that copy."""
         return 4 * CONSUMERS if self.is_large else PRODUCERS
@@ -101,14 +110,15 @@ class PrefillGemmPlan:
         return self.rows == LARGE
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 128 * CONSUMERS + (0 if self.is_large else 32 * PRODUCERS)
+    def cluster(self) -> int:
+        """Blocks that take units together."""
+        return 2 if self.paired else 1
 
     @property
     def stage_bytes(self) -> int:
-        """Rows of x, then of weights."""
-        return (self.rows + BLOCK_ROWS) * self.depth * STEP_ROW_BYTES
+        """Rows of x, then of weights; the next stage's begin at a multiple of 1024."""
+        used = self.depth * (self.rows * STEP_ROW_BYTES + BLOCK_ROWS // 16 * self.tile_bytes)
+        return -(-used // ALIGNMENT) * ALIGNMENT
 
     @property
     def shared_bytes(self) -> int:
@@ -119,11 +129,6 @@ class PrefillGemmPlan:
         """The units that blocks, or pairs of them, take one by one: tiles, or segments of them."""
         blocks = -(-weight_rows // (BLOCK_ROWS * self.cluster))
         return rows // self.rows * blocks * (segments if self.apart else 1)
-
-    @property
-    def cluster(self) -> int:
-        """Blocks that take units together."""
-        return 2 if self.paired else 1
 
 
 def has_prefill_gemm(card: Card) -> bool:
@@ -148,25 +153,34 @@ def segments_of(weight_rows: int, columns: int) -> tuple[int, int]:
     return min(choices)[1:]
 
 
-def plan_prefill_gemm(rows: int, weight_rows: int, columns: int, card: Card) -> PrefillGemmPlan:
+def plan_prefill_gemm(
+    rows: int, weight_rows: int, columns: int, card: Card, weights: TileFormat = BF16_TILES
+) -> PrefillGemmPlan:
     """The derived plan for [M, K] by [N, K]: the first of `plans_of`. Raises as that does."""
-    return plans_of(rows, weight_rows, columns, card)[0]
+    return plans_of(rows, weight_rows, columns, card, weights)[0]
 
 
-def choose_prefill_plan(rows: int, weight_rows: int, columns: int, card: Card) -> tuple[PrefillGemmPlan, Planned]:
+def choose_prefill_plan(
+    rows: int, weight_rows: int, columns: int, card: Card, weights: TileFormat = BF16_TILES
+) -> tuple[PrefillGemmPlan, Planned]:
     """The plan for [M, K] by [N, K] by a card's table, or the derived one; and its place in tables.
 
     Raises as `plans_of` does.
     """
-    plans = plans_of(rows, weight_rows, columns, card)
-    return choose_plan(card.tuning, KIND, {"rows": rows, "N": weight_rows, "K": columns}, plans)
+    plans = plans_of(rows, weight_rows, columns, card, weights)
+    facts: dict[str, Fact] = {"rows": rows, "N": weight_rows, "K": columns}
+    if weights != BF16_TILES:
+        facts["weights"] = weights.label
+    return choose_plan(card.tuning, KIND, facts, plans)
 
 
-def plans_of(rows: int, weight_rows: int, columns: int, card: Card) -> tuple[PrefillGemmPlan, ...]:
+def plans_of(
+    rows: int, weight_rows: int, columns: int, card: Card, weights: TileFormat = BF16_TILES
+) -> tuple[PrefillGemmPlan, ...]:
     """All plans for [M, K] by [N, K]: with as many stages as fit, first the one that should take least time, then with
-    fewer.
+    fewer. weights: how the weight is held.
 
-    Raises ShapeError for M that is no multiple of 64 or above 1024, N or K that is no multiple of 8, or a card that
+    Raises ShapeError for M that is no multiple of 64 or above 4096, N or K that is no multiple of 8, or a card that
     `has_prefill_gemm` denies.
     """
     if not has_prefill_gemm(card):
@@ -177,22 +191,24 @@ def plans_of(rows: int, weight_rows: int, columns: int, card: Card) -> tuple[Pre
         raise ShapeError(f"a prefill GEMM takes a multiple of 64 rows up to {MOST_ROWS}, got {rows}")
     if weight_rows % 8 or columns % 8:
         raise ShapeError(f"a prefill GEMM's weight must have multiples of 8 as sizes, got {weight_rows} x {columns}")
-    plans = _plans(rows, weight_rows, columns, card, card.read_gb_s)
+    plans = _plans(rows, weight_rows, columns, card, card.read_gb_s, weights)
     if not plans:
         raise ShapeError(f"a prefill GEMM does not fit the {card.shared_bytes} bytes of shared memory of a block")
     return plans
 
 
 @cache
-def _plans(rows: int, weight_rows: int, columns: int, card: Card, read_gb_s: float) -> tuple[PrefillGemmPlan, ...]:
+def _plans(
+    rows: int, weight_rows: int, columns: int, card: Card, read_gb_s: float, weights: TileFormat
+) -> tuple[PrefillGemmPlan, ...]:
     (segments, length), steps = segments_of(weight_rows, columns), -(-columns // STEP)
     full = [
         replace(plan, paired=paired)
-        for tile in TILE_ROWS
+        for tile in (TILE_ROWS if weights == BF16_TILES else TILE_ROWS[:-1])
         for paired in ((True, False) if tile == LARGE else (False,))
         for depth in ((1, 2) if length % 2 == 0 and steps % 2 == 0 else (1,))
         for apart in ((False, True) if segments > 1 and rows <= APART_ROWS else (False,))
-        if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card)) is not None
+        if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card, weights)) is not None
     ]
     speeds = (card.num_multiprocessors, 1000 * read_gb_s)
     full.sort(key=lambda plan: _time_us(plan, rows, weight_rows, steps, (segments, length), *speeds))
@@ -205,11 +221,13 @@ def partials_shape(plan: PrefillGemmPlan, rows: int, weight_rows: int, columns: 
     return segments_of(weight_rows, columns)[0] if plan.apart else 0, rows, weight_rows
 
 
-def _fitted(tile: int, depth: int, apart: bool, segments: int, card: Card) -> PrefillGemmPlan | None:
+def _fitted(
+    tile: int, depth: int, apart: bool, segments: int, card: Card, weights: TileFormat
+) -> PrefillGemmPlan | None:
     """With as many stages as fit; None where not even two do, or registers lack for totals beside the sums."""
     if (tile, depth) not in STEP_US or (depth == 2 and tile == 128 and segments > 1 and not apart):
         return None
-    plans = (PrefillGemmPlan(tile, depth, stages, apart) for stages in STAGE_COUNTS)
+    plans = (PrefillGemmPlan(tile, depth, stages, apart, weights.step_bytes) for stages in STAGE_COUNTS)
     return next((plan for plan in plans if plan.shared_bytes <= card.shared_bytes), None)
 
 
@@ -228,7 +246,7 @@ def _time_us(
     own = length if plan.apart else steps
     ends = count if plan.is_large and not plan.apart else 1  # of segments that are added up in the output
     time = turns * (own * STEP_US[plan.rows, plan.depth] + TILE_ROW_US * plan.rows * ends)
-    time = max(time, 2 * weight_rows * steps * STEP / memory_bytes_a_us)
+    time = max(time, weight_rows * steps * plan.tile_bytes / (16 * memory_bytes_a_us))
     if plan.apart:
         time += ADD_US + 8 * count * rows * weight_rows / SUM_BYTES_A_US
     return time

@@ -1,4 +1,5 @@
-"""The sum of a prefill GEMM's segments of K: added from the first to the last, with the bias, in original columns.
+"""The sum of a prefill GEMM's segments of K: added from the first to the last, scaled, with the bias, in original
+columns.
 
 It knows neither who wrote them nor what becomes of the sums.
 """
@@ -19,27 +20,34 @@ THREADS = 256
 
 
 def add_segments(
-    *, partials: torch.Tensor, bias: torch.Tensor | None, columns: torch.Tensor | None, out: torch.Tensor
+    *,
+    partials: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None,
+    columns: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> list[KernelCall]:
     """Add up the sums of segments, in one launch.
 
     partials  [S, M, N]  float32
+    scales    [N]        float32 or more, in the partials' order; None: ones
     bias      [N]        bf16, or None
     columns   [N / 8]    int32: the column of out at which eight columns of the partials begin; None: the same
-    out       [M, N]     float32, out: zero plus the segments one by one, plus the bias, every sum rounded by itself
+    out       [M, N]     float32, out: zero plus the segments one by one, times the scale, plus the bias, each rounded
     Time: (S + 1) * M * N * 4 bytes over the L2's bandwidth. Captured: yes. Raises ShapeError for shapes that do not
     fit.
     """
     segments, rows, width = partials.shape
     check_shape("out", out, rows, width)
     blocks = -(-rows * (width // 4) // THREADS)
-    kernel = _make(width, segments, bias is not None, columns is not None)
-    arguments = (partials, 0 if bias is None else bias, 0 if columns is None else columns, out, rows)
+    kernel = _make(width, segments, bias is not None, columns is not None, scales is not None)
+    beside = (0 if each is None else each for each in (scales, bias, columns))
+    arguments = (partials, *beside, out, rows)
     return [KernelCall(kernel, (blocks, 1, 1), arguments)]
 
 
 @cache
-def _make(width: int, segments: int, with_bias: bool, with_columns: bool) -> Kernel:
+def _make(width: int, segments: int, with_bias: bool, with_columns: bool, with_scales: bool = False) -> Kernel:
     """A thread has four columns of a row."""
     chunks = width // 4
 
@@ -53,13 +61,22 @@ def _make(width: int, segments: int, with_bias: bool, with_columns: bool) -> Ker
         )
 
     @device_function
+    def scale(sums: Any, words: Any) -> Any:
+        return (
+            ptx.mul_rn(sums[0], ptx.float_of_bits(words[0])),
+            ptx.mul_rn(sums[1], ptx.float_of_bits(words[1])),
+            ptx.mul_rn(sums[2], ptx.float_of_bits(words[2])),
+            ptx.mul_rn(sums[3], ptx.float_of_bits(words[3])),
+        )
+
+    @device_function
     def biases(low: Any, high: Any) -> Any:
         return (
             uint32(low << uint32(16)), uint32(low & uint32(0xFFFF0000)), uint32(high << uint32(16)),
             uint32(high & uint32(0xFFFF0000)),
         )  # fmt: skip
 
-    def sum_split_k(partials: Any, bias: Any, columns: Any, out: Any, rows: Any) -> None:
+    def sum_split_k(partials: Any, scales: Any, bias: Any, columns: Any, out: Any, rows: Any) -> None:
         number = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
         row = uint32(number // uint32(chunks))
         chunk = uint32(number - row * uint32(chunks))
@@ -71,6 +88,8 @@ def _make(width: int, segments: int, with_bias: bool, with_columns: bool) -> Ker
             at = partials + (int64(row) * int64(width) + int64(column)) * int64(4)
             for segment in range(segments):
                 sums = add(sums, ptx.load_global_128(at + int64(segment) * int64(rows) * int64(4 * width)))
+            if with_scales:
+                sums = scale(sums, ptx.load_global_128(scales + int64(column) * int64(4)))
             if with_bias:
                 low, high = ptx.load_global_64(bias + int64(column) * int64(2))
                 sums = add(sums, biases(low, high))
@@ -84,9 +103,10 @@ def _make(width: int, segments: int, with_bias: bool, with_columns: bool) -> Ker
             )  # fmt: skip
 
     beside = f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}"
-    return Kernel(f"wide_add_{width}x{segments}_{beside}", sum_split_k, (types.int64,) * 5, THREADS)
+    beside += "_scaled" if with_scales else ""
+    return Kernel(f"wide_add_{width}x{segments}_{beside}", sum_split_k, (types.int64,) * 6, THREADS)
 
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make(6144, 5, True, True), _make(4096, 8, False, False)]
+    return [_make(6144, 5, True, True), _make(4096, 8, False, False, with_scales=True)]

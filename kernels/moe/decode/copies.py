@@ -25,6 +25,7 @@ def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
     """
     part, step_bytes, scale_bytes = plan.part, shape.step_bytes, shape.scale_bytes
     has_scales, pieces, even = shape.format.has_scales, step_bytes // PIECE_BYTES, plan.is_even(shape)
+    turns = -(-part * scale_bytes // PIECE_BYTES)
 
     @device_function
     def fetch(place: Any, words: Any, scales: Any, number: Any, count: Any, lane: Any) -> None:
@@ -36,8 +37,11 @@ def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
                     ptx.copy_async_16_once(uint32(place + uint32(at)), words + at)
         if has_scales:
             whole = uint32(part) if even else min(uint32(part), count)
-            if lane < uint32(whole * uint32(scale_bytes // 16)):
-                ptx.copy_async_16_once(uint32(place + uint32(part * step_bytes)), scales + int64(number) * scale_bytes)
+            for turn in range(turns):
+                if uint32(lane + uint32(32 * turn)) < uint32(whole * uint32(scale_bytes // 16)):
+                    at = part * step_bytes + turn * PIECE_BYTES
+                    source = scales + int64(number) * scale_bytes + turn * PIECE_BYTES
+                    ptx.copy_async_16_once(uint32(place + uint32(at)), source)
 
     return fetch
 

@@ -24,7 +24,7 @@ from lowlat.kernels.moe.decode.gemm import (
 )
 from lowlat.kernels.moe.decode.swiglu_epilogue import make_swiglu
 from lowlat.kernels.moe.decode.weighing_epilogue import make_weighing
-from lowlat.kernels.moe.packing import PackedExperts
+from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_of
 from lowlat.kernels.moe.plan import (
     DOWN,
     GATE_UP,
@@ -50,21 +50,22 @@ def experts_gate_up(
     expert_ids: torch.Tensor,
     *,
     experts: PackedExperts,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     out: torch.Tensor,
-    limit: float,
-    alpha: float,
+    limit: float | None = None,
+    alpha: float | None = None,
     card: Card = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
-    """Multiply rows by the gate and up matrices of their experts, and apply the clamped SwiGLU.
+    """Multiply rows by the gate and up matrices of their experts, and apply SwiGLU.
 
     x           [M, K]      bf16; with MXFP4 magnitudes below 2**64
     expert_ids  [M, R]      int32  -1 dead
     experts     [E, 2I, K]  packed in the order of `gate_up_permutation`
-    bias        [E, 2I]     bf16, in the weight's order
+    bias        [E, 2I]     bf16, in the weight's order; None: none
     out         [M, R, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
-                            +-`limit`; in float32, rounded once; zero where dead
+                            +-`limit`, or without them up * gate * sigmoid(gate); in float32, rounded once; zero where
+                            dead
     card        what it runs on
     plan        how to cut the GEMM; None: by the card's table, or `plan_experts`'
     One launch for each 64 rows. Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
@@ -84,7 +85,7 @@ def experts_down(
     expert_weights: torch.Tensor,
     *,
     experts: PackedExperts,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     out: torch.Tensor,
     workspace: Workspace,
     card: Card = H200,
@@ -96,7 +97,7 @@ def experts_down(
     expert_ids      [M, R]     int32    -1 dead
     expert_weights  [M, R]     float32  shares
     experts         [E, N, I]  packed
-    bias            [E, N]     bf16
+    bias            [E, N]     bf16; None: none
     out             [M, N]     float32, out: the sum over ranks, from the first on, of share * (down @ activated +
                                bias), every product and sum rounded by itself; zero for a dead row
     workspace       is asked for `partials_workspace`
@@ -111,7 +112,7 @@ def experts_down(
     if experts.rows % 4:
         raise ShapeError(f"experts_down: a matrix must have a multiple of 4 rows, got {experts.rows}")
     partials = workspace(*partials_workspace(rows, ranks, experts.rows))
-    calls = _calls(DOWN, activated, expert_ids, expert_weights, experts, bias, partials, 0.0, 0.0, card, plan)
+    calls = _calls(DOWN, activated, expert_ids, expert_weights, experts, bias, partials, None, None, card, plan)
     return calls + add_ranks(partials=partials, expert_ids=expert_ids, out=out)
 
 
@@ -121,26 +122,25 @@ def _calls(
     ids: torch.Tensor,
     shares: torch.Tensor | None,
     experts: PackedExperts,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     out: torch.Tensor,
-    limit: float,
-    alpha: float,
+    limit: float | None,
+    alpha: float | None,
     card: Card,
     plan: ExpertPlan | None,
 ) -> list[KernelCall]:
     rows, ranks = ids.shape
-    check_shape("bias", bias, experts.num_experts, experts.rows)
-    check_dtype(torch.bfloat16, bias=bias)
+    check_expert_bias(bias, experts)
     check_dtype(torch.int32, expert_ids=ids)
     if experts.columns % 8:
         raise ShapeError(f"experts' columns must be a multiple of 8, got {experts.columns}")
-    shape = ExpertShape(kind, experts.rows, experts.columns, ranks, experts.format)
-    scales: Argument = 0 if experts.scales is None else experts.scales
+    shape = shape_of(kind, experts, ranks, biased=bias is not None, clamped=kind == DOWN or limit is not None)
     calls = []
     for part, count in parts_of(rows, ranks):
         cut, planned = (plan, None) if plan else choose_expert_plan(count, shape, card, experts.num_experts)
         own: Argument = 0 if shares is None else shares[part]
-        arguments = (experts.words, scales, bias, x[part], ids[part], own, out[part], count * ranks, limit, alpha)
+        addresses = (*experts.arguments, 0 if bias is None else bias, x[part], ids[part], own, out[part])
+        arguments = (*addresses, count * ranks, limit or 0.0, alpha or 0.0)
         calls.append(KernelCall(_make(shape, cut), (cut.num_blocks, 1, 1), arguments, planned=planned))
     return calls
 
@@ -149,10 +149,10 @@ def _calls(
 def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
     name = (
         f"experts_gemm_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_"
-        f"{shape.format.name}_{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}"
+        f"{shape.label}_{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}"
         f"x{plan.part}x{plan.stages}{'' if plan.suspends else '_awake'}"
     )
-    signature = (*(types.int64,) * 8, types.float32, types.float32)
+    signature = (*(types.int64,) * 9, types.float32, types.float32)
     return Kernel(name, _kernel(shape, plan), signature, plan.threads, 1, plan.shared_bytes(shape), most_blocks=1)
 
 
@@ -170,8 +170,9 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan) -> Callable[..., None]:
     begin_handover, wait_for_all = handover.begin, ptx.copies_wait(0)
 
     def experts_gemm(
-        words: Any, scales: Any, bias: Any, x: Any, ids: Any, shares: Any, out: Any, count: Any, limit: Any, alpha: Any
-    ) -> None:
+        words: Any, scales: Any, row_scales: Any, bias: Any, x: Any, ids: Any, shares: Any, out: Any, count: Any,
+        limit: Any, alpha: Any,
+    ) -> None:  # fmt: skip
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         thread, block, blocks = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
@@ -192,7 +193,7 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan) -> Callable[..., None]:
             wait_for_all()
         else:
             clear(lists, out, count, uint32(thread - uint32(warps * 32)))
-            finish_run(areas, barriers, lists, bias, out, run, thread, limit, alpha)
+            finish_run(areas, barriers, lists, (bias, row_scales), out, run, thread, limit, alpha)
 
     return experts_gemm
 

@@ -37,7 +37,8 @@ __all__ = [
 class Epilogue:
     """The epilogue of a GEMM, as device functions.
 
-    begin   of a tile: load what a pair's value needs at its end, two uint32 that nothing waits for
+    begin   of a tile: load what a pair's value needs at its end, four uint32 that nothing waits for; biases and scales
+            of rows come by address, 0 where there are none
     finish  a pair's value of a tile
     clear   store zeros for dead pairs, by the threads that finish
     """
@@ -221,7 +222,7 @@ def make_finishing(
 
     @device_function
     def finish_run(
-        areas: Any, barriers: Any, lists: Any, bias: Any, out: Any, run: Any, thread: Any, limit: Any, alpha: Any
+        areas: Any, barriers: Any, lists: Any, beside: Any, out: Any, run: Any, thread: Any, limit: Any, alpha: Any
     ) -> None:
         index = uint32(thread - uint32(first_thread))
         unit, inner, left = run
@@ -231,13 +232,13 @@ def make_finishing(
             for turn in range(rounds):
                 number = uint32(index + uint32(turn * lanes))
                 value, place = uint32(number % uint32(values)), uint32(number // uint32(values))
-                first, second = uint32(0), uint32(0)
+                held = (uint32(0), uint32(0), uint32(0), uint32(0))
                 if place < members:
-                    first, second = begin(lists, bias, unit, inner, place, value)
+                    held = begin(lists, beside, unit, inner, place, value)
                 if turn == 0:
                     await_full(barriers, area, parity)
                 if place < members:
-                    finish(lists, source, out, unit, inner, place, value, first, second, limit, alpha)
+                    finish(lists, source, out, unit, inner, place, value, held, limit, alpha)
             release(barriers, area, uint32(index & uint32(31)))
             area, parity = after(area, parity)
             inner, left = uint32(inner + uint32(1)), uint32(left - uint32(1))

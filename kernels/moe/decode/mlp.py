@@ -1,4 +1,4 @@
-"""A mixture of experts for few rows in one launch: top-k routing, gate and up GEMMs, the clamped SwiGLU, the weighed
+"""A mixture of experts for few rows in one launch: top-k routing, gate and up GEMMs, SwiGLU, the weighed
 down GEMM, and the sum into the residual stream.
 
 It may begin while the router still runs: logits are awaited, so that weights are prefetched as soon as a block knows
@@ -30,13 +30,13 @@ from lowlat.kernels.moe.decode.mlp_plan import MlpPlan, choose_mlp_plan, plan_ml
 from lowlat.kernels.moe.decode.rank_sum import make_sum_rows
 from lowlat.kernels.moe.decode.swiglu_epilogue import make_swiglu
 from lowlat.kernels.moe.decode.weighing_epilogue import make_weighing
-from lowlat.kernels.moe.packing import PackedExperts
+from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_of
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, parts_of
 from lowlat.kernels.moe.topk_routing import TopKRouting, make_publish, make_route
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, examples_for
+from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "experts_mlp"]
@@ -47,17 +47,17 @@ def experts_mlp(
     x: torch.Tensor,
     routing: TopKRouting,
     gate_up: PackedExperts,
-    gate_up_bias: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
     down: PackedExperts,
-    down_bias: torch.Tensor,
+    down_bias: torch.Tensor | None = None,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     activated: torch.Tensor,
     partials: torch.Tensor,
     residual: torch.Tensor,
     total: torch.Tensor,
-    limit: float,
-    alpha: float,
+    limit: float | None = None,
+    alpha: float | None = None,
     early: bool = False,
     card: Card = H200,
     plan: MlpPlan | None = None,
@@ -67,13 +67,14 @@ def experts_mlp(
     x               [M, K]      bf16; with MXFP4 magnitudes below 2**64
     routing         the logits by which rows choose their experts
     gate_up         [E, 2I, K]  packed in the order of `gate_up_permutation`
-    gate_up_bias    [E, 2I]     bf16, in the weight's order
+    gate_up_bias    [E, 2I]     bf16, in the weight's order; None: none
     down            [E, N, I]   packed
-    down_bias       [E, N]      bf16
+    down_bias       [E, N]      bf16; None: none
     expert_ids      [M, R]      int32    out: largest logit first; -1 dead
-    expert_weights  [M, R]      float32  out: shares, which sum to 1; 0 where dead
+    expert_weights  [M, R]      float32  out: shares; 0 where dead
     activated       [M, R, I]   bf16     out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up
-                                         within +-`limit`; in float32, rounded once; zero where dead
+                                         within +-`limit`, or without them up * gate * sigmoid(gate); in float32,
+                                         rounded once; zero where dead
     partials        [M, R, N]   float32  out: share * (down @ activated + bias), every product and sum rounded by
                                          itself; zero where dead
     residual        [M, N]      bf16
@@ -99,32 +100,30 @@ def experts_mlp(
     check_dtype(torch.bfloat16, x=x, activated=activated, residual=residual, total=total)
     check_dtype(torch.float32, expert_weights=expert_weights, partials=partials)
     check_dtype(torch.int32, expert_ids=expert_ids)
-    up_scales, down_scales = (0 if each.scales is None else each.scales for each in (gate_up, down))
-    up_shape, down_shape = (
-        ExpertShape(kind, each.rows, each.columns, ranks, each.format)
-        for kind, each in ((GATE_UP, gate_up), (DOWN, down))
-    )
+    up_shape = shape_of(GATE_UP, gate_up, ranks, biased=gate_up_bias is not None, clamped=limit is not None)
+    down_shape = shape_of(DOWN, down, ranks, biased=down_bias is not None)
+    biases: list[Argument] = [0 if each is None else each for each in (gate_up_bias, down_bias)]
     calls = []
     for part, count in parts_of(rows, ranks):
         chosen, planned = plan, None
         if chosen is None:
             chosen, planned = choose_mlp_plan(count, up_shape, down_shape, card, routing.num_experts)
         arguments = (
-            *(gate_up.words, up_scales, gate_up_bias, down.words, down_scales, down_bias),
+            *(*gate_up.arguments, biases[0], *down.arguments, biases[1]),
             *(x[part], *routing.of(part), expert_ids[part], expert_weights[part], activated[part], partials[part]),
-            *(residual[part], total[part], count * ranks, int(early), limit, alpha),
+            *(residual[part], total[part], count * ranks, int(early)),
+            *(limit or 0.0, alpha or 0.0),
         )
-        kernel = _make(chosen, routing.num_experts)
+        kernel = _make(chosen, routing.num_experts, routing.over_all)
         calls.append(KernelCall(kernel, (chosen.up_plan.num_blocks, 1, 1), arguments, planned=planned))
     return calls
 
 
 def _check_weights(
-    gate_up: PackedExperts, gate_up_bias: torch.Tensor, down: PackedExperts, down_bias: torch.Tensor
+    gate_up: PackedExperts, gate_up_bias: torch.Tensor | None, down: PackedExperts, down_bias: torch.Tensor | None
 ) -> None:
-    check_shape("gate_up_bias", gate_up_bias, gate_up.num_experts, gate_up.rows)
-    check_shape("down_bias", down_bias, gate_up.num_experts, down.rows)
-    check_dtype(torch.bfloat16, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    check_expert_bias(gate_up_bias, gate_up, "gate_up_bias")
+    check_expert_bias(down_bias, down, "down_bias")
     follows = gate_up.rows == 2 * down.columns and gate_up.num_experts == down.num_experts
     if not follows or any(width % 8 for width in (gate_up.columns, down.columns, down.rows)):
         raise ShapeError(
@@ -135,20 +134,21 @@ def _check_weights(
 
 
 @cache
-def _make(plan: MlpPlan, num_experts: int) -> Kernel:
+def _make(plan: MlpPlan, num_experts: int, over_all: bool = False) -> Kernel:
     up, down, first, second = plan.up, plan.down, plan.up_plan, plan.down_plan
     name = (
         f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.ranks}_"
-        f"{up.format.name}{down.format.name}_"
+        f"{up.label}{down.label}_"
         f"{first.columns}x{first.capacity}x{first.warps}x{second.warps}x{first.finishing}x{first.part}x{second.part}"
         f"x{first.stages}{'' if plan.overlaps else '_apart'}{'' if first.suspends else '_awake'}_e{num_experts}"
+        f"{'_over_all' if over_all else ''}"
     )
-    signature = (*(types.int64,) * 17, types.float32, types.float32)
-    function, shared_bytes = _kernel(plan, num_experts), plan.places[-1]
+    signature = (*(types.int64,) * 19, types.float32, types.float32)
+    function, shared_bytes = _kernel(plan, num_experts, over_all), plan.places[-1]
     return Kernel(name, function, signature, plan.whole.threads, 1, shared_bytes, most_blocks=1)
 
 
-def _kernel(plan: MlpPlan, num_experts: int) -> Callable[..., None]:
+def _kernel(plan: MlpPlan, num_experts: int, over_all: bool) -> Callable[..., None]:
     up, down, first, second, whole = plan.up, plan.down, plan.up_plan, plan.down_plan, plan.whole
     up_tiles, down_tiles, warps, stages = up.tiles, down.tiles, plan.warps, first.stages
     up_areas_at, down_areas_at, lists_at, barriers_at, _ = plan.places
@@ -164,7 +164,7 @@ def _kernel(plan: MlpPlan, num_experts: int) -> Callable[..., None]:
     finish_up = make_finishing(up, first, swiglu, up_sums, warps * 32)
     finish_down = make_finishing(down, second, weighing, down_sums, warps * 32)
     clear_up, clear_down, begin_up, begin_down = swiglu.clear, weighing.clear, up_sums.begin, down_sums.begin
-    route, publish = make_route(whole, up.ranks, num_experts), make_publish(whole)
+    route, publish = make_route(whole, up.ranks, num_experts, over_all), make_publish(whole)
     list_units, wait_for_all = make_list_units(whole), ptx.copies_wait(0)
     up_warps, down_warps, ranks = first.warps, second.warps, up.ranks
     sum_rows = make_sum_rows(down.rows, ranks, first.finishing)
@@ -175,9 +175,9 @@ def _kernel(plan: MlpPlan, num_experts: int) -> Callable[..., None]:
         return unit, inner, left if takes_part else uint32(0)
 
     def experts_mlp(
-        words: Any, scales: Any, bias: Any, down_words: Any, down_scales: Any, down_bias: Any, x: Any, logits: Any,
-        row_live: Any, ids: Any, shares: Any, activated: Any, partials: Any, residual: Any, total: Any,
-        count: Any, early: Any, limit: Any, alpha: Any,
+        words: Any, scales: Any, row_scales: Any, bias: Any, down_words: Any, down_scales: Any, down_row_scales: Any,
+        down_bias: Any, x: Any, logits: Any, row_live: Any, ids: Any, shares: Any, activated: Any, partials: Any,
+        residual: Any, total: Any, count: Any, early: Any, limit: Any, alpha: Any,
     ) -> None:  # fmt: skip
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         thread, block, blocks = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
@@ -218,8 +218,9 @@ def _kernel(plan: MlpPlan, num_experts: int) -> Callable[..., None]:
             own = uint32(thread - uint32(warps * 32))
             clear_up(lists, activated, count, own)
             clear_down(lists, partials, count, own)
-            finish_up(up_areas, up_barriers, lists, bias, activated, up_run, thread, limit, alpha)
-            finish_down(down_areas, down_barriers, lists, down_bias, partials, down_run, thread, limit, alpha)
+            finish_up(up_areas, up_barriers, lists, (bias, row_scales), activated, up_run, thread, limit, alpha)
+            beside = down_bias, down_row_scales
+            finish_down(down_areas, down_barriers, lists, beside, partials, down_run, thread, limit, alpha)
             sum_rows(partials, residual, total, uint32(count // int64(ranks)), own)
         publish(lists, ids, shares, count, thread)
 

@@ -15,6 +15,7 @@ from lowlat.kernels.moe.plan import (
     facts_of,
     near_cuts,
     plan_experts,
+    stages_wanted,
 )
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
@@ -89,11 +90,26 @@ def plan_mlp(
     overlaps                      0 or 1; None: for more than one row
     Raises ShapeError as `plan_experts` does.
     """
+    cut: dict[str, Any] = {"warps": warps, "stages": stages, "part": part, "columns": columns}
+    plan = _fit_mlp(rows, up, down, card, cut, overlaps)
+    if stages is None:
+        wanted = max(stages_wanted(each, warps, part) for each in (up, down))
+        for depth in range(wanted, plan.up_plan.stages, -1):
+            with suppress(ShapeError):
+                deeper = _fit_mlp(rows, up, down, card, {**cut, "stages": depth}, overlaps)
+                if (deeper.up_plan.part, deeper.down_plan.part) == (plan.up_plan.part, plan.down_plan.part):
+                    return deeper
+    return plan
+
+
+def _fit_mlp(
+    rows: int, up: ExpertShape, down: ExpertShape, card: Card, cut: dict[str, Any], overlaps: int | None
+) -> MlpPlan:
+    """The plans of both GEMMs by these cuts of `plan_experts`, which fit a block together."""
     available = card.shared_bytes
     while True:
         try:
             left = replace(card, shared_bytes=available)
-            cut: dict[str, Any] = {"warps": warps, "stages": stages, "part": part, "columns": columns}
             first, second = (plan_experts(rows, each, left, **cut) for each in (up, down))
         except ShapeError as error:
             if available == card.shared_bytes:

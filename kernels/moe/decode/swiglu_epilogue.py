@@ -1,8 +1,8 @@
-"""The clamped SwiGLU of experts' gate and up values, as they come out of the first GEMM of a mixture."""
+"""SwiGLU, clamped or plain, of experts' gate and up values, as they come out of the first GEMM of a mixture."""
 
 from typing import Any
 
-from lowlat.kernels.common.activation import clamped_swiglu
+from lowlat.kernels.common.activation import clamped_swiglu, silu_times
 from lowlat.kernels.moe.decode.expert_list import make_chosen, make_expert_of, make_pair_of
 from lowlat.kernels.moe.decode.gemm import Epilogue, make_total
 from lowlat.kernels.moe.plan import ExpertPlan, ExpertShape
@@ -15,23 +15,36 @@ __all__ = ["make_swiglu"]
 def make_swiglu(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
     """The epilogue of gate and up values: activations [M, R, I] bf16, which other blocks may await."""
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
-    width = rows // 2
+    width, padded = rows // 2, shape.padded_rows
+    biased, scaled, clamped = shape.biased, shape.format.row_scales, shape.clamped
 
     @device_function
-    def begin(lists: Any, bias: Any, unit: Any, tile: Any, _place: Any, value: Any) -> Any:
-        at = bias + (int64(expert_of(lists, unit)) * rows + int64(tile) * 16 + int64(value)) * 2
-        return ptx.load_global_u16(at), ptx.load_global_u16(at + 16)
+    def begin(lists: Any, beside: Any, unit: Any, tile: Any, _place: Any, value: Any) -> Any:
+        bias, scales = beside
+        expert, row = int64(expert_of(lists, unit)), int64(tile) * 16 + int64(value)
+        first, second, gate, up = uint32(0), uint32(0), uint32(0), uint32(0)
+        if biased:
+            at = bias + (expert * rows + row) * 2
+            first, second = ptx.load_global_u16(at), ptx.load_global_u16(at + 16)
+        if scaled:
+            at = scales + (expert * padded + row) * 4
+            gate, up = ptx.bits_of_float(ptx.load_global_f32(at)), ptx.bits_of_float(ptx.load_global_f32(at + 32))
+        return first, second, gate, up
 
     @device_function
     def finish(
-        lists: Any, area: Any, out: Any, unit: Any, tile: Any, place: Any, value: Any, first: Any, second: Any,
-        limit: Any, alpha: Any,
-    ) -> None:  # fmt: skip
-        gate = ptx.add_rn(total_of(area, place, value), ptx.float_of_bits(first << uint32(16)))
-        up = ptx.add_rn(total_of(area, place, value + uint32(8)), ptx.float_of_bits(second << uint32(16)))
+        lists: Any, area: Any, out: Any, unit: Any, tile: Any, place: Any, value: Any, held: Any, limit: Any, alpha: Any
+    ) -> None:
+        gate, up = total_of(area, place, value), total_of(area, place, value + uint32(8))
+        if scaled:
+            gate, up = ptx.mul_rn(gate, ptx.float_of_bits(held[2])), ptx.mul_rn(up, ptx.float_of_bits(held[3]))
+        if biased:
+            gate = ptx.add_rn(gate, ptx.float_of_bits(held[0] << uint32(16)))
+            up = ptx.add_rn(up, ptx.float_of_bits(held[1] << uint32(16)))
         pair = pair_of(lists, unit, place)
         at = int64(pair) * width + int64(tile) * 8 + int64(value)
-        ptx.store_relaxed_gpu_u16(out + at * 2, ptx.bf16_bits(clamped_swiglu(gate, up, limit, alpha)))
+        activated = clamped_swiglu(gate, up, limit, alpha) if clamped else silu_times(gate, up)
+        ptx.store_relaxed_gpu_u16(out + at * 2, ptx.bf16_bits(activated))
 
     return Epilogue(begin, finish, _make_clear(shape, plan.finishing * 32))
 

@@ -14,26 +14,36 @@ __all__ = ["make_weighing"]
 def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
     """The epilogue of down's values: outputs [M, R, N] float32 times their shares, which other blocks may await."""
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
-    share_of = make_share_of(plan)
+    share_of, padded = make_share_of(plan), shape.padded_rows
+    biased, scaled = shape.biased, shape.format.row_scales
 
     @device_function
-    def begin(lists: Any, bias: Any, unit: Any, tile: Any, place: Any, value: Any) -> Any:
-        row, own = int64(tile) * 16 + int64(value), uint32(0)
+    def begin(lists: Any, beside: Any, unit: Any, tile: Any, place: Any, value: Any) -> Any:
+        bias, scales = beside
+        row, own, scale = int64(tile) * 16 + int64(value), uint32(0), uint32(0)
         if row < rows:
-            own = ptx.load_global_u16(bias + (int64(expert_of(lists, unit)) * rows + row) * 2)
-        return own, ptx.bits_of_float(share_of(lists, pair_of(lists, unit, place)))
+            expert = int64(expert_of(lists, unit))
+            if biased:
+                own = ptx.load_global_u16(bias + (expert * rows + row) * 2)
+            if scaled:
+                scale = ptx.bits_of_float(ptx.load_global_f32(scales + (expert * padded + row) * 4))
+        return own, ptx.bits_of_float(share_of(lists, pair_of(lists, unit, place))), scale, uint32(0)
 
     @device_function
     def finish(
-        lists: Any, area: Any, out: Any, unit: Any, tile: Any, place: Any, value: Any, first: Any, second: Any,
-        _limit: Any, _alpha: Any,
+        lists: Any, area: Any, out: Any, unit: Any, tile: Any, place: Any, value: Any, held: Any, _limit: Any,
+        _alpha: Any,
     ) -> None:  # fmt: skip
         row = int64(tile) * 16 + int64(value)
         if row < rows:
             pair = pair_of(lists, unit, place)
-            total = ptx.add_rn(total_of(area, place, value), ptx.float_of_bits(first << uint32(16)))
+            total = total_of(area, place, value)
+            if scaled:
+                total = ptx.mul_rn(total, ptx.float_of_bits(held[2]))
+            if biased:
+                total = ptx.add_rn(total, ptx.float_of_bits(held[0] << uint32(16)))
             at = out + (int64(pair) * rows + row) * 4
-            ptx.store_relaxed_gpu_f32(at, ptx.mul_rn(ptx.float_of_bits(second), total))
+            ptx.store_relaxed_gpu_f32(at, ptx.mul_rn(ptx.float_of_bits(held[1]), total))
 
     return Epilogue(begin, finish, _make_clear(shape, plan.finishing * 32))
 

@@ -33,19 +33,19 @@ def prefill_gate_up(
     expert_ids: torch.Tensor,
     *,
     experts: PackedExperts,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     out: torch.Tensor,
-    limit: float,
-    alpha: float,
+    limit: float | None = None,
+    alpha: float | None = None,
     workspace: Workspace,
     card: Card,
 ) -> list[KernelCall]:
-    """Group pairs by expert, multiply them by the gate and up matrices, and apply the clamped SwiGLU: two launches.
+    """Group pairs by expert, multiply them by the gate and up matrices, and apply SwiGLU: two launches.
 
     x           [M, K]      bf16
     expert_ids  [M, R]      int32: no expert twice in a row; -1 dead
     experts     [E, 2I, K]  packed in the order of `gate_up_permutation`
-    bias        [E, 2I]     bf16, in the weight's order
+    bias        [E, 2I]     bf16, in the weight's order; None: none
     out         [M, R, I]   bf16, out: as `grouped_gate_up` has it; dead pairs' are not written
     workspace   is asked for `list_workspaces`
     Captured: yes. Raises ShapeError for shapes that do not fit.
@@ -64,7 +64,7 @@ def prefill_down(
     expert_weights: torch.Tensor,
     *,
     experts: PackedExperts,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     out: torch.Tensor,
     workspace: Workspace,
     card: Card,
@@ -76,7 +76,7 @@ def prefill_down(
     expert_ids      [M, R]     int32: no expert twice in a row; -1 dead
     expert_weights  [M, R]     float32: shares
     experts         [E, N, I]  packed
-    bias            [E, N]     bf16
+    bias            [E, N]     bf16; None: none
     out             [M, N]     float32, out: share * (down @ activated + bias), added from the first rank to the last,
                                every product and sum rounded by itself; zero for a dead row
     workspace       is asked for `list_workspaces` and `partials_workspace`

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.activation import clamped_swiglu
+from lowlat.kernels.common.activation import clamped_swiglu, silu_times
 from lowlat.kernels.formats import BF16, MXFP4
-from lowlat.kernels.moe.packing import PackedExperts
+from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_of
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.moe.prefill.mainloop import make_begin, make_multiply_tile, make_store_sums
 from lowlat.kernels.moe.prefill.pair_tiles import TILE_WORDS, most_tiles
 from lowlat.kernels.moe.prefill.plan import PAIR_BYTES, SUM_PITCH, GroupedPlan, plan_grouped
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "grouped_down", "grouped_gate_up"]
@@ -32,21 +32,22 @@ def grouped_gate_up(
     order: torch.Tensor,
     tiles: torch.Tensor,
     weight: PackedExperts,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     out: torch.Tensor,
-    limit: float,
-    alpha: float,
+    limit: float | None = None,
+    alpha: float | None = None,
     plan: GroupedPlan,
 ) -> list[KernelCall]:
-    """Multiply grouped pairs by gate and up matrices, and apply the clamped SwiGLU, in one launch.
+    """Multiply grouped pairs by gate and up matrices, and apply SwiGLU, in one launch.
 
     x      [M, K]      bf16
     order  [M * R]     int32: pairs by expert, as `group_pairs` has them
     tiles  [n, 4]      int32: tiles of `plan.pairs` pairs, as `group_pairs` has them
     weight [E, 2I, K]  packed in the order of `gate_up_permutation`
-    bias   [E, 2I]     bf16, in the weight's order
+    bias   [E, 2I]     bf16, in the weight's order; None: none
     out    [M, R, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
-                       +-`limit`; in float32, rounded once. Dead pairs' are not written
+                       +-`limit`, or without them up * gate * sigmoid(gate); in float32, rounded once. Dead pairs'
+                       are not written
     Time: the larger of the chosen experts' bytes over the memory's bandwidth and the arithmetic of the tiles of 16
     pairs. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
@@ -65,7 +66,7 @@ def grouped_down(
     tiles: torch.Tensor,
     expert_weights: torch.Tensor,
     weight: PackedExperts,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     out: torch.Tensor,
     plan: GroupedPlan,
 ) -> list[KernelCall]:
@@ -75,7 +76,7 @@ def grouped_down(
     order, tiles               as `grouped_gate_up` takes them
     expert_weights  [M, R]     float32: the shares
     weight          [E, N, I]  packed
-    bias            [E, N]     bf16
+    bias            [E, N]     bf16; None: none
     out             [M, R, N]  float32, out: share * (down @ activated + bias), every product and sum rounded by itself;
                                dead pairs' are not written
     Time, errors: as `grouped_gate_up`. Captured: yes.
@@ -86,7 +87,7 @@ def grouped_down(
     check_shape("expert_weights", expert_weights, rows, ranks)
     if weight.rows % 4:
         raise ShapeError(f"a down matrix must have a multiple of 4 rows, got {weight.rows}")
-    return _calls(DOWN, ranks, activated, order, tiles, weight, bias, expert_weights, out, 0.0, 0.0, plan)
+    return _calls(DOWN, ranks, activated, order, tiles, weight, bias, expert_weights, out, None, None, plan)
 
 
 def _calls(
@@ -96,22 +97,22 @@ def _calls(
     order: torch.Tensor,
     tiles: torch.Tensor,
     weight: PackedExperts,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     shares: torch.Tensor | int,
     out: torch.Tensor,
-    limit: float,
-    alpha: float,
+    limit: float | None,
+    alpha: float | None,
     plan: GroupedPlan,
 ) -> list[KernelCall]:
     num_pairs = out.shape[0] * ranks
     check_shape("order", order, num_pairs)
     check_shape("tiles", tiles, most_tiles(num_pairs, weight.num_experts, plan.pairs), TILE_WORDS)
-    check_shape("bias", bias, weight.num_experts, weight.rows)
+    check_expert_bias(bias, weight)
     if weight.columns % 8:
         raise ShapeError(f"experts' columns must be a multiple of 8, got {weight.columns}")
-    shape = ExpertShape(kind, weight.rows, weight.columns, ranks, weight.format)
-    scales = 0 if weight.scales is None else weight.scales
-    arguments = (weight.words, scales, inputs, order, tiles, shares, bias, out, limit, alpha)
+    shape = shape_of(kind, weight, ranks, biased=bias is not None, clamped=kind == DOWN or limit is not None)
+    beside: tuple[Argument, ...] = (shares, 0 if bias is None else bias, out, limit or 0.0, alpha or 0.0)
+    arguments = (*weight.arguments, inputs, order, tiles, *beside)
     return [KernelCall(_make(shape, plan), (tiles.shape[0] * plan.row_blocks(shape), 1, 1), arguments)]
 
 
@@ -124,8 +125,8 @@ def _make(shape: ExpertShape, plan: GroupedPlan) -> Kernel:
     finish = _make_swiglu(shape) if shape.kind == GATE_UP else _make_weighing(shape)
 
     def experts_grouped(
-        weight: Any, scales: Any, x: Any, order: Any, tiles: Any, shares: Any, bias: Any, out: Any, limit: Any,
-        alpha: Any,
+        weight: Any, scales: Any, row_scales: Any, x: Any, order: Any, tiles: Any, shares: Any, bias: Any, out: Any,
+        limit: Any, alpha: Any,
     ) -> None:  # fmt: skip
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         thread = uint32(cuda.threadIdx.x)
@@ -149,13 +150,13 @@ def _make(shape: ExpertShape, plan: GroupedPlan) -> Kernel:
             area = uint32(base + warp * uint32(area_bytes))
             store_sums(area, lane, sums)
             ptx.sync_warp()
-            finish(area, pairs, (shares, bias), out, expert, weights[3], live, lane, limit, alpha)
+            finish(area, pairs, (shares, bias, row_scales), out, expert, weights[3], live, lane, limit, alpha)
 
     name = (
-        f"experts_grouped_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_{shape.format.name}_"
+        f"experts_grouped_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_{shape.label}_"
         f"{plan.pairs}x{plan.warps}x{plan.stages}x{plan.skip}"
     )
-    signature = (*(types.int64,) * 8, types.float32, types.float32)
+    signature = (*(types.int64,) * 9, types.float32, types.float32)
     return Kernel(name, experts_grouped, signature, plan.threads, plan.min_blocks, plan.shared_bytes(shape))
 
 
@@ -169,16 +170,48 @@ def _high(word: Any) -> Any:
     return ptx.float_of_bits(uint32(word & uint32(0xFFFF0000)))
 
 
-def _make_swiglu(shape: ExpertShape) -> Any:
-    """A function of a warp: the epilogue of its gate and up sums; a lane has eight channels of a tile, two a pair."""
-    num_tiles, rows, width = shape.tiles, shape.rows, shape.rows // 2
+def _make_finished(shape: ExpertShape) -> Any:
+    """A function: two rows' sums, times their scales and with their biases, where they have some."""
+    biased, scaled = shape.biased, shape.format.row_scales
 
     @device_function
-    def activated(gate: Any, up: Any, gate_bias: Any, up_bias: Any, limit: Any, alpha: Any) -> Any:
+    def finished(sums: Any, bias: Any, first_scale: Any, second_scale: Any) -> Any:
+        first, second = sums
+        if scaled:
+            first = ptx.mul_rn(first, ptx.float_of_bits(first_scale))
+            second = ptx.mul_rn(second, ptx.float_of_bits(second_scale))
+        if biased:
+            first, second = ptx.add_rn(first, _low(bias)), ptx.add_rn(second, _high(bias))
+        return first, second
+
+    return finished
+
+
+def _make_swiglu(shape: ExpertShape) -> Any:
+    """A function of a warp: the epilogue of its gate and up sums; a lane has eight channels of a tile, two a pair."""
+    num_tiles, rows, width, finished = shape.tiles, shape.rows, shape.rows // 2, _make_finished(shape)
+    biased, scaled, clamped, padded = shape.biased, shape.format.row_scales, shape.clamped, shape.padded_rows
+
+    @device_function
+    def gated(gate: Any, up: Any, limit: Any, alpha: Any) -> Any:
+        return clamped_swiglu(gate, up, limit, alpha) if clamped else silu_times(gate, up)
+
+    @device_function
+    def activated(gate: Any, up: Any, biases: Any, scales: Any, limit: Any, alpha: Any) -> Any:
         """Two channels, as a pair of bf16."""
-        first, second = ptx.add_rn(gate[0], _low(gate_bias)), ptx.add_rn(gate[1], _high(gate_bias))
-        above, other = ptx.add_rn(up[0], _low(up_bias)), ptx.add_rn(up[1], _high(up_bias))
-        return ptx.bf16_pair(clamped_swiglu(first, above, limit, alpha), clamped_swiglu(second, other, limit, alpha))
+        first, second = finished(gate, biases[0], scales[0], scales[1])
+        above, other = finished(up, biases[1], scales[2], scales[3])
+        return ptx.bf16_pair(gated(first, above, limit, alpha), gated(second, other, limit, alpha))
+
+    @device_function
+    def load_two_scales(place: Any) -> Any:
+        """Those of two gate rows, and of their up rows."""
+        none = uint32(0)
+        a, b, c, d = none, none, none, none
+        if scaled:
+            a, b = ptx.load_global_64(place)
+            c, d = ptx.load_global_64(place + int64(32))
+        return a, b, c, d
 
     @device_function
     def load_two(place: Any) -> Any:
@@ -193,19 +226,25 @@ def _make_swiglu(shape: ExpertShape) -> Any:
         tile, number = uint32(tile + half), uint32(lane >> uint32(1))
         if tile < uint32(num_tiles):
             at = beside[1] + (int64(expert) * int64(rows) + int64(tile) * int64(16)) * int64(2)
-            b0, b1, b2, b3 = ptx.load_global_128(at)
-            u0, u1, u2, u3 = ptx.load_global_128(at + int64(16))
+            none = uint32(0)
+            b0, b1, b2, b3, u0, u1, u2, u3 = none, none, none, none, none, none, none, none
+            if biased:
+                b0, b1, b2, b3 = ptx.load_global_128(at)
+                u0, u1, u2, u3 = ptx.load_global_128(at + int64(16))
+            at = beside[2] + (int64(expert) * int64(padded) + int64(tile) * int64(16)) * int64(4)
+            s0, s1 = load_two_scales(at), load_two_scales(at + int64(8))
+            s2, s3 = load_two_scales(at + int64(16)), load_two_scales(at + int64(24))
             while number < live:
                 pair = ptx.load_shared_u32(uint32(pairs + number * uint32(PAIR_BYTES)))
                 gate = uint32(area + number * uint32(SUM_PITCH) + half * uint32(64))
                 up = uint32(gate + uint32(32))
-                first = activated(load_two(gate), load_two(up), b0, u0, limit, alpha)
+                first = activated(load_two(gate), load_two(up), (b0, u0), s0, limit, alpha)
                 gate, up = uint32(gate + uint32(8)), uint32(up + uint32(8))
-                second = activated(load_two(gate), load_two(up), b1, u1, limit, alpha)
+                second = activated(load_two(gate), load_two(up), (b1, u1), s1, limit, alpha)
                 gate, up = uint32(gate + uint32(8)), uint32(up + uint32(8))
-                third = activated(load_two(gate), load_two(up), b2, u2, limit, alpha)
+                third = activated(load_two(gate), load_two(up), (b2, u2), s2, limit, alpha)
                 gate, up = uint32(gate + uint32(8)), uint32(up + uint32(8))
-                last = activated(load_two(gate), load_two(up), b3, u3, limit, alpha)
+                last = activated(load_two(gate), load_two(up), (b3, u3), s3, limit, alpha)
                 target = out + (int64(pair) * int64(width) + int64(tile) * int64(8)) * int64(2)
                 ptx.store_global_128(target, first, second, third, last)
                 number = uint32(number + uint32(16))
@@ -215,13 +254,14 @@ def _make_swiglu(shape: ExpertShape) -> Any:
 
 def _make_weighing(shape: ExpertShape) -> Any:
     """A function of a warp: the epilogue of its down sums; a lane has four rows, eight lanes a pair."""
-    rows = shape.rows
+    rows, padded, finished = shape.rows, shape.padded_rows, _make_finished(shape)
+    biased, scaled = shape.biased, shape.format.row_scales
 
     @device_function
-    def weighed(area: Any, bias: Any, share: Any) -> Any:
+    def weighed(area: Any, bias: Any, first_scale: Any, second_scale: Any, share: Any) -> Any:
         """Two rows."""
-        first = ptx.add_rn(ptx.load_shared_f32(area), _low(bias))
-        second = ptx.add_rn(ptx.load_shared_f32(uint32(area + uint32(4))), _high(bias))
+        sums = ptx.load_shared_f32(area), ptx.load_shared_f32(uint32(area + uint32(4)))
+        first, second = finished(sums, bias, first_scale, second_scale)
         return ptx.bits_of_float(ptx.mul_rn(share, first)), ptx.bits_of_float(ptx.mul_rn(share, second))
 
     @device_function
@@ -229,17 +269,23 @@ def _make_weighing(shape: ExpertShape) -> Any:
         area: Any, pairs: Any, beside: Any, out: Any, expert: Any, tile: Any, live: Any, lane: Any, _limit: Any,
         _alpha: Any,
     ) -> None:  # fmt: skip
-        shares, bias = beside
+        shares, bias, scales = beside
         within, number = uint32(uint32(lane & uint32(7)) * uint32(4)), uint32(lane >> uint32(3))
         row = uint32(tile * uint32(16) + within)
         if row < uint32(rows):
-            low, high = ptx.load_global_64(bias + (int64(expert) * int64(rows) + int64(row)) * int64(2))
+            none = uint32(0)
+            low, high, s0, s1, s2, s3 = none, none, none, none, none, none
+            if biased:
+                low, high = ptx.load_global_64(bias + (int64(expert) * int64(rows) + int64(row)) * int64(2))
+            if scaled:
+                at = scales + (int64(expert) * int64(padded) + int64(row)) * int64(4)
+                s0, s1, s2, s3 = ptx.load_global_128(at)
             while number < live:
                 pair = ptx.load_shared_u32(uint32(pairs + number * uint32(PAIR_BYTES)))
                 share = ptx.load_global_f32(shares + int64(pair) * int64(4))
                 place = uint32(area + number * uint32(SUM_PITCH) + within * uint32(4))
-                a, b = weighed(place, low, share)
-                c, d = weighed(uint32(place + uint32(8)), high, share)
+                a, b = weighed(place, low, s0, s1, share)
+                c, d = weighed(uint32(place + uint32(8)), high, s2, s3, share)
                 ptx.store_global_128(out + (int64(pair) * int64(rows) + int64(row)) * int64(4), a, b, c, d)
                 number = uint32(number + uint32(4))
 

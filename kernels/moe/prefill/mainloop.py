@@ -64,6 +64,7 @@ def make_begin(shape: ExpertShape, plan: GroupedPlan) -> Any:
     """
     tiles, steps, step_bytes, warps = shape.tiles, shape.steps, shape.step_bytes, plan.warps
     pitch = _scale_pitch(shape)
+    scale_pieces = pitch // 16
     paired = tiles % WARP_TILES == 0
 
     @device_function
@@ -78,8 +79,8 @@ def make_begin(shape: ExpertShape, plan: GroupedPlan) -> Any:
         second_words = words + int64(steps * step_bytes)
         if not paired:
             second_words = ptx.varying_long(weight + int64(second) * int64(steps * step_bytes) + along)
-        powers = scales + int64(own if lane < uint32(2) else second) * int64(steps * pitch)
-        powers = ptx.varying_long(powers + int64(uint32(uint32(lane & uint32(1)) * uint32(16))))
+        powers = scales + int64(own if lane < uint32(scale_pieces) else second) * int64(steps * pitch)
+        powers = ptx.varying_long(powers + int64(uint32(uint32(lane % uint32(scale_pieces)) * uint32(16))))
         return words, second_words, powers, first
 
     return begin
@@ -132,7 +133,7 @@ def _make_issue(shape: ExpertShape, plan: GroupedPlan) -> Any:
             there = uint32(mine + uint32(step_bytes + part * 512))
             ptx.copy_async_16_once(there, second_words + at + int64(part * 512))
         if has_scales:
-            wanted = uint32(1) if uint32(thread & uint32(31)) < uint32(2 * WARP_TILES) else uint32(0)
+            wanted = uint32(1) if uint32(thread & uint32(31)) < uint32(WARP_TILES * pitch // 16) else uint32(0)
             source = powers + int64(step) * int64(pitch)
             ptx.copy_async_16_once_if(uint32(stage + places[2]), source, wanted)
 

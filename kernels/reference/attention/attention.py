@@ -2,6 +2,7 @@
 
 Keys lie in tiles at fixed absolute positions; each tile's product has one fixed shape, and tiles are added in
 order, so a row's bits depend on its own positions alone. Masked keys and values are replaced by zero on load.
+With scales the caches hold codes, see `kv_codes`.
 """
 
 from collections.abc import Callable
@@ -10,17 +11,38 @@ from typing import NamedTuple
 
 import torch
 
+from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
 from lowlat.kernels.reference.schema import operation
 
-__all__ = ["AttendedRows", "attend_rows", "attention", "prefill_attention", "refresh_attention", "whole_tiles"]
+__all__ = [
+    "AttendedRows",
+    "attend_rows",
+    "attention",
+    "load_kv",
+    "prefill_attention",
+    "refresh_attention",
+    "whole_tiles",
+]
 
 TILE = 256  # keys a tile
 
 
-def _load(cache: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions [0, count) of a slot as float32 [G, n, D], n the tiles that hold them; zero where nothing is stored."""
+def _rows_of(cache: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tensor:
+    """Positions [0, count) of a slot as the cache holds them, [G, count, D]."""
     blocks = cache[table[: -(-count // cache.shape[2])].long()].transpose(0, 1)
-    return whole_tiles(blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])[:, :count], count)
+    return blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])[:, :count]
+
+
+def load_kv(
+    rows: tuple[torch.Tensor, torch.Tensor], count: int, kv_scales: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [G, n, D] of a cache for `count` positions, as `whole_tiles` has them.
+
+    dtype  the compute dtype, to which the numbers of codes are rounded
+    """
+    if kv_scales is not None:
+        rows = dequantised_kv(rows[0], kv_scales[0], dtype), dequantised_kv(rows[1], kv_scales[1], dtype)
+    return whole_tiles(rows[0], count), whole_tiles(rows[1], count)
 
 
 def whole_tiles(rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -72,12 +94,13 @@ def _bits(mask: int) -> list[int]:
 
 @operation("""
     read    q                 compute  [B * R, H, D]
-    read    k_cache, v_cache  compute  [P, G, block, D]
+    read    k_cache, v_cache  cache    [P, G, block, D]
     read    block_table       int32    [max_B, blocks]
     read    slots             int32    [B]               -1 pads
     read    dense_lens        int32    [B]               positions [first, dense) are everybody's
     read    row_live          uint8    flat [B * R]
     read    row_masks         int64    [B, R]            bit a: sees node a, stored at dense + a, itself included
+    read    kv_scales         float32  [2, G]            of keys and of values, where the caches hold codes
     weight  sinks             float    [H]               one more score a head, of no value
     write   out               compute  [B * R, H * D]    dead rows zero
 """)
@@ -91,6 +114,7 @@ def attention(
     row_live: torch.Tensor,
     row_masks: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     *,
     out: torch.Tensor,
     scale: float,
@@ -104,13 +128,12 @@ def attention(
     [first, first + keep_first) besides.
     """
     rows = AttendedRows(q, slots, dense_lens, row_live, row_masks, sinks, k_cache.shape[1])
-    attend_rows(
-        rows,
-        lambda slot, count: (_load(k_cache, block_table[slot], count), _load(v_cache, block_table[slot], count)),
-        out=out,
-        scale=scale,
-        span=(first, window, keep_first),
-    )
+
+    def load(slot: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        stored = _rows_of(k_cache, block_table[slot], count), _rows_of(v_cache, block_table[slot], count)
+        return load_kv(stored, count, kv_scales, q.dtype)
+
+    attend_rows(rows, load, out=out, scale=scale, span=(first, window, keep_first))
 
 
 class AttendedRows(NamedTuple):
@@ -200,9 +223,10 @@ def _hidden(view: _View, device: torch.device) -> torch.Tensor:
 
 @operation("""
     read    q                 compute  [c, H, D]         row i stands at position start + i
-    read    k_cache, v_cache  compute  [P, G, block, D]
+    read    k_cache, v_cache  cache    [P, G, block, D]
     read    block_table       int32    [1, blocks]
     read    chunk             int32    [2]               start, live rows; rows past them give rubbish that nobody reads
+    read    kv_scales         float32  [2, G]            as in `attention`
     weight  sinks             float    [H]
     write   out               compute  [c, H * D]
 """)
@@ -213,6 +237,7 @@ def prefill_attention(
     block_table: torch.Tensor,
     chunk: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     *,
     out: torch.Tensor,
     scale: float,
@@ -233,15 +258,18 @@ def prefill_attention(
         whole = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, size - len(rows)))
         attended = out.new_empty(size, out.shape[1])
         place = start + begin, count - begin
-        _attend_chunk(whole, (k_cache, v_cache), block_table[0], place, (first, window), sinks, attended, scale)
+        _attend_chunk(
+            whole, (k_cache, v_cache, kv_scales), block_table[0], place, (first, window), sinks, attended, scale
+        )
         results.copy_(attended[: len(rows)])
 
 
 @operation("""
     read    q                 compute  [c, H, D]         row i stands at position start + i
-    read    k_cache, v_cache  compute  [P, G, block, D]
+    read    k_cache, v_cache  cache    [P, G, block, D]
     read    block_table       int32    [1, blocks]
     read    chunk             int32    [2]               start, live rows; rows past them give rubbish that nobody reads
+    read    kv_scales         float32  [2, G]            as in `attention`
     weight  sinks             float    [H]
     write   out               compute  [c, H * D]
 """)
@@ -252,6 +280,7 @@ def refresh_attention(
     block_table: torch.Tensor,
     chunk: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     *,
     out: torch.Tensor,
     scale: float,
@@ -259,12 +288,14 @@ def refresh_attention(
 ) -> None:
     """`prefill_attention` of few rows far behind a text's start: whoever runs it may take the positions before them in
     parts, whose sums are added, and so round otherwise than for a prompt's rows."""
-    prefill_attention(q, k_cache, v_cache, block_table, chunk, sinks, out=out, scale=scale, chunk_size=chunk_size)
+    prefill_attention(
+        q, k_cache, v_cache, block_table, chunk, sinks, kv_scales, out=out, scale=scale, chunk_size=chunk_size
+    )
 
 
 def _attend_chunk(
     q: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor],
+    caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     table: torch.Tensor,
     place: tuple[int, int],
     span: tuple[int, int | None],
@@ -276,7 +307,8 @@ def _attend_chunk(
     start, count = place
     first, window = span
     end = start + size
-    keys, values = (_load(cache, table, end) for cache in caches)
+    stored = _rows_of(caches[0], table, end), _rows_of(caches[1], table, end)
+    keys, values = load_kv(stored, end, caches[2], q.dtype)
     group = heads // kv_heads
     queries = q.float().reshape(size, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
     state = _Softmax(queries, scale)

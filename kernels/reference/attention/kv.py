@@ -1,10 +1,12 @@
 """The paged KV cache: write rows, and move a tree's accepted rows to the dense tail.
 
-Position p of a slot lies in block table[p // block], at offset p % block. Block 0 is the null block.
+Position p of a slot lies in block table[p // block], at offset p % block. Block 0 is the null block. With scales the
+caches hold codes, see `kv_codes`.
 """
 
 import torch
 
+from lowlat.kernels.reference.attention.kv_codes import quantised_kv
 from lowlat.kernels.reference.schema import operation
 
 __all__ = ["kv_compact", "kv_write", "prefill_kv_write"]
@@ -17,7 +19,8 @@ __all__ = ["kv_compact", "kv_write", "prefill_kv_write"]
     read    row_live          uint8    flat [B * R]
     read    write_lens        int32    [B]               first position
     read    offsets           int32    [R]
-    update  k_cache, v_cache  compute  [P, G, block, D]
+    read    kv_scales         float32  [2, G]            of keys and of values, where the caches hold codes
+    update  k_cache, v_cache  cache    [P, G, block, D]
 """)
 def kv_write(
     k: torch.Tensor,
@@ -27,6 +30,7 @@ def kv_write(
     row_live: torch.Tensor,
     write_lens: torch.Tensor,
     offsets: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
     *,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -41,8 +45,13 @@ def kv_write(
     lists = (rows, [owners[row // count] for row in rows], [p // block for p in places], [p % block for p in places])
     row, slot, index, place = torch.tensor(lists, device=k.device).unbind()
     blocks = block_table[slot, index].long()
-    k_cache[blocks, :, place] = k[row]
-    v_cache[blocks, :, place] = v[row]
+    k_cache[blocks, :, place] = _stored(k[row], kv_scales, 0)
+    v_cache[blocks, :, place] = _stored(v[row], kv_scales, 1)
+
+
+def _stored(rows: torch.Tensor, kv_scales: torch.Tensor | None, part: int) -> torch.Tensor:
+    """Rows of keys (part 0) or values (1) as the caches hold them."""
+    return rows if kv_scales is None else quantised_kv(rows, kv_scales[part])
 
 
 @operation("""
@@ -50,7 +59,8 @@ def kv_write(
     read    row_live          uint8    [c]
     read    block_table       int32    [1, blocks]
     read    chunk             int32    [2]               start, live target rows
-    update  k_cache, v_cache  compute  [P, G, block, D]
+    read    kv_scales         float32  [2, G]            as in `kv_write`
+    update  k_cache, v_cache  cache    [P, G, block, D]
 """)
 def prefill_kv_write(
     k: torch.Tensor,
@@ -58,6 +68,7 @@ def prefill_kv_write(
     row_live: torch.Tensor,
     block_table: torch.Tensor,
     chunk: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
     *,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -67,8 +78,8 @@ def prefill_kv_write(
     row = row_live.nonzero().reshape(-1).to(k.device)
     position = row + int(chunk[0])
     blocks = block_table.to(k.device)[0, position // block].long()
-    k_cache[blocks, :, position % block] = k[row]
-    v_cache[blocks, :, position % block] = v[row]
+    k_cache[blocks, :, position % block] = _stored(k[row], kv_scales, 0)
+    v_cache[blocks, :, position % block] = _stored(v[row], kv_scales, 1)
 
 
 @operation("""
@@ -77,7 +88,7 @@ def prefill_kv_write(
     read    dense_lens        int32    [B]               position of the root
     read    block_table       int32    [max_B, blocks]
     read    slots             int32    [B]
-    update  k_cache, v_cache  compute  [P, G, block, D]
+    update  k_cache, v_cache  cache    [P, G, block, D]
 """)
 def kv_compact(
     accepted_nodes: torch.Tensor,

@@ -9,20 +9,27 @@ Source: SpecPV, arXiv 2512.02337; the score is that of TanZhendong/SpecPV, specp
 
 import torch
 
-from lowlat.kernels.reference.attention.attention import AttendedRows, attend_rows, whole_tiles
+from lowlat.kernels.reference.attention.attention import AttendedRows, attend_rows, load_kv
+from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
 from lowlat.kernels.reference.schema import operation
 
 __all__ = ["choose_blocks", "list_lens", "partial_attention", "summarise_blocks"]
 
 
 @operation("""
-    read    k_cache      compute  [P, G, block, D]
+    read    k_cache      cache    [P, G, block, D]
     read    block_table  int32    [1, blocks]
     read    span         int32    [2]                   positions [first, end) are new
+    read    kv_scales    float32  [2, G]                where the cache holds codes, see `kv_codes`
     update  key_summary  compute  [P, G, parts, 2, D]   largest and smallest key of a part, each dimension by itself
 """)
 def summarise_blocks(
-    k_cache: torch.Tensor, block_table: torch.Tensor, span: torch.Tensor, *, key_summary: torch.Tensor
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    span: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
+    *,
+    key_summary: torch.Tensor,
 ) -> None:
     """Renew the summaries of the parts with new positions; those of a part that goes on are of what it has so far."""
     parts = key_summary.shape[2]
@@ -31,6 +38,8 @@ def summarise_blocks(
     for part in range(first // size, -(-end // size)):
         block, inner = int(block_table[0, part // parts]), part % parts
         keys = k_cache[block, :, inner * size : inner * size + min(size, end - part * size)]
+        if kv_scales is not None:
+            keys = dequantised_kv(keys, kv_scales[0], key_summary.dtype)
         key_summary[block, :, inner, 0] = keys.amax(1)
         key_summary[block, :, inner, 1] = keys.amin(1)
 
@@ -109,12 +118,13 @@ def list_lens(dense_lens: torch.Tensor, slots: torch.Tensor, shifts: torch.Tenso
 
 @operation("""
     read    q                 compute  [B * R, H, D]
-    read    k_cache, v_cache  compute  [P, G, size, D]
+    read    k_cache, v_cache  cache    [P, G, size, D]
     read    block_lists       int32    [max_B, G, n]
     read    slots             int32    [B]               -1 pads
     read    dense_lens        int32    [B]               positions of the list that are everybody's
     read    row_live          uint8    flat [B * R]
     read    row_masks         int64    [B, R]            bit a: sees node a, at dense + a of the list, itself included
+    read    kv_scales         float32  [2, G]            as in `attention`
     weight  sinks             float    [H]               one more score a head, of no value
     write   out               compute  [B * R, H * D]    dead rows zero
 """)
@@ -128,6 +138,7 @@ def partial_attention(
     row_live: torch.Tensor,
     row_masks: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     *,
     out: torch.Tensor,
     scale: float,
@@ -141,15 +152,16 @@ def partial_attention(
 
     def load(slot: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         entries = block_lists[slot, :, : -(-count // block)].long()
-        return _load(k_cache, entries, count, block), _load(v_cache, entries, count, block)
+        stored = _rows_of(k_cache, entries, count, block), _rows_of(v_cache, entries, count, block)
+        return load_kv(stored, count, kv_scales, q.dtype)
 
     rows = AttendedRows(q, slots, dense_lens, row_live, row_masks, sinks, k_cache.shape[1])
     attend_rows(rows, load, out=out, scale=scale)
 
 
-def _load(cache: torch.Tensor, entries: torch.Tensor, count: int, block: int) -> torch.Tensor:
-    """The first positions of lists [G, n], see `whole_tiles`."""
+def _rows_of(cache: torch.Tensor, entries: torch.Tensor, count: int, block: int) -> torch.Tensor:
+    """The first positions of lists [G, n] as the cache holds them, [G, count, D]."""
     parts = cache.shape[2] // block
     heads = torch.arange(cache.shape[1], device=cache.device)[:, None]
     blocks = cache.unflatten(2, (parts, block))[entries // parts, heads, entries % parts]
-    return whole_tiles(blocks.flatten(1, 2)[:, :count], count)
+    return blocks.flatten(1, 2)[:, :count]

@@ -1,8 +1,9 @@
-"""A mixture of experts as gpt-oss has it: router, clamped SwiGLU, and the weighted sum by rank.
+"""A mixture of experts: router, gated activation, and the weighted sum by rank.
 
 Experts' matrices [E, out, in] come as the parts of their format (`kernels.formats`); gate_up has all gate rows, then
 all up rows. Each expert that any row chose is expanded once a call.
-Source: gpt-oss model card, arXiv 2508.10925, section 2, and the reference implementation's SwiGLU.
+Source: gpt-oss model card, arXiv 2508.10925, section 2, and the reference implementation's clamped SwiGLU; Qwen3,
+arXiv 2505.09388, with plain SwiGLU and no biases.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,23 +24,25 @@ FORMS = (("weight",), ("blocks", "scales"))  # plain, or MXFP4
 @operation("""
     read    x               compute  [M, N]
     weight  weight          float    [E, N]
-    weight  bias            float    [E]
+    weight  bias            float    [E]       absent: none
     read    row_live        uint8    flat [M]  absent: all live
     write   expert_ids      int32    [M, K]    largest logit first, the lowest id among equals; -1 in dead rows
-    write   expert_weights  float32  [M, K]    sum to 1; 0 in dead rows
+    write   expert_weights  float32  [M, K]    0 in dead rows
 """)
 def router(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     row_live: torch.Tensor | None = None,
     *,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
+    over_all: bool = False,
     row_block: int = ROW_BLOCK,
 ) -> None:
-    """Choose each row's experts, and their shares by softmax over the chosen.
+    """Choose each row's experts, and their shares by softmax over the chosen, which is that over all made to sum to 1.
 
+    over_all  shares are those of the softmax over all experts, and sum to less
     Logits are float32, never rounded to the compute dtype. Raises ShapeError for shapes that do not fit.
     """
     rows, count = expert_ids.shape
@@ -52,7 +55,8 @@ def router(
         if alive:
             order = torch.argsort(logits[index], descending=True, stable=True)[:count]
             expert_ids[index] = order
-            expert_weights[index] = torch.softmax(logits[index][order], 0)
+            chosen = logits[index][order]
+            expert_weights[index] = torch.softmax(logits[index], 0)[order] if over_all else torch.softmax(chosen, 0)
         else:
             expert_ids[index] = -1
             expert_weights[index] = 0.0
@@ -65,7 +69,9 @@ def _expert_matrices(
 
     A quantised one is expanded to float32 on a CPU and to `dtype`, as exactly, on a device that multiplies it natively.
     """
-    weight_format, expanded = format_of(parts), dtype if expert_ids.is_cuda else torch.float32
+    weight_format, given = format_of(parts), parts.get("weight")
+    is_wide = not expert_ids.is_cuda or (given is not None and given.dtype == torch.float32)
+    expanded = torch.float32 if is_wide else dtype
     flat = expert_ids.reshape(-1)
     for expert in sorted(set(flat.tolist()) - {-1}):
         pairs = (flat == expert).nonzero()[:, 0]
@@ -84,18 +90,20 @@ def _products(
     inputs: torch.Tensor,
     source: torch.Tensor,
     expert_ids: torch.Tensor,
-    bias: torch.Tensor,
+    width: int,
+    bias: torch.Tensor | None,
     parts: Mapping[str, torch.Tensor],
     row_block: int,
 ) -> torch.Tensor:
-    """Each pair's product with its expert, bias added: [M * K, out] float32; zero where nobody was chosen.
+    """Each pair's product with its expert, bias added: [M * K, width] float32; zero where nobody was chosen.
 
     inputs [n, in]; source [M * K] int64: the input row of each pair.
     """
-    out = torch.zeros(expert_ids.numel(), bias.shape[1], dtype=torch.float32, device=inputs.device)
+    out = torch.zeros(expert_ids.numel(), width, dtype=torch.float32, device=inputs.device)
     for expert, pairs, matrix in _expert_matrices(expert_ids, parts, inputs.dtype):
         for part in pairs.split(row_block):
-            out[part] = linear_block(inputs[source[part]], matrix, row_block) + bias[expert].float()
+            product = linear_block(inputs[source[part]], matrix, row_block)
+            out[part] = product if bias is None else product + bias[expert].float()
     return out
 
 
@@ -103,7 +111,7 @@ def _products(
     """
     read    x           compute  [M, N]
     read    expert_ids  int32    [M, K]                  -1 dead
-    weight  bias        float    [E, 2 * I]              all gate rows, then all up rows
+    weight  bias        float    [E, 2 * I]              all gate rows, then all up rows; absent: none
     weight  weight      float    [E, 2 * I, N]           plain weights, or MXFP4's
     weight  blocks      uint8    [E, 2 * I, N / 32, 16]
     weight  scales      uint8    [E, 2 * I, N / 32]
@@ -114,36 +122,40 @@ def _products(
 def experts_gate_up(
     x: torch.Tensor,
     expert_ids: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     blocks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     *,
     out: torch.Tensor,
-    limit: float,
-    alpha: float,
+    limit: float | None = None,
+    alpha: float | None = None,
     row_block: int = ROW_BLOCK,
 ) -> None:
-    """Gate and up products of the chosen experts, and the clamped SwiGLU.
+    """Gate and up products of the chosen experts, and SwiGLU, clamped or plain.
 
-    out is (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within +-`limit`; in float32, rounded
-    once.
+    out is up * gate * sigmoid(gate); with limit and alpha, (up + 1) * gate * sigmoid(alpha * gate), the gate at most
+    `limit`, up within +-`limit`; in float32, rounded once.
     row_block   rows a product: an expert's pairs come in blocks of so many, in order of row and rank
     Raises ShapeError for shapes that do not fit.
     """
     rows, count = expert_ids.shape
-    check_shape("out", out, rows, count, bias.shape[1] // 2)
+    width = 2 * out.shape[2]
+    check_shape("out", out, rows, count, width // 2)
     check_shape("x", x, rows, x.shape[1])
     source = torch.arange(rows * count, device=x.device) // count
-    products = _products(x, source, expert_ids, bias, _given(weight, blocks, scales), row_block)
+    products = _products(x, source, expert_ids, width, bias, _given(weight, blocks, scales), row_block)
     flat = out.view(rows * count, -1)
     flat.zero_()
     for pair, expert in enumerate(expert_ids.reshape(-1).tolist()):
         if expert < 0:
             continue
         gate, up = products[pair].chunk(2)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        flat[pair] = (up + 1.0) * (gate * torch.sigmoid(gate * alpha))
+        if limit is None or alpha is None:
+            flat[pair] = gate * torch.sigmoid(gate) * up
+        else:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            flat[pair] = (up + 1.0) * (gate * torch.sigmoid(gate * alpha))
 
 
 @operation(
@@ -151,7 +163,7 @@ def experts_gate_up(
     read    activated       compute  [M, K, I]
     read    expert_ids      int32    [M, K]              -1 dead
     read    expert_weights  float32  [M, K]
-    weight  bias            float    [E, N]
+    weight  bias            float    [E, N]              absent: none
     weight  weight          float    [E, N, I]           plain weights, or MXFP4's
     weight  blocks          uint8    [E, N, I / 32, 16]
     weight  scales          uint8    [E, N, I / 32]
@@ -163,7 +175,7 @@ def experts_down(
     activated: torch.Tensor,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     blocks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
@@ -177,11 +189,11 @@ def experts_down(
     `experts_gate_up`. Raises ShapeError for shapes that do not fit.
     """
     rows, count = expert_ids.shape
-    check_shape("out", out, rows, bias.shape[1])
+    check_shape("out", out, rows, out.shape[1])
     check_shape("activated", activated, rows, count, activated.shape[2])
     source = torch.arange(rows * count, device=activated.device)
     inputs = activated.reshape(rows * count, -1)
-    products = _products(inputs, source, expert_ids, bias, _given(weight, blocks, scales), row_block)
+    products = _products(inputs, source, expert_ids, out.shape[1], bias, _given(weight, blocks, scales), row_block)
     products = products.reshape(rows, count, -1)
     out.zero_()
     for rank in range(count):

@@ -6,6 +6,7 @@ active slots, so that a step may run in another bucket than the step before.
 
 import torch
 
+from lowlat.errors import DeviceError
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
@@ -135,23 +136,24 @@ def list_active_slots(active: torch.Tensor, *, slots: torch.Tensor) -> None:
 
 
 @operation(f"""
-    read    slots           int32  [B]
-    read    lengths         int32  [max_B]              committed tokens n
-    read    tokens          int32  [max_B, C]           committed tokens
-    read    drafts          int32  [max_B, max_T]       drafted nodes, topological order, node 0 unused
-    read    num_drafts      int32  [max_B]
-    read    tree_masks      int64  [max_B, max_T]       ancestors and self of each drafted node
-    read    tree_paths      int32  [max_B, P, W]        root to leaf, -1 pads
-    read    slot_ints       int64  [max_B, {NUM_INTS}]  per-slot limits
-    read    grammar_forced  int32  [max_B, max_T]       of a slot with a grammar: count, tokens that must follow
-    write   row_tokens      int32  [B, T]               -1 where dead
-    write   row_positions   int32  [B, T]               absolute; 0 where dead
-    write   row_live        uint8  [B, T]
-    write   row_masks       int64  [B, T]
-    write   paths           int32  [B, P, W]            -1 from the first dead node on
-    write   dense_lens      int32  [B]                  n - 1, the root's position; 0 for a pad
-    write   num_verified    int32  [B]                  live drafted nodes
-    write   verified_depth  int32  [B]                  depth of the deepest
+    read    slots            int32  [B]
+    read    lengths          int32  [max_B]              committed tokens n
+    read    tokens           int32  [max_B, C]           committed tokens
+    read    drafts           int32  [max_B, max_T]       drafted nodes, topological order, node 0 unused
+    read    num_drafts       int32  [max_B]
+    read    tree_masks       int64  [max_B, max_T]       ancestors and self of each drafted node
+    read    tree_paths       int32  [max_B, P, W]        root to leaf, -1 pads
+    read    slot_ints        int64  [max_B, {NUM_INTS}]  per-slot limits
+    read    grammar_forced   int32  [max_B, max_T]       of a slot with a grammar: count, tokens that must follow
+    read    grammar_decided  int64  [max_B]              the committed tokens behind which they hold
+    write   row_tokens       int32  [B, T]               -1 where dead
+    write   row_positions    int32  [B, T]               absolute; 0 where dead
+    write   row_live         uint8  [B, T]
+    write   row_masks        int64  [B, T]
+    write   paths            int32  [B, P, W]            -1 from the first dead node on
+    write   dense_lens       int32  [B]                  n - 1, the root's position; 0 for a pad
+    write   num_verified     int32  [B]                  live drafted nodes
+    write   verified_depth   int32  [B]                  depth of the deepest
 """)
 def gather_rows(
     slots: torch.Tensor,
@@ -163,6 +165,7 @@ def gather_rows(
     tree_paths: torch.Tensor,
     slot_ints: torch.Tensor,
     grammar_forced: torch.Tensor,
+    grammar_decided: torch.Tensor,
     *,
     row_tokens: torch.Tensor,
     row_positions: torch.Tensor,
@@ -176,7 +179,8 @@ def gather_rows(
     """Lay out the rows of this step: the last committed token, then the drafted nodes that may be verified.
 
     A slot verifies min(its drafts, the bucket's, its request's limit) nodes, none past its maximal length. What its
-    grammar forces next are its drafts, as a chain, unless a path of those that it has begins so.
+    grammar forces next are its drafts, as a chain, unless a path of those that it has begins so. Where T is more than 1
+    a kernel waits for the host to have said what that is; the reference raises DeviceError where it has not.
     """
     rows = row_tokens.shape[1]
     row_tokens.fill_(-1)
@@ -190,6 +194,9 @@ def gather_rows(
         limit = min(int(num_drafts[slot]), rows - 1, int(slot_ints[slot, DRAFT_LIMIT]))
         deepest = int(slot_ints[slot, MAX_LENGTH]) - length - 1
         node_masks, node_tokens, known = tree_masks[slot], drafts[slot], tree_paths[slot]
+        decided = int(grammar_decided[slot])
+        if rows > 1 and slot_ints[slot, HAS_GRAMMAR] and decided < length:
+            raise DeviceError(f"slot {slot} begins behind {length} tokens, and what is forced is that behind {decided}")
         forced = _forced(slot_ints[slot].tolist(), grammar_forced[slot].tolist(), rows, known.shape[1])
         at_hand = [
             [int(node_tokens[node]) if 0 < node <= limit else -1 for node in path[1 : len(forced) + 1]]

@@ -1,7 +1,7 @@
 """Spellings of quantisation in configs, by quant_method: keys that are read, refused by name, or of no effect.
 
-Weights alone are quantised here: what a config says of activations and of the KV cache, which stay bfloat16, is of no
-effect. GPTQ's and AutoAWQ's own keys are in `group_methods`.
+Weights alone are quantised here: what a config says of activations, which stay bfloat16, is of no effect, nor what it
+says of the KV cache, for which the option kv_cache_dtype asks. GPTQ's and AutoAWQ's own keys are in `group_methods`.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,18 +55,20 @@ def read_quantisation(fields: Fields, directory: Path) -> Quantisation | None:
     return METHODS[method](own)
 
 
-def _parse_compressed(fields: Fields) -> Quantisation:
+def _parse_compressed(fields: Fields) -> Quantisation | None:
+    groups = fields.optional_object("config_groups")
+    if fields.raw("kv_cache_scheme") and (groups is None or not groups.values):
+        return None  # the cache alone is quantised
     layout = fields.optional_string("format")
     if layout not in (*FORMATS_OF, MIXED):
         raise ConfigError(f"{fields.label}: format {layout!r} is not implemented; implemented: {', '.join(FORMATS_OF)}")
     fields.refuse_unless("quantization_status", ("compressed", "frozen"), "weights that are stored quantised")
-    for key in ("kv_cache_scheme", "version", "global_compression_ratio"):
+    for key in ("version", "global_compression_ratio"):
         fields.raw(key)
     for key in ("sparsity_config", "transform_config"):
         inner = fields.optional_object(key)
         if inner is not None and inner.values and inner.values.get("format") != "dense":
             raise ConfigError(f"{fields.label}: {key} {shown(inner.values)} is not implemented")
-    groups = fields.optional_object("config_groups")
     if groups is None or not groups.values:
         raise ConfigError(f"{fields.label}: config_groups is missing; it says how weights are stored")
     plain = Names.parse(f"{fields.label}: ignore", fields.optional_strings("ignore", max_count=MAX_MODULES) or ())
@@ -180,7 +182,7 @@ def _check_group(fields: Fields) -> None:
     fields.refuse_unless("group_size", (16,), "NVFP4's blocks of 16")
 
 
-METHODS: Mapping[str, Callable[[Fields], Quantisation]] = {
+METHODS: Mapping[str, Callable[[Fields], Quantisation | None]] = {
     "compressed-tensors": _parse_compressed,
     "fp8": _parse_fp8,
     "awq": parse_awq,

@@ -23,10 +23,10 @@ LAYER_CLASS = "Linear"
 PLAIN = ("embed", "router")  # canonical weights that no GEMM of a linear layer reads
 SUFFIX, BIAS = ".weight", ".bias"
 SCALES = (".int4_scales", ".fp8_scales")  # not those of NVFP4, which are bytes
-# tensors of quantised activations and caches, which stay bfloat16 here
+# tensors of quantised activations and caches; these are no weights, see `lowlat.checkpoint.kv_scales`
 UNUSED = (
     *("input_scale", "input_global_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale"),
-    *("k_zero_point", "v_zero_point"),
+    *("kv_scale", "k_zero_point", "v_zero_point"),
 )
 MAX_EXPRESSION, MAX_REPEATS = 256, 4
 PLAIN_EXPRESSION = re.compile(r"(?:[\w.^$|()\[\]?:-]|\\[.dw]|[*+])*")
@@ -139,10 +139,10 @@ class Quantisation:
         pieces = [
             stored.pieces(module, piece.shape[0], columns) for module, piece in zip(modules, recipe.pieces, strict=True)
         ]
-        return part_recipes(owner, stored.packed, [*pieces], recipe.dtype)
+        return [replace(made, count=recipe.count) for made in part_recipes(owner, stored.packed, pieces, recipe.dtype)]
 
     def unused(self, checkpoint: Checkpoint) -> set[str]:
-        """Stored tensors that say how activations and caches were quantised, which stay plain, and biases of zeros."""
+        """Stored tensors that say how activations and caches were quantised, and biases of zeros."""
         found = {name for name in checkpoint.entries if name.rpartition(".")[2] in UNUSED}
         biases = [name for name in checkpoint.entries if name.endswith(BIAS) and self._may_be_spare(name)]
         return found | {entry.name for entry, bias in checkpoint.read(biases) if not bool(bias.any())}

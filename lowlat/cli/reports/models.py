@@ -128,6 +128,7 @@ def _geometry(config: ModelConfig | DraftConfig) -> dict[str, Any]:
     """A model's geometry, of its quantised layers their formats alone."""
     values: dict[str, Any] = _plain(asdict(replace(config, quantisation=None, quantiser=None)))
     del values["quantisation"], values["quantiser"]
+    values.pop("coded_kv", None)
     names = set() if config.quantisation is None else set(config.quantisation.format_names)
     names |= set() if config.quantiser is None else {config.quantiser.packed.name}
     return {**values, "layer_formats": sorted(names)} if names else values

@@ -15,7 +15,7 @@ from lowlat.host.loading import bucket_batches, make_geometry, make_topologies
 from lowlat.host.memory.plan import memory_need
 from lowlat.kernels.formats import matrix_parts, numbers_an_entry
 from lowlat.models.program import Program
-from lowlat.models.target import read_model_config, rounding, target_groups
+from lowlat.models.target import coded, read_model_config, rounding, target_groups
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
@@ -115,6 +115,8 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
     config = read_model_config(target, dtype=options.dtype)
     if options.quantize is not None:
         config = rounding(config, Quantiser(options.quantize, options.quantize_lm_head), str(target))
+    if options.kv_cache_dtype == "fp8":
+        config = coded(config)
     weights = _without_content(weight_plan(config))
     if config.tie_embeddings and not matrix_parts("lm_head.weight", weights):
         weights["lm_head.weight"] = weights["embed.weight"]

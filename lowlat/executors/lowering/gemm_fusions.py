@@ -20,7 +20,7 @@ from lowlat.kernels.toolchain.kernel import Card
 __all__ = ["GEMM_FUSIONS"]
 
 ROTATED = ("positions", "cos", "sin")
-WRITTEN = ("row_live", "k_cache", "v_cache", "block_table", "slots", "write_lens", "offsets")
+WRITTEN = ("row_live", "k_cache", "v_cache", "block_table", "slots", "write_lens", "offsets", "kv_scales")
 
 
 def _product(run: Run) -> str:

@@ -33,8 +33,8 @@ ShapeOf = Callable[[str], torch.Size]
 def workspaces_of(program: Program, shape_of: ShapeOf) -> dict[tuple[str, torch.dtype], int]:
     """The workspaces of a prefill program, and the elements that each needs; none of a program that is no prefill.
 
-    shape_of  the shape of a weight by its canonical name; asked of GEMMs' matrices [N, K] and of the biases of experts
-              [E, N] and routers [E]
+    shape_of  the shape of a weight by its canonical name; asked of the matrices of GEMMs [N, K], of experts [E, ...]
+              and of routers [E, N]
     """
     most: dict[tuple[str, torch.dtype], int] = {}
     for op in program.ops:
@@ -65,12 +65,12 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
         return [scores_workspace(*program.buffers[op.writes["block_lists"]].shape[1:])]
     if op.kind in EXPERT_GEMMS:
         rows, ranks = program.buffers[op.reads["expert_ids"]].shape
-        num_experts, width = shape_of(op.weights["bias"])
+        num_experts, width = shape_of(next(iter(op.weights.values())))[0], program.buffers[op.writes["out"]].shape[-1]
         down = [partials_workspace(rows, ranks, width)] if op.kind == "experts_down" else []
         return [*list_workspaces(rows, ranks, num_experts), *down]
     if op.kind == "router":
         rows = program.buffers[op.writes["expert_ids"]].shape[0]
-        return [router_workspace(rows, shape_of(op.weights["bias"])[0])]
+        return [router_workspace(rows, shape_of(op.weights["weight"])[0])]
     return []
 
 

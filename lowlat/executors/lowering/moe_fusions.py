@@ -53,12 +53,13 @@ def _mixture(binding: Binding, run: Run) -> Sequence[Call]:
     norm, routed, first, second, total = (binding.arguments(op) for op in run.ops)
     norm_op, router_op, gate_up, down, _ = run.ops
     weights = binding.weights
-    num_experts = weights.vector(router_op.weights["bias"]).shape[0]
+    num_experts = weights.vector(router_op.weights["weight"]).shape[0]
     rows, number = routed["x"].shape[0], binding.num_awaited
     binding.num_awaited += 1
     size = (-(-rows * num_experts // 4) * 4,)  # in whole 16 bytes
     own, following = (binding.workspace(LOGITS[(number + k) % 2], size, torch.float32) for k in range(2))
-    routing = TopKRouting(own[: rows * num_experts].view(rows, num_experts), routed.get("row_live"))
+    logits = own[: rows * num_experts].view(rows, num_experts)
+    routing = TopKRouting(logits, routed.get("row_live"), routed["over_all"])
     ranks, width = first["out"].shape[1], second["out"].shape[1]
     partials = binding.workspace(*partials_workspace(rows, ranks, width))
     calls = router_logits(
@@ -73,9 +74,9 @@ def _mixture(binding: Binding, run: Run) -> Sequence[Call]:
         x=first["x"],
         routing=routing,
         gate_up=weights.experts(experts_name(gate_up)),
-        gate_up_bias=weights.experts_bias(experts_name(gate_up)),
+        gate_up_bias=weights.experts_bias(experts_name(gate_up)) if "bias" in gate_up.weights else None,
         down=weights.experts(experts_name(down)),
-        down_bias=weights.vector(down.weights["bias"]),
+        down_bias=weights.vector(down.weights["bias"]) if "bias" in down.weights else None,
         expert_ids=routed["expert_ids"],
         expert_weights=routed["expert_weights"],
         activated=first["out"],

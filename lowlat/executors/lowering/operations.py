@@ -165,14 +165,15 @@ def _router(binding: Binding, op: Op) -> Sequence[Call]:
 def _gate_up(binding: Binding, op: Op) -> Sequence[Call]:
     name = experts_name(op)
     given = {**binding.arguments(op), "experts": binding.weights.experts(name)}
-    given |= {"bias": binding.weights.experts_bias(name), "card": binding.card}
+    given |= {"bias": binding.weights.experts_bias(name) if "bias" in op.weights else None, "card": binding.card}
     return experts_gate_up(**given) if decodes(op) else prefill_gate_up(**given, workspace=binding.workspace)
 
 
 def down_alone(binding: Binding, op: Op, *, grouped: bool = False) -> Sequence[Call]:
     """The calls of `experts_down`; grouped: the pairs of many rows were grouped by the gate-up GEMM right before."""
     given = {**binding.arguments(op), "experts": binding.weights.experts(experts_name(op))}
-    given |= {"bias": binding.weights.vector(op.weights["bias"]), "card": binding.card}
+    bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
+    given |= {"bias": bias, "card": binding.card}
     if decodes(op):
         return experts_down(**given, workspace=binding.workspace)
     return prefill_down(**given, workspace=binding.workspace, grouped=grouped)

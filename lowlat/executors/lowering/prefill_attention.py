@@ -41,7 +41,8 @@ def attention_workspaces(cache: BufferSpec, size: int, longest: int, window: int
     """
     _, groups, _, dim = cache.shape
     shape = (gathered_rows(size, longest, window), groups, dim)
-    gathered: list[WorkspaceShape] = [(f"prefill.{part}", shape, cache.dtype) for part in ("keys", "values")]
+    dtype = torch.bfloat16 if cache.dtype == torch.uint8 else cache.dtype
+    gathered: list[WorkspaceShape] = [(f"prefill.{part}", shape, dtype) for part in ("keys", "values")]
     return [*gathered, ("prefill.lengths", (2, 2), torch.int32)]
 
 
@@ -70,14 +71,19 @@ def _gathered(binding: Binding, op: Op, window: int | None) -> tuple[Sequence[Ca
     """The calls that gather keys and values, and what the library is given of them."""
     given = binding.arguments(op)
     q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
-    if {q.dtype, k_cache.dtype, v_cache.dtype} != {torch.bfloat16}:
-        raise ShapeError(f"queries and caches must be bfloat16, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
+    held = torch.bfloat16 if given.get("kv_scales") is None else torch.uint8
+    if q.dtype != torch.bfloat16 or {k_cache.dtype, v_cache.dtype} != {held}:
+        raise ShapeError(
+            f"queries must be bfloat16, and caches too, or codes with scales, got {q.dtype}, {k_cache.dtype}, "
+            f"{v_cache.dtype}"
+        )
     cache = binding.program.buffers[op.reads["k_cache"]]
     asked = attention_workspaces(cache, q.shape[0], binding.max_context, window)
     keys, values, lengths = (binding.workspace(*each) for each in asked)
     gather = gather_kv(
         k_cache=k_cache, v_cache=v_cache, block_table=given["block_table"], chunk=given["chunk"], keys=keys,
         values=values, lengths=lengths, size=q.shape[0], window=window, card=binding.card, first=given.get("first", 0),
+        kv_scales=given.get("kv_scales"),
     )  # fmt: skip
     sinks = binding.sinks(op)
     attended = {

@@ -1,7 +1,7 @@
 """GEMMs of a chunk of prefill: by packed weights where the card has wgmma, else by torch from an unpacked matrix.
 
-A quantised matrix is unpacked, too, its numbers rounded to bf16; FP8 by row is exact, as its rows' scales multiply what
-comes out.
+Numbers of a quantised matrix are rounded to bf16, in registers or by the launch that unpacks it; FP8 by row and NVFP4
+are exact, as the scales of their rows multiply what comes out.
 
 A row's bits depend on the row and the weight alone: ours because rows do not know of each other, torch's because it
 multiplies a whole chunk at a time, padded where there are fewer rows.
@@ -13,12 +13,12 @@ import torch
 
 from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
 from lowlat.executors.lowering.fusion import Fusion, Run
-from lowlat.kernels.formats.dense import unpack_matrix
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import arranged_prefill_gemm, gated_prefill_gemm, gates, prefill_gemm
 from lowlat.kernels.gemm.prefill.plan import APART_ROWS, MOST_ROWS, has_prefill_gemm, segments_of
 from lowlat.kernels.gemm.tiles import BF16_TILES
+from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
 from lowlat.kernels.rows.elementwise import silu_mul
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 from lowlat.models.program import Op, Stage
@@ -48,7 +48,8 @@ def activation_workspace(rows: int, width: int) -> WorkspaceShape:
 def takes(chunk: int, weight: PackedMatrix, card: Card) -> bool:
     """Whether a weight is multiplied by our GEMM, in chunks of so many rows."""
     fits = chunk % ROWS == 0 and weight.rows % WIDTH == 0 and weight.columns % WIDTH == 0
-    return fits and has_prefill_gemm(card) and weight.tiles.dtype == torch.bfloat16
+    is_read = weight.tile_format != BF16_TILES or weight.tiles.dtype == torch.bfloat16
+    return fits and has_prefill_gemm(card) and is_read
 
 
 def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
@@ -58,11 +59,18 @@ def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
     if takes(chunk, weight, binding.card):
         return _by_packed(binding, op, weight)
     bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
+    calls: list[Call] = []
+    unpacked: torch.Tensor | None = None
+    if weight.tile_format != BF16_TILES:
+        shape = unpacked_shape(weight.rows, weight.columns)
+        held = binding.workspace("prefill.unpacked", (binding.weights.most_unpacked,), torch.bfloat16)
+        unpacked = held[: shape[0] * shape[1]].view(shape)
+        calls += unpack_weight(weight=weight, out=unpacked)
     arguments = {
-        "x": given["x"], "weight": weight, "bias": bias, "places": binding.weights.places(name), "chunk": chunk,
-        "out": given["out"],
+        "x": given["x"], "weight": weight, "unpacked": unpacked, "bias": bias, "places": binding.weights.places(name),
+        "chunk": chunk, "out": given["out"],
     }  # fmt: skip
-    return [LibraryCall("linear", _by_unpacked, arguments, is_fallback=True)]
+    return [*calls, LibraryCall("linear", _by_unpacked, arguments, is_fallback=True)]
 
 
 def _by_packed(binding: Binding, op: Op, weight: PackedMatrix) -> Sequence[Call]:
@@ -109,7 +117,8 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
     gate_up, silu, down = run.ops
     first, second = (binding.weights.matrix(op.weights["weight"]) for op in (gate_up, down))
     given, activation = binding.arguments(gate_up), binding.arguments(silu)
-    if not all(takes(binding.prefill_chunk, weight, binding.card) for weight in (first, second)):
+    taken = all(takes(binding.prefill_chunk, weight, binding.card) for weight in (first, second))
+    if not taken or first.tile_format != BF16_TILES:
         return [*prefill_linear(binding, gate_up), *silu_mul(**activation), *prefill_linear(binding, down)]
     rows, out = given["x"].shape[0], binding.arguments(down)["out"]
     arranged = binding.workspace(*gemm_workspaces(rows, first.rows, first.columns)[0])
@@ -132,13 +141,14 @@ def _by_unpacked(
     x: torch.Tensor,
     *,
     weight: PackedMatrix,
+    unpacked: torch.Tensor | None,
     bias: torch.Tensor | None,
     places: torch.Tensor | None,
     chunk: int,
     out: torch.Tensor,
 ) -> None:
     scales = weight.scales
-    matrix = unpack_rows(weight) if weight.tile_format == BF16_TILES else unpack_matrix(weight)
+    matrix = unpack_rows(weight) if unpacked is None else unpacked[: weight.rows, : weight.columns]
     if places is None:
         _multiply(x, matrix, chunk, out)
         packed = out

@@ -1,6 +1,6 @@
 """The weights of a program that GEMMs read: matrices, parts of quantised ones, and the experts of a mixture."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 
@@ -13,18 +13,22 @@ EXPERT_GEMMS = ("experts_gate_up", "experts_down")
 
 
 def experts_name(op: Op) -> str:
-    """The common name of the matrices of an experts' GEMM; their bias is a sibling of it."""
-    return op.weights["bias"].removesuffix(".bias")
+    """The common name of the matrices of an experts' GEMM; their bias, if they have one, is a sibling of it."""
+    return next(iter(op.weights.values())).rpartition(".")[0]
 
 
-def expert_parts(programs: Iterable[Program]) -> dict[str, dict[str, str]]:
-    """The weights that hold experts' matrices, weight or blocks and scales, by argument name, for each GEMM."""
+def expert_parts(programs: Iterable[Program], held: Container[str]) -> dict[str, dict[str, str]]:
+    """The weights that hold experts' matrices by part, for each GEMM: as operations name them, or in their place.
+
+    held  names of all weights
+    """
     found: dict[str, dict[str, str]] = {}
     for program in programs:
         for op in program.ops:
-            if op.kind in EXPERT_GEMMS:
+            if op.kind in EXPERT_GEMMS and experts_name(op) not in found:
                 parts = {argument: weight for argument, weight in op.weights.items() if argument != "bias"}
-                found.setdefault(experts_name(op), parts)
+                stands = matrix_parts(parts["weight"], held) if "weight" in parts else {}
+                found[experts_name(op)] = stands or parts
     return found
 
 

@@ -80,7 +80,8 @@ def memory_need(
             workspaces = max(workspaces, workspace_bytes(program, shape_of))
             temporary = max(temporary, temporary_bytes(program, shape_of))
     matrices = [matrix_parts(name, weights) for name in gemm_weights(programs)]
-    packed = [*matrices, *expert_parts(programs).values()] if has_kernels else []
+    matrices += [parts for parts in expert_parts(programs, weights).values() if has_kernels or "blocks" not in parts]
+    packed = matrices if has_kernels else []
     expanded = [] if has_kernels else [parts for parts in matrices if parts and "weight" not in parts]
     size = _weight_bytes(weights, packed, expanded, device)
     total = max(parts, default=0) + workspaces if has_kernels else sum(parts)

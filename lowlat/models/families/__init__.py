@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Recipe
-from lowlat.models.families import gpt_oss, llama, mistral, qwen2, qwen3
+from lowlat.models.families import gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
 from lowlat.models.families.dense import decoder_recipes
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 
@@ -29,5 +29,6 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(mistral.parse),
     "qwen2": Family(qwen2.parse),
     "qwen3": Family(qwen3.parse),
+    "qwen3_moe": Family(qwen3_moe.parse, qwen3_moe.recipes),
     "gpt_oss": Family(gpt_oss.parse, gpt_oss.recipes),
 }

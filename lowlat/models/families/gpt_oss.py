@@ -10,14 +10,13 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import STORED_FORMATS, Matrices, check_widths, read_format
 from lowlat.checkpoint.recipes import Arrange, Piece, Recipe
 from lowlat.errors import ConfigError
-from lowlat.models.families.dense import Sizes, attention_recipes, outer_recipes, parse_sizes
+from lowlat.models.families.dense import MAX_EXPERTS, Sizes, attention_recipes, outer_recipes, parse_sizes
 from lowlat.models.geometry import ComputeDtype, ExpertsConfig, ModelConfig
 from lowlat.models.hf_config import HARMLESS_KEYS, check_architecture, parse_rope, special_tokens
 from lowlat.models.layers import TORCH_DTYPES
 
 __all__ = ["parse", "recipes"]
 
-MAX_EXPERTS = 4096
 QUANTISED = ("mxfp4",)  # formats of its experts besides the plain one
 
 # What transformers takes when config.json names no RoPE at all.

@@ -82,7 +82,7 @@ class DflashSpeculator(Speculator):
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV caches of the draft model's layers."""
-        return dflash_kv_specs(self.config, sizes.dtype, sizes.num_blocks, sizes.block_size)
+        return dflash_kv_specs(self.config, sizes.kv_dtype, sizes.num_blocks, sizes.block_size)
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """The draft model's weights; embedding and LM head only where it brings its own."""

@@ -12,6 +12,7 @@ from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter
 from lowlat.models.program import Stage
+from lowlat.speculators.base import StateSizes
 from lowlat.speculators.eagle3.windows import effective_window
 
 __all__ = ["Eagle3Emitter", "draft_kv_specs", "layer_name"]
@@ -27,13 +28,14 @@ def _caches(layer: int) -> tuple[str, str]:
     return (f"head.k_cache.{layer}", f"head.v_cache.{layer}") if layer else ("head.k_cache", "head.v_cache")
 
 
-def draft_kv_specs(draft: DraftConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> list[BufferSpec]:
+def draft_kv_specs(draft: DraftConfig, sizes: StateSizes) -> list[BufferSpec]:
     """The KV cache of each of the draft model's layers, [P, G, block, D], and the features at block ends, [P, H], and
     of the last live row of prefill, [1, H]."""
-    shape = (num_blocks, draft.num_kv_heads, block_size, draft.head_dim)
+    num_blocks, dtype = sizes.num_blocks, sizes.dtype
+    shape = (num_blocks, draft.num_kv_heads, sizes.block_size, draft.head_dim)
     names = [name for layer in range(draft.num_layers) for name in _caches(layer)]
     return [
-        *(BufferSpec(name, shape, dtype, Role.STATE, Paging.POSITIONS) for name in names),
+        *(BufferSpec(name, shape, sizes.kv_dtype, Role.STATE, Paging.POSITIONS) for name in names),
         BufferSpec("block_features", (num_blocks, draft.hidden_size), dtype, Role.STATE, Paging.BLOCKS),
         BufferSpec("prefilled_feature", (1, draft.hidden_size), dtype, Role.STATE),
     ]

@@ -90,7 +90,7 @@ class Eagle3Speculator(Speculator):
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV caches of the draft model's layers, features at the ends of blocks, that of the last prompt prefilled."""
-        return draft_kv_specs(self.config, sizes.dtype, sizes.num_blocks, sizes.block_size)
+        return draft_kv_specs(self.config, sizes)
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """The draft model's weights; embedding and LM head only where it brings its own."""

@@ -51,23 +51,28 @@ def read_geometries(path: Path = TABLE) -> dict[str, Geometry]:
         raise ConfigError(f"{path}: no table of geometries: {error}") from error
 
 
-def random_target(geometry: Geometry, directory: Path, dtype: str = "auto") -> OpenedTarget:
-    """Write the target's config.json into a directory, and open it with random weights. Raises ConfigError."""
+def random_target(
+    geometry: Geometry, directory: Path, dtype: str = "auto", device: torch.device | None = None
+) -> OpenedTarget:
+    """Write the target's config.json into a directory, and open it with random weights. Raises ConfigError.
+
+    device  on which they are made; None: the CPU
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(geometry.target, indent=1), encoding="utf-8")
     config = read_model_config(directory, dtype=dtype)
-    return OpenedTarget(config, RandomWeights(config), directory)
+    return OpenedTarget(config, RandomWeights(config, device=device), directory)
 
 
 class RandomWeights(WeightSource):
-    """A target's canonical weights, of numbers drawn from a seed, made when they are asked for."""
+    """A target's canonical weights, of numbers drawn from a seed, made on a device when they are asked for."""
 
-    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | None = None) -> None:
         self._recipes = {recipe.weight: recipe for recipe in target_recipes(config)}
         self._aliases = {"lm_head.weight": "embed.weight"} if config.tie_embeddings else {}
         generator = torch.Generator().manual_seed(seed)
-        self._codes = torch.randint(0, 256, (NOISE,), dtype=torch.uint8, generator=generator)
-        self._normal = torch.randn(NOISE, generator=generator)
+        self._codes = torch.randint(0, 256, (NOISE,), dtype=torch.uint8, generator=generator).to(device)
+        self._normal = torch.randn(NOISE, generator=generator).to(device)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._draw(self._recipes[self._aliases.get(name, name)])
@@ -104,7 +109,7 @@ class RandomWeights(WeightSource):
             mean, deviation = _spread(name, recipe.shape)
             noise = (mean + deviation * self._normal).to(recipe.dtype)
         start = zlib.crc32(name.encode()) % NOISE  # another place for every weight
-        out = torch.empty(recipe.shape, dtype=recipe.dtype)
+        out = torch.empty(recipe.shape, dtype=recipe.dtype, device=noise.device)
         flat = out.view(-1)
         done = min(NOISE - start, flat.numel())
         flat[:done] = noise[start : start + done]

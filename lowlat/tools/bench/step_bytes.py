@@ -5,17 +5,19 @@ experts that rows chose; keys and values in front of the last token. Left out, b
 embedding rows, activations, what the step writes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 from lowlat.graphs import Bucket
 from lowlat.host.runtime import Runtime
+from lowlat.kernels.formats import matrix_name
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import Op, Program
-from lowlat.models.target import target_recipes
+from lowlat.models.weight_plan import WeightPlan, weight_plan
 
-__all__ = ["attended", "listed", "step_bytes"]
+__all__ = ["attended", "listed", "program_bytes", "step_bytes", "weight_sizes"]
 
 LIMITS = ("first", "window", "keep_first")  # of the positions that attention reads
 EXPERT_OPS = ("experts_gate_up", "experts_down")
@@ -24,18 +26,35 @@ FEW_ROWS = ("embed", "draft_topk", "draft_topk_logprobs")  # operations that rea
 
 def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], distinct_experts: float | None) -> int:
     """Bytes of one step of active requests with so many tokens each; distinct_experts a layer, of a mixture."""
-    sizes = _weight_sizes(runtime)
-    program = runtime.executor.program(bucket)
-    experts = runtime.model_config.experts
-    part = 1.0 if experts is None else (distinct_experts or 0.0) / experts.num_experts
+    config, speculator = runtime.model_config, runtime.speculator
+    sizes = weight_sizes(config)
+    if speculator is not None:
+        sizes |= _by_matrix(speculator.weight_plan(config.dtype))
+    share = 1.0 if config.experts is None else (distinct_experts or 0.0) / config.experts.num_experts
+    return program_bytes(runtime.executor.program(bucket), sizes, lengths, share, runtime.geometry.partial)
+
+
+def program_bytes(
+    program: Program,
+    sizes: Mapping[str, int],
+    lengths: Sequence[float],
+    experts_share: float,
+    partial: PartialKV | None = None,
+) -> int:
+    """Bytes of one step by its program.
+
+    sizes          bytes of weights as operations name them
+    experts_share  of a layer's experts that rows choose
+    partial        SpecPV's sizes, where steps attend to a part of the cache
+    """
     total = 0.0
     for op in program.ops:
         if op.kind == "attention":
             total += _cache_bytes(program, op, [attended(length, **_limits(op)) for length in lengths])
         elif op.kind == "partial_attention":
-            total += _cache_bytes(program, op, [listed(length, runtime.geometry.partial) for length in lengths])
+            total += _cache_bytes(program, op, [listed(length, partial) for length in lengths])
         elif op.kind not in FEW_ROWS:
-            share = part if op.kind in EXPERT_OPS else 1.0
+            share = experts_share if op.kind in EXPERT_OPS else 1.0
             total += share * sum(sizes.get(name, 0) for name in op.weights.values())
     return round(total)
 
@@ -69,12 +88,16 @@ def _cache_bytes(program: Program, op: Op, positions: Sequence[float]) -> float:
     return total
 
 
-def _weight_sizes(runtime: Runtime) -> dict[str, int]:
-    """Bytes of every canonical weight of target and draft model."""
-    config = runtime.model_config
-    sizes = {recipe.weight: recipe.num_bytes for recipe in target_recipes(config)}
+def weight_sizes(config: ModelConfig) -> dict[str, int]:
+    """Bytes of a target's weights as operations name them: of a quantised matrix those of all its parts."""
+    sizes = _by_matrix(weight_plan(config))
     sizes.setdefault("lm_head.weight", sizes["embed.weight"])  # tied
-    if runtime.speculator is not None:
-        plan = runtime.speculator.weight_plan(config.dtype)
-        sizes |= {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in plan.items()}
+    return sizes
+
+
+def _by_matrix(plan: WeightPlan) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for name, (shape, dtype) in plan.items():
+        matrix = matrix_name(name) or name
+        sizes[matrix] = sizes.get(matrix, 0) + prod(shape) * dtype.itemsize
     return sizes

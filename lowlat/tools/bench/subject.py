@@ -158,7 +158,8 @@ def open_random(
     scratch  a directory for the configs, and for the draft model, which is written where `drafts` and none is named
     Raises ConfigError.
     """
-    target = random_target(geometry, scratch / name, options.get("dtype", "auto"))
+    device = choose_device(options.get("device", "auto"), options.get("executor", "auto")).device
+    target = random_target(geometry, scratch / name, options.get("dtype", "auto"), device)
     values = dict(speculation or {})
     if drafts and values.get("method", "eagle3") == "eagle3" and values.get("model") is None:
         values["model"] = write_draft_model(geometry, target.config, scratch / f"{name}-draft-model")

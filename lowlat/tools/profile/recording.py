@@ -288,13 +288,14 @@ def moved_bytes(
         return 0
     from lowlat.kernels.attention.attention import attention_bytes
 
-    _, kv_heads, _, head_dim = buffers[op.reads["k_cache"]].shape
+    cache = buffers[op.reads["k_cache"]]
+    _, kv_heads, _, head_dim = cache.shape
     options: dict[str, Any] = {name: op.params[name] for name in ("first", "window", "keep_first") if name in op.params}
     dense = [max(0, length - 1) for length in lengths]
     if op.kind == "partial_attention":  # lists of a few requests in the first slots, as they are in a profile
         shifts = buffers["partial_shifts"].tolist()
         dense = [max(0, length - shift) for length, shift in zip(dense, shifts, strict=False)]
-    return attention_bytes(dense, kv_heads=kv_heads, head_dim=head_dim, **options)
+    return attention_bytes(dense, kv_heads=kv_heads, head_dim=head_dim, itemsize=cache.element_size(), **options)
 
 
 def card_name(device: torch.device) -> str:

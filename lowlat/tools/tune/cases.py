@@ -106,18 +106,28 @@ def _attention(calls: Calls, num_places: int) -> tuple[Case, ...]:
 
     def case(context: int) -> Case:
         blocks = -(-context // block)
-        moved = batch * context * kv_heads * head_dim * 4
+        moved = batch * context * kv_heads * head_dim * 2 * _tensor(named, "k_cache").element_size()
         copies = max(1, min((pool - 1) // (batch * blocks), -(-ROTATED_BYTES // moved), MOST_PLACES))
 
         def fill(calls: Calls, copy: int) -> Calls:
             if copy < min(1, num_places):
                 fill_numbers(calls)
+                _fill_codes(named)
             state = _step_state(named, context - tail, copy % copies, blocks)
             return tuple(_changed(call, state) for call in calls)
 
         return Case(str(context), copies, fill)
 
     return tuple(map(case, contexts_of(calls[0])))
+
+
+def _fill_codes(named: Mapping[str, Argument]) -> None:
+    """Numbers of every size in caches of codes, none of them NaN, and scales of 1."""
+    scales = named["kv_scales"]
+    if isinstance(scales, torch.Tensor):
+        scales.fill_(1.0)
+        for name in ("k_cache", "v_cache"):
+            _tensor(named, name).random_(0, 127)
 
 
 def _step_state(named: Mapping[str, Argument], dense: int, copy: int, blocks: int) -> dict[str, torch.Tensor]:
@@ -229,10 +239,11 @@ def tile_counts(key: str, call: KernelCall, plan: AttentionPlan, context: int) -
     named, facts = _named(call), {name: int(value) for name, value in (each.split("=") for each in key.split())}
     if facts["keeps"]:
         return None
+    coded = bool(facts.get("coded"))
     batch, rows = _tensor(named, "row_masks").shape
     tail, window = _number(named, "tail"), facts["window"] or None
     work = AttentionWork(
-        batch, rows, facts["group"], facts["kv_heads"], facts["head_dim"], window, 0, facts["split"] or 256
+        batch, rows, facts["group"], facts["kv_heads"], facts["head_dim"], window, 0, facts["split"] or 256, coded
     )
     chain = [(1 << row + 1) - 1 for row in range(rows)]
     return count_tiles(work, plan, [context - tail] * batch, [chain] * batch, tail=tail)

@@ -21,7 +21,7 @@ from lowlat.executors.make import uncovered
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, Role
 from lowlat.host.loading import make_geometry
-from lowlat.kernels.formats import format_of
+from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.models.geometry import ModelConfig
@@ -150,13 +150,13 @@ class PairPrograms:
     @cached_property
     def weights(self) -> DeviceWeights:
         """The weights as kernels read them, without memory."""
-        layouts, parts = weight_layouts(self.programs, self._card), expert_parts(self.programs)
+        layouts, parts = weight_layouts(self.programs, self._card), expert_parts(self.programs, self.weight_shapes)
         source: dict[str, torch.Tensor | PackedExperts] = dict(self.weight_shapes)
         for name, weights in parts.items():
             given = {part: self.weight_shapes[weight] for part, weight in weights.items()}
             for weight in weights.values():
                 del source[weight]
-            weight_format = format_of(given)
+            weight_format = experts_format(given)
             rows, columns = weight_format.shape({part: tensor[0] for part, tensor in given.items()})
             count = len(next(iter(given.values())))
             source[name] = allocate_experts(

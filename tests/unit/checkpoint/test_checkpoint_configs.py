@@ -9,6 +9,7 @@ import pytest
 from checkpoint_files import edit_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stages import later
 from tiny_models import FAMILIES, make_target, mxfp4_target
 
 from lowlat.errors import ConfigError
@@ -53,7 +54,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
         (
             "llama",
             {"model_type": "gemma3_text"},
-            ["model_type 'gemma3_text' is not implemented", "llama, mistral, qwen2, qwen3, gpt_oss"],
+            ["model_type 'gemma3_text' is not implemented", "llama, mistral, qwen2, qwen3, qwen3_moe, gpt_oss"],
         ),
         ("llama", {"model_type": ...}, ["model_type None is not implemented"]),
         ("llama", {"model_type": ["llama"]}, ["model_type must be a string, found ['llama']"]),
@@ -78,6 +79,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
         ("mistral", {"attention_bias": True}, ["'attention_bias' = True"]),
         ("mistral", {"quantization_config": {"quant_method": "hqq"}}, ["quantization_config", "not implemented"]),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "x"]}, ["'sliding_attention'"]),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, ["layers without experts", "mlp_only_layers [1]"]),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, ["layers without experts (decoder_sparse_step 2"]),
+        ("qwen3_moe", {"num_experts": 6}, ["num_experts 6 and num_local_experts 5 differ"]),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, ["'shared_expert_intermediate_size' = 8"]),
         ("gpt_oss", {"layer_types": ["full_attention"] * 2}, ["layer_types has 2 entries, expected 3"]),
         ("gpt_oss", {"layer_types": ["full_attention"] * 2 + ["chunked"]}, ["'chunked' is not implemented"]),
         ("gpt_oss", {"num_experts_per_tok": 5}, ["num_experts_per_tok", "from 1 to 4, found 5"]),
@@ -208,7 +213,7 @@ def mutate(draw: Any, value: Any) -> Any:
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", later("qwen3_moe"), "gpt_oss", "mxfp4"])
 @given(data=st.data())
 def test_mutated_configs_load_or_are_refused(
     family: str, made: dict[str, Path], tmp_path: Path, data: st.DataObject

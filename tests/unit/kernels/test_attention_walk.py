@@ -10,8 +10,10 @@ import pytest
 import torch
 from attention_cases import Case, chain, check, tree
 from kernel_walk import Walker, walkable
+from stages import later
 
-NAMES = tuple(f"attention.{part}" for part in ("plan", "copies", "tile", "merge", "combine"))
+PARTS = ("plan", "copies", "coded_products", "tile", "merge", "combine")
+NAMES = ("common.kv_codes", *(f"attention.{part}" for part in PARTS))
 HEAD_DIM = 64
 
 
@@ -46,6 +48,27 @@ def test_a_short_window_is_the_reference_s(lengths: list[int], rows: str, late: 
         sinks=torch.tensor([0.5, -3.0, 1.5, 0.0][: 2 * kv_heads]),
     )  # fmt: skip
     check(run(case, late, num_blocks=3 if rows == "one" else 2), case.expected())  # one block more than there are items
+
+
+SCALES = torch.tensor([[0.5, 0.04], [1.0, 0.75]]).bfloat16().float()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "lengths", "window", "late"),
+    [(64, [10], None, True), later(128, [290], None, False), later(64, [70], 128, False)],
+)
+def test_codes_are_the_reference_s(head_dim: int, lengths: list[int], window: int | None, late: bool) -> None:
+    """Heads of both sizes, scales by head; a row whose key, or value, is no number is none, and leaves the others."""
+    kv_heads = 1 if head_dim == 128 else 2
+    case = Case(
+        lengths, [[1, 3, 5, 9]], head_dim=head_dim, group=4, kv_heads=kv_heads, block=16, device="cpu", window=window,
+        kv_scales=SCALES[:, :kv_heads].contiguous(),
+    )  # fmt: skip
+    place = lengths[0] + 2
+    case.caches[late][case.table[0, place // 16], :, place % 16, 5] = 255
+    found, expected = run(case, late, num_blocks=2), case.expected()
+    check(found[[0, 1, 3]], expected[[0, 1, 3]])
+    assert found[2].isnan().all() and expected[2].isnan().any()
 
 
 @pytest.mark.parametrize(("rows", "late"), [("chain", True), ("tree", False)])
@@ -95,7 +118,7 @@ def test_sums_of_many_splits_are_one(early: bool) -> None:
         peaks[slot, count:], norms[slot, count:], values[slot, count:] = math.nan, math.nan, math.nan
     out = torch.full((batch * rows, group * HEAD_DIM), math.nan).bfloat16()
     with walkable(walker := Walker(may_leave=True), *NAMES) as modules:
-        shape = modules[0].AttentionShape(HEAD_DIM, group, 1, 16, 0, None, 0, 1, 3, True, early)
+        shape = modules[1].AttentionShape(HEAD_DIM, group, 1, 16, 0, None, 0, 1, 3, True, early)
         call = modules[-1].combine_splits(
             shape, values, torch.stack([peaks, norms], -1).contiguous(),
             slots=torch.tensor([4, 0, -1], dtype=torch.int32), dense_lens=torch.tensor(dense, dtype=torch.int32),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
+from quantised_layers import random_parts
 from rowwise_cases import canonical_norm, flags
 from selection_cases import best_of, best_pairs
 from stages import later
@@ -20,10 +21,14 @@ from lowlat.kernels.formats import FP8, MATRIX_FORMATS
 from lowlat.kernels.formats.dense import pack_matrix
 from lowlat.kernels.gemm.decode.gemm import NormPrologue, PartialArgmax, decode_gemm, plan_decode_gemm, steps_to_hold
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
+from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
 from lowlat.kernels.sampling.select import BROKEN, FINITE, INFINITY
 from lowlat.kernels.toolchain.kernel import H200, Card
 
-SHARED = ("common.activation", "common.handover", "common.norm_math", "common.norm_row", "rows.norm", "sampling.select")
+SHARED = (
+    *("common.activation", "common.handover", "common.kv_codes", "common.norm_math", "common.norm_row", "rows.norm"),
+    "sampling.select",
+)
 PARTS = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue", "gemm")
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4", "mxfp4", "nvfp4"))
 NAMES = (*SHARED, *FRAGMENTS, *(f"gemm.decode.{part}" for part in PARTS))
@@ -202,18 +207,6 @@ def test_fp8_gives_the_bits_of_the_same_numbers_in_bf16(
     assert all(torch.equal(fp8, bf16) and bool(bf16.isfinite().all()) for fp8, bf16 in zip(*found, strict=True))
 
 
-def group_weight(name: str, width: int, depth: int, *, wide: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Random parts of a format whose groups have scales, and the numbers that they stand for in float64."""
-    parts, weight_format = {}, MATRIX_FORMATS[name]
-    for part, (shape, dtype) in weight_format.specs(width, depth, torch.bfloat16).items():
-        if dtype == torch.float32:
-            scales = (torch.rand(shape) + 0.5) / depth**0.5
-            parts[part] = scales if wide else scales.bfloat16().float()
-        else:
-            parts[part] = torch.randint(16 if part.endswith("zeros") else 127, shape, dtype=dtype)
-    return parts, weight_format.dequantise(parts, torch.float32).double()
-
-
 @pytest.mark.parametrize(
     ("name", "wide", "rows", "depth", "changes"),
     [
@@ -228,7 +221,8 @@ def group_weight(name: str, width: int, depth: int, *, wide: bool) -> tuple[dict
 )
 def test_groups_have_scales_of_their_own(name: str, wide: bool, rows: int, depth: int, changes: dict[str, int]) -> None:
     """Also behind a norm, and the same bits at any number of rows."""
-    parts, weight = group_weight(name, 40, depth, wide=wide)
+    parts = random_parts(name, 40, depth, wide=wide)
+    weight = MATRIX_FORMATS[name].dequantise(parts, torch.float32).double()
     packed, bias = pack_matrix(MATRIX_FORMATS[name], parts), random(40)
     x, walker = random(rows, depth), Walker()
     outs = [torch.full((count, 40), torch.nan) for count in (rows, 1, 1)]
@@ -273,7 +267,7 @@ def test_residuals_and_activations(rows: int) -> None:
     torch.testing.assert_close(act.double(), want, rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("bf16", 1), ("bf16", 4), later("fp8", 3)])
+@pytest.mark.parametrize(("kind", "rows"), [("bf16", 1), ("bf16", 4), later("fp8", 3), later("codes", 1)])
 def test_queries_and_keys_are_rotated_and_the_cache_is_written(kind: str, rows: int) -> None:
     """Two slots of the other order, a dead row; what nobody writes stays."""
     queries, groups, dim, depth, block, batch = 4, 2, 32, 64, 16, 2
@@ -292,11 +286,15 @@ def test_queries_and_keys_are_rotated_and_the_cache_is_written(kind: str, rows: 
     positions = (lens[:, None] + offsets).reshape(-1).contiguous()
     walker = Walker()
     caches = [torch.zeros(6, groups, block, dim).bfloat16() for _ in range(2)]
+    scales = torch.tensor([[0.03125, 0.5], [1.0, 0.25]])
+    if kind == "codes":
+        caches = [cache.to(torch.uint8) for cache in caches]
     got = torch.full((count, queries, dim), torch.nan).bfloat16()
     with walked(walker) as modules:
         rotation = modules[-1].Rotation(
             positions=positions, cos=cos, sin=sin, row_live=live, k_cache=caches[0], v_cache=caches[1],
             block_table=table, slots=slots, write_lens=lens, offsets=offsets,
+            kv_scales=scales if kind == "codes" else None,
         )  # fmt: skip
         packed, ordered = (
             pack_matrix(FP8, parts_of, order) if parts_of else pack(weight, order),
@@ -311,6 +309,13 @@ def test_queries_and_keys_are_rotated_and_the_cache_is_written(kind: str, rows: 
         c, s = cos[positions.long()][:, None], sin[positions.long()][:, None]
         parts[name] = torch.cat((low * c - high * s, high * c + low * s), dim=-1)
     torch.testing.assert_close(got.float(), parts["q"], rtol=2**-7, atol=2e-3)
+    if kind == "codes":
+        caches = [
+            dequantised_kv(cache.transpose(1, 2).flatten(0, 1).transpose(0, 1), own, torch.float32)
+            .transpose(0, 1).unflatten(0, (6, block)).transpose(1, 2)
+            for cache, own in zip(caches, scales, strict=True)
+        ]  # fmt: skip
+    loss = 2**-4 if kind == "codes" else 2**-7
     for cache, want in zip(caches, (parts["k"], qkv[:, queries + groups :]), strict=True):
         expected = torch.zeros(cache.shape)
         for row in range(count):
@@ -318,7 +323,7 @@ def test_queries_and_keys_are_rotated_and_the_cache_is_written(kind: str, rows: 
                 position = int(positions[row])
                 page = int(table[slots[row // rows], position // block])
                 expected[page, :, position % block] = want[row]
-        torch.testing.assert_close(cache.float(), expected, rtol=2**-7, atol=2e-3)
+        torch.testing.assert_close(cache.float(), expected, rtol=loss, atol=2e-3)
 
 
 def test_a_row_has_the_same_bits_in_any_company() -> None:

@@ -155,7 +155,7 @@ def test_prefill_s_gemms_stand_alone_or_behind_each_other(kind: str, rows: int, 
     with walkable(walker, *PREFILL) as modules:
         made = modules[-1]
         calls: list[KernelCall] = made.prefill_gate_up(
-            x, ids, experts=up.packed, bias=up.bias[:, up.order].contiguous(), out=activated, limit=LIMIT, alpha=ALPHA,
+            x, ids, experts=up.packed, bias=up.packed_bias, out=activated, limit=LIMIT, alpha=ALPHA,
             workspace=chain, card=card,
         )  # fmt: skip
         rest: dict[str, Any] = {"experts": down.packed, "bias": down.bias, "card": card}

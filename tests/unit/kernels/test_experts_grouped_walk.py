@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from expert_cases import (
-    ALPHA,
-    LIMIT,
+    FORMATS,
     Experts,
     all_codes_and_scales,
     choices,
@@ -23,10 +22,11 @@ from expert_cases import (
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
 from mixture_walk import FRAGMENTS
+from stages import staged
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.formats import BF16, MXFP4
-from lowlat.kernels.moe.packing import unpack_expert
+from lowlat.kernels.moe.packing import pack_experts, unpack_expert
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
 from lowlat.kernels.moe.prefill.grouping import group_pairs
@@ -120,8 +120,8 @@ def run_gate_up(
         kernels = named(modules)
         order, tiles = grouped(walker, kernels, ids, packed.num_experts, plan.pairs)
         calls = kernels.grouped_gemm.grouped_gate_up(
-            x=x, order=order, tiles=tiles, weight=packed, bias=experts.bias[:, experts.order].contiguous(), out=out,
-            limit=LIMIT, alpha=ALPHA, plan=plan,
+            x=x, order=order, tiles=tiles, weight=packed, bias=experts.packed_bias, out=out, plan=plan,
+            **experts.limits,
         )  # fmt: skip
         walker.run(*calls)
     return out
@@ -194,6 +194,26 @@ def test_down_is_the_reference_s(
     for rank in range(2):
         summed += torch.where(ids[:, rank, None] >= 0, got[:, rank], 0)
     assert torch.equal(total, summed)
+
+
+@pytest.mark.parametrize("name", staged(FORMATS, first=("fp8", "int4_32_zeros")))
+def test_quantised_experts_multiply_as_the_numbers_that_they_hold(name: str) -> None:
+    """Groups' scales are in the numbers, which are rounded to bf16; those of rows in the epilogue, and in no number."""
+    up = make_experts(3, 32, 192, quantised=name, gated=True, biased=False)
+    down = make_experts(3, 36, 192, quantised=name, gated=False)
+    ids, plan = choices("random", 3, 2, 3), GroupedPlan(16, 1, 3, 1)
+    x, activated = torch.randn(3, 192).bfloat16(), torch.randn(3, 2, 192).bfloat16()
+    got = run_gate_up(Walker(), up, x, ids, plan), run_down(Walker(), down, activated, ids, plan)[0]
+    if up.packed.row_scales is None:
+        for each in (up, down):
+            numbers = torch.stack([unpack_expert(each.packed, expert) for expert in range(3)])
+            assert torch.equal(numbers, each.matrices["weight"].bfloat16())
+            each.packed = pack_experts({"weight": numbers}, order=each.order)
+        assert torch.equal(got[0], run_gate_up(Walker(), up, x, ids, plan))
+        assert torch.equal(got[1], run_down(Walker(), down, activated, ids, plan)[0])
+    else:
+        torch.testing.assert_close(got[0], want_gate_up(up, x, ids), rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(got[1], want_down(down, activated, ids), rtol=1e-5, atol=1e-6)
 
 
 def test_a_pair_has_the_same_bits_in_any_company() -> None:

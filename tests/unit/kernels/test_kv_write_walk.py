@@ -11,12 +11,14 @@ from lowlat.errors import ShapeError
 from lowlat.kernels import reference
 from lowlat.kernels.attention.kv_write import prefill_kv_write
 
+NAMES = ("common.memory", "common.norm_math", "common.kv_codes")
 CASES = [
     Chunk(32, 0, 32),
     Chunk(32, 0, 32, dead=(0,)),
     Chunk(32, 96, 17, heads=3),
     Chunk(32, 32, 0),
     Chunk(48, 240, 48, heads=5, block=8, dim=8),
+    Chunk(32, 96, 17, heads=3, coded=True),
     Chunk(2, 30, 2, heads=9, dim=128),  # several turns of a block's threads
 ]
 
@@ -24,7 +26,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_rows_are_stored_where_the_reference_stores_them(case: Chunk) -> None:
     found, expected = case.arrays(), case.arrays()
-    with walkable(walker := Walker(), "common.memory", "attention.kv_write") as modules:
+    with walkable(walker := Walker(), *NAMES, "attention.kv_write") as modules:
         kernels: Any = modules[-1]
         walker.run(*kernels.prefill_kv_write(**found))
     reference.kv.prefill_kv_write(**expected)

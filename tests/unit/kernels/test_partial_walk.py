@@ -15,8 +15,9 @@ from lowlat.kernels.partial.block_lists import choose_blocks, list_lens
 from lowlat.kernels.partial.block_summary import summarise_blocks
 from lowlat.kernels.toolchain.kernel import Card
 
-COMMON = ("common.memory", "common.norm_math")
-ATTENTION = tuple(f"attention.{part}" for part in ("plan", "copies", "tile", "merge", "combine", "attention"))
+COMMON = ("common.memory", "common.norm_math", "common.kv_codes")
+PARTS = ("plan", "copies", "coded_products", "tile", "merge", "combine", "attention")
+ATTENTION = ("common.kv_codes", *(f"attention.{part}" for part in PARTS))
 SMALL = Card(1, 227 * 1024, (9, 0))
 
 
@@ -24,9 +25,11 @@ def workspace(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
     return torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
 
 
-@pytest.mark.parametrize(("length", "first"), [(203, 100), (64, 0)])
-def test_summaries_are_the_reference_s(length: int, first: int) -> None:
+@pytest.mark.parametrize(("length", "first", "coded"), [(203, 100, False), (64, 0, False), (75, 0, True)])
+def test_summaries_are_the_reference_s(length: int, first: int, coded: bool) -> None:
     found, expected = PartialCase(length), PartialCase(length)
+    for case in (found, expected) if coded else ():
+        case.encode(torch.tensor([[0.03125, 2.0], [1.0, 1.0]]))
     with walkable(walker := Walker(), *COMMON, "partial.block_summary") as modules:
         walker.run(*modules[-1].summarise_blocks(**found.span(first), card=SMALL))
     reference.partial.summarise_blocks(**expected.span(first))

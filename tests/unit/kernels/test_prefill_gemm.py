@@ -6,11 +6,13 @@ import pytest
 import torch
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
+from quantised_layers import random_parts
 from stages import later
 from walked_groups import walkable_groups
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
+from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix, unpack_matrix
+from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape, place_of
 from lowlat.kernels.gemm.prefill.gemm import examples, prefill_gemm
 from lowlat.kernels.gemm.prefill.plan import has_prefill_gemm, partials_shape, plan_prefill_gemm, plans_of, segments_of
@@ -71,49 +73,64 @@ def test_arranging_walked(rows: int, columns: int) -> None:
     assert torch.equal(out, arranged_by_hand(x))
 
 
-PARTS = ("activation_layout", "split_k_sum", "plan", "mainloop", "large_tile", "gated_epilogue", "gemm")
-NAMES = ("common.handover", "common.activation", *(f"gemm.prefill.{part}" for part in PARTS))
+FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("mxfp4", "fp8", "int4", "nvfp4"))
+PARTS = (
+    *("activation_layout", "split_k_sum", "weight_steps", "plan", "mainloop", "large_tile", "gated_epilogue", "gemm"),
+)
+NAMES = ("common.handover", "common.activation", *FRAGMENTS, *(f"gemm.prefill.{part}" for part in PARTS))
 TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
 
 
+def packed_weight(name: str, width: int, depth: int, order: torch.Tensor) -> tuple[PackedMatrix, torch.Tensor]:
+    """A random weight in a format, packed, and what prefill takes it for, in float64."""
+    if name == "bf16":
+        weight = torch.randn(width, depth).bfloat16()
+        return pack(weight, order), weight.double()
+    packed = pack_matrix(DENSE_FORMATS[name], random_parts(name, width, depth, wide=width == 40), order)
+    numbers = unpack_matrix(packed).double()
+    numbers = numbers if packed.scales is None else numbers * packed.scales[:width, None]
+    return packed, numbers[torch.argsort(order)]
+
+
 @pytest.mark.parametrize(
-    ("rows", "width", "depth", "segments", "cut"),
+    ("held", "rows", "width", "depth", "segments", "cut"),
     [
-        (64, 136, 72, (1, 2), (64, 1, 3, False)),
-        (64, 40, 200, (2, 2), (64, 1, 2, False)),
-        (128, 136, 200, (2, 2), (64, 1, 2, True)),
-        later(128, 264, 248, (2, 2), (64, 2, 2, False)),
-        (128, 136, 256, (2, 2), (128, 2, 2, True)),
-        later(128, 136, 200, (2, 2), (128, 1, 3, False)),
-        later(256, 264, 72, (1, 2), (128, 1, 2, False)),
-        (128, 136, 120, (1, 2), (128, 2, 2, False)),
-        later(512, 24, 200, (2, 2), (256, 1, 3, False)),
-        later(256, 24, 248, (2, 2), (256, 1, 2, True)),
-        later(256, 264, 72, (1, 3), (256, 1, 2, False, True)),
-        (512, 24, 136, (2, 2), (256, 1, 2, False, True)),
+        ("bf16", 64, 136, 72, (1, 2), (64, 1, 3, False)),
+        ("int4_32_zeros", 64, 40, 192, (2, 2), (64, 1, 2, False)),
+        ("fp8", 128, 136, 200, (2, 2), (64, 1, 2, True)),
+        later("nvfp4", 128, 264, 240, (2, 2), (64, 2, 2, False)),
+        ("bf16", 128, 136, 256, (2, 2), (128, 2, 2, True)),
+        later("fp8", 128, 136, 200, (2, 2), (128, 1, 3, False)),
+        later("bf16", 256, 264, 72, (1, 2), (128, 1, 2, False)),
+        ("fp8_block", 128, 136, 120, (1, 2), (128, 2, 2, False)),
+        later("bf16", 512, 24, 200, (2, 2), (256, 1, 3, False)),
+        later("bf16", 256, 24, 248, (2, 2), (256, 1, 2, True)),
+        later("bf16", 256, 264, 72, (1, 3), (256, 1, 2, False, True)),
+        ("bf16", 512, 24, 136, (2, 2), (256, 1, 2, False, True)),
     ],
 )
 def test_products_walked(
-    rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[Any, ...],
+    held: str, rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[Any, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """On a card of two multiprocessors, so that blocks have several units."""
+    """On a card of two multiprocessors, so that blocks have several units; numbers of a quantised weight in bf16."""
     order = torch.arange(width).view(-1, 8).flip(0).reshape(-1)
-    weight, x, bias = torch.randn(width, depth).bfloat16(), torch.randn(rows, depth).bfloat16(), torch.randn(width)
+    x, bias = torch.randn(rows, depth).bfloat16(), torch.randn(width)
+    packed, weight = packed_weight(held, width, depth, order)
     bias, walker, out = bias.bfloat16(), Walker(), torch.full((rows, width), torch.nan)
     arranged = torch.full(arranged_shape(rows, depth), torch.nan, dtype=torch.bfloat16)
     with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
         for each in (plans, module):
             monkeypatch.setattr(each, "segments_of", lambda *_: segments)
-        plan = plans.PrefillGemmPlan(*cut)
+        plan = plans.PrefillGemmPlan(*cut[:4], packed.tile_format.step_bytes, cut[4:] == (True,))
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
         partials = torch.full((segments[0] if plan.apart else 0, rows, width), torch.nan)
         calls = module.prefill_gemm(
-            x=x, weight=pack(weight, order), bias=bias[order], columns=runs_of(order), arranged=arranged,
+            x=x, weight=packed, bias=bias[order], columns=runs_of(order), arranged=arranged,
             partials=partials, out=out, card=TWO_BLOCKS, plan=plan,
         )  # fmt: skip
         walker.run(*calls)
-    want = x.double() @ weight.double().t() + bias.double()
+    want = x.double() @ weight.t() + bias.double()
     assert float((out.double() - want).norm() / want.norm()) < 1e-6
 
 
@@ -131,7 +148,7 @@ def test_gated_products_walked(rows: int, inner: int, cut: tuple[Any, ...], monk
     out = out.bfloat16()
     with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
         monkeypatch.setattr(module, "segments_of", lambda *_: (1, 2))
-        plan = plans.PrefillGemmPlan(*cut)
+        plan = plans.PrefillGemmPlan(*cut[:4], paired=cut[4:] == (True,))
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
         given = {"arranged": arranged, "weight": pack(weight, order), "bias": bias[order], "card": TWO_BLOCKS}
         walker.run(*module.arranged_prefill_gemm(**given, columns=runs_of(order), out=product, plan=plan))

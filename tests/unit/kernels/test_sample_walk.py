@@ -12,7 +12,7 @@ from unit.kernels.sampling import World
 from lowlat.kernels.reference.sampling import sample as reference
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 
-SHARED = ("sampling.select", "common.philox", "common.sentinels")
+SHARED = ("sampling.select", "common.philox", "common.sentinels", "common.host_word")
 NAMES = (*SHARED, *(f"sampling.{part}" for part in ("cutoff", "grammar_mask", "logit_history", "row_pairs", "sample")))
 OPTIONS: list[dict[str, float]] = [
     {"temperature": 0.0},

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import Arrays, meant, poisoned
 
+from lowlat.errors import DeviceError
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.step.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
 from lowlat.kernels.reference.step.publish import ACCEPTED, COMMITTED, FINISH, RECORD_WIDTH, SLOT
@@ -150,7 +151,7 @@ def gather(topology: TreeTopology, bucket_rows: int, drafted: int, limit: int, r
     paths[1] = pad_paths(topology, width, count)
     arrays = {"slots": ints(1, -1), "lengths": ints(0, 5), "tokens": torch.full((2, 9), 3, dtype=torch.int32)}
     arrays |= {"drafts": drafts, "num_drafts": ints(0, drafted), "tree_masks": masks, "tree_paths": paths}
-    arrays["grammar_forced"] = torch.zeros_like(drafts)
+    arrays |= {"grammar_forced": torch.zeros_like(drafts), "grammar_decided": torch.zeros(2, dtype=torch.int64)}
     return meant("gather_rows", {**arrays, "slot_ints": record}, T=bucket_rows)
 
 
@@ -182,11 +183,15 @@ def test_rows_before_the_first_drafts_are_the_root_alone() -> None:
     record[:, MAX_LENGTH], record[:, DRAFT_LIMIT] = 50, 63
     arrays = {"slots": ints(0), "lengths": ints(2), "tokens": ints([6, 6, 6]), "drafts": zeros, "num_drafts": ints(0)}
     arrays |= {"tree_masks": zeros.long(), "tree_paths": zeros[None], "slot_ints": record}
-    arrays["grammar_forced"] = ints([3, 7, 8, 9])
+    arrays |= {"grammar_forced": ints([3, 7, 8, 9]), "grammar_decided": torch.tensor([1])}
     outs = meant("gather_rows", arrays, T=4)
     assert outs["paths"].tolist() == [[[0, -1, -1, -1]]]
     assert outs["row_tokens"].tolist() == [[6, -1, -1, -1]]
     record[:, HAS_GRAMMAR] = 1
+    with pytest.raises(DeviceError, match="slot 0 begins behind 2 tokens, and what is forced is that behind 1"):
+        meant("gather_rows", arrays, T=4)
+    assert meant("gather_rows", arrays, T=1)["row_tokens"].tolist() == [[6]]  # nothing to be forced
+    arrays["grammar_decided"][:] = 2
     outs = meant("gather_rows", arrays, T=4)
     assert outs["row_tokens"].tolist() == [[6, 7, 8, 9]] and outs["paths"].tolist() == [[[0, 1, 2, 3]]]
     assert outs["row_masks"].tolist() == [[1, 3, 7, 15]] and outs["row_positions"].tolist() == [[1, 2, 3, 4]]
@@ -212,7 +217,7 @@ def test_what_a_grammar_forces_is_verified_unless_it_is_drafted_first(
     arrays = {"slots": ints(0), "lengths": ints(2), "tokens": ints([6, 6, 6]), "drafts": ints([-1, 3, 4, 5, 2])}
     arrays |= {"num_drafts": ints(4), "tree_masks": torch.tensor([topology.packed_masks])}
     arrays |= {"tree_paths": ints(*[[*path, -1][:3] for path in topology.paths])[None], "slot_ints": record}
-    arrays["grammar_forced"] = ints([*forced, *[0] * (5 - len(forced))])
+    arrays |= {"grammar_forced": ints([*forced, *[0] * (5 - len(forced))]), "grammar_decided": torch.tensor([2])}
     outs = meant("gather_rows", arrays, T=5)
     assert outs["row_tokens"].tolist() == [[*expected]]
     live = sum(token >= 0 for token in expected)

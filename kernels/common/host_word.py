@@ -1,0 +1,27 @@
+"""The wait for a word that the host writes into pinned memory while a step runs: a count of committed tokens.
+
+What lies beside the word, written before it, belongs behind so many. It knows neither masks nor rows.
+"""
+
+from typing import Any
+
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import device_function
+
+__all__ = ["await_host"]
+
+# Turns, each a trip over the bus to the host's memory: at least half a minute. So long may a host stand still.
+HOST_SPIN_LIMIT = 1 << 26
+
+
+@device_function
+def await_host(word: Any, length: Any) -> None:
+    """Wait until a word is at least `length`; one thread comes here, and a barrier behind it lets others read.
+
+    word  its address, int64. A launch that waits too long ends as a failed one.
+    """
+    turns = 0
+    while ptx.load_acquire_system(word) < length:
+        if turns == HOST_SPIN_LIMIT:
+            ptx.trap()
+        turns += 1

@@ -1,0 +1,29 @@
+"""Keys and values as 8-bit codes: e4m3 numbers, with one scale of keys and one of values for each key-value head.
+
+A cache of codes is uint8; its scales are float32 [2, G], of keys and of values: bfloat16 numbers from SMALLEST to
+LARGEST. A number is quantised once, where it is written: divided by its scale in float32, brought to 448 where its
+magnitude is more, rounded to the nearest, ties to even; NaN is code 127. Everybody reads the same number of a code: its
+product with the scale, rounded once to the compute dtype.
+"""
+
+import torch
+
+from lowlat.kernels.formats.fp8 import LARGEST as LARGEST_CODE
+from lowlat.kernels.formats.fp8 import decode_e4m3
+
+__all__ = ["LARGEST", "SMALLEST", "dequantised_kv", "quantised_kv"]
+
+SMALLEST, LARGEST = 2.0**-64, 128.0  # scales: 2**120 times a scale must be a bfloat16
+NAN_CODE = 127
+
+
+def quantised_kv(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The codes of keys or values, uint8 [..., G, D]; rows [..., G, D] bf16 or float32, scales [G] of these."""
+    ratios = (rows.float() / scales[:, None]).clamp_(-LARGEST_CODE, LARGEST_CODE)
+    codes = ratios.to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(ratios.isnan(), NAN_CODE, codes)
+
+
+def dequantised_kv(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of codes [G, n, D] uint8 in a compute dtype, by scales [G] of keys or of values."""
+    return decode_e4m3(codes).mul_(scales[:, None, None]).to(dtype)

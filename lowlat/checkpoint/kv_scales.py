@@ -1,0 +1,60 @@
+"""Scales of a KV cache of 8 bits, as quantised checkpoints store them beside the weights of attention.
+
+Names: `self_attn.k_scale` and `self_attn.v_scale` (compressed-tensors), `self_attn.k_proj.k_scale` and
+`self_attn.v_proj.v_scale` (ModelOpt); a single `self_attn.kv_scale` is of both. One number of a layer is every KV
+head's. A number of the cache is its code times the scale.
+"""
+
+import torch
+
+from lowlat.checkpoint.tensors import FLOAT_NAMES, Checkpoint, TensorEntry
+from lowlat.errors import ConfigError
+from lowlat.kernels.reference.attention.kv_codes import LARGEST, SMALLEST
+
+__all__ = ["LayerScales", "kv_scale_names", "read_kv_scales"]
+
+LayerScales = tuple[tuple[float, ...], tuple[float, ...]]  # of keys and of values, by KV head
+
+
+def kv_scale_names(layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names that the scales of a layer's keys, and of its values, may have; the first that is there holds."""
+    owner = f"model.layers.{layer}.self_attn"
+    keys, values = ((f"{owner}.{p}_scale", f"{owner}.{p}_proj.{p}_scale", f"{owner}.kv_scale") for p in "kv")
+    return keys, values
+
+
+def read_kv_scales(checkpoint: Checkpoint | None, num_layers: int, num_kv_heads: int) -> tuple[LayerScales, ...]:
+    """The scales of every layer, rounded to bfloat16; 1 where the checkpoint has none, or None is given.
+
+    Raises ConfigError for a dtype, a shape or a value that no scale of so many heads has, naming file and tensor.
+    """
+    entries = {} if checkpoint is None else checkpoint.entries
+    wanted = [
+        next((name for name in names if name in entries), None)
+        for layer in range(num_layers)
+        for names in kv_scale_names(layer)
+    ]
+    found: dict[str, tuple[float, ...]] = {}
+    if checkpoint is not None:
+        names = [name for name in dict.fromkeys(wanted) if name is not None]
+        found = {entry.name: _checked(entry, stored, num_kv_heads) for entry, stored in checkpoint.read(names)}
+    ones = (1.0,) * num_kv_heads
+    each = [ones if name is None else found[name] for name in wanted]
+    return tuple(zip(each[0::2], each[1::2], strict=True))
+
+
+def _checked(entry: TensorEntry, stored: torch.Tensor, num_kv_heads: int) -> tuple[float, ...]:
+    label = f"{entry.file}: tensor {entry.name!r}"
+    if entry.dtype not in FLOAT_NAMES or stored.numel() not in (1, num_kv_heads):
+        raise ConfigError(
+            f"{label}: expected 1 or {num_kv_heads} numbers, one a KV head, of a floating-point dtype, found "
+            f"{entry.dtype} {list(entry.shape)}; kv_cache_dtype 'auto' does without it"
+        )
+    scales: list[float] = stored.reshape(-1).to(torch.bfloat16).tolist()
+    for scale in scales:
+        if not SMALLEST <= scale <= LARGEST:
+            raise ConfigError(
+                f"{label}: expected a scale from {SMALLEST:g} to {LARGEST:g}, found {scale}; kv_cache_dtype 'auto' "
+                "does without it"
+            )
+    return tuple(scales if len(scales) > 1 else scales * num_kv_heads)

@@ -1,0 +1,86 @@
+"""Qwen3-MoE: config.json to geometry, and its experts, which files have one by one. Layers are otherwise Qwen3's.
+
+Source: transformers models/qwen3_moe.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.errors import ConfigError
+from lowlat.models.families.dense import MAX_EXPERTS, MAX_WIDTH, attention_recipes, outer_recipes, parse_decoder
+from lowlat.models.geometry import ComputeDtype, ExpertsConfig, ModelConfig
+from lowlat.models.hf_config import refuse_windows
+from lowlat.models.layers import TORCH_DTYPES
+
+__all__ = ["parse", "recipes"]
+
+
+def _experts(fields: Fields) -> ExpertsConfig:
+    step = fields.integer("decoder_sparse_step", 1, 1 << 20, default=1)
+    dense = fields.optional_integers("mlp_only_layers", 0, 1 << 20, max_count=1 << 12)
+    if step != 1 or dense:
+        raise ConfigError(
+            f"{fields.label}: layers without experts (decoder_sparse_step {step}, mlp_only_layers {list(dense or ())}) "
+            "are not implemented for this family"
+        )
+    older = fields.optional_integer("num_experts", 1, MAX_EXPERTS)
+    count = fields.integer("num_local_experts", 1, MAX_EXPERTS, default=older)
+    if older is not None and older != count:
+        raise ConfigError(f"{fields.label}: num_experts {older} and num_local_experts {count} differ")
+    return ExpertsConfig(
+        num_experts=count,
+        num_experts_per_token=fields.integer("num_experts_per_tok", 1, count),
+        swiglu_limit=None,
+        swiglu_alpha=None,
+        weight_format="bf16",
+        biased=False,
+        shares_of_all=not fields.boolean("norm_topk_prob", False),
+    )
+
+
+def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
+    """The geometry of a Qwen3-MoE. Raises ConfigError for what lowlat does not implement, dense layers among it."""
+    refuse_windows(fields, off_by_default=True)
+    experts = _experts(fields)
+    inner = fields.integer("moe_intermediate_size", 1, MAX_WIDTH)
+    biased = fields.boolean("attention_bias", False)
+    config = parse_decoder(
+        fields,
+        directory,
+        dtype,
+        family="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        qkv_bias=biased,
+        output_bias=biased,
+        qk_norm=True,
+    )
+    return replace(config, intermediate_size=inner, experts=experts)
+
+
+def _expert_recipes(config: ModelConfig, count: int, layer: int) -> list[Recipe]:
+    dtype = TORCH_DTYPES[config.dtype]
+    mlp, canonical = f"model.layers.{layer}.mlp", f"layers.{layer}"
+    hidden, inner = config.hidden_size, config.intermediate_size
+
+    def stacked(weight: str, parts: tuple[str, ...], shape: tuple[int, int]) -> Recipe:
+        names = [f"{mlp}.experts.{expert}.{part}_proj.weight" for expert in range(count) for part in parts]
+        pieces = tuple(Piece(name, shape) for name in names)
+        return Recipe(f"{canonical}.experts.{weight}.weight", pieces, dtype, count=count)
+
+    return [
+        Recipe(f"{canonical}.router.weight", (Piece(f"{mlp}.gate.weight", (count, hidden)),), dtype),
+        stacked("gate_up", ("gate", "up"), (inner, hidden)),
+        stacked("down", ("down",), (hidden, inner)),
+    ]
+
+
+def recipes(config: ModelConfig) -> list[Recipe]:
+    """How every canonical weight of a Qwen3-MoE is made; without experts there are none."""
+    made = outer_recipes(config)
+    if config.experts is not None:
+        for layer in range(config.num_layers):
+            made += attention_recipes(config, layer)
+            made += _expert_recipes(config, config.experts.num_experts, layer)
+    return made
