@@ -5,7 +5,7 @@ are the second one in shared memory. A persistent grid, one block a multiprocess
 the weight alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -313,5 +313,5 @@ def examples(card: Card = H200) -> list[Kernel]:
     for rows, weight_rows, columns, beside, weights in cases:
         plan = plan_prefill_gemm(rows, weight_rows, columns, card, weights)
         cut = Cut(weight_rows, columns, *segments_of(weight_rows, columns), weights)
-        made.append(_make(cut, plan, beside))
+        made.append(_make(cut, replace(plan, paired=plan.is_large), beside))
     return made

@@ -205,7 +205,7 @@ def _plans(
     full = [
         replace(plan, paired=paired)
         for tile in (TILE_ROWS if weights == BF16_TILES else TILE_ROWS[:-1])
-        for paired in ((True, False) if tile == LARGE else (False,))
+        for paired in ((False, True) if tile == LARGE else (False,))
         for depth in ((1, 2) if length % 2 == 0 and steps % 2 == 0 else (1,))
         for apart in ((False, True) if segments > 1 and rows <= APART_ROWS else (False,))
         if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card, weights)) is not None
