@@ -3,16 +3,19 @@
     python -m bench.prompts --model llama-8b --out /tmp/prompts.json
     python -m bench.prompts --model 120b --prompt 100 8192 --at-once 1 4 --out /tmp/prompts.json
     python -m bench.prompts --small --device cpu --prompt 50 200 --out /tmp/prompts.json
+    python -m bench.prompts --prompt 8192 --at-once 16 --kernels 12
 
 A row is a prompt's length and how many chunks ran at once (`max_prefill_chunks`): from the first chunk's arguments on
 the host to the end of the last chunk, by the host's clock, nothing else running. `bench.first_token` measures the whole
-way to the first token.
+way to the first token. `--kernels` adds where a prompt's time goes: its kernels by name, those that take most.
 """
 
 import argparse
 import json
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from bench.dense_cases import TINY
 from bench.targets import BY_NAME, target_shapes, target_weights
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice
+from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.make import make_executor
 from lowlat.graphs import Bucket, Paging
 from lowlat.host.mailbox import Mailbox
@@ -32,6 +36,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
+from lowlat.tools.profile.recording import OURS
 
 __all__ = ["main", "measure_prompt"]
 
@@ -61,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             rows.append({**row, "weights": "random", **stamps})
             print(json.dumps(row), flush=True)
+            if options.kernels and isinstance(executor, GraphExecutor):
+                for line in list_kernels(executor, shapes, length, at_once)[: options.kernels]:
+                    print(line, flush=True)
     executor.close()
     if options.out is not None:
         write_json(options.out, rows)
@@ -74,6 +82,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, nargs="+", default=[64, 128, 512, 2048, 8192, 32768], help="tokens")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4], help="chunks, see above")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--kernels", type=int, default=0, help="kernels to list for each row, those that take most")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=None)
@@ -97,20 +106,66 @@ def _executor(shapes: StepGeometry, weights: Mapping[str, Any], device: torch.de
 
 def measure_prompt(executor: Executor, shapes: StepGeometry, length: int, at_once: int, runs: int) -> list[float]:
     """Milliseconds of each of `runs` times that a prompt of so many random tokens was prefilled."""
-    mailbox = Mailbox(executor.state, shapes.max_rows - 1)
-    tokens = torch.randint(shapes.config.vocab_size, (length,)).tolist()
-    table, most = list(range(1, shapes.table_width + 1)), at_once * shapes.prefill_chunk
-    found = []
+    run, found = _prompt(executor, shapes, length, at_once), []
     for _ in range(WARM_UP + runs):
         executor.synchronize()
         begin = time.perf_counter()
+        run()
+        executor.synchronize()
+        found.append(1e3 * (time.perf_counter() - begin))
+    return found[WARM_UP:]
+
+
+def _prompt(executor: Executor, shapes: StepGeometry, length: int, at_once: int) -> Callable[[], None]:
+    """A function that prefills a prompt of so many random tokens."""
+    mailbox = Mailbox(executor.state, shapes.max_rows - 1)
+    tokens = torch.randint(shapes.config.vocab_size, (length,)).tolist()
+    table, most = list(range(1, shapes.table_width + 1)), at_once * shapes.prefill_chunk
+
+    def run() -> None:
         for start in range(0, length, most):
             chunk = tokens[start : start + most]
             mailbox.write_chunk(0, chunk, start, table)
             executor.prefill(shapes.prefill_size(len(chunk)))
+
+    return run
+
+
+def list_kernels(executor: GraphExecutor, shapes: StepGeometry, length: int, at_once: int) -> list[str]:
+    """Where a prompt's time goes: milliseconds, share, launches and name of its kernels, the longest first.
+
+    What no kernel fills is "(no kernel runs)"; kernels that overlap count twice, so that it may be less than zero.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    run, most = _prompt(executor, shapes, length, at_once), at_once * shapes.prefill_chunk
+    run()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        run()
         executor.synchronize()
-        found.append(1e3 * (time.perf_counter() - begin))
-    return found[WARM_UP:]
+    events = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
+    events.sort(key=lambda event: event.time_range.start)
+    names = _launched(executor, shapes, length, most)
+    total_us, counts = defaultdict[str, float](float), defaultdict[str, int](int)
+    for event in events:
+        known = next(names, event.name) if all(part in event.name for part in OURS) else event.name
+        label = re.sub(r"<.*|\(.*", "", known)
+        total_us[label] += event.time_range.end - event.time_range.start
+        counts[label] += 1
+    whole = events[-1].time_range.end - events[0].time_range.start
+    total_us["(no kernel runs)"] = whole - sum(total_us.values())
+    return [
+        f"{length:6} by {most:5} {time_us / 1e3:9.3f} ms {time_us / whole:6.1%} {counts[label]:5} {label}"
+        for label, time_us in sorted(total_us.items(), key=lambda item: -item[1])
+    ]
+
+
+def _launched(executor: GraphExecutor, shapes: StepGeometry, length: int, most: int) -> Iterator[str]:
+    """The names of our kernels with their constants, in the order in which a prompt launches them."""
+    for start in range(0, length, most):
+        for group in executor.groups(shapes.prefill_size(min(most, length - start))):
+            for call in group.kernel_calls:
+                yield call.kernel.name
 
 
 if __name__ == "__main__":

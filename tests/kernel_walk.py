@@ -75,6 +75,7 @@ class Walker:
             previous = Launch(number, call, previous)
             body = self._body_of(call)
             homes = [Home(previous, block, call.kernel.shared_bytes, self._rest) for block in range(previous.grid)]
+            previous.homes = homes
             fibers += [_Thread(home, place, body) for home in homes for place in range(previous.threads)]
         self._fibers = Fibers(fibers)
         self._fibers.run()
@@ -205,18 +206,15 @@ class Walker:
         self._near(address + size - start.size, start.size)
         return _this().home.shared[address : address + size]
 
-    def arrive(self, address: int) -> None:
-        """At a barrier of the block."""
-        self._arrive(address)
+    def arrive(self, address: int, home: Home | None = None) -> None:
+        """At a barrier of the block, or of another."""
+        home = home or _this().home
+        if home.arrivals[int(address)].arrive():
+            self._fibers.wake((f"phase at {int(address)}", home.key))
 
     def _begin(self, address: int, count: int) -> None:
         self._near(address, 8)
         _this().home.arrivals[int(address)] = Arrivals(int(count))
-
-    def _arrive(self, address: int) -> None:
-        home = _this().home
-        if home.arrivals[int(address)].arrive():
-            self._fibers.wake((f"phase at {int(address)}", home.key))
 
     def _is_over(self, address: int, parity: int) -> int:
         """Whether a phase is over; it waits for that, so that nobody has to ask twice."""
@@ -372,7 +370,7 @@ class Walker:
             "copies_commit": self._commit,
             "copies_wait": self._wait_for,
             "barrier_init": self._begin,
-            "barrier_arrive": self._arrive,
+            "barrier_arrive": self.arrive,
             "barrier_is_over": self._is_over,
             "barrier_is_over_soon": self._is_over,
             "sync_threads": self._sync_some,
@@ -396,6 +394,7 @@ class Walker:
             "bits_of_float": bits_of,
             "bf16_bits": bf16_bits,
             "bf16_pair": lambda low, high: bf16_bits(low) | bf16_bits(high) << 16,
+            "rcp_approx": lambda value: plain(np.float32(1) / np.float32(value)),
             "exp2_approx": lambda value: plain(np.exp2(np.float32(value))),
             "mul_rn": lambda a, b: plain(np.float32(a) * np.float32(b)),
             "add_rn": lambda a, b: plain(np.float32(a) + np.float32(b)),

@@ -31,22 +31,44 @@ class _Groups:
 
     def expect(self, barrier: int, count: int) -> None:
         """An arrival that holds when the bytes are there."""
-        self._add((this_thread().home.key, int(barrier)), int(count), 1)
+        self._add(this_thread().home, int(barrier), int(count), 1)
 
     def copy(self, place: int, source: int, count: int, barrier: int, policy: int = known.KEPT_AS_USUAL) -> None:
         assert policy in (known.KEPT_AS_USUAL, known.READ_ONCE)
         assert not (int(place) | int(source) | int(count)) % 16
-        for piece in range(0, int(count), 16):
-            self._walker.near(int(place) + piece, 16)[:] = self._walker.at(int(source) + piece, 16)
-        self._add((this_thread().home.key, int(barrier)), -int(count), 0)
+        self._copy_to([this_thread().home], int(place), int(source), int(count), int(barrier))
 
-    def _add(self, key: Any, count: int, arrivals: int) -> None:
+    def copy_to_pair(self, place: int, source: int, count: int, barrier: int) -> None:
+        self._copy_to(self._pair(), int(place), int(source), int(count), int(barrier))
+
+    def _pair(self) -> list[Any]:
+        """The two blocks of this thread's cluster."""
+        home = this_thread().home
+        return [home.launch.homes[home.block // 2 * 2 + number] for number in range(2)]
+
+    def _copy_to(self, homes: list[Any], place: int, source: int, count: int, barrier: int) -> None:
+        self._walker.near(place, count)
+        for home in homes:
+            for piece in range(0, count, 16):
+                home.shared[place + piece : place + piece + 16] = self._walker.at(source + piece, 16)
+            self._add(home, barrier, -count, 0)
+
+    def _add(self, home: Any, barrier: int, count: int, arrivals: int) -> None:
+        """Bytes that another block copied may come before they are expected."""
+        key = home.key, barrier
         waiting, held = self._awaited.get(key, (0, 0))
         waiting, held = waiting + count, held + arrivals
-        assert waiting >= 0, "more bytes than were expected"
         self._awaited[key] = (waiting, 0 if waiting == 0 else held)
         for _ in range(held if waiting == 0 else 0):
-            self._walker.arrive(key[1])
+            self._walker.arrive(barrier, home)
+
+    def arrive_in_pair(self, barrier: int, number: int) -> None:
+        self._walker.arrive(int(barrier), self._pair()[int(number)])
+
+    def sync_pair(self) -> None:
+        home = this_thread().home
+        place = ("pair", home.launch.number, home.block // 2)
+        self._walker.meet(place, 2 * home.launch.threads, None, None)
 
     def multiply_group(self, rows: int) -> Callable[..., Any]:
         def multiply(sums: Any, words: Any, address: int, go_on: int) -> Any:
@@ -81,14 +103,32 @@ class _Groups:
 
         return store
 
+    def add_group_half(self, rows: int, half: int, pitch: int) -> Callable[..., None]:
+        store = self.store_group_half(rows, half, pitch, is_scaled=False)
+
+        def add(address: int, extra: Any, sums: Any) -> None:
+            there = [0.0] * len(sums)
+            for number in range(rows // 4):
+                at = self._walker.at(int(address) + (8 * (number // 2) + number % 2) * pitch, 4)
+                there[4 * (number // 2) + 2 * half + number % 2] = at.view(np.float32)[0]
+            store(address, 1.0, extra, [plain(np.float32(a) + np.float32(b)) for a, b in zip(there, sums, strict=True)])
+
+        return add
+
     def module(self) -> Any:
         made: Any = ModuleType(NAME)
         made.KEPT_AS_USUAL, made.READ_ONCE = known.KEPT_AS_USUAL, known.READ_ONCE
         made.fence_barriers, made.barrier_expect = lambda: None, self.expect
         made.copy_bulk = made.copy_bulk_hinted = self.copy
+        made.copy_bulk_to_pair, made.arrive_in_pair, made.sync_pair = (
+            self.copy_to_pair, self.arrive_in_pair, self.sync_pair,
+        )  # fmt: skip
+        made.place_in_pair = lambda: this_thread().home.block % 2
         made.multiply_group, made.await_group = self.multiply_group, self.await_group
         made.store_group_half = self.store_group_half
+        made.add_group_half = self.add_group_half
         made.replace_words = lambda count: lambda words, others, number: others if number else words
+        made.take_sums = lambda _, first, count: lambda sums: sums[first : first + count]
         made.add_tiles = lambda count: (
             lambda one, other: tuple(plain(np.float32(a) + np.float32(b)) for a, b in zip(one, other, strict=True))
         )

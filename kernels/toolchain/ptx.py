@@ -65,6 +65,7 @@ __all__ = [
     "mma_bf16",
     "mma_bf16_tiles",
     "mul_rn",
+    "rcp_approx",
     "set_graph_condition",
     "shared_address",
     "stay_here",
@@ -278,6 +279,7 @@ mul_rn = instruction("mul.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 add_rn = instruction("add.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 div_rn = instruction("div.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 fma_rn = instruction("fma.rn.f32 $0, $1, $2, $3;", f32, (f32, f32, f32), pure=True)
+rcp_approx = instruction("rcp.approx.f32 $0, $1;", f32, (f32,), pure=True)
 exp2_approx = instruction("ex2.approx.f32 $0, $1;", f32, (f32,), pure=True)
 bf16_bits = instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)
 # (a & b) | c: one operation, which the assembler does not find where two of these are constants

@@ -14,15 +14,21 @@ from lowlat.kernels.toolchain.ptx import f32, i64, instruction, ir_type, u32
 __all__ = [
     "KEPT_AS_USUAL",
     "READ_ONCE",
+    "add_group_half",
     "add_tiles",
+    "arrive_in_pair",
     "await_group",
     "barrier_expect",
     "copy_bulk",
     "copy_bulk_hinted",
+    "copy_bulk_to_pair",
     "fence_barriers",
     "multiply_group",
+    "place_in_pair",
     "replace_words",
     "store_group_half",
+    "sync_pair",
+    "take_sums",
 ]
 
 COLUMNS = 64  # of a step
@@ -41,6 +47,24 @@ _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 copy_bulk = instruction(f"{_BULK} [$0], [$1], $2, [$3];", None, (u32, i64, u32, u32))
 # and with one of these policies of the L2: what is read once is evicted first (its number as in `ptx`)
 copy_bulk_hinted = instruction(f"{_BULK}.L2::cache_hint [$0], [$1], $2, [$3], $4;", None, (u32, i64, u32, u32, i64))
+# of a cluster of two blocks: which of them this is; a barrier of all their threads, behind which each sees what the
+# other did to barriers before; a copy to the same place in both, counted at the same barrier of each; an arrival at a
+# barrier of the block of this number
+place_in_pair = instruction("mov.u32 $0, %cluster_ctarank;", u32, ())
+sync_pair = instruction(
+    "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", None, (), together=True
+)
+copy_bulk_to_pair = instruction(
+    f"{{ .reg .b16 both; mov.b16 both, 3; {_BULK}.multicast::cluster [$0], [$1], $2, [$3], both; }}",
+    None,
+    (u32, i64, u32, u32),
+)
+arrive_in_pair = instruction(
+    "{ .reg .b32 there; mapa.shared::cluster.u32 there, $0, $1;"
+    " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }",
+    None,
+    (u32, u32),
+)
 KEPT_AS_USUAL, READ_ONCE = 0x1000000000000000, 0x12F0000000000000
 
 
@@ -200,3 +224,51 @@ def store_group_half(rows: int, half: int, pitch: int, *, is_scaled: bool = Fals
         return signature, codegen
 
     return store
+
+
+ADDED_AT_ONCE = 16  # loads under way
+
+
+def add_group_half(rows: int, half: int, pitch: int) -> Any:
+    """An intrinsic: as `store_group_half`, of what is at these places plus the sums, and the number to that."""
+
+    @intrinsic
+    def add(context: Any, address: Any, extra: Any, sums: Any) -> Any:
+        signature = types.void(i64, f32, types.UniTuple(f32, rows // 2))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(ir.VoidType(), [ir_type(i64), *[ir_type(f32)] * (1 + ADDED_AT_ONCE)])
+            constraints = ",".join(["l", *["f"] * (1 + ADDED_AT_ONCE), "~{memory}"])
+            numbers = [4 * tile + 2 * half + part for tile in range(rows // 8) for part in range(2)]
+            places = [(8 * tile + part) * pitch for tile in range(rows // 8) for part in range(2)]
+            for first in range(0, len(numbers), ADDED_AT_ONCE):
+                each = range(ADDED_AT_ONCE)
+                at = places[first : first + ADDED_AT_ONCE]
+                lines = [f"ld.global.f32 t{one}, [$0+{at[one]}];" for one in each]
+                lines += [f"add.rn.f32 t{one}, t{one}, ${one + 2}; add.rn.f32 t{one}, t{one}, $1;" for one in each]
+                lines += [f"st.global.f32 [$0+{at[one]}], t{one};" for one in each]
+                text = f"{{ .reg .f32 t<{ADDED_AT_ONCE}>; {' '.join(lines)} }}"
+                assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
+                values = [builder.extract_value(args[2], numbers[first + one]) for one in each]
+                builder.call(assembly, [args[0], args[1], *values])
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return add
+
+
+def take_sums(rows_sums: int, first: int, count: int) -> Any:
+    """An intrinsic: `count` of a tuple of so many float32, from the first on."""
+
+    @intrinsic
+    def take(context: Any, sums: Any) -> Any:
+        signature = types.UniTuple(f32, count)(types.UniTuple(f32, rows_sums))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            found = [builder.extract_value(args[0], first + number) for number in range(count)]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return take

@@ -250,7 +250,7 @@ def make_geometry(
         block_size=options.block_size,
         num_blocks=num_blocks,
         prefill_chunk=options.prefill_chunk,
-        max_prefill_chunks=1 if options.prompt_logits else options.max_prefill_chunks,
+        max_prefill_chunks=_chunks_at_once(options),
         simulated_accept_length=None if simulated is None else simulated.simulated_accept_length,
         simulated_seed=0 if simulated is None else simulated.simulated_seed,
         num_drafted_rows=num_drafted_rows,
@@ -258,6 +258,13 @@ def make_geometry(
         max_width=_max_width(speculator, speculative),
         prompt_logits=options.prompt_logits,
     )
+
+
+def _chunks_at_once(options: RuntimeConfig) -> int:
+    """Chunks of a prompt that run at once, no more than it can have; one where all positions leave their logits."""
+    if options.prompt_logits:
+        return 1
+    return min(options.max_prefill_chunks, -(-options.max_context // options.prefill_chunk))
 
 
 def _max_width(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> int | None:

@@ -4,17 +4,22 @@ A thread that polls for whole steps has used up its share of a core where other 
 core for milliseconds at a time: among processes that spin on every core, the end of a step of 3.7 ms was seen 5.8 ms
 late at p99 and 13.9 at p99.9 by a thread that polls, 3.8 and 4.0 by one that sleeps through half of it; at the
 median neither was late by a microsecond (two cores of an AMD EPYC). It knows no device.
+
+And the pace of prefill: how many chunks of a prompt take as long as those who decode may be held up.
 """
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
 
-__all__ = ["Pace"]
+__all__ = ["Pace", "PrefillPace"]
 
 MEMORY = 8  # intervals
 MIN_STEP_S = 0.002  # steps of less are polled for: a sleep may end 0.1 ms late
 PART = 0.5  # of a step
+CHUNKS_AT_FIRST = 4
 REGULAR = 1.1  # times the usual interval: after a longer one the step that runs began earlier than it was seen to
 
 
@@ -49,3 +54,27 @@ class Pace:
         seconds = self.nap_s(kind, time.monotonic())
         if seconds:
             time.sleep(seconds)
+
+
+class PrefillPace:
+    """Learns how many chunks of prefill take no longer than `max_stall_ms`, from the last that ran.
+
+    Few take more time a chunk than many do, and chunks behind a long text more than its first: what is reckoned from
+    fewer is too low, and the next that run put it right.
+    """
+
+    def __init__(self, max_stall_ms: float) -> None:
+        self._max_stall_ms = max_stall_ms
+        self.num_chunks = CHUNKS_AT_FIRST
+
+    @contextmanager
+    def timed(self, num_chunks: float) -> Iterator[None]:
+        """Time so many chunks at once."""
+        begun = time.monotonic()
+        yield
+        self.saw(num_chunks, time.monotonic() - begun)
+
+    def saw(self, num_chunks: float, seconds: float) -> None:
+        """So many chunks at once took so long; parts of one say nothing."""
+        if num_chunks >= 1:
+            self.num_chunks = max(1, int(self._max_stall_ms * num_chunks / max(1e3 * seconds, 1e-3)))

@@ -69,14 +69,10 @@ class Runtime:
             share_decoded=config.share_decoded,
         )
         self.scheduler = Scheduler(
-            self.ladder,
-            self.kvcache,
-            config.max_batch,
-            config.max_queue,
-            geometry.prefill_chunk,
-            max_prefill_chunks=geometry.max_prefill_chunks,
+            self.ladder, self.kvcache, config.max_batch, config.max_queue, geometry.prefill_chunk,
+            max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=config.max_stall_ms,
             num_overprovision=geometry.overhang,
-        )
+        )  # fmt: skip
         self.checks = RequestChecks(
             max_context=config.max_context,
             vocab_size=loaded.target.config.vocab_size,
@@ -353,7 +349,9 @@ class Runtime:
             self._join(session)
         self.scheduler.prefill_done(chunk)
         first = self.ladder.first_token(depth) if chunk.last else None
-        return self._launches.prefill(self.geometry.prefill_size(chunk.num_tokens), first)
+        size = self.geometry.prefill_size(chunk.num_tokens)
+        with self.scheduler.pace.timed(size / self.geometry.prefill_chunk):
+            return self._launches.prefill(size, first)
 
     def _join(self, session: Session) -> None:
         max_length = len(session.prompt) + session.params.max_tokens

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from lowlat.errors import CapacityError, ConfigError, RequestError
 from lowlat.host.memory.kvcache import Allocation, InvariantError, KVCache
+from lowlat.host.pace import PrefillPace
+from lowlat.step.chunks import chunk_counts, chunks_at_once
 
 if TYPE_CHECKING:  # lowlat.graphs loads torch, of which this module needs nothing
     from lowlat.graphs.buckets import Bucket, BucketLadder
@@ -112,6 +114,7 @@ class Scheduler:
     ladder              the buckets; its largest batch must be at least max_batch
     max_queue           requests that may wait beyond those that free slots take; more raise CapacityError
     max_prefill_chunks  chunks of one prompt that run at once, at most
+    max_stall_ms        how long chunks may run at once while others decode; `pace` learns how many that are
     num_overprovision   positions that a step may write past a request's total; None: the ladder's most rows
 
     Not safe for use by several threads. Raises ConfigError for sizes that do not fit each other.
@@ -126,6 +129,7 @@ class Scheduler:
         prefill_chunk: int,
         *,
         max_prefill_chunks: int = 1,
+        max_stall_ms: float = 25.0,
         num_overprovision: int | None = None,
     ) -> None:
         if not 1 <= max_batch <= ladder.batches[-1]:
@@ -138,6 +142,8 @@ class Scheduler:
         self.max_queue = max_queue
         self.prefill_chunk = prefill_chunk
         self.max_prefill_chunks = max_prefill_chunks
+        self.pace = PrefillPace(max_stall_ms)
+        self._chunk_counts = chunk_counts(max_prefill_chunks)
         self.num_overprovision = max(ladder.rows_of.values()) if num_overprovision is None else num_overprovision
         self._queue: deque[ScheduledRequest] = deque()
         self._slots: list[_Slot | None] = [None] * max_batch
@@ -341,7 +347,8 @@ class Scheduler:
 
     def _chunk(self, slot: _Slot) -> PrefillChunk:
         start, num_tokens = slot.next_start, len(slot.request.prompt_token_ids)
-        size = min(self._num_chunks_left(slot), self.max_prefill_chunks) * self.prefill_chunk
+        most = min(self.pace.num_chunks, self.max_prefill_chunks) if self.num_active else self.max_prefill_chunks
+        size = chunks_at_once(self._num_chunks_left(slot), most, self._chunk_counts) * self.prefill_chunk
         end = start + size
         return PrefillChunk(
             request_id=slot.request.request_id,

@@ -268,7 +268,13 @@ class RuntimeConfig:
         128, "Positions of a prefill chunk, a multiple of block_size: the unit of shared prefixes.", 1, 1 << 16
     )
     max_prefill_chunks: int = declare(
-        4, "Chunks of a prompt that run at once: more read it sooner, and hold up those who decode.", 1, 64
+        16, "Chunks of a prompt that run at once while nobody decodes: more read it sooner, and take memory.", 1, 64
+    )
+    max_stall_ms: float = declare(
+        25.0,
+        "Chunks that run at once while others decode are as many as take no longer, but one at least.",
+        1.0,
+        10000.0,
     )
     kv_blocks: int | None = declare(None, "KV blocks in the pool.", 2, (1 << 31) - 1, otherwise="what max_batch needs")
     prefix_reuse: bool = declare(True, "Share the KV of complete prefill chunks between requests with equal prefixes.")

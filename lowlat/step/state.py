@@ -22,6 +22,7 @@ from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import ProgramBuilder
 from lowlat.models.rope import rope_tables
 from lowlat.speculators.base import Speculator, StateSizes
+from lowlat.step.chunks import chunk_counts
 
 __all__ = ["RING_ENTRIES", "StepGeometry", "declare_state", "declare_tables", "state_specs", "waiting_boundaries"]
 
@@ -107,9 +108,8 @@ class StepGeometry:
         """
         if self.prompt_logits:
             return (self.prefill_chunk,)
-        most, part = self.max_prefill_chunks, self.prefill_chunk
-        counts = {odd << shift for odd in (1, 3) for shift in range(most.bit_length())}
-        sizes = {self.prefill_chunk * min(count, most) for count in counts}
+        part = self.prefill_chunk
+        sizes = {part * count for count in chunk_counts(self.max_prefill_chunks)}
         while part % (2 * SHORT_STEP) == 0:
             part //= 2
             sizes.add(part)

@@ -9,14 +9,15 @@ from quantised_layers import random_parts
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix, unpack_matrix
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, pack, rope_permutation, runs_of
-from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
-from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
+from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
+from lowlat.kernels.gemm.prefill.gemm import gated_prefill_gemm, prefill_gemm
 from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, partials_shape, plans_of
 from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
+from lowlat.kernels.rows.elementwise import silu_mul
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 SHAPES = ((8, 8), (200, 72), (5120, 2880), (4096, 14336))
-ROWS = (64, 192, 256, 1024)
+ROWS = (64, 192, 256, 1280)
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -161,6 +162,35 @@ def test_neither_plans_nor_company_change_a_bit_of_a_row(launcher: Launcher, wid
                 if place != 7:
                     mixed[place - 1], mixed[(place + 1) % rows] = torch.nan, torch.inf
                 assert torch.equal(product.run(mixed, plan)[place], bits), (rows, place, plan)
+
+
+@pytest.mark.parametrize(("inner", "depth", "bias"), [(14336, 4096, False), (1000, 320, True)])
+def test_gated_products_are_the_product_its_activation_and_their_arrangement(
+    launcher: Launcher, inner: int, depth: int, bias: bool
+) -> None:
+    """Bit for bit, under every tile; gates of all magnitudes, dead rows."""
+    product = Product(launcher, 2 * inner, depth, gate_up_permutation(inner), bias=bias)
+    product.packed.tiles[::7] *= 300
+    for rows in (64, 768):
+        x, row_live = random(rows, depth), (torch.arange(rows, device="cuda") % 5 > 0).byte()
+        arranged = torch.empty(arranged_shape(rows, depth), device="cuda", dtype=torch.bfloat16)
+        activated = torch.empty(rows, inner, device="cuda", dtype=torch.bfloat16)
+        want, found = (torch.full(arranged_shape(rows, inner), torch.nan, device="cuda").bfloat16() for _ in range(2))
+        launcher.run(*silu_mul(product.run(x), row_live, out=activated), *arrange(x=activated, out=want))
+        launcher.run(*arrange(x=x, out=arranged))
+        plans = {(plan.rows, plan.depth, plan.paired): plan for plan in reversed(product.plans(rows))}
+        calls = {
+            plan: gated_prefill_gemm(
+                arranged=arranged, weight=product.packed, bias=product.bias, row_live=row_live, out=found,
+                card=launcher.card, plan=plan,
+            )
+            for plan in plans.values()
+        }  # fmt: skip
+        launcher.compile_ahead(call for each in calls.values() for call in each)
+        for plan, each in calls.items():
+            found.fill_(torch.nan)
+            launcher.run(*each)
+            assert torch.equal(found.view(torch.int16), want.view(torch.int16)), (rows, plan)
 
 
 def test_a_row_that_is_not_finite_spoils_itself_alone(launcher: Launcher) -> None:

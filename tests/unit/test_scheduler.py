@@ -12,7 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lowlat.errors import CapacityError, ConfigError, RequestError
 from lowlat.graphs import Bucket, BucketLadder
 from lowlat.host.memory.kvcache import InvariantError, KVCache
+from lowlat.host.pace import PrefillPace
 from lowlat.host.scheduler import MAX_PASSED_OVER, Phase, PrefillChunk, ScheduledRequest, Scheduler, StepPlan
+from lowlat.step.chunks import chunk_counts, chunks_at_once
 
 BLOCK, CHUNK = 2, 4
 LADDER = BucketLadder([1, 2, 4], {0: 1, 3: 4})
@@ -95,6 +97,38 @@ def test_chunks_of_a_prompt_run_together(num_tokens: int, expected: list[tuple[i
     scheduler.cancel("a")
     scheduler.enqueue(request("b", num_tokens + 1))
     assert scheduler.plan().admitted[0].num_cached_tokens == num_tokens // CHUNK * CHUNK
+
+
+def test_fewer_chunks_run_together_while_others_decode() -> None:
+    """As many as are allowed beside, by programs that there are; and all again when nobody decodes."""
+    scheduler = make(at_once=16)
+    scheduler.pace.num_chunks = 5
+    for name, num_tokens in (("a", 3 * CHUNK), ("b", 30 * CHUNK)):
+        scheduler.enqueue(request(name, num_tokens))
+    sizes = [chunk.size // CHUNK for chunk in (step(scheduler).prefill for _ in range(3)) if chunk is not None]
+    scheduler.cancel("a")
+    sizes += [chunk.size // CHUNK for chunk in (step(scheduler).prefill for _ in range(2)) if chunk is not None]
+    assert sizes == [3, 4, 4, 16, 6]
+
+
+@pytest.mark.parametrize(
+    ("left", "most", "count"),
+    [
+        *((1, 16, 1), (5, 16, 5), (7, 16, 7), (9, 16, 8), (10, 16, 8), (11, 16, 11), (13, 16, 12), (15, 16, 15)),
+        *((40, 16, 16), (5, 5, 4), (4, 5, 4), (40, 1, 1)),
+    ],
+)
+def test_chunks_run_in_programs_that_they_nearly_fill(left: int, most: int, count: int) -> None:
+    assert chunks_at_once(left, most, chunk_counts(16)) == count
+
+
+def test_the_pace_of_prefill_says_how_many_chunks_are_no_stall() -> None:
+    pace = PrefillPace(25.0)
+    found = [pace.num_chunks]
+    for num_chunks, seconds in ((1, 0.006), (0.5, 1.0), (4, 0.016), (6, 0.024), (6, 0.2), (1, 0.03)):
+        pace.saw(num_chunks, seconds)
+        found.append(pace.num_chunks)
+    assert found == [4, 4, 4, 6, 6, 1, 1]
 
 
 @pytest.mark.parametrize(("num_tokens", "cached"), [(9, 8), (8, 4)])

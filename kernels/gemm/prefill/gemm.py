@@ -5,20 +5,22 @@ are the second one in shared memory. A persistent grid, one block a multiprocess
 the weight alone.
 """
 
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.handover import make_handover
-from lowlat.kernels.gemm.packing import RUN, PackedMatrix
+from lowlat.kernels.common.handover import Handover, make_handover
+from lowlat.kernels.gemm.packing import RUN, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
+from lowlat.kernels.gemm.prefill.gated_epilogue import make_gated_finish
+from lowlat.kernels.gemm.prefill.large_tile import make_multiply
 from lowlat.kernels.gemm.prefill.mainloop import Cut, make_consume, make_finish, make_produce
 from lowlat.kernels.gemm.prefill.plan import (
     ALIGNMENT,
     CONSUMERS,
-    PRODUCERS,
     PrefillGemmPlan,
     choose_prefill_plan,
     has_prefill_gemm,
@@ -32,11 +34,26 @@ from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFo
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
-from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, types, uint32
 from lowlat.kernels.toolchain.ptx_hopper import KEPT_AS_USUAL, READ_ONCE
 from lowlat.kernels.tuning.table import Planned
 
-__all__ = ["examples", "prefill_gemm"]
+__all__ = ["arranged_prefill_gemm", "examples", "gated_prefill_gemm", "gates", "prefill_gemm"]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a GEMM's epilogue has: a bias, the columns of the output, gates and ups."""
+
+    bias: bool
+    columns: bool
+    gated: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its part of a kernel's name."""
+        kind = "gated" if self.gated else "columns" if self.columns else "inplace"
+        return f"{'bias' if self.bias else 'plain'}_{kind}"
 
 
 def prefill_gemm(
@@ -53,12 +70,37 @@ def prefill_gemm(
 ) -> list[KernelCall]:
     """out = x @ weight.T + bias, in two or three launches, accumulated in float32.
 
-    x         [M, K]              bf16, M a multiple of 64 up to 1024
+    x         [M, K]              bf16, M a multiple of 64 up to 4096
+    arranged  [ceil(K/64), M, 64] bf16: workspace, as `arranged_shape` has it
+    Everything else as `arranged_prefill_gemm` has it, of which this is one behind `arrange`.
+    """
+    check_shape("x", x, out.shape[0], weight.columns)
+    if x.dtype != torch.bfloat16:
+        raise ShapeError(f"a prefill GEMM is of bf16, got x {x.dtype}")
+    product = arranged_prefill_gemm(
+        arranged=arranged, weight=weight, bias=bias, columns=columns, partials=partials, out=out, card=card, plan=plan
+    )
+    return arrange(x=x, out=arranged) + product
+
+
+def arranged_prefill_gemm(
+    *,
+    arranged: torch.Tensor,
+    weight: PackedMatrix,
+    bias: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
+    partials: torch.Tensor | None = None,
+    out: torch.Tensor,
+    card: Card,
+    plan: PrefillGemmPlan | None = None,
+) -> list[KernelCall]:
+    """out = x @ weight.T + bias of rows that are arranged, in one or two launches, accumulated in float32.
+
+    arranged  [ceil(K/64), M, 64] bf16: x as `arrange` leaves it, M a multiple of 64 up to 4096
     weight    [N, K]              packed, N and K multiples of 8; bf16, or quantised: numbers are rounded to bf16, and
                                   scales of rows multiply the sums
     bias      [N]                 bf16, in the packed order, or None
     columns   [N / 8]             int32, as `runs_of` the weight's order has it; None: rows are packed in their order
-    arranged  [ceil(K/64), M, 64] bf16: workspace, as `arranged_shape` has it
     partials  [S, M, N]           float32: workspace, as `partials_shape` has it; None where S is 0
     out       [M, N]              float32, out
     plan      one of `plans_of`: no bit depends on it; None: by the card's table, or `plan_prefill_gemm`'s
@@ -66,66 +108,157 @@ def prefill_gemm(
     operations over the tensor cores' rate. Captured: yes.
     Raises ShapeError for shapes that do not fit, or a card without such instructions.
     """
-    rows, depth = x.shape
-    planned: Planned | None = None
-    if plan is None:
-        plan, planned = choose_prefill_plan(rows, weight.rows, weight.columns, card, weight.tile_format)
-    elif plan not in plans_of(rows, weight.rows, weight.columns, card, weight.tile_format):
-        raise ShapeError(f"{plan} is no plan for {rows} rows by a weight of {weight.rows} x {weight.columns}")
-    check_shape("x", x, rows, weight.columns)
+    rows = out.shape[0]
+    plan, planned = _chosen(rows, weight, card, plan)
     check_shape("out", out, rows, weight.rows)
-    check_shape("arranged", arranged, *arranged_shape(rows, depth))
-    is_plain = weight.tile_format == BF16_TILES
-    if (is_plain and weight.tiles.dtype != torch.bfloat16) or x.dtype != torch.bfloat16:
-        raise ShapeError(f"a prefill GEMM is of bf16, got {x.dtype} and {weight.tiles.dtype}")
     if bias is not None:
         check_shape("bias", bias, weight.rows)
     if columns is not None:
         check_shape("columns", columns, weight.rows // RUN)
-    segments, length = segments_of(weight.rows, weight.columns)
-    cut, x_tiles = Cut(weight.rows, weight.columns, segments, length, weight.tile_format), rows // plan.rows
-    units = plan.units(rows, weight.rows, segments)
-    kernel = _make(cut, plan, bias is not None, columns is not None)
     target = out
     if plan.apart:
         if partials is None:
             raise ShapeError("segments that are apart need a workspace `partials`")
         check_shape("partials", partials, *partials_shape(plan, rows, weight.rows, weight.columns))
         target = partials
-    arguments = (
-        weight.memory, arranged, 0 if bias is None else bias, 0 if columns is None else columns,
-        0 if weight.scales is None else weight.scales, target, rows, x_tiles, units,
-        READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL,
-    )  # fmt: skip
-    calls = arrange(x=x, out=arranged)
-    calls.append(KernelCall(kernel, (min(units, card.num_multiprocessors), 1, 1), arguments, planned=planned))
+    kernel = _make(_cut_of(weight), plan, Beside(bias is not None, columns is not None))
+    calls = [_call(kernel, plan, planned, weight, arranged, (bias, columns), target, rows, card)]
     if plan.apart:
         calls += add_segments(partials=target, scales=weight.scales, bias=bias, columns=columns, out=out)
     return calls
 
 
+def gated_prefill_gemm(
+    *,
+    arranged: torch.Tensor,
+    weight: PackedMatrix,
+    bias: torch.Tensor | None = None,
+    row_live: torch.Tensor | None = None,
+    out: torch.Tensor,
+    card: Card,
+    plan: PrefillGemmPlan | None = None,
+) -> list[KernelCall]:
+    """silu(gate) * up of x @ weight.T + bias, arranged, in one launch; dead rows are zero.
+
+    arranged  [ceil(K/64), M, 64]  bf16: x as `arrange` leaves it, M a multiple of 64 up to 4096
+    weight    [2I, K]              packed bf16 in the order of `gate_up_permutation`; K in one segment
+    bias      [2I]                 bf16, in the packed order, or None
+    row_live  [M]                  uint8; None: all rows are live
+    out       [ceil(I/64), M, 64]  bf16, out: the bits of `silu_mul` over `arranged_prefill_gemm`'s, as `arrange` leaves
+                                   them
+    plan, time, errors: as `arranged_prefill_gemm`; ShapeError too where `gates` denies the weight's shape.
+    """
+    rows = arranged.shape[1]
+    plan, planned = _chosen(rows, weight, card, plan)
+    if not gates(weight.rows, weight.columns) or weight.tile_format != BF16_TILES:
+        raise ShapeError(
+            f"a weight of {weight.rows} x {weight.columns} is not bf16, or has several segments or half a tile of gates"
+        )
+    check_shape("out", out, *arranged_shape(rows, weight.rows // 2))
+    if bias is not None:
+        check_shape("bias", bias, weight.rows)
+    if row_live is not None:
+        check_shape("row_live", row_live, rows)
+    kernel = _make(_cut_of(weight), plan, Beside(bias is not None, False, True))
+    return [_call(kernel, plan, planned, weight, arranged, (bias, row_live), out, rows, card)]
+
+
+def gates(weight_rows: int, columns: int) -> bool:
+    """Whether `gated_prefill_gemm` takes a weight of this shape: its sums are whole where its epilogue runs."""
+    return weight_rows % TILE_ROWS == 0 and segments_of(weight_rows, columns)[0] == 1
+
+
+def _chosen(
+    rows: int, weight: PackedMatrix, card: Card, plan: PrefillGemmPlan | None
+) -> tuple[PrefillGemmPlan, Planned | None]:
+    """The plan, and its place in tables where it was not given."""
+    if plan is None:
+        return choose_prefill_plan(rows, weight.rows, weight.columns, card, weight.tile_format)
+    if plan not in plans_of(rows, weight.rows, weight.columns, card, weight.tile_format):
+        raise ShapeError(f"{plan} is no plan for {rows} rows by a weight of {weight.rows} x {weight.columns}")
+    return plan, None
+
+
+def _cut_of(weight: PackedMatrix) -> Cut:
+    return Cut(weight.rows, weight.columns, *segments_of(weight.rows, weight.columns), weight.tile_format)
+
+
+def _call(
+    kernel: Kernel,
+    plan: PrefillGemmPlan,
+    planned: Planned | None,
+    weight: PackedMatrix,
+    arranged: torch.Tensor,
+    beside: tuple[torch.Tensor | None, torch.Tensor | None],
+    target: torch.Tensor,
+    rows: int,
+    card: Card,
+) -> KernelCall:
+    """The launch of a GEMM's own kernel."""
+    check_shape("arranged", arranged, *arranged_shape(rows, weight.columns))
+    is_plain = weight.tile_format == BF16_TILES
+    if (is_plain and weight.tiles.dtype != torch.bfloat16) or arranged.dtype != torch.bfloat16:
+        raise ShapeError(f"a prefill GEMM is of bf16, got {arranged.dtype} and {weight.tiles.dtype}")
+    x_tiles, segments = rows // plan.rows, segments_of(weight.rows, weight.columns)[0]
+    units = plan.units(rows, weight.rows, segments)
+    addresses = tuple(0 if each is None else each for each in (*beside, weight.scales))
+    policy = READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL
+    arguments = (weight.memory, arranged, *addresses, target, rows, x_tiles, units, policy)
+    blocks = plan.cluster * min(units, card.num_multiprocessors // plan.cluster)
+    return KernelCall(kernel, (blocks, 1, 1), arguments, planned=planned)
+
+
 @cache
-def _make(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) -> Kernel:
+def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
     """Grid: as many blocks as the card has multiprocessors, or units where those are fewer."""
-    handover = make_handover(plan.stages, PRODUCERS, 4 * CONSUMERS, suspends=True)
-    produce = make_produce(cut, plan, handover)
-    consume = make_consume(cut, plan, handover, make_finish(cut, plan, with_bias, with_columns))
-    begin, barriers_at, last_warp = handover.begin, plan.stages * plan.stage_bytes, 4 * CONSUMERS
+    handover = make_handover(plan.stages, plan.producers, 4 * CONSUMERS * plan.cluster, suspends=True)
+    paired = plan.paired
+    if beside.gated:
+        finish = make_gated_finish(cut, plan, beside.bias)
+    else:
+        finish = make_finish(cut, plan, beside.bias, beside.columns)
+    begin, barriers_at = handover.begin, plan.stages * plan.stage_bytes
+
+    @device_function
+    def begin_block(thread: Any) -> Any:
+        """Where the stages and their barriers are."""
+        start = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
+        base = uint32(uint32(start + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - ALIGNMENT + 1))
+        barriers = uint32(base + uint32(barriers_at))
+        ptx.let_next_kernel_start()
+        if thread == uint32(0):
+            begin(barriers)
+            ptx_hopper.fence_barriers()
+        if paired:
+            ptx_hopper.sync_pair()
+        else:
+            cuda.syncthreads()
+        return base, barriers
+
+    make = _make_large if plan.is_large else _make_divided
+    kernel = make(cut, plan, handover, finish, begin_block)
+    kind = "" if cut.weights == BF16_TILES else f"{cut.weights.label}_"
+    name = (
+        f"prefill_gemm_{kind}{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
+        f"{plan.rows}x{plan.depth}x{plan.stages}{'_paired' if paired else ''}_{'apart' if plan.apart else 'whole'}_"
+        f"{beside.name}"
+    )
+    signature = (types.int64,) * 10
+    return Kernel(name, kernel, signature, plan.threads, 1, plan.shared_bytes, specific=True, cluster=plan.cluster)
+
+
+def _make_divided(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Any, begin_block: Any) -> Any:
+    """Warps that copy beside warps that multiply."""
+    produce, consume = make_produce(cut, plan, handover), make_consume(cut, plan, handover, finish)
+    last_warp = 4 * CONSUMERS
 
     def prefill_gemm_kernel(
         weight: Any, x: Any, bias: Any, columns: Any, scales: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
         policy: Any,
     ) -> None:  # fmt: skip
-        start = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
-        base = uint32(uint32(start + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - ALIGNMENT + 1))
-        barriers = uint32(base + uint32(barriers_at))
         thread, unit, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-        ptx.let_next_kernel_start()
-        if thread == uint32(0):
-            begin(barriers)
-            ptx_hopper.fence_barriers()
-        cuda.syncthreads()
+        base, barriers = begin_block(thread)
         if warp >= uint32(last_warp):
             part = uint32(warp - uint32(last_warp))
             produce(
@@ -137,13 +270,26 @@ def _make(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) 
                 base, barriers, beside, out, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, warp, lane
             )  # fmt: skip
 
-    kind = "" if cut.weights == BF16_TILES else f"{cut.weights.label}_"
-    name = (
-        f"prefill_gemm_{kind}{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
-        f"{plan.rows}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
-        f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}"
-    )
-    return Kernel(name, prefill_gemm_kernel, (types.int64,) * 10, plan.threads, 1, plan.shared_bytes, specific=True)
+    return prefill_gemm_kernel
+
+
+def _make_large(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Any, begin_block: Any) -> Any:
+    """Warps that multiply and copy."""
+    multiply_all, paired, cluster = make_multiply(cut, plan, handover, finish), plan.paired, plan.cluster
+
+    def prefill_gemm_kernel(
+        weight: Any, x: Any, bias: Any, columns: Any, scales: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
+        policy: Any,
+    ) -> None:  # fmt: skip
+        thread, unit = uint32(cuda.threadIdx.x), uint32(uint32(cuda.blockIdx.x) // uint32(cluster))
+        grid = uint32(uint32(cuda.gridDim.x) // uint32(cluster))
+        given = (weight, x, uint32(rows), uint32(x_tiles), uint32(units), grid, policy)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        multiply_all(begin_block(thread), given, (bias, columns, scales), out, unit, warp, lane)
+        if paired:
+            ptx_hopper.sync_pair()  # the other block may still arrive here
+
+    return prefill_gemm_kernel
 
 
 def examples(card: Card = H200) -> list[Kernel]:
@@ -153,19 +299,19 @@ def examples(card: Card = H200) -> list[Kernel]:
     grouped = TileFormat("int4", 512, groups=1)
     zeros = TileFormat("int4", 512, groups=2, wide=True, zeros=True)
     cases = (
-        (128, 6144, 4096, False, True, BF16_TILES),
-        (512, 4096, 4096, False, False, BF16_TILES),
-        (512, 28672, 4096, False, True, BF16_TILES),
-        (128, 4096, 14336, False, False, BF16_TILES),
-        (64, 200, 72, True, True, BF16_TILES),
-        (128, 6144, 4096, False, True, FP8_TILES),
-        (512, 28672, 4096, False, True, grouped),
-        (512, 4096, 4096, True, False, zeros),
-        (512, 4096, 4096, False, False, NVFP4_TILES),
+        (128, 6144, 4096, Beside(False, True), BF16_TILES),
+        (512, 4096, 4096, Beside(False, False), BF16_TILES),
+        (512, 28672, 4096, Beside(False, False, True), BF16_TILES),
+        (2048, 4096, 14336, Beside(False, False), BF16_TILES),
+        (64, 200, 72, Beside(True, True), BF16_TILES),
+        (128, 6144, 4096, Beside(False, True), FP8_TILES),
+        (512, 28672, 4096, Beside(False, True), grouped),
+        (512, 4096, 4096, Beside(True, False), zeros),
+        (512, 4096, 4096, Beside(False, False), NVFP4_TILES),
     )
     made = []
-    for rows, weight_rows, columns, with_bias, with_columns, weights in cases:
+    for rows, weight_rows, columns, beside, weights in cases:
         plan = plan_prefill_gemm(rows, weight_rows, columns, card, weights)
         cut = Cut(weight_rows, columns, *segments_of(weight_rows, columns), weights)
-        made.append(_make(cut, plan, with_bias, with_columns))
+        made.append(_make(cut, replace(plan, paired=plan.is_large), beside))
     return made

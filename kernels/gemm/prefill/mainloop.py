@@ -14,7 +14,6 @@ from lowlat.kernels.gemm.prefill.plan import (
     BLOCK_ROWS,
     GROUP_ROWS,
     MOST_SUMS,
-    PRODUCERS,
     STEP,
     STEP_ROW_BYTES,
     PrefillGemmPlan,
@@ -24,7 +23,7 @@ from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
 
-__all__ = ["Cut", "make_consume", "make_finish", "make_produce"]
+__all__ = ["Cut", "make_consume", "make_finish", "make_produce", "make_send", "make_unit_of"]
 
 GROUP_TILES = GROUP_ROWS // TILE_ROWS
 
@@ -60,24 +59,28 @@ def make_unit_of(cut: Cut, plan: PrefillGemmPlan) -> Any:
 
     Units of the same weights stand side by side.
     """
-    own = cut.segments if plan.apart else 1
+    own, paired = cut.segments if plan.apart else 1, plan.paired
 
     @device_function
     def unit_of(unit: Any, x_tiles: Any) -> Any:
         rest = uint32(unit // x_tiles)
         block = uint32(rest // uint32(own))
-        return uint32(unit - rest * x_tiles), block, uint32(rest - block * uint32(own))
+        segment = uint32(rest - block * uint32(own))
+        if paired:
+            block = uint32(block * uint32(2) + ptx_hopper.place_in_pair())
+        return uint32(unit - rest * x_tiles), block, segment
 
     return unit_of
 
 
-def _make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
+def make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
     """Functions of a copying warp: where a unit's weights and rows begin, and the copy of a stage of each."""
     x_bytes, depth = plan.rows * STEP_ROW_BYTES, plan.depth
-    block_tiles, tiles = BLOCK_ROWS // TILE_ROWS, BLOCK_ROWS // TILE_ROWS // PRODUCERS
+    block_tiles, tiles = BLOCK_ROWS // TILE_ROWS, BLOCK_ROWS // TILE_ROWS // plan.producers
     step_bytes = cut.weights.step_bytes
     weight_bytes = tiles * depth * step_bytes
     steps, last_tile, x_rows = cut.steps, cut.tiles - 1, plan.rows
+    paired, half = plan.paired, plan.rows // 2 * STEP_ROW_BYTES
 
     @device_function
     def sources_of(weight: Any, x: Any, x_tile: Any, block: Any, part: Any, lane: Any) -> Any:
@@ -105,7 +108,11 @@ def _make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
     def send_rows(place: Any, full: Any, source: Any, rows: Any, step: Any, part: Any, lane: Any) -> None:
         if part == uint32(0) and lane == uint32(tiles):
             source = source + int64(step) * int64(rows) * int64(STEP_ROW_BYTES)
-            ptx_hopper.copy_bulk(place, source, uint32(x_bytes), full)
+            if paired:
+                own = uint32(ptx_hopper.place_in_pair() * uint32(half))
+                ptx_hopper.copy_bulk_to_pair(uint32(place + own), source + int64(own), uint32(half), full)
+            else:
+                ptx_hopper.copy_bulk(place, source, uint32(x_bytes), full)
             if depth == 2:
                 source = source + int64(rows) * int64(STEP_ROW_BYTES)
                 ptx_hopper.copy_bulk(uint32(place + uint32(x_bytes)), source, uint32(x_bytes), full)
@@ -122,7 +129,7 @@ def make_produce(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
     stages, stage_bytes, depth = plan.stages, plan.stage_bytes, plan.depth
     steps, length, apart = cut.steps, cut.length, plan.apart
     unit_of, await_free, after = make_unit_of(cut, plan), handover.await_free, handover.after
-    sources_of, send_weights, send_rows = _make_send(cut, plan)
+    sources_of, send_weights, send_rows = make_send(cut, plan)
 
     @device_function
     def produce(
@@ -244,14 +251,14 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
                     sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
                     total = add(total, sums)
                 x_tile, block, segment = unit_of(unit, x_tiles)
-                finish(total, beside, out, rows, x_tile, block, segment, first, lane)
+                finish(total, beside, out, rows, x_tile, block, segment, uint32(0), first, lane)
             else:
                 number = uint32(steps)
                 x_tile, block, segment = unit_of(unit, x_tiles)
                 if apart:
                     number = min(uint32(length), uint32(uint32(steps) - segment * uint32(length)))
                 sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
-                finish(sums, beside, out, rows, x_tile, block, segment, first, lane)
+                finish(sums, beside, out, rows, x_tile, block, segment, uint32(0), first, lane)
             unit = uint32(unit + grid)
 
     return consume
@@ -262,6 +269,8 @@ def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: 
     weight_rows, block_tiles = cut.weight_rows, BLOCK_ROWS // TILE_ROWS
     pitch, plain, x_rows, scaled = 4 * weight_rows, plan.apart, plan.rows, cut.weights.row_scales and not plan.apart
     store0, store1 = (ptx_hopper.store_group_half(plan.rows, half, pitch, is_scaled=scaled) for half in (0, 1))
+    adds, last = plan.is_large and cut.segments > 1 and not plan.apart, cut.segments - 1
+    add0, add1 = (ptx_hopper.add_group_half(plan.rows, half, pitch) for half in (0, 1))
 
     @device_function
     def place_of(beside: Any, run: Any, row: Any) -> Any:
@@ -276,19 +285,34 @@ def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: 
             column = uint32(ptx.load_global_i32(columns + int64(run) * int64(4)))
         return scale, extra, int64(uint32(column + row)) * int64(4)
 
+    def make_store(store_half: Any, add_half: Any) -> Any:
+        @device_function
+        def store(out: Any, sums: Any, beside: Any, run: Any, row: Any, part: Any) -> None:
+            scale, extra, at = place_of(beside, run, row)
+            if adds and part < uint32(last):
+                extra = float32(0)
+            if adds and part > uint32(0):
+                add_half(out + at, extra, sums)
+            else:
+                store_half(out + at, scale, extra, sums)
+
+        return store
+
+    first_half, second_half = make_store(store0, add0), make_store(store1, add1)
+
     @device_function
     def finish(
-        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, first: Any, lane: Any
-    ) -> None:
+        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, part: Any, first: Any,
+        lane: Any,
+    ) -> None:  # fmt: skip
+        """segment: of a unit whose sums are no totals; part: the segments that are in the output already."""
         corner = uint32(x_tile * uint32(x_rows) + uint32((lane & uint32(3)) * uint32(2)))
         target = out + (int64(segment) * int64(rows) + int64(corner)) * int64(pitch)
         run, row = uint32(uint32(block * uint32(block_tiles) + first) * uint32(2)), uint32(lane >> uint32(2))
         if uint32(run * uint32(8)) < uint32(weight_rows):
-            scale, extra, at = place_of(beside, run, row)
-            store0(target + at, scale, extra, sums)
+            first_half(target, sums, beside, run, row, part)
         run = uint32(run + uint32(1))
         if uint32(run * uint32(8)) < uint32(weight_rows):
-            scale, extra, at = place_of(beside, run, row)
-            store1(target + at, scale, extra, sums)
+            second_half(target, sums, beside, run, row, part)
 
     return finish

@@ -14,6 +14,7 @@ from lowlat.kernels.toolchain.kernel import Card
 from lowlat.kernels.tuning.table import Fact, Knobs, Planned, choose_plan
 
 __all__ = [
+    "APART_ROWS",
     "BLOCK_ROWS",
     "CONSUMERS",
     "GROUP_ROWS",
@@ -37,8 +38,10 @@ GROUP_ROWS = 64  # weight rows that a warpgroup multiplies at once
 STEP_ROW_BYTES = 2 * STEP
 CONSUMERS = 2  # warpgroups that multiply
 PRODUCERS = 4  # warps that copy: one alone takes as long to begin a step's copies as it takes to multiply them
-MOST_ROWS = 1024
-TILE_ROWS = (64, 128)  # of x
+LARGE = 256  # rows of a tile whose sums want the registers of warps that copy: those that multiply copy for themselves
+MOST_ROWS = 4096
+APART_ROWS = 1024  # up to so many segments may be apart: more rows have tiles enough, and their sums would take memory
+TILE_ROWS = (64, 128, LARGE)  # of x
 MOST_SEGMENTS = 8
 MOST_SUMS = 64  # a thread, beside the weights of two steps
 ALIGNMENT = 1024  # bytes: of a stage
@@ -51,7 +54,7 @@ BLOCK_ROWS = CONSUMERS * GROUP_ROWS  # of weights
 MULTIPROCESSORS = 132
 SEGMENT_ROWS = 128  # of x: where segments matter most
 # a step, by a tile's rows and a stage's depth
-STEP_US = {(64, 1): 0.34, (64, 2): 0.315, (128, 1): 0.49, (128, 2): 0.49}
+STEP_US = {(64, 1): 0.34, (64, 2): 0.315, (128, 1): 0.49, (128, 2): 0.49, (256, 1): 0.75}
 MEMORY_BYTES_A_US = 4_500_000  # of the card's memory
 SUM_BYTES_A_US = 8_000_000  # of segments' sums, written and read
 TILE_ROW_US, ADD_US = 0.01, 3.0  # to end a tile, a row of x; to begin the kernel that adds segments up
@@ -61,11 +64,12 @@ TILE_ROW_US, ADD_US = 0.01, 3.0  # to end a tile, a row of x; to begin the kerne
 class PrefillGemmPlan:
     """Tiles and stages of a GEMM, which change no bit of the result. Raises ShapeError for what does not fit.
 
-    rows    of x, of a tile: 64 or 128
-    depth   steps of 64 columns of a stage: 1 or 2
+    rows    of x, of a tile: 64, 128 or 256, the last with weights in bf16 alone
+    depth   steps of 64 columns of a stage: 1 or, of tiles of less than 256 rows, 2
     stages  under way or multiplied
     apart   segments are blocks' own, and another kernel adds them up
     tile_bytes  of a step of one tile of weights
+    paired  two blocks share the rows of a tile, each of which copies half of them to both; of 256 rows alone
     """
 
     rows: int
@@ -73,15 +77,17 @@ class PrefillGemmPlan:
     stages: int
     apart: bool
     tile_bytes: int = BF16_TILES.step_bytes
+    paired: bool = False
 
     def __post_init__(self) -> None:
-        if self.rows not in TILE_ROWS or self.depth not in (1, 2) or self.stages < 2:
+        if (self.rows, self.depth) not in STEP_US or self.stages < 2 or (self.paired and not self.is_large):
             raise ShapeError(f"no prefill GEMM is cut by {self}")
 
     @property
     def knobs(self) -> Knobs:
         """The numbers that a table may choose."""
-        return {"rows": self.rows, "depth": self.depth, "stages": self.stages, "apart": self.apart}
+        knobs = {"rows": self.rows, "depth": self.depth, "stages": self.stages, "apart": self.apart}
+        return {**knobs, "paired": self.paired} if self.is_large else knobs
 
     @property
     def sums(self) -> int:
@@ -91,7 +97,22 @@ class PrefillGemmPlan:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 128 * CONSUMERS + 32 * PRODUCERS
+        return 128 * CONSUMERS + (0 if self.is_large else 32 * PRODUCERS)
+
+    @property
+    def producers(self) -> int:
+        """Warps that copy."""
+        return 4 * CONSUMERS if self.is_large else PRODUCERS
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the warps that multiply copy for themselves, and keep totals of segments in the output."""
+        return self.rows == LARGE
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that take units together."""
+        return 2 if self.paired else 1
 
     @property
     def stage_bytes(self) -> int:
@@ -105,8 +126,9 @@ class PrefillGemmPlan:
         return ALIGNMENT + self.stages * self.stage_bytes + BARRIER_BYTES
 
     def units(self, rows: int, weight_rows: int, segments: int) -> int:
-        """The units that blocks take one by one: tiles, or segments of them."""
-        return rows // self.rows * -(-weight_rows // BLOCK_ROWS) * (segments if self.apart else 1)
+        """The units that blocks, or pairs of them, take one by one: tiles, or segments of them."""
+        blocks = -(-weight_rows // (BLOCK_ROWS * self.cluster))
+        return rows // self.rows * blocks * (segments if self.apart else 1)
 
 
 def has_prefill_gemm(card: Card) -> bool:
@@ -158,7 +180,7 @@ def plans_of(
     """All plans for [M, K] by [N, K]: with as many stages as fit, first the one that should take least time, then with
     fewer. weights: how the weight is held.
 
-    Raises ShapeError for M that is no multiple of 64 or above 1024, N or K that is no multiple of 8, or a card that
+    Raises ShapeError for M that is no multiple of 64 or above 4096, N or K that is no multiple of 8, or a card that
     `has_prefill_gemm` denies.
     """
     if not has_prefill_gemm(card):
@@ -181,10 +203,11 @@ def _plans(
 ) -> tuple[PrefillGemmPlan, ...]:
     (segments, length), steps = segments_of(weight_rows, columns), -(-columns // STEP)
     full = [
-        plan
-        for tile in TILE_ROWS
+        replace(plan, paired=paired)
+        for tile in (TILE_ROWS if weights == BF16_TILES else TILE_ROWS[:-1])
+        for paired in ((False, True) if tile == LARGE else (False,))
         for depth in ((1, 2) if length % 2 == 0 and steps % 2 == 0 else (1,))
-        for apart in ((False, True) if segments > 1 else (False,))
+        for apart in ((False, True) if segments > 1 and rows <= APART_ROWS else (False,))
         if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card, weights)) is not None
     ]
     speeds = (card.num_multiprocessors, 1000 * read_gb_s)
@@ -202,10 +225,11 @@ def _fitted(
     tile: int, depth: int, apart: bool, segments: int, card: Card, weights: TileFormat
 ) -> PrefillGemmPlan | None:
     """With as many stages as fit; None where not even two do, or registers lack for totals beside the sums."""
-    plans = (PrefillGemmPlan(tile, depth, stages, apart, weights.step_bytes) for stages in STAGE_COUNTS)
-    plan = next((plan for plan in plans if plan.shared_bytes <= card.shared_bytes), None)
     has_totals = tile == 128 and segments > 1 and not apart
-    return None if has_totals and (depth == 2 or weights.zeros) else plan
+    if (tile, depth) not in STEP_US or (has_totals and (depth == 2 or weights.zeros)):
+        return None
+    plans = (PrefillGemmPlan(tile, depth, stages, apart, weights.step_bytes) for stages in STAGE_COUNTS)
+    return next((plan for plan in plans if plan.shared_bytes <= card.shared_bytes), None)
 
 
 def _time_us(
@@ -219,9 +243,10 @@ def _time_us(
 ) -> float:
     """A rough time, to choose by: steps as they were measured, but no faster than the memory."""
     count, length = segments
-    turns = -(-plan.units(rows, weight_rows, count) // multiprocessors)
+    turns = -(-plan.units(rows, weight_rows, count) * plan.cluster // multiprocessors)
     own = length if plan.apart else steps
-    time = turns * (own * STEP_US[plan.rows, plan.depth] + TILE_ROW_US * plan.rows)
+    ends = count if plan.is_large and not plan.apart else 1  # of segments that are added up in the output
+    time = turns * (own * STEP_US[plan.rows, plan.depth] + TILE_ROW_US * plan.rows * ends)
     time = max(time, weight_rows * steps * plan.tile_bytes / (16 * memory_bytes_a_us))
     if plan.apart:
         time += ADD_US + 8 * count * rows * weight_rows / SUM_BYTES_A_US

@@ -10,6 +10,7 @@ from lowlat.executors.lowering.fusion import cover
 from lowlat.executors.lowering.gemm_fusions import GEMM_FUSIONS
 from lowlat.executors.lowering.moe_fusions import MOE_FUSIONS
 from lowlat.executors.lowering.operations import early_reads, lower_alone, operation_layouts
+from lowlat.executors.lowering.prefill_gemm import PREFILL_FUSIONS
 from lowlat.executors.lowering.row_fusions import ROW_FUSIONS
 from lowlat.executors.lowering.step_fusions import STEP_FUSIONS
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
@@ -17,7 +18,7 @@ from lowlat.models.program import Op, Program, Stage
 
 __all__ = ["FUSIONS", "LoweredGroup", "lower", "weight_layouts"]
 
-FUSIONS = (*STEP_FUSIONS, *MOE_FUSIONS, *GEMM_FUSIONS, *ROW_FUSIONS)
+FUSIONS = (*STEP_FUSIONS, *MOE_FUSIONS, *GEMM_FUSIONS, *PREFILL_FUSIONS, *ROW_FUSIONS)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import torch
 
 from lowlat.executors.lowering.prefill_attention import attention_workspaces, refresh_bytes
-from lowlat.executors.lowering.prefill_gemm import gemm_workspaces
+from lowlat.executors.lowering.prefill_gemm import activation_workspace, gemm_workspaces
 from lowlat.executors.lowering.weight_parts import EXPERT_GEMMS
-from lowlat.graphs import Role
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
 from lowlat.kernels.gemm.prefill.plan import MOST_ROWS
 from lowlat.kernels.moe.plan import partials_workspace
@@ -26,7 +25,6 @@ __all__ = ["temporary_bytes", "workspace_bytes", "workspaces_of"]
 
 ATTENTION = ("prefill_attention", "refresh_attention")
 LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
-TEMPORARIES = 6  # float32 copies of a row-wise operation's widest operand, at most
 SUMS = 4  # float32 copies of attention's sums of weights, at most
 
 ShapeOf = Callable[[str], torch.Size]
@@ -56,6 +54,8 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
     if op.kind == "linear":
         rows = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS)
         return gemm_workspaces(rows, *shape_of(op.weights["weight"]))
+    if op.kind == "silu_mul":
+        return [activation_workspace(*program.buffers[op.writes["out"]].shape)]
     if op.kind in ATTENTION:
         cache, size = program.buffers[op.reads["k_cache"]], program.buffers[op.reads["q"]].shape[0]
         window = op.params.get("window")
@@ -78,26 +78,21 @@ def temporary_bytes(program: Program, shape_of: ShapeOf) -> int:
     """Bytes that torch's operations take in a prefill program's largest chunk; none of a program that is no prefill.
 
     shape_of  the shape of a GEMM's matrix [N, K] by its canonical name
-    The largest GEMM, the largest attention and the largest of all else are added up: the allocator may keep blocks of
-    one size from serving another.
+    The largest GEMM and the largest attention are added up, all else is kernels: the allocator may keep blocks of one
+    size from serving another.
     """
     ops = [op for op in program.ops if op.stage is Stage.PREFILL]
     if not ops:
         return 0
     size = program.buffers["prefill_tokens"].shape[0]
-    largest = {"gemm": 0, "attention": 0, "else": 0}
+    largest = {"gemm": 0, "attention": 0}
     for op in ops:
         if op.kind == "linear":
             kind, found = "gemm", _gemm_bytes(size, shape_of(op.weights["weight"]))
         elif op.kind in ATTENTION:
             kind, found = "attention", _attention_bytes(program, op)
-        elif op.kind in EXPERT_GEMMS:
-            continue
         else:
-            names = (*op.reads.values(), *op.writes.values())
-            sizes = [program.buffers[name] for name in names if program.buffers[name].role is Role.SCRATCH]
-            widest = max((spec.num_bytes // spec.dtype.itemsize for spec in sizes), default=0)
-            kind, found = "else", TEMPORARIES * 4 * widest
+            continue
         largest[kind] = max(largest[kind], found)
     return sum(largest.values()) + LIBRARY_BYTES
 

@@ -12,27 +12,37 @@ from collections.abc import Sequence
 import torch
 
 from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
-from lowlat.kernels.gemm.packing import PackedMatrix, unpack_rows
-from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
-from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
-from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, has_prefill_gemm, segments_of
+from lowlat.executors.lowering.fusion import Fusion, Run
+from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack_rows
+from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
+from lowlat.kernels.gemm.prefill.gemm import arranged_prefill_gemm, gated_prefill_gemm, gates, prefill_gemm
+from lowlat.kernels.gemm.prefill.plan import APART_ROWS, MOST_ROWS, has_prefill_gemm, segments_of
 from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
+from lowlat.kernels.rows.elementwise import silu_mul
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
-from lowlat.models.program import Op
+from lowlat.models.program import Op, Stage
 
-__all__ = ["gemm_workspaces", "prefill_linear", "takes"]
+__all__ = ["PREFILL_FUSIONS", "activation_workspace", "gemm_workspaces", "prefill_linear", "takes"]
 
 ROWS = 64  # a GEMM of ours has a multiple of so many rows
 WIDTH = 8  # and of so many weight rows and columns
 
 
 def gemm_workspaces(rows: int, height: int, width: int) -> list[WorkspaceShape]:
-    """The workspaces of our GEMM of rows with a weight [height, width]: activations, and sums of segments of K."""
+    """The workspaces of our GEMM of rows with a weight [height, width]: activations, and sums of segments of K.
+
+    These are of as many rows as may have them apart.
+    """
     segments = segments_of(height, width)[0]
-    partials = (segments, rows, height) if segments > 1 else (0, rows, height)
+    partials = (segments if segments > 1 else 0, min(rows, APART_ROWS), height)
     arranged = arranged_shape(rows, width)
     return [("prefill.arranged", arranged, torch.bfloat16), ("prefill.partials", partials, torch.float32)]
+
+
+def activation_workspace(rows: int, width: int) -> WorkspaceShape:
+    """The workspace of an activation [M, I] between two GEMMs, arranged."""
+    return "prefill.activated", arranged_shape(rows, width), torch.bfloat16
 
 
 def takes(chunk: int, weight: PackedMatrix, card: Card) -> bool:
@@ -77,6 +87,56 @@ def _by_packed(binding: Binding, op: Op, weight: PackedMatrix) -> Sequence[Call]
     return calls
 
 
+def _feeds(run: Run, card: Card) -> bool:
+    """Whether a FFN's GEMMs and activation take each other's results, in sizes that our kernels have."""
+    gate_up, silu, down = run.ops
+    rows, width = run.shape(silu.writes["out"])
+    depth = run.shape(gate_up.reads["x"])[1]
+    return (
+        gate_up.stage is silu.stage is down.stage is Stage.PREFILL
+        and silu.reads["gate_up"] == gate_up.writes["out"]
+        and down.reads["x"] == silu.writes["out"]
+        and has_prefill_gemm(card)
+        and rows % ROWS == 0
+        and rows <= MOST_ROWS
+        and width % WIDTH == depth % WIDTH == 0
+        and gates(2 * width, depth)
+    )
+
+
+def _fed(run: Run) -> list[str]:
+    return [run.op("linear").writes["out"], run.op("silu_mul").writes["out"]]
+
+
+def _gates_first(run: Run) -> dict[str, torch.Tensor]:
+    return {run.op("linear").weights["weight"]: gate_up_permutation(run.shape(run.op("silu_mul").writes["out"])[1])}
+
+
+def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
+    """Both GEMMs: the first one's epilogue leaves the activation as the second one reads it."""
+    gate_up, silu, down = run.ops
+    first, second = (binding.weights.matrix(op.weights["weight"]) for op in (gate_up, down))
+    given, activation = binding.arguments(gate_up), binding.arguments(silu)
+    taken = all(takes(binding.prefill_chunk, weight, binding.card) for weight in (first, second))
+    if not taken or first.tile_format != BF16_TILES:
+        return [*prefill_linear(binding, gate_up), *silu_mul(**activation), *prefill_linear(binding, down)]
+    rows, out = given["x"].shape[0], binding.arguments(down)["out"]
+    arranged = binding.workspace(*gemm_workspaces(rows, first.rows, first.columns)[0])
+    activated = binding.workspace(*activation_workspace(rows, second.columns))
+    partials = binding.workspace(*gemm_workspaces(rows, second.rows, second.columns)[1])
+    return [
+        *arrange(x=given["x"], out=arranged),
+        *gated_prefill_gemm(
+            arranged=arranged, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
+            out=activated, card=binding.card,
+        ),
+        *arranged_prefill_gemm(
+            arranged=activated, weight=second, bias=binding.bias(down),
+            columns=binding.weights.runs(down.weights["weight"]), partials=partials, out=out, card=binding.card,
+        ),
+    ]  # fmt: skip
+
+
 def _by_unpacked(
     x: torch.Tensor,
     *,
@@ -117,3 +177,6 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tens
         return
     for rows, results in zip(x.split(chunk), out.split(chunk), strict=True):
         torch.mm(rows, weight.t(), out_dtype=torch.float32, out=results)
+
+
+PREFILL_FUSIONS = (Fusion("gated ffn", "linear silu_mul linear", 2, _gated_ffn, _feeds, _fed, _gates_first),)

@@ -31,7 +31,7 @@ __all__ = ["CaseRun", "Samples", "room_of"]
 CHURN_FACTOR = 4  # requests a slot of a churning repeat
 CANCELLED = 8  # of them, every eighth is cancelled half-way
 LOOP_ROOM = 512  # steps that a loop on the device may run before the host stops it
-PER_CHUNK = RuntimeConfig.prefill_chunk * RuntimeConfig.max_prefill_chunks
+PER_CHUNK = RuntimeConfig.prefill_chunk  # a prompt may run a chunk at a time while others decode (max_stall_ms)
 
 
 def room_of(case: Case, scenario: Scenario, *, device_loop: bool, strict: bool = False) -> int:

@@ -1,11 +1,13 @@
 """Launches that a card cuts, collected by lowering programs; and the calls of each under any of its plans.
 
 A launch is timed with the calls that its plan brings along: those of its group, as a GEMM whose segments are added up
-by another kernel. Where a group has several such launches, each is timed alone, unless they have one plan together.
+by another kernel. Where a group has several such launches, each is timed with the calls behind it alone, unless they
+have one plan together.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.kernels.toolchain.kernel import Card, KernelCall
@@ -53,10 +55,14 @@ class Shape:
         return self.kind, self.key
 
 
-def stage_tag(group: LoweredGroup, pair: PairPrograms) -> str:
-    """The place of a group in a step: `BASE_QKV`, `EAGLE3_FFN_DOWN`, `EAGLE3_LM_HEAD_SMALLVOC`, `PREFILL_O`."""
+def stage_tag(group: LoweredGroup, pair: PairPrograms, number: int = 0) -> str:
+    """The place of a group in a step: `BASE_QKV`, `EAGLE3_FFN_DOWN`, `EAGLE3_LM_HEAD_SMALLVOC`, `PREFILL_O`.
+
+    number  of its launches; a group of several GEMMs has a launch of each, in order
+    """
     experts = (op for op in group.ops if "experts" in op.kind)
-    op = next(experts, None) or next((op for op in group.ops if op.kind == "linear" or op.kind in KERNELS), None)
+    others = [op for op in group.ops if op.kind == "linear" or op.kind in KERNELS]
+    op = next(experts, None) or (others[min(number, len(others) - 1)] if others else None)
     part = group.name.upper() if op is None else _part(op)
     drafts = op is not None and op.weights.get("weight", "").startswith("head.")
     if group.stage is Stage.PREFILL:
@@ -90,13 +96,13 @@ def collect(pairs: Iterable[PairPrograms], card: Card, kinds: Sequence[str]) -> 
     for pair in pairs:
         for program in pair.programs:
             for group in pair.groups(program, plain):
-                for call in _planned(group):
+                for number, call in enumerate(_planned(group)):
                     planned = call.planned
                     if planned is None or planned.kind not in kinds:
                         continue
                     place = planned.kind, planned.key
                     shape = found.setdefault(place, Shape(*place, planned.candidates, (pair, program)))
-                    tag = stage_tag(group, pair)
+                    tag = stage_tag(group, pair, number)
                     if tag not in shape.stages:
                         shape.stages.append(tag)
     return list(found.values())
@@ -137,5 +143,12 @@ def _calls(groups: Iterable[LoweredGroup]) -> dict[tuple[str, str], tuple[Kernel
         places = [(call.planned.kind, call.planned.key) for call in cut if call.planned is not None]
         for call, place in zip(cut, places, strict=True):
             alone = len(set(places)) > 1 or (len(places) > 1 and not kinds <= TOGETHER)
-            found.setdefault(place, (call,) if alone else group.kernel_calls)
+            found.setdefault(place, _behind(group, call) if alone else group.kernel_calls)
     return found
+
+
+def _behind(group: LoweredGroup, call: KernelCall) -> tuple[KernelCall, ...]:
+    """A launch and those behind it, up to the next that a card cuts."""
+    place = next(place for place, each in enumerate(group.kernel_calls) if each is call)
+    later = group.kernel_calls[place + 1 :]
+    return (call, *takewhile(lambda each: each.planned is None, later))

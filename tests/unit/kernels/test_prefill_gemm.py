@@ -19,7 +19,7 @@ from lowlat.kernels.gemm.prefill.plan import has_prefill_gemm, partials_shape, p
 from lowlat.kernels.toolchain.kernel import H200, Card
 
 MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (5120, 2880), (2880, 4096), (200, 72), (8, 8))
-ROWS = range(64, 1025, 64)
+ROWS = (*range(64, 1025, 64), 2048, 4096)
 
 
 def arranged_by_hand(x: torch.Tensor) -> torch.Tensor:
@@ -74,8 +74,10 @@ def test_arranging_walked(rows: int, columns: int) -> None:
 
 
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("mxfp4", "fp8", "int4", "nvfp4"))
-PARTS = ("activation_layout", "split_k_sum", "weight_steps", "plan", "mainloop", "gemm")
-NAMES = ("common.handover", *FRAGMENTS, *(f"gemm.prefill.{part}" for part in PARTS))
+PARTS = (
+    *("activation_layout", "split_k_sum", "weight_steps", "plan", "mainloop", "large_tile", "gated_epilogue", "gemm"),
+)
+NAMES = ("common.handover", "common.activation", *FRAGMENTS, *(f"gemm.prefill.{part}" for part in PARTS))
 TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
 
 
@@ -101,10 +103,14 @@ def packed_weight(name: str, width: int, depth: int, order: torch.Tensor) -> tup
         later("fp8", 128, 136, 200, (2, 2), (128, 1, 3, False)),
         later("bf16", 256, 264, 72, (1, 2), (128, 1, 2, False)),
         ("fp8_block", 128, 136, 120, (1, 2), (128, 2, 2, False)),
+        later("bf16", 512, 24, 200, (2, 2), (256, 1, 3, False)),
+        later("bf16", 256, 24, 248, (2, 2), (256, 1, 2, True)),
+        later("bf16", 256, 264, 72, (1, 3), (256, 1, 2, False, True)),
+        ("bf16", 512, 24, 136, (2, 2), (256, 1, 2, False, True)),
     ],
 )
 def test_products_walked(
-    held: str, rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[int, int, int, bool],
+    held: str, rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[Any, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """On a card of two multiprocessors, so that blocks have several units; numbers of a quantised weight in bf16."""
@@ -113,10 +119,10 @@ def test_products_walked(
     packed, weight = packed_weight(held, width, depth, order)
     bias, walker, out = bias.bfloat16(), Walker(), torch.full((rows, width), torch.nan)
     arranged = torch.full(arranged_shape(rows, depth), torch.nan, dtype=torch.bfloat16)
-    with walkable_groups(walker, *NAMES) as (*_, plans, _, module):
+    with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
         for each in (plans, module):
             monkeypatch.setattr(each, "segments_of", lambda *_: segments)
-        plan = plans.PrefillGemmPlan(*cut, packed.tile_format.step_bytes)
+        plan = plans.PrefillGemmPlan(*cut[:4], packed.tile_format.step_bytes, cut[4:] == (True,))
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
         partials = torch.full((segments[0] if plan.apart else 0, rows, width), torch.nan)
         calls = module.prefill_gemm(
@@ -126,6 +132,32 @@ def test_products_walked(
         walker.run(*calls)
     want = x.double() @ weight.t() + bias.double()
     assert float((out.double() - want).norm() / want.norm()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "cut"), [(128, 72, (64, 1, 2, False)), later(256, 136, (256, 1, 2, False, True))]
+)
+def test_gated_products_walked(rows: int, inner: int, cut: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of the product, its activation and their arrangement one by one; dead rows and further columns zero."""
+    depth, order = 72, gate_up_permutation(inner)
+    weight, x = torch.randn(2 * inner, depth).bfloat16(), torch.randn(rows, depth).bfloat16()
+    weight[:4] *= 20
+    bias, walker, row_live = torch.randn(2 * inner).bfloat16(), Walker(), (torch.arange(rows) % 5 > 0).byte()
+    arranged = arranged_by_hand(x)
+    product, out = torch.full((rows, 2 * inner), torch.nan), torch.full(arranged_shape(rows, inner), torch.nan)
+    out = out.bfloat16()
+    with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
+        monkeypatch.setattr(module, "segments_of", lambda *_: (1, 2))
+        plan = plans.PrefillGemmPlan(*cut[:4], paired=cut[4:] == (True,))
+        monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
+        given = {"arranged": arranged, "weight": pack(weight, order), "bias": bias[order], "card": TWO_BLOCKS}
+        walker.run(*module.arranged_prefill_gemm(**given, columns=runs_of(order), out=product, plan=plan))
+        walker.run(*module.gated_prefill_gemm(**given, row_live=row_live, out=out, plan=plan))
+    gate, up = product.split(inner, 1)
+    want = (gate / (1 + torch.exp(-gate)) * up).bfloat16() * row_live[:, None].bool()
+    assert torch.equal(product.isfinite(), torch.ones_like(product, dtype=torch.bool))
+    assert torch.allclose(out.float(), arranged_by_hand(want).float(), rtol=2**-7, atol=1e-30)
+    assert float((out == arranged_by_hand(want)).float().mean()) > 0.99
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -180,7 +212,7 @@ def test_segments_know_no_card_and_no_rows() -> None:
     ("rows", "width", "depth", "card", "message"),
     [
         (32, 64, 64, H200, "multiple of 64 rows"),
-        (1088, 64, 64, H200, "up to 1024"),
+        (4160, 64, 64, H200, "up to 4096"),
         (64, 60, 64, H200, "multiples of 8"),
         (64, 64, 60, H200, "multiples of 8"),
         (64, 64, 64, B200, "capability 9.0, not 10.0"),

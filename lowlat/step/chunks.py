@@ -1,0 +1,21 @@
+"""Numbers of a prompt's chunks that run at once: those that have a program, and those that run next."""
+
+from collections.abc import Sequence
+
+__all__ = ["chunk_counts", "chunks_at_once"]
+
+
+def chunk_counts(most: int) -> tuple[int, ...]:
+    """How many chunks of a prompt may run at once, ascending: 1, 2, 3, 4, 6, 8, 12, ... up to the most."""
+    return tuple(sorted({min(odd << shift, most) for odd in (1, 3) for shift in range(most.bit_length())}))
+
+
+def chunks_at_once(left: int, most: int, counts: Sequence[int]) -> int:
+    """How many of the chunks that are left run next: at most so many, by programs of `counts`, of which one is 1.
+
+    A program of a chunk more is taken for all that are left, and else one that they fill: to read the weights once more
+    takes less than to multiply two chunks of nothing.
+    """
+    fitting = [count for count in counts if count <= most]
+    least = min((count for count in fitting if count >= left), default=left + 2)
+    return left if least - left <= 1 else max(count for count in fitting if count <= left)
