@@ -1,6 +1,5 @@
 """A headless Chromium, driven by the DevTools protocol over a pair of pipes."""
 
-import base64
 import itertools
 import json
 import os
@@ -63,10 +62,6 @@ class Page:
             assert time.monotonic() < end, (expression, self.evaluate("document.body?.innerText"))
             time.sleep(0.02)
         return value
-
-    def screenshot(self, path: Path) -> None:
-        """A picture of what is seen, as PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._unread:

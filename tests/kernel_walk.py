@@ -175,9 +175,6 @@ class Walker:
     def _sync_block(self) -> None:
         self._meet("syncthreads", _this().home.launch.threads)
 
-    def _sync_some(self, barrier: int, count: int) -> Callable[[], None]:
-        return lambda: self._meet(f"barrier {barrier} of {count}", count)
-
     def _count(self, vote: int) -> int:
         home = _this().home
         return sum(self._fibers.exchange(("count", home.key), home.launch.threads, int(vote)))
@@ -373,7 +370,6 @@ class Walker:
             "barrier_arrive": self.arrive,
             "barrier_is_over": self._is_over,
             "barrier_is_over_soon": self._is_over,
-            "sync_threads": self._sync_some,
             "sync_warp": warp.sync,
             "trap": self._trap,
             "lanes_of_same": warp.same,

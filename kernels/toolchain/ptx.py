@@ -85,7 +85,6 @@ __all__ = [
     "store_shared_f32",
     "store_shared_tiles",
     "store_shared_u32",
-    "sync_threads",
     "sync_warp",
     "trap",
     "varying",
@@ -262,11 +261,6 @@ ballot = instruction(
 )
 lanes_of_same = instruction("match.any.sync.b32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
 count_bits = instruction("popc.b32 $0, $1;", u32, (u32,), pure=True)
-
-
-def sync_threads(barrier: int, count: int) -> Any:
-    """An intrinsic that waits for `count` threads of a block at one of 16 barriers; 0 is `syncthreads`' own."""
-    return instruction(f"bar.sync {barrier}, {count};", None, (), together=True)
 
 
 def copies_wait(pending: int) -> Any:

@@ -37,11 +37,13 @@ def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
                     ptx.copy_async_16_once(uint32(place + uint32(at)), words + at)
         if has_scales:
             whole = uint32(part) if even else min(uint32(part), count)
-            for turn in range(turns):
-                if uint32(lane + uint32(32 * turn)) < uint32(whole * uint32(scale_bytes // 16)):
-                    at = part * step_bytes + turn * PIECE_BYTES
-                    source = scales + int64(number) * scale_bytes + turn * PIECE_BYTES
-                    ptx.copy_async_16_once(uint32(place + uint32(at)), source)
+            own, lanes = scales + int64(number) * scale_bytes, uint32(whole * uint32(scale_bytes // 16))
+            if lane < lanes:  # as a turn of the loop, the assembler makes this one wrong for capability 10.0
+                ptx.copy_async_16_once(uint32(place + uint32(part * step_bytes)), own)
+            for turn in range(1, turns):
+                if uint32(lane + uint32(32 * turn)) < lanes:
+                    at = turn * PIECE_BYTES
+                    ptx.copy_async_16_once(uint32(place + uint32(part * step_bytes + at)), own + at)
 
     return fetch
 
