@@ -55,8 +55,8 @@ def _plain_config(geometry: str) -> ModelConfig:
 
 def table_weights(model: TableModel, device: torch.device, seed: int = 0) -> WeightSource:
     """A target's random weights, made as they are streamed."""
-    plain = RandomWeights(_plain_config(model.geometry), seed, device)
-    return plain if model.quantiser is None else QuantisedWeights(plain, model.quantiser)
+    plain, quantiser = RandomWeights(_plain_config(model.geometry), seed, device), model.config.quantiser
+    return plain if quantiser is None else QuantisedWeights(plain, quantiser)
 
 
 def table_shapes(model: TableModel, case: Case) -> StepGeometry:

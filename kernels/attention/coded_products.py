@@ -4,7 +4,7 @@ A lane reads 16 codes of a key at once, and of values a transposed matrix of pai
 positions. Either way a word's codes 0 and 2 are one operand and codes 1 and 3 another: queries are rearranged alike,
 and sums of 8 dimensions are those of every other one of 16.
 
-Estimate for heads of 128, 16 positions and a tile of query rows, of a warp: 32 words a lane at 8 instructions, 256 in
+Estimate for heads of 128, 16 positions and a tile of query rows, of a warp: 32 words a lane at 9 instructions, 288 in
 all, beside some 350 that keys and values in bf16 take as well, for 4 KiB in place of 8; no read meets a bank conflict.
 """
 

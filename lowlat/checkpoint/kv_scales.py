@@ -1,8 +1,9 @@
 """Scales of a KV cache of 8 bits, as quantised checkpoints store them beside the weights of attention.
 
 Names: `self_attn.k_scale` and `self_attn.v_scale` (compressed-tensors), `self_attn.k_proj.k_scale` and
-`self_attn.v_proj.v_scale` (ModelOpt); a single `self_attn.kv_scale` is of both. One number of a layer is every KV
-head's. A number of the cache is its code times the scale.
+`self_attn.v_proj.v_scale` (ModelOpt), of older exports of both `self_attn.k_proj.output_scale` and
+`self_attn.v_proj.output_scale`; a single `self_attn.kv_scale` is of both. One number of a layer is every KV head's. A
+number of the cache is its code times the scale.
 """
 
 import torch
@@ -19,7 +20,10 @@ LayerScales = tuple[tuple[float, ...], tuple[float, ...]]  # of keys and of valu
 def kv_scale_names(layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names that the scales of a layer's keys, and of its values, may have; the first that is there holds."""
     owner = f"model.layers.{layer}.self_attn"
-    keys, values = ((f"{owner}.{p}_scale", f"{owner}.{p}_proj.{p}_scale", f"{owner}.kv_scale") for p in "kv")
+    keys, values = (
+        (f"{owner}.{p}_scale", f"{owner}.{p}_proj.{p}_scale", f"{owner}.kv_scale", f"{owner}.{p}_proj.output_scale")
+        for p in "kv"
+    )
     return keys, values
 
 

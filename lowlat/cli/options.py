@@ -16,6 +16,7 @@ from lowlat.options.request import SamplingParams
 __all__ = [
     "CURVE_HELP",
     "DIRECTORY",
+    "STORED",
     "GroupedCommand",
     "IntegerList",
     "as_json",
@@ -40,6 +41,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DIRECTORY = click.Path(path_type=Path)  # a missing one is the loader's to refuse, with its own message
 MAX_DIGITS = 20
 MAX_OPTION_BYTES = 1 << 20
+STORED = ("quantize", "quantize_lm_head", "kv_cache_dtype")  # options of how a target's numbers are held
 CURVE_HELP = "Folder with server.key and client.key_secret, for tcp://."
 
 

@@ -13,8 +13,7 @@ from lowlat.errors import ConfigError
 from lowlat.executors.lowering.weight_parts import MatrixParts
 from lowlat.kernels.formats import matrix_format
 from lowlat.kernels.formats.dense import pack_matrix
-from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS, PackedMatrix, pack, runs_of
-from lowlat.kernels.gemm.tiles import BF16_TILES
+from lowlat.kernels.gemm.packing import PackedMatrix, pack, runs_of
 from lowlat.kernels.moe.packing import PackedExperts, pack_experts
 
 __all__ = ["DeviceWeights"]
@@ -93,12 +92,6 @@ class DeviceWeights:
         if name not in self._packed:
             raise ConfigError(f"weight {name} is missing, or no GEMM reads it")
         return self._packed[name]
-
-    @property
-    def most_unpacked(self) -> int:
-        """Numbers of the largest quantised matrix, padded to whole tiles; 0 where all are plain."""
-        quantised = [each.tiles for each in self._packed.values() if each.tile_format != BF16_TILES]
-        return max((tiles.shape[0] * tiles.shape[1] * TILE_ROWS * TILE_COLUMNS for tiles in quantised), default=0)
 
     def shape(self, name: str) -> torch.Size:
         """The shape of a matrix, of a stack of experts or of anything that is not packed.

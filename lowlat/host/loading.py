@@ -8,6 +8,7 @@ must be known in time to go on without it. Nothing half-loaded stays behind.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -24,14 +25,8 @@ from lowlat.host.perf import check_device, check_launches
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.program import Program
-from lowlat.models.target import (
-    OpenedTarget,
-    code_kv,
-    fetch_target,
-    open_target,
-    quantise_target,
-    target_recipes,
-)
+from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
+from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator
@@ -227,7 +222,7 @@ def make_geometry(
     worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
     num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     simulated = speculative if speculator is not None else None
-    weight_bytes = float(sum(recipe.num_bytes for recipe in target_recipes(config)))
+    weight_bytes = float(sum(prod(shape) * dtype.itemsize for shape, dtype in weight_plan(config).values()))
     partial = None if simulated is None else partial_kv(simulated, options, config, max_rows, weight_bytes)
     path_width = max(topology.path_width for topology in topologies.values())
     if partial is not None and partial.lossless:

@@ -106,6 +106,13 @@ def test_bytes_of_a_mixture_in_any_format(weights: str, giga: float) -> None:
     assert program_bytes(program, weight_sizes(made.config), [8192.0], 8 / 128) / 1e9 == pytest.approx(giga, abs=1e-3)
 
 
+def test_a_table_s_weights_are_rounded_in_the_groups_that_its_layers_allow() -> None:
+    made = bench("table_step").TableModel("gpt-oss-20b", "int4")
+    weights = bench("table_step").table_weights(made, torch.device("cpu"))
+    shape = next(part.shape for name, part in weights.shapes().items() if name == "layers.0.qkv.int4_scales")
+    assert made.config.quantiser.group == 64 and shape[1] == 2880 // 64
+
+
 @pytest.mark.parametrize("depth", [0, 3])
 def test_bytes_of_a_step_are_those_of_the_dense_benchmark(tiny: tuple[Runtime, Runtime], depth: int) -> None:
     cases = bench("dense_cases")

@@ -20,7 +20,7 @@ from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket
 from lowlat.kernels.reference.attention.attention import attention, prefill_attention
 from lowlat.kernels.reference.attention.kv_codes import dequantised_kv, quantised_kv
-from lowlat.models.target import open_target
+from lowlat.models.target import code_kv, open_target
 
 OPTIONS: dict[str, Any] = {"max_batch": 3, "max_context": 96, "block_size": 4, "prefill_chunk": 8, "device": "cpu"}
 CODES: dict[str, Any] = {**OPTIONS, "dtype": "bfloat16", "kv_cache_dtype": "fp8"}
@@ -169,5 +169,17 @@ def test_scales_that_cannot_be_are_refused(scale: torch.Tensor, message: str, pa
         "kv_cache_scheme": scheme,
         "config_groups": {},
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert open_target(tmp_path).config.quantisation is None, "weights are plain where the cache alone is quantised"
+    modelopt = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    for alone in (config["quantization_config"], modelopt):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": alone}))
+        assert open_target(tmp_path).config.quantisation is None, "weights are plain where the cache alone is quantised"
+
+
+@pytest.mark.parametrize("name", ["{}_proj.output_scale", "kv_scale"])
+def test_older_names_of_scales_are_read(name: str, pair: PairPaths, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((pair.target / "config.json").read_bytes())
+    tensors = {key: each for key, each in load_file(pair.target / "model.safetensors").items() if "_scale" not in key}
+    scales = {f"model.layers.1.self_attn.{name.format(part)}": torch.tensor(0.25) for part in "kv"}
+    save_file(tensors | scales, tmp_path / "model.safetensors")
+    config = code_kv(open_target(tmp_path)).config
+    assert config.coded_kv is not None and {*map(sum, config.coded_kv.scales[1])} == {0.25 * config.num_kv_heads}

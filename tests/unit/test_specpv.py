@@ -17,10 +17,13 @@ from tiny_models import PairPaths, make_pair, make_target
 
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
 from lowlat.errors import ConfigError, RequestError
+from lowlat.host.loading import make_geometry
 from lowlat.host.memory.partial import PartialSlots
 from lowlat.models.partial_kv import PartialKV, partial_kv
 from lowlat.models.program import Op
+from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.tools.bench.geometry import random_target, read_geometries
+from lowlat.tools.tune.pairs import random_pair, rounded_pair
 
 OPTIONS: dict[str, Any] = {"max_batch": 3, "max_context": 160, "block_size": 4, "prefill_chunk": 8, "dtype": "float32"}
 SPECPV: dict[str, Any] = {
@@ -273,6 +276,18 @@ def test_lossless_begins_where_it_pays_by_bytes(tmp_path: Path, batch: int, cont
         lossless = replace(lossless, specpv_partial_threshold=8192)
     sizes = partial_kv(lossless, options, config, 8, 16e9)
     assert sizes is not None and (sizes.threshold, sizes.buffer) == (1024 * (begins or 8), 31)
+
+
+def test_lossless_begins_sooner_where_weights_are_rounded(tmp_path: Path) -> None:
+    pair, options = random_pair("llama-8b", tmp_path), RuntimeConfig(max_batch=1, max_context=131072, quantize="fp8")
+    lossless = SpeculativeConfig("head", enable_specpv=True, specpv_lossless=True)
+    topologies = {depth: TreeTopology.chain(depth) for depth in (0, 3)}
+    found = [
+        make_geometry(each.config, each.speculator, topologies, options, lossless).partial
+        for each in (pair, rounded_pair(pair, options))
+    ]
+    plain, rounded = (each.threshold for each in found if each is not None)
+    assert 0.5 * plain < rounded < 0.65 * plain
 
 
 @given(st.integers(0, 1 << 30), st.integers(1, 8))

@@ -277,6 +277,8 @@ def test_the_command_lists_launches_and_plans_without_a_card(pair: Pair) -> None
     assert {stage for each in rounded if "weights=fp8" not in each["key"] for stage in each["stages"]} == {
         "BASE_LM_HEAD"
     }
+    coded = answer("tune", "attention", *options[2:], "--json", "--kv-cache-dtype", "fp8")["shapes"]
+    assert coded and all("coded=" in each["key"] for each in coded)
     shown = lowlat(*options, "--geometry", "tiny-experts").output
     assert "EAGLE3_LM_HEAD_SMALLVOC" in " ".join(shown.split()) and "launches of tiny-experts" in shown
     assert "needs an NVIDIA card" in refusal("tune", "--device", "cpu")

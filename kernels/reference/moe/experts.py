@@ -140,11 +140,12 @@ def experts_gate_up(
     Raises ShapeError for shapes that do not fit.
     """
     rows, count = expert_ids.shape
-    width = 2 * out.shape[2]
+    parts = _given(weight, blocks, scales)
+    _, width, depth = format_of(parts).shape(parts)
     check_shape("out", out, rows, count, width // 2)
-    check_shape("x", x, rows, x.shape[1])
+    check_shape("x", x, rows, depth)
     source = torch.arange(rows * count, device=x.device) // count
-    products = _products(x, source, expert_ids, width, bias, _given(weight, blocks, scales), row_block)
+    products = _products(x, source, expert_ids, width, bias, parts, row_block)
     flat = out.view(rows * count, -1)
     flat.zero_()
     for pair, expert in enumerate(expert_ids.reshape(-1).tolist()):
@@ -189,11 +190,13 @@ def experts_down(
     `experts_gate_up`. Raises ShapeError for shapes that do not fit.
     """
     rows, count = expert_ids.shape
-    check_shape("out", out, rows, out.shape[1])
-    check_shape("activated", activated, rows, count, activated.shape[2])
+    parts = _given(weight, blocks, scales)
+    _, width, depth = format_of(parts).shape(parts)
+    check_shape("out", out, rows, width)
+    check_shape("activated", activated, rows, count, depth)
     source = torch.arange(rows * count, device=activated.device)
     inputs = activated.reshape(rows * count, -1)
-    products = _products(inputs, source, expert_ids, out.shape[1], bias, _given(weight, blocks, scales), row_block)
+    products = _products(inputs, source, expert_ids, width, bias, parts, row_block)
     products = products.reshape(rows, count, -1)
     out.zero_()
     for rank in range(count):

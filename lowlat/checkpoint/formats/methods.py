@@ -137,9 +137,11 @@ def _parse_fp8(fields: Fields) -> Quantisation:
     return Quantisation(fields.label, (rule,), Names.parse(fields.label, ["lm_head", *names]))
 
 
-def _parse_modelopt(fields: Fields) -> Quantisation:
+def _parse_modelopt(fields: Fields) -> Quantisation | None:
     fields.refuse_unless("quant_method", ("modelopt", "modelopt_fp4"), "ModelOpt's exports")
     algorithm = fields.optional_string("quant_algo")
+    if algorithm is None and fields.raw("kv_cache_quant_algo"):
+        return None  # the cache alone is quantised
     for key in ("producer", "kv_cache_quant_algo", "kv_cache_scheme", "config_groups", "has_zero_point"):
         fields.raw(key)
     fields.refuse_unless("pre_quant_scale", (False,), "inputs that are not scaled")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import print_json, print_table, progress_bar
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled, record_options
+from lowlat.cli.options import DIRECTORY, STORED, IntegerList, as_json, bundled, given_options, record_options
 from lowlat.errors import ConfigError
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 
@@ -34,7 +34,7 @@ WHAT = ("gemm", "experts", "attention", "all")
     help="Published shapes, as `lowlat bench run` knows them; `bundled`: the bundled pair.  [default: bundled, without "
     "--model]",
 )
-@record_options(RuntimeConfig, "quantize", "quantize_lm_head")
+@record_options(RuntimeConfig, *STORED)
 @record_options(SpeculativeConfig, "draft_quantize")
 @click.option("--batch", type=IntegerList(), default=(1, 2, 4, 8), metavar="N,N", help="Slots.  [default: 1,2,4,8]")
 @click.option(
@@ -95,7 +95,7 @@ def command(
     if not sizes.batches or min(sizes.batches) < 1 or min(sizes.depths, default=-1) < 0:
         raise click.UsageError("--batch takes slots from 1 on, -S depths from 0 on")
     with tempfile.TemporaryDirectory(prefix="lowlat-tune-") as scratch:
-        options = RuntimeConfig(quantize=values["quantize"], quantize_lm_head=bool(values["quantize_lm_head"]))
+        options = RuntimeConfig(**given_options({name: values[name] for name in STORED}, RuntimeConfig))
         pairs = [
             rounded_pair(pair, options, values["draft_quantize"])
             for pair in _pairs(model, head, geometries, Path(scratch))

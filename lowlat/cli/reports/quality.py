@@ -7,12 +7,11 @@ from typing import Any
 import msgspec
 
 from lowlat.cli.console import print_table, progress_bar
+from lowlat.cli.options import STORED
 from lowlat.cli.running import load_runtime
 from lowlat.tools.quality import OPTIONS, measure_quality, read_text
 
 __all__ = ["print_quality", "run_quality"]
-
-STORED = ("quantize", "quantize_lm_head", "kv_cache_dtype")  # options of how numbers are stored: MODEL's alone
 
 
 def run_quality(

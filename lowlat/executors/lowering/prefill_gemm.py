@@ -8,6 +8,7 @@ multiplies a whole chunk at a time, padded where there are fewer rows.
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -63,7 +64,7 @@ def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
     unpacked: torch.Tensor | None = None
     if weight.tile_format != BF16_TILES:
         shape = unpacked_shape(weight.rows, weight.columns)
-        held = binding.workspace("prefill.unpacked", (binding.weights.most_unpacked,), torch.bfloat16)
+        held = binding.workspace("prefill.unpacked", (_most_unpacked(binding),), torch.bfloat16)
         unpacked = held[: shape[0] * shape[1]].view(shape)
         calls += unpack_weight(weight=weight, out=unpacked)
     arguments = {
@@ -71,6 +72,13 @@ def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
         "chunk": chunk, "out": given["out"],
     }  # fmt: skip
     return [*calls, LibraryCall("linear", _by_unpacked, arguments, is_fallback=True)]
+
+
+def _most_unpacked(binding: Binding) -> int:
+    """Numbers of the largest quantised matrix that the program multiplies by, unpacked; not of an LM head of decode."""
+    names = {op.weights["weight"] for op in binding.program.ops if op.kind == "linear" and op.stage is Stage.PREFILL}
+    matrices = [binding.weights.matrix(name) for name in names]
+    return max(prod(unpacked_shape(each.rows, each.columns)) for each in matrices if each.tile_format != BF16_TILES)
 
 
 def _by_packed(binding: Binding, op: Op, weight: PackedMatrix) -> Sequence[Call]:

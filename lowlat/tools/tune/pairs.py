@@ -29,7 +29,7 @@ from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.program import Program
-from lowlat.models.target import read_model_config, rounding
+from lowlat.models.target import coded, read_model_config, rounding
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import Speculator
@@ -99,13 +99,16 @@ def random_pair(name: str, directory: Path) -> Pair:
 
 
 def rounded_pair(pair: Pair, options: RuntimeConfig, draft: Literal["fp8", "int4"] | None = None) -> Pair:
-    """The pair with linear layers rounded at load, as `quantize`, `quantize_lm_head` and `draft_quantize` ask for.
+    """The pair with linear layers rounded at load, as `quantize`, `quantize_lm_head` and `draft_quantize` ask for, and
+    with a cache of codes where `kv_cache_dtype` does.
 
     Raises ConfigError for weights that are quantised already.
     """
     config, speculator = pair.config, pair.speculator
     if options.quantize is not None:
         config = rounding(config, Quantiser(options.quantize, options.quantize_lm_head), pair.name)
+    if options.kv_cache_dtype == "fp8":
+        config = coded(config)
     return Pair(pair.name, config, None if speculator is None else rounded_speculator(speculator, draft))
 
 

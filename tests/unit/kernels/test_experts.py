@@ -122,6 +122,11 @@ def test_extreme_rows_stay_finite_and_errors_are_named() -> None:
     ids, bias = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(4, 32)
     with pytest.raises(ShapeError, match="blocks and scales"):
         experts_gate_up(torch.zeros(1, 32), ids, bias, out=torch.zeros(1, 2, 16), limit=7.0, alpha=1.0)
+    weight = torch.zeros(4, 32, 24)
+    with pytest.raises(ShapeError, match="x must have shape"):
+        experts_gate_up(torch.zeros(1, 32), ids, weight=weight, out=torch.zeros(1, 2, 16))
+    with pytest.raises(ShapeError, match="out must have shape"):
+        experts_down(torch.zeros(1, 2, 24), ids, torch.ones(1, 2), weight=weight, out=torch.zeros(1, 30))
     with pytest.raises(ShapeError, match="5 experts"):
         out = torch.zeros(1, 5)
         router(torch.zeros(1, 32), torch.zeros(4, 32), bias[:, 0], expert_ids=out.int(), expert_weights=out)
