@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "prompts": len(prompts),
         "chat": options.chat,
         "quality_text": "lowlat/demo/prompts.json, all prompts",
+        "quality_tokens": options.quality_tokens,
     }
     known = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
     kept = [row for row in known.get("rows", []) if row["pair"] != options.name]
