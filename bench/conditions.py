@@ -2,14 +2,13 @@
 
 import gc
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.clock import Timed, percentile, time_waited
-from lowlat.tools.bench.machine import commit_at, driver
+from lowlat.tools.bench.machine import commit_at, driver, processor
 
 __all__ = ["SUMMARY", "release", "stamps_of", "summary_of", "write_json"]
 
@@ -29,7 +28,7 @@ def stamps_of(device: torch.device, commit: str = "") -> dict[str, Any]:
     cuda = device.type == "cuda"
     return {
         "commit": commit or commit_at(Path(__file__).parent) or "unknown",
-        "card": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+        "card": torch.cuda.get_device_name(device) if cuda else processor(),
         "driver": driver() if cuda else "",
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",

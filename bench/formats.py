@@ -1,7 +1,7 @@
 """Real acceptance of a pair in formats of 8 and 4 bits, beside what each format costs the target on a text.
 
     python -m bench.formats --out bench/results/cpu/formats.json
-    python -m bench.formats --name chat --target DIR --head lowlat/demo/chat_head --chat \
+    python -m bench.formats --name chat --target DIR --head lowlat/demo/chat_head --chat \\
         --prompts lowlat/demo/chat_prompts.json --limit 3 --max-tokens 48 --out bench/results/cpu/formats.json
 
 Weights are rounded at load. For each format of the target, and of the draft model, prompts are decoded greedily with
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "prompts": len(prompts),
         "chat": options.chat,
         "quality_text": "lowlat/demo/prompts.json, all prompts",
+        "quality_tokens": options.quality_tokens,
     }
     known = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
     kept = [row for row in known.get("rows", []) if row["pair"] != options.name]

@@ -2,16 +2,16 @@
 
     python -m bench.positions --device cpu --positions 128,512,1024,1792 --out positions.json       the bundled pair
     python -m bench.positions --model DIR --draft-model DIR --prompts FILE --positions 512,8192,32768,131072 \\
-        --draft-window 2048 --out positions.json
+        --draft-window 0,2048 --out positions.json
 
-A row is a place: drafts that were right by position of the draft, and tokens a step, of `--requests` texts that begin
-elsewhere in the file. Nothing is imposed. A text that the file does not fill is begun anew, which flatters acceptance:
-`distinct_tokens` tells the file's length. The bundled target has 2048 positions.
+A row is a place and a window: drafts that were right by position of the draft, and tokens a step, of `--requests` texts
+that begin elsewhere in the file. Nothing is imposed. A text that the file does not fill is begun anew, which flatters
+acceptance: `distinct_tokens` tells the file's length. The bundled target has 2048 positions.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {"device": options.device}, model=options.model, draft_model=options.draft_model, prompts=options.prompts
     )
     with opened as subject:
-        if options.draft_window is not None:
-            window = {"draft_window": options.draft_window}
-            subject = replace(subject, speculation={**(subject.speculation or {}), **window})
-        sizes = {"max_batch": 1, "max_context": max(options.positions) + options.tokens + options.depth + 1}
-        with subject.load(options.depth, **sizes) as runtime:
-            stamps = stamps_of(runtime.device_choice.device, options.commit)
-            rows = [{**_row(runtime, subject, position, options), **stamps} for position in sorted(options.positions)]
+        rows = [row for window in options.draft_window for row in _rows(subject, window, options)]
     write_json(options.out, {"rows": rows})
 
 
@@ -47,12 +41,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a target's directory; the bundled pair without it")
     parser.add_argument("--draft-model", type=Path)
-    parser.add_argument("--draft-window", type=int, help="tokens that the draft model attends to")
+    windows = parser.add_argument(
+        "--draft-window", default=(0,), help="tokens that the draft model attends to, with commas; 0: its own window"
+    )
     parser.add_argument(
         "--prompts", type=Path, help="the text; of the bundled pair its own prompts one after the other"
     )
     numbers = parser.add_argument("--positions", default=(128, 512, 1024, 1792), help="tokens of prompts, with commas")
-    numbers.type = lambda text: tuple(int(part) for part in text.split(","))
+    windows.type = numbers.type = lambda text: tuple(int(part) for part in text.split(","))
     parser.add_argument("--requests", type=int, default=4, help="texts of each length, of 8 at most")
     parser.add_argument("--tokens", type=int, default=96, help="that follow each")
     parser.add_argument("--depth", type=int, default=3, help="S")
@@ -61,6 +57,19 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args(arguments)
+
+
+def _rows(subject: Subject, window: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of all places, by one runtime."""
+    if window:
+        subject = replace(subject, speculation={**(subject.speculation or {}), "draft_window": window})
+    sizes = {"max_batch": 1, "max_context": max(options.positions) + options.tokens + options.depth + 1}
+    with subject.load(options.depth, **sizes) as runtime:
+        stamps = stamps_of(runtime.device_choice.device, options.commit)
+        for position in sorted(options.positions):
+            row = {**_row(runtime, subject, position, options), "draft_window": window or None, **stamps}
+            print(json.dumps(row), flush=True)
+            yield row
 
 
 def _row(runtime: Runtime, subject: Subject, position: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -74,20 +83,18 @@ def _row(runtime: Runtime, subject: Subject, position: int, options: argparse.Na
         found = runtime.metrics(request).speculation
         if found is not None:
             stats.merge(found)
-    row = {
+    return {
         "model": subject.name,
         "position": position,
         "requests": options.requests,
         "temperature": options.temperature,
         "num_speculative_tokens": options.depth,
-        "draft_window": options.draft_window,
         "distinct_tokens": len(subject.prompts.stream),
         "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
         "acceptance_by_position": [round(share, 3) for share in stats.acceptance_by_position[: options.depth]],
         "num_drafts": stats.num_drafts,
+        "simulated": False,
     }
-    print(json.dumps(row), flush=True)
-    return row
 
 
 if __name__ == "__main__":

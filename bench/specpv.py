@@ -8,8 +8,8 @@ SpecPV is lossy but for `--lossless`, of which a step is a cycle: what is propos
 the bundled pair, greedy, on its own texts: rows say which share of the tokens is the same, by place, as with full
 attention, and where each prompt's first other token comes. Other models are geometries with random weights: acceptance
 is imposed, in tokens a step, and the tokens mean nothing, so nothing is said of them. A row is a context, a budget
-(`specpv_n_retrieval_blocks`) and a number of partial steps between refreshes; the first of each context is full
-attention, by a runtime without SpecPV. One request at a time; times are the host's, from one step's tokens to the
+(`specpv_n_retrieval_blocks`), a number of partial steps between refreshes and a buffer; the first of each context is
+full attention, by a runtime without SpecPV. One request at a time; times are the host's, from one step's tokens to the
 next's, refreshes between them included.
 """
 
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--retrieval", type=int, nargs="+", default=[256], help="blocks that each head chooses")
     parser.add_argument("--refresh", type=int, nargs="+", default=[32], help="partial steps between refreshes")
     parser.add_argument("--threshold", type=int, default=4096)
-    parser.add_argument("--buffer", type=int, default=128, help="positions that partial steps may write")
+    parser.add_argument("--buffer", type=int, nargs="+", default=[128], help="positions that partial steps may write")
     parser.add_argument("--lossless", action="store_true", help="what they say is verified; of the bundled pair alone")
     parser.add_argument("--depth", type=int, default=3, help="S")
     parser.add_argument("--accept", type=float, default=3.0, help="tokens a step that are imposed")
@@ -103,12 +104,11 @@ def _settings(options: argparse.Namespace) -> list[dict[str, Any]]:
     common = {
         "enable_specpv": True,
         "specpv_partial_threshold": options.threshold,
-        "specpv_n_spec_tokens_buf": options.buffer,
         **({"specpv_lossless": True} if options.lossless else {}),
     }
-    sweep = [(blocks, steps) for blocks in options.retrieval for steps in options.refresh]
-    keys = ("specpv_n_retrieval_blocks", "specpv_full_refresh_steps")
-    return [{}, *({**common, **dict(zip(keys, pair, strict=True))} for pair in sweep)]
+    sweep = product(options.retrieval, options.refresh, options.buffer)
+    keys = ("specpv_n_retrieval_blocks", "specpv_full_refresh_steps", "specpv_n_spec_tokens_buf")
+    return [{}, *({**common, **dict(zip(keys, each, strict=True))} for each in sweep)]
 
 
 def _simulated(options: argparse.Namespace) -> dict[str, Any]:

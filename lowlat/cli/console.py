@@ -16,6 +16,7 @@ import click
 from lowlat.errors import ConfigError
 
 __all__ = [
+    "check_json_file",
     "format_bytes",
     "loading_bar",
     "log_to_stderr",
@@ -68,6 +69,16 @@ def log_to_stderr() -> Iterator[None]:
 def print_json(value: object) -> None:
     """Write one JSON object as one line of ASCII on stdout. Raises ValueError for NaN and infinities."""
     click.echo(json.dumps(value, allow_nan=False))
+
+
+def check_json_file(file: str | None) -> None:
+    """Raise ConfigError for a file that `write_json` could not write, before what it is to hold is measured."""
+    if file is None or file == "-":
+        return
+    path = Path(file)
+    if path.is_dir() or not path.parent.is_dir():
+        problem = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise ConfigError(f"{file} cannot be written: {problem}; name a file behind --json")
 
 
 def write_json(file: str, value: object) -> None:

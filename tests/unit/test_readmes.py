@@ -77,6 +77,21 @@ def test_what_is_said_of_grammars_is_in_their_files(repository: Path, pages: dic
             assert "| {:.2f} | {:+.1%} | {:+.1%} |".format(*gains) in page
 
 
+def test_acceptance_in_long_texts_is_its_files_own(repository: Path, pages: dict[str, str]) -> None:
+    folder, page = repository / "bench" / "results" / "cpu", " ".join(pages["bench/README.md"].split())
+    by_window: dict[int | None, list[float]] = {}
+    for row in json.loads((folder / "positions.json").read_text())["rows"]:
+        assert not row["simulated"] and row["commit"] in page
+        by_window.setdefault(row["draft_window"], []).append(row["mean_acceptance_length"])
+    assert set(by_window) == {None, 256}
+    assert all(" | ".join(f"{length:.2f}" for length in lengths) in page for lengths in by_window.values())
+    full, *lossless = json.loads((folder / "specpv_lossless.json").read_text())
+    assert full["commit"] in page and len(lossless) == 3
+    for row in lossless:
+        assert (row["agreement"], row["lossy"]) == (1, False) and f"{row['accept_length']:.1f}" in page
+    assert "{verified_tokens} tokens were proposed and {accepted_tokens} held".format(**lossless[0]) in page
+
+
 def test_figures_beside_the_table_are_those_of_bench(repository: Path, pages: dict[str, str]) -> None:
     """Every figure of the short table stands in the long ones, beside the same file."""
     short = pages["README.md"].split("| rows |")[1].split("\n\n")[0]

@@ -285,6 +285,7 @@ def test_the_command_lists_launches_and_plans_without_a_card(pair: Pair) -> None
     assert "heads of 64 or 128 dimensions" in refusal("tune", "--list", "--geometry", NOT_COVERED)
     assert "geometry 'x' is not known; there are" in refusal("tune", "--list", "--geometry", "x")
     assert "--draft-model needs --model" in refusal("tune", "--draft-model", "x")
+    assert "needs a draft model to round" in refusal("tune", "--model", "x", "--draft-quantize", "fp8")
     assert "--batch takes slots" in refusal("tune", "--batch", "0")
 
 

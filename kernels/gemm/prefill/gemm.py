@@ -43,7 +43,7 @@ __all__ = ["arranged_prefill_gemm", "examples", "gated_prefill_gemm", "gates", "
 
 @dataclass(frozen=True)
 class Beside:
-    """What a GEMM's epilogue has: a bias, the columns of the output, gates and ups."""
+    """The parts of a GEMM's epilogue: a bias, the columns of the output, gates and ups."""
 
     bias: bool
     columns: bool

@@ -5,7 +5,7 @@ copies its own tile of weights, and the first warp the rows of x, when all have 
 Segments of K are added up in the output, by the thread that stores them. Copies run on across the tiles of a block.
 
 Two blocks of a cluster may have the same rows: each copies half of them to both, so that fewer bytes come from the L2.
-What was multiplied is then told to both.
+A warp that has multiplied a step tells both, since either may then write over it.
 """
 
 from collections.abc import Callable
@@ -144,7 +144,7 @@ def _make_run(plan: PrefillGemmPlan, handover: Handover, send_next: Any) -> Any:
 def make_multiply(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Callable[..., Any]) -> Any:
     """A function of a warpgroup: copy and multiply all steps of a block's units, and hand the sums to `finish`.
 
-    They are those of a unit, or of each of its segments in turn.
+    The sums are those of a unit, or of each of its segments in turn.
 
     It waits for the kernel before, and copies weights until then. `given`: weights, rows, how many of these, tiles of
     them, units, blocks, and the policy of the weights' copies.

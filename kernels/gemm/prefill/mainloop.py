@@ -1,6 +1,6 @@
-"""The main loop of a prefill GEMM: one warp copies steps to shared memory, two warpgroups multiply them.
+"""The main loop of a prefill GEMM: four warps copy steps to shared memory, two warpgroups multiply them.
 
-A stage holds the rows of x, as `arrange_activations` left them, then the tiles of the weights. Copies run on across
+A stage holds the rows of x, as `arrange` left them, then the tiles of the weights. Copies run on across
 the tiles of a block, and before the kernel before this one has ended they are of weights alone.
 """
 

@@ -30,7 +30,7 @@ def add_segments(
     """Add up the sums of segments, in one launch.
 
     partials  [S, M, N]  float32
-    scales    [N]        float32 or more, in the partials' order; None: ones
+    scales    [N]        float32, in the partials' order, of which more may follow; None: ones
     bias      [N]        bf16, or None
     columns   [N / 8]    int32: the column of out at which eight columns of the partials begin; None: the same
     out       [M, N]     float32, out: zero plus the segments one by one, times the scale, plus the bias, each rounded

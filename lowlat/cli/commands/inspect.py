@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowlat.cli.console import format_bytes, print_json, print_table, write_json
+from lowlat.cli.console import check_json_file, format_bytes, print_json, print_table, write_json
 from lowlat.cli.options import (
     DIRECTORY,
     IntegerList,
@@ -337,6 +337,7 @@ def quality(
     """
     from lowlat.cli.reports.quality import print_quality, run_quality
 
+    check_json_file(json_file)
     found = run_quality(model or bundled("target"), against, text, max_tokens, given_options(values, RuntimeConfig))
     if json_file is None:
         print_quality(found)

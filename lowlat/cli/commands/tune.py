@@ -87,6 +87,8 @@ def command(
     """
     if head is not None and model is None:
         raise click.UsageError("--draft-model needs --model")
+    if values["draft_quantize"] and model is not None and head is None and not geometries:
+        raise click.UsageError("--draft-quantize needs a draft model to round: --draft-model")
     if tiles and not only_list:
         raise click.UsageError("--tiles needs --list")
     from lowlat.tools.tune.pairs import Sizes, rounded_pair

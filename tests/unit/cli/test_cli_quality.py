@@ -76,7 +76,8 @@ def test_a_target_is_itself_and_reports_have_two_forms(tmp_path: Path) -> None:
     kept = next(line for line in shown.splitlines() if "KV cache" in line)
     assert kept.split()[2:] == ["fp8", "bfloat16"]
     assert f"{found.target.perplexity:.3f}" in shown and "99th percentile" in shown
-    assert "cannot be written" in refusal(*short, "--json", tmp_path / "none" / "x.json")
+    assert "there is no directory" in refusal(*short, "--json", tmp_path / "none" / "x.json")
+    assert "it is a directory; name a file behind --json" in refusal(*short, "--json", tmp_path)
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
