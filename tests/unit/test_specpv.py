@@ -40,7 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "model": None},
     "beside": {"text_drafts": "suffix"},
 }
-LOSSLESS = {"specpv_lossless": True, "specpv_full_refresh_steps": 12}
+LOSSLESS: dict[str, Any] = {"specpv_lossless": True, "specpv_full_refresh_steps": 12}
 GREEDY = SamplingParams(seed=3, max_tokens=45)
 SAMPLED = SamplingParams(seed=5, max_tokens=45, temperature=0.9)
 
