@@ -141,7 +141,7 @@ class Mailbox:
         """
         arrays = self._arrays
         ints = arrays["staged_ints"][slot]
-        limit = self._draft_limit(params)
+        limit = self._draft_limit(params.max_draft_tokens)
         for column, value in (
             (LENGTH, len(prompt)),
             (MAX_LENGTH, max_length),
@@ -177,9 +177,12 @@ class Mailbox:
         """Command a slot to leave; the next step to begin sees it, in a loop too."""
         self._command(CANCEL, slot)
 
-    def set_draft_limit(self, slot: int, params: SamplingParams) -> None:
-        """Command a slot that decodes to verify so many drafts in a step from now on; the next step sees it."""
-        self._command(SET_DRAFT_LIMIT, slot, self._draft_limit(params))
+    def set_draft_limit(self, slot: int, limit: int | None) -> None:
+        """Command a slot that decodes to verify so many drafts in a step from now on; the next step sees it.
+
+        limit  as in SamplingParams; None: as many as there can be
+        """
+        self._command(SET_DRAFT_LIMIT, slot, self._draft_limit(limit))
 
     def rewind(self, slot: int, length: int) -> None:
         """Command a slot to go back to so many committed tokens; see `force_drafts` for what it then verifies."""
@@ -196,8 +199,8 @@ class Mailbox:
         self._arrays["width_bounds"][:] = least, most
         self._host.send(("width_bounds",))
 
-    def _draft_limit(self, params: SamplingParams) -> int:
-        return self.max_draft_tokens if params.max_draft_tokens is None else params.max_draft_tokens
+    def _draft_limit(self, limit: int | None) -> int:
+        return self.max_draft_tokens if limit is None else limit
 
     def _command(self, opcode: int, slot: int, value: int = 0) -> None:
         ring = self._arrays["command_ring"]

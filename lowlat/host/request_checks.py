@@ -67,7 +67,10 @@ class RequestChecks:
                     raise RequestError(f"{name}: {token} is not a token id; the vocabulary has {self.vocab_size}")
         self.stop_ids(params)
         if params.grammar_option is not None and not self.has_masks:
-            raise RequestError(f"{params.grammar_option}: the steps of this runtime draw under no grammar's masks")
+            raise RequestError(
+                f"{params.grammar_option}: the steps of this runtime draw under no grammar's masks; load it without "
+                "specpv_lossless"
+            )
         if self.greedy_only and params.temperature:
             raise RequestError(f"perf_mode 'strict' decodes greedily: temperature must be 0, got {params.temperature}")
         self.check_drafts(params.max_draft_tokens)

@@ -362,7 +362,8 @@ class Runtime:
     def _launch(self, bucket: Bucket, most: int | None, ahead: bool) -> None:
         for name in self._limited & self._sessions.keys():
             if self.scheduler.phase(name) is Phase.DECODING:  # others bring their limit along when they join
-                self._mailbox.set_draft_limit(self._sessions[name].slot, self._sessions[name].params)
+                session = self._sessions[name]
+                self._mailbox.set_draft_limit(session.slot, session.params.max_draft_tokens)
         self._limited.clear()
         meanwhile = self._fill_masks if self._masks and not self.executor.asynchronous else None
         may_loop = ahead and not self.scheduler.has_work and not self._masks and not bucket.verifies

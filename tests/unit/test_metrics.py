@@ -100,6 +100,7 @@ def test_the_block_is_absent_without_speculation() -> None:
         assert "eagle_speculation" not in RuntimeMetrics(speculation=stats).to_dict()
     with_it = RequestMetrics("r", speculation=recorded([(3, 2, None)])).to_dict()
     assert with_it["eagle_speculation"]["mean_acceptance_length"] == 3.0
+    assert "speculation" not in with_it
 
 
 def test_sources_are_told_apart_and_steps_without_any_are_told() -> None:
@@ -113,8 +114,6 @@ def test_sources_are_told_apart_and_steps_without_any_are_told() -> None:
     assert [(name, each["steps"]) for name, each in found.items()] == [
         ("grammar", 1), ("eagle3", 2), ("suffix", 1), ("none", 5),
     ]  # fmt: skip
-    with_it = RequestMetrics("r", speculation=stats).to_dict()
-    assert "speculation" not in with_it
 
 
 def test_request_metrics_as_json() -> None:

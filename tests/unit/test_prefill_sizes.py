@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from prefill_cases import make_named
+from recording import prompt_of
+from tiny_models import make_target
 
+from lowlat import Runtime, SamplingParams
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import first_rows
 from lowlat.graphs import BufferSet, Role
@@ -55,3 +59,20 @@ def test_programs_of_fewer_rows_read_the_first_that_the_host_writes(tmp_path: Pa
             assert tuple(found.shape) == spec.shape
             assert found.data_ptr() == state[spec.name].data_ptr()
         assert program.buffers["prefill_tokens"].shape == (size,)
+
+
+def test_chunks_of_the_pace_run_between_the_steps_of_who_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every run of chunks is timed by its number, and whoever decodes gets a token behind each."""
+    make_target(tmp_path, "llama")
+    options: dict[str, Any] = {"device": "cpu", "max_batch": 2, "max_context": 160, "block_size": 4, "prefill_chunk": 8}
+    with Runtime.load(tmp_path, **options) as runtime:
+        seen: list[float] = []
+        monkeypatch.setattr(runtime.scheduler.pace, "saw", lambda count, _: seen.append(count))
+        runtime.scheduler.pace.num_chunks = 2
+        decoding = runtime.submit(prompt_of(44), SamplingParams(max_tokens=40, ignore_eos=True))
+        runtime.step()
+        runtime.submit(prompt_of(60, seed=1), SamplingParams(max_tokens=2))
+        got = [sum(output.request_id == decoding for output in runtime.step()) for _ in range(6)]
+    assert seen == [6, 2, 2, 2, 2] and got == [1, 1, 1, 1, 0, 1]

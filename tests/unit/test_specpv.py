@@ -43,7 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "model": None},
     "beside": {"text_drafts": "suffix"},
 }
-LOSSLESS = {"specpv_lossless": True, "specpv_full_refresh_steps": 12}
+LOSSLESS: dict[str, Any] = {"specpv_lossless": True, "specpv_full_refresh_steps": 12}
 GREEDY = SamplingParams(seed=3, max_tokens=45)
 SAMPLED = SamplingParams(seed=5, max_tokens=45, temperature=0.9)
 
@@ -178,6 +178,19 @@ def test_what_is_proposed_and_verified_is_what_the_target_says(pair: PairPaths, 
         assert stats["by_source"]["specpv"]["accepted_tokens"] <= report["accepted_tokens"]
 
 
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_request_with_few_drafts_has_all_that_is_proposed_verified(pair: PairPaths, limit: int) -> None:
+    """Its limit is of each partial step's drafts, before and behind a verification."""
+    with load(pair, **LOSSLESS) as runtime:
+        name = runtime.submit(prompt_of(40), replace(GREEDY, max_draft_tokens=limit))
+        tokens = run_all(runtime)[name]
+        report, steps = runtime.summary()["specpv"], runtime.metrics(name).num_steps
+    with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
+        assert tokens == run_one(runtime, prompt_of(40), GREEDY)
+    assert report["accepted_tokens"] > 0.8 * report["verified_tokens"] > 4 * steps
+    assert report["partial_steps"] >= report["verified_tokens"] / (1 + limit)
+
+
 def test_a_refresh_makes_all_keys_and_values_exact(pair: PairPaths) -> None:
     """What partial steps wrote is inexact; after a refresh every position has what prefill makes of the text."""
     caches: list[dict[str, torch.Tensor]] = []
@@ -249,7 +262,7 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
             load(pair, options=options, **own)
     with pytest.raises(ConfigError, match="specpv_lossless goes with chains and their own acceptance, and tree is"):
         speculation(pair, specpv_lossless=True, tree=BUSHY, num_speculative_tokens=3)
-    with load(pair, specpv_lossless=True) as runtime, pytest.raises(RequestError, match="no grammar's masks"):
+    with load(pair, specpv_lossless=True) as runtime, pytest.raises(RequestError, match=r"no grammar's .* specpv_"):
         runtime.submit(prompt_of(5), SamplingParams(max_tokens=9, choice=("a", "b")))
     with pytest.raises(ConfigError, match="enable_specpv goes with a fixed number of drafts"):
         speculation(pair, adaptive_width=True)

@@ -86,6 +86,8 @@ class Refreshes:
             return False
         for slot, tokens in self.slots.proposals().items():
             if slot in lengths:
+                if self._sessions[slot].params.max_draft_tokens is not None:
+                    self._mailbox.set_draft_limit(slot, None)  # its own is of drafts, and not of what is proposed
                 self._mailbox.rewind(slot, lengths[slot])
                 self._mailbox.force_drafts(slot, tokens, NEVER)
                 self._verifying.add(slot)
@@ -98,6 +100,8 @@ class Refreshes:
             return publication
         if slot in self._verifying:
             self._mailbox.force_drafts(slot, (), NEVER)
+            if session.params.max_draft_tokens is not None:
+                self._mailbox.set_draft_limit(slot, session.params.max_draft_tokens)
             self.slots.verified(slot, publication.accepted)
             return publication._replace(verified_source=FROM_PART)
         ended = publication.finish_reason is not None
