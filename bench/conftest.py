@@ -1,4 +1,4 @@
-"""What the suites in this folder share: their options, the pair and its runtimes, the machine in their results.
+"""Fixtures of the suites in this folder: their options, the pair and its runtimes, the machine in their results.
 
     python -m pytest bench/test_step.py --geometry llama-8b --benchmark-save=step --benchmark-save-data
     python -m pytest bench/test_step.py --benchmark-compare --benchmark-compare-fail=median:3%

@@ -1,4 +1,4 @@
-"""What the gpt-oss benchmark measures: geometries, cases, the bytes that a step must move, and what bounds a speed-up.
+"""The cases of the gpt-oss benchmark: geometries, cases, the bytes that a step must move, and what bounds a speed-up.
 
 It knows no device. A mixture's bytes depend on how many distinct experts a layer's rows chose: they are counted, not
 assumed (`bench.gpt_oss_step`).
@@ -182,7 +182,7 @@ def expected_experts(model: OssModel, rows: int) -> float:
 
 
 def bound_speedup(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """What speculation can gain at most, by accept length: the floors' ratio to S = 0 at the same place.
+    """The most that speculation can gain, by accept length: the floors' ratio to S = 0 at the same place.
 
     None at S = 0, and where that was not measured.
     """

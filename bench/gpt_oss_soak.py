@@ -70,7 +70,7 @@ def soak(
 
 
 def check_state(state: Any, sound: torch.Tensor, case: OssCase, steps: int) -> list[str]:
-    """What is wrong after so many steps from the case's context on; `sound` tells of rows: dead, or finite logits."""
+    """Problems after so many steps from the case's context on; `sound` tells of rows: dead, or finite logits."""
     problems = []
     rows, context = case.step.rows, case.step.context
     for slot, length in enumerate(state["lengths"].tolist()):

@@ -43,7 +43,7 @@ RANKS, LIMIT, ALPHA = 4, 7.0, 1.702
 
 @dataclass(frozen=True)
 class Choices:
-    """What is tried beside prefill's plans: pairs of a tile, warps of a block, tiles of 8 pairs left out together."""
+    """Plans that are tried beside prefill's: pairs of a tile, warps of a block, tiles of 8 pairs left out together."""
 
     pairs: Sequence[int] = ()
     warps: Sequence[int] = ()

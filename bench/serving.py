@@ -1,4 +1,4 @@
-"""What serving adds to a token: clients over ipc beside the engine alone, in turns, with a step of constant time.
+"""The time that serving adds to a token: clients over ipc beside the engine alone, in turns, with a step of constant time.
 
     python -m pytest bench/test_ipc.py --serving-out bench/results/cpu/serving.json
     PYTHONPATH=tests python -m bench.serving bench/results/cpu/serving.json
@@ -154,7 +154,7 @@ class Case:
             self.times[name] += [way() for _ in range(self.in_a_row)]
 
     def row(self) -> dict[str, Any]:
-        """What was measured, us: p50 and p99 of each way, and of what the clients add, round by round.
+        """The measurement, us: p50 and p99 of each way, and of what the clients add, round by round.
 
         first_ratio is what a client's first token adds over what the bare pair adds to a sleep as long, at the median.
         """

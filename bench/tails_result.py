@@ -16,7 +16,7 @@ PER_OCTAVE = 512  # a value is off by at most 0.07 %
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Who drives the steps, whether the device repeats them by itself, and what else the host does.
+    """The driver of the steps, whether the device repeats them by itself, and what else the host does.
 
     through  "process": `Runtime.step`; "socket": a client of a server in another process; "device": nobody, steps are
              queued one behind the other, and what is measured is the device's own time
@@ -125,7 +125,7 @@ class Tails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What all cases have in common.
+    """The conditions of all cases.
 
     window    tokens that a request decodes behind a prompt of `context` tokens, which all requests share
     steps     asked for, of each case

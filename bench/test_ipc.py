@@ -36,7 +36,7 @@ ROUNDS = {  # (step, s; streams; in a row): rounds
 
 @pytest.fixture(scope="module")
 def rows(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
-    """What was measured; written where --serving-out says, with how busy the machine was before and after."""
+    """The measurement; written where --serving-out says, with how busy the machine was before and after."""
     result = conditions()
     measured: list[dict[str, Any]] = []
     yield measured

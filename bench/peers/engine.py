@@ -81,7 +81,7 @@ class Found(NamedTuple):
 
 @dataclass
 class Measured:
-    """What an engine measured: the samples of each repeat, and the settings that they depend on."""
+    """An engine's measurement: the samples of each repeat, and the settings that they depend on."""
 
     repeats: list[Samples] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)

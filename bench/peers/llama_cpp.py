@@ -48,7 +48,7 @@ class LlamaCpp:
         return ""
 
     def commands(self, job: Job) -> list[list[str]]:
-        """What is run: of one request, the prompt and then the steps behind it; of several, all repeats and one more.
+        """The runs: of one request, the prompt and then the steps behind it; of several, all repeats and one more.
 
         The one more is for the log of `llama-batched-bench`, whose last lines are lost where it ends too soon.
         """

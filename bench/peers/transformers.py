@@ -31,7 +31,7 @@ class Transformers:
         return ""
 
     def arguments(self, job: Job, cache: str) -> dict[str, Any]:
-        """What `generate` is given besides the prompts; cache: static or dynamic."""
+        """Arguments of `generate` besides the prompts; cache: static or dynamic."""
         tokens = job.warm_up + job.steps + 2
         found: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
         return {**found, "cache_implementation": "static"} if cache == "static" else found

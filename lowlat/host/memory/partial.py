@@ -87,7 +87,7 @@ class PartialSlots:
         return True
 
     def proposals(self) -> dict[int, tuple[int, ...]]:
-        """What is proposed and not verified, by slot."""
+        """Proposals that are not verified yet, by slot."""
         waiting = ((slot, state) for slot, state in self._slots.items() if state.proposed or state.has_ended)
         return {slot: tuple(state.proposed) for slot, state in waiting}
 
@@ -97,7 +97,7 @@ class PartialSlots:
         return bool(state.proposed or state.has_ended) and self._is_full(state, len(state.proposed) + most, 0)
 
     def verified(self, slot: int, num_accepted: int) -> None:
-        """What was proposed for a slot was verified, and so many tokens of it were right."""
+        """Take it that a slot's proposals were verified, and so many tokens of them were right."""
         state = self._slots[slot]
         self._counts.verified_tokens += len(state.proposed)
         self._counts.accepted_tokens += num_accepted
