@@ -1,4 +1,4 @@
-"""The time that serving adds to a token: clients over ipc beside the engine alone, in turns, with steps of constant time.
+"""The time that serving adds to a token: clients over ipc beside the engine alone, in turns, with steps of one length.
 
     python -m pytest bench/test_ipc.py --serving-out bench/results/cpu/serving.json
     PYTHONPATH=tests python -m bench.serving bench/results/cpu/serving.json
