@@ -26,7 +26,10 @@ SPECULATION = (
     *("head", "method", "capture_layers", "draft_window", "dynamic_tree_max_topk", "max_total_draft_tokens"),
     *("simulated_accept_length", "simulated_seed", "draft_quantize"),
 )
-RUNNING = ("device", "dtype", "executor", "device_loop", "perf_mode", "quantize", "quantize_lm_head")
+RUNNING = (
+    *("device", "dtype", "executor", "device_loop", "perf_mode", "max_prefill_chunks"),
+    *("quantize", "quantize_lm_head", "kv_cache_dtype"),
+)
 
 
 @click.group("bench")

@@ -155,6 +155,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     simulated               what was not measured on real weights, prompts or acceptance
     distinct_prompt_tokens  tokens of the text that prompts are cut from: longer ones repeat it; 0: random tokens
     quantize                to what the target's weights were rounded at load; empty: not at all
+    max_prefill_chunks      chunks of a prompt that ran at once; None: the file is older than that
     """
 
     lowlat: str
@@ -178,6 +179,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     simulated: tuple[str, ...]
     perf_mode: str = "default"
     quantize: str = ""
+    kv_cache_dtype: str = "auto"
+    max_prefill_chunks: int | None = None
 
     def differences(self, other: "Environment") -> list[str]:
         """The fields that differ, as `field: mine, theirs`."""

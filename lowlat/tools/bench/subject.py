@@ -15,7 +15,7 @@ from lowlat.executors.make import settle_executor
 from lowlat.host.runtime import Runtime
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import OpenedTarget, read_model_config
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
 from lowlat.text import TextCodec
 from lowlat.tools.bench.geometry import Geometry, random_target, write_draft_model
@@ -31,7 +31,8 @@ class Subject:
     """A target and a draft model, as runtimes are loaded from them.
 
     speculation  fields of SpeculativeConfig but the depth; None: nothing to draft with
-    options      fields of RuntimeConfig: device, dtype, executor, device_loop, perf_mode, quantize, quantize_lm_head
+    options      fields of RuntimeConfig: device, dtype, executor, device_loop, perf_mode, max_prefill_chunks,
+                 quantize, quantize_lm_head, kv_cache_dtype
     prompts      that are decoded
     temperature  of sampling; 0: greedy
     """
@@ -102,6 +103,8 @@ class Subject:
             simulated=self._simulated(),
             perf_mode=str(self.options.get("perf_mode", "default")),
             quantize=self._quantize(),
+            kv_cache_dtype=str(self.options.get("kv_cache_dtype", "auto")),
+            max_prefill_chunks=self.options.get("max_prefill_chunks", RuntimeConfig.max_prefill_chunks),
         )
 
     def _quantize(self) -> str:
