@@ -137,8 +137,8 @@ def check_launches(config: RuntimeConfig, counts: LaunchCounts) -> None:
     if counts.tuned < counts.planned:
         raise ConfigError(
             f"perf_mode 'strict' launches by measured plans, and {counts.planned - counts.tuned} of {counts.planned} "
-            "launches have plans that were derived for this card; `lowlat tune` measures them, max_prefill_chunks 4 has "
-            "those alone that shipped tables know, and perf_mode 'default' goes on with what was derived"
+            "launches have plans that were derived for this card; `lowlat tune` measures them, max_prefill_chunks 4 "
+            "has those alone that shipped tables know, and perf_mode 'default' goes on with what was derived"
         )
 
 
