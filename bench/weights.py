@@ -6,8 +6,8 @@
 
 Weights are drawn on the device in the format's own parts, and packed as a runtime packs them; bfloat16 runs beside the
 others. A row's floor is its bytes over the wall of the same run; what it is predicted to take is that, and what the
-bfloat16 step of the same case took beyond its own floor. Rows are written after each case; a case that this build has
-no code for says so. Run it from the root of a checkout.
+bfloat16 step of the same case took beyond its own floor. Rows are written after each case. Run it from the root of a
+checkout.
 """
 
 import argparse

@@ -219,21 +219,19 @@ def make_geometry(
     """The shapes of all programs; the pool defaults to max_batch requests of the largest size."""
     max_rows = max(topology.num_nodes for topology in topologies.values())
     num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
-    worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
-    num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     simulated = speculative if speculator is not None else None
     weight_bytes = float(sum(prod(shape) * dtype.itemsize for shape, dtype in weight_plan(config).values()))
     partial = None if simulated is None else partial_kv(simulated, options, config, max_rows, weight_bytes)
     path_width = max(topology.path_width for topology in topologies.values())
     if partial is not None and partial.lossless:
         max_rows = path_width = max(max_rows, partial.buffer + 1)
-        worst = -(-(options.max_context + max_rows) // options.block_size)
-        num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
         logger.info("SpecPV is lossless: from %d tokens on steps over a part of the KV cache propose, and steps over "
                     "all of it verify", partial.threshold)  # fmt: skip
     elif partial is not None:
         logger.warning("SpecPV is on, which is lossy: from %d tokens on steps attend to a part of the KV cache, and "
                        "tokens may differ from the target's", partial.threshold)  # fmt: skip
+    worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
+    num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     return StepGeometry(
         config=config,
         speculator=speculator,
