@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -152,3 +153,11 @@ def tree_files(repository: Path) -> list[Path]:
         pytest.skip(f"needs a git checkout: {listed.stderr.strip()}")
     names = sorted({name for name in listed.stdout.split("\0") if name})
     return [Path(name) for name in names if os.path.lexists(repository / name)]
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also in a process that was started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
