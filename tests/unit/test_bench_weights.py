@@ -37,8 +37,10 @@ def test_a_row_for_each_case_with_its_floor_and_what_is_predicted(tmp_path: Path
         beyond = plain["ms_p50"] - plain["floor_ms"]
         assert row["predicted_ms"] == pytest.approx(row["floor_ms"] + beyond, abs=2e-4)
         assert row["bytes"] <= (1.0 if kind == "bf16" else 0.6) * plain["bytes"]
-    assert weights.main([*given, "--limit-s", "0", "--only", "tiny nvfp4", "--out", str(out)]) == 0
-    assert json.loads(out.read_text())[0]["skipped"] == "0 s were over"
+    listed = ["--geometry", "llama-1b", "--case", "1x64x0", "4x64x0", "--weights", "fp8"]
+    assert weights.main([*given, *listed, "--limit-s", "0", "--out", str(out)]) == 0
+    found = [(row["model"], row["weights"], row["batch"], row["skipped"]) for row in json.loads(out.read_text())]
+    assert found == [("llama-1b", "fp8", batch, "0 s were over") for batch in (1, 4)]
 
 
 def test_bytes_of_plain_weights_are_the_dense_benchmark_s() -> None:
