@@ -12,7 +12,7 @@ from attention_cases import Case, chain, check, tree
 from kernel_walk import Walker, walkable
 from stages import later
 
-PARTS = ("plan", "copies", "coded_products", "tile", "merge", "combine")
+PARTS = ("plan", "copies", "products", "tile", "merge", "combine")
 NAMES = ("common.kv_codes", *(f"attention.{part}" for part in PARTS))
 HEAD_DIM = 64
 
