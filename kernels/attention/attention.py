@@ -133,10 +133,11 @@ def attention(
     sums = workspace("attention.sums", (count, 2), torch.float32)
     arguments = (*given, partials, sums, *numbers, splits, scale * LOG2_E)
     first_half = KernelCall(_make(shape), grid, arguments, planned=planned)
-    return [first_half, combine_splits(
-        replace(shape, coded=False, few=False), partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks,
-        out=out, rows=rows, tail=tail or rows, capacity=splits,
-    )]  # fmt: skip
+    second_half = combine_splits(
+        replace(shape, coded=False, few=False), partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live,
+        sinks=sinks, out=out, rows=rows, tail=tail or rows, capacity=splits,
+    )  # fmt: skip
+    return [first_half, second_half]
 
 
 def partial_attention(
@@ -160,7 +161,7 @@ def _shape_of(
     work: AttentionWork, plan: AttentionPlan, card: Card, block: int, first: int, sinks: bool, early: bool
 ) -> AttentionShape:
     """The specialisation for a launch by a plan."""
-    few = plan.row_tiles == 1 and work.rows * work.group <= 8
+    few = work.few and plan.row_tiles == 1
     teams, blocks = (TEAMS[work.head_dim], 0) if work.whole else (1, plan.blocks)  # few busy blocks have room anywhere
     return AttentionShape(
         work.head_dim, work.group, work.kv_heads, block, first, work.window, work.keep_first, plan.row_tiles,
@@ -356,8 +357,8 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
                 cuda.syncwarp()
                 if words[0] & uint32(LAST_STEP):
                     merge(
-                        totals, queries, peaks, norms, plan, words, here, shared_norms, warp, lane, partials, sums, splits, rows,
-                        row_ends,
+                        totals, queries, peaks, norms, plan, words, here, shared_norms, warp, lane, partials, sums,
+                        splits, rows, row_ends,
                     )  # fmt: skip
                     forget(totals, queries, peaks, norms, False)
             else:
