@@ -134,8 +134,8 @@ def attention(
     arguments = (*given, partials, sums, *numbers, splits, scale * LOG2_E)
     first_half = KernelCall(_make(shape), grid, arguments, planned=planned)
     second_half = combine_splits(
-        replace(shape, coded=False, few=False), partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live,
-        sinks=sinks, out=out, rows=rows, tail=tail or rows, capacity=splits,
+        shape, partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks, out=out, rows=rows,
+        tail=tail or rows, capacity=splits,
     )  # fmt: skip
     return [first_half, second_half]
 

@@ -68,7 +68,7 @@ def make_forget(shape: AttentionShape) -> Any:
 
 
 def _queries_stay(shape: AttentionShape) -> bool:
-    return shape.coded and shape.eights * shape.head_dim <= 256
+    return shape.coded and not shape.whole and shape.eights * shape.head_dim <= 256
 
 
 def make_attend(shape: AttentionShape) -> Any:

@@ -12,6 +12,8 @@ from attention_cases import Case, chain, check, tree
 from kernel_walk import Walker, walkable
 from stages import later
 
+from lowlat.kernels.toolchain.kernel import H200, Card
+
 PARTS = ("plan", "copies", "products", "tile", "merge", "combine")
 NAMES = ("common.kv_codes", *(f"attention.{part}" for part in PARTS))
 HEAD_DIM = 64
@@ -54,19 +56,29 @@ SCALES = torch.tensor([[0.5, 0.04], [1.0, 0.75]]).bfloat16().float()
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "lengths", "window", "late"),
-    [(64, [10], None, True), later(128, [290], None, False), later(64, [70], 128, False)],
+    ("head_dim", "lengths", "window", "late", "card"),
+    [
+        (64, [10], None, True, H200),
+        (64, [10], None, False, Card(108, 163 * 1024, (8, 0))),
+        later(128, [290], None, False, H200),
+        later(64, [70], 128, False, H200),
+    ],
 )
-def test_codes_are_the_reference_s(head_dim: int, lengths: list[int], window: int | None, late: bool) -> None:
-    """Heads of both sizes, scales by head; a row whose key, or value, is no number is none, and leaves the others."""
+def test_codes_are_the_reference_s(
+    head_dim: int, lengths: list[int], window: int | None, late: bool, card: Card
+) -> None:
+    """Heads of both sizes, scales by head, queries of far sizes; codes that the card converts, or shifts do; a row
+    whose key, or value, is no number is none, and leaves the others."""
     kv_heads = 1 if head_dim == 128 else 2
     case = Case(
         lengths, [[1, 3, 5, 9]], head_dim=head_dim, group=4, kv_heads=kv_heads, block=16, device="cpu", window=window,
         kv_scales=SCALES[:, :kv_heads].contiguous(),
     )  # fmt: skip
+    case.q[1] *= 2.0**20
+    case.q[3] *= 2.0**-100
     place = lengths[0] + 2
     case.caches[late][case.table[0, place // 16], :, place % 16, 5] = 255
-    found, expected = run(case, late, num_blocks=2), case.expected()
+    found, expected = run(case, late, num_blocks=2, card=card), case.expected()
     check(found[[0, 1, 3]], expected[[0, 1, 3]])
     assert found[2].isnan().all() and expected[2].isnan().any()
 
