@@ -57,16 +57,10 @@ def _make_halves(shape: AttentionShape) -> tuple[Any, Any]:
 
 
 def _make_add_scores(shape: AttentionShape) -> Any:
-    row_swizzle, pitch, row_tiles, few = make_swizzle(shape), shape.row_bytes, shape.row_tiles, shape.few
-    reads, columns, words = pitch // 64, 4 if shape.coded else 2, shape.head_dim // 8
-    multiply, in_order = ptx.mma_f16 if shape.coded else ptx.mma_bf16, _make_halves(shape)[0]
-    coded = shape.coded
-
-    @device_function
-    def operand(keys: Any, column: Any) -> Any:
-        if coded:
-            return in_order(keys[column])
-        return keys[2 * column], keys[2 * column + 1]
+    row_swizzle, pitch, row_tiles = make_swizzle(shape), shape.row_bytes, shape.row_tiles
+    if shape.coded:
+        return _make_add_coded_scores(shape)
+    reads, words = pitch // 64, shape.head_dim // 8
 
     @device_function
     def add_scores(scores: Any, queries: Any, stage: Any, lane: Any) -> None:
@@ -76,17 +70,53 @@ def _make_add_scores(shape: AttentionShape) -> Any:
             for half in range(2):
                 at = (base ^ uint32((read & 1) << 6)) + uint32((read >> 1) * 128 + half * 8 * pitch)
                 keys = ptx.load_shared_128(at)
-                for column in range(columns):
-                    low, high = operand(keys, column)
-                    for tile in range(row_tiles):
-                        s, a = tile * 8 + half * 4, 2 * (tile * words + read * columns + column)
-                        b0, b1 = uint32(0), uint32(0)
-                        if not few:
-                            b0, b1 = queries[a + words], queries[a + words + 1]
-                        scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = multiply(
+                for tile in range(row_tiles):
+                    for pair in range(2):
+                        s, a = tile * 8 + half * 4, 2 * (tile * words + read * 2 + pair)
+                        scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = ptx.mma_bf16(
                             scores[s], scores[s + 1], scores[s + 2], scores[s + 3],
-                            queries[a], b0, queries[a + 1], b1, low, high,
+                            queries[a], queries[a + words], queries[a + 1], queries[a + words + 1],
+                            keys[2 * pair], keys[2 * pair + 1],
                         )  # fmt: skip
+
+    return add_scores
+
+
+def _make_add_coded_scores(shape: AttentionShape) -> Any:
+    """Every other product of a row is added to one sum, the others to a second: with few queries these are the rows of
+    a tile's halves, whose operand then holds twice the dimensions, and no zeros."""
+    row_swizzle, pitch, row_tiles, few = make_swizzle(shape), shape.row_bytes, shape.row_tiles, shape.few
+    words, num_sums, (in_order, _) = shape.head_dim // 8, 16 * shape.row_tiles, _make_halves(shape)
+
+    @device_function
+    def multiply(sums: Any, queries: Any, tile: Any, half: Any, pair: Any, low: Any, high: Any) -> None:
+        s, top = tile * 16 + (pair & 1) * 8 + half * 4, 2 * (tile * words + pair)
+        a, b, c, d = top, top + words, top + 1, top + words + 1
+        if few:
+            a, b, c, d = pair // 2 * 4, pair // 2 * 4 + 2, pair // 2 * 4 + 1, pair // 2 * 4 + 3
+        sums[s], sums[s + 1], sums[s + 2], sums[s + 3] = ptx.mma_f16(
+            sums[s], sums[s + 1], sums[s + 2], sums[s + 3], queries[a], queries[b], queries[c], queries[d], low, high
+        )
+
+    @device_function
+    def add_scores(scores: Any, queries: Any, stage: Any, lane: Any) -> None:
+        sums = cuda.local.array(num_sums, float32)
+        for k in range(num_sums):
+            sums[k] = float32(0)
+        row, quad = lane >> uint32(2), lane & uint32(3)
+        base = uint32(stage + row * uint32(pitch) + ((quad ^ row_swizzle(row)) << uint32(4)))
+        for read in range(pitch // 64):
+            for half in range(2):
+                keys = ptx.load_shared_128((base ^ uint32((read & 1) << 6)) + uint32(half * 8 * pitch))
+                for column in range(4):
+                    low, high = in_order(keys[column])
+                    for tile in range(row_tiles):
+                        multiply(sums, queries, tile, half, read * 4 + column, low, high)
+        other = 10 if few else 8  # of few rows the second sums are a tile's lower rows
+        for tile in range(row_tiles):
+            for k in range(8):
+                if not few or k & 2 == 0:
+                    scores[tile * 8 + k] = ptx.add_rn(sums[tile * 16 + k], sums[tile * 16 + k + other])
 
     return add_scores
 
@@ -99,10 +129,10 @@ def _make_add_values(shape: AttentionShape) -> Any:
     @device_function
     def operand(values: Any, column: Any) -> Any:
         if coded:  # dimensions 2 i as rows i, dimensions 2 i + 1 as rows 8 + i
-            low_even, low_odd = every_other(values[2 * column])
-            high_even, high_odd = every_other(values[2 * column + 1])
+            low_even, low_odd = every_other(values[column])
+            high_even, high_odd = every_other(values[2 + column])
             return low_even, low_odd, high_even, high_odd
-        return values[0], values[2], values[1], values[3]
+        return values[0], values[1], values[2], values[3]
 
     @device_function
     def shrink(totals: Any, factors: Any, lane: Any) -> None:
@@ -121,9 +151,8 @@ def _make_add_values(shape: AttentionShape) -> Any:
     @device_function
     def add_values(totals: Any, weights: Any, factors: Any, stage: Any, lane: Any) -> None:
         shrink(totals, factors, lane)
-        row = lane & uint32(15)
-        base = uint32(stage + (row + uint32(16)) * uint32(pitch))
-        base = uint32(base + (((lane >> uint32(4)) ^ row_swizzle(row)) << uint32(4)))
+        row, piece = (lane & uint32(7)) | ((lane >> uint32(1)) & uint32(8)), (lane >> uint32(3)) & uint32(1)
+        base = uint32(stage + (row + uint32(16)) * uint32(pitch) + ((piece ^ row_swizzle(row)) << uint32(4)))
         for read in range(reads):
             values = ptx.load_shared_matrix_x4_transposed((base ^ uint32((read & 3) << 5)) + uint32((read >> 2) * 128))
             for column in range(columns):

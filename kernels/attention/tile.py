@@ -41,9 +41,10 @@ MINUS_INFINITY = -math.inf
 
 
 def query_words(shape: AttentionShape) -> int:
-    """Words of a lane's queries; of caches of codes the multipliers of rows' scores, that of results and the queries'
-    owner come behind them."""
-    return shape.eights * shape.head_dim // 8 + (shape.eights + 2 if shape.coded else 0)
+    """Words of a lane's queries, of bf16 with those of rows that a tile lacks; of caches of codes the multipliers of
+    rows' scores, that of results and the queries' owner come behind them."""
+    words = shape.head_dim // 8
+    return shape.eights * (words + 1) + 2 if shape.coded else 2 * shape.row_tiles * words
 
 
 def make_forget(shape: AttentionShape) -> Any:
@@ -134,11 +135,13 @@ def _make_score(shape: AttentionShape) -> Any:
 def _make_load_queries(shape: AttentionShape) -> Any:
     """Query fragments of the item's row tiles; rows past the last are zero. Those of an item before may be there."""
     group, kv_heads, eights, coded = shape.group, shape.kv_heads, shape.eights, shape.coded
-    words, row_bytes, last = shape.head_dim // 8, 2 * shape.head_dim, query_words(shape) - 1
+    words, row_bytes, num_words = shape.head_dim // 8, 2 * shape.head_dim, query_words(shape)
     piece_bytes, arrange, stay = (32 if coded else 16), make_arrange_queries(shape), _queries_stay(shape)
 
     @device_function
     def load_rows(queries: Any, q: Any, place: Any, row_tile: Any, rows: Any, lane: Any) -> None:
+        for word in range(eights * words, 0 if coded else num_words):
+            queries[word] = uint32(ptx.stay_here(int32(0)))  # in a register of its own, where products want it
         for part in range(eights):
             node, member = query_row(row_tile, uint32(part * 8) + (lane >> uint32(2)), group)
             for word in range(words):
@@ -156,12 +159,12 @@ def _make_load_queries(shape: AttentionShape) -> Any:
         queries: Any, q: Any, kv_scales: Any, place: Any, row_tile: Any, rows: Any, scale: Any, lane: Any
     ) -> None:
         owner = uint32(place & uint32(OWNER))
-        if not stay or queries[last] != owner:
+        if not stay or queries[num_words - 1] != owner:
             rows, lane = ptx.stay_here(rows), uint32(ptx.stay_here(int32(lane)))
             load_rows(queries, q, place, row_tile, rows, lane)
             if coded:
                 arrange(queries, kv_scales, head_of(place), kv_heads, scale)
-                queries[last] = owner
+                queries[num_words - 1] = owner
 
     return load_queries
 
