@@ -222,8 +222,9 @@ def examples(card: Card = H200) -> list[Kernel]:
     ]
     tuned = [(work, plan) for work in (replace(llama, rows=8), oss) for plan in candidate_plans(work, card)[1:3]]
     shapes += [_shape_of(work, plan, card, 32, 0, False, True) for work, plan in examples_for(card, tuned, 0)]
-    coded = examples_for(card, [(replace(oss, window=128, coded=True), True), (replace(llama, coded=True), False)], 1)
-    shapes += [_shape_of(work, candidate_plans(work, card)[0], card, 32, 0, sinks, True) for work, sinks in coded]
+    codes = (replace(oss, window=128, coded=True), replace(llama, coded=True), replace(llama, rows=1, coded=True))
+    for work in examples_for(card, codes, 1):
+        shapes.append(_shape_of(work, candidate_plans(work, card)[0], card, 32, 0, work.head_dim == 64, True))
     lists = examples_for(card, [_shape_of(llama, candidate_plans(llama, card)[0], card, 32, 0, False, True)], 0)
     shapes += [replace(shape, parts=2) for shape in lists]
     return [_make(shape) for shape in shapes]

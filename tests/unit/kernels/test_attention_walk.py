@@ -91,12 +91,19 @@ def test_splits_and_their_sum_are_the_reference_s(rows: str, late: bool) -> None
     check(run(case, late, num_blocks=3), case.expected())
 
 
-def test_a_row_has_the_same_bits_in_any_company() -> None:
-    case = Case([130], [chain(3)], head_dim=HEAD_DIM, group=2, block=16, device="cpu", window=100)
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_row_has_the_same_bits_in_any_company(coded: bool) -> None:
+    """With dead neighbours; and alone, where its query rows are half a tile."""
+    scales = SCALES[:, :1].contiguous() if coded else None
+    case = Case(
+        [130], [chain(3)], head_dim=HEAD_DIM, group=4, kv_heads=1, block=16, device="cpu", window=100, kv_scales=scales
+    )
     together = run(case, True, num_blocks=2)
     case.live = torch.tensor([0, 1, 0], dtype=torch.uint8)
-    alone = run(case, False, num_blocks=1)
-    assert torch.equal(alone[1], together[1]) and not alone[[0, 2]].any()
+    among_dead = run(case, False, num_blocks=1)
+    assert torch.equal(among_dead[1], together[1]) and not among_dead[[0, 2]].any()
+    case.q, case.lengths, case.masks, case.live = case.q[1:2], [131], [[1]], case.live[1:2]
+    assert torch.equal(run(case, True, num_blocks=1)[0], together[1])
 
 
 def test_a_row_whose_window_begins_later_than_its_neighbours_has_the_bits_of_the_row_alone() -> None:
