@@ -4,8 +4,8 @@
     python -m bench.decode_gemms --formats fp8 int4_128 --rows 1 4 --cuts 1x1x2 2x2x1
 
 An entry is one shape's GEMM, as a step has it, or a layer's four behind each other, in a graph whose copies read other
-layers' weights. A cut is the k steps that a warp takes at once, the blocks on a multiprocessor and the weight tiles of a
-warp; `derived` is the plan that a runtime takes without a table. Floors are bytes over the wall of the same run.
+layers' weights. A cut is the k steps that a warp takes at once, the blocks on a multiprocessor and the weight tiles of
+a warp; `derived` is the plan that a runtime takes without a table. Floors are bytes over the wall of the same run.
 `--compile-to DIR` compiles what the entries need into a folder of kernels for 9.0, and measures nothing.
 """
 
@@ -30,7 +30,7 @@ from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
 __all__ = ["FORMATS", "SHAPES", "entries", "main"]
 
 HEADS, GROUPS, HEAD_DIM = 32, 8, 128
-LAYERS, COPIES = 4, 8
+LAYERS, COPIES = 16, 16  # the smallest shape's weights of 4 bits outlive the L2
 DERIVED = "derived"
 FORMATS = {
     "bf16": BF16_TILES,
@@ -100,8 +100,7 @@ class Operands:
     def _rotation(self) -> Rotation:
         count, blocks, block = self.rows, 2, 32
         cache = (self.new(blocks, GROUPS, block, HEAD_DIM), self.new(blocks, GROUPS, block, HEAD_DIM))
-        table = self.new(1, 1, dtype=torch.float32), self.new(1, 1, dtype=torch.float32)
-        angles = [self.new(block, HEAD_DIM // 2, dtype=torch.float32) for _ in table]
+        angles = [self.new(block, HEAD_DIM // 2, dtype=torch.float32) for _ in range(2)]
         numbers = [self.new(count, dtype=torch.int32) for _ in range(3)]
         offsets = torch.arange(1, dtype=torch.int32, device=self.device)
         alive = self.new(count, dtype=torch.uint8)
@@ -140,7 +139,7 @@ def entries(
                     if shape in LAYER:
                         layer.append((calls, own[0].num_bytes))
                 if len(layer) == len(LAYER):
-                    joined = [sum((calls[place] for calls, _ in layer), []) for place in range(LAYERS)]
+                    joined = [[call for calls, _ in layer for call in calls[place]] for place in range(LAYERS)]
                     made.append(Entry(f"{label}: layer", _by_copy(joined), COPIES, sum(moved for _, moved in layer)))
         yield made
 
