@@ -79,7 +79,7 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
                     if step >= uint32(steps):
                         step = first
                 ptx.copies_commit()
-        here, end = mine, mine + uint32(stages * stage_bytes)
+        here, end = uint32(mine), uint32(mine + uint32(stages * stage_bytes))
         tile, area, parity = uint32(cuda.blockIdx.x), uint32(0), uint32(1)
         while tile < uint32(tiles):
             sums = zeros()
@@ -102,9 +102,9 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
                     if ahead_step >= uint32(steps):
                         ahead_step, ahead_tile = first, uint32(ahead_tile + blocks)
                 ptx.copies_commit()
-                here += uint32(stage_bytes)
+                here = uint32(here + uint32(stage_bytes))
                 if here == end:
-                    here = mine
+                    here = uint32(mine)
                 step = uint32(step + uint32(stride))
             for part in range(weight_tiles):
                 place = totals + area * uint32(WARPS * sum_bytes) + warp * uint32(sum_bytes) + corner * uint32(4)
