@@ -356,7 +356,8 @@ def examples(card: Card = H200) -> list[Kernel]:
     for rows, shape in examples_for(card, quantised, 1):
         held = 0 if shape.norm_eps is None else steps_to_hold(rows, shape.depth, card)
         most = min(rows, rows_at_once(card))
-        made.append(_make(shape, plan_decode_gemm(most, shape.width, card, held, weights=shape.weights)))
+        plan = plan_decode_gemm(most, shape.width, card, held, weights=shape.weights, depth=shape.depth)
+        made.append(_make(shape, plan))
     for rows, shape in examples_for(card, normed, 2):
         if held := steps_to_hold(rows, shape.depth, card):
             made.append(_make(shape, plan_decode_gemm(rows, shape.width, card, held)))

@@ -142,24 +142,29 @@ def _store(plan: DecodeGemmPlan) -> Any:
 
 def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """Copy a lane's own bytes of a stage's k steps of a group of weight tiles to its place in shared memory."""
-    weight_tiles, shared_bytes, span, stage_step = plan.weight_tiles, plan.tile_bytes, plan.span, plan.step_bytes
+    weight_tiles, shared_bytes, doubled, stage_step = plan.weight_tiles, plan.tile_bytes, plan.span > 1, plan.step_bytes
     step_bytes, tile_bytes = shape.weights.step_bytes, shape.steps * shape.weights.step_bytes
-    code_bytes, words = shape.weights.code_bytes, shape.weights.words
+    code_bytes, words, apart = shape.weights.code_bytes, shape.weights.words, WARPS * shape.weights.step_bytes
     last, quarters = -(-shape.width // 16) - 1, shape.weights.code_bytes // 512
+
+    @device_function
+    def issue_step(place: Any, start: Any, lane: Any) -> None:
+        source = start + int64(lane) * 16
+        for quarter in range(quarters):
+            ptx.copy_async_16_once(place + uint32(quarter * 512), source + quarter * 512)
+        for word in range(words):
+            target = place + uint32(code_bytes + word * 128) - lane * uint32(12)
+            ptx.copy_async_4(uint32(target), start + code_bytes + word * 32 + int64(lane >> uint32(2)) * 4)
 
     def issue(place: Any, weight: Any, tile: Any, step: Any, lane: Any) -> None:
         for part in range(weight_tiles):
             # the last group may lack tiles: it takes the last one again, and nobody reads those sums
             number = min(uint32(tile * uint32(weight_tiles) + uint32(part)), uint32(last))
             start = weight + int64(number) * int64(tile_bytes) + int64(step) * int64(step_bytes)
-            source, behind = start + int64(lane) * 16, start + code_bytes + int64(lane >> uint32(2)) * 4
-            for later in range(span):
-                target, along = place + uint32(later * stage_step + part * shared_bytes), later * WARPS * step_bytes
-                for quarter in range(quarters):
-                    ptx.copy_async_16_once(target + uint32(quarter * 512), source + along + quarter * 512)
-                for word in range(words):
-                    beside = uint32(target + uint32(code_bytes + word * 128) - lane * uint32(12))
-                    ptx.copy_async_4(beside, behind + along + word * 32)
+            target = uint32(place + uint32(part * shared_bytes))
+            issue_step(target, start, lane)
+            if doubled:
+                issue_step(uint32(target + uint32(stage_step)), start + int64(apart), lane)
 
     return device_function(issue)
 
@@ -170,7 +175,7 @@ def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     Lanes of rows that do not exist copy nothing and feed rubbish to columns of the output that nobody reads.
     """
     depth, row_tiles, offset = shape.depth, plan.row_tiles, plan.weight_tiles * plan.tile_bytes
-    rows_bytes, half_bytes, span, step_bytes = plan.rows_bytes, plan.rows_bytes // 2, plan.span, plan.step_bytes
+    rows_bytes, half_bytes, doubled, step_bytes = plan.rows_bytes, plan.rows_bytes // 2, plan.span > 1, plan.step_bytes
 
     @device_function
     def issue_step(place: Any, x: Any, column: Any, lane: Any, count: Any) -> None:
@@ -190,8 +195,9 @@ def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
 
     def issue(place: Any, x: Any, step: Any, lane: Any, count: Any) -> None:
         column = int64(step) * 64 + int64(lane & uint32(3)) * 8
-        for later in range(span):
-            issue_step(uint32(place + uint32(later * step_bytes)), x, column + later * WARPS * 64, lane, count)
+        issue_step(place, x, column, lane, count)
+        if doubled:
+            issue_step(uint32(place + uint32(step_bytes)), x, column + WARPS * 64, lane, count)
 
     return device_function(issue)
 
