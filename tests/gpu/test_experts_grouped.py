@@ -98,8 +98,8 @@ def test_pairs_are_grouped_by_expert(launcher: Launcher, rows: int, ranks: int, 
     for tile_pairs in TILE_PAIRS:
         lists, place, tiles = groups(launcher, ids, num_experts, tile_pairs), 0, []
         for expert, count in enumerate(counts):
-            cuts = range(0, count, tile_pairs)
-            tiles += [[expert, place + cut, min(tile_pairs, count - cut), 0] for cut in cuts]
+            size = min(tile_pairs, max(8, -(-count // max(1, -(-count // tile_pairs)) // 8) * 8))
+            tiles += [[expert, place + cut, min(size, count - cut), 0] for cut in range(0, count, size)]
             place += count
         assert torch.equal(lists["order"][: len(want)].long(), want)
         assert lists["tiles"][: len(tiles)].tolist() == tiles and not lists["tiles"][len(tiles) :].any()
