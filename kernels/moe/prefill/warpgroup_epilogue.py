@@ -99,9 +99,7 @@ def make_gated_finish(shape: ExpertShape) -> Any:
     store_all = _make_store_from(store_run, 0)
 
     @device_function
-    def finish(
-        sums: Any, beside: Any, out: Any, expert: Any, tile: Any, start: Any, live: Any, lane: Any
-    ) -> None:
+    def finish(sums: Any, beside: Any, out: Any, expert: Any, tile: Any, start: Any, live: Any, lane: Any) -> None:
         if tile < uint32(num_tiles):
             channel = uint32(lane >> uint32(2))
             odd = (channel & uint32(1)) != uint32(0)
@@ -134,9 +132,7 @@ def make_outputs_finish(shape: ExpertShape) -> Any:
     store_all = _make_store_from(store_run, 0)
 
     @device_function
-    def finish(
-        sums: Any, beside: Any, out: Any, expert: Any, tile: Any, start: Any, live: Any, lane: Any
-    ) -> None:
+    def finish(sums: Any, beside: Any, out: Any, expert: Any, tile: Any, start: Any, live: Any, lane: Any) -> None:
         if tile < uint32(num_tiles):
             row = uint32(tile * uint32(16) + uint32(lane >> uint32(2)))
             first = uint32(start + uint32(uint32(lane & uint32(3)) * uint32(2)))
