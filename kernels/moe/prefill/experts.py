@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 
+from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, partials_workspace
 from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
-from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.moe.prefill.grouping import group_pairs
 from lowlat.kernels.moe.prefill.pair_arrangement import arrange_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, TILE_WORDS, most_tiles
