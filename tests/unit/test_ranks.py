@@ -1,6 +1,7 @@
 """Targets cut for several cards: the bits of any number of them, the parts of weights, and what cannot be cut."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     model = make_target(folder / "llama", "llama", gain=0.45, **SIZES)
     copying_draft_model(folder / "head", model, draft_vocab_size=80)
     random_draft_model(folder / "sharing", model, own_lm_head=False)
+    odd = {"num_attention_heads": 15, "num_key_value_heads": 5}  # of 2 ranks one has 9 heads, one 6
+    make_target(folder / "odd", "qwen3", **{**SIZES, **odd})
     make_target(folder / "tied", "qwen2", tie_word_embeddings=True, **SIZES)
     make_target(folder / "qwen3_moe", "qwen3_moe", **SIZES)
     # 9 blocks of 32: cuts are uneven
@@ -53,7 +56,7 @@ class Decoded:
             while runtime.busy:
                 for output in runtime.step():
                     self.tokens += output.token_ids
-            self.cache_shape = tuple(runtime.executor.state["k_cache.0"].shape)
+            self.num_kv_heads = runtime.executor.state["k_cache.0"].shape[1]
             if size > 1:
                 executor = runtime.executor
                 assert isinstance(executor, RankedReferenceExecutor)
@@ -74,6 +77,7 @@ class Decoded:
         ("llama", "head", {}),
         later("llama", "sharing", {}),
         later("tied", None, {"quantize": "fp8", "quantize_lm_head": True}),
+        later("odd", None, {}),
         later("qwen3_moe", None, {"kv_cache_dtype": "fp8"}),
         ("mxfp4", None, {}),
     ],
@@ -81,13 +85,18 @@ class Decoded:
 def test_the_number_of_ranks_changes_no_bit(
     name: str, head: str | None, options: Any, targets: dict[str, Path]
 ) -> None:
-    """Tokens and logits of 1, 2, 4 and 8 ranks, where there are 2 heads of keys and values; and of all ranks' state."""
-    path = None if head is None else targets[head]
-    one, *others = (Decoded(targets[name], size, path, tp_invariant=True, **options) for size in (1, 2, 4, 8))
+    """Tokens and logits of 1, 2, 4 and 8 ranks, where there are 2 heads of keys and values; drafts change none either.
+
+    Where there are 5 groups of 3 heads there are no 8 ranks.
+    """
+    path, sizes = None if head is None else targets[head], (1, 2, 4) if name == "odd" else (1, 2, 4, 8)
+    one, *others = (Decoded(targets[name], size, path, tp_invariant=True, **options) for size in sizes)
     for found in others:
         assert found.tokens == one.tokens and len(found.logits) == len(one.logits)
         assert all(map(torch.equal, found.logits, one.logits))
-        assert found.cache_shape[1] == 1
+    assert others[0].num_kv_heads == (3 if name == "odd" else 1) and others[-1].num_kv_heads == 1 + (name == "odd")
+    if head is not None:
+        assert Decoded(targets[name], 2, tp_invariant=True).tokens == one.tokens
 
 
 def test_ranks_that_sum_at_once_differ_by_rounding_alone(targets: dict[str, Path]) -> None:
@@ -115,33 +124,30 @@ def test_a_part_is_cut_as_the_whole_is(total: int, unit: int) -> None:
 
 @pytest.mark.parametrize("name", MATRIX_FORMATS)
 def test_a_rank_has_its_numbers_of_a_matrix(name: str, targets: dict[str, Path]) -> None:
-    """In every format: heads of queries, keys and values, and columns; MXFP4 holds experts alone."""
-    config = read_model_config(targets["llama"])
-    depth = 256
-    wide = config.__class__(**{**vars(config), "head_dim": depth // 8, "intermediate_size": 2 * depth})
-    shards = list(rank_configs(wide, 2))
-    layer = "layers.0.experts." if name == "mxfp4" else "layers.0."
-    for matrix, rows, columns in (("gate_up", 4 * depth, 64), ("down", 64, 2 * depth), ("qkv", 3 * depth // 2, 128)):
-        parts = random_parts(name, rows, columns if columns % 128 == 0 or matrix != "gate_up" else 128, wide=True)
-        if name == "mxfp4":
-            if matrix == "qkv":
-                continue
-            parts = {part: tensor[None] for part, tensor in parts.items()}
+    """In every format: heads of queries, keys and values, and an inner width's rows and columns; MXFP4 has experts."""
+    config = replace(read_model_config(targets["llama"]), head_dim=32, intermediate_size=512)
+    owner, outer = ("layers.0.experts", (2,)) if name == "mxfp4" else ("layers.0", ())
+    cuts = {
+        "gate_up": (1024, 128, -2, [[(0, 256), (512, 768)], [(256, 512), (768, 1024)]]),
+        "down": (64, 512, -1, [[(0, 256)], [(256, 512)]]),
+        "qkv": (384, 128, -2, [[(0, 128), (256, 288), (320, 352)], [(128, 256), (288, 320), (352, 384)]]),
+    }
+    if name == "mxfp4":
+        del cuts["qkv"]
+    for matrix, (rows, columns, axis, spans) in cuts.items():
+        parts = random_parts(name, rows, columns, wide=True)
+        parts = {part: tensor.expand(*outer, *tensor.shape) for part, tensor in parts.items()}
         whole = matrix_format(parts).dequantise(parts, torch.float32)
-        given = {f"{layer}{matrix}.{part}": tensor for part, tensor in parts.items()}
-        for rank, shard in enumerate(shards):
+        given = {f"{owner}.{matrix}.{part}": tensor for part, tensor in parts.items()}
+        for shard, own_spans in zip(rank_configs(config, 2), spans, strict=True):
             own = {key.rpartition(".")[2]: tensor for key, tensor in rank_weights(given, shard).items()}
             found = matrix_format(own).dequantise(own, torch.float32)
-            axis = 1 if matrix == "down" else 0
-            heads = (
-                (rank * 4 * 32, rank * 4 * 32 + 128),
-                (256 + rank * 32, 288 + rank * 32),
-                (320 + rank * 32, 352 + rank * 32),
-            )
-            spans = {"gate_up": ((rank * 256, rank * 256 + 256), (512 + rank * 256, 768 + rank * 256)),
-                     "down": ((rank * 256, rank * 256 + 256),), "qkv": heads}[matrix]  # fmt: skip
-            axis += whole.dim() - 2
-            assert torch.equal(found, torch.cat([whole.narrow(axis, a, b - a) for a, b in spans], axis))
+            expected = [whole.narrow(axis, start, stop - start) for start, stop in own_spans]
+            assert torch.equal(found, torch.cat(expected, axis)), matrix
+    with pytest.raises(lowlat.ConfigError, match=r"down.part holds 128 numbers of a row together"):
+        rank_weights(
+            {"layers.0.down.part": torch.empty(4, 3)}, rank_configs(replace(config, intermediate_size=368), 2)[1]
+        )
 
 
 def test_what_ranks_cannot_have_is_refused_by_name(targets: dict[str, Path]) -> None:
@@ -155,11 +161,14 @@ def test_what_ranks_cannot_have_is_refused_by_name(targets: dict[str, Path]) -> 
             lowlat.Runtime.load(target, tensor_parallel_size=size, **options)
     config = read_model_config(target)
     for size, fields, message in (
-        (8, {"num_heads": 4}, "8 does not divide the target's num_attention_heads 4"),
-        (2, {"num_kv_heads": 3}, "2 neither divides the target's num_key_value_heads 3"),
+        (
+            8,
+            {"num_heads": 4},
+            "8 is more than 2, the parts into which the target's num_attention_heads 4",
+        ),
         (8, {"intermediate_size": 56}, "cuts the target's intermediate_size 56 into parts of multiples of 8"),
         (8, {"vocab_size": 60}, "a vocabulary of 64 ids"),
-        (8, {"quantiser": Quantiser("int4", group=32)}, "leaves 16 of the inputs"),
+        (8, {"quantiser": Quantiser("int4", group=32)}, "at multiples of 16, and 32 are held together"),
     ):
         with pytest.raises(lowlat.ConfigError, match=message):
-            rank_configs(config.__class__(**{**vars(config), **fields}), size)
+            rank_configs(replace(config, **fields), size)
