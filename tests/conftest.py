@@ -48,6 +48,22 @@ TURN = pytest.StashKey[ExitStack]()  # the locks of the test that runs
 KEPT = pytest.StashKey[bool]()  # whether the test before left them to the next
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option of `compile_only`."""
+    parser.addoption("--compile-only", metavar="TARGET", help="compile what tests of a card launch, as for sm_90")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put a described card in a card's place where kernels are only to be compiled."""
+    target = config.getoption("--compile-only")
+    if target:
+        from compile_only import CompileOnly
+
+        plugin = CompileOnly(target)
+        plugin.start()
+        config.pluginmanager.register(plugin)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Tests of a card are not even imported for the second stage where there is none: the first has looked at them."""
     if config.getoption("markexpr") != "second" or collection_path != REPOSITORY / "tests" / "gpu":
