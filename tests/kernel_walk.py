@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from card_arithmetic import bf16_bits, bf16_value, bits_of, fma_pair, plain
+from card_arithmetic import bf16_bits, bf16_value, bits_of, e4m3_pairs, f16_bits, fma_pair, larger_pair, plain
 from fibers import Combine, Fiber, Fibers, this_fiber
 from walked_launch import Arrivals, Home, Launch, Matrix, Words
 from walked_warp import MASK, WARP, Warp
@@ -378,6 +378,11 @@ class Walker:
             "warp_sum": warp.total,
             "count_bits": lambda word: (int(word) & MASK).bit_count(),
             "mma_bf16": warp.mma,
+            "mma_f16": warp.mma_f16,
+            "f16_pair": lambda low, high: f16_bits(low) | f16_bits(high) << 16,
+            "max_bf16_pair": larger_pair,
+            "e4m3_to_f16": e4m3_pairs,
+            "swap_middle_bytes": lambda word: word & 0xFF0000FF | (word & 0xFF00) << 8 | (word & 0xFF0000) >> 8,
             "load_shared_tiles": warp.load_tiles,
             "mma_bf16_tiles": warp.mma_tiles,
             "fma_tiles": warp.fma_tiles,
