@@ -7,13 +7,13 @@ tokens; runtimes lower what they would launch and then decode by the reference. 
 of a stream, what it had asked for till then is compiled. Carried to a card, the directory spares its time.
 """
 
-import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +21,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lowlat.kernels.toolchain.kernel import Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, Kernel, KernelCall
 
-CARDS = {"sm_90": ("NVIDIA H200", Card(132, 227 * 1024, (9, 0), 4916.7)), "sm_80": ("A100", Card(108, 163 * 1024, (8, 0)))}
+CARDS = {"sm_90": ("NVIDIA H200", replace(H200, peak_gb_s=4916.7))}
 GIB = 2**30
 MOST_TOKENS = 2  # of a request: each of a runtime's programs is lowered when it is loaded
 TEST_S = 15.0  # of CPU, a test
@@ -83,12 +83,14 @@ class CompileOnly:
 
     def __init__(self, target: str) -> None:
         if __debug__:
-            raise pytest.UsageError("--compile-only needs `python -O -m pytest --assert=plain`: what is asserted would end tests")
+            raise pytest.UsageError(
+                "--compile-only needs `python -O -m pytest --assert=plain`: what is asserted would end tests"
+            )
         self.name, card = CARDS[target]
         self.card = card
         self.kernels: dict[str, Kernel] = {}
         self.early: Counter[str] = Counter()
-        self._patch = pytest.MonkeyPatch()
+        self._patch, self._on_the_cpu = pytest.MonkeyPatch(), ExitStack()
 
     def record(self, *calls: Any) -> None:
         """Note the kernels of calls."""
@@ -101,7 +103,7 @@ class CompileOnly:
         self._pretend_card()
         self._pretend_launches()
         self._pretend_executors()
-        OnTheCpu().__enter__()
+        self._on_the_cpu.enter_context(OnTheCpu())
 
     def _pretend_card(self) -> None:
         facts = SimpleNamespace(
@@ -112,10 +114,11 @@ class CompileOnly:
         answers: dict[str, Any] = {
             "is_available": True, "device_count": 1, "get_device_capability": self.card.capability,
             "get_device_properties": facts, "get_device_name": self.name, "mem_get_info": (139 * GIB, 140 * GIB),
-            "init": None, "_lazy_init": None, "cudart": Idle(), "set_device": None, "synchronize": None, "empty_cache": None, "current_stream": Idle(),
-            "memory_allocated": 0, "memory_reserved": 0, "memory_stats": {},
-            "max_memory_allocated": 0, "set_per_process_memory_fraction": None, "reset_peak_memory_stats": None, "set_sync_debug_mode": None,
+            "current_stream": Idle(), "cudart": Idle(), "memory_stats": {},
         }  # fmt: skip
+        answers |= dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated"), 0)
+        answers |= dict.fromkeys(("init", "_lazy_init", "set_device", "synchronize", "empty_cache"))
+        answers |= dict.fromkeys(("set_per_process_memory_fraction", "reset_peak_memory_stats", "set_sync_debug_mode"))
         for name, answer in answers.items():
             self._patch.setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
         for name in ("Stream", "ExternalStream", "Event", "MemPool"):
@@ -193,14 +196,12 @@ class CompileOnly:
             signal.signal(signal.SIGPROF, known)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[Any]:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Generator[None, Any, Any]:
         """Nothing fails: what ends a test early is counted."""
         report = yield
         if call.excinfo is not None and report.outcome == "failed":
             problem = f"{item.nodeid.split('[')[0]}: {call.when}: {call.excinfo.exconly()}".replace("\n", " ")
             self.early[problem[:180]] += 1
-            if os.environ.get("COMPILE_DEBUG"):
-                print(call.excinfo.getrepr(style="short"))
             report.outcome = "passed" if call.when == "call" else "skipped"
             report.longrepr = None if call.when == "call" else ("", 0, f"Skipped: {problem}")
         return report
@@ -210,7 +211,7 @@ class CompileOnly:
         from lowlat.executors.launcher import default_cache_directory
         from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
 
-        say: Callable[[str], None] = print
+        say: Callable[[str], None] = partial(print, flush=True)
         for problem, count in self.early.most_common():
             say(f"\n{count} x ended early: {problem}")
         directory, kernels = default_cache_directory(), list(self.kernels.values())
@@ -225,5 +226,5 @@ class CompileOnly:
                 except Exception as error:  # the card's test tells
                     say(f"{kernel.name}: {error!r}"[:300])
             if missing:
-                say(f"{first + len(some)} of {len(kernels)} kernels, {time.monotonic() - start:.0f} s", flush=True)
+                say(f"{first + len(some)} of {len(kernels)} kernels, {time.monotonic() - start:.0f} s")
         say(f"\n{len(kernels)} kernels in {directory}, {lacked} of them lacked")

@@ -1,4 +1,4 @@
-"""Digests of everything that decides what a kernel compiles to: by them the cache of compiled kernels knows what is stale.
+"""Digests of everything that decides what a kernel compiles to: by them the cache knows which kernels are stale.
 
 A kernel's digest covers its constants, what its function closes over, and the sources of the modules that it takes
 functions from, with all that those import below lowlat.kernels. It is the same in every version of Python.
@@ -22,9 +22,10 @@ __all__ = ["assembler", "compilers", "kernel_digest", "source_digest", "sources_
 PACKAGE = "lowlat.kernels"
 SOURCES = Path(__file__).resolve().parents[1]  # of the package; its references too: kernels take constants from them
 COMPILER = SOURCES / "toolchain" / "compiler.py"  # what every kernel goes through
+APART = {SOURCES / "toolchain" / name for name in ("digests.py", "kernel.py")}  # what they say of a kernel is digested
 COMPILERS = ("numba-cuda", "numba", "llvmlite", "nvidia-nvjitlink")
 UNKNOWN = "unknown"
-IMPORT = re.compile(rf"^\s*(?:from|import)\s+({re.escape(PACKAGE)}[\w.]*)(?:\s+import\s+(\([^)]*\)|[^\n]*))?", re.MULTILINE)
+IMPORT = re.compile(r"^\s*(?:from|import)\s+(lowlat\.kernels[\w.]*)(?:\s+import\s+(\([^)]*\)|[^\n]*))?", re.MULTILINE)
 
 
 @cache
@@ -82,11 +83,14 @@ def _digest_of(files: frozenset[Path]) -> str:
 
 
 def sources_of(files: Iterable[Path]) -> set[Path]:
-    """The files, and those of all modules below the package that they import, however far away."""
+    """The files, and those of all modules below the package that they import, however far away.
+
+    What only describes kernels is left out, with what it imports.
+    """
     found, ahead = set[Path](), list(files)
     while ahead:
         path = ahead.pop()
-        if path not in found:
+        if path not in found and path not in APART:
             found.add(path)
             ahead.extend(_imported(path))
     return found
@@ -109,7 +113,7 @@ def _files(name: str, members: str) -> Iterator[Path]:
     if place.with_suffix(".py").is_file():
         yield place.with_suffix(".py")
         return
-    for member in re.findall(r"\w+", members) or ["__init__"]:
+    for member in re.findall(r"\w+", re.sub(r"#.*|\bas\s+\w+", "", members)) or ["__init__"]:
         file, package = place / f"{member}.py", place / member / "__init__.py"
         yield next((each for each in (file, package) if each.is_file()), place / "__init__.py")
 
