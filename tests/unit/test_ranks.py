@@ -13,6 +13,7 @@ from tiny_models import copying_draft_model, make_target, mxfp4_target, random_d
 
 import lowlat
 from lowlat.checkpoint.quantising import Quantiser
+from lowlat.cli.reports.models import model_report
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.kernels.formats import MATRIX_FORMATS, matrix_format
 from lowlat.kernels.reference.exchange.cuts import bounds, tree_sum
@@ -184,3 +185,14 @@ def test_what_ranks_cannot_have_is_refused_by_name(targets: dict[str, Path]) -> 
     ):
         with pytest.raises(lowlat.ConfigError, match=message):
             rank_configs(replace(config, **fields), size)
+
+
+def test_memory_is_planned_by_card(targets: dict[str, Path]) -> None:
+    """Two cards have half the cache each, and of the weights what is cut once, all else twice."""
+    options = {"max_context": 64, "device": "cpu"}
+    whole = model_report(targets["llama"], None, options, buffers=False)["memory"]
+    cards = model_report(targets["llama"], None, {**options, "tensor_parallel_size": 2}, buffers=False)["cards"]
+    assert [card["kv_bytes"] * 2 for card in cards] == [whole["kv_bytes"]] * 2
+    config = read_model_config(targets["llama"])
+    repeated = 4 * config.hidden_size * (config.vocab_size + 2 * config.num_layers + 1)
+    assert sum(card["weights_bytes"] for card in cards) == whole["weights_bytes"] + repeated
