@@ -51,7 +51,8 @@ Progress = Callable[[int, int], None]
 class Loaded:
     """Everything that a Runtime drives; `speculation_error` says why speculation that was asked for is not in use.
 
-    codec   the tokenizer; None where the directory has none
+    codec        the tokenizer; None where the directory has none
+    rank_config  the geometry of the first rank's part; the target's own where there is one rank
     """
 
     target: OpenedTarget
@@ -63,6 +64,7 @@ class Loaded:
     executor: Executor
     choice: DeviceChoice
     speculation_error: str | None
+    rank_config: ModelConfig
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""
@@ -143,7 +145,7 @@ def load(
     except LowlatError:
         executor.close()
         raise
-    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error)
+    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error, ranks[0].config)
 
 
 def _build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:
@@ -280,9 +282,8 @@ def rank_geometries(
     A draft model that cannot be cut is whole on every rank, unless it was asked for.
     """
     size = options.tensor_parallel_size
-    for name, is_on in (("enable_specpv", geometry.partial is not None), ("adaptive_width", geometry.max_width)):
-        if is_on and size > 1:
-            raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
+    if geometry.partial is not None and size > 1:
+        raise ConfigError(f"enable_specpv is not implemented for tensor_parallel_size {size}; leave one of them out")
     configs = rank_configs(geometry.config, size, invariant=options.tp_invariant)
     speculator, asked = geometry.speculator, None if speculative is None else speculative.draft_tensor_parallel_size
     draft = None if speculator is None else speculator.draft_config
