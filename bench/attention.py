@@ -1,9 +1,9 @@
-"""Times of a step's attention alone, both launches together, by cases, caches and plans, beside the memory's wall.
+"""Times of a step's attention alone, both launches together or the first, by cases, caches and plans.
 
     python -m bench.attention --case llama-1x8k llama-4x16k gpt-oss-1x32k --kv bf16 fp8 --drafts 0 3 --plans 4
 
-Layers' caches are read in turn, so that none is in the L2 when it is read again. `--plans` asks for so many of the
-candidates, the derived one first; a row's digest is of the first layer's results, which no plan may change.
+Layers' caches are read in turn, so that none is in the L2 when it is read again; the floor is their bytes at the rate
+of streaming reads. `--plans` asks for so many of the candidates, the derived one first; a row's digest is of the first layer's results, which no plan may change.
 """
 
 import argparse
@@ -69,6 +69,7 @@ CASES = {
         Case("llama-1x32k", 1, 32768, 4, 8, 128),
         Case("llama-4x16k", 4, 16384, 4, 8, 128),
         Case("gpt-oss-1x32k", 1, 32768, 8, 8, 64, sinks=True),
+        Case("gpt-oss-4x16k", 4, 16384, 8, 8, 64, sinks=True),
         Case("gpt-oss-window-1x32k", 1, 32768, 8, 8, 64, window=128, sinks=True),
     )
 }
@@ -81,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3], help="drafted tokens of a chain")
     parser.add_argument("--plans", type=int, default=1, help="candidate plans of each, the derived one first")
+    parser.add_argument("--first", action="store_true", help="the first launch alone, without the sum of splits")
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--device", default="cuda:0")
@@ -94,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, kv in itertools.product(options.case, options.kv):
             layers = Layers(CASES[name], kv == "fp8", device)
             for drafts in options.drafts:
-                for row in measure(launcher, layers, drafts + 1, options.plans, options.replays, wall):
+                launches = 1 if options.first else 2
+                for row in measure(launcher, layers, drafts + 1, options.plans, launches, options.replays, wall):
                     print(json.dumps({"case": name, "kv": kv, "drafts": drafts, **row, **stamps}), flush=True)
     return 0
 
@@ -105,7 +108,7 @@ def plans_of(case: Case, rows: int, coded: bool, card: Card, count: int) -> Sequ
 
 
 def measure(
-    launcher: Launcher, layers: "Layers", rows: int, num_plans: int, replays: int, wall: float
+    launcher: Launcher, layers: "Layers", rows: int, num_plans: int, launches: int, replays: int, wall: float
 ) -> Iterator[dict[str, Any]]:
     """A row a plan."""
     case, entries = layers.case, []
@@ -115,8 +118,8 @@ def measure(
     )  # fmt: skip
     for plan in plans_of(case, rows, layers.coded, launcher.card, num_plans):
         step = layers.step(rows)
-        calls = partial(step.calls, plan=plan, card=launcher.card)
-        launcher.run(*calls(0))
+        launcher.run(*step.calls(0, plan, launcher.card))
+        calls = partial(step.calls, plan=plan, card=launcher.card, launches=launches)
         digest = hashlib.sha256(step.out.view(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:8]
         entries.append((plan, digest, Entry(str(plan.knobs), calls, len(layers.caches) * 2, case_bytes)))
     times = time_entries(launcher, [entry for _, _, entry in entries], replays, wall)
@@ -177,8 +180,8 @@ class Step:
         self._masks = torch.tensor([masks] * case.batch, dtype=torch.int64, device=device)
         self._sinks = torch.randn(shape[1], generator=generator, device=device) if case.sinks else None
 
-    def calls(self, copy: int, plan: AttentionPlan | None, card: Card) -> list[KernelCall]:
-        """The launches over one layer."""
+    def calls(self, copy: int, plan: AttentionPlan | None, card: Card, launches: int = 2) -> list[KernelCall]:
+        """The launches over one layer, or the first of them."""
         layers = self._layers
         k_cache, v_cache = layers.caches[copy % len(layers.caches)]
         return attention(
@@ -186,7 +189,7 @@ class Step:
             dense_lens=self._dense, row_live=self._live, row_masks=self._masks, sinks=self._sinks,
             kv_scales=layers.scales, out=self.out, scale=layers.case.head_dim**-0.5, window=layers.case.window,
             workspace=self._workspace, early_metadata=True, split=layers.case.split, card=card, plan=plan,
-        )  # fmt: skip
+        )[:launches]  # fmt: skip
 
     def _workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if (name, shape) not in self._memory:

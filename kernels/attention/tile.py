@@ -202,7 +202,8 @@ def _make_hide(shape: AttentionShape) -> Any:
 
 def _make_weigh(shape: AttentionShape) -> Any:
     """From scores to weights and factors; renews the peaks and the sums of weights, which are each lane's own."""
-    eights, coded, pack = shape.eights, shape.coded, ptx.f16_pair if shape.coded else ptx.bf16_pair
+    eights, coded = shape.eights, shape.coded
+    pack, exp2 = (ptx.f16_pair, ptx.exp2_approx_ftz) if coded else (ptx.bf16_pair, ptx.exp2_approx)
 
     @device_function
     def weigh(scores: Any, weights: Any, factors: Any, peaks: Any, norms: Any) -> None:
@@ -216,12 +217,12 @@ def _make_weigh(shape: AttentionShape) -> Any:
             else:
                 peak = max(peaks[part], peak)
             shift = float32(0) if peak == float32(MINUS_INFINITY) else -peak
-            factor = ptx.exp2_approx(ptx.add_rn(peaks[part], shift))
+            factor = exp2(ptx.add_rn(peaks[part], shift))
             factors[part] = float32(1) if peaks[part] == float32(MINUS_INFINITY) else factor  # of nothing
-            w0 = ptx.exp2_approx(ptx.add_rn(scores[at], shift))
-            w1 = ptx.exp2_approx(ptx.add_rn(scores[at + 1], shift))
-            w2 = ptx.exp2_approx(ptx.add_rn(scores[at + 4], shift))
-            w3 = ptx.exp2_approx(ptx.add_rn(scores[at + 5], shift))
+            w0 = exp2(ptx.add_rn(scores[at], shift))
+            w1 = exp2(ptx.add_rn(scores[at + 1], shift))
+            w2 = exp2(ptx.add_rn(scores[at + 4], shift))
+            w3 = exp2(ptx.add_rn(scores[at + 5], shift))
             weights[2 * part], weights[2 * part + 1] = pack(w0, w1), pack(w2, w3)
             added = ptx.add_rn(ptx.add_rn(w0, w1), ptx.add_rn(w2, w3))
             norms[part] = ptx.fma_rn(norms[part], factors[part], added)

@@ -34,6 +34,7 @@ __all__ = [
     "div_rn",
     "e4m3_to_f16",
     "exp2_approx",
+    "exp2_approx_ftz",
     "f16_pair",
     "fence_system",
     "float_of_bits",
@@ -280,6 +281,7 @@ div_rn = instruction("div.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 fma_rn = instruction("fma.rn.f32 $0, $1, $2, $3;", f32, (f32, f32, f32), pure=True)
 rcp_approx = instruction("rcp.approx.f32 $0, $1;", f32, (f32,), pure=True)
 exp2_approx = instruction("ex2.approx.f32 $0, $1;", f32, (f32,), pure=True)
+exp2_approx_ftz = instruction("ex2.approx.ftz.f32 $0, $1;", f32, (f32,), pure=True)  # what is below 2**-126 is 0
 bf16_bits = instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)
 # (a & b) | c: one operation, which the assembler does not find where two of these are constants
 and_or = instruction("lop3.b32 $0, $1, $2, $3, 0xEA;", u32, (u32, u32, u32), pure=True)
