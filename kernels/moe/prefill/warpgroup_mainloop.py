@@ -24,6 +24,13 @@ __all__ = ["make_multiply", "make_tile_of"]
 SUMS = MOST_PAIRS // 2  # a thread
 
 
+@device_function
+def _turn_of(warp: Any) -> Any:
+    """The barrier of a warp's warpgroup, of those in a ring; made anew each time, as no register is free for it."""
+    group = uint32(ptx.varying(warp) >> uint32(2))
+    return uint32(1) if group == uint32(GROUPS) else uint32(group + uint32(1))
+
+
 def make_tile_of(shape: ExpertShape, plan: WarpgroupPlan) -> Any:
     """A function of a unit: its block of weight rows, its expert, its first pair and how many; none past the last."""
     row_blocks = plan.row_blocks(shape)
@@ -108,26 +115,25 @@ def _make_run(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover, send_
 
     @device_function
     def run(sums: Any, place: Any, given: Any, own: Any, now: Any, following: Any, warp: Any, lane: Any) -> Any:
-        """own: where in a stage the warp's weights are, its warpgroup's turn and the next one's; now: the stage and its
-        phase's parity."""
+        """own: where in a stage the warp's weights are; now: the stage and its phase's parity."""
         base, barriers = place
         stage, parity = now
         here, done = uint32(base + stage * uint32(stage_bytes)), uint32(0)
         wait_for_copies()
         await_full(barriers, stage, parity)
-        words = load(uint32(here + own[0]), lane)
+        words = load(uint32(here + own), lane)
         while done < uint32(steps):
-            ptx_hopper.await_turn(own[1])
+            ptx_hopper.await_turn(_turn_of(warp))
             sums = multiply(sums, words, here, done)
-            ptx_hopper.give_turn(own[2])
-            following = send_next(place, given, following, own[0], warp, lane)
+            ptx_hopper.give_turn(_turn_of(uint32(warp + uint32(4))))
+            following = send_next(place, given, following, own, warp, lane)
             later, later_parity = after(stage, parity)
             done, others = uint32(done + uint32(1)), words
             if done < uint32(steps):
                 wait_for_copies()
                 await_full(barriers, later, later_parity)  # behind which a warp's lanes see each other's copies
                 here = uint32(base + later * uint32(stage_bytes))
-                others = load(uint32(here + own[0]), lane)
+                others = load(uint32(here + own), lane)
             sums = await_sums(sums, words)
             release(barriers, stage, lane)
             words = replace(words, others, uint32(1))
@@ -177,18 +183,13 @@ def make_multiply(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover, f
 
     @device_function
     def multiply_all(place: Any, given: Any, beside: Any, out: Any, unit: Any, warp: Any, lane: Any) -> None:
-        group = uint32(warp >> uint32(2))
-        following_group = uint32(0) if group == uint32(GROUPS - 1) else uint32(group + uint32(1))
-        own = (
-            ptx.varying(uint32(uint32(pair_bytes) + warp * uint32(slot_bytes))), uint32(group + uint32(1)),
-            uint32(following_group + uint32(1)),
-        )  # fmt: skip
-        if group == uint32(GROUPS - 1):
-            ptx_hopper.give_turn(own[2])
+        own = ptx.varying(uint32(uint32(pair_bytes) + warp * uint32(slot_bytes)))
+        if warp >= uint32(WARPS - 4):
+            ptx_hopper.give_turn(uint32(1))
         begun = begin_unit(given, unit, warp, lane)
         following = (unit, uint32(0), uint32(0), uint32(1), begun[0], begun[1], begun[2], begun[3])
         for _ in range(ahead):
-            following = send_next(place, given, following, own[0], warp, lane)
+            following = send_next(place, given, following, own, warp, lane)
         sums, now = zeros(), (uint32(0), uint32(0))
         row_block, expert, first, live = tile_of(given[3], given[4], unit)
         while live > uint32(0):
