@@ -9,11 +9,11 @@ from gather_cases import POISON, Gather, wanted_rows
 from kernel_walk import Walker, walkable
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.attention.gather_kv import gather_kv
-from lowlat.kernels.attention.gathered_rows import ALIGNMENT, gathered_rows
+from lowlat.kernels.attention.prefill.gather_kv import gather_kv
+from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows
 from lowlat.kernels.toolchain.kernel import H200
 
-NAMES = ("common.memory", "common.kv_codes", "attention.gather_kv")
+NAMES = ("common.memory", "common.kv_codes", "attention.prefill.gather_kv")
 CASES = [
     Gather(32, 300, 0, 32),
     Gather(32, 300, 0, 0),

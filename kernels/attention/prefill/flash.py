@@ -1,0 +1,199 @@
+"""Flash attention of a prompt's rows by warpgroups' tensor cores, for cards of capability 9.0.
+
+A block has 128 rows of a head, 64 a warpgroup, and a warp that copies. Keys and values lie in tiles of 128 positions,
+see `gather_kv`; a block takes those that its rows see, the last one first. While the tensor cores multiply a tile's
+queries and keys, and the weights and values of the tile before, nobody waits but for the scores.
+
+Tiles stand at multiples of 128 from position 0, and one that a row sees nothing of adds zeros to its sums, or scales
+them by one: a row's bits depend on its own position and what it sees alone, not on the rows of a launch.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT
+from lowlat.kernels.attention.prefill.softmax import GROUP_ROWS, make_finish, make_multiply, make_place
+from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
+from lowlat.kernels.common.memory import int_at
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx, ptx_attention, ptx_hopper
+from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+
+__all__ = ["examples", "has_prefill_flash", "prefill_flash", "tiles_shape"]
+
+HOPPER = (9, 0)
+DIMS = (64, 128)
+GROUPS = 2  # warpgroups that multiply
+ROWS = GROUPS * GROUP_ROWS
+STAGES = 2
+REGISTERS = 224  # of nine warps
+TILE_KEYS = ALIGNMENT
+HALF, ROW_BYTES, PIECE_BYTES = 64, 128, 16
+SWIZZLE_BYTES = 1024
+LOG2_E = 1.4426950408889634
+
+
+def has_prefill_flash(card: Card, dim: int) -> bool:
+    """Whether a card has the instructions, and the kernel takes heads of this size."""
+    return card.capability == HOPPER and dim in DIMS
+
+
+def tiles_shape(num_rows: int, num_heads: int, dim: int) -> tuple[int, ...]:
+    """The shape of keys or values of so many positions in tiles: [G, tiles, D / 64, 128, 64]."""
+    return (num_heads, -(-num_rows // TILE_KEYS), dim // HALF, TILE_KEYS, HALF)
+
+
+def prefill_flash(
+    *,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chunk: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor,
+    window: int | None = None,
+    first: int = 0,
+    scale: float,
+) -> list[KernelCall]:
+    """Causal attention of c rows in one launch, accumulated in float32, weights rounded to bf16.
+
+    q             [c, H, D]                   bf16, D 64 or 128; row i stands at position start + i
+    keys, values  [G, tiles, D / 64, 128, 64] bf16, as `gather_kv` leaves them for the same chunk, window and size
+    chunk         [2]                         int32: start, live rows, of which start is read
+    sinks         [H]                         bf16 or float32: one more score a head, of no value; None: none
+    out           [c, H, D] or [c, H * D]     bf16, out; a row that sees nothing is zero
+    window        positions that a row sees, its own included; None: all
+    first         the first position that is seen
+    scale         above 0: scores are multiplied by it
+    Time: 4 * H * D times what rows see, in whole tiles, over the tensor cores' rate. Captured: yes.
+    Raises ShapeError for shapes, dtypes or a scale that do not fit.
+    """
+    rows, heads, dim = q.shape
+    num_heads = keys.shape[0]
+    if dim not in DIMS or heads % num_heads:
+        raise ShapeError(f"heads must be of {DIMS} numbers, and {heads} heads of queries share {num_heads} of keys")
+    for name, tensor in (("keys", keys), ("values", values)):
+        check_shape(name, tensor, num_heads, keys.shape[1], dim // HALF, TILE_KEYS, HALF)
+    check_shape("chunk", chunk, 2)
+    check_shape("out", out.view(q.shape), rows, heads, dim)
+    if {each.dtype for each in (q, keys, values, out)} != {torch.bfloat16}:
+        raise ShapeError(f"attention of prefill is of bf16, got {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype}")
+    if not q.is_contiguous() or not out.is_contiguous() or not scale > 0:
+        raise ShapeError(f"queries and results must lie row by row, and the scale {scale} be above 0")
+    sink_bytes = 0
+    if sinks is not None:
+        check_shape("sinks", sinks, heads)
+        if sinks.dtype not in (torch.bfloat16, torch.float32):
+            raise ShapeError(f"sinks must be bfloat16 or float32, got {sinks.dtype}")
+        sink_bytes = sinks.element_size()
+    kernel = _make(heads, num_heads, dim, sink_bytes)
+    arguments = (
+        q, keys, values, chunk, 0 if sinks is None else sinks, out, rows, keys.shape[1], window or 0, first,
+        scale * LOG2_E,
+    )  # fmt: skip
+    return [KernelCall(kernel, (-(-rows // ROWS) * heads, 1, 1), arguments)]
+
+
+@device_function
+def _seen_tiles(start: Any, begin: Any, rows: Any, window: Any, first: Any) -> Any:
+    """The last tile that a block's rows see, how many they do, and the tile that keys and values begin with."""
+    below = max(start - (window - int64(1)), int64(0))
+    origin = below // int64(TILE_KEYS) if window > int64(0) else int64(0)
+    low = int64(start + begin)
+    high = int64(start + min(begin + int64(ROWS), rows)) - int64(1)
+    lowest = max(low - (window - int64(1)), int64(0)) if window > int64(0) else int64(0)
+    lowest = min(max(lowest, first), high)
+    last = high // int64(TILE_KEYS)
+    return uint32(last), uint32(uint32(last - lowest // int64(TILE_KEYS)) + uint32(1)), uint32(origin)
+
+
+def _make_copy(tile_bytes: int, handover: Any, area: int) -> Any:
+    """A function of the warp that copies: all tiles of keys and values of a block."""
+    await_free, after = handover.await_free, handover.after
+
+    @device_function
+    def send(place: Any, barriers: Any, source: Any, stage: Any, parity: Any, lane: Any) -> None:
+        await_free(barriers, stage, parity)
+        if lane == uint32(0):
+            full = uint32(barriers + stage * uint32(BARRIER_BYTES))
+            ptx_hopper.barrier_expect(full, uint32(tile_bytes))
+            ptx_hopper.copy_bulk(uint32(place + stage * uint32(tile_bytes)), source, uint32(tile_bytes), full)
+        ptx.sync_warp()
+
+    @device_function
+    def copy_tiles(base: Any, barriers: Any, keys: Any, values: Any, tile: Any, count: Any, lane: Any) -> None:
+        """tile: the last one's place among a head's; keys and values of the head."""
+        done, stage, parity = uint32(0), uint32(0), uint32(1)
+        while done < count:
+            at = int64(uint32(tile - done)) * int64(tile_bytes)
+            send(base, barriers, keys + at, stage, parity, lane)
+            second = uint32(barriers + uint32(STAGES * BARRIER_BYTES))
+            send(uint32(base + uint32(area)), second, values + at, stage, parity, lane)
+            stage, parity = after(stage, parity)
+            done = uint32(done + uint32(1))
+
+    return copy_tiles
+
+
+@cache
+def _make(heads: int, num_heads: int, dim: int, sink_bytes: int) -> Kernel:
+    """Grid: the heads of 128 rows, those of the last rows first, which see most."""
+    shared, tile_bytes = heads // num_heads, TILE_KEYS * dim * 2
+    queries_bytes, area = ROWS * dim * 2, STAGES * tile_bytes
+    handover = make_handover(STAGES, 1, 4 * GROUPS, suspends=True)
+    begin, barriers_at = handover.begin, queries_bytes + 2 * area
+    copy_tiles, place_queries = _make_copy(tile_bytes, handover, area), make_place(heads, dim)
+    multiply, finish = make_multiply(dim, TILE_KEYS, handover, area), make_finish(heads, dim, sink_bytes)
+    last_warp, group_bytes = 4 * GROUPS, GROUP_ROWS * dim * 2
+
+    def prefill_flash_kernel(
+        q: Any, keys: Any, values: Any, chunk: Any, sinks: Any, out: Any, rows: Any, tiles: Any, window: Any,
+        first: Any, scale: Any,
+    ) -> None:  # fmt: skip
+        thread, block, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        start_address = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
+        base = uint32(
+            uint32(start_address + uint32(SWIZZLE_BYTES - 1)) & uint32(0xFFFFFFFF - SWIZZLE_BYTES + 1)
+        )
+        barriers = uint32(base + uint32(barriers_at))
+        if thread == uint32(0):
+            begin(barriers)
+            begin(uint32(barriers + uint32(STAGES * BARRIER_BYTES)))
+            ptx_hopper.fence_barriers()
+        ptx.let_next_kernel_start()
+        ptx.wait_for_previous_kernel()
+        cuda.syncthreads()
+        number = uint32(uint32(grid - uint32(1)) - block)
+        row_tile = uint32(number // uint32(heads))
+        head = uint32(number - row_tile * uint32(heads))
+        row, start = int64(row_tile) * int64(ROWS), int_at(chunk, int64(0))
+        last, count, origin = _seen_tiles(start, row, rows, window, first)
+        places = uint32(base + uint32(queries_bytes))
+        if warp >= uint32(last_warp):
+            of_head = int64(uint32(head // uint32(shared))) * tiles * int64(tile_bytes)
+            copy_tiles(places, barriers, keys + of_head, values + of_head, uint32(last - origin), count, lane)
+        else:
+            group, within = uint32(warp >> uint32(2)), uint32(thread & uint32(127))
+            own = row + int64(group) * int64(GROUP_ROWS)
+            queries = uint32(base + group * uint32(group_bytes))
+            place_queries(queries, q, head, own, rows, group, within)
+            # of the lane's upper row: its position, as the columns of a tile are counted, less 2 t
+            upper = uint32(uint32((warp & uint32(3)) * uint32(16)) + uint32(lane >> uint32(2)))
+            spots = (start + own, start + own + int64(upper), window, first)
+            sums, peaks, totals = multiply(queries, places, barriers, spots, last, count, scale, lane)
+            finish(sums, peaks, totals, sinks, out, head, own + int64(upper), rows, scale, lane)
+
+    name = f"prefill_flash_{heads}_{num_heads}_{dim}" + (f"_sinks{8 * sink_bytes}" if sink_bytes else "")
+    threads, shared_bytes = 32 * (last_warp + 1), SWIZZLE_BYTES + barriers_at + 2 * STAGES * BARRIER_BYTES
+    signature = (*(types.int64,) * 10, types.float32)
+    return Kernel(name, prefill_flash_kernel, signature, threads, 1, shared_bytes, specific=True, registers=REGISTERS)
+
+
+def examples(card: Card = H200) -> list[Kernel]:
+    """Specialisations that CI compiles, for a card that has the instructions: Llama-8B's heads, and gpt-oss's."""
+    return [_make(32, 8, 128, 0), _make(64, 8, 64, 2)] if has_prefill_flash(card, HALF) else []
