@@ -56,7 +56,9 @@ class _Softmax:
             assert not isinstance(sums, _Flying) and len(sums) == dim // 2 and len(words) == keys // 4
 
             def combine(given: list[Any]) -> list[Any]:
-                weights = _rows(np.array([each for _, each in given], np.uint32).view(np.uint16).astype(np.uint32) << 16)
+                weights = _rows(
+                    np.array([each for _, each in given], np.uint32).view(np.uint16).astype(np.uint32) << 16
+                )
                 product = weights.view(np.float32).astype(np.float64) @ self._numbers(place, keys, dim)
                 return _lanes(product + _rows(np.array([each for each, _ in given], np.float64)))
 
@@ -123,7 +125,9 @@ def _pack(numbers: Any) -> Any:
 
 def _lanes(sums: Any) -> list[Any]:
     """[64, n] as the lanes of a warpgroup hold it."""
-    shaped = sums.astype(np.float32).reshape(4, 2, 8, -1, 4, 2).transpose(0, 2, 4, 3, 1, 5)  # warp, g, t, tile, low, part
+    shaped = (
+        sums.astype(np.float32).reshape(4, 2, 8, -1, 4, 2).transpose(0, 2, 4, 3, 1, 5)
+    )  # warp, g, t, tile, low, part
     return list(np.ascontiguousarray(shaped.reshape(GROUP, -1)))
 
 

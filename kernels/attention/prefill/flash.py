@@ -19,7 +19,7 @@ from lowlat.kernels.attention.prefill.softmax import GROUP_ROWS, make_finish, ma
 from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
 from lowlat.kernels.common.memory import int_at
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.toolchain import ptx, ptx_attention, ptx_hopper
+from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
@@ -30,6 +30,7 @@ DIMS = (64, 128)
 GROUPS = 2  # warpgroups that multiply
 ROWS = GROUPS * GROUP_ROWS
 STAGES = 2
+TURNS = False
 REGISTERS = 224  # of nine warps
 TILE_KEYS = ALIGNMENT
 HALF, ROW_BYTES, PIECE_BYTES = 64, 128, 16
@@ -147,7 +148,7 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int) -> Kernel:
     handover = make_handover(STAGES, 1, 4 * GROUPS, suspends=True)
     begin, barriers_at = handover.begin, queries_bytes + 2 * area
     copy_tiles, place_queries = _make_copy(tile_bytes, handover, area), make_place(heads, dim)
-    multiply, finish = make_multiply(dim, TILE_KEYS, handover, area), make_finish(heads, dim, sink_bytes)
+    multiply, finish = make_multiply(dim, TILE_KEYS, handover, area, TURNS), make_finish(heads, dim, sink_bytes)
     last_warp, group_bytes = 4 * GROUPS, GROUP_ROWS * dim * 2
 
     def prefill_flash_kernel(
@@ -157,9 +158,7 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int) -> Kernel:
         thread, block, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         start_address = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
-        base = uint32(
-            uint32(start_address + uint32(SWIZZLE_BYTES - 1)) & uint32(0xFFFFFFFF - SWIZZLE_BYTES + 1)
-        )
+        base = uint32(uint32(start_address + uint32(SWIZZLE_BYTES - 1)) & uint32(0xFFFFFFFF - SWIZZLE_BYTES + 1))
         barriers = uint32(base + uint32(barriers_at))
         if thread == uint32(0):
             begin(barriers)
@@ -185,7 +184,7 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int) -> Kernel:
             # of the lane's upper row: its position, as the columns of a tile are counted, less 2 t
             upper = uint32(uint32((warp & uint32(3)) * uint32(16)) + uint32(lane >> uint32(2)))
             spots = (start + own, start + own + int64(upper), window, first)
-            sums, peaks, totals = multiply(queries, places, barriers, spots, last, count, scale, lane)
+            sums, peaks, totals = multiply(queries, places, barriers, spots, last, count, scale, group, lane)
             finish(sums, peaks, totals, sinks, out, head, own + int64(upper), rows, scale, lane)
 
     name = f"prefill_flash_{heads}_{num_heads}_{dim}" + (f"_sinks{8 * sink_bytes}" if sink_bytes else "")

@@ -52,7 +52,7 @@ def gather_kv(
     block_table       [1, C / block]    int32
     chunk             [2]               int32  start, live rows; positions up to the last live one are in the table
     keys, values      [n, G, D]         out: row i is position origin + i; n >= `gathered_rows`; further rows stay. Or
-                                        tiles [G, n / 128, D / 64, 128, 64], of which the last one is filled up with zeros
+                                        tiles [G, n / 128, D / 64, 128, 64], the last of them filled up with zeros
     lengths           [2, 2]            int32, out: (0, size) and (begin, start + size - origin), as flash attention
                                         takes the cumulative lengths of queries and of keys
     size              rows of the chunk; row i stands at position start + i
@@ -135,7 +135,7 @@ def _make_target(num_heads: int, pieces: int, tiled: bool) -> Any:
 
 
 def _make_copy(sizes: tuple[int, int, int], tiled: bool) -> Callable[..., Any]:
-    """A function of four places, `step` apart: all loads come before the stores; one past the end stands for the last."""
+    """A function of four places, `step` apart: all loads come before the stores; past the end it is the last one."""
     target = _make_target(sizes[0], sizes[2], tiled)
 
     @device_function

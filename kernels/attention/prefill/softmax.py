@@ -15,7 +15,7 @@ __all__ = ["GROUP_ROWS", "make_finish", "make_multiply", "make_place"]
 GROUP_ROWS = 64  # of a warpgroup
 GROUP_THREADS = 128
 ROW_BYTES, PIECE_BYTES = 128, 16
-FIRST_BARRIER = 1  # of warpgroups; 0 is the block's
+FIRST_BARRIER, FIRST_TURN = 1, 3  # of warpgroups; 0 is the block's
 FULL_WARP = 0xFFFFFFFF
 NOTHING = float("-inf")
 LARGEST = 1e37
@@ -104,7 +104,7 @@ def _make_weigh(keys: int) -> Any:
     return weigh_tile
 
 
-def make_multiply(dim: int, keys: int, handover: Handover, area: int) -> Any:
+def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: bool) -> Any:
     """A function of a warpgroup: sums of weighted values of all tiles, the peaks of scores, and a lane's sums of weights.
 
     keys  of a tile; area: bytes from the stages of keys to those of values
@@ -115,13 +115,18 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int) -> Any:
     begin_scores, begin_values = ptx_attention.multiply_scores(dim, keys), ptx_attention.multiply_values(dim, keys)
     await_all, await_first = ptx_attention.await_scores(keys, 0), ptx_attention.await_scores(keys, 1)
     await_sums = ptx_attention.await_products(dim, keys)
-    zeros, pack, scale_sums = ptx.zeros(dim // 2), ptx_attention.pack_rows(keys // 2), ptx_attention.scale_rows(dim // 2)
+    zeros, pack, scale_sums = (
+        ptx.zeros(dim // 2),
+        ptx_attention.pack_rows(keys // 2),
+        ptx_attention.scale_rows(dim // 2),
+    )
     weigh_tile = _make_weigh(keys)
 
     @device_function
     def multiply(
-        queries: Any, places: Any, barriers: Any, spots: Any, tile: Any, count: Any, scale: Any, lane: Any
+        queries: Any, places: Any, barriers: Any, spots: Any, tile: Any, count: Any, scale: Any, group: Any, lane: Any
     ) -> Any:
+        own, other = uint32(group + uint32(FIRST_TURN)), uint32(uint32(FIRST_TURN + 1) - group)
         second = uint32(barriers + uint32(stages * BARRIER_BYTES))
         stage, parity = uint32(0), uint32(0)
         nothing = (float32(NOTHING), float32(NOTHING))
@@ -135,10 +140,16 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int) -> Any:
         later, later_parity = after(stage, parity)
         if done < count:
             await_full(barriers, later, later_parity)
+        if turns and group == uint32(1) and done < count:
+            ptx_attention.give_turn(other)
         while done < count:
+            if turns:
+                ptx_attention.await_turn(own)
             scores = begin_scores(queries, uint32(places + later * uint32(tile_bytes)))
             await_full(second, stage, parity)
             sums = begin_values(sums, words, uint32(places + uint32(area) + stage * uint32(tile_bytes)))
+            if turns and (group == uint32(0) or uint32(done + uint32(1)) < count):
+                ptx_attention.give_turn(other)
             scores = await_first(scores)
             release(barriers, later, lane)
             weights, peaks, totals, factors = weigh_tile(
@@ -190,9 +201,7 @@ def make_finish(heads: int, dim: int, sink_bytes: int) -> Any:
         elif sink_bytes == 2:
             sink = ptx.load_global_bf16(sinks + int64(head) * int64(2))
         sink = ptx.mul_rn(sink, float32(LOG2_E))
-        words = pack(
-            scale_sums(sums, share(totals[0], peaks[0], sink, scale), share(totals[1], peaks[1], sink, scale))
-        )
+        words = pack(scale_sums(sums, share(totals[0], peaks[0], sink, scale), share(totals[1], peaks[1], sink, scale)))
         column = uint32(head * uint32(2 * dim) + uint32(lane & uint32(3)) * uint32(4))
         at = out + row * int64(pitch) + int64(column)
         if row < rows:
