@@ -12,21 +12,10 @@ from lowlat.kernels.toolchain.kernel import Card, KernelCall
 
 def gather(call: KernelCall) -> None:
     """A call of `gather_kv`, by what it means."""
-    names = (
-        "k_cache",
-        "v_cache",
-        "block_table",
-        "chunk",
-        "keys",
-        "values",
-        "lengths",
-        "size",
-        "window",
-        "kv_scales",
-        "tiles",
-    )
-    given: dict[str, Any] = dict(zip(names, call.arguments, strict=True))
-    assert not given.pop("tiles")
+    names = ("k_cache", "v_cache", "block_table", "chunk", "keys", "values", "lengths", "size", "window", "kv_scales")
+    *arguments, tiles = call.arguments
+    assert tiles == 0
+    given: dict[str, Any] = dict(zip(names, arguments, strict=True))
     first = call.kernel.name.removesuffix("_coded").partition("_from")[2]
     scales = given["kv_scales"] if isinstance(given["kv_scales"], torch.Tensor) else None
     wanted_rows(**{**given, "window": given["window"] or None, "kv_scales": scales}, first=int(first or 0))

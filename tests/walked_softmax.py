@@ -29,7 +29,7 @@ class _Softmax:
         self._walker = walker
 
     def _numbers(self, address: int, rows: int, dim: int) -> Any:
-        """bf16 in halves of 64 columns, rows of 128 bytes, of which pieces are swizzled by their address: [rows, dim]."""
+        """bf16 in halves of 64 columns, rows of 128 bytes, pieces swizzled by their address: [rows, dim]."""
         size = rows * dim * 2
         places = np.arange(size) + int(address)
         assert address % 1024 == 0
@@ -75,6 +75,7 @@ class _Softmax:
 
         made.fence_copies, made.exp2_ftz = lambda: None, lambda value: np.exp2(np.float32(value))
         made.sync_group = lambda number: self._together(f"barrier {number}", None, lambda values: values)
+        made.await_turn = made.give_turn = None
         made.multiply_scores, made.multiply_values = self.multiply_scores, self.multiply_values
         made.await_scores = lambda keys, pending: awaited
         made.await_products = lambda dim, keys: awaited
@@ -82,9 +83,7 @@ class _Softmax:
         made.largest_of_rows = lambda count: lambda scores, top, low: (
             max(_side(scores, 0).max(), top), max(_side(scores, 1).max(), low)
         )  # fmt: skip
-        made.weigh_rows = lambda count: lambda scores, scale, top, low: np.exp2(
-            _both(scores).astype(np.float64) * np.float64(scale) + np.array([[top], [low]], np.float64), dtype=np.float64
-        ).astype(np.float32).reshape(-1)  # fmt: skip
+        made.weigh_rows = lambda count: _weigh
         made.add_rows = lambda count: lambda weights: tuple(_side(weights, side).sum() for side in range(2))
         made.scale_rows = lambda count: lambda sums, top, low: (
             _both(sums) * np.array([[top], [low]], np.float32)
@@ -115,6 +114,11 @@ def _hide(scores: Any, last: int, first: int, last_low: int, first_low: int) -> 
     columns = 8 * np.arange(len(scores) // 4)[:, None, None] + np.arange(2)
     seen = columns <= np.array([[last], [last_low]])
     return np.where(seen & (columns >= np.array([[first], [first_low]])), _both(scores), -np.inf).reshape(-1)
+
+
+def _weigh(scores: Any, scale: Any, top: Any, low: Any) -> Any:
+    scaled = _both(scores).astype(np.float64) * np.float64(scale) + np.array([[top], [low]], np.float64)
+    return np.exp2(scaled.astype(np.float32)).reshape(-1)
 
 
 def _pack(numbers: Any) -> Any:

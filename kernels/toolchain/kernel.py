@@ -84,8 +84,8 @@ class Kernel:
                   blocks leave would crowd where they left first, and all would wait for the crowded ones
     specific      it has instructions of one capability alone, which no later one has: assembled for that (sm_90a)
     cluster       neighbouring blocks that share their memory, of capability 9.0 on; grids are multiples of it
-    registers     what a thread may have; 0: what `threads` and `min_blocks` leave. To the assembler the warps of a kernel
-                  with a warpgroup's products come by fours, and a block of nine leaves a thread what one of twelve would
+    registers     what a thread may have; 0: what `threads` and `min_blocks` leave. To the assembler the warps of a
+                  kernel with a warpgroup's products come by fours: nine leave a thread what twelve would
     """
 
     name: str

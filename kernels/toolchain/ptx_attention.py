@@ -1,8 +1,8 @@
 """What attention by warpgroups does of PTX to whole tuples of registers: products of capability 9.0, and softmax.
 
 A product's sums are 64 rows by so many columns: a lane has rows g and g + 8 of its warp's 16, g a quarter of the lane,
-and of each 8 columns two, 2 t and 2 t + 1, t the lane's lowest two bits. In a tuple a tile of 8 columns is four numbers:
-two of the upper row, two of the lower one. Sums belong to the product until `await_products` has had them.
+and of each 8 columns two, 2 t and 2 t + 1, t the lane's lowest two bits. In a tuple a tile of 8 columns is four
+numbers: two of the upper row, two of the lower one. Sums belong to the product until `await_products` has had them.
 """
 
 from collections.abc import Sequence

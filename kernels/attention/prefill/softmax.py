@@ -105,9 +105,11 @@ def _make_weigh(keys: int) -> Any:
 
 
 def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: bool) -> Any:
-    """A function of a warpgroup: sums of weighted values of all tiles, the peaks of scores, and a lane's sums of weights.
+    """A function of a warpgroup: sums of weighted values of all tiles, peaks of scores, and a lane's sums of weights.
 
-    keys  of a tile; area: bytes from the stages of keys to those of values
+    keys   of a tile
+    area   bytes from the stages of keys to those of values
+    turns  two warpgroups take turns to begin products, so that one has its softmax while the other's are under way
     spots: the position of the group's first row, of the lane's upper row, the window and the first position.
     """
     tile_bytes, stages = keys * dim * 2, area // (keys * dim * 2)
