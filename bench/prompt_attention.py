@@ -18,7 +18,7 @@ from bench.clock import Timed, own_stream, round_robin
 from bench.micro import TURN, Entry, capture, describe, write_rows
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.prefill_attention import flash_attention
-from lowlat.kernels.attention.prefill.flash import prefill_flash, tiles_shape
+from lowlat.kernels.attention.prefill.flash import GROUPS, prefill_flash, tiles_shape
 from lowlat.kernels.attention.prefill.gather_kv import gather_kv
 from lowlat.kernels.attention.prefill.gathered_rows import gathered_rows
 from lowlat.kernels.toolchain.kernel import KernelCall
@@ -39,6 +39,12 @@ class _Case:
     context: int
     window: int | None
     device: torch.device
+
+    @property
+    def label(self) -> str:
+        """A part of a row's name."""
+        window = f", window {self.window}" if self.window else ""
+        return f"{self.heads}, {self.rows} rows, {self.context} positions{window}"
 
     @property
     def seen(self) -> int:
@@ -65,36 +71,34 @@ class _Case:
         _, groups, dim = HEADS[self.heads]
         count = -(-gathered_rows(self.rows, self.context, self.window) // 128) * 128
         shape = tiles_shape(count, groups, dim) if tiled else (count, groups, dim)
-        made = {name: torch.zeros(shape, device=self.device).bfloat16() for name in ("keys", "values")}
+        made: dict[str, Any] = {name: torch.zeros(shape, device=self.device).bfloat16() for name in ("keys", "values")}
         lengths = torch.zeros(2, 2, dtype=torch.int32, device=self.device)
         given = {name: tensors[name] for name in ("k_cache", "v_cache", "block_table", "chunk")}
         calls = gather_kv(**given, **made, lengths=lengths, size=self.rows, window=self.window, card=launcher.card)
         return {**made, "lengths": lengths}, calls
 
 
-def measure(launcher: Launcher, cases: Sequence[_Case], replays: int) -> list[dict[str, Any]]:
+def measure(launcher: Launcher, cases: Sequence[_Case], groups: Sequence[int], replays: int) -> list[dict[str, Any]]:
     """A row for each case and way. Runs on torch's current stream."""
     found = []
     for case in cases:
-        tensors, (_, _, dim) = case.tensors(), HEADS[case.heads]
+        tensors, (_, _, dim), label = case.tensors(), HEADS[case.heads], case.label
         out, scale = torch.empty_like(tensors["q"]), dim**-0.5
         tiles, gathering = case.gather(launcher, tensors, tiled=True)
         del tiles["lengths"]
-        attending = prefill_flash(
-            q=tensors["q"], **tiles, chunk=tensors["chunk"], window=case.window, out=out, scale=scale
-        )
+        given = {"q": tensors["q"], **tiles, "chunk": tensors["chunk"], "window": case.window, "out": out}
+        ways = {
+            f"{label}, {name}": prefill_flash(**given, scale=scale, card=launcher.card, groups=count)
+            for name, count in [("ours", None), *((f"ours, {each} warpgroups", each) for each in groups)]
+        }
         rows, gathering_rows = case.gather(launcher, tensors, tiled=False)
         launcher.run(*gathering_rows)
 
         def attend(case: _Case = case, q: torch.Tensor = tensors["q"], rows: Any = rows, s: float = scale) -> Any:
             return flash_attention(q, **rows, longest=case.context + case.rows, window=case.window, scale=s)[0]
 
-        label = f"{case.heads}, {case.rows} rows, {case.context} positions" + (
-            f", window {case.window}" if case.window else ""
-        )
         timed = [
-            _timed(launcher, f"{label}, ours", [*gathering, *attending]),
-            _timed(launcher, f"{label}, ours, gathered before", attending),
+            *(_timed(launcher, name, [*gathering, *calls]) for name, calls in ways.items()),
             _timed(launcher, f"{label}, gathering tiles", gathering),
             Timed(f"{label}, torch, gathered before", _torch_graph(attend)),
         ]
@@ -131,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[2048])
     parser.add_argument("--contexts", nargs="+", type=int, default=[2048, 8192, 32768])
     parser.add_argument("--window", type=int, default=None)
+    parser.add_argument("--groups", nargs="*", type=int, choices=GROUPS, default=[], help="also such blocks")
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=None)
@@ -144,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if rows <= context
     ]
     with own_stream(device):
-        rows = measure(Launcher(device), cases, options.replays)
+        rows = measure(Launcher(device), cases, options.groups, options.replays)
     write_rows(rows, options.out, device, 0.0)
 
 

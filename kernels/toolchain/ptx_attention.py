@@ -77,7 +77,7 @@ def _statement(text: str, outputs: Any, inputs: Sequence[tuple[Any, int]], *, ti
         found = [builder.extract_value(call, place) for place in range(count)]
         return context.make_tuple(builder, signature.return_type, found)
 
-    given = {
+    given: dict[int, Any] = {
         1: lambda context, a: (signature, codegen),
         2: lambda context, a, b: (signature, codegen),
         3: lambda context, a, b, c: (signature, codegen),

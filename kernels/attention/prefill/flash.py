@@ -1,8 +1,8 @@
 """Flash attention of a prompt's rows by warpgroups' tensor cores, for cards of capability 9.0.
 
-A block has 128 rows of a head, 64 a warpgroup, and a warp that copies. Keys and values lie in tiles of 128 positions,
-see `gather_kv`; a block takes those that its rows see, the last one first. While the tensor cores multiply a tile's
-queries and keys, and the weights and values of the tile before, nobody waits but for the scores.
+A block has 128 or 64 rows of a head, 64 a warpgroup, and a warp that copies. Keys and values lie in tiles of 128
+positions, see `gather_kv`; a block takes those that its rows see, the last one first. While the tensor cores multiply a
+tile's queries and keys, and the weights and values of the tile before, nobody waits but for the scores.
 
 Tiles stand at multiples of 128 from position 0, and one that a row sees nothing of adds zeros to its sums, or scales
 them by one: a row's bits depend on its own position and what it sees alone, not on the rows of a launch.
@@ -23,15 +23,15 @@ from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["examples", "has_prefill_flash", "prefill_flash", "tiles_shape"]
+__all__ = ["GROUPS", "examples", "has_prefill_flash", "prefill_flash", "tiles_shape"]
 
 HOPPER = (9, 0)
 DIMS = (64, 128)
-GROUPS = 2  # warpgroups that multiply
-ROWS = GROUPS * GROUP_ROWS
+GROUPS = (1, 2)  # warpgroups of a block that multiply
 STAGES = 2
 TURNS = False
-REGISTERS = 224  # of nine warps
+REGISTERS, MOST_REGISTERS, REGISTER_GRAIN = 65536, 224, 8  # of a multiprocessor, of a thread
+SHORT = 512  # positions of a window that is short
 TILE_KEYS = ALIGNMENT
 HALF, ROW_BYTES, PIECE_BYTES = 64, 128, 16
 SWIZZLE_BYTES = 1024
@@ -59,6 +59,8 @@ def prefill_flash(
     window: int | None = None,
     first: int = 0,
     scale: float,
+    card: Card,
+    groups: int | None = None,
 ) -> list[KernelCall]:
     """Causal attention of c rows in one launch, accumulated in float32, weights rounded to bf16.
 
@@ -70,6 +72,7 @@ def prefill_flash(
     window        positions that a row sees, its own included; None: all
     first         the first position that is seen
     scale         above 0: scores are multiplied by it
+    groups        one of GROUPS: no bit depends on it; None: by the shape
     Time: 4 * H * D times what rows see, in whole tiles, over the tensor cores' rate. Captured: yes.
     Raises ShapeError for shapes, dtypes or a scale that do not fit.
     """
@@ -91,21 +94,31 @@ def prefill_flash(
         if sinks.dtype not in (torch.bfloat16, torch.float32):
             raise ShapeError(f"sinks must be bfloat16 or float32, got {sinks.dtype}")
         sink_bytes = sinks.element_size()
-    kernel = _make(heads, num_heads, dim, sink_bytes)
+    if groups is None:
+        groups = _groups_of(rows, heads, window, card)
+    if groups not in GROUPS:
+        raise ShapeError(f"a block has {GROUPS} warpgroups that multiply, got {groups}")
+    kernel = _make(heads, num_heads, dim, sink_bytes, groups)
     arguments = (
         q, keys, values, chunk, 0 if sinks is None else sinks, out, rows, keys.shape[1], window or 0, first,
         scale * LOG2_E,
     )  # fmt: skip
-    return [KernelCall(kernel, (-(-rows // ROWS) * heads, 1, 1), arguments)]
+    return [KernelCall(kernel, (-(-rows // (groups * GROUP_ROWS)) * heads, 1, 1), arguments)]
+
+
+def _groups_of(rows: int, heads: int, window: int | None, card: Card) -> int:
+    """One where blocks of two would leave multiprocessors idle, or be over before they have begun in earnest."""
+    few = -(-rows // (2 * GROUP_ROWS)) * heads < card.num_multiprocessors
+    return 1 if few or (window is not None and window <= SHORT) else 2
 
 
 @device_function
-def _seen_tiles(start: Any, begin: Any, rows: Any, window: Any, first: Any) -> Any:
-    """The last tile that a block's rows see, how many they do, and the tile that keys and values begin with."""
+def _seen_tiles(start: Any, begin: Any, end: Any, window: Any, first: Any) -> Any:
+    """The last tile that rows from `begin` to `end` see, how many they do, and the tile that keys begin with."""
     below = max(start - (window - int64(1)), int64(0))
     origin = below // int64(TILE_KEYS) if window > int64(0) else int64(0)
     low = int64(start + begin)
-    high = int64(start + min(begin + int64(ROWS), rows)) - int64(1)
+    high = int64(start + end) - int64(1)
     lowest = max(low - (window - int64(1)), int64(0)) if window > int64(0) else int64(0)
     lowest = min(max(lowest, first), high)
     last = high // int64(TILE_KEYS)
@@ -141,15 +154,19 @@ def _make_copy(tile_bytes: int, handover: Any, area: int) -> Any:
 
 
 @cache
-def _make(heads: int, num_heads: int, dim: int, sink_bytes: int) -> Kernel:
-    """Grid: the heads of 128 rows, those of the last rows first, which see most."""
+def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int) -> Kernel:
+    """Grid: the heads of 64 rows a warpgroup, those of the last rows first, which see most."""
     shared, tile_bytes = heads // num_heads, TILE_KEYS * dim * 2
-    queries_bytes, area = ROWS * dim * 2, STAGES * tile_bytes
-    handover = make_handover(STAGES, 1, 4 * GROUPS, suspends=True)
+    block_rows, area = groups * GROUP_ROWS, STAGES * tile_bytes
+    queries_bytes = block_rows * dim * 2
+    handover = make_handover(STAGES, 1, 4 * groups, suspends=True)
     begin, barriers_at = handover.begin, queries_bytes + 2 * area
     copy_tiles, place_queries = _make_copy(tile_bytes, handover, area), make_place(heads, dim)
-    multiply, finish = make_multiply(dim, TILE_KEYS, handover, area, TURNS), make_finish(heads, dim, sink_bytes)
-    last_warp, group_bytes = 4 * GROUPS, GROUP_ROWS * dim * 2
+    multiply, finish = (
+        make_multiply(dim, TILE_KEYS, handover, area, TURNS and groups == 2),
+        make_finish(heads, dim, sink_bytes),
+    )
+    last_warp, group_bytes = 4 * groups, GROUP_ROWS * dim * 2
 
     def prefill_flash_kernel(
         q: Any, keys: Any, values: Any, chunk: Any, sinks: Any, out: Any, rows: Any, tiles: Any, window: Any,
@@ -170,8 +187,9 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int) -> Kernel:
         number = uint32(uint32(grid - uint32(1)) - block)
         row_tile = uint32(number // uint32(heads))
         head = uint32(number - row_tile * uint32(heads))
-        row, start = int64(row_tile) * int64(ROWS), int_at(chunk, int64(0))
-        last, count, origin = _seen_tiles(start, row, rows, window, first)
+        row, start = int64(row_tile) * int64(block_rows), int_at(chunk, int64(0))
+        end = min(row + int64(block_rows), rows)
+        last, count, origin = _seen_tiles(start, row, end, window, first)
         places = uint32(base + uint32(queries_bytes))
         if warp >= uint32(last_warp):
             of_head = int64(uint32(head // uint32(shared))) * tiles * int64(tile_bytes)
@@ -187,12 +205,14 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int) -> Kernel:
             sums, peaks, totals = multiply(queries, places, barriers, spots, last, count, scale, group, lane)
             finish(sums, peaks, totals, sinks, out, head, own + int64(upper), rows, scale, lane)
 
-    name = f"prefill_flash_{heads}_{num_heads}_{dim}" + (f"_sinks{8 * sink_bytes}" if sink_bytes else "")
-    threads, shared_bytes = 32 * (last_warp + 1), SWIZZLE_BYTES + barriers_at + 2 * STAGES * BARRIER_BYTES
+    name = f"prefill_flash_{heads}_{num_heads}_{dim}x{groups}" + (f"_sinks{8 * sink_bytes}" if sink_bytes else "")
+    threads = 32 * (last_warp + 1)
+    registers = min(MOST_REGISTERS, REGISTERS // threads // REGISTER_GRAIN * REGISTER_GRAIN)
+    shared_bytes = SWIZZLE_BYTES + barriers_at + 2 * STAGES * BARRIER_BYTES
     signature = (*(types.int64,) * 10, types.float32)
-    return Kernel(name, prefill_flash_kernel, signature, threads, 1, shared_bytes, specific=True, registers=REGISTERS)
+    return Kernel(name, prefill_flash_kernel, signature, threads, 1, shared_bytes, specific=True, registers=registers)
 
 
 def examples(card: Card = H200) -> list[Kernel]:
     """Specialisations that CI compiles, for a card that has the instructions: Llama-8B's heads, and gpt-oss's."""
-    return [_make(32, 8, 128, 0), _make(64, 8, 64, 2)] if has_prefill_flash(card, HALF) else []
+    return [_make(32, 8, 128, 0, 2), _make(64, 8, 64, 2, 1)] if has_prefill_flash(card, HALF) else []

@@ -6,7 +6,6 @@ lie one behind the other, or in a head's tiles of 128 positions as a warpgroup's
 columns, whose rows of 128 bytes are swizzled. It knows nothing of what attention makes of the rows.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -87,8 +86,10 @@ def gather_kv(
     places = keys.numel() // dim * parts
     blocks = min(-(-places // (BATCH * THREADS)), BLOCKS * card.num_multiprocessors)
     scales = 0 if kv_scales is None else kv_scales
-    arguments = (k_cache, v_cache, block_table, chunk, keys, values, lengths, size, window or 0, scales)
-    arguments += (keys.shape[1] if tiled else 0,)
+    arguments = (
+        k_cache, v_cache, block_table, chunk, keys, values, lengths, size, window or 0, scales,
+        keys.shape[1] if tiled else 0,
+    )  # fmt: skip
     kernel = _make(num_heads, block, parts, first, kv_scales is not None, tiled)
     return [KernelCall(kernel, (blocks, 1, 1), arguments)]
 
@@ -134,7 +135,7 @@ def _make_target(num_heads: int, pieces: int, tiled: bool) -> Any:
     return target
 
 
-def _make_copy(sizes: tuple[int, int, int], tiled: bool) -> Callable[..., Any]:
+def _make_copy(sizes: tuple[int, int, int], tiled: bool) -> Any:
     """A function of four places, `step` apart: all loads come before the stores; past the end it is the last one."""
     target = _make_target(sizes[0], sizes[2], tiled)
 
@@ -177,7 +178,7 @@ def _make_copy(sizes: tuple[int, int, int], tiled: bool) -> Callable[..., Any]:
     return copy_four
 
 
-def _make_decode(sizes: tuple[int, int, int], tiled: bool) -> Callable[..., Any]:
+def _make_decode(sizes: tuple[int, int, int], tiled: bool) -> Any:
     """A function of two places, `step` apart, of caches of codes, as `_make_copy` has four."""
     num_heads, _, parts = sizes
     target = _make_target(num_heads, 2 * parts, tiled)

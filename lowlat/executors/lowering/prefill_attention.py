@@ -63,7 +63,7 @@ def prefill_attention(binding: Binding, op: Op) -> Sequence[Call]:
         del attended["lengths"]
         first = binding.arguments(op).get("first", 0)
         chunk = binding.arguments(op)["chunk"]
-        return [*gather, *prefill_flash(**attended, chunk=chunk, window=window, first=first)]
+        return [*gather, *prefill_flash(**attended, chunk=chunk, window=window, first=first, card=binding.card)]
     gather, attended = _gathered(binding, op, window)
     return [*gather, LibraryCall("flash_attention", _attend, {**attended, "longest": longest, "window": window})]
 

@@ -22,7 +22,7 @@ SMALL = Shape(64, 2, 1, 64, 16, 500)
 
 def walked(
     slot: Slot, sinks: torch.Tensor | None, part: tuple[int, int] | None = None, *, window: int | None = None,
-    first: int = 0,
+    first: int = 0, groups: int = 2,
 ) -> torch.Tensor:  # fmt: skip
     """What the kernels make of all rows, or of a part as a launch alone; what is not written is NaN."""
     shape, chunk = slot.shape, slot.chunk
@@ -40,7 +40,7 @@ def walked(
         seen = {"keys": keys, "values": values, "chunk": chunk, "window": window, "first": first}
         walker.run(
             *gather.gather_kv(**gathering, **seen, lengths=lengths, card=card),
-            *flash.prefill_flash(q=q, **seen, sinks=sinks, out=out, scale=slot.scale),
+            *flash.prefill_flash(q=q, **seen, sinks=sinks, out=out, scale=slot.scale, card=H200, groups=groups),
         )
     return out.view(size, -1)
 
@@ -69,15 +69,17 @@ def test_attention_is_the_reference_s(
 
 
 def test_bits_of_rows_do_not_depend_on_the_launch() -> None:
-    """Of 48 rows in one launch, and in launches of 16 and 32 that begin elsewhere."""
+    """Of 48 rows in one launch, and in launches of 16 and 32 that begin elsewhere, of blocks of other sizes."""
     slot = Slot(112, 48, shape=replace(SMALL, heads=1, size=48))
     whole = walked(slot, None)
-    assert torch.equal(torch.cat([walked(slot, None, part) for part in ((0, 16), (16, 32))]), whole)
+    parts = [walked(slot, None, part, groups=groups) for part, groups in (((0, 16), 1), ((16, 32), 2))]
+    assert torch.equal(torch.cat(parts), whole)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     q, tiles = torch.zeros(8, 4, 64).bfloat16(), torch.zeros(tiles_shape(8, 2, 64)).bfloat16()
-    given = {"q": q, "keys": tiles, "values": tiles, "chunk": torch.zeros(2).int(), "out": q.clone(), "scale": 1.0}
+    given: dict[str, Any] = {"q": q, "keys": tiles, "values": tiles, "chunk": torch.zeros(2).int(), "out": q.clone()}
+    given |= {"scale": 1.0, "card": H200}
     assert len(prefill_flash(**given)) == 1
     assert not has_prefill_flash(Card(108, 163 * 1024, (8, 0)), 64) and not has_prefill_flash(H200, 96)
     for changed in (
@@ -85,6 +87,7 @@ def test_what_does_not_fit_is_refused() -> None:
         {"q": q[:, :3].contiguous(), "out": q[:, :3].contiguous()},
         {"values": tiles[:1]},
         {"scale": 0.0},
+        {"groups": 3},
         {"sinks": torch.zeros(3)},
         {"sinks": torch.zeros(4).half()},
         {"q": q.transpose(0, 1).contiguous().transpose(0, 1)},
