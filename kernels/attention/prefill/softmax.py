@@ -164,7 +164,8 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: boo
                 await_full(barriers, later, later_parity)
             sums = await_sums(sums, words)
             release(second, before, lane)
-            sums = scale_sums(sums, factors[0], factors[1])
+            if ptx.ballot(uint32(factors[0] != float32(1) or factors[1] != float32(1))) != uint32(0):
+                sums = scale_sums(sums, factors[0], factors[1])
             words = pack(weights)
         await_full(second, stage, parity)
         sums = begin_values(sums, words, uint32(places + uint32(area) + stage * uint32(tile_bytes)))
