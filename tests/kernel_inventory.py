@@ -88,7 +88,6 @@ def fingerprint(kernel: Kernel) -> tuple[Any, ...]:
     """Everything that decides what a kernel compiles to, and how it is loaded: its code, the constants it closes over,
     what it calls, its sizes."""
     sizes = (kernel.threads, kernel.min_blocks, kernel.shared_bytes, kernel.linked, kernel.most_blocks)
-    sizes += (kernel.registers,)
     return (str(kernel.signature), *sizes, _meaning(kernel.function, set()))
 
 

@@ -116,7 +116,7 @@ def _path(kernel: Kernel, capability: tuple[int, int], cache_directory: Path) ->
 
 def _compile(kernel: Kernel, capability: tuple[int, int]) -> CompiledKernel:
     bounds = (kernel.threads, kernel.min_blocks)
-    ptx, entry = compile_ptx(kernel.function, kernel.signature, capability, bounds, kernel.specific, kernel.registers)
+    ptx, entry = compile_ptx(kernel.function, kernel.signature, capability, bounds, kernel.specific)
     if not kernel.linked:
         return CompiledKernel(entry, ptx.encode(), 0, 0, 0)
     return link(ptx, entry, capability, kernel.name, kernel.specific)

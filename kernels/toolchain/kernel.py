@@ -84,8 +84,6 @@ class Kernel:
                   blocks leave would crowd where they left first, and all would wait for the crowded ones
     specific      it has instructions of one capability alone, which no later one has: assembled for that (sm_90a)
     cluster       neighbouring blocks that share their memory, of capability 9.0 on; grids are multiples of it
-    registers     what a thread may have; 0: what `threads` and `min_blocks` leave. To the assembler the warps of a
-                  kernel with a warpgroup's products come by fours: nine leave a thread what twelve would
     """
 
     name: str
@@ -98,7 +96,6 @@ class Kernel:
     most_blocks: int = 0
     specific: bool = False
     cluster: int = 1
-    registers: int = 0
 
     def __hash__(self) -> int:
         return hash(self.name)

@@ -141,13 +141,11 @@ def compile_ptx(
     capability: tuple[int, int],
     launch_bounds: Any = None,
     specific: bool = False,
-    registers: int = 0,
 ) -> tuple[str, str]:
     """Compile a kernel to PTX for a compute capability; no GPU is needed.
 
     launch_bounds   threads a block at most, or (threads, least blocks a multiprocessor)
     specific        it has instructions of this capability alone
-    registers       what a thread may have, in place of what the bounds leave; 0: these
     Returns the PTX and the name of its entry. Dependent launch exists from capability 9.0 on: its statements are
     left out below, where a kernel starts only after the one before it anyway.
     """
@@ -160,8 +158,6 @@ def compile_ptx(
         ptx = re.sub(r"griddepcontrol\.\w+;", "", ptx)
     if specific:
         ptx = ptx.replace(f".target {target_of(capability)}\n", f".target {target_of(capability, True)}\n")
-    if registers:
-        ptx = re.sub(r"\.minnctapersm \d+", f".maxnreg {registers}", ptx)
     entry = re.search(r"\.entry\s+([\w$]+)", ptx)
     if entry is None:
         raise ValueError(f"{function.__name__}: the PTX has no entry")

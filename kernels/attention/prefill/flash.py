@@ -1,8 +1,9 @@
 """Flash attention of a prompt's rows by warpgroups' tensor cores, for cards of capability 9.0.
 
-A block has 128 or 64 rows of a head, 64 a warpgroup, and a warp that copies. Keys and values lie in tiles of 128
-positions, see `gather_kv`; a block takes those that its rows see, the last one first. While the tensor cores multiply a
-tile's queries and keys, and the weights and values of the tile before, nobody waits but for the scores.
+A block has 128 or 64 rows of a head, 64 a warpgroup. Keys and values lie in tiles of 128 positions, see `gather_kv`; a
+block takes those that its rows see, the last one first. While the tensor cores multiply a tile's queries and keys, and
+the weights and values of the tile before, nobody waits but for the scores. No warp is there to copy alone: nine warps
+leave a thread fewer registers than its sums, scores and weights take.
 
 Tiles stand at multiples of 128 from position 0, and one that a row sees nothing of adds zeros to its sums, or scales
 them by one: a row's bits depend on its own position and what it sees alone, not on the rows of a launch.
@@ -28,9 +29,8 @@ __all__ = ["GROUPS", "examples", "has_prefill_flash", "prefill_flash", "tiles_sh
 HOPPER = (9, 0)
 DIMS = (64, 128)
 GROUPS = (1, 2)  # warpgroups of a block that multiply
-STAGES = 2
+STAGES = 3
 TURNS = False
-REGISTERS, MOST_REGISTERS, REGISTER_GRAIN = 65536, 224, 8  # of a multiprocessor, of a thread
 SHORT = 512  # positions of a window that is short
 TILE_KEYS = ALIGNMENT
 HALF, ROW_BYTES, PIECE_BYTES = 64, 128, 16
@@ -98,7 +98,7 @@ def prefill_flash(
         groups = _groups_of(rows, heads, window, card)
     if groups not in GROUPS:
         raise ShapeError(f"a block has {GROUPS} warpgroups that multiply, got {groups}")
-    kernel = _make(heads, num_heads, dim, sink_bytes, groups)
+    kernel = _make(heads, num_heads, dim, sink_bytes, groups, TURNS and groups == 2)
     arguments = (
         q, keys, values, chunk, 0 if sinks is None else sinks, out, rows, keys.shape[1], window or 0, first,
         scale * LOG2_E,
@@ -125,48 +125,18 @@ def _seen_tiles(start: Any, begin: Any, end: Any, window: Any, first: Any) -> An
     return uint32(last), uint32(uint32(last - lowest // int64(TILE_KEYS)) + uint32(1)), uint32(origin)
 
 
-def _make_copy(tile_bytes: int, handover: Any, area: int) -> Any:
-    """A function of the warp that copies: all tiles of keys and values of a block."""
-    await_free, after = handover.await_free, handover.after
-
-    @device_function
-    def send(place: Any, barriers: Any, source: Any, stage: Any, parity: Any, lane: Any) -> None:
-        await_free(barriers, stage, parity)
-        if lane == uint32(0):
-            full = uint32(barriers + stage * uint32(BARRIER_BYTES))
-            ptx_hopper.barrier_expect(full, uint32(tile_bytes))
-            ptx_hopper.copy_bulk(uint32(place + stage * uint32(tile_bytes)), source, uint32(tile_bytes), full)
-        ptx.sync_warp()
-
-    @device_function
-    def copy_tiles(base: Any, barriers: Any, keys: Any, values: Any, tile: Any, count: Any, lane: Any) -> None:
-        """tile: the last one's place among a head's; keys and values of the head."""
-        done, stage, parity = uint32(0), uint32(0), uint32(1)
-        while done < count:
-            at = int64(uint32(tile - done)) * int64(tile_bytes)
-            send(base, barriers, keys + at, stage, parity, lane)
-            second = uint32(barriers + uint32(STAGES * BARRIER_BYTES))
-            send(uint32(base + uint32(area)), second, values + at, stage, parity, lane)
-            stage, parity = after(stage, parity)
-            done = uint32(done + uint32(1))
-
-    return copy_tiles
-
-
 @cache
-def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int) -> Kernel:
+def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, turns: bool) -> Kernel:
     """Grid: the heads of 64 rows a warpgroup, those of the last rows first, which see most."""
     shared, tile_bytes = heads // num_heads, TILE_KEYS * dim * 2
     block_rows, area = groups * GROUP_ROWS, STAGES * tile_bytes
     queries_bytes = block_rows * dim * 2
     handover = make_handover(STAGES, 1, 4 * groups, suspends=True)
     begin, barriers_at = handover.begin, queries_bytes + 2 * area
-    copy_tiles, place_queries = _make_copy(tile_bytes, handover, area), make_place(heads, dim)
-    multiply, finish = (
-        make_multiply(dim, TILE_KEYS, handover, area, TURNS and groups == 2),
-        make_finish(heads, dim, sink_bytes),
-    )
-    last_warp, group_bytes = 4 * groups, GROUP_ROWS * dim * 2
+    place_queries = make_place(heads, dim)
+    begin_copies, multiply = make_multiply(dim, TILE_KEYS, handover, area, turns)
+    finish = make_finish(heads, dim, sink_bytes)
+    group_bytes = GROUP_ROWS * dim * 2
 
     def prefill_flash_kernel(
         q: Any, keys: Any, values: Any, chunk: Any, sinks: Any, out: Any, rows: Any, tiles: Any, window: Any,
@@ -191,28 +161,29 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int) ->
         end = min(row + int64(block_rows), rows)
         last, count, origin = _seen_tiles(start, row, end, window, first)
         places = uint32(base + uint32(queries_bytes))
-        if warp >= uint32(last_warp):
-            of_head = int64(uint32(head // uint32(shared))) * tiles * int64(tile_bytes)
-            copy_tiles(places, barriers, keys + of_head, values + of_head, uint32(last - origin), count, lane)
-        else:
-            group, within = uint32(warp >> uint32(2)), uint32(thread & uint32(127))
-            own = row + int64(group) * int64(GROUP_ROWS)
-            queries = uint32(base + group * uint32(group_bytes))
-            place_queries(queries, q, head, own, rows, group, within)
-            # of the lane's upper row: its position, as the columns of a tile are counted, less 2 t
-            upper = uint32(uint32((warp & uint32(3)) * uint32(16)) + uint32(lane >> uint32(2)))
-            spots = (start + own, start + own + int64(upper), window, first)
-            sums, peaks, totals = multiply(queries, places, barriers, spots, last, count, scale, group, lane)
-            finish(sums, peaks, totals, sinks, out, head, own + int64(upper), rows, scale, lane)
+        tile_at = (
+            int64(uint32(head // uint32(shared))) * tiles + int64(uint32(last - origin))
+        ) * int64(tile_bytes)  # fmt: skip
+        group, within = uint32(warp >> uint32(2)), uint32(thread & uint32(127))
+        own = row + int64(group) * int64(GROUP_ROWS)
+        queries = uint32(base + group * uint32(group_bytes))
+        upper = uint32(
+            uint32((warp & uint32(3)) * uint32(16)) + uint32(lane >> uint32(2))
+        )  # of the group's, the lane's
+        spots = (start + own, start + own + int64(upper), window, first)
+        sources = (keys + tile_at, values + tile_at)
+        begin_copies(places, barriers, sources, count, warp, lane)
+        place_queries(queries, q, head, own, rows, group, within)
+        sums, peaks, totals = multiply(queries, places, barriers, sources, spots, last, count, scale, warp, lane)
+        finish(sums, peaks, totals, sinks, out, head, own + int64(upper), rows, scale, lane)
 
-    name = f"prefill_flash_{heads}_{num_heads}_{dim}x{groups}" + (f"_sinks{8 * sink_bytes}" if sink_bytes else "")
-    threads = 32 * (last_warp + 1)
-    registers = min(MOST_REGISTERS, REGISTERS // threads // REGISTER_GRAIN * REGISTER_GRAIN)
+    name = f"prefill_flash_{heads}_{num_heads}_{dim}x{groups}"
+    name += ("_turns" if turns else "") + (f"_sinks{8 * sink_bytes}" if sink_bytes else "")
     shared_bytes = SWIZZLE_BYTES + barriers_at + 2 * STAGES * BARRIER_BYTES
     signature = (*(types.int64,) * 10, types.float32)
-    return Kernel(name, prefill_flash_kernel, signature, threads, 1, shared_bytes, specific=True, registers=registers)
+    return Kernel(name, prefill_flash_kernel, signature, 128 * groups, 1, shared_bytes, specific=True)
 
 
 def examples(card: Card = H200) -> list[Kernel]:
     """Specialisations that CI compiles, for a card that has the instructions: Llama-8B's heads, and gpt-oss's."""
-    return [_make(32, 8, 128, 0, 2), _make(64, 8, 64, 2, 1)] if has_prefill_flash(card, HALF) else []
+    return [_make(32, 8, 128, 0, 2, TURNS), _make(64, 8, 64, 2, 1, False)] if has_prefill_flash(card, HALF) else []

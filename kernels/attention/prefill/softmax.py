@@ -7,7 +7,7 @@ sums of those before are scaled when both are there, so that a tile's sums are a
 from typing import Any
 
 from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
-from lowlat.kernels.toolchain import ptx, ptx_attention
+from lowlat.kernels.toolchain import ptx, ptx_attention, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
 __all__ = ["GROUP_ROWS", "make_finish", "make_multiply", "make_place"]
@@ -104,8 +104,27 @@ def _make_weigh(keys: int) -> Any:
     return weigh_tile
 
 
-def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: bool) -> Any:
-    """A function of a warpgroup: sums of weighted values of all tiles, peaks of scores, and a lane's sums of weights.
+def _make_send(tile_bytes: int, handover: Handover) -> Any:
+    """A function of the first warp: copy a tile to a stage, when all have multiplied what is there."""
+    await_free = handover.await_free
+
+    @device_function
+    def send(place: Any, barriers: Any, source: Any, number: Any, stage: Any, parity: Any, lane: Any) -> None:
+        """number: of tiles, of which a later one stands before; parity: of the stage when it is full."""
+        await_free(barriers, stage, uint32(parity ^ uint32(1)))
+        if lane == uint32(0):
+            full = uint32(barriers + stage * uint32(BARRIER_BYTES))
+            source = source - int64(number) * int64(tile_bytes)
+            ptx_hopper.barrier_expect(full, uint32(tile_bytes))
+            ptx_hopper.copy_bulk(uint32(place + stage * uint32(tile_bytes)), source, uint32(tile_bytes), full)
+        ptx.sync_warp()
+
+    return send
+
+
+def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: bool) -> tuple[Any, Any]:
+    """Functions of a warpgroup: begin to copy the first tiles; and the rest, which gives the sums of weighted values of
+    all tiles, the peaks of scores, and a lane's sums of weights.
 
     keys   of a tile
     area   bytes from the stages of keys to those of values
@@ -122,12 +141,23 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: boo
         ptx_attention.pack_rows(keys // 2),
         ptx_attention.scale_rows(dim // 2),
     )
-    weigh_tile = _make_weigh(keys)
+    weigh_tile, send = _make_weigh(keys), _make_send(tile_bytes, handover)
+
+    @device_function
+    def begin_copies(places: Any, barriers: Any, sources: Any, count: Any, warp: Any, lane: Any) -> None:
+        if warp == uint32(0):
+            second, none = uint32(barriers + uint32(stages * BARRIER_BYTES)), uint32(0)
+            send(places, barriers, sources[0], none, none, none, lane)
+            send(uint32(places + uint32(area)), second, sources[1], none, none, none, lane)
+            if count > uint32(1):
+                send(places, barriers, sources[0], uint32(1), uint32(1), none, lane)
 
     @device_function
     def multiply(
-        queries: Any, places: Any, barriers: Any, spots: Any, tile: Any, count: Any, scale: Any, group: Any, lane: Any
-    ) -> Any:
+        queries: Any, places: Any, barriers: Any, sources: Any, spots: Any, tile: Any, count: Any, scale: Any,
+        warp: Any, lane: Any,
+    ) -> Any:  # fmt: skip
+        group = uint32(warp >> uint32(2))
         own, other = uint32(group + uint32(FIRST_TURN)), uint32(uint32(FIRST_TURN + 1) - group)
         second = uint32(barriers + uint32(stages * BARRIER_BYTES))
         stage, parity = uint32(0), uint32(0)
@@ -152,6 +182,12 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: boo
             sums = begin_values(sums, words, uint32(places + uint32(area) + stage * uint32(tile_bytes)))
             if turns and (group == uint32(0) or uint32(done + uint32(1)) < count):
                 ptx_attention.give_turn(other)
+            following, following_parity = after(later, later_parity)
+            if warp == uint32(0):  # to where the tiles before the last ones were: nobody is that late
+                if uint32(done + uint32(1)) < count:
+                    number = uint32(done + uint32(1))
+                    send(places, barriers, sources[0], number, following, following_parity, lane)
+                send(uint32(places + uint32(area)), second, sources[1], done, later, later_parity, lane)
             scores = await_first(scores)
             release(barriers, later, lane)
             weights, peaks, totals, factors = weigh_tile(
@@ -159,7 +195,7 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: boo
             )  # fmt: skip
             done, before = uint32(done + uint32(1)), stage
             stage, parity = later, later_parity
-            later, later_parity = after(stage, parity)
+            later, later_parity = following, following_parity
             if done < count:  # a loop here also keeps the assembler from awaiting sums before it has begun the weights
                 await_full(barriers, later, later_parity)
             sums = await_sums(sums, words)
@@ -172,7 +208,7 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: boo
         sums = await_sums(sums, words)
         return sums, peaks, totals
 
-    return multiply
+    return begin_copies, multiply
 
 
 def make_finish(heads: int, dim: int, sink_bytes: int) -> Any:

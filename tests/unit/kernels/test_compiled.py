@@ -57,6 +57,8 @@ def test_a_kernel_fits_its_card(capability: tuple[int, int], kernel: Kernel, com
     assert made.stack_bytes <= (SPILLED_BYTES if capability < HOPPER and SPILLS.match(kernel.name) else 0)
     assert 0 < made.registers <= REGISTERS_A_THREAD
     assert kernel.threads * made.registers * kernel.min_blocks <= REGISTERS
+    quarter = -(-kernel.threads // 128) * 32 * (-(-made.registers // 8) * 8)  # where every fourth warp is
+    assert quarter <= REGISTERS // 4
     static = max(made.shared_bytes - RESERVED_BYTES.get(capability, 0), 0)
     assert kernel.shared_bytes + static <= {**CARDS, **MINOR_CARDS}[capability].shared_bytes
 
