@@ -83,6 +83,13 @@ class SpeculativeConfig:
         "Let each step choose how many drafts it makes and verifies, from none to num_speculative_tokens, by what is "
         "accepted and what it costs; of chains.",
     )
+    draft_tensor_parallel_size: int | None = declare(
+        None,
+        "Cards that share the draft model's layers: 1, each has all, or the target's.",
+        1,
+        8,
+        otherwise="tensor_parallel_size, where it can be cut",
+    )
     max_path_len: int | None = declare(
         None, "Nodes of a tree's longest path, root included, at most.", 1, MAX_SPECULATIVE_TOKENS + 1
     )
@@ -263,6 +270,13 @@ class RuntimeConfig:
     )
     device: str = declare("auto", "auto, cpu, cuda or cuda:N.")
     executor: Literal["auto", "reference", "eager", "graph"] = declare("auto", "How steps are run.")
+    tensor_parallel_size: int = declare(
+        1, "Cards that share each layer of the target: 1, 2, 4 or 8.", 1, 8, aliases=("tensor_parallel",)
+    )
+    devices: tuple[int, ...] = declare((), "The cards of tensor_parallel_size, by number; by default the first.")
+    tp_invariant: bool = declare(
+        False, "Sum layers as 8 cards would, on however many: then their number changes no bit."
+    )
     block_size: int = declare(32, "Positions of one KV block.", 1, 1024)
     prefill_chunk: int = declare(
         128, "Positions of a prefill chunk, a multiple of block_size: the unit of shared prefixes.", 1, 1 << 16
@@ -326,7 +340,20 @@ class RuntimeConfig:
             raise ConfigError("prompt_logits needs prefix_reuse off: shared chunks are not run again")
         if self.share_decoded and not self.prefix_reuse:
             raise ConfigError("share_decoded needs prefix_reuse, which is off")
+        self._check_ranks()
         self._check_perf_mode()
+
+    def _check_ranks(self) -> None:
+        """The number of cards, and that those which are named are as many, each once."""
+        size, named = self.tensor_parallel_size, self.devices
+        if size & (size - 1):
+            raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
+        if not isinstance(named, tuple) or any(type(number) is not int or number < 0 for number in named):
+            raise ConfigError(f"devices must be a tuple of numbers of cards, such as (0, 1), got {named!r:.80}")
+        if named and self.device not in ("auto", "cuda"):
+            raise ConfigError(f"devices names cards, and device {self.device!r} asks for one")
+        if named and (len(named) != size or len(set(named)) != size):
+            raise ConfigError(f"devices must name as many cards as tensor_parallel_size {size}, each once, got {named}")
 
     def _check_perf_mode(self) -> None:
         """Refuse what is for debugging, where measuring is asked for."""

@@ -23,6 +23,7 @@ SPECULATIVE_BOUNDS = {
     "max_path_len": (1, 8),
     "max_decoding_tokens": (1, 64),
     "max_non_leaves_per_layer": (1, 64),
+    "draft_tensor_parallel_size": (1, 8),
     "draft_window": (1, 1 << 20),
     "simulated_seed": (0, (1 << 63) - 1),
     "specpv_block_size": (1, 1024),
@@ -41,6 +42,7 @@ RUNTIME_BOUNDS = {
     "max_prefill_chunks": (1, 64),
     "kv_blocks": (2, (1 << 31) - 1),
     "max_queue": (0, 1 << 20),
+    "tensor_parallel_size": (1, 8),
 }
 NO_INT: list[Any] = [True, False, 1.0, "1", [1], math.nan]
 
@@ -65,7 +67,7 @@ def test_every_option_is_covered_here() -> None:
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head", "prompt_logits"}
-    others |= {"kv_cache_dtype", "max_stall_ms"}
+    others |= {"kv_cache_dtype", "max_stall_ms", "devices", "tp_invariant"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
     assert all(hasattr(module, name) for name in module.__all__)
 

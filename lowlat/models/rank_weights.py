@@ -1,0 +1,121 @@
+"""Canonical weights cut for ranks, as they are streamed: each tensor is read once, and each rank gets its
+own part of it.
+
+It knows names and extents, and neither files nor devices. What no rule names is whole on every rank.
+"""
+
+import re
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lowlat.checkpoint.source import Named
+from lowlat.errors import ConfigError
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.shard import Shard
+
+__all__ = ["RankCuts", "cut_stream", "rank_weights"]
+
+LAYER = re.compile(
+    r"(?P<draft>head\.)?(layers\.\d+\.)?"
+    r"(?P<layer>qkv|q|kv|o|gate_up|down|experts\.gate_up|experts\.down|lm_head|sinks)(\.(?P<part>\w+))?"
+)
+LM_HEAD = "lm_head."
+PROJECTIONS = ("qkv", "q", "kv")
+BLOCKS = "blocks"  # MXFP4's, whose numbers take two dimensions
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RankCuts:
+    """The parts of canonical weights that a rank has.
+
+    config  the rank's geometry; that it says of the draft model, too
+    """
+
+    config: ModelConfig
+
+    def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A weight's part, contiguous; the tensor itself where the rank has all of it, None where it has nothing.
+
+        Raises ConfigError where numbers that are held together would be torn apart.
+        """
+        match = LAYER.fullmatch(name)
+        shard = self.config.shard
+        if match is not None and shard is not None and match["draft"]:
+            shard = shard.draft
+        if match is None or shard is None or shard.size == 1:
+            return tensor
+        layer, part = match["layer"], match["part"]
+        if layer == "lm_head":
+            return _rows(tensor, [shard.vocabulary(tensor.shape[0])], 0)
+        if layer == "sinks":
+            return _rows(tensor, [shard.heads], 0)
+        if layer in PROJECTIONS:
+            return _rows(tensor, _heads(shard, layer), 0)
+        if layer.endswith("gate_up"):
+            (start, stop), whole = shard.inner, shard.intermediate_size
+            return _rows(tensor, [(start, stop), (whole + start, whole + stop)], int(layer.startswith("experts.")))
+        if part == "bias":
+            return None if shard.rank else tensor
+        size = shard.head_dim
+        is_output = layer == "o"
+        span = (shard.heads[0] * size, shard.heads[1] * size) if is_output else shard.inner
+        depth = shard.num_heads * size if is_output else shard.intermediate_size
+        return _columns(name, tensor, span, depth, 2 if part == BLOCKS else 1)
+
+
+def _heads(shard: Shard, letters: str) -> list[Span]:
+    """The rows of queries, keys and values among those of all heads, as far as they are made at once."""
+    spans, first = [], 0
+    for letter in letters:
+        start, stop = shard.heads if letter == "q" else shard.kv_heads
+        spans.append(((first + start) * shard.head_dim, (first + stop) * shard.head_dim))
+        first += shard.num_heads if letter == "q" else shard.num_kv_heads
+    return spans
+
+
+def _rows(tensor: torch.Tensor, spans: Sequence[Span], axis: int) -> torch.Tensor:
+    return torch.cat([tensor.narrow(axis, start, stop - start) for start, stop in spans], axis)
+
+
+def _columns(name: str, tensor: torch.Tensor, span: Span, depth: int, behind: int) -> torch.Tensor:
+    """Columns of K of a part of a matrix.
+
+    depth   K, of which an entry of the part holds one number or several; one entry of all: the rank has it, too
+    behind  the dimension of K, counted from the last
+    """
+    count = tensor.shape[-behind]
+    if count == 1:
+        return tensor
+    held = 1 << (-(-depth // count) - 1).bit_length()  # what formats hold together is a power of two
+    if span[0] % held or (span[1] % held and span[1] != depth):
+        raise ConfigError(f"{name} holds {held} numbers of a row together, and tensor_parallel_size would cut it at "
+                          f"{span[0]} and {span[1]} of {depth}")  # fmt: skip
+    first, last = span[0] // held, -(-span[1] // held)
+    return tensor.narrow(-behind, first, last - first).contiguous()
+
+
+def cut_stream(
+    stream: Iterable[Named], configs: Sequence[ModelConfig]
+) -> Generator[tuple[tuple[str, ...], tuple[torch.Tensor | None, ...]], None, None]:
+    """Every tensor of a stream once, with each rank's part, None for a rank that has nothing of it.
+
+    Names of one tensor stay together where they are cut alike. Parts that are the whole tensor are the stream's own,
+    others have memory of their own. Raises ConfigError as `RankCuts.cut` does.
+    """
+    cuts = [RankCuts(config) for config in configs]
+    for names, tensor in stream:
+        head = tuple(name for name in names if name.startswith(LM_HEAD))
+        others = tuple(name for name in names if name not in head)
+        for together in (others, head) if len(configs) > 1 else (names,):
+            if together:
+                yield together, tuple(each.cut(together[0], tensor) for each in cuts)
+
+
+def rank_weights(weights: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """A rank's part of weights in memory, or of tensors without content; names of one whole tensor stay one."""
+    cuts = RankCuts(config)
+    made = {name: cuts.cut(name, tensor) for name, tensor in weights.items()}
+    return {name: tensor for name, tensor in made.items() if tensor is not None}
