@@ -16,7 +16,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT
-from lowlat.kernels.attention.prefill.softmax import GROUP_ROWS, make_finish, make_multiply, make_place
+from lowlat.kernels.attention.prefill.softmax import GROUP_ROWS, make_begin, make_finish, make_multiply, make_place
 from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
 from lowlat.kernels.common.memory import int_at
 from lowlat.kernels.reference.shapes import check_shape
@@ -134,7 +134,8 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, tu
     handover = make_handover(STAGES, 1, 4 * groups, suspends=True)
     begin, barriers_at = handover.begin, queries_bytes + 2 * area
     place_queries = make_place(heads, dim)
-    begin_copies, multiply = make_multiply(dim, TILE_KEYS, handover, area, turns)
+    begin_copies = make_begin(tile_bytes, handover, area)
+    multiply = make_multiply(dim, TILE_KEYS, handover, area, turns)
     finish = make_finish(heads, dim, sink_bytes)
     group_bytes = GROUP_ROWS * dim * 2
 

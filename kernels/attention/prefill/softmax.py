@@ -10,7 +10,7 @@ from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
 from lowlat.kernels.toolchain import ptx, ptx_attention, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
-__all__ = ["GROUP_ROWS", "make_finish", "make_multiply", "make_place"]
+__all__ = ["GROUP_ROWS", "make_begin", "make_finish", "make_multiply", "make_place"]
 
 GROUP_ROWS = 64  # of a warpgroup
 GROUP_THREADS = 128
@@ -122,9 +122,26 @@ def _make_send(tile_bytes: int, handover: Handover) -> Any:
     return send
 
 
-def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: bool) -> tuple[Any, Any]:
-    """Functions of a warpgroup: begin to copy the first tiles; and the rest, which gives the sums of weighted values of
-    all tiles, the peaks of scores, and a lane's sums of weights.
+def make_begin(tile_bytes: int, handover: Handover, area: int) -> Any:
+    """A function of a block: begin to copy the first tile of values, and two of keys."""
+    stages, send = area // tile_bytes, _make_send(tile_bytes, handover)
+
+    @device_function
+    def begin_copies(places: Any, barriers: Any, sources: Any, count: Any, warp: Any, lane: Any) -> None:
+        if warp == uint32(0):
+            second, none = uint32(barriers + uint32(stages * BARRIER_BYTES)), uint32(0)
+            send(places, barriers, sources[0], none, none, none, lane)
+            send(uint32(places + uint32(area)), second, sources[1], none, none, none, lane)
+            if count > uint32(1):
+                send(places, barriers, sources[0], uint32(1), uint32(1), none, lane)
+
+    return begin_copies
+
+
+def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: bool) -> Any:
+    """A function of a warpgroup behind `make_begin`'s: copy the other tiles, and multiply all.
+
+    It gives the sums of weighted values, the peaks of scores, and a lane's sums of weights.
 
     keys   of a tile
     area   bytes from the stages of keys to those of values
@@ -142,15 +159,6 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: boo
         ptx_attention.scale_rows(dim // 2),
     )
     weigh_tile, send = _make_weigh(keys), _make_send(tile_bytes, handover)
-
-    @device_function
-    def begin_copies(places: Any, barriers: Any, sources: Any, count: Any, warp: Any, lane: Any) -> None:
-        if warp == uint32(0):
-            second, none = uint32(barriers + uint32(stages * BARRIER_BYTES)), uint32(0)
-            send(places, barriers, sources[0], none, none, none, lane)
-            send(uint32(places + uint32(area)), second, sources[1], none, none, none, lane)
-            if count > uint32(1):
-                send(places, barriers, sources[0], uint32(1), uint32(1), none, lane)
 
     @device_function
     def multiply(
@@ -208,7 +216,7 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: boo
         sums = await_sums(sums, words)
         return sums, peaks, totals
 
-    return begin_copies, multiply
+    return multiply
 
 
 def make_finish(heads: int, dim: int, sink_bytes: int) -> Any:
