@@ -93,12 +93,18 @@ def _segments(width: int, whole: bool) -> int:
     return 1 if whole else -(-width // (CHUNK * SEGMENT_THREADS))
 
 
-def _part(number: int, stride: int) -> Any:
-    """A device function: 8 numbers of one rank's part, its own or what it pushes, and whether it was given up."""
+def _part(number: int, stride: int, own: int) -> Any:
+    """A device function: 8 numbers of one rank's part, its own or what it pushes, and whether it was given up.
+
+    own  chunks that this rank's part has; zeros stand behind it
+    """
 
     @device_function
     def part(x: Any, rank: Any, received: Any, per_rank: Any, chunk: Any, epoch: Any, abort: Any, lost: Any) -> Any:
-        values = chunk_values(x, chunk, True)
+        zero = float32(0.0)
+        values = (zero, zero, zero, zero, zero, zero, zero, zero)
+        if rank == int64(number) and chunk < uint32(own):
+            values = chunk_values(x, chunk, True)
         if rank != int64(number):
             place = received + int64(number) * per_rank + int64(chunk) * int64(16)
             code = (rank + int64(1)) | int64((number + 1) << 8)
@@ -159,12 +165,12 @@ def _store_wide(target: Any, values: Any) -> None:
     ptx.store_global_128(target + int64(16), words[0], words[1], words[2], words[3])
 
 
-def _tree(first: int, last: int, stride: int) -> Any:
+def _tree(first: int, last: int, stride: int, own: int) -> Any:
     """A device function: the parts of ranks `first` to `last` - 1 added up, the sums of two halves at every joint."""
     if last - first == 1:
-        return _part(first, stride)
+        return _part(first, stride, own)
     half = (first + last + 1) // 2
-    low, high = _tree(first, half, stride), _tree(half, last, stride)
+    low, high = _tree(first, half, stride, own), _tree(half, last, stride, own)
 
     @device_function
     def both(x: Any, rank: Any, received: Any, per_rank: Any, chunk: Any, epoch: Any, abort: Any, lost: Any) -> Any:
@@ -175,10 +181,10 @@ def _tree(first: int, last: int, stride: int) -> Any:
     return both
 
 
-def _gather(ranks: int, stride: int) -> Any:
+def _gather(ranks: int, stride: int, own: int) -> Any:
     """A device function: every rank's part stored behind each other, `apart` bytes from one to the next."""
-    last = _part(ranks - 1, stride)
-    before = _gather(ranks - 1, stride) if ranks > 1 else None
+    last = _part(ranks - 1, stride, own)
+    before = _gather(ranks - 1, stride, own) if ranks > 1 else None
 
     @device_function
     def store(
@@ -194,13 +200,16 @@ def _gather(ranks: int, stride: int) -> Any:
     return store
 
 
-def _make_push(ranks: int, stride: int) -> Any:
+def _make_push(ranks: int, stride: int, own: int) -> Any:
     """A device function: a chunk of this rank's part, left with all peers; `place` lies that far into their areas."""
 
     @device_function
     def push(x: Any, rank: Any, areas: Any, place: Any, chunk: Any, epoch: Any) -> None:
-        a, b, c, d = ptx.load_global_128(x + int64(chunk) * int64(32))
-        e, f, g, h = ptx.load_global_128(x + int64(chunk) * int64(32) + int64(16))
+        zero = uint32(0)
+        a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
+        if chunk < uint32(own):
+            a, b, c, d = ptx.load_global_128(x + int64(chunk) * int64(32))
+            e, f, g, h = ptx.load_global_128(x + int64(chunk) * int64(32) + int64(16))
         for other in range(1, ranks):
             peer = int64(rank + int64(other))  # each begins with the next one: nobody is written to by all at once
             if peer >= int64(ranks):
@@ -212,12 +221,18 @@ def _make_push(ranks: int, stride: int) -> Any:
 
 
 @cache
-def _make_exchange(width: int, ranks: int, mode: str, whole: bool, early: bool, eps: float) -> Kernel:
-    """The exchange of rows: grid (parts of a row, M)."""
+def _make_exchange(
+    width: int, ranks: int, mode: str, whole: bool, early: bool, eps: float = 0.0, columns: int = 0
+) -> Kernel:
+    """The exchange of rows: grid (parts of a row, M).
+
+    columns  of this rank's own part, where it is narrower than the rows; 0: it is not
+    """
     chunks, row_bytes, segments = width // CHUNK, width * WORD_BYTES, _segments(width, whole)
     stride, threads = chunks * 16, THREADS if whole else SEGMENT_THREADS
-    add_up, push, normed = _tree(0, ranks, stride), _make_push(ranks, stride), mode == NORM
-    gather, gathers, adds = _gather(ranks, stride), mode == GATHER, mode in (ADD, NORM)
+    own = (columns or width) // CHUNK
+    add_up, push, normed = _tree(0, ranks, stride, own), _make_push(ranks, stride, own), mode == NORM
+    gather, gathers, adds = _gather(ranks, stride, own), mode == GATHER, mode in (ADD, NORM)
     last_chunk = chunks if whole else SEGMENT_THREADS
 
     def exchange(
@@ -240,7 +255,7 @@ def _make_exchange(width: int, ranks: int, mode: str, whole: bool, early: bool, 
         place = int64(epoch & uint32(1)) * int64(ranks) * per_rank + row * int64(row_bytes)
         begin = uint32(segment * uint32(SEGMENT_THREADS))
         end = uint32(min(uint32(begin + uint32(last_chunk)), uint32(chunks)))
-        mine, live = x + row * int64(width * 4), is_live(row_live, row)
+        mine, live = x + row * int64((columns or width) * 4), is_live(row_live, row)
         chunk = uint32(begin + thread)
         while chunk < end:
             push(mine, rank, areas, place + rank * per_rank, chunk, epoch)
@@ -251,8 +266,7 @@ def _make_exchange(width: int, ranks: int, mode: str, whole: bool, early: bool, 
         received, given_up = area_of(rank, areas) + place, lost
         first, chunk = (uint32(0), uint32(0), uint32(0), uint32(0)), uint32(begin + thread)
         while chunk < end:
-            residual = chunk_values(mine, chunk, True)
-            if adds:
+            if adds:  # before the wait
                 residual = chunk_values(a + row * int64(width * 2), chunk, False)
             if gathers:
                 target = out + row * int64(width * 4) + int64(chunk) * int64(32)
@@ -275,6 +289,7 @@ def _make_exchange(width: int, ranks: int, mode: str, whole: bool, early: bool, 
             finish_norm(first, weights, total + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
 
     name = f"exchange_{mode}_n{width}_ranks{ranks}{'_rows' if whole else ''}{'' if early else '_late'}"
+    name += f"_own{columns}" if columns else ""
     return Kernel(f"{name}_eps{eps!r}" if normed else name, exchange, (types.int64,) * (11 + MAX_RANKS), threads)
 
 
@@ -283,14 +298,15 @@ def _calls(
     row_live: torch.Tensor | None = None, eps: float = 0.0,
 ) -> list[KernelCall]:  # fmt: skip
     """A launch for every `channel.rows` rows."""
-    count, width = x.shape
-    if width != channel.width:
-        raise ShapeError(f"a channel of rows of {channel.width} takes no [{count}, {width}]")
+    count, width = x.shape[0], channel.width
+    columns = x.shape[1] if mode == GATHER and x.shape[1] < width else 0
+    if x.shape[1] != (columns or width) or columns % CHUNK:
+        raise ShapeError(f"a channel of rows of {width} takes no {list(x.shape)}")
     check_dtype(torch.float32, x=x)
     if mode != GATHER:
         for name, tensor in rows.items():
             check_shape(name, tensor, count, width)
-    kernel = _make_exchange(width, len(channel.areas), mode, channel.whole, channel.early, eps)
+    kernel = _make_exchange(width, len(channel.areas), mode, channel.whole, channel.early, eps, columns)
     areas: list[Argument] = [*channel.areas, *[0] * (MAX_RANKS - len(channel.areas))]
     apart, calls = count * width * 4, []
     for start in range(0, count, channel.rows):
@@ -309,11 +325,12 @@ def _calls(
 def gather_ranks(x: torch.Tensor, *, channel: Channel, out: torch.Tensor) -> list[KernelCall]:
     """All ranks' x, by rank.
 
-    x    [M, N]     float32       this rank's part
-    out  [R, M, N]  float32  out  the same bits on every rank; NaN where a wait was given up
+    x    [M, N]     float32       this rank's part, which may be narrower than others'
+    out  [R, M, W]  float32  out  the same bits on every rank, zeros behind parts that are narrower than W, which is the
+                                  channel's width; NaN where a wait was given up
     A launch for every `channel.rows` rows. Raises ShapeError for shapes that the channel does not take.
     """
-    check_shape("out", out, len(channel.areas), *x.shape)
+    check_shape("out", out, len(channel.areas), x.shape[0], channel.width)
     check_dtype(torch.float32, out=out)
     return _calls(GATHER, x, channel, {"out": out})
 
@@ -359,8 +376,8 @@ def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
     return [
         _make_exchange(4096, 2, NORM, True, True, 1e-5),
-        _make_exchange(2880, 2, ADD, False, True, 0.0),
-        _make_exchange(64128, 2, GATHER, False, True, 0.0),
-        _make_exchange(8192, 8, SUM, False, False, 0.0),
+        _make_exchange(2880, 2, ADD, False, True),
+        _make_exchange(64128, 2, GATHER, False, True, columns=64112),
+        _make_exchange(8192, 8, SUM, False, False),
         _make_exchange(8192, 4, NORM, True, True, 1e-5),
     ]
