@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from lowlat.errors import ConfigError, DeviceError
+from lowlat.executors.cards.watchdog import WATCHDOG
 from lowlat.executors.kernel_executor import KernelExecutor, Size, abandon
 from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.executors.lowering.operations import RING_COUNT
-from lowlat.executors.watchdog import WATCHDOG
 from lowlat.graphs import Bucket, Role
 from lowlat.graphs.capture import Body, CapturedGraph, Choice, capture, capture_choice, capture_loop
 from lowlat.graphs.launch import Launch

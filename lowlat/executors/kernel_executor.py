@@ -25,6 +25,7 @@ from lowlat.executors.allocation import (
     pinned_names,
     release_cached_memory,
 )
+from lowlat.executors.cards.watchdog import WATCHDOG, Watchdog
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.binding import Binding
@@ -33,7 +34,6 @@ from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.executors.lowering.memory import workspaces_of
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.prefill_arguments import ChunkArguments
-from lowlat.executors.watchdog import WATCHDOG, Watchdog
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch

@@ -7,9 +7,9 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor
+from lowlat.executors.cards.watchdog import WATCHDOG
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.reference import ReferenceExecutor
-from lowlat.executors.watchdog import WATCHDOG
 from lowlat.graphs import Bucket
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
@@ -122,7 +122,7 @@ def make_executor(
 
     fuse       False: every operation has launches of its own, on a device
     hooks      False: the reference executor takes none
-    watchdog   its factor and min_s, see `lowlat.executors.watchdog`: for work on a device
+    watchdog   its factor and min_s, see `lowlat.executors.cards.watchdog`: for work on a device
     Raises ConfigError for a device loop where steps are not captured.
     """
     if device_loop and choice.executor != "graph":

@@ -27,7 +27,8 @@ def test_all_ranks_gather_and_add_the_same(count: int, width: int, most: int, ru
     ranks, wanted, found = Ranks(count, most, width), [], []
     with walkable(walker := Walker(), *NAMES) as modules:
         kernels: Any = modules[-1]
-        channels, streams = ranks.channels(kernels.Channel), [[] for _ in range(count)]
+        channels = ranks.channels(kernels.Channel)
+        streams: list[list[Any]] = [[] for _ in range(count)]
         for rows in runs:
             parts, a = ranks.inputs(rows), torch.randn(rows, width).to(torch.bfloat16)
             total, gathered = tree_sum(parts), torch.stack(parts)
@@ -70,7 +71,8 @@ def test_a_wait_for_a_rank_that_never_comes_ends(by_host: bool) -> None:
     ranks, outs = Ranks(3, 1, 16), [poison(1, 16, dtype=F32) for _ in range(2)]
     ranks.abort[0] = HOST_GAVE_UP if by_host else 0
     with walkable(walker := Walker(), *NAMES) as modules:
-        words, kernels = modules[2], modules[-1]
+        words: Any = modules[2]
+        kernels: Any = modules[-1]
         words.ABORT_TURNS = words.PEER_SPIN_LIMIT = 4
         calls = [
             call
