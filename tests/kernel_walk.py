@@ -342,6 +342,7 @@ class Walker:
                 address, a, epoch, b, epoch
             ),
             "store_release_system": store(at, np.int64, 8),
+            "fence_system": lambda: None,
             "load_acquire_system": self._when_others_went_on(lambda address: int(load(at, np.int64, 8)(address)[0])),
             "load_volatile_i32": lambda address: int(load(at, np.int32, 4)(address)[0]),
             "load_global_i32": lambda address: int(load(at, np.int32, 4)(address)[0]),

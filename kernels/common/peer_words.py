@@ -14,7 +14,16 @@ from typing import Any
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 
-__all__ = ["HOST_GAVE_UP", "MAX_RANKS", "WORD_BYTES", "area_of", "await_chunk", "awaited_code", "push_chunk"]
+__all__ = [
+    "HOST_GAVE_UP",
+    "MAX_RANKS",
+    "WORD_BYTES",
+    "area_of",
+    "await_chunk",
+    "await_long",
+    "awaited_code",
+    "push_chunk",
+]
 
 MAX_RANKS = 8
 WORD_BYTES = 8
@@ -85,3 +94,17 @@ def await_chunk(place: Any, stride: Any, epoch: Any, abort: Any, code: Any, lost
         a, b, c, d = uint32(MISSING_BITS), uint32(MISSING_BITS), uint32(MISSING_BITS), uint32(MISSING_BITS)
         e, f, g, h = uint32(MISSING_BITS), uint32(MISSING_BITS), uint32(MISSING_BITS), uint32(MISSING_BITS)
     return (a, b, c, d, e, f, g, h), lost
+
+
+@device_function
+def await_long(place: Any, epoch: Any, abort: Any, code: Any, lost: Any) -> Any:
+    """An int64 that a peer leaves here in two words, low and high, and whether the wait was given up; see above."""
+    turns, waiting, low, high = uint32(0), True, uint32(0), uint32(0)
+    while waiting:
+        low, epoch_low, high, epoch_high = ptx.load_relaxed_system_words(place)
+        waiting = ((epoch_low ^ epoch) | (epoch_high ^ epoch)) != uint32(0) and lost == uint32(0)
+        if waiting:
+            turns = uint32(turns + uint32(1))
+            if turns & uint32(ABORT_TURNS - 1) == uint32(0):
+                lost = _gives_up(turns, abort, code)
+    return int64(low) | int64(high) << int64(32), lost

@@ -11,6 +11,7 @@ from rowwise_cases import canonical_norm, flags, poison, same_bits, weights
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.kernels.common.peer_words import HOST_GAVE_UP, awaited_code
 from lowlat.kernels.rows import exchange
+from lowlat.kernels.step import forward_commands
 
 F32 = torch.float32
 NAMES = ("common.norm_math", "common.norm_row", "common.peer_words", "rows.norm", "rows.exchange")
@@ -102,3 +103,31 @@ def test_what_does_not_fit_is_refused() -> None:
         exchange.channel_shapes(2, 1, 12)
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         exchange.Channel(2, ranks.areas, ranks.counters[0], ranks.abort)
+
+
+def test_commands_reach_all_ranks_at_the_same_step() -> None:
+    """The host writes while nobody or some have begun; a rank that gave up keeps its count, and ends its loop."""
+    count, tail, stop, abort = 3, *(torch.zeros(1, dtype=torch.int64) for _ in range(3))
+    areas = tuple(torch.zeros(forward_commands.AREA_SHAPE, dtype=torch.int64) for _ in range(count))
+    counters = [torch.zeros(4, dtype=torch.int32) for _ in range(count)]
+    forwarded = [torch.full((2,), -1, dtype=torch.int64) for _ in range(count)]
+    with walkable(walker := Walker(), "common.memory", "common.peer_words", "step.forward_commands") as modules:
+        words: Any = modules[1]
+        kernels: Any = modules[-1]
+        words.ABORT_TURNS = 4
+
+        def launch(rank: int) -> Any:
+            channel = kernels.CommandChannel(rank, areas, counters[rank], forwarded[rank], abort)
+            return kernels.forward_commands(tail, stop, channel=channel)[0]
+
+        for commands, stops in ((5, 0), (2**33 + 7, 0), (2**33 + 8, 1)):
+            tail[0], stop[0] = commands, stops
+            walker.run(launch(0))
+            tail[0] += 1  # too late
+            walker.run(launch(2), beside=[[launch(1)]])
+            assert [each.tolist() for each in forwarded] == [[commands, stops]] * count
+        abort[0] = HOST_GAVE_UP
+        walker.run(launch(1))
+        assert forwarded[1].tolist() == [2**33 + 8, 1]
+        walker.run(launch(0))
+        assert forwarded[0].tolist() == [2**33 + 9, 1]
