@@ -6,6 +6,7 @@ write into the arrays they are handed and keep a row's bits independent of its c
 """
 
 from lowlat.kernels.reference.attention import attention, kv, partial
+from lowlat.kernels.reference.exchange import ranks
 from lowlat.kernels.reference.gemm import linear
 from lowlat.kernels.reference.moe import experts
 from lowlat.kernels.reference.rows import draft_block, draft_rows, elementwise, markov, rope, waiting
@@ -35,6 +36,7 @@ OPERATIONS = operations_of(
     ngram_draft,
     partial,
     publish,
+    ranks,
     rope,
     sample,
     slots,

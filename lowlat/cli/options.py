@@ -245,8 +245,11 @@ def speculative_config(values: Mapping[str, Any], default_draft_model: Path | No
 
 
 def runtime_options(function: F) -> F:
-    """Add device, dtype, executor, context and rounding of a runtime; `given_options` has those that were given."""
-    names = ("max_context", "device", "dtype", "executor", "quantize", "quantize_lm_head", "kv_cache_dtype")
+    """Add devices, dtype, executor, context and rounding of a runtime; `given_options` has those that were given."""
+    names = (
+        *("max_context", "device", "tensor_parallel_size", "dtype", "executor"),
+        *("quantize", "quantize_lm_head", "kv_cache_dtype"),
+    )
     return record_options(RuntimeConfig, *names)(function)
 
 

@@ -1,7 +1,7 @@
 """The executor that a runtime really gets: kernels where they cover the model, torch where they do not."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,13 +10,15 @@ from lowlat.executors import Executor
 from lowlat.executors.cards.watchdog import WATCHDOG
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.reference import ReferenceExecutor
+from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.graphs import Bucket
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 from lowlat.models.program import Program
+from lowlat.options.config import RuntimeConfig
 from lowlat.step.state import StepGeometry
 
-__all__ = ["check_positions", "make_executor", "settle_executor", "uncovered"]
+__all__ = ["Rank", "check_positions", "make_executor", "refuse_ranks", "settle_executor", "uncovered"]
 
 # what the kernels refuse by ShapeError; repeated here, where a machine without a GPU loads no kernel
 HEAD_SIZES = (64, 128)
@@ -90,6 +92,16 @@ def check_positions(geometry: StepGeometry) -> None:
             )
 
 
+def refuse_ranks(options: RuntimeConfig, choice: DeviceChoice) -> None:
+    """Raise ConfigError where kernels would run a part of a target, or sum in parts."""
+    if choice.has_kernels and (options.tensor_parallel_size > 1 or options.tp_invariant):
+        raise ConfigError(
+            f"tensor_parallel_size {options.tensor_parallel_size} with tp_invariant {options.tp_invariant} runs with "
+            "executor 'reference' alone, which simulates the cards on one device, and this runtime has "
+            f"{choice.executor!r}: {choice.reason}"
+        )
+
+
 def settle_executor(
     choice: DeviceChoice, asked: str, config: ModelConfig, head: DraftConfig | None, block_size: int = 32
 ) -> DeviceChoice:
@@ -106,6 +118,15 @@ def settle_executor(
     return replace(choice, executor="reference", reason=reason, loud=True)
 
 
+@dataclass(frozen=True)
+class Rank:
+    """What one rank runs: its part of the target's geometry, the step's programs and those of prefill."""
+
+    config: ModelConfig
+    programs: Mapping[Bucket, Program]
+    prefills: Mapping[int, Program]
+
+
 def make_executor(
     choice: DeviceChoice,
     programs: Mapping[Bucket, Program],
@@ -113,6 +134,7 @@ def make_executor(
     weights: Mapping[str, torch.Tensor],
     captured: Callable[[int, int], None] | None = None,
     *,
+    ranks: Sequence[Rank] = (),
     device_loop: bool = False,
     fuse: bool = True,
     hooks: bool = True,
@@ -120,6 +142,7 @@ def make_executor(
 ) -> Executor:
     """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
 
+    ranks      of several all, in order, programs and prefills being the first one's; weights are whole
     fuse       False: every operation has launches of its own, on a device
     hooks      False: the reference executor takes none
     watchdog   its factor and min_s, see `lowlat.executors.cards.watchdog`: for work on a device
@@ -129,6 +152,9 @@ def make_executor(
         raise ConfigError(
             f"device_loop needs executor 'graph', and this runtime has {choice.executor!r}: {choice.reason}"
         )
+    if choice.executor == "reference" and len(ranks) > 1:
+        parts = [(rank.programs, rank.prefills) for rank in ranks]
+        return RankedReferenceExecutor(parts, weights, [rank.config for rank in ranks], choice.device, hooks=hooks)
     if choice.executor == "reference":
         return ReferenceExecutor(programs, prefills, weights, choice.device, hooks=hooks)
     if choice.executor == "eager":

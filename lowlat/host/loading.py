@@ -6,8 +6,8 @@ must be known in time to go on without it. Nothing half-loaded stays behind.
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -18,13 +18,15 @@ from lowlat.checkpoint.source import JoinedWeights
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device
-from lowlat.executors.make import check_positions, make_executor, settle_executor
+from lowlat.executors.make import Rank, check_positions, make_executor, refuse_ranks, settle_executor
 from lowlat.graphs import Bucket, BucketLadder
-from lowlat.host.memory.plan import check_fits, memory_need
+from lowlat.host.memory.plan import check_fits, memory_need, on_one_device
 from lowlat.host.perf import check_device, check_launches
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.program import Program
+from lowlat.models.rank_weights import rank_weights
+from lowlat.models.shard import rank_configs
 from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
@@ -39,7 +41,7 @@ from lowlat.step.state import StepGeometry
 from lowlat.step.width_times import set_costs
 from lowlat.text import TextCodec
 
-__all__ = ["Loaded", "bucket_batches", "load", "make_geometry", "make_topologies"]
+__all__ = ["Loaded", "bucket_batches", "load", "make_geometry", "make_topologies", "rank_geometries"]
 
 logger = logging.getLogger("lowlat")
 Progress = Callable[[int, int], None]
@@ -113,6 +115,7 @@ def load(
     if settled is not choice:
         _say(settled)
     choice = settled
+    refuse_ranks(options, choice)
     check_device(options, choice)
     if choice.has_kernels:
         check_positions(geometry)
@@ -122,21 +125,14 @@ def load(
         verifier = geometry.partial.buffer + 1, speculative.num_speculative_tokens
     adaptive = geometry.max_width is not None
     ladder = BucketLadder(bucket_batches(options.max_batch), rows_of, adaptive=adaptive, verifier=verifier)
-    programs = {bucket: _build(geometry, bucket, topologies) for bucket in ladder.programs}
+    ranks = _build_ranks(geometry, ladder, topologies, options)
+    programs, prefills = ranks[0].programs, ranks[0].prefills
     own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
     weights = JoinedWeights(target.weights, own)
-    prefills = build_prefills(geometry)
-    need = memory_need(
-        (*programs.values(), *prefills.values()),
-        weights.shapes(),
-        choice.device,
-        has_kernels=choice.has_kernels,
-        host_load_bytes=weights.arena_bytes + weights.made_bytes,
-    )
-    check_fits(need, choice.device)
+    _check_memory(ranks, weights, choice)
     watchdog = options.watchdog_factor, options.watchdog_min_s
     executor = make_executor(
-        choice, programs, prefills, weights, captured, device_loop=options.device_loop, fuse=options.fuse,
+        choice, programs, prefills, weights, captured, ranks=ranks, device_loop=options.device_loop, fuse=options.fuse,
         hooks=not options.is_strict, watchdog=watchdog,
     )  # fmt: skip
     try:
@@ -147,6 +143,36 @@ def load(
         executor.close()
         raise
     return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error)
+
+
+def _build_ranks(
+    geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology], options: RuntimeConfig
+) -> list[Rank]:
+    """The programs of each rank."""
+    return [
+        Rank(
+            each.config,
+            {bucket: _build(each, bucket, topologies) for bucket in ladder.programs},
+            build_prefills(each),
+        )
+        for each in rank_geometries(geometry, options)
+    ]
+
+
+def _check_memory(ranks: Sequence[Rank], weights: JoinedWeights, choice: DeviceChoice) -> None:
+    """Raise ConfigError where all ranks together do not fit."""
+    shapes = weights.shapes()
+    needs = [
+        memory_need(
+            (*rank.programs.values(), *rank.prefills.values()),
+            rank_weights(shapes, rank.config),
+            choice.device,
+            has_kernels=choice.has_kernels,
+            host_load_bytes=weights.arena_bytes + weights.made_bytes,
+        )
+        for rank in ranks
+    ]
+    check_fits(on_one_device(needs), choice.device)
 
 
 def _build(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, Topology]) -> Program:
@@ -251,6 +277,16 @@ def make_geometry(
         max_width=_max_width(speculator, speculative),
         prompt_logits=options.prompt_logits,
     )
+
+
+def rank_geometries(geometry: StepGeometry, options: RuntimeConfig) -> list[StepGeometry]:
+    """The shapes of each rank's programs. Raises ConfigError for a target that cannot be cut, and what is not cut."""
+    size = options.tensor_parallel_size
+    for name, is_on in (("enable_specpv", geometry.partial is not None), ("adaptive_width", geometry.max_width)):
+        if is_on and size > 1:
+            raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
+    configs = rank_configs(geometry.config, size, invariant=options.tp_invariant)
+    return [replace(geometry, config=config) for config in configs]
 
 
 def _chunks_at_once(options: RuntimeConfig) -> int:

@@ -74,7 +74,8 @@ def emit_decoder(
         normed = emitter.norm(middle, f"layers.{layer}.ffn_norm.weight", config.rms_norm_eps, "normed")
         if config.experts is None:
             inner, width = config.intermediate_size, config.hidden_size
-            output = emitter.gated_ffn(normed, f"layers.{layer}", inner, width, bias=config.mlp_bias)
+            name = f"layers.{layer}"
+            output = emitter.gated_ffn(normed, name, inner, width, bias=config.mlp_bias, shard=config.shard)
         else:
             output = _emit_experts(emitter, config, layer, normed)
         boundaries.append(emitter.add(middle, output, f"residual.{layer + 1}"))
@@ -100,8 +101,15 @@ def _emit_attention(emitter: Emitter, config: ModelConfig, layer: int, residual:
         if partial is not None:
             emitter.choose_blocks(parts["q"], layer, partial)
         window = config.windows[layer]
-        attended = emitter.attention(parts["q"], caches, config.query_size, sinks=sinks, scale=scale, window=window)
-    return emitter.linear(attended, f"{name}.o", config.hidden_size, "output", bias=config.output_bias)
+        shard = config.shard
+        few = shard is not None and heads[0] < shard.group and emitter.rows.chunk is None
+        group = {"group": shard.group} if shard is not None and few else {}
+        attended = emitter.attention(
+            parts["q"], caches, config.query_size, sinks=sinks, scale=scale, window=window, **group
+        )
+    return emitter.summed_linear(
+        attended, f"{name}.o", config.hidden_size, "output", config.shard, bias=config.output_bias
+    )
 
 
 def _emit_experts(emitter: Emitter, config: ModelConfig, layer: int, normed: str) -> str:
@@ -130,20 +138,26 @@ def _emit_experts(emitter: Emitter, config: ModelConfig, layer: int, normed: str
         alpha=experts.swiglu_alpha,
     )
     output = emitter.scratch("down", count, config.hidden_size, dtype=torch.float32)
+    shard, own = config.shard, dict[str, int]()
+    if shard is not None and shard.num_parts > 1:
+        own = {"num_parts": shard.num_parts, "unit": shard.unit}
+    if shard is not None and shard.rank:
+        parts = (*FORMATS[experts.weight_format].parts,)  # the first rank adds the bias
     emitter.emit(
         "experts_down",
         {"activated": activated, "expert_ids": ids, "expert_weights": shares},
         {"out": output},
         weights={part: f"{name}.experts.down.{part}" for part in parts},
+        **own,
     )
-    return output
+    return emitter.sum_ranks(output, "down", shard)
 
 
 def emit_lm_head(builder: ProgramBuilder, config: ModelConfig, rows: Rows, residual: str, stage: Stage) -> str:
     """Final norm and LM head: float32 logits [M, V], returned by buffer name."""
     emitter = Emitter(builder, replace(rows, prefix="target."), TORCH_DTYPES[config.dtype], stage)
     normed = emitter.norm(residual, "norm.weight", config.rms_norm_eps, "final")
-    return emitter.linear(normed, "lm_head", config.vocab_size, "logits")
+    return emitter.vocabulary(normed, "lm_head", config.vocab_size, "logits", config.shard)
 
 
 def emit_prompt_logits(
@@ -152,4 +166,4 @@ def emit_prompt_logits(
     """Final norm and LM head of prefill's rows, into a buffer of state: float32 logits [M, V]."""
     emitter = Emitter(builder, replace(rows, prefix="prefill.target."), TORCH_DTYPES[config.dtype], stage)
     normed = emitter.norm(residual, "norm.weight", config.rms_norm_eps, "final")
-    emitter.emit("linear", {"x": normed}, {"out": out}, weights={"weight": "lm_head.weight"}, row_block=rows.count)
+    emitter.vocabulary(normed, "lm_head", config.vocab_size, "logits", config.shard, out)

@@ -10,6 +10,7 @@ from typing import Literal
 from lowlat.checkpoint.formats import Quantisation
 from lowlat.checkpoint.kv_scales import LayerScales
 from lowlat.checkpoint.quantising import Quantiser
+from lowlat.models.shard import Shard
 
 __all__ = ["AttentionWidths", "CodedKV", "DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
@@ -107,6 +108,7 @@ class ModelConfig(AttentionWidths):
     quantisation: Quantisation | None = None  # of linear layers in files; None: plain
     quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
     coded_kv: CodedKV | None = None  # None: the cache has the compute dtype
+    shard: Shard | None = None  # the rank whose part this is: heads and inner width are its own; None: all of it
 
     @property
     def cache_dtype(self) -> str:

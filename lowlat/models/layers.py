@@ -9,6 +9,7 @@ import torch
 
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import ProgramBuilder, Stage
+from lowlat.models.shard import VOCABULARY_UNIT, Shard
 
 __all__ = ["TORCH_DTYPES", "Emitter", "Rows", "scales_name"]
 
@@ -83,12 +84,55 @@ class Emitter:
         self.emit("rms_norm", {"x": x, **self.live()}, {"out": out}, weights={"weight": weight}, eps=eps)
         return out
 
-    def linear(self, x: str, weight: str, width: int, name: str, *, bias: bool = False) -> str:
-        """A GEMM's output in float32, [M, width]; the bias is the weight's sibling."""
+    def linear(self, x: str, weight: str, width: int, name: str, *, bias: bool = False, **parts: int) -> str:
+        """A GEMM's output in float32, [M, width]; the bias is the weight's sibling. parts: how K is summed in parts."""
         out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
         weights = {"weight": f"{weight}.weight"} | ({"bias": f"{weight}.bias"} if bias else {})
         block = 8 if self.rows.live is not None else self.rows.count
-        self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=block)
+        self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=block, **parts)
+        return out
+
+    def summed_linear(
+        self, x: str, weight: str, width: int, name: str, shard: Shard | None, *, bias: bool = False
+    ) -> str:
+        """A GEMM over the columns of K that a rank has, summed over all ranks; the first rank adds the bias."""
+        if shard is None:
+            return self.linear(x, weight, width, name, bias=bias)
+        parts = {"num_parts": shard.num_parts, "unit": shard.unit} if shard.num_parts > 1 else {}
+        return self.sum_ranks(self.linear(x, weight, width, name, bias=bias and not shard.rank, **parts), name, shard)
+
+    def sum_ranks(self, part: str, name: str, shard: Shard | None) -> str:
+        """The sum of all ranks' parts [M, width]; the part itself where there is one."""
+        if shard is None or shard.size == 1:
+            return part
+        count, width = self.builder.spec(part).shape
+        out = self.scratch(f"{name}.sum", count, width, dtype=torch.float32)
+        self.emit("sum_ranks", {"parts": self._gather_ranks(part, name, width, shard)}, {"out": out})
+        return out
+
+    def _gather_ranks(self, part: str, name: str, width: int, shard: Shard) -> str:
+        """The parts of all ranks, [R, M, width]."""
+        gathered = self.scratch(f"{name}.ranks", shard.size, self.rows.count, width, dtype=torch.float32)
+        self.emit("gather_ranks", {"x": part}, {"out": gathered}, rank=shard.rank)
+        return gathered
+
+    def vocabulary(self, x: str, weight: str, width: int, name: str, shard: Shard | None, out: str = "") -> str:
+        """Logits of all ids [M, width] in float32, of an LM head of which each rank has some rows.
+
+        out  a buffer that they are written to; "": one of their own
+        """
+        if shard is None or shard.size == 1:
+            if not out:
+                return self.linear(x, weight, width, name)
+            own = {"weight": f"{weight}.weight"}
+            self.emit("linear", {"x": x}, {"out": out}, weights=own, row_block=self.rows.count)
+            return out
+        spans = [shard.vocabulary(width, rank) for rank in range(shard.size)]
+        sizes = [stop - start for start, stop in spans]
+        part = self.linear(x, weight, sizes[shard.rank], f"{name}.part")
+        gathered = self._gather_ranks(part, name, max(sizes), shard)
+        out = out or self.scratch(name, self.rows.count, width, dtype=torch.float32)
+        self.emit("join_columns", {"parts": gathered}, {"out": out}, unit=VOCABULARY_UNIT)
         return out
 
     def add(self, a: str, b: str, name: str) -> str:
@@ -182,9 +226,11 @@ class Emitter:
         self.emit("partial_attention", reads, {"out": out}, weights=weights, scale=scale, block=partial.block)
         return out
 
-    def gated_ffn(self, x: str, weight: str, inner: int, width: int, *, bias: bool = False) -> str:
-        """Down(silu(gate) * up), float32 [M, width]."""
+    def gated_ffn(
+        self, x: str, weight: str, inner: int, width: int, *, bias: bool = False, shard: Shard | None = None
+    ) -> str:
+        """Down(silu(gate) * up), float32 [M, width]; inner is a rank's own."""
         product = self.linear(x, f"{weight}.gate_up", 2 * inner, "gate_up", bias=bias)
         activated = self.scratch("activated", self.rows.count, inner)
         self.emit("silu_mul", {"gate_up": product, **self.live()}, {"out": activated})
-        return self.linear(activated, f"{weight}.down", width, "down", bias=bias)
+        return self.summed_linear(activated, f"{weight}.down", width, "down", shard, bias=bias)

@@ -263,6 +263,15 @@ class RuntimeConfig:
     )
     device: str = declare("auto", "auto, cpu, cuda or cuda:N.")
     executor: Literal["auto", "reference", "eager", "graph"] = declare("auto", "How steps are run.")
+    tensor_parallel_size: int = declare(
+        1, "Cards that share each layer of the target: 1, 2, 4 or 8.", 1, 8, aliases=("tensor_parallel",)
+    )
+    devices: tuple[str, ...] = declare(
+        (), "The cards of tensor_parallel_size, such as cuda:2; by default the first.", python_only=True
+    )
+    tp_invariant: bool = declare(
+        False, "Sum layers as 8 cards would, on however many: then their number changes no bit.", python_only=True
+    )
     block_size: int = declare(32, "Positions of one KV block.", 1, 1024)
     prefill_chunk: int = declare(
         128, "Positions of a prefill chunk, a multiple of block_size: the unit of shared prefixes.", 1, 1 << 16
@@ -326,7 +335,25 @@ class RuntimeConfig:
             raise ConfigError("prompt_logits needs prefix_reuse off: shared chunks are not run again")
         if self.share_decoded and not self.prefix_reuse:
             raise ConfigError("share_decoded needs prefix_reuse, which is off")
+        self._check_ranks()
         self._check_perf_mode()
+
+    def _check_ranks(self) -> None:
+        """The number of cards, and that those which are named are as many, each once."""
+        size, named = self.tensor_parallel_size, self.devices
+        if size & (size - 1):
+            raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
+        if not isinstance(named, tuple) or not all(isinstance(name, str) for name in named):
+            raise ConfigError(f"devices must be a tuple of names such as 'cuda:0', got {named!r:.80}")
+        if not named:
+            return
+        if self.device not in ("auto", "cuda"):
+            raise ConfigError(f"devices names cards, and device {self.device!r} asks for one")
+        if len(named) != size or len(set(named)) != size:
+            raise ConfigError(f"devices must name tensor_parallel_size {size} different cards, got {', '.join(named)}")
+        for name in named:
+            if not (name.startswith("cuda:") and name[5:].isdecimal()):
+                raise ConfigError(f"devices must be names such as 'cuda:0', got {name!r:.80}")
 
     def _check_perf_mode(self) -> None:
         """Refuse what is for debugging, where measuring is asked for."""

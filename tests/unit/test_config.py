@@ -41,6 +41,7 @@ RUNTIME_BOUNDS = {
     "max_prefill_chunks": (1, 64),
     "kv_blocks": (2, (1 << 31) - 1),
     "max_queue": (0, 1 << 20),
+    "tensor_parallel_size": (1, 8),
 }
 NO_INT: list[Any] = [True, False, 1.0, "1", [1], math.nan]
 
@@ -65,7 +66,7 @@ def test_every_option_is_covered_here() -> None:
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head", "prompt_logits"}
-    others |= {"kv_cache_dtype", "max_stall_ms"}
+    others |= {"kv_cache_dtype", "max_stall_ms", "devices", "tp_invariant"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
     assert all(hasattr(module, name) for name in module.__all__)
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
 from lowlat.kernels.reference.schema import operation
@@ -121,13 +122,16 @@ def attention(
     first: int = 0,
     window: int | None = None,
     keep_first: int = 0,
+    group: int | None = None,
 ) -> None:
     """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
 
     A row stands at position p = dense + bits - 1. With a window it sees positions above p - window, and
     [first, first + keep_first) besides.
+
+    group  query heads of a key-value head in all, where q has some of them alone; no bit depends on it in kernels
     """
-    rows = AttendedRows(q, slots, dense_lens, row_live, row_masks, sinks, k_cache.shape[1])
+    rows = AttendedRows(q, slots, dense_lens, row_live, row_masks, sinks, k_cache.shape[1], group)
 
     def load(slot: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         stored = _rows_of(k_cache, block_table[slot], count), _rows_of(v_cache, block_table[slot], count)
@@ -137,7 +141,10 @@ def attention(
 
 
 class AttendedRows(NamedTuple):
-    """The rows of a step that attend, by the arguments of `attention`, and the number of key-value heads."""
+    """The rows of a step that attend, by the arguments of `attention`, and the number of key-value heads.
+
+    group  query heads of each that products are made as if there were; None: as many as there are
+    """
 
     q: torch.Tensor
     slots: torch.Tensor
@@ -146,6 +153,7 @@ class AttendedRows(NamedTuple):
     row_masks: torch.Tensor
     sinks: torch.Tensor | None
     kv_heads: int
+    group: int | None = None
 
 
 def attend_rows(
@@ -162,7 +170,9 @@ def attend_rows(
     """
     rows, kv_heads, head_dim = step.row_masks.shape[1], step.kv_heads, step.q.shape[-1]
     first, window, keep_first = span
-    sink_rows = None if step.sinks is None else step.sinks.float().reshape(kv_heads, -1, 1)
+    own = step.q.shape[1] // kv_heads
+    missing = (0, 0, 0, max(0, (step.group or own) - own))  # products of one to three rows have other bits than of more
+    sink_rows = None if step.sinks is None else pad(step.sinks.float().reshape(kv_heads, -1, 1), missing)
     live = step.row_live.reshape(-1, rows).tolist()
     out.zero_()
     for index, (slot, dense) in enumerate(zip(step.slots.tolist(), step.dense_lens.tolist(), strict=True)):
@@ -183,12 +193,12 @@ def attend_rows(
                 k, v = keys.clone(), values.clone()
                 k[:, dense:end], v[:, dense:end] = keys[:, tail], values[:, tail]
             low = first if window is None else max(first, end - window)
-            state = _Softmax(step.q[place].float().reshape(kv_heads, -1, head_dim), scale)
+            state = _Softmax(pad(step.q[place].float().reshape(kv_heads, -1, head_dim), missing), scale)
             for start in range(0, end, TILE):
                 if start + TILE > low or start < first + keep_first:
                     tile_k, tile_v = (x[:, start : start + TILE].contiguous() for x in (k, v))
                     _add_tile(state, tile_k, tile_v, _View(start, first, low, end, keep_first), end == stored)
-            out[place].copy_(state.finish(sink_rows).reshape(-1))
+            out[place].copy_(state.finish(sink_rows)[:, :own].reshape(-1))
 
 
 class _View(NamedTuple):
@@ -255,7 +265,7 @@ def prefill_attention(
     size = chunk_size or q.shape[0]
     for begin in range(0, q.shape[0], size):
         rows, results = q[begin : begin + size], out[begin : begin + size]
-        whole = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, size - len(rows)))
+        whole = pad(rows, (0, 0, 0, 0, 0, size - len(rows)))
         attended = out.new_empty(size, out.shape[1])
         place = start + begin, count - begin
         _attend_chunk(

@@ -1,7 +1,10 @@
 """The linear operation: blocks of rows through GEMMs with float32 accumulation."""
 
+import itertools
+
 import torch
 
+from lowlat.kernels.reference.exchange.cuts import bounds, tree_sum
 from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK, linear_block
 from lowlat.kernels.reference.gemm.packed import PackedWeight
 from lowlat.kernels.reference.schema import operation
@@ -23,19 +26,36 @@ def linear(
     *,
     out: torch.Tensor,
     row_block: int = ROW_BLOCK,
+    num_parts: int = 1,
+    unit: int = 1,
 ) -> None:
     """x @ weight.T + bias in float32.
 
     row_block  rows a GEMM: fixed by the program, so that a row's bits do not depend on M; a chunk of
                prefill, whose M is fixed, is one block
+    num_parts  of K, in whole units as `exchange.cuts.bounds` cuts it: each is summed by itself, the bias added to the
+               first, and they are added by `exchange.cuts.tree_sum`
     Raises ShapeError on the host for shapes that do not fit.
     """
     weight = weight if x.is_cuda else weight.float()
     check_shape("out", out, x.shape[0], weight.shape[0])
+    if num_parts == 1:
+        _multiply(x, weight, out, row_block)
+        _add_bias(bias, out)
+        return
+    ends = bounds(x.shape[1], num_parts, unit)
+    sums = []
+    for start, stop in itertools.pairwise(ends):
+        sums.append(torch.empty_like(out))
+        _multiply(x[:, start:stop], weight[:, start:stop].contiguous(), sums[-1], row_block)
+    _add_bias(bias, sums[0])
+    out.copy_(tree_sum(sums))
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, row_block: int) -> None:
     for start in range(0, x.shape[0], row_block):
         part = slice(start, start + row_block)
         out[part] = linear_block(x[part], weight, row_block)
-    _add_bias(bias, out)
 
 
 def packed_linear(

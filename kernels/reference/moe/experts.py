@@ -6,13 +6,16 @@ Source: gpt-oss model card, arXiv 2508.10925, section 2, and the reference imple
 arXiv 2505.09388, with plain SwiGLU and no biases.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.formats import format_of
+from lowlat.kernels.reference.exchange.cuts import bounds, tree_sum
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, linear, linear_block
+from lowlat.kernels.reference.row_blocks import sigmoid
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape, live_rows
 
@@ -94,16 +97,21 @@ def _products(
     bias: torch.Tensor | None,
     parts: Mapping[str, torch.Tensor],
     row_block: int,
+    ends: tuple[int, ...],
 ) -> torch.Tensor:
-    """Each pair's product with its expert, bias added: [M * K, width] float32; zero where nobody was chosen.
+    """Each pair's product with its expert over each part of K: [parts, M * K, width] float32, zero where nobody was
+    chosen; the bias is added to the first.
 
-    inputs [n, in]; source [M * K] int64: the input row of each pair.
+    inputs [n, in]; source [M * K] int64: the input row of each pair; ends: where parts begin, and the last one's end.
     """
-    out = torch.zeros(expert_ids.numel(), width, dtype=torch.float32, device=inputs.device)
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+    out = torch.zeros(len(spans), expert_ids.numel(), width, dtype=torch.float32, device=inputs.device)
     for expert, pairs, matrix in _expert_matrices(expert_ids, parts, inputs.dtype):
-        for part in pairs.split(row_block):
-            product = linear_block(inputs[source[part]], matrix, row_block)
-            out[part] = product if bias is None else product + bias[expert].float()
+        for index, span in enumerate(spans):
+            own = matrix[:, span].contiguous()
+            for part in pairs.split(row_block):
+                product = linear_block(inputs[source[part]][:, span], own, row_block)
+                out[index, part] = product if bias is None or index else product + bias[expert].float()
     return out
 
 
@@ -145,7 +153,7 @@ def experts_gate_up(
     check_shape("out", out, rows, count, width // 2)
     check_shape("x", x, rows, depth)
     source = torch.arange(rows * count, device=x.device) // count
-    products = _products(x, source, expert_ids, width, bias, parts, row_block)
+    products = _products(x, source, expert_ids, width, bias, parts, row_block, (0, depth))[0]
     flat = out.view(rows * count, -1)
     flat.zero_()
     for pair, expert in enumerate(expert_ids.reshape(-1).tolist()):
@@ -153,10 +161,10 @@ def experts_gate_up(
             continue
         gate, up = products[pair].chunk(2)
         if limit is None or alpha is None:
-            flat[pair] = gate * torch.sigmoid(gate) * up
+            flat[pair] = gate * sigmoid(gate) * up
         else:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            flat[pair] = (up + 1.0) * (gate * torch.sigmoid(gate * alpha))
+            flat[pair] = (up + 1.0) * (gate * sigmoid(gate * alpha))
 
 
 @operation(
@@ -183,11 +191,17 @@ def experts_down(
     *,
     out: torch.Tensor,
     row_block: int = ROW_BLOCK,
+    num_parts: int = 1,
+    unit: int = 1,
 ) -> None:
     """Down products of the chosen experts, each weighted, added from the first rank to the last.
 
     out is the sum of share * (down @ activated + bias), every product and every sum rounded by itself; row_block as in
-    `experts_gate_up`. Raises ShapeError for shapes that do not fit.
+    `experts_gate_up`.
+
+    num_parts  of I, cut in whole units as `linear` cuts K: each gives such a sum, the bias in the first, and these are
+               added by `exchange.cuts.tree_sum`
+    Raises ShapeError for shapes that do not fit.
     """
     rows, count = expert_ids.shape
     parts = _given(weight, blocks, scales)
@@ -196,9 +210,11 @@ def experts_down(
     check_shape("activated", activated, rows, count, depth)
     source = torch.arange(rows * count, device=activated.device)
     inputs = activated.reshape(rows * count, -1)
-    products = _products(inputs, source, expert_ids, width, bias, parts, row_block)
-    products = products.reshape(rows, count, -1)
-    out.zero_()
-    for rank in range(count):
-        share = torch.where(expert_ids[:, rank] >= 0, expert_weights[:, rank], 0.0)
-        out += share[:, None] * products[:, rank]
+    products = _products(inputs, source, expert_ids, width, bias, parts, row_block, bounds(depth, num_parts, unit))
+    sums = []
+    for of_part in products.reshape(num_parts, rows, count, -1):
+        sums.append(torch.zeros_like(out))
+        for rank in range(count):
+            share = torch.where(expert_ids[:, rank] >= 0, expert_weights[:, rank], 0.0)
+            sums[-1] += share[:, None] * of_part[:, rank]
+    out.copy_(tree_sum(sums))

@@ -2,7 +2,7 @@
 
 import torch
 
-from lowlat.kernels.reference.row_blocks import map_rows
+from lowlat.kernels.reference.row_blocks import map_rows, sigmoid
 from lowlat.kernels.reference.schema import operation
 
 __all__ = ["add", "cast", "concat_norms", "embed", "identity", "qk_norm", "rms_norm", "silu_mul", "split_norms"]
@@ -152,6 +152,6 @@ def silu_mul(gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out
 
     def activate(row: torch.Tensor) -> torch.Tensor:
         gate, up = row[..., :width].contiguous(), row[..., width:]
-        return gate * torch.sigmoid(gate) * up
+        return gate * sigmoid(gate) * up
 
     map_rows(activate, gate_up, row_live, out)

@@ -1,7 +1,7 @@
 """The memory plan of a runtime, by part, and whether it fits: refused at start, with the numbers and the knobs."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
 from lowlat.kernels.formats.dense import PANEL_BYTES
 from lowlat.models.program import Program
 
-__all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need"]
+__all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need", "on_one_device"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,12 @@ def memory_need(
     packing = max((_packing_bytes(names, weights) for names in matrices), default=0) if has_kernels else 0
     loading = max(0, packing - caches - states - scratch - temporary)
     return MemoryNeed(size, caches, states, scratch, host_load_bytes, temporary, loading)
+
+
+def on_one_device(needs: Sequence[MemoryNeed]) -> MemoryNeed:
+    """What several ranks take on one device; their weights are read once."""
+    parts = {name: sum(need.parts()[name] for need in needs) for name in needs[0].parts()}
+    return MemoryNeed(**parts, host_load_bytes=max(need.host_load_bytes for need in needs))
 
 
 def _packing_bytes(names: Mapping[str, str], weights: Mapping[str, torch.Tensor]) -> int:

@@ -105,7 +105,8 @@ class DflashEmitter:
         level.stage = Stage.EAGLE_DRAFT_LM_HEAD
         normed = level.norm(stream, "head.norm.weight", draft.rms_norm_eps, "final")
         head = "head.lm_head" if draft.own_lm_head else "lm_head"
-        logits = level.linear(normed, head, draft.draft_vocab_size, "logits")
+        shard = None if draft.own_lm_head else scope.config.shard
+        logits = level.vocabulary(normed, head, draft.draft_vocab_size, "logits", shard)
         if isinstance(scope.topology, DynamicTree):
             growth = scope.growth()
             growth.from_block(level, rank_drafts(level, logits, growth.tree.top_k), first_row=self.first_row)

@@ -56,6 +56,7 @@ class Eagle3Emitter:
         self.name = layer_name(self.last)
         self.embedding = "head.embed.weight" if draft.own_embedding else "embed.weight"
         self.lm_head = "head.lm_head" if draft.own_lm_head else "lm_head"
+        self.shard = None if draft.own_lm_head else config.shard  # the target's head is cut as it is there
 
     def emit_fc(self, emitter: Emitter, features: str) -> str:
         """Captured features [M, F * Ht] to the draft model's hidden width [M, H]; the final hidden state is it."""
@@ -161,7 +162,7 @@ class Eagle3Emitter:
         draft = self.draft
         emitter.stage = Stage.EAGLE_DRAFT_LM_HEAD
         normed = emitter.norm(residual, "head.norm.weight", draft.rms_norm_eps, "final")
-        logits = emitter.linear(normed, self.lm_head, draft.draft_vocab_size, "logits")
+        logits = emitter.vocabulary(normed, self.lm_head, draft.draft_vocab_size, "logits", self.shard)
         return logits, normed if draft.norm_output else residual
 
     def emit_draft(self, emitter: Emitter, logits: str, num_ranks: int) -> str:

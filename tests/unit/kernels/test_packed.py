@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import lowlat.executors.reference as executor
 from lowlat import Runtime, SamplingParams
+from lowlat.executors.reference import executor
 from lowlat.kernels.reference.gemm import packed as module
 from lowlat.kernels.reference.gemm.linear import linear, packed_linear
 from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK

@@ -28,7 +28,7 @@ from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
 from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
 from lowlat.models.program import Op, Program, Stage
 
-__all__ = ["ReferenceExecutor", "bind", "meaning_of"]
+__all__ = ["Bound", "ReferenceExecutor", "bind", "meaning_of"]
 
 FEWEST_BYTES = 64 << 20  # of decode's weights on a CPU: fewer lie in its caches, where packing gains little
 MOST_BYTES = 4 << 30  # of the packed copies of them
@@ -77,6 +77,7 @@ class ReferenceExecutor:
     weights   canonical weights; on a CPU they are expanded to float32, integers excepted, and quantised matrices are
               everywhere
     hooks     False: hooks are refused
+    given     buffers of the state that are another's; None: all are its own
     """
 
     name = "reference"
@@ -90,13 +91,14 @@ class ReferenceExecutor:
         device: torch.device,
         *,
         hooks: bool = True,
+        given: BufferSet | None = None,
     ) -> None:
         self.device = device
         self._takes_hooks = hooks
         self._programs = dict(programs)
         self._weights = _place(weights, device)
         every = (*programs.values(), *list(prefills.values())[-1:])
-        self.state = BufferSet((spec for program in every for spec in program.specs(*STATE_ROLES)), device)
+        self.state = BufferSet((spec for program in every for spec in program.specs(*STATE_ROLES)), device, given=given)
         self._constants = SharedConstants(device)
         self._packs = _packs(programs.values(), self._weights)
         self._prefills = dict(prefills)

@@ -1,0 +1,5 @@
+"""The reference executor: of one rank, and of several that one device runs in turn."""
+
+from lowlat.executors.reference.executor import ReferenceExecutor, bind, meaning_of
+
+__all__ = ["ReferenceExecutor", "bind", "meaning_of"]

@@ -1,0 +1,123 @@
+"""Several ranks of a target on one device: every operation of all ranks in turn, and exchanges between them.
+
+It says what ranks on devices of their own must give, bit for bit. Ranks read the first one's commands, and the host
+reads what the first one publishes; all else each has for itself.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowlat.checkpoint.source import streamed
+from lowlat.errors import ConfigError
+from lowlat.executors.reference.executor import Bound, ReferenceExecutor
+from lowlat.graphs import Bucket, BufferSet, Role
+from lowlat.kernels.reference.exchange.ranks import exchange_parts
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.program import Program
+from lowlat.models.rank_weights import cut_stream
+
+__all__ = ["RankedReferenceExecutor"]
+
+EXCHANGE = "gather_ranks"
+Programs = Mapping[Bucket, Program]
+Prefills = Mapping[int, Program]
+
+
+class RankedReferenceExecutor(ReferenceExecutor):
+    """The first rank, which runs the others' operations beside its own; see `lowlat.executors.Executor`.
+
+    ranks    of each rank, in order: the step's programs, and those of prefill; alike but for extents and biases
+    weights  canonical weights, whole: read once, and each rank keeps its part
+    configs  the geometry of each rank
+    A hook sees the first rank's arguments. Raises ConfigError for programs that are not alike.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[tuple[Programs, Prefills]],
+        weights: Mapping[str, torch.Tensor],
+        configs: Sequence[ModelConfig],
+        device: torch.device,
+        *,
+        hooks: bool = True,
+    ) -> None:
+        parts = _cut(weights, configs, device)
+        every = [program for own in ranks[0] for program in own.values()]
+        specs = sorted((spec for each in every for spec in each.specs(Role.COMMAND)), key=lambda spec: spec.num_bytes)
+        commands = BufferSet({spec.name: spec for spec in specs}.values(), device)  # of each name the largest
+        super().__init__(*ranks[0], parts[0], device, hooks=hooks, given=commands)
+        self._peers = [
+            ReferenceExecutor(*own, part, device, given=commands)
+            for own, part in zip(ranks[1:], parts[1:], strict=True)
+        ]
+
+    def peer_state(self, rank: int) -> BufferSet:
+        """The state of a rank, for debugging and comparison."""
+        return self.state if rank == 0 else self._peers[rank - 1].state
+
+    def _prepare(self, key: Bucket | int) -> tuple[BufferSet, tuple[Bound, ...]]:
+        """The first rank's buffers, and operations of all ranks under the first one's arguments."""
+        known = self._prepared.get(key)
+        if known is None:
+            own, first = super()._prepare(key)
+            others = [peer._prepare(key)[1] for peer in self._peers]
+            together = tuple(_together(bound) for bound in zip(first, *others, strict=True))
+            known = self._prepared[key] = own, together
+        return known
+
+    @torch.inference_mode()
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero KV blocks of every rank."""
+        super().clear_blocks(blocks)
+        for peer in self._peers:
+            peer.clear_blocks(blocks)
+
+    def close(self) -> None:
+        """Drop every reference to programs, buffers and weights of all ranks."""
+        for peer in self._peers:
+            peer.close()
+        super().close()
+
+
+def _together(ranks: Sequence[Bound]) -> Bound:
+    """One operation of all ranks as one of the first. Raises ConfigError for operations of two kinds."""
+    op, function, arguments = ranks[0]
+    for rank, (other, _, _) in enumerate(ranks):
+        if other.kind != op.kind:
+            raise ConfigError(f"rank {rank} runs {other.kind} where rank 0 runs {op.kind}: programs of ranks differ")
+    run: Callable[..., None]
+    if op.kind == EXCHANGE:
+        parts: Any = [own["x"] for _, _, own in ranks]
+        outs: Any = [own["out"] for _, _, own in ranks]
+
+        def run(**_: object) -> None:
+            exchange_parts(parts, outs)
+
+    else:
+        others = [(each, own) for _, each, own in ranks[1:]]
+
+        def run(**given: object) -> None:
+            function(**given)
+            for each, own in others:
+                each(**own)
+
+    return op, run, arguments
+
+
+def _cut(
+    weights: Mapping[str, torch.Tensor], configs: Sequence[ModelConfig], device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """Each rank's weights, the files read once; what ranks have whole is one tensor, of a CPU in float32."""
+    found: list[dict[str, torch.Tensor]] = [{} for _ in configs]
+    with streamed(weights, torch.device("cpu")) as stream:
+        for names, parts in cut_stream(stream, configs):
+            first = parts[0]
+            whole = first is not None and all(part is first for part in parts)
+            if first is not None and whole and device.type == "cpu" and first.is_floating_point():
+                parts = (first.float(),) * len(parts)
+            for rank, part in zip(found, parts, strict=True):
+                if part is not None:
+                    rank.update(dict.fromkeys(names, part))
+    return found
