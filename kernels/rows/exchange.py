@@ -23,7 +23,10 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["Channel", "channel_shapes", "examples", "exchange", "exchange_add", "exchange_add_norm", "gather_ranks"]
+__all__ = [
+    "CHUNK", "Channel", "added", "channel_shapes", "examples", "exchange", "exchange_add", "exchange_add_norm",
+    "gather_ranks", "store_wide",
+]  # fmt: skip
 
 SEGMENT_THREADS = 128  # of a block that has a part of a row: 1024 numbers
 COUNTERS = 4  # int32 a block: its last epoch, whether it gave up, two unused
@@ -132,7 +135,7 @@ def _floats(words: Any) -> Any:
 
 
 @device_function
-def _added(one: Any, other: Any) -> Any:
+def added(one: Any, other: Any) -> Any:
     """The sums of two chunks."""
     a, b, c, d, e, f, g, h = one
     i, j, k, m, n, o, p, q = other
@@ -156,7 +159,7 @@ def _rounded(values: Any) -> Any:
 
 
 @device_function
-def _store_wide(target: Any, values: Any) -> None:
+def store_wide(target: Any, values: Any) -> None:
     """Store 8 float32."""
     a, b, c, d, e, f, g, h = values
     words = ptx.bits_of_float(a), ptx.bits_of_float(b), ptx.bits_of_float(c), ptx.bits_of_float(d)
@@ -176,7 +179,7 @@ def _tree(first: int, last: int, stride: int, own: int) -> Any:
     def both(x: Any, rank: Any, received: Any, per_rank: Any, chunk: Any, epoch: Any, abort: Any, lost: Any) -> Any:
         one, lost = low(x, rank, received, per_rank, chunk, epoch, abort, lost)
         other, lost = high(x, rank, received, per_rank, chunk, epoch, abort, lost)
-        return _added(one, other), lost
+        return added(one, other), lost
 
     return both
 
@@ -194,7 +197,7 @@ def _gather(ranks: int, stride: int, own: int) -> Any:
         if before is not None:
             lost = before(target, apart, x, rank, received, per_rank, chunk, epoch, abort, lost)
         values, lost = last(x, rank, received, per_rank, chunk, epoch, abort, lost)
-        _store_wide(target + int64(ranks - 1) * apart, values)
+        store_wide(target + int64(ranks - 1) * apart, values)
         return lost
 
     return store
@@ -274,13 +277,13 @@ def _make_exchange(
             else:
                 parts, given_up = add_up(mine, rank, received, per_rank, chunk, epoch, abort, given_up)
             if adds:
-                words = _rounded(_added(residual, parts))
+                words = _rounded(added(residual, parts))
                 target = total + row * int64(width * 2) + int64(chunk) * int64(16)
                 ptx.store_global_128(target, words[0], words[1], words[2], words[3])
                 if chunk == thread:
                     first = words
             elif not gathers:
-                _store_wide(out + row * int64(width * 4) + int64(chunk) * int64(32), parts)
+                store_wide(out + row * int64(width * 4) + int64(chunk) * int64(32), parts)
             chunk = uint32(chunk + uint32(threads))
         if given_up != lost:
             ptx.store_global_u32(counter + int64(4), uint32(1))
