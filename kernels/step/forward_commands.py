@@ -21,7 +21,16 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types, uint32
 
-__all__ = ["AREA_SHAPE", "COUNTER_SHAPE", "CommandChannel", "examples", "forward_commands"]
+__all__ = [
+    "AREA_SHAPE",
+    "COUNTER_SHAPE",
+    "NUM_WORDS",
+    "STOP",
+    "TAIL",
+    "CommandChannel",
+    "examples",
+    "forward_commands",
+]
 
 THREADS = 32
 TAIL, STOP, NUM_WORDS = 0, 1, 2

@@ -12,6 +12,7 @@ import torch
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.kernels.common.peer_words import HOST_GAVE_UP, awaited_code
 from lowlat.kernels.rows.exchange import Channel, channel_shapes
+from lowlat.kernels.step.forward_commands import AREA_SHAPE, COUNTER_SHAPE, NUM_WORDS, CommandChannel
 
 __all__ = ["PeerMemory", "connect", "peer_problem"]
 
@@ -56,8 +57,9 @@ def connect(devices: Sequence[torch.device]) -> None:
 class PeerMemory:
     """Everything through which ranks exchange, by rank; addresses never change.
 
-    devices  of each rank; ranks that share one take turns there
-    rows     the most rows of an exchange by their width
+    devices    of each rank; ranks that share one take turns there
+    rows       the most rows of an exchange by their width
+    stop_flag  [1] int64 in pinned memory: by it the host ends loops, and rank 0 tells the others
     Channels are made as they are asked for, on all devices at once, before any step runs. Raises ConfigError as
     `connect` does.
     """
@@ -68,7 +70,18 @@ class PeerMemory:
         connect(devices)
         self._early = len(set(_places(devices))) == len(devices)
         on_cards = bool(_cards(devices))
-        self.abort = torch.zeros(1, dtype=torch.int64, pin_memory=on_cards)
+        self.abort, self.stop_flag = (torch.zeros(1, dtype=torch.int64, pin_memory=on_cards) for _ in range(2))
+        areas = tuple(_zeros(AREA_SHAPE, torch.int64, device) for device in devices)
+        self._commands = [
+            CommandChannel(
+                rank,
+                areas,
+                _zeros(COUNTER_SHAPE, torch.int32, device),
+                _zeros((NUM_WORDS,), torch.int64, device),
+                self.abort,
+            )
+            for rank, device in enumerate(devices)
+        ]
         self._made: dict[tuple[int, bool], list[Channel]] = {}
 
     @property
@@ -85,6 +98,10 @@ class PeerMemory:
             self._made[key] = self._make(width, whole)
         return self._made[key][rank]
 
+    def commands(self, rank: int) -> CommandChannel:
+        """A rank's channel for commands that rank 0 forwards."""
+        return self._commands[rank]
+
     def _make(self, width: int, whole: bool) -> list[Channel]:
         rows = min(self._rows[width], MAX_CHANNEL_ROWS)
         area, counters = channel_shapes(self.size, rows, width, whole)
@@ -96,7 +113,9 @@ class PeerMemory:
         """Everything that a launch of any rank may point into, other ranks' memory included."""
         channels = [channel for made in self._made.values() for channel in made]
         areas = [area for made in self._made.values() for area in made[0].areas]
-        return [self.abort, *areas, *(channel.counters for channel in channels)]
+        counters = [each.counters for each in (*channels, *self._commands)]
+        forwarded = [each.forwarded for each in self._commands]
+        return [self.abort, self.stop_flag, *areas, *self._commands[0].areas, *counters, *forwarded]
 
     def num_bytes(self, rank: int) -> int:
         """Bytes on one rank's device."""
@@ -118,9 +137,17 @@ class PeerMemory:
         rank, awaited = awaited_code(code)
         return f"rank {rank} ({self.devices[rank]}) waited in vain for rank {awaited} ({self.devices[awaited]})"
 
+    def reset(self) -> None:
+        """Begin anew, after launches that ran for themselves; nothing may be under way."""
+        for tensor in self.tensors():
+            tensor.zero_()
+        for device in {device for device in self.devices if device.type == "cuda"}:
+            torch.cuda.synchronize(device)
+
     def clear(self) -> None:
         """Drop all memory; nothing may run that points into it."""
         self._made.clear()
+        self._commands.clear()
 
 
 def _places(devices: Sequence[torch.device]) -> list[tuple[str, int]]:
