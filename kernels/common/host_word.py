@@ -1,16 +1,18 @@
 """The wait for a word that the host writes into pinned memory while a step runs: a count of committed tokens.
 
-What lies beside the word, written before it, belongs behind so many. It knows neither masks nor rows.
+What lies beside the word, written before it, belongs behind so many. Trips over the bus to one address run one after
+another, so of many blocks one waits for the host and tells the others. It knows neither masks nor rows.
 """
 
 from typing import Any
 
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.numba_cuda import device_function
+from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
-__all__ = ["await_host"]
+__all__ = ["await_host", "await_told"]
 
-# Turns, each a trip over the bus to the host's memory: at least half a minute. So long may a host stand still.
+# Turns, each a trip over the bus to the host, or half of that to the card's memory: at least half a minute. So long
+# may a host stand still.
 HOST_SPIN_LIMIT = 1 << 26
 
 
@@ -22,6 +24,19 @@ def await_host(word: Any, length: Any) -> None:
     """
     turns = 0
     while ptx.load_acquire_system(word) < length:
+        if turns == HOST_SPIN_LIMIT:
+            ptx.trap()
+        turns += 1
+
+
+@device_function
+def await_told(told: Any) -> None:
+    """Wait until the block that waits for the host has counted a uint32 up; one thread comes here.
+
+    told  its address, in the card's memory. A launch that waits too long ends as a failed one.
+    """
+    turns = 0
+    while ptx.load_acquire_gpu(told) == uint32(0):
         if turns == HOST_SPIN_LIMIT:
             ptx.trap()
         turns += 1

@@ -1,16 +1,17 @@
 """The masks of a slot's grammar on a chunk of logits in shared memory: device functions of `sample`.
 
 The host writes the masks of a step into pinned memory while the step runs, and their length behind them: the count of
-committed tokens that they follow. A block that needs them waits for that word alone, and reads its part of a mask
-behind it, 16 bytes a lane where rows are aligned: trips over the bus are few then. It knows no grammar.
+committed tokens that they follow. Trips over the bus to one address run one after another: so a row's first block alone
+waits for that word and tells the row's others in the card's memory. Each reads its part of a mask behind that, 16 bytes
+a lane where rows are aligned. It knows no grammar.
 """
 
 from typing import Any
 
-from lowlat.kernels.common.host_word import await_host
+from lowlat.kernels.common.host_word import await_host, await_told
 from lowlat.kernels.sampling.select import CHUNK, GROUPS, MINUS_INFINITY, STRIDE
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
-from lowlat.kernels.toolchain.ptx import load_global_128, load_global_i32
+from lowlat.kernels.toolchain.ptx import atomic_add_gpu, load_global_128, load_global_i32
 
 __all__ = ["apply_mask", "await_masks"]
 
@@ -18,13 +19,19 @@ WORDS = CHUNK // 32  # of a chunk's mask
 
 
 @device_function
-def await_masks(ready: Any, length: Any) -> None:
+def await_masks(ready: Any, length: Any, told: Any, first_block: Any) -> None:
     """Wait until the masks behind `length` committed tokens are there, or any later ones; all threads must come here.
 
     ready  address of the slot's word, see `await_host`
+    told   address of the row's uint32, zero before; the row's last block puts it back to zero
+    first_block  whether this is the row's first block, which tells the others
     """
     if cuda.threadIdx.x == 0:
-        await_host(ready, length)
+        if first_block:
+            await_host(ready, length)
+            atomic_add_gpu(told, uint32(1))
+        else:
+            await_told(told)
     cuda.syncthreads()
 
 

@@ -80,7 +80,8 @@ PAIRS = 2 * WARPS
 SUMS = WARPS + 2
 MAGNITUDE = 0x7FFFFFFF
 TABLES = 2 * PASSES  # top_k's and top_p's
-COUNTERS = 3  # arrivals of a row's blocks, their barrier for the bounds, and for the largest before
+# arrivals of a row's blocks, their barrier for the bounds, that for the largest before, and whether masks are there
+COUNTERS = 4
 BYTES = types.Array(types.uint8, 1, "C")
 INTS = types.Array(types.int32, 1, "C")
 INTS_2D = types.Array(types.int32, 2, "C")
@@ -295,7 +296,7 @@ def _make_processed_best(width: int, rows: int) -> Any:
             apply_history(staged, first, slot, wishes, tokens, mask, seen, counts, bias_ids, bias_values, stop_ids)
         if masked:
             mask_row, ready, length = guide
-            await_masks(ready, length)
+            await_masks(ready, length, counter + 12, chunk == 0)
             apply_mask(staged, first, width, mask_row, aligned)
         if touched or masked:
             words = load_words(shared_address(staged))
@@ -365,6 +366,8 @@ def _make(width: int, rows: int, blocks: int, max_rows: int) -> Kernel:
         settled = broken or not drawing or key == uint32(MINUS_INFINITY_KEY)  # or every token is banned
         if settles and thread == 0:
             finite[row] = 0 if broken else 1
+            if masked and not drawing:
+                store_global_u32(counter + 12, uint32(0))
             if settled:
                 nothing = masked and key == uint32(MINUS_INFINITY_KEY)
                 target_tokens[row] = 0 if broken else int32(-1) if nothing else int32(index_of_low(low))
@@ -372,6 +375,7 @@ def _make(width: int, rows: int, blocks: int, max_rows: int) -> Kernel:
         if settled:
             if drawing and changed and thread < 32 and is_last(counter, chunks) and thread == 0:
                 store_global_u32(counter + 8, uint32(0))
+                store_global_u32(counter + 12, uint32(0))
             return
         cuda.syncthreads()  # all see what the others copied
         _scale(staged, value_of_key(key), temperature)
@@ -385,6 +389,7 @@ def _make(width: int, rows: int, blocks: int, max_rows: int) -> Kernel:
             if thread == 0:
                 store_global_u32(counter + 4, uint32(0))
                 store_global_u32(counter + 8, uint32(0))
+                store_global_u32(counter + 12, uint32(0))
                 target_tokens[row] = int32(index_of_low(low))
 
     return Kernel(f"sample_{width}_{rows}_{blocks}_{max_rows}", sample_kernel, (*ROW, *CHOSEN), THREADS, min_blocks=2)

@@ -107,9 +107,9 @@ def _emit_attention(emitter: Emitter, config: ModelConfig, layer: int, residual:
         attended = emitter.attention(
             parts["q"], caches, config.query_size, sinks=sinks, scale=scale, window=window, **group
         )
-    return emitter.summed_linear(
-        attended, f"{name}.o", config.hidden_size, "output", config.shard, bias=config.output_bias
-    )
+    unit = 1 if config.shard is None else config.shard.output_unit
+    name, bias = f"{name}.o", config.output_bias
+    return emitter.summed_linear(attended, name, config.hidden_size, "output", config.shard, unit=unit, bias=bias)
 
 
 def _emit_experts(emitter: Emitter, config: ModelConfig, layer: int, normed: str) -> str:

@@ -93,12 +93,15 @@ class Emitter:
         return out
 
     def summed_linear(
-        self, x: str, weight: str, width: int, name: str, shard: Shard | None, *, bias: bool = False
+        self, x: str, weight: str, width: int, name: str, shard: Shard | None, *, unit: int = 1, bias: bool = False
     ) -> str:
-        """A GEMM over the columns of K that a rank has, summed over all ranks; the first rank adds the bias."""
+        """A GEMM over the columns of K that a rank has, summed over all ranks; the first rank adds the bias.
+
+        unit  columns that stay together where a rank sums in parts
+        """
         if shard is None:
             return self.linear(x, weight, width, name, bias=bias)
-        parts = {"num_parts": shard.num_parts, "unit": shard.unit} if shard.num_parts > 1 else {}
+        parts = {"num_parts": shard.num_parts, "unit": unit} if shard.num_parts > 1 else {}
         return self.sum_ranks(self.linear(x, weight, width, name, bias=bias and not shard.rank, **parts), name, shard)
 
     def sum_ranks(self, part: str, name: str, shard: Shard | None) -> str:
@@ -233,4 +236,5 @@ class Emitter:
         product = self.linear(x, f"{weight}.gate_up", 2 * inner, "gate_up", bias=bias)
         activated = self.scratch("activated", self.rows.count, inner)
         self.emit("silu_mul", {"gate_up": product, **self.live()}, {"out": activated})
-        return self.summed_linear(activated, f"{weight}.down", width, "down", shard, bias=bias)
+        unit = 1 if shard is None else shard.unit
+        return self.summed_linear(activated, f"{weight}.down", width, "down", shard, unit=unit, bias=bias)

@@ -33,7 +33,8 @@ class Shard:
     rank       from 0
     size       ranks: 1, 2, 4 or 8
     invariant  whether what a rank sums over its part of K is cut as for PARTS ranks: bits are then those of any size
-    unit       inputs of a cut layer that stay together: a format's block, at least
+    unit       columns of the inner width that stay together: a format's block, at least
+    output_unit  the same of the output projection's inputs, which are cut by heads
     num_heads, num_kv_heads, intermediate_size  of the whole target
     """
 
@@ -41,6 +42,7 @@ class Shard:
     size: int
     invariant: bool
     unit: int
+    output_unit: int
     num_heads: int
     num_kv_heads: int
     intermediate_size: int
@@ -58,15 +60,13 @@ class Shard:
     @property
     def heads(self) -> tuple[int, int]:
         """The query heads of this rank: the first, and the one behind the last."""
-        return span(self.num_heads, self.size, self.rank)
+        return span(self.num_heads, self.size, self.rank, head_unit(self.num_heads, self.num_kv_heads))
 
     @property
     def kv_heads(self) -> tuple[int, int]:
-        """Its key-value heads; where there are fewer than ranks, several ranks have the same."""
-        if self.num_kv_heads >= self.size:
-            return span(self.num_kv_heads, self.size, self.rank)
-        own = self.rank * self.num_kv_heads // self.size
-        return own, own + 1
+        """The key-value heads that its query heads attend to; several ranks may have the same."""
+        first, last = self.heads
+        return first // self.group, -(-last // self.group)
 
     @property
     def inner(self) -> tuple[int, int]:
@@ -84,6 +84,16 @@ def span(total: int, size: int, rank: int, unit: int = 1) -> tuple[int, int]:
     return ends[rank], ends[rank + 1]
 
 
+def head_unit(num_heads: int, num_kv_heads: int) -> int:
+    """Query heads that stay together: an eighth of all, if these are whole groups or parts of one; else a group.
+
+    Those of a single group need not.
+    """
+    if num_heads % PARTS == 0 and num_kv_heads & (num_kv_heads - 1) == 0:
+        return num_heads // PARTS
+    return 1 if num_kv_heads == 1 else num_heads // num_kv_heads
+
+
 def rank_configs(config: "ModelConfig", size: int, *, invariant: bool = False) -> tuple["ModelConfig", ...]:
     """The geometry of each rank's part; of one rank that sums K at once, the whole target's, unchanged.
 
@@ -92,11 +102,11 @@ def rank_configs(config: "ModelConfig", size: int, *, invariant: bool = False) -
     if size == 1 and not invariant:
         return (config,)
     _check(config, size)
-    unit = max(WIDTH, _block(config))
+    units = _units(config)
     found = []
     for rank in range(size):
         whole = (config.num_heads, config.num_kv_heads, config.intermediate_size)
-        found.append(_part(config, Shard(rank, size, invariant, unit, *whole)))
+        found.append(_part(config, Shard(rank, size, invariant, *units, *whole)))
     return tuple(found)
 
 
@@ -118,18 +128,16 @@ def _part(config: "ModelConfig", shard: Shard) -> "ModelConfig":
 
 def _check(config: "ModelConfig", size: int) -> None:
     """Refuse what cannot be cut, with the sizes and the option."""
-    heads, kv_heads, unit = config.num_heads, config.num_kv_heads, max(WIDTH, _block(config))
-    if heads % size:
-        raise ConfigError(f"{OPTION} {size} does not divide the target's num_attention_heads {heads}")
-    if max(kv_heads, size) % min(kv_heads, size):
-        raise ConfigError(f"{OPTION} {size} neither divides the target's num_key_value_heads {kv_heads}, "
-                          f"nor is it a multiple")  # fmt: skip
-    own = heads // size * config.head_dim
-    if config.quantisation is not None or config.quantiser is not None:
-        block = _dense_block(config)
-        if own % block:
-            raise ConfigError(f"{OPTION} {size} leaves {own} of the inputs of the target's output projections to a "
-                              f"rank, and their format holds {block} together")  # fmt: skip
+    heads, kv_heads, (unit, output_unit) = config.num_heads, config.num_kv_heads, _units(config)
+    most = heads // head_unit(heads, kv_heads)
+    if size > most:
+        raise ConfigError(f"{OPTION} {size} is more than {most}, the parts into which the target's num_attention_heads "
+                          f"{heads} with num_key_value_heads {kv_heads} are cut")  # fmt: skip
+    least = heads // size * config.head_dim if most == PARTS else output_unit
+    together = math.lcm(WIDTH, _dense_block(config))
+    if least % together:
+        raise ConfigError(f"{OPTION} {size} cuts the inputs of the target's output projections at multiples of {least},"
+                          f" and {together} are held together")  # fmt: skip
     if config.intermediate_size % unit or config.intermediate_size < size * unit:
         raise ConfigError(f"{OPTION} {size} cuts the target's intermediate_size {config.intermediate_size} into "
                           f"parts of multiples of {unit}, which it has not")  # fmt: skip
@@ -138,10 +146,15 @@ def _check(config: "ModelConfig", size: int) -> None:
                           f"{config.vocab_size}")  # fmt: skip
 
 
-def _block(config: "ModelConfig") -> int:
-    """Inputs of a layer that its format holds together, the most of all formats."""
+def _units(config: "ModelConfig") -> tuple[int, int]:
+    """Inputs of the layers that are cut, which stay together: of the inner width, and of heads' outputs.
+
+    The latter are a multiple of what formats hold together where so many ranks are allowed, see `_check`.
+    """
     experts = 1 if config.experts is None else FORMATS[config.experts.weight_format].block
-    return math.lcm(experts, _dense_block(config))
+    dense = _dense_block(config)
+    output = config.head_dim * head_unit(config.num_heads, config.num_kv_heads)
+    return math.lcm(WIDTH, experts, dense), output
 
 
 def _dense_block(config: "ModelConfig") -> int:

@@ -266,11 +266,9 @@ class RuntimeConfig:
     tensor_parallel_size: int = declare(
         1, "Cards that share each layer of the target: 1, 2, 4 or 8.", 1, 8, aliases=("tensor_parallel",)
     )
-    devices: tuple[str, ...] = declare(
-        (), "The cards of tensor_parallel_size, such as cuda:2; by default the first.", python_only=True
-    )
+    devices: tuple[int, ...] = declare((), "The cards of tensor_parallel_size, by number; by default the first.")
     tp_invariant: bool = declare(
-        False, "Sum layers as 8 cards would, on however many: then their number changes no bit.", python_only=True
+        False, "Sum layers as 8 cards would, on however many: then their number changes no bit."
     )
     block_size: int = declare(32, "Positions of one KV block.", 1, 1024)
     prefill_chunk: int = declare(
@@ -343,17 +341,12 @@ class RuntimeConfig:
         size, named = self.tensor_parallel_size, self.devices
         if size & (size - 1):
             raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
-        if not isinstance(named, tuple) or not all(isinstance(name, str) for name in named):
-            raise ConfigError(f"devices must be a tuple of names such as 'cuda:0', got {named!r:.80}")
-        if not named:
-            return
-        if self.device not in ("auto", "cuda"):
+        if not isinstance(named, tuple) or any(type(number) is not int or number < 0 for number in named):
+            raise ConfigError(f"devices must be a tuple of numbers of cards, such as (0, 1), got {named!r:.80}")
+        if named and self.device not in ("auto", "cuda"):
             raise ConfigError(f"devices names cards, and device {self.device!r} asks for one")
-        if len(named) != size or len(set(named)) != size:
-            raise ConfigError(f"devices must name tensor_parallel_size {size} different cards, got {', '.join(named)}")
-        for name in named:
-            if not (name.startswith("cuda:") and name[5:].isdecimal()):
-                raise ConfigError(f"devices must be names such as 'cuda:0', got {name!r:.80}")
+        if named and (len(named) != size or len(set(named)) != size):
+            raise ConfigError(f"devices must name as many cards as tensor_parallel_size {size}, each once, got {named}")
 
     def _check_perf_mode(self) -> None:
         """Refuse what is for debugging, where measuring is asked for."""

@@ -59,7 +59,7 @@ def command() -> None:
 )
 @click.option("--context", type=int, metavar="N", help="Tokens of a request.  [default: 2048, or the model's if less]")
 @click.option("--batch", type=int, default=RuntimeConfig.max_batch, show_default=True, metavar="N", help="Slots.")
-@record_options(RuntimeConfig, "dtype", "device", filled=True)
+@record_options(RuntimeConfig, "dtype", "device", "tensor_parallel_size", filled=True)
 @click.option("--buffers", is_flag=True, help="List the buffers of the step for --batch slots at depth -S.")
 @as_json
 def model(
@@ -68,6 +68,7 @@ def model(
     batch: int,
     dtype: str,
     device: str,
+    tensor_parallel_size: int,
     buffers: bool,
     json_output: bool,
     **values: Any,
@@ -85,7 +86,13 @@ def model(
         report = model_report(
             target.directory,
             speculative,
-            {"max_context": context, "max_batch": batch, "dtype": dtype, "device": device},
+            {
+                "max_context": context,
+                "max_batch": batch,
+                "dtype": dtype,
+                "device": device,
+                "tensor_parallel_size": tensor_parallel_size,
+            },
             buffers=buffers,
         )
     report["directory"] = str(target.directory if target.download is None else name)
@@ -111,8 +118,13 @@ def _print_model(report: dict[str, Any]) -> None:
         ["block size", kv["block_size"]],
     ]
     print_table("KV cache", ("what", "count"), rows)
-    rows = [[name.removesuffix("_bytes").replace("_", " "), format_bytes(count)] for name, count in memory.items()]
-    print_table(f"memory needed on {report['device']}, executor {report['executor']}", ("part", "size"), rows)
+    cards = report.get("cards", [memory])
+    rows = [
+        [name.removesuffix("_bytes").replace("_", " "), *(format_bytes(each[name]) for each in cards)]
+        for name in memory
+    ]
+    sizes = ["size"] if len(cards) == 1 else [f"card {number}" for number in range(len(cards))]
+    print_table(f"memory needed on {report['device']}, executor {report['executor']}", ("part", *sizes), rows)
     click.echo(f"{report['device']}: {report['device_reason']}")
     files = report["files"]
     if files is None:

@@ -34,6 +34,7 @@ def model_report(
     """A target's geometry, parts, KV and memory; with `buffers` those of one step. Raises ConfigError.
 
     options  of RuntimeConfig; max_context may be None for the usual one
+    Of several cards "memory" is the first one's, and "cards" has that of each.
     """
     runtime = options_from({**options, "max_context": default_context(directory, options["max_context"])})
     plan = plan_runtime(directory, runtime, speculative)
@@ -58,6 +59,8 @@ def model_report(
         "kv": _kv(plan, program, runtime),
         "memory": plan.memory(runtime.max_batch, choice),
     }
+    if len(plan.ranks) > 1:
+        report["cards"] = [plan.memory(runtime.max_batch, choice, rank) for rank in range(len(plan.ranks))]
     if speculator is not None:
         report["speculator"] = speculator.report()
         own = speculator.weight_plan(config.dtype)

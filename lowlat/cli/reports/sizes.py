@@ -11,10 +11,11 @@ from lowlat.checkpoint.quantising import Quantiser, rounding_bytes
 from lowlat.checkpoint.stored import ahead_bytes
 from lowlat.executors.devices import DeviceChoice
 from lowlat.graphs import Bucket, BufferSpec, Paging
-from lowlat.host.loading import bucket_batches, make_geometry, make_topologies
+from lowlat.host.loading import bucket_batches, make_geometry, make_topologies, rank_geometries
 from lowlat.host.memory.plan import memory_need
 from lowlat.kernels.formats import matrix_parts, numbers_an_entry
 from lowlat.models.program import Program
+from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding, target_groups
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
@@ -70,34 +71,41 @@ def kv_bytes_per_token(specs: Iterable[BufferSpec], block_size: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """A runtime's shapes and programs, with weights that have shapes and no content; host memory of its loading."""
+    """A runtime's shapes and programs, with weights that have shapes and no content; host memory of its loading.
+
+    ranks  the shapes of each card's part, where several share the target; else of the one
+    """
 
     geometry: StepGeometry
+    ranks: tuple[StepGeometry, ...]
     topologies: Mapping[int, Topology]
     weights: Mapping[str, torch.Tensor]
     read_ahead_bytes: int
     made_bytes: int
 
-    def program(self, batch: int, num_speculative_tokens: int) -> Program:
+    def program(self, batch: int, num_speculative_tokens: int, rank: int = 0) -> Program:
         """The step's program in one bucket."""
         topology = self.topologies[num_speculative_tokens]
-        return build_step(self.geometry, Bucket(batch, topology.num_nodes, num_speculative_tokens), topology)
+        return build_step(self.ranks[rank], Bucket(batch, topology.num_nodes, num_speculative_tokens), topology)
 
-    def first_token(self, num_speculative_tokens: int) -> Program:
+    def first_token(self, num_speculative_tokens: int, rank: int = 0) -> Program:
         """The program that chooses a prompt's first token and drafts behind it."""
         bucket = Bucket.first_token(num_speculative_tokens)
-        return build_step(self.geometry, bucket, self.topologies[num_speculative_tokens])
+        return build_step(self.ranks[rank], bucket, self.topologies[num_speculative_tokens])
 
-    def memory(self, max_batch: int, choice: DeviceChoice) -> dict[str, int]:
-        """Bytes on the device by part and in all, and the most that the host holds, Python and libraries left out."""
-        programs = [self.program(batch, depth) for batch in bucket_batches(max_batch) for depth in self.topologies]
-        firsts = [self.first_token(depth) for depth in self.topologies]
-        every = (*programs, *firsts, *build_prefills(self.geometry).values())
+    def memory(self, max_batch: int, choice: DeviceChoice, rank: int = 0) -> dict[str, int]:
+        """Bytes on a rank's device by part and in all, and the most that the host holds, Python and libraries left
+        out."""
+        programs = [
+            self.program(batch, depth, rank) for batch in bucket_batches(max_batch) for depth in self.topologies
+        ]
+        firsts = [self.first_token(depth, rank) for depth in self.topologies]
+        every = (*programs, *firsts, *build_prefills(self.ranks[rank]).values())
         speculator, dtype = self.geometry.speculator, self.geometry.config.dtype
         own = () if speculator is None else speculator.weight_plan(dtype)
         need = memory_need(
             every,
-            self.weights,
+            rank_weights(self.weights, self.ranks[rank].config),
             choice.device,
             has_kernels=choice.has_kernels,
             host_load_bytes=self.read_ahead_bytes + self.made_bytes + sum(self.weights[name].nbytes for name in own),
@@ -128,7 +136,8 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
         speculator, topologies = plan_speculator(speculative, config), make_topologies(speculative)
         weights.update(_without_content(speculator.weight_plan(config.dtype)))
     geometry = make_geometry(config, speculator, topologies, options, speculative)
-    return Plan(geometry, topologies, weights, ahead_bytes(target_groups(config)), made_bytes)
+    ranks = tuple(rank_geometries(geometry, options))
+    return Plan(geometry, ranks, topologies, weights, ahead_bytes(target_groups(config)), made_bytes)
 
 
 def _without_content(plan: WeightPlan) -> dict[str, torch.Tensor]:
