@@ -96,24 +96,51 @@ def _segments(width: int, whole: bool) -> int:
     return 1 if whole else -(-width // (CHUNK * SEGMENT_THREADS))
 
 
-def _part(number: int, stride: int, own: int) -> Any:
-    """A device function: 8 numbers of one rank's part, its own or what it pushes, and whether it was given up.
+def _own_values(columns: int) -> Any:
+    """A device function: 8 numbers of this rank's part; zeros stand behind its columns."""
+    ragged = columns % CHUNK != 0  # rows are then no whole times 16 bytes either
 
-    own  chunks that this rank's part has; zeros stand behind it
-    """
+    @device_function
+    def one(x: Any, column: Any) -> Any:
+        value = float32(0.0)
+        if column < int64(columns):
+            value = ptx.load_global_f32(x + column * int64(4))
+        return value
+
+    @device_function
+    def values(x: Any, chunk: Any) -> Any:
+        zero, first = float32(0.0), int64(chunk) * int64(CHUNK)
+        found = (zero, zero, zero, zero, zero, zero, zero, zero)
+        if ragged:
+            found = (
+                one(x, first),
+                one(x, first + int64(1)),
+                one(x, first + int64(2)),
+                one(x, first + int64(3)),
+                one(x, first + int64(4)),
+                one(x, first + int64(5)),
+                one(x, first + int64(6)),
+                one(x, first + int64(7)),
+            )
+        elif first < int64(columns):
+            found = chunk_values(x, chunk, True)
+        return found
+
+    return values
+
+
+def _part(number: int, stride: int, columns: int) -> Any:
+    """A device function: 8 numbers of one rank's part, its own or what it pushes, and whether it was given up."""
+    own_values = _own_values(columns)
 
     @device_function
     def part(x: Any, rank: Any, received: Any, per_rank: Any, chunk: Any, epoch: Any, abort: Any, lost: Any) -> Any:
-        zero = float32(0.0)
-        values = (zero, zero, zero, zero, zero, zero, zero, zero)
-        if rank == int64(number) and chunk < uint32(own):
-            values = chunk_values(x, chunk, True)
-        if rank != int64(number):
-            place = received + int64(number) * per_rank + int64(chunk) * int64(16)
-            code = (rank + int64(1)) | int64((number + 1) << 8)
-            words, lost = await_chunk(place, int64(stride), epoch, abort, code, lost)
-            values = _floats(words)
-        return values, lost
+        if rank == int64(number):
+            return own_values(x, chunk), lost
+        place = received + int64(number) * per_rank + int64(chunk) * int64(16)
+        code = (rank + int64(1)) | int64((number + 1) << 8)
+        words, lost = await_chunk(place, int64(stride), epoch, abort, code, lost)
+        return _floats(words), lost
 
     return part
 
@@ -159,21 +186,35 @@ def _rounded(values: Any) -> Any:
 
 
 @device_function
+def _bits(values: Any) -> Any:
+    """The bits of 8 float32."""
+    a, b, c, d, e, f, g, h = values
+    return (
+        ptx.bits_of_float(a),
+        ptx.bits_of_float(b),
+        ptx.bits_of_float(c),
+        ptx.bits_of_float(d),
+        ptx.bits_of_float(e),
+        ptx.bits_of_float(f),
+        ptx.bits_of_float(g),
+        ptx.bits_of_float(h),
+    )
+
+
+@device_function
 def store_wide(target: Any, values: Any) -> None:
     """Store 8 float32."""
-    a, b, c, d, e, f, g, h = values
-    words = ptx.bits_of_float(a), ptx.bits_of_float(b), ptx.bits_of_float(c), ptx.bits_of_float(d)
-    ptx.store_global_128(target, words[0], words[1], words[2], words[3])
-    words = ptx.bits_of_float(e), ptx.bits_of_float(f), ptx.bits_of_float(g), ptx.bits_of_float(h)
-    ptx.store_global_128(target + int64(16), words[0], words[1], words[2], words[3])
+    a, b, c, d, e, f, g, h = _bits(values)
+    ptx.store_global_128(target, a, b, c, d)
+    ptx.store_global_128(target + int64(16), e, f, g, h)
 
 
-def _tree(first: int, last: int, stride: int, own: int) -> Any:
+def _tree(first: int, last: int, stride: int, columns: int) -> Any:
     """A device function: the parts of ranks `first` to `last` - 1 added up, the sums of two halves at every joint."""
     if last - first == 1:
-        return _part(first, stride, own)
+        return _part(first, stride, columns)
     half = (first + last + 1) // 2
-    low, high = _tree(first, half, stride, own), _tree(half, last, stride, own)
+    low, high = _tree(first, half, stride, columns), _tree(half, last, stride, columns)
 
     @device_function
     def both(x: Any, rank: Any, received: Any, per_rank: Any, chunk: Any, epoch: Any, abort: Any, lost: Any) -> Any:
@@ -184,10 +225,10 @@ def _tree(first: int, last: int, stride: int, own: int) -> Any:
     return both
 
 
-def _gather(ranks: int, stride: int, own: int) -> Any:
+def _gather(ranks: int, stride: int, columns: int) -> Any:
     """A device function: every rank's part stored behind each other, `apart` bytes from one to the next."""
-    last = _part(ranks - 1, stride, own)
-    before = _gather(ranks - 1, stride, own) if ranks > 1 else None
+    last = _part(ranks - 1, stride, columns)
+    before = _gather(ranks - 1, stride, columns) if ranks > 1 else None
 
     @device_function
     def store(
@@ -203,22 +244,19 @@ def _gather(ranks: int, stride: int, own: int) -> Any:
     return store
 
 
-def _make_push(ranks: int, stride: int, own: int) -> Any:
+def _make_push(ranks: int, stride: int, columns: int) -> Any:
     """A device function: a chunk of this rank's part, left with all peers; `place` lies that far into their areas."""
+    own_values = _own_values(columns)
 
     @device_function
     def push(x: Any, rank: Any, areas: Any, place: Any, chunk: Any, epoch: Any) -> None:
-        zero = uint32(0)
-        a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
-        if chunk < uint32(own):
-            a, b, c, d = ptx.load_global_128(x + int64(chunk) * int64(32))
-            e, f, g, h = ptx.load_global_128(x + int64(chunk) * int64(32) + int64(16))
+        words = _bits(own_values(x, chunk))
         for other in range(1, ranks):
             peer = int64(rank + int64(other))  # each begins with the next one: nobody is written to by all at once
             if peer >= int64(ranks):
                 peer = int64(peer - int64(ranks))
             target = area_of(peer, areas) + place + int64(chunk) * int64(16)
-            push_chunk(target, int64(stride), (a, b, c, d, e, f, g, h), epoch)
+            push_chunk(target, int64(stride), words, epoch)
 
     return push
 
@@ -233,7 +271,7 @@ def _make_exchange(
     """
     chunks, row_bytes, segments = width // CHUNK, width * WORD_BYTES, _segments(width, whole)
     stride, threads = chunks * 16, THREADS if whole else SEGMENT_THREADS
-    own = (columns or width) // CHUNK
+    own = columns or width
     add_up, push, normed = _tree(0, ranks, stride, own), _make_push(ranks, stride, own), mode == NORM
     gather, gathers, adds = _gather(ranks, stride, own), mode == GATHER, mode in (ADD, NORM)
     last_chunk = chunks if whole else SEGMENT_THREADS
@@ -303,7 +341,7 @@ def _calls(
     """A launch for every `channel.rows` rows."""
     count, width = x.shape[0], channel.width
     columns = x.shape[1] if mode == GATHER and x.shape[1] < width else 0
-    if x.shape[1] != (columns or width) or columns % CHUNK:
+    if x.shape[1] != (columns or width) or not x.numel():
         raise ShapeError(f"a channel of rows of {width} takes no {list(x.shape)}")
     check_dtype(torch.float32, x=x)
     if mode != GATHER:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankPlace"]
 
-COMMANDS = "apply_commands"  # the operation that a step with commands begins with
+COMMANDS = "apply_commands"  # the operation that takes them
 
 
 @dataclass
@@ -58,12 +58,12 @@ class RankPlace:
         return self.peers.channel(self.number, width, whole)
 
     def forwarding(self, groups: Sequence[LoweredGroup], written: torch.Tensor) -> tuple[LoweredGroup, ...]:
-        """A program's groups, with the launch that forwards commands before a step that takes some.
+        """A program's groups, with a launch that forwards commands before those that take them.
 
         written  [1] int64: the commands that the host has written, in pinned memory; rank 0 reads it
         """
-        first, *others = groups
-        if first.ops[0].kind != COMMANDS:
-            return tuple(groups)
         calls = forward_commands(written, self.peers.stop_flag, channel=self._commands)
-        return replace(first, calls=(*calls, *first.calls)), *others
+        return tuple(
+            replace(group, calls=(*calls, *group.calls)) if COMMANDS in {op.kind for op in group.ops} else group
+            for group in groups
+        )
