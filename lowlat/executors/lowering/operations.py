@@ -120,6 +120,7 @@ def _linear(binding: Binding, op: Op) -> Sequence[Call]:
 
 def _attention(binding: Binding, op: Op) -> Sequence[Call]:
     given = binding.arguments(op)
+    given.pop("group", None)  # of torch's products alone
     buffers = binding.program.buffers
     max_batch, max_context = buffers["tokens"].shape
     most = [given["row_masks"], buffers["row_tokens"], buffers.get("draft_nodes", buffers["row_tokens"])]
