@@ -3,11 +3,13 @@
     python -m bench.weights --out bench/results/h200/weights.json
     python -m bench.weights --out /tmp/weights.json --only "fp8" --limit-s 60
     python -m bench.weights --out /tmp/weights.json --small --device cpu
+    python -m bench.weights --out /tmp/table.json --geometry qwen3-30b-a3b --case 4x16384x0 --weights bf16 fp8 int4
 
 Weights are drawn on the device in the format's own parts, and packed as a runtime packs them; bfloat16 runs beside the
-others. A row's floor is its bytes over the wall of the same run; what it is predicted to take is that, and what the
-bfloat16 step of the same case took beyond its own floor. Rows are written after each case. Run it from the root of a
-checkout.
+others. `--geometry` measures any geometry of `lowlat/tools/bench/geometries.toml` in place of the listed cases, without
+drafts but for Llama-3.1-8B's. A row's floor is its bytes over the wall of the same run; what it is predicted to take is
+that, and what the bfloat16 step of the same case took beyond its own floor. Rows are written after each case. Run it
+from the root of a checkout.
 """
 
 import argparse
@@ -126,6 +128,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", action="append", default=[], help="a part of a case's name; may repeat")
+    parser.add_argument("--geometry", help="a name in geometries.toml, in place of the listed cases")
+    parser.add_argument("--weights", nargs="+", default=["bf16", "fp8", "int4"], help="formats with --geometry")
+    parser.add_argument("--case", nargs="+", default=["1x8192x0"], metavar="BxCxS", help="steps with --geometry")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no case after so many seconds")
     parser.add_argument("--replays", type=int, default=200)
     parser.add_argument("--turn", type=int, default=20, help="replays between resets")
@@ -138,6 +143,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _measure_all(options: argparse.Namespace, device: torch.device) -> int:
     begin, cases = time.perf_counter(), SMALL_CASES if options.small else CASES
+    if options.geometry:
+        steps = [Case(*map(int, text.split("x"))) for text in options.case]
+        cases = tuple(
+            WeightsCase(options.geometry, kind, "bf16", "bf16", step) for kind in options.weights for step in steps
+        )
     cases = tuple(case for case in cases if not options.only or any(part in case.name for part in options.only))
     stamps = {"replays": options.replays, **stamps_of(device, options.commit)}
     wall = measure_wall(device) if device.type == "cuda" else Wall(100.0, 0, 0, {})
@@ -208,9 +218,10 @@ def _make_step(case: WeightsCase, device: torch.device) -> tuple[ExecutorStep, i
         weights = make_oss_weights(model, device, alike=False, draft_vocab_size=64)
         made = OssStep(model, oss, weights, device, has_codes=case.kv == "fp8")
         return made, oss_bytes(model, oss, fmean(made.distinct_experts()), 1 if case.kv == "fp8" else 2)
-    if case.model == QWEN:
+    if case.model not in GEOMETRIES:
         table = TableStep(TableModel(case.model, case.weights), case.step, device)
-        return table, table.bytes(fmean(table.distinct_experts()))
+        has_experts = table.model.config.experts is not None
+        return table, table.bytes(fmean(table.distinct_experts()) if has_experts else None)
     geometry, chain = GEOMETRIES[case.model], TreeTopology.chain(case.step.num_speculative_tokens)
     shapes = step_geometry(geometry, case.step, chain)
     if case.kv == "fp8":

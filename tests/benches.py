@@ -8,11 +8,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
+if "bench" not in sys.modules:
+    package = ModuleType("bench")
+    package.__path__ = [str(ROOT / "bench")]
+    sys.modules["bench"] = package  # so that `from bench.weights import ...` is found behind an import of this module
+
 
 def bench(name: str) -> Any:
     """A module of bench/ by its name there."""
-    if "bench" not in sys.modules:
-        package = ModuleType("bench")
-        package.__path__ = [str(ROOT / "bench")]
-        sys.modules["bench"] = package
     return importlib.import_module(f"bench.{name}")

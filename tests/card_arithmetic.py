@@ -9,26 +9,32 @@ WARP = 32
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 
 
-def multiplied(lanes: list[Any]) -> list[tuple[Any, ...]]:
+def bf16_halves(words: Any) -> Any:
+    """The bf16 values in words [..., n]: float64 [..., n, 2]."""
+    low = words.astype(np.uint32)
+    return np.stack([low << 16, low & 0xFFFF0000], -1).view(np.float32).astype(np.float64)
+
+
+def f16_halves(words: Any) -> Any:
+    """The fp16 values in words."""
+    low = words.astype(np.uint32)
+    return np.stack([low & 0xFFFF, low >> 16], -1).astype(np.uint16).view(np.float16).astype(np.float64)
+
+
+def multiplied(lanes: list[Any], halves: Any = bf16_halves) -> list[tuple[Any, ...]]:
     """mma.m16n8k16 for all lanes of a warp, whose fragments are as the PTX manual has them; sums one k after another.
 
-    A lane is a group of 8 and a quad of 4; a word has two values, the lower one first.
+    A lane is a group of 8 and a quad of 4; a word has two values, the lower one first, which `halves` takes apart.
     """
     sums, first, second = (np.array([lane[part] for lane in lanes]) for part in range(3))
     count = sums.shape[1] // 4
     total = sums.astype(np.float64).reshape(8, 4, count, 2, 2).transpose(2, 3, 0, 1, 4).reshape(count, 16, 8)
-    left = _halves(first).reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)  # row, k
-    right = _halves(second).reshape(8, 4, count, 2, 2).transpose(2, 0, 3, 1, 4).reshape(count, 8, 16)  # column, k
+    left = halves(first).reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)  # row, k
+    right = halves(second).reshape(8, 4, count, 2, 2).transpose(2, 0, 3, 1, 4).reshape(count, 8, 16)  # column, k
     for k in range(16):
         total = total + left[None, :, k, None] * right[:, None, :, k]
     results = total.astype(np.float32).reshape(count, 2, 8, 4, 2).transpose(2, 3, 0, 1, 4).reshape(WARP, 4 * count)
     return [tuple(lane) for lane in results]
-
-
-def _halves(words: Any) -> Any:
-    """The bf16 values in words [..., n]: float64 [..., n, 2]."""
-    low = words.astype(np.uint32)
-    return np.stack([low << 16, low & 0xFFFF0000], -1).view(np.float32).astype(np.float64)
 
 
 def bf16_value(bits: int) -> Any:
@@ -50,6 +56,29 @@ def bf16_bits(value: Any) -> int:
     if bits & 0x7FFFFFFF > 0x7F800000:
         return 0x7FFF  # not a number, as the card has it
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16
+
+
+def f16_bits(value: Any) -> int:
+    return int(np.float16(value).view(np.uint16))
+
+
+def larger_pair(a: int, b: int) -> int:
+    """Of bf16 pairs without signs or NaN."""
+    return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16
+
+
+@lru_cache(maxsize=256)
+def _f16_of_code(code: int) -> int:
+    """An e4m3 number's bits as fp16; of a NaN, those that the card makes."""
+    if code & 0x7F == 0x7F:
+        return 0x7FFF
+    return f16_bits(np.uint16((code & 0x80) << 8 | (code & 0x7F) << 7).view(np.float16) * np.float16(256))
+
+
+def e4m3_pairs(word: int) -> tuple[int, int]:
+    """The numbers of bytes 0 and 1, and of bytes 2 and 3."""
+    a, b, c, d = (_f16_of_code(int(word) >> 8 * byte & 0xFF) for byte in range(4))
+    return a | b << 16, c | d << 16
 
 
 @lru_cache(maxsize=1 << 16)  # of codes and scales, which are few

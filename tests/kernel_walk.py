@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from card_arithmetic import bf16_bits, bf16_value, bits_of, fma_pair, plain
+from card_arithmetic import bf16_bits, bf16_value, bits_of, e4m3_pairs, f16_bits, fma_pair, larger_pair, plain
 from fibers import Combine, Fiber, Fibers, this_fiber
 from walked_launch import Arrivals, Home, Launch, Matrix, Words
 from walked_warp import MASK, WARP, Warp
@@ -385,6 +385,11 @@ class Walker:
             "warp_sum": warp.total,
             "count_bits": lambda word: (int(word) & MASK).bit_count(),
             "mma_bf16": warp.mma,
+            "mma_f16": warp.mma_f16,
+            "f16_pair": lambda low, high: f16_bits(low) | f16_bits(high) << 16,
+            "max_bf16_pair": larger_pair,
+            "e4m3_to_f16": e4m3_pairs,
+            "swap_middle_bytes": lambda word: word & 0xFF0000FF | (word & 0xFF00) << 8 | (word & 0xFF0000) >> 8,
             "load_shared_tiles": warp.load_tiles,
             "mma_bf16_tiles": warp.mma_tiles,
             "fma_tiles": warp.fma_tiles,
@@ -399,6 +404,7 @@ class Walker:
             "bf16_pair": lambda low, high: bf16_bits(low) | bf16_bits(high) << 16,
             "rcp_approx": lambda value: plain(np.float32(1) / np.float32(value)),
             "exp2_approx": lambda value: plain(np.exp2(np.float32(value))),
+            "exp2_approx_ftz": lambda value: plain(np.exp2(np.float32(value)) if value >= -126 else np.float32(0)),
             "mul_rn": lambda a, b: plain(np.float32(a) * np.float32(b)),
             "add_rn": lambda a, b: plain(np.float32(a) + np.float32(b)),
             "div_rn": lambda a, b: plain(np.float32(a) / np.float32(b)),

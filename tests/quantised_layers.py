@@ -74,12 +74,16 @@ def draw(
     zero: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> Drawn:
-    """A layer of INT4; zero: the zero point of all groups; dtype: of the scales, which come as float32."""
+    """A layer of INT4; zero: the zero point of all groups; dtype: of the scales, which come as float32.
+
+    Drawn zero points double a weight's variance: smaller scales keep such layers from amplifying roundings.
+    """
     codes = rng.integers(0, 16, (rows, columns), dtype=np.uint8)
     zeros = rng.integers(0, 16, (rows, columns // group), dtype=np.uint8)
     if zero is not None:
         zeros[:] = zero
-    scales = floats((rng.random(zeros.shape, np.float32) + 0.5) / 4 / columns**0.5, dtype).float().numpy()
+    divisor = 6 if zero is None else 4
+    scales = floats((rng.random(zeros.shape, np.float32) + 0.5) / divisor / columns**0.5, dtype).float().numpy()
     wide = (codes.astype(np.float32) - zeros.repeat(group, 1)) * scales.repeat(group, 1)
     return Drawn(codes, zeros, scales, wide)
 

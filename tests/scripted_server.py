@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import zmq
 
+from lowlat.ipc import Chunk
 from lowlat.ipc.wire import (
     Bye,
     Cancel,
@@ -221,3 +222,13 @@ class ScriptedServer:
 def ipc_url(folder: Path, name: str = "s") -> str:
     """An endpoint in a folder."""
     return f"ipc://{folder}/{name}.sock"
+
+
+def quiet(server: ScriptedServer, identity: bytes, message: Any, body: bytes) -> list[bytes]:
+    """A handler that never answers."""
+    return []
+
+
+def ids_of(chunks: list[Chunk]) -> tuple[int, ...]:
+    """The tokens of a stream."""
+    return tuple(token for chunk in chunks for token in chunk.token_ids)

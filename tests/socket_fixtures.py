@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_server import ScriptedServer, ipc_url
 from served import Maker, Serve, Served, serve_in
 
+from lowlat.ipc.client import protocol
 from lowlat.ipc.limits import Limits
 
-__all__ = ["no_leaks", "serve", "transport"]
+__all__ = ["OVER_EACH", "no_leaks", "serve", "server", "soon", "transport"]
 
 SETTLE_S = 5.0
 
@@ -96,3 +98,21 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 def transport(request: pytest.FixtureRequest) -> dict[str, str]:
     """Options of `serve`, by which a test runs once over each transport."""
     return {} if request.param == "ipc" else {"endpoint": "tcp://127.0.0.1:*"}
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ScriptedServer]:
+    """A scripted server over ipc://, or over what OVER_EACH says."""
+    over_tcp = getattr(request, "param", "ipc") == "tcp"
+    with ScriptedServer("tcp://127.0.0.1:*" if over_tcp else ipc_url(tmp_path)) as running:
+        yield running
+
+
+OVER_EACH = pytest.mark.parametrize("server", ["ipc", "tcp"], indirect=True)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the usual heartbeats: what happens after seconds of silence happens soon."""
+    monkeypatch.setattr(protocol, "HEARTBEAT_INTERVAL_S", protocol.HEARTBEAT_INTERVAL_S / 10)
+    monkeypatch.setattr(protocol, "SILENCE_S", protocol.SILENCE_S / 10)

@@ -70,23 +70,24 @@ class _Groups:
         place = ("pair", home.launch.number, home.block // 2)
         self._walker.meet(place, 2 * home.launch.threads, None, None)
 
-    def multiply_group(self, rows: int) -> Callable[..., Any]:
-        def multiply(sums: Any, words: Any, address: int, go_on: int) -> Any:
-            assert not isinstance(sums, _Flying), "sums that were not awaited"
-            assert len(sums) == rows // 2 and len(words) == 16 and address % 1024 == 0
+    def multiply_group(self, rows: int, held: int | None = None) -> Callable[..., Any]:
+        def multiply(every: Any, words: Any, address: int, go_on: int) -> Any:
+            assert not isinstance(every, _Flying), "sums that were not awaited"
+            sums, others = every[: rows // 2], tuple(every[rows // 2 :])
+            assert len(every) == (held or rows // 2) and len(words) == 16 and address % 1024 == 0
             thread = this_thread()
 
             def combine(values: list[Any]) -> list[Any]:
                 return _multiplied(values, self._walker.near(int(address), rows * ROW_BYTES), rows, bool(go_on))
 
             place = (f"product at {address}", thread.home.key, thread.warp // 4)
-            return _Flying(self._walker.meet(place, GROUP, (sums, words), combine))
+            return _Flying((*self._walker.meet(place, GROUP, (sums, words), combine), *others))
 
         return multiply
 
-    def await_group(self, rows: int) -> Callable[..., Any]:
+    def await_group(self, rows: int, held: int | None = None) -> Callable[..., Any]:
         def wait(sums: Any, words: Any) -> Any:
-            assert isinstance(sums, _Flying) and len(sums) == rows // 2 and len(words) == 16
+            assert isinstance(sums, _Flying) and len(sums) == (held or rows // 2) and len(words) == 16
             return tuple(sums)
 
         return wait

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from card_arithmetic import multiplied
+from card_arithmetic import f16_halves, multiplied
 from fibers import Combine, this_fiber
 
 WARP = 32
@@ -63,6 +63,13 @@ class Warp:
     def mma(self, *operands: Any) -> tuple[Any, ...]:
         """mma.m16n8k16: 4 sums, 4 words of the first matrix, 2 of the second."""
         return self._multiply(1, operands[:4], operands[4:8], operands[8:])
+
+    def mma_f16(self, *operands: Any) -> tuple[Any, ...]:
+        """The same of fp16."""
+        found: tuple[Any, ...] = self._together(
+            "mma of fp16", (operands[:4], operands[4:8], operands[8:]), lambda lanes: multiplied(lanes, f16_halves)
+        )
+        return found
 
     def load_tiles(self, count: int, stride: int) -> Callable[[int], tuple[int, ...]]:
         def load(address: int) -> tuple[int, ...]:

@@ -51,6 +51,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 __all__ = ["attention", "attention_bytes", "choose_split", "examples", "most_positions", "partial_attention"]
 
 MANY_ITEMS = 1024
+CONVERTS_CODES = (8, 9)  # the capability from which a card makes fp16 of e4m3 itself
 
 MAX_BATCH, MAX_TREE, MAX_ROWS = 16, 64, 512
 PLAN_INTS = MAX_BATCH * PLAN_STRIDE
@@ -118,7 +119,7 @@ def attention(
     group, keep = heads // kv_heads, keep_first if window is not None else 0
     work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split, kv_scales is not None)
     chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, card)
-    shape = replace(_shape_of(work, chosen, block, first, sinks is not None, early_metadata), parts=parts)
+    shape = replace(_shape_of(work, chosen, card, block, first, sinks is not None, early_metadata), parts=parts)
     grid = (chosen.blocks * card.num_multiprocessors if num_blocks is None else num_blocks, 1, 1)
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
     numbers = (0 if kv_scales is None else kv_scales, batch, rows, tail or rows, block_table.shape[-1])
@@ -132,10 +133,11 @@ def attention(
     sums = workspace("attention.sums", (count, 2), torch.float32)
     arguments = (*given, partials, sums, *numbers, splits, scale * LOG2_E)
     first_half = KernelCall(_make(shape), grid, arguments, planned=planned)
-    return [first_half, combine_splits(
-        replace(shape, coded=False), partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks,
-        out=out, rows=rows, tail=tail or rows, capacity=splits,
-    )]  # fmt: skip
+    second_half = combine_splits(
+        shape, partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks, out=out, rows=rows,
+        tail=tail or rows, capacity=splits,
+    )  # fmt: skip
+    return [first_half, second_half]
 
 
 def partial_attention(
@@ -156,13 +158,15 @@ def partial_attention(
 
 
 def _shape_of(
-    work: AttentionWork, plan: AttentionPlan, block: int, first: int, sinks: bool, early: bool
+    work: AttentionWork, plan: AttentionPlan, card: Card, block: int, first: int, sinks: bool, early: bool
 ) -> AttentionShape:
     """The specialisation for a launch by a plan."""
+    few = work.few and plan.row_tiles == 1
     teams, blocks = (TEAMS[work.head_dim], 0) if work.whole else (1, plan.blocks)  # few busy blocks have room anywhere
     return AttentionShape(
         work.head_dim, work.group, work.kv_heads, block, first, work.window, work.keep_first, plan.row_tiles,
-        plan.stages, sinks, early, work.split, work.whole, teams, blocks, coded=work.coded,
+        plan.stages, sinks, early, work.split, work.whole, teams, blocks, coded=work.coded, few=few,
+        converts=card.capability >= CONVERTS_CODES,
     )  # fmt: skip
 
 
@@ -213,14 +217,15 @@ def examples(card: Card = H200) -> list[Kernel]:
         (replace(short, group=3, window=512, keep_first=4), 16, 1, False, False),
     )
     shapes = [
-        _shape_of(work, candidate_plans(work, card)[0], block, first, sinks, early)
+        _shape_of(work, candidate_plans(work, card)[0], card, block, first, sinks, early)
         for work, block, first, sinks, early in examples_for(card, cases, 4)
     ]
     tuned = [(work, plan) for work in (replace(llama, rows=8), oss) for plan in candidate_plans(work, card)[1:3]]
-    shapes += [_shape_of(work, plan, 32, 0, False, True) for work, plan in examples_for(card, tuned, 0)]
-    coded = examples_for(card, [(replace(oss, window=128, coded=True), True), (replace(llama, coded=True), False)], 1)
-    shapes += [_shape_of(work, candidate_plans(work, card)[0], 32, 0, sinks, True) for work, sinks in coded]
-    lists = examples_for(card, [_shape_of(llama, candidate_plans(llama, card)[0], 32, 0, False, True)], 0)
+    shapes += [_shape_of(work, plan, card, 32, 0, False, True) for work, plan in examples_for(card, tuned, 0)]
+    codes = (replace(oss, window=128, coded=True), replace(llama, coded=True), replace(llama, rows=1, coded=True))
+    for work in examples_for(card, codes, 1):
+        shapes.append(_shape_of(work, candidate_plans(work, card)[0], card, 32, 0, work.head_dim == 64, True))
+    lists = examples_for(card, [_shape_of(llama, candidate_plans(llama, card)[0], card, 32, 0, False, True)], 0)
     shapes += [replace(shape, parts=2) for shape in lists]
     return [_make(shape) for shape in shapes]
 
@@ -296,7 +301,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
     row_bytes = 2 * shape.head_dim * shape.group * shape.kv_heads
     stage_bytes, threads = shape.stage_bytes, 32 * warps
     rings, ring_bytes = stages * warps * stage_bytes, stages * DESCRIPTOR_WORDS * 4
-    halves = 2 * shape.row_tiles
+    halves = shape.eights
     num_totals, num_queries = halves * shape.head_dim // 4, query_words(shape)
     read_rows, plan_slots = make_plan_functions(shape)
     lane_offset, is_early, look_up, issue = (
@@ -331,7 +336,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             return  # without waiting, which block 0 does for all; a block of a short window's dead row has to clear it
         cursor[PAGES_ITEM] = int32(NO_ITEM)
         look_up(cursor, plan, table, width, quarter, lane)
-        forget(totals, queries, peaks, norms)
+        forget(totals, queries, peaks, norms, True)
         stage, filled = uint32(0), 0
         while True:
             here, descriptor = uint32(base + stage * uint32(warps * stage_bytes)), uint32(ring + stage * uint32(16))
@@ -353,10 +358,10 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
                 cuda.syncwarp()
                 if words[0] & uint32(LAST_STEP):
                     merge(
-                        totals, peaks, norms, plan, words, here, shared_norms, warp, lane, partials, sums, splits, rows,
-                        row_ends,
+                        totals, queries, peaks, norms, plan, words, here, shared_norms, warp, lane, partials, sums,
+                        splits, rows, row_ends,
                     )  # fmt: skip
-                    forget(totals, queries, peaks, norms)
+                    forget(totals, queries, peaks, norms, False)
             else:
                 filled += 1
             issue(

@@ -11,6 +11,7 @@ more than half of the whole on an H200 (4 slots at 16K: 152 us, 76 us without).
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -59,6 +60,7 @@ def combine_splits(
     if capacity > MAX_SPLITS:
         limit = MAX_SPLITS * shape.split
         raise ShapeError(f"attention: a context of {capacity * shape.split} positions exceeds {limit}")
+    shape = replace(shape, stages=1, blocks=0, coded=False, few=False, converts=True)  # which do not matter here
     rows_a_block = THREADS // (CLASSES * shape.head_dim // 4)
     grid = -(-count // rows_a_block)
     tensors = (partials, sums, slots, dense_lens, row_live, 0 if sinks is None else sinks, out)

@@ -37,7 +37,9 @@ QUERY_ROWS = 16  # of a tile
 DERIVED_STAGES = {64: 4, 128: 3}
 LEAST_STAGES = 2
 MOST_STAGES = 8  # of codes twice as many, as of those that are derived
-MOST_BLOCKS = 3
+MOST_BLOCKS = 3  # but of codes and few query rows, which have fewer sums
+FEW_ROWS = 8
+LONG_SPLIT = 512
 HOPPER = (9, 0)
 
 
@@ -87,6 +89,11 @@ class AttentionWork:
         return is_whole(self.window, self.keep_first)
 
     @property
+    def few(self) -> bool:
+        """Whether a slot's query rows of a key-value head are half a tile at most."""
+        return self.rows * self.group <= FEW_ROWS
+
+    @property
     def query_tiles(self) -> int:
         """Tiles of 16 query rows of a slot and key-value head."""
         return -(-self.rows * self.group // QUERY_ROWS)
@@ -94,7 +101,7 @@ class AttentionWork:
     @property
     def facts(self) -> dict[str, int | bool]:
         """The key of tables: slots and tiles of query rows count by the next power of two."""
-        codes: dict[str, int | bool] = {"coded": True} if self.coded else {}
+        codes: dict[str, int | bool] = {"coded": True, "few": self.few} if self.coded else {}
         return codes | {
             "batch": _next_power(self.batch), "query_tiles": _next_power(self.query_tiles), "group": self.group,
             "kv_heads": self.kv_heads, "head_dim": self.head_dim, "window": self.window or 0,
@@ -120,8 +127,9 @@ def candidate_plans(work: AttentionWork, card: Card) -> tuple[AttentionPlan, ...
     """The plans that fit a card: the derived one first, then those that are likely to be faster."""
     tiles = work.query_tiles
     if work.whole:
-        return _whole_plans(work.head_dim, tiles)
-    return _split_plans(work.head_dim, tiles, work.window is not None, card, work.coded)
+        return _whole_plans(work.head_dim, 1 if work.coded else tiles)  # two tiles of codes lack registers
+    blocks = 2 + work.few + (work.split >= LONG_SPLIT) if work.coded else 2
+    return _split_plans(work.head_dim, tiles, work.window is not None, card, work.coded, blocks)
 
 
 def choose_attention_plan(work: AttentionWork, card: Card) -> tuple[AttentionPlan, Planned]:
@@ -130,25 +138,35 @@ def choose_attention_plan(work: AttentionWork, card: Card) -> tuple[AttentionPla
 
 
 @cache
-def _split_plans(head_dim: int, query_tiles: int, windowed: bool, card: Card, coded: bool) -> tuple[AttentionPlan, ...]:
+def _split_plans(
+    head_dim: int, query_tiles: int, windowed: bool, card: Card, coded: bool, blocks: int
+) -> tuple[AttentionPlan, ...]:
     """Two blocks a multiprocessor are derived, of as many stages as pay and fit, else one; heads of 64 share keys and
-    values between two tiles of query rows, for which those of 128 have just the registers, and only on 9.0."""
+    values between two tiles of query rows, for which those of 128 have just the registers, and only on 9.0.
+
+    blocks  that are derived of codes, where registers last: they are bound by instructions' latency. One more for few
+            query rows, and one for long splits, of which there are many (an H200, heads of 128, 4 slots at 16K: 36.1
+            us with 4, 39.2 with 3, 43.2 with 2; 1 slot at 8K: 10.5, 9.4, 9.9)
+    """
 
     narrow = 2 if coded else 1
 
     def fits(plan: AttentionPlan) -> bool:
         needed = pipeline_bytes(head_dim, plan.stages, 1, coded) + STATIC_BYTES
-        return needed <= card.most_bytes(plan.blocks) and (plan.blocks < MOST_BLOCKS or has_registers(plan.row_tiles))
+        return needed <= card.most_bytes(plan.blocks) and plan.blocks <= most_blocks(plan.row_tiles)
 
-    def has_registers(row_tiles: int) -> bool:
-        return not windowed and row_tiles * head_dim <= 128 and card.capability >= HOPPER
+    def most_blocks(row_tiles: int) -> int:
+        if windowed or row_tiles * head_dim > 128 or card.capability < HOPPER or (coded and row_tiles > 1):
+            return MOST_BLOCKS - 1
+        return max(MOST_BLOCKS, blocks)
 
     def most_stages(blocks: int) -> int:
         return max((s for s in range(1, narrow * MOST_STAGES + 1) if fits(AttentionPlan(1, s, blocks))), default=0)
 
     several, most = query_tiles > 1, narrow * DERIVED_STAGES[head_dim]
     row_tiles = 2 if head_dim == 64 and several else 1
-    usual = [AttentionPlan(row_tiles, stages, 2) for stages in range(most, LEAST_STAGES - 1, -1)]
+    most_usual = min(blocks, most_blocks(row_tiles))
+    usual = [AttentionPlan(row_tiles, stages, most_usual) for stages in range(most, LEAST_STAGES - 1, -1)]
     derived = next(filter(fits, usual), AttentionPlan(row_tiles, LEAST_STAGES, 1))
     shares = several and (head_dim == 64 or (card.capability == HOPPER and not windowed))
     other = 3 - row_tiles if shares else row_tiles
@@ -156,6 +174,7 @@ def _split_plans(head_dim: int, query_tiles: int, windowed: bool, card: Card, co
     def found() -> Iterator[AttentionPlan]:
         yield replace(derived, row_tiles=other)
         for tiles in dict.fromkeys((row_tiles, other)):
+            yield AttentionPlan(tiles, most_stages(4), 4)
             yield AttentionPlan(tiles, most_stages(3), 3)
             yield AttentionPlan(tiles, most_stages(1), 1)
             yield AttentionPlan(tiles, most_stages(2), 2)

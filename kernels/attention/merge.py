@@ -51,13 +51,13 @@ def make_merge(shape: AttentionShape) -> Any:
     """
     write_totals, merge_warps, finish_rows = _make_write(shape), _make_merge_warps(shape), _make_finish_rows(shape)
     kv_heads, group, row_tiles, stage_bytes = shape.kv_heads, shape.group, shape.row_tiles, shape.stage_bytes
-    size, parts = _rows_at_once(shape), 16 // _rows_at_once(shape)
+    size, turns = _rows_at_once(shape), 8 * shape.eights // _rows_at_once(shape)
     split_shift, whole = shape.split_shift - TILE_SHIFT, shape.whole
 
     @device_function
     def merge(
-        totals: Any, peaks: Any, norms: Any, plan: Any, words: Any, stages: Any, shared_norms: Any, warp: Any,
-        lane: Any, partials: Any, sums: Any, splits: Any, rows: Any, row_ends: Any,
+        totals: Any, queries: Any, peaks: Any, norms: Any, plan: Any, words: Any, stages: Any, shared_norms: Any,
+        warp: Any, lane: Any, partials: Any, sums: Any, splits: Any, rows: Any, row_ends: Any,
     ) -> None:  # fmt: skip
         rows, splits = ptx.stay_here(rows), ptx.stay_here(splits)
         entry, head, row_tile = entry_of(words[0]), head_of(words[0]), row_tile_of(words[0])
@@ -66,11 +66,12 @@ def make_merge(shape: AttentionShape) -> Any:
         at, split = entry * PLAN_STRIDE, int32(words[1] >> uint32(split_shift))
         keep = plan[at + KEEP_SPLITS]
         part = split if split < keep else int32(split - plan[at + WINDOW_SPLIT] + keep)
-        for turn in range(row_tiles * parts):
-            tile, inner = turn // parts, turn % parts * size
+        for turn in range(turns):
+            tile, inner = turn * size // 16, turn * size % 16
             write_totals(
-                totals, peaks, norms, tile, inner, uint32(stages + warp * uint32(stage_bytes)), shared_norms, warp, lane
-            )
+                totals, queries, peaks, norms, turn, uint32(stages + warp * uint32(stage_bytes)), shared_norms, warp,
+                lane,
+            )  # fmt: skip
             cuda.syncthreads()
             first = (row_tile * row_tiles + tile) * 16 + inner
             count = min(rows * group - first, size)
@@ -86,46 +87,50 @@ def make_merge(shape: AttentionShape) -> Any:
 
 
 def _rows_at_once(shape: AttentionShape) -> int:
-    """Rows of a tile whose sums, in float32, a warp's part of a stage holds: of codes half of them."""
-    return 8 if shape.coded else 16
+    """Rows whose sums, in float32, a warp's part of a stage holds: of codes half of a tile's."""
+    return 8 if shape.coded or shape.few else 16
 
 
 def _make_write(shape: AttentionShape) -> Any:
-    """A function: a warp's sums of the rows of a tile from `inner` on go to its stage."""
-    columns, row_bytes, halves, coded = shape.head_dim // 8, 4 * shape.head_dim, _rows_at_once(shape) // 8, shape.coded
+    """A function: a warp's sums of a turn's rows go to its stage; where codes were multiplied, with their scale."""
+    tiles, row_bytes, eights, coded = shape.head_dim // 16, 4 * shape.head_dim, _rows_at_once(shape) // 8, shape.coded
+    multiplier = shape.eights * shape.head_dim // 8 + shape.eights
+
+    @device_function
+    def write_columns(totals: Any, queries: Any, first: Any, base: Any) -> None:
+        """Every other sum from `first` on: of dimensions 2 i and 2 i + 1 of 16 of codes, else of i and 8 + i."""
+        for tile in range(tiles):
+            o = first + tile * 4
+            if coded:
+                scale = ptx.float_of_bits(queries[multiplier])
+                ptx.store_shared_64(
+                    (base ^ uint32((tile & 1) << 6)) + uint32((tile >> 1) * 128),
+                    ptx.bits_of_float(ptx.mul_rn(totals[o], scale)),
+                    ptx.bits_of_float(ptx.mul_rn(totals[o + 2], scale)),
+                )
+            else:
+                for half in range(2):
+                    at = (base ^ uint32((2 * tile + half & 3) << 5)) + uint32((tile >> 1) * 128)
+                    ptx.store_shared_f32(at, totals[o + 2 * half])
 
     @device_function
     def write_totals(
-        totals: Any, peaks: Any, norms: Any, tile: Any, inner: Any, stage: Any, shared_norms: Any, warp: Any, lane: Any
-    ) -> None:
+        totals: Any, queries: Any, peaks: Any, norms: Any, turn: Any, stage: Any, shared_norms: Any, warp: Any,
+        lane: Any,
+    ) -> None:  # fmt: skip
         lane = uint32(ptx.stay_here(int32(lane)))
-        quad = lane & uint32(3)
-        for turn in range(halves):
-            half = turn + inner // 8
-            part, row = 2 * tile + half, uint32(turn * 8) + (lane >> uint32(2))
-            twist, start = (row & uint32(3)) << uint32(5), uint32(stage + row * uint32(row_bytes))
-            base = uint32(start + twist + quad * uint32(8))
-            if coded:  # sums of 8 dimensions are those of every other one of 16, from the first or the second on
-                base = uint32(start + (twist ^ (quad << uint32(4))))
-            for column in range(columns // 2 if coded else columns):
-                if coded:
-                    o = (tile * columns + 2 * column) * 4 + 2 * half
-                    ptx.store_shared_128(
-                        (base ^ uint32((column & 1) << 6)) + uint32((column >> 1) * 128),
-                        ptx.bits_of_float(totals[o]), ptx.bits_of_float(totals[o + 4]),
-                        ptx.bits_of_float(totals[o + 1]), ptx.bits_of_float(totals[o + 5]),
-                    )  # fmt: skip
-                else:
-                    o = (tile * columns + column) * 4 + 2 * half
-                    ptx.store_shared_64(
-                        (base ^ uint32((column & 3) << 5)) + uint32((column >> 2) * 128),
-                        ptx.bits_of_float(totals[o]),
-                        ptx.bits_of_float(totals[o + 1]),
-                    )
+        quad, octet = lane & uint32(3), lane >> uint32(2)
+        for eight in range(eights):
+            part = turn * eights + eight
+            for side in range(2):
+                row = uint32(uint32(eight * 8 + side) + (quad << uint32(1)))
+                inner = (quad << uint32(5)) ^ (octet << uint32(3 if coded else 2))
+                base = uint32(stage + row * uint32(row_bytes) + inner)
+                write_columns(totals, queries, part * tiles * 4 + side, base)
             norm = ptx.add_rn(norms[part], cuda.shfl_xor_sync(FULL_WARP, norms[part], 1))
             norm = ptx.add_rn(norm, cuda.shfl_xor_sync(FULL_WARP, norm, 2))
             if quad == 0:
-                at = int64(warp) * 32 + int64(row) * 2
+                at = int64(warp) * 32 + int64(uint32(eight * 8) + octet) * 2
                 shared_norms[at], shared_norms[at + 1] = peaks[part], norm
 
     return write_totals
@@ -143,7 +148,9 @@ def _make_add_warps(shape: AttentionShape) -> Any:
             largest = max(largest, factors[warp])
         for k in range(4):
             o[k] = float32(0)
-        at = uint32(stage + row * uint32(row_bytes) + ((piece << uint32(4)) ^ ((row & uint32(3)) << uint32(5))))
+        at = uint32(
+            stage + row * uint32(row_bytes) + ((piece << uint32(4)) ^ (((row >> uint32(1)) & uint32(3)) << uint32(5)))
+        )
         for warp in range(warps):
             factor = _factor(factors[warp], largest)
             norm = ptx.fma_rn(shared_norms[warp * 32 + int64(row) * 2 + 1], factor, norm)

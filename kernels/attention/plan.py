@@ -56,6 +56,8 @@ class AttentionShape:
     blocks     that may meet on a multiprocessor; 0: as many as fit
     parts      of a block of the cache, of which the table is a list for each key-value head; 0: it is of whole blocks
     coded      the caches hold e4m3 codes
+    few        a slot has at most 8 query rows of a key-value head: tiles have no second half
+    converts   the card makes fp16 of codes; else shifts do
     """
 
     head_dim: int
@@ -75,6 +77,13 @@ class AttentionShape:
     blocks: int = 2
     parts: int = 0
     coded: bool = False
+    few: bool = False
+    converts: bool = True
+
+    @property
+    def eights(self) -> int:
+        """Groups of 8 query rows of an item."""
+        return 1 if self.few else 2 * self.row_tiles
 
     @property
     def row_bytes(self) -> int:
@@ -105,7 +114,8 @@ class AttentionShape:
             f"attention_{self.head_dim}x{self.group}x{self.kv_heads}_b{self.block}_{window}_f{self.first}_"
             f"{self.row_tiles}x{self.stages}x{self.split}{flags}{self.teams}x{self.blocks}"
             + (f"_l{self.parts}" if self.parts else "")
-            + ("_c" if self.coded else "")
+            + ("_8" if self.few else "")
+            + (("_c" if self.converts else "_d") if self.coded else "")
         )
 
 

@@ -1,7 +1,8 @@
 """One warp's part of one tile: scores of 16 positions, online softmax, weighted values; all in registers.
 
-Scores are q k * scale * log2(e) in float32; weights are powers of two of their distance from the running peak. The
-weights' sum is kept in float32 from the unrounded weights, the product with the values takes them rounded to bf16.
+Scores are q k * scale * log2(e) in float32; weights are powers of two of their distance from the running peak, which
+of codes is renewed only where a score exceeds it by HEADROOM: sums are rarely multiplied then. The weights' sum is kept
+in float32 from the unrounded weights, the product with the values takes them rounded to bf16, or to fp16.
 A row that sees none of the positions keeps its bits: its factor is exactly 1 and its weights are exactly 0.
 Both operands of a product have their inner index permuted alike, so that a lane reads 16 bytes at a time.
 """
@@ -9,14 +10,14 @@ Both operands of a product have their inner index permuted alike, so that a lane
 import math
 from typing import Any
 
-from lowlat.kernels.attention.coded_products import make_coded_products, make_coded_queries
-from lowlat.kernels.attention.copies import FULL_WARP, make_swizzle
+from lowlat.kernels.attention.copies import FULL_WARP
 from lowlat.kernels.attention.plan import (
     ALL_VISIBLE,
     ALONE,
     DENSE,
     END_MAX,
     FIRST_STEP,
+    LAST_STEP,
     PLAN_STRIDE,
     TILE,
     AttentionShape,
@@ -25,44 +26,59 @@ from lowlat.kernels.attention.plan import (
     query_row,
     row_tile_of,
 )
-from lowlat.kernels.common.kv_codes import load_multiplier, nan_bits
+from lowlat.kernels.attention.products import make_arrange_queries, make_products
+from lowlat.kernels.common.kv_codes import nan_bits
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
 __all__ = ["make_attend", "make_forget", "query_words"]
 
 NAN_BITS = 0x7FC00000
+HEADROOM = 8.0  # weights of codes reach 2**8: fp16 holds them, and 32 binades below
+NOBODY = 0xFFFFFFFF
+OWNER = NOBODY & ~(FIRST_STEP | LAST_STEP | ALL_VISIBLE | ALONE)  # of a place: entry, head and rows
 MINUS_INFINITY = -math.inf
 
 
 def query_words(shape: AttentionShape) -> int:
-    """Words of a lane's queries; of caches of codes the multipliers of keys and values are the last two."""
-    return shape.row_tiles * shape.head_dim // 4 + (2 if shape.coded else 0)
+    """Words of a lane's queries, of bf16 with those of rows that a tile lacks; of caches of codes the multipliers of
+    rows' scores, that of results and the queries' owner come behind them."""
+    words = shape.head_dim // 8
+    return shape.eights * (words + 1) + 2 if shape.coded else 2 * shape.row_tiles * words
 
 
 def make_forget(shape: AttentionShape) -> Any:
-    """The function that clears an item's registers; where it ends, so that they are free between items."""
-    num_totals, num_queries, halves = shape.row_tiles * shape.head_dim // 2, query_words(shape), 2 * shape.row_tiles
+    """The function that clears an item's registers; where it ends, so that they are free between items.
+
+    Queries that took work to arrange stay, where there is room: a block's next item is often of the same rows.
+    """
+    num_totals, num_queries, eights = shape.eights * shape.head_dim // 4, query_words(shape), shape.eights
+    stay = _queries_stay(shape)
 
     @device_function
-    def forget(totals: Any, queries: Any, peaks: Any, norms: Any) -> None:
+    def forget(totals: Any, queries: Any, peaks: Any, norms: Any, is_first: Any) -> None:
         for k in range(num_totals):
             totals[k] = float32(0)
-        for k in range(num_queries):
-            queries[k] = uint32(0)
-        for part in range(halves):
+        if is_first or not stay:
+            for k in range(num_queries):
+                queries[k] = uint32(NOBODY)
+        for part in range(eights):
             peaks[part], norms[part] = float32(MINUS_INFINITY), float32(0)
 
     return forget
 
 
+def _queries_stay(shape: AttentionShape) -> bool:
+    return shape.coded and not shape.whole and shape.eights * shape.head_dim <= 256
+
+
 def make_attend(shape: AttentionShape) -> Any:
     """The function that adds one step's tile, described by `words`, to a warp's sums; an item's first loads queries."""
-    load_queries = _make_load_queries(shape)
-    add_scores, add_values = make_coded_products(shape) if shape.coded else _make_products(shape)
+    load_queries, add_multiplied = _make_load_queries(shape), _make_score(shape)
     hide, weigh, drop_broken = _make_hide(shape), _make_weigh(shape), _make_drop(shape)
-    row_tiles = shape.row_tiles
-    num_scores, num_weights, num_factors = 8 * row_tiles, 4 * row_tiles, 2 * row_tiles
+    _, add_values = make_products(shape)
+    row_tiles, eights = shape.row_tiles, shape.eights
+    num_scores, num_weights = 8 * row_tiles, 2 * eights
 
     @device_function
     def attend(
@@ -71,7 +87,7 @@ def make_attend(shape: AttentionShape) -> Any:
     ) -> None:  # fmt: skip
         entry, row_tile = entry_of(words[0]), int32(row_tile_of(words[0]) * row_tiles)
         if words[0] & uint32(FIRST_STEP):
-            load_queries(queries, q, kv_scales, entry, head_of(words[0]), row_tile, rows, lane)
+            load_queries(queries, q, kv_scales, words[0], row_tile, rows, scale, lane)
         start, alone = int32(int32(words[1]) * TILE), int32(words[2])
         all_visible, is_alone = words[0] & uint32(ALL_VISIBLE) != 0, words[0] & uint32(ALONE) != 0
         if not all_visible:
@@ -80,12 +96,8 @@ def make_attend(shape: AttentionShape) -> Any:
                 return
         scores = cuda.local.array(num_scores, float32)
         weights = cuda.local.array(num_weights, uint32)
-        factors = cuda.local.array(num_factors, float32)
-        for k in range(8 * row_tiles):
-            scores[k] = float32(0)
-        add_scores(scores, queries, stage, lane)
-        for k in range(8 * row_tiles):
-            scores[k] = ptx.mul_rn(scores[k], scale)
+        factors = cuda.local.array(eights, float32)
+        add_multiplied(scores, queries, scale, stage, lane)
         if not all_visible:
             broken = uint32(0)
             if start + TILE > plan[entry * PLAN_STRIDE + DENSE]:
@@ -95,90 +107,71 @@ def make_attend(shape: AttentionShape) -> Any:
                 broken, lane,
             )  # fmt: skip
         weigh(scores, weights, factors, peaks, norms)
-        add_values(totals, queries, weights, factors, stage, lane)
+        add_values(totals, weights, factors, stage, lane)
 
     return attend
 
 
+def _make_score(shape: AttentionShape) -> Any:
+    """A function: a row's scores of 16 positions, of which a lane has four, multiplied as weights want them."""
+    add_scores, _ = make_products(shape)
+    eights, num_scores, coded, at = shape.eights, 8 * shape.row_tiles, shape.coded, shape.eights * shape.head_dim // 8
+
+    @device_function
+    def score(scores: Any, queries: Any, scale: Any, stage: Any, lane: Any) -> None:
+        for k in range(num_scores):
+            scores[k] = float32(0)
+        add_scores(scores, queries, stage, lane)
+        for part in range(eights):
+            if coded:
+                scale = ptx.float_of_bits(queries[at + part])
+            for k in range(4):
+                place = (part >> 1) * 8 + (part & 1) * 2 + (k >> 1) * 4 + (k & 1)
+                scores[place] = ptx.mul_rn(scores[place], scale)
+
+    return score
+
+
 def _make_load_queries(shape: AttentionShape) -> Any:
-    """Query fragments of the item's row tiles; rows past the last are zero."""
-    group, kv_heads, row_tiles, coded = shape.group, shape.kv_heads, shape.row_tiles, shape.coded
-    chunks, row_bytes = shape.head_dim // 32, 2 * shape.head_dim
-    piece_bytes, words, rearrange = (32 if coded else 16), query_words(shape), make_coded_queries(shape)
+    """Query fragments of the item's row tiles; rows past the last are zero. Those of an item before may be there."""
+    group, kv_heads, eights, coded = shape.group, shape.kv_heads, shape.eights, shape.coded
+    words, row_bytes, num_words = shape.head_dim // 8, 2 * shape.head_dim, query_words(shape)
+    piece_bytes, arrange, stay = (32 if coded else 16), make_arrange_queries(shape), _queries_stay(shape)
+
+    @device_function
+    def load_rows(queries: Any, q: Any, place: Any, row_tile: Any, rows: Any, lane: Any) -> None:
+        for word in range(eights * words, 0 if coded else num_words):
+            queries[word] = uint32(ptx.stay_here(int32(0)))  # in a register of its own, where products want it
+        for part in range(eights):
+            node, member = query_row(row_tile, uint32(part * 8) + (lane >> uint32(2)), group)
+            for word in range(words):
+                queries[part * words + word] = uint32(0)
+            if int64(node) < int64(rows):
+                row = int64(entry_of(place)) * int64(rows) + int64(node)
+                number = (row * kv_heads + int64(head_of(place))) * group + int64(member)
+                address = q + number * row_bytes + int64(lane & uint32(3)) * piece_bytes
+                for word in range(words):  # one by one: the products want them in registers side by side
+                    offset = (word // (piece_bytes // 4)) * (4 * piece_bytes) + (word % (piece_bytes // 4)) * 4
+                    queries[part * words + word] = uint32(ptx.load_global_i32(address + offset))
 
     @device_function
     def load_queries(
-        queries: Any, q: Any, kv_scales: Any, entry: Any, head: Any, row_tile: Any, rows: Any, lane: Any
+        queries: Any, q: Any, kv_scales: Any, place: Any, row_tile: Any, rows: Any, scale: Any, lane: Any
     ) -> None:
-        rows, lane = ptx.stay_here(rows), uint32(ptx.stay_here(int32(lane)))
-        for part in range(2 * row_tiles):
-            node, member = query_row(row_tile, uint32(part * 8) + (lane >> uint32(2)), group)
-            for word in range(4 * chunks):
-                queries[part * 4 * chunks + word] = uint32(0)
-            if int64(node) < int64(rows):
-                row = int64(entry) * int64(rows) + int64(node)
-                place = (row * kv_heads + int64(head)) * group + int64(member)
-                address = q + place * row_bytes + int64(lane & uint32(3)) * piece_bytes
-                for word in range(4 * chunks):  # one by one: the products want them in registers side by side
-                    offset = (word // (piece_bytes // 4)) * (4 * piece_bytes) + (word % (piece_bytes // 4)) * 4
-                    queries[part * 4 * chunks + word] = uint32(ptx.load_global_i32(address + offset))
-        if coded:
-            rearrange(queries, words - 2)
-            queries[words - 2] = load_multiplier(kv_scales, head)
-            queries[words - 1] = load_multiplier(kv_scales, head + int32(kv_heads))
+        owner = uint32(place & uint32(OWNER))
+        if not stay or queries[num_words - 1] != owner:
+            rows, lane = ptx.stay_here(rows), uint32(ptx.stay_here(int32(lane)))
+            load_rows(queries, q, place, row_tile, rows, lane)
+            if coded:
+                arrange(queries, kv_scales, head_of(place), kv_heads, scale)
+                queries[num_words - 1] = owner
 
     return load_queries
 
 
-def _make_products(shape: AttentionShape) -> tuple[Any, Any]:
-    """Scores of two groups of 8 positions; and sums times their factors plus weights times values."""
-    row_swizzle = make_swizzle(shape)
-    chunks, pitch, row_tiles = shape.head_dim // 32, 2 * shape.head_dim, shape.row_tiles
-    pairs, sums = shape.head_dim // 16, shape.head_dim // 2
-
-    @device_function
-    def add_scores(scores: Any, queries: Any, stage: Any, lane: Any) -> None:
-        row, quad = lane >> uint32(2), lane & uint32(3)
-        base = uint32(stage + row * uint32(pitch) + ((quad ^ row_swizzle(row)) << uint32(4)))
-        for chunk in range(chunks):
-            for half in range(2):
-                at = (base ^ uint32((chunk & 1) << 6)) + uint32((chunk >> 1) * 128 + half * 8 * pitch)
-                k0, k1, k2, k3 = ptx.load_shared_128(at)
-                for tile in range(row_tiles):
-                    s = tile * 8 + half * 4
-                    a, b = (2 * tile * chunks + chunk) * 4, ((2 * tile + 1) * chunks + chunk) * 4
-                    scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = ptx.mma_bf16(
-                        scores[s], scores[s + 1], scores[s + 2], scores[s + 3],
-                        queries[a], queries[b], queries[a + 1], queries[b + 1], k0, k1,
-                    )  # fmt: skip
-                    scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = ptx.mma_bf16(
-                        scores[s], scores[s + 1], scores[s + 2], scores[s + 3],
-                        queries[a + 2], queries[b + 2], queries[a + 3], queries[b + 3], k2, k3,
-                    )  # fmt: skip
-
-    @device_function
-    def add_values(totals: Any, _queries: Any, weights: Any, factors: Any, stage: Any, lane: Any) -> None:
-        row = lane & uint32(15)
-        base = uint32(stage + (row + uint32(16)) * uint32(pitch))
-        base = uint32(base + (((lane >> uint32(4)) ^ row_swizzle(row)) << uint32(4)))
-        for pair in range(pairs):
-            v = ptx.load_shared_matrix_x4_transposed((base ^ uint32((pair & 3) << 5)) + uint32((pair >> 2) * 128))
-            for tile in range(row_tiles):
-                top, bottom, w = factors[2 * tile], factors[2 * tile + 1], tile * 4
-                for half in range(2):
-                    o = tile * sums + pair * 8 + half * 4
-                    totals[o], totals[o + 1], totals[o + 2], totals[o + 3] = ptx.mma_bf16(
-                        ptx.mul_rn(totals[o], top), ptx.mul_rn(totals[o + 1], top),
-                        ptx.mul_rn(totals[o + 2], bottom), ptx.mul_rn(totals[o + 3], bottom),
-                        weights[w], weights[w + 1], weights[w + 2], weights[w + 3], v[2 * half], v[2 * half + 1],
-                    )  # fmt: skip
-
-    return add_scores, add_values
-
-
 def _make_hide(shape: AttentionShape) -> Any:
     """Select minus infinity where a row may not look, and NaN where it looks at a value that is not finite."""
-    group, row_tiles, first = shape.group, shape.row_tiles, shape.first
+    group, eights, first = shape.group, shape.eights, shape.first
     windowed, window, keep_end = shape.window is not None, shape.window or 0, shape.first + shape.keep_first
 
     @device_function
@@ -187,7 +180,7 @@ def _make_hide(shape: AttentionShape) -> Any:
         broken: Any, lane: Any,
     ) -> None:  # fmt: skip
         lane = uint32(ptx.stay_here(int32(lane)))
-        for part in range(2 * row_tiles):
+        for part in range(eights):
             node, _ = query_row(row_tile, uint32(part * 8) + (lane >> uint32(2)), group)
             end = int32(0)
             if int32(node) < rows and not (is_alone and int32(node) != alone):
@@ -209,24 +202,28 @@ def _make_hide(shape: AttentionShape) -> Any:
 
 def _make_weigh(shape: AttentionShape) -> Any:
     """From scores to weights and factors; renews the peaks and the sums of weights, which are each lane's own."""
-    row_tiles = shape.row_tiles
+    eights, coded = shape.eights, shape.coded
+    pack, exp2 = (ptx.f16_pair, ptx.exp2_approx_ftz) if coded else (ptx.bf16_pair, ptx.exp2_approx)
 
     @device_function
     def weigh(scores: Any, weights: Any, factors: Any, peaks: Any, norms: Any) -> None:
-        for part in range(2 * row_tiles):
+        for part in range(eights):
             at = (part >> 1) * 8 + (part & 1) * 2
             peak = max(max(scores[at], scores[at + 1]), max(scores[at + 4], scores[at + 5]))
             peak = max(peak, cuda.shfl_xor_sync(FULL_WARP, peak, 1))
             peak = max(peak, cuda.shfl_xor_sync(FULL_WARP, peak, 2))
-            peak = max(peaks[part], peak)
+            if coded:
+                peak = peak if peak > ptx.add_rn(peaks[part], float32(HEADROOM)) else peaks[part]
+            else:
+                peak = max(peaks[part], peak)
             shift = float32(0) if peak == float32(MINUS_INFINITY) else -peak
-            factors[part] = ptx.exp2_approx(ptx.add_rn(peaks[part], shift))
-            w0 = ptx.exp2_approx(ptx.add_rn(scores[at], shift))
-            w1 = ptx.exp2_approx(ptx.add_rn(scores[at + 1], shift))
-            w2 = ptx.exp2_approx(ptx.add_rn(scores[at + 4], shift))
-            w3 = ptx.exp2_approx(ptx.add_rn(scores[at + 5], shift))
-            weights[(part >> 1) * 4 + (part & 1)] = ptx.bf16_pair(w0, w1)
-            weights[(part >> 1) * 4 + (part & 1) + 2] = ptx.bf16_pair(w2, w3)
+            factor = exp2(ptx.add_rn(peaks[part], shift))
+            factors[part] = float32(1) if peaks[part] == float32(MINUS_INFINITY) else factor  # of nothing
+            w0 = exp2(ptx.add_rn(scores[at], shift))
+            w1 = exp2(ptx.add_rn(scores[at + 1], shift))
+            w2 = exp2(ptx.add_rn(scores[at + 4], shift))
+            w3 = exp2(ptx.add_rn(scores[at + 5], shift))
+            weights[2 * part], weights[2 * part + 1] = pack(w0, w1), pack(w2, w3)
             added = ptx.add_rn(ptx.add_rn(w0, w1), ptx.add_rn(w2, w3))
             norms[part] = ptx.fma_rn(norms[part], factors[part], added)
             peaks[part] = peak
@@ -234,64 +231,41 @@ def _make_weigh(shape: AttentionShape) -> Any:
     return weigh
 
 
-@device_function
-def _exponent_carries(word: Any) -> Any:
-    """Bits 15 and 31 tell which of a word's two bf16 are infinite or NaN; the other bits mean nothing."""
-    return uint32((word & uint32(0x7F807F80)) + uint32(0x00800080))
-
-
 def _make_drop(shape: AttentionShape) -> Any:
     """Zero the value rows that are not finite, and return a bit for each.
 
     Weight 0 times infinity would reach rows that do not see the position: a draft may not break the rows before it.
-    Codes of NaN would come out as numbers: of these keys are looked through, too, and neither's rows are zeroed.
+    Codes of NaN may come out as numbers: of these keys are looked through, too.
     """
-    pitch = shape.row_bytes
+    pitch, coded = shape.row_bytes, shape.coded
     pieces = pitch // 16
     rows_a_read = 32 // pieces
     piece_shift, reads = pieces.bit_length() - 1, 16 // rows_a_read
-    if shape.coded:
-        return _make_find_nan(pitch)
+
+    @device_function
+    def not_finite(word: Any) -> Any:
+        if coded:
+            return nan_bits(word) & uint32(0x80808080)
+        return uint32((word & uint32(0x7F807F80)) + uint32(0x00800080)) & uint32(0x80008000)
 
     @device_function
     def drop_broken(stage: Any, lane: Any) -> Any:
         lane = uint32(ptx.stay_here(int32(lane)))
-        base, broken = uint32(stage + uint32(16 * pitch) + lane * uint32(16)), uint32(0)
-        for read in range(reads):
-            a, b, c, d = ptx.load_shared_128(base + uint32(read * 512))
-            carries = _exponent_carries(a) | _exponent_carries(b) | _exponent_carries(c) | _exponent_carries(d)
-            votes = uint32(cuda.ballot_sync(FULL_WARP, carries & uint32(0x80008000) != 0))
-            for row in range(rows_a_read):
-                if (votes >> uint32(row * pieces)) & uint32((1 << pieces) - 1):
-                    broken |= uint32(1 << (read * rows_a_read + row))
-        if broken:
-            for read in range(reads):
-                row = uint32(read * rows_a_read) + (lane >> uint32(piece_shift))
-                if (broken >> row) & uint32(1):
-                    ptx.store_shared_128(base + uint32(read * 512), uint32(0), uint32(0), uint32(0), uint32(0))
-            cuda.syncwarp()
-        return broken
-
-    return drop_broken
-
-
-def _make_find_nan(pitch: int) -> Any:
-    """Return a bit for each position whose keys or values have a code of NaN, which reads as a number."""
-    pieces = pitch // 16
-    rows_a_read = 32 // pieces
-    reads = 16 // rows_a_read
-
-    @device_function
-    def find_nan(stage: Any, lane: Any) -> Any:
-        lane = uint32(ptx.stay_here(int32(lane)))
         base, broken = uint32(stage + lane * uint32(16)), uint32(0)
-        for read in range(2 * reads):
+        for read in range(0 if coded else reads, 2 * reads):
             a, b, c, d = ptx.load_shared_128(base + uint32(read * 512))
-            found = (nan_bits(a) | nan_bits(b) | nan_bits(c) | nan_bits(d)) & uint32(0x80808080)
+            found = not_finite(a) | not_finite(b) | not_finite(c) | not_finite(d)
             votes = uint32(cuda.ballot_sync(FULL_WARP, found != 0))
             for row in range(rows_a_read):
                 if (votes >> uint32(row * pieces)) & uint32((1 << pieces) - 1):
                     broken |= uint32(1 << (read % reads * rows_a_read + row))
+        if broken:
+            for read in range(reads):
+                row = uint32(read * rows_a_read) + (lane >> uint32(piece_shift))
+                if (broken >> row) & uint32(1):
+                    at = base + uint32((reads + read) * 512)
+                    ptx.store_shared_128(at, uint32(0), uint32(0), uint32(0), uint32(0))
+            cuda.syncwarp()
         return broken
 
-    return find_nan
+    return drop_broken

@@ -160,3 +160,11 @@ class WeightFormat(MatrixFormat):
         The function takes the sums, the addresses of the lane's words, scales, inputs and inputs of the other half,
         and how many pairs are live.
         """
+
+    @abstractmethod
+    def prefill_step(self) -> Any:
+        """A device function of a warpgroup's lane: its sixteen words of bf16 pairs of a step of a tile.
+
+        They are those that packed bf16 has: of row g the eight columns of either half, then of row g + 8, g a quarter
+        of the lane. It takes the shared address of the step, whose scales lie behind its words, and the lane.
+        """

@@ -58,5 +58,11 @@ class _Bf16(WeightFormat):
 
         return bf16_fragment.make_multiply_tiles(multiply)
 
+    def prefill_step(self) -> Any:
+        """See `WeightFormat.prefill_step`."""
+        from lowlat.kernels.formats import bf16_fragment
+
+        return bf16_fragment.load_step
+
 
 BF16 = _Bf16()

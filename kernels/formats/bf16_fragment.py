@@ -6,7 +6,7 @@ from lowlat.kernels.formats.bf16 import BF16
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
-__all__ = ["as_multiplied", "load_half", "make_multiply_tiles", "multiply_step"]
+__all__ = ["as_multiplied", "load_half", "load_step", "make_multiply_tiles", "multiply_step"]
 
 TILE_BYTES = BF16.tile_bytes
 
@@ -39,6 +39,15 @@ def multiply_step(sums: Any, words: Any, _scales: Any, x: Any) -> Any:
             c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a0, b0, a1, b1, x[4], x[5])
             c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a2, b2, a3, b3, x[6], x[7])
     return c0, c1, c2, c3
+
+
+@device_function
+def load_step(step: Any, lane: Any) -> Any:
+    """A lane's sixteen words of a step: see `WeightFormat.prefill_step`."""
+    own = uint32(step + uint32(lane * uint32(16)))
+    a, b = ptx.load_shared_128(own), ptx.load_shared_128(uint32(own + uint32(512)))
+    c, d = ptx.load_shared_128(uint32(own + uint32(1024))), ptx.load_shared_128(uint32(own + uint32(1536)))
+    return a + b + c + d
 
 
 def make_multiply_tiles(multiply: Any) -> Any:

@@ -13,7 +13,7 @@ from lowlat.kernels.formats.base import MatrixFormat, Parts, tiles_of
 from lowlat.kernels.formats.fp8 import FP8, FP8_BLOCK, decode_e4m3
 from lowlat.kernels.formats.int4 import INT4_FORMATS, MIDDLE, unpack_nibbles
 from lowlat.kernels.formats.mxfp4 import pack_codes, unpack_codes
-from lowlat.kernels.formats.nvfp4 import NVFP4
+from lowlat.kernels.formats.nvfp4 import FACTOR, LEAST_SCALE, NVFP4, SCALE_BITS, SCALE_STEP
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.tiles import FP8_TILES, NVFP4_TILES, TileFormat
 
@@ -65,6 +65,8 @@ def _pack_panel(
     padding = (0, width * TILE_COLUMNS - columns, 0, height * TILE_ROWS - rows)
     is_fp8, is_int4 = "fp8" in parts, "int4" in parts
     codes = parts["fp8"] if is_fp8 else unpack_nibbles(parts["int4" if is_int4 else "nvfp4"])
+    if weight_format is NVFP4:
+        codes = _with_signs(codes, parts["nvfp4_scales"])
     codes = torch.nn.functional.pad(codes, padding, value=MIDDLE if is_int4 else 0)
     # tile, row half, row in its half, k step, column half, quad, 8 columns
     lanes = codes.view(height, 2, 8, width, 2, 4, 8)
@@ -75,9 +77,10 @@ def _pack_panel(
     )
     steps[:, :, : tiles.code_bytes] = words.view(torch.uint8).reshape(height, width, tiles.code_bytes)
     if tiles.row_scales:
-        row_scales.copy_(parts["fp8_scales" if is_fp8 else "nvfp4_factors"].reshape(-1))
+        row_scales.copy_((parts["fp8_scales"] if is_fp8 else parts["nvfp4_factors"] * FACTOR).reshape(-1))
     if weight_format is NVFP4:
-        scales = torch.nn.functional.pad(parts["nvfp4_scales"], (0, width * 4 - columns // 16, 0, padding[3]))
+        scales = _packed_scales(parts["nvfp4_scales"])
+        scales = torch.nn.functional.pad(scales, (0, width * 4 - columns // 16, 0, padding[3]))
         scales = scales.view(height, 2, 8, width, 4).permute(0, 3, 1, 2, 4)
         steps[:, :, tiles.code_bytes :] = scales.reshape(height, width, -1)
     elif tiles.groups:
@@ -122,6 +125,19 @@ def _four_bit_words(codes: torch.Tensor, is_int4: bool) -> torch.Tensor:
     return _int4_words(codes) if is_int4 else pack_codes(codes[..., 0::2] | (codes[..., 1::2] << 4))
 
 
+def _with_signs(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """NVFP4's codes [N, K] with the signs of their blocks' scales; zeros where these are zeros."""
+    blocks, scales = codes.unflatten(-1, (scales.shape[-1], -1)), scales[..., None]
+    signed = blocks ^ ((scales & 128) >> 4)
+    return torch.where((scales & 127) == 0, signed & 8, signed).flatten(-2)
+
+
+def _packed_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Magnitudes of e4m3 scales with a bit more of exponent, as `nvfp4_fragment` takes them; uint8, as they were."""
+    bits = decode_e4m3(scales & 127).bfloat16().view(torch.int16) >> 4
+    return (bits - LEAST_SCALE).clamp_(0, 255).to(torch.uint8)
+
+
 def _spread(
     values: torch.Tensor, tiles: TileFormat, group: int, height: int, width: int, beyond: float
 ) -> torch.Tensor:
@@ -153,8 +169,8 @@ def _group_words(tiles: TileFormat, weight_format: MatrixFormat, parts: Parts, h
 def unpack_matrix(packed: PackedMatrix) -> torch.Tensor:
     """The numbers [N, K] of a packed matrix in bf16, rows in the packed order.
 
-    Those of FP8 by row and of NVFP4 come without the scales of their rows, exactly; others are rounded once. It takes
-    memory for some millions of numbers besides.
+    Those of FP8 by row and of NVFP4 come without the scales of their rows, exactly, NVFP4's as 2**-8 of what these make
+    of them; others are rounded once. It takes memory for some millions of numbers besides.
     """
     height, width, _ = packed.tiles.shape
     out = torch.empty(height * TILE_ROWS, width * TILE_COLUMNS, dtype=torch.bfloat16, device=packed.tiles.device)
@@ -176,7 +192,8 @@ def _panel(steps: torch.Tensor, tiles: TileFormat) -> torch.Tensor:
         numbers = made.view(height, width, 8, 4, 2, 2, 8).permute(0, 4, 2, 1, 5, 3, 6)
     if tiles.name == "nvfp4":
         scales = steps[:, :, tiles.code_bytes :].reshape(height, width, 2, 8, 4).permute(0, 2, 3, 1, 4)
-        return (numbers.reshape(height, 2, 8, width, 4, 16) * decode_e4m3(scales).bfloat16()[..., None]).reshape(shape)
+        sizes = ((scales.to(torch.int16) * SCALE_STEP) + SCALE_BITS).view(torch.bfloat16) * 2.0**-126
+        return (numbers.reshape(height, 2, 8, width, 4, 16) * sizes[..., None]).reshape(shape)
     if tiles.row_scales:
         return numbers.reshape(shape)
     behind = steps[:, :, tiles.code_bytes :].contiguous().view(torch.int32).view(height, width, tiles.groups, -1, 8)

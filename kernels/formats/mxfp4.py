@@ -169,6 +169,12 @@ class _Mxfp4(WeightFormat):
 
         return mxfp4_fragment.make_multiply_tiles(multiply)
 
+    def prefill_step(self) -> Any:
+        """See `WeightFormat.prefill_step`."""
+        from lowlat.kernels.formats import mxfp4_fragment
+
+        return mxfp4_fragment.load_step
+
 
 MXFP4 = _Mxfp4()
 

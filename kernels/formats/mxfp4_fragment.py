@@ -13,7 +13,7 @@ from lowlat.kernels.formats.mxfp4 import MXFP4
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, uint32
 
-__all__ = ["as_multiplied", "decode", "make_multiply_tiles", "multiply_step", "scaled"]
+__all__ = ["as_multiplied", "decode", "load_step", "make_multiply_tiles", "multiply_step", "scaled"]
 
 TILE_BYTES, SCALE_BYTES = MXFP4.tile_bytes, MXFP4.scale_bytes
 TWO_TO_63 = 0x5F005F00  # twice, in bf16
@@ -109,6 +109,21 @@ def _expanded_twice(word: Any, stored: Any) -> Any:
         ptx.fma_bf16_pair(scaled(c), power, none),
         ptx.fma_bf16_pair(scaled(d), power, none),
     )
+
+
+@device_function
+def load_step(step: Any, lane: Any) -> Any:
+    """A lane's sixteen words of a step: see `WeightFormat.prefill_step`."""
+    w0, w1, w2, w3 = ptx.load_shared_128(uint32(step + uint32(lane * uint32(16))))
+    row = uint32(uint32(lane >> uint32(2)) * uint32(4))
+    p = ptx.load_shared_u32(uint32(uint32(step + uint32(TILE_BYTES)) + row))
+    if uint32(p & (p << uint32(1)) & uint32(TOP_BITS)) != uint32(0):
+        a, b = _expanded_twice(w0, p), _expanded_twice(w1, uint32(p >> uint32(8)))
+        c, d = _expanded_twice(w2, uint32(p >> uint32(16))), _expanded_twice(w3, uint32(p >> uint32(24)))
+    else:
+        a, b = _expanded(w0, p), _expanded(w1, uint32(p >> uint32(8)))
+        c, d = _expanded(w2, uint32(p >> uint32(16))), _expanded(w3, uint32(p >> uint32(24)))
+    return a + b + c + d
 
 
 def make_multiply_tiles(multiply: Any) -> Any:

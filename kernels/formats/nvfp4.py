@@ -13,9 +13,14 @@ from lowlat.kernels.formats.fp8 import decode_e4m3
 from lowlat.kernels.formats.int4 import unpack_nibbles
 from lowlat.kernels.formats.mxfp4 import MAGNITUDES
 
-__all__ = ["NVFP4"]
+__all__ = ["FACTOR", "LEAST_SCALE", "NVFP4", "SCALE_BITS", "SCALE_STEP"]
 
 BLOCK = 16
+# A packed scale of NVFP4, times 2**4, and this make the bits of a bf16: the scale times 2**118. The smallest one's are
+# those of 2**-9, all it takes to hold e4m3's subnormal numbers as others.
+SCALE_STEP, SCALE_BITS = 1 << 4, 236 << 7
+FACTOR = 2.0**8  # by which a row's factor is above its meaning, as numbers are below theirs
+LEAST_SCALE = 118 << 3  # the bits of 2**-9 in bf16, less those of the mantissa that e4m3 lacks
 
 
 class _Nvfp4(MatrixFormat):

@@ -1,18 +1,20 @@
 """Fragments of NVFP4 weights: from a word of eight codes to pairs of bf16, times the scale of their block of 16.
 
-A code has two significant bits and a scale four, so their product is a bf16 number, exactly. The tensor's factor is the
-epilogue's.
+A code has two significant bits and a scale four, so their product is a bf16 number, exactly. Codes come out of their
+words times 2**-126 and scales times 2**118: a number is 2**-8 of its meaning, and the tensor's factor, which is the
+epilogue's, 2**8 of its own. A packed scale has five bits of exponent and three of mantissa: it is brought to its place
+in a bf16 by one multiply-add of integers, the least exponent's number too; blocks of zeros have codes of zeros.
 """
 
 from typing import Any
 
 from lowlat.kernels.formats import mxfp4_fragment
+from lowlat.kernels.formats.nvfp4 import SCALE_BITS, SCALE_STEP
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, uint32
 
 __all__ = ["load_half"]
 
-TWO_TO_126, TWO_TO_120 = 0x7E807E80, 0x7B807B80  # twice, in bf16
 MINUS_ZEROS = 0x80008000
 TWICE = 0x00010001
 decode = mxfp4_fragment.decode
@@ -20,10 +22,9 @@ decode = mxfp4_fragment.decode
 
 @device_function
 def scale_of(word: Any, shift: Any) -> Any:
-    """A pair of bf16 of the e4m3 scale in one byte of a word."""
-    byte = word >> shift
-    bits = ((byte & uint32(0x7F)) << uint32(4)) | ((byte & uint32(0x80)) << uint32(8))
-    return ptx.fma_bf16_pair(bits * uint32(TWICE), uint32(TWO_TO_120), uint32(MINUS_ZEROS))
+    """A pair of bf16 of the packed scale in one byte of a word, times 2**118."""
+    byte = (word >> shift) & uint32(0xFF)
+    return uint32(byte * uint32(SCALE_STEP * TWICE) + uint32(SCALE_BITS * TWICE))
 
 
 @device_function
@@ -31,11 +32,12 @@ def expand(word: Any, scale: Any) -> Any:
     """The four pairs of bf16 of a word of eight codes, times a scale."""
     a, b, c, d = decode(word)
     none = uint32(MINUS_ZEROS)
-    a = ptx.fma_bf16_pair(ptx.fma_bf16_pair(a, uint32(TWO_TO_126), none), scale, none)
-    b = ptx.fma_bf16_pair(ptx.fma_bf16_pair(b, uint32(TWO_TO_126), none), scale, none)
-    c = ptx.fma_bf16_pair(ptx.fma_bf16_pair(c, uint32(TWO_TO_126), none), scale, none)
-    d = ptx.fma_bf16_pair(ptx.fma_bf16_pair(d, uint32(TWO_TO_126), none), scale, none)
-    return a, b, c, d
+    return (
+        ptx.fma_bf16_pair(a, scale, none),
+        ptx.fma_bf16_pair(b, scale, none),
+        ptx.fma_bf16_pair(c, scale, none),
+        ptx.fma_bf16_pair(d, scale, none),
+    )
 
 
 @device_function

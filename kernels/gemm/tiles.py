@@ -2,7 +2,7 @@
 
 A step has codes, and behind them words of scales, one for each group of rows i and i + 8: two bf16 scales, or a float32
 scale of the one and a word of the other; and, where there are zero points, words of two bf16 numbers, 128 and the zero
-point less than zero. NVFP4's words are the four e4m3 scales of row i, and those of row i + 8. A lane has its codes in
+point less than zero. NVFP4's words are the four packed scales of row i, and those of row i + 8. A lane has its codes in
 pieces of 16 bytes, 512 bytes from one piece to the next.
 """
 

@@ -109,3 +109,9 @@ class _TiledFormat(WeightFormat):
         from lowlat.kernels.moe import fragments
 
         return fragments.make_multiply_tiles(self._tiles, multiply)
+
+    def prefill_step(self) -> Any:
+        """See `WeightFormat.prefill_step`."""
+        from lowlat.kernels.gemm.prefill.weight_steps import make_load_step
+
+        return make_load_step(self._tiles, is_shared=True)

@@ -14,7 +14,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["add_ranks", "examples"]
+__all__ = ["add_placed_ranks", "add_ranks", "examples"]
 
 THREADS = 256
 
@@ -35,13 +35,65 @@ def add_ranks(*, partials: torch.Tensor, expert_ids: torch.Tensor, out: torch.Te
     if width % 4:
         raise ShapeError(f"rows must be a multiple of 4 wide, got {width}")
     blocks = -(-rows * (width // 4) // THREADS)
-    return [KernelCall(_make(width, ranks), (blocks, 1, 1), (partials, expert_ids, out, rows))]
+    return [KernelCall(_make(width, ranks), (blocks, 1, 1), (partials, expert_ids, 0, 0, out, rows))]
+
+
+def add_placed_ranks(
+    *,
+    outputs: torch.Tensor,
+    places: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    out: torch.Tensor,
+) -> list[KernelCall]:
+    """Add up the outputs of each row's ranks, which lie in order of experts, times their shares, in one launch.
+
+    outputs         [P, N]  float32: that of pair p = row * R + rank at places[p]
+    places          [M * R] int32; of live pairs
+    expert_ids      [M, R]  int32: -1 dead
+    expert_weights  [M, R]  float32: the shares
+    out             [M, N]  float32, out: as `add_ranks` of share * output, every product and sum rounded by itself
+    Time, errors: as `add_ranks`. Captured: yes.
+    """
+    rows, ranks = expert_ids.shape
+    width = out.shape[1]
+    check_shape("outputs", outputs, outputs.shape[0], width)
+    check_shape("places", places, rows * ranks)
+    check_shape("expert_weights", expert_weights, rows, ranks)
+    check_shape("out", out, rows, width)
+    if width % 4:
+        raise ShapeError(f"rows must be a multiple of 4 wide, got {width}")
+    blocks = -(-rows * (width // 4) // THREADS)
+    arguments = (outputs, expert_ids, places, expert_weights, out, rows)
+    return [KernelCall(_make(width, ranks, True), (blocks, 1, 1), arguments)]
 
 
 @cache
-def _make(width: int, ranks: int) -> Kernel:
+def _make(width: int, ranks: int, placed: bool = False) -> Kernel:
     """A thread has four columns of a row."""
     chunks = width // 4
+
+    @device_function
+    def load_pair(partials: Any, ids: Any, places: Any, shares: Any, pair: Any) -> Any:
+        """Where the pair's output is, whether it lives, and its share."""
+        alive = ptx.load_global_i32(ids + pair * int64(4)) >= 0
+        place, share = pair, float32(1)
+        if placed:
+            place = int64(0)
+            if alive:
+                place = int64(ptx.load_global_i32(places + pair * int64(4)))
+            share = ptx.load_global_f32(shares + pair * int64(4))
+        return partials + place * int64(4 * width), alive, share
+
+    @device_function
+    def times(words: Any, share: Any) -> Any:
+        a, b, c, d = words
+        if placed:
+            a = ptx.bits_of_float(ptx.mul_rn(share, ptx.float_of_bits(a)))
+            b = ptx.bits_of_float(ptx.mul_rn(share, ptx.float_of_bits(b)))
+            c = ptx.bits_of_float(ptx.mul_rn(share, ptx.float_of_bits(c)))
+            d = ptx.bits_of_float(ptx.mul_rn(share, ptx.float_of_bits(d)))
+        return a, b, c, d
 
     @device_function
     def add(sums: Any, words: Any, alive: Any) -> Any:
@@ -54,7 +106,7 @@ def _make(width: int, ranks: int) -> Kernel:
             ptx.add_rn(sums[3], ptx.float_of_bits(words[3])),
         )
 
-    def add_ranks_kernel(partials: Any, ids: Any, out: Any, rows: Any) -> None:
+    def add_ranks_kernel(partials: Any, ids: Any, places: Any, shares: Any, out: Any, rows: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         number = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
@@ -65,19 +117,18 @@ def _make(width: int, ranks: int) -> Kernel:
             sums = (zero, zero, zero, zero)
             for rank in range(ranks):
                 pair = int64(row) * int64(ranks) + int64(rank)
-                alive = ptx.load_global_i32(ids + pair * int64(4)) >= 0
-                words = ptx.load_global_128(partials + pair * int64(4 * width) + column)
-                sums = add(sums, words, alive)
+                source, alive, share = load_pair(partials, ids, places, shares, pair)
+                sums = add(sums, times(ptx.load_global_128(source + column), share), alive)
             a, b, c, d = sums
             ptx.store_global_128(
                 out + int64(row) * int64(4 * width) + column,
                 ptx.bits_of_float(a), ptx.bits_of_float(b), ptx.bits_of_float(c), ptx.bits_of_float(d),
             )  # fmt: skip
 
-    signature = (types.int64, types.int64, types.int64, types.int64)
-    return Kernel(f"add_ranks_{width}x{ranks}", add_ranks_kernel, signature, THREADS)
+    name = f"add_{'placed_' if placed else ''}ranks_{width}x{ranks}"
+    return Kernel(name, add_ranks_kernel, (types.int64,) * 6, THREADS)
 
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make(2880, 4)]
+    return [_make(2880, 4), _make(2880, 4, True)]

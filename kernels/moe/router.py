@@ -11,6 +11,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.moe.router_kernel import EXPERTS, MOST_AWAITED, make_router, min_blocks_of, rows_at_once
+from lowlat.kernels.moe.router_rows import blocks_of, make_rows_router, takes_rows
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live, check_width
@@ -104,6 +105,10 @@ def router_logits(
     check_shape("logits", logits, rows, experts)
     check_dtype(torch.bfloat16, x=x, weight=weight, bias=bias)
     check_dtype(torch.float32, logits=logits)
+    if norm is None and not awaited and takes_rows(rows, width, card):
+        kernel = make_rows_router(width, experts, bias is not None)
+        arguments = (x, weight, 0 if bias is None else bias, logits, rows)
+        return [KernelCall(kernel, blocks_of(rows, experts, card), arguments)]
     norm_weight, live, normed = (0, 0, 0) if norm is None else _norm_arguments(norm, rows, width)
     held = rows_at_once(rows, width)
     blocks, turns = -(-experts // EXPERTS), -(-rows // held)
@@ -144,6 +149,7 @@ def examples(card: Card = H200) -> list[Kernel]:
         (2880, 128, 4, None),
         (MAX_WIDTH, 256, 1, None),
     )
-    return [
+    many = [make_rows_router(2880, 128)] if takes_rows(MAX_WIDTH, 2880, card) else []
+    return many + [
         make_router(width, experts, held, min_blocks_of(width, held, card), eps) for width, experts, held, eps in shapes
     ]

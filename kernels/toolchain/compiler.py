@@ -11,19 +11,17 @@ import random
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 from lowlat.errors import DeviceError
+from lowlat.kernels.toolchain.digests import UNKNOWN, assembler, kernel_digest
 from lowlat.kernels.toolchain.kernel import Kernel
 from lowlat.kernels.toolchain.link_checks import check_linked
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler, target_of
 
-__all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "link", "source_digest"]
+__all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "link"]
 
 WORTH_FORKING = 4  # kernels
-SOURCES = Path(__file__).parents[1]  # lowlat.kernels; its references too: kernels take constants from them
 
 
 @dataclass(frozen=True)
@@ -49,22 +47,10 @@ class CompiledKernel:
         return self.code.startswith(b"\x7fELF")
 
 
-@cache
-def source_digest() -> str:
-    """A digest of everything that decides what a kernel compiles to: our sources and the compilers' versions."""
-    digest = hashlib.sha256()
-    for path in sorted(SOURCES.rglob("*.py")):
-        digest.update(path.read_bytes())
-    for package in ("numba-cuda", "numba", "llvmlite", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink"):
-        try:
-            digest.update(f"{package} {version(package)}".encode())
-        except ModuleNotFoundError:
-            digest.update(f"{package} unknown".encode())
-    return digest.hexdigest()
-
-
 def compile_kernel(kernel: Kernel, capability: tuple[int, int], cache_directory: Path | None = None) -> CompiledKernel:
     """Compile, or take from `cache_directory` what an earlier run compiled from the same sources.
+
+    What another machine compiled is taken too, by the same compilers: of NVVM, by any version where one is not known.
 
     Raises DeviceError when the linker refuses the PTX, with its log, and for machine code that is known to be wrong.
     """
@@ -87,7 +73,7 @@ def compile_ahead(
     workers  None: one for each core. A process that fails leaves its kernels to `compile_kernel`, which then tells why.
     """
     unique = {kernel.name: kernel for kernel in kernels}.values()
-    missing = [kernel for kernel in unique if not os.path.exists(_path(kernel, capability, cache_directory))]
+    missing = [kernel for kernel in unique if not _is_known(_path(kernel, capability, cache_directory))]
     random.Random(os.getpid()).shuffle(missing)  # processes that start together begin with other ones, and share them
     count = min(len(os.sched_getaffinity(0)) if workers is None else workers, len(missing))
     if len(missing) < WORTH_FORKING or count < 2:
@@ -108,9 +94,8 @@ def compile_ahead(
 
 
 def _path(kernel: Kernel, capability: tuple[int, int], cache_directory: Path) -> Path:
-    key = hashlib.sha256(
-        repr((source_digest(), kernel.name, target_of(capability, kernel.specific))).encode()
-    ).hexdigest()
+    facts = (kernel_digest(kernel), target_of(capability, kernel.specific))
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()
     return cache_directory / f"{key}.cubin"
 
 
@@ -153,12 +138,26 @@ def link(ptx: str, entry: str, capability: tuple[int, int], name: str, specific:
     return CompiledKernel(entry, bytes(code), registers, stack, shared)
 
 
+def _is_known(path: Path) -> bool:
+    """Whether a file is there and its header tells of this NVVM; a damaged one is found out when it is read."""
+    try:
+        with path.open("rb") as file:
+            return _is_of_this_assembler(json.loads(file.readline()).get("assembler"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _is_of_this_assembler(other: str) -> bool:
+    return assembler() in (UNKNOWN, other)
+
+
 def _read(path: Path) -> CompiledKernel | None:
     """The content of a file; None where there is none, or not the whole of what was written."""
     try:
         header, code = path.read_bytes().split(b"\n", 1)
         fields = json.loads(header)
-        if fields.pop("digest") != hashlib.sha256(code).hexdigest():
+        made_by, digest = fields.pop("assembler"), fields.pop("digest")
+        if not _is_of_this_assembler(made_by) or digest != hashlib.sha256(code).hexdigest():
             return None
         return CompiledKernel(code=code, **fields)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -169,7 +168,7 @@ def _write(path: Path, compiled: CompiledKernel) -> None:
     """Atomically: another process may be doing the same. A cache that cannot be written is only slower."""
     fields = asdict(compiled)
     code = fields.pop("code")
-    fields["digest"] = hashlib.sha256(code).hexdigest()
+    fields["assembler"], fields["digest"] = assembler(), hashlib.sha256(code).hexdigest()
     partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,10 @@ __all__ = [
     "copy_async_16_or_zero",
     "count_bits",
     "div_rn",
+    "e4m3_to_f16",
     "exp2_approx",
+    "exp2_approx_ftz",
+    "f16_pair",
     "fence_system",
     "float_of_bits",
     "fma_bf16_pair",
@@ -63,8 +66,10 @@ __all__ = [
     "load_shared_u32",
     "load_volatile_i32",
     "load_volatile_i64",
+    "max_bf16_pair",
     "mma_bf16",
     "mma_bf16_tiles",
+    "mma_f16",
     "mul_rn",
     "rcp_approx",
     "set_graph_condition",
@@ -87,6 +92,7 @@ __all__ = [
     "store_shared_f32",
     "store_shared_tiles",
     "store_shared_u32",
+    "swap_middle_bytes",
     "sync_warp",
     "trap",
     "varying",
@@ -277,11 +283,22 @@ div_rn = instruction("div.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 fma_rn = instruction("fma.rn.f32 $0, $1, $2, $3;", f32, (f32, f32, f32), pure=True)
 rcp_approx = instruction("rcp.approx.f32 $0, $1;", f32, (f32,), pure=True)
 exp2_approx = instruction("ex2.approx.f32 $0, $1;", f32, (f32,), pure=True)
+exp2_approx_ftz = instruction("ex2.approx.ftz.f32 $0, $1;", f32, (f32,), pure=True)  # what is below 2**-126 is 0
 bf16_bits = instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)
 # (a & b) | c: one operation, which the assembler does not find where two of these are constants
 and_or = instruction("lop3.b32 $0, $1, $2, $3, 0xEA;", u32, (u32, u32, u32), pure=True)
 fma_bf16_pair = instruction("fma.rn.bf16x2 $0, $1, $2, $3;", u32, (u32, u32, u32), pure=True)
 bf16_pair = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
+f16_pair = instruction("cvt.rn.f16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
+max_bf16_pair = instruction("max.bf16x2 $0, $1, $2;", u32, (u32, u32), pure=True)
+# four e4m3 codes as numbers of fp16: of bytes 0 and 1, and of bytes 2 and 3; from 8.9 on
+e4m3_to_f16 = instruction(
+    "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
+    (u32, 2),
+    (u32,),
+    pure=True,
+)
+swap_middle_bytes = instruction("prmt.b32 $0, $1, 0, 0x3120;", u32, (u32,), pure=True)
 float_of_bits = instruction("mov.b32 $0, $1;", f32, (u32,), pure=True)
 bits_of_float = instruction("mov.b32 $0, $1;", u32, (f32,), pure=True)
 # the same number, where it stands: what is computed from it is not moved out of a loop, to wait in registers
@@ -293,13 +310,9 @@ warp_sum = instruction("redux.sync.add.u32 $0, $1, 0xffffffff;", u32, (u32,), to
 MMA_BF16 = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};"
 )
-mma_bf16 = instruction(
-    MMA_BF16,
-    (f32, 4),
-    (f32, f32, f32, f32, u32, u32, u32, u32, u32, u32),
-    pure=True,
-    together=True,
-)
+_MMA_OPERANDS = (f32, f32, f32, f32, u32, u32, u32, u32, u32, u32)
+mma_bf16 = instruction(MMA_BF16, (f32, 4), _MMA_OPERANDS, pure=True, together=True)
+mma_f16 = instruction(MMA_BF16.replace("bf16", "f16"), (f32, 4), _MMA_OPERANDS, pure=True, together=True)
 
 
 def load_shared_tiles(count: int, stride: int) -> Any:

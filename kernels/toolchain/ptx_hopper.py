@@ -68,21 +68,22 @@ arrive_in_pair = instruction(
 KEPT_AS_USUAL, READ_ONCE = 0x1000000000000000, 0x12F0000000000000
 
 
-def multiply_group(rows: int) -> Any:
+def multiply_group(rows: int, held: int | None = None) -> Any:
     """An intrinsic of a warpgroup: let 64 weight rows be multiplied by `rows` rows of the second matrix, 64 columns.
 
-    It takes the sums, rows / 2 float32; a lane's 16 words of the weights: of both halves of the columns for row g, then
+    held: sums of a lane, of which the first rows / 2 are multiplied, and the others passed on; None: rows / 2.
+    It takes the sums, float32; a lane's 16 words of the weights: of both halves of the columns for row g, then
     for row g + 8, g a quarter of the lane; the shared address of the second matrix; and a number: zero where the sums
     begin anew. The accumulators that it returns hold sums when `await_group` has had them; until then nothing else may.
     """
-    count = rows // 2
+    count, total = rows // 2, held or rows // 2
     text = _multiply_text(rows, count)
     tied = [str(number) for number in range(count)]
     constraints = ",".join(["=f"] * count + tied + ["r"] * 18 + ["~{memory}"])
 
     @intrinsic
     def multiply(context: Any, sums: Any, words: Any, address: Any, go_on: Any) -> Any:
-        kinds = types.UniTuple(f32, count)
+        kinds = types.UniTuple(f32, total)
         signature = kinds(kinds, types.UniTuple(u32, 16), u32, u32)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -93,6 +94,7 @@ def multiply_group(rows: int) -> Any:
             values += [builder.extract_value(args[1], number) for number in range(16)]
             call = builder.call(assembly, [*values, args[2], args[3]], attrs=("convergent",))
             found = [builder.extract_value(call, number) for number in range(count)]
+            found += [builder.extract_value(args[0], number) for number in range(count, total)]
             return context.make_tuple(builder, signature.return_type, found)
 
         return signature, codegen
@@ -123,18 +125,18 @@ def _multiply_text(rows: int, count: int) -> str:
     return " ".join(lines)
 
 
-def await_group(rows: int) -> Any:
-    """An intrinsic of a warpgroup: wait for all `wgmma` under way.
+def await_group(rows: int, held: int | None = None) -> Any:
+    """An intrinsic of a warpgroup: wait for all `wgmma` under way; held: as `multiply_group` takes it.
 
     The sums of one go through it, and its words go in: until then nothing may be written where they stand.
     """
-    count = rows // 2
+    count, total = rows // 2, held or rows // 2
     tied = [str(number) for number in range(count)]
     constraints = ",".join(["=f"] * count + tied + ["r"] * 16 + ["~{memory}"])
 
     @intrinsic
     def wait(context: Any, sums: Any, words: Any) -> Any:
-        kinds = types.UniTuple(f32, count)
+        kinds = types.UniTuple(f32, total)
         signature = kinds(kinds, types.UniTuple(u32, 16))
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -145,6 +147,7 @@ def await_group(rows: int) -> Any:
             values += [builder.extract_value(args[1], number) for number in range(16)]
             call = builder.call(assembly, values, attrs=("convergent",))
             found = [builder.extract_value(call, number) for number in range(count)]
+            found += [builder.extract_value(args[0], number) for number in range(count, total)]
             return context.make_tuple(builder, signature.return_type, found)
 
         return signature, codegen

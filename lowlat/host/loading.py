@@ -26,7 +26,7 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.program import Program
 from lowlat.models.rank_weights import rank_weights
-from lowlat.models.shard import rank_configs
+from lowlat.models.shard import rank_configs, rank_drafts
 from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
@@ -125,7 +125,8 @@ def load(
         verifier = geometry.partial.buffer + 1, speculative.num_speculative_tokens
     adaptive = geometry.max_width is not None
     ladder = BucketLadder(bucket_batches(options.max_batch), rows_of, adaptive=adaptive, verifier=verifier)
-    ranks = _build_ranks(geometry, ladder, topologies, options)
+    geometries = rank_geometries(geometry, options, speculative)
+    ranks = [_build_rank(each, ladder, topologies) for each in geometries]
     programs, prefills = ranks[0].programs, ranks[0].prefills
     own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
     weights = JoinedWeights(target.weights, own)
@@ -146,18 +147,10 @@ def load(
     return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error)
 
 
-def _build_ranks(
-    geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology], options: RuntimeConfig
-) -> list[Rank]:
-    """The programs of each rank."""
-    return [
-        Rank(
-            each.config,
-            {bucket: _build(each, bucket, topologies) for bucket in ladder.programs},
-            build_prefills(each),
-        )
-        for each in rank_geometries(geometry, options)
-    ]
+def _build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:
+    """The programs of a rank."""
+    programs = {bucket: _build(geometry, bucket, topologies) for bucket in ladder.programs}
+    return Rank(geometry.config, programs, build_prefills(geometry))
 
 
 def _check_memory(
@@ -283,14 +276,32 @@ def make_geometry(
     )
 
 
-def rank_geometries(geometry: StepGeometry, options: RuntimeConfig) -> list[StepGeometry]:
-    """The shapes of each rank's programs. Raises ConfigError for a target that cannot be cut, and what is not cut."""
+def rank_geometries(
+    geometry: StepGeometry, options: RuntimeConfig, speculative: SpeculativeConfig | None
+) -> list[StepGeometry]:
+    """The shapes of each rank's programs. Raises ConfigError for a target that cannot be cut, and what is not cut.
+
+    A draft model that cannot be cut is whole on every rank, unless it was asked for.
+    """
     size = options.tensor_parallel_size
     for name, is_on in (("enable_specpv", geometry.partial is not None), ("adaptive_width", geometry.max_width)):
         if is_on and size > 1:
             raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
     configs = rank_configs(geometry.config, size, invariant=options.tp_invariant)
-    return [replace(geometry, config=config) for config in configs]
+    speculator, asked = geometry.speculator, None if speculative is None else speculative.draft_tensor_parallel_size
+    draft = None if speculator is None else speculator.draft_config
+    if asked not in (None, 1, size):
+        raise ConfigError(f"draft_tensor_parallel_size must be 1 or tensor_parallel_size {size}, got {asked}")
+    if configs[0].shard is None or draft is None or speculator is None or asked == 1:
+        return [replace(geometry, config=config) for config in configs]
+    try:
+        parts = rank_drafts(configs, draft)
+    except ConfigError as error:
+        if asked is not None:
+            raise
+        logger.info("the draft model is whole on every card: %s", error)
+        return [replace(geometry, config=config) for config in configs]
+    return [replace(geometry, config=config, speculator=speculator.with_config(own)) for config, own in parts]
 
 
 def _chunks_at_once(options: RuntimeConfig) -> int:

@@ -101,15 +101,10 @@ def _emit_attention(emitter: Emitter, config: ModelConfig, layer: int, residual:
         if partial is not None:
             emitter.choose_blocks(parts["q"], layer, partial)
         window = config.windows[layer]
-        shard = config.shard
-        few = shard is not None and heads[0] < shard.group and emitter.rows.chunk is None
-        group = {"group": shard.group} if shard is not None and few else {}
         attended = emitter.attention(
-            parts["q"], caches, config.query_size, sinks=sinks, scale=scale, window=window, **group
+            parts["q"], caches, config.query_size, sinks=sinks, shard=config.shard, scale=scale, window=window
         )
-    unit = 1 if config.shard is None else config.shard.output_unit
-    name, bias = f"{name}.o", config.output_bias
-    return emitter.summed_linear(attended, name, config.hidden_size, "output", config.shard, unit=unit, bias=bias)
+    return emitter.output(attended, f"{name}.o", config.hidden_size, config.shard, bias=config.output_bias)
 
 
 def _emit_experts(emitter: Emitter, config: ModelConfig, layer: int, normed: str) -> str:

@@ -173,6 +173,7 @@ class DraftConfig(AttentionWidths):
     dspark: DsparkHeads | None = None  # None: not DSpark
     quantisation: Quantisation | None = None  # of linear layers in files; None: plain
     quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
+    shard: Shard | None = None  # the rank whose part this is, as of a target; None: all of it
 
     @property
     def method(self) -> str:

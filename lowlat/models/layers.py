@@ -104,6 +104,11 @@ class Emitter:
         parts = {"num_parts": shard.num_parts, "unit": unit} if shard.num_parts > 1 else {}
         return self.sum_ranks(self.linear(x, weight, width, name, bias=bias and not shard.rank, **parts), name, shard)
 
+    def output(self, x: str, weight: str, width: int, shard: Shard | None, *, bias: bool = False) -> str:
+        """The output projection of a rank's heads, summed over all ranks: [M, width] float32."""
+        unit = 1 if shard is None else shard.output_unit
+        return self.summed_linear(x, weight, width, "output", shard, unit=unit, bias=bias)
+
     def sum_ranks(self, part: str, name: str, shard: Shard | None) -> str:
         """The sum of all ranks' parts [M, width]; the part itself where there is one."""
         if shard is None or shard.size == 1:
@@ -183,14 +188,23 @@ class Emitter:
         self.emit(kind, reads, {"k_cache": caches[0], "v_cache": caches[1]})
 
     def attention(
-        self, q: str, caches: tuple[str, str], width: int, *, sinks: str | None = None, **params: object
+        self,
+        q: str,
+        caches: tuple[str, str],
+        width: int,
+        *,
+        sinks: str | None = None,
+        shard: Shard | None = None,
+        **params: object,
     ) -> str:
-        """Attention of these rows over the cache, [M, width]."""
+        """Attention of these rows over the cache, [M, width]; with the query heads of a rank, where it has a part."""
         out = self.scratch("attention", self.rows.count, width)
         reads = {"q": q, "k_cache": caches[0], "v_cache": caches[1], **self.rows.attention, **self.live()}
         reads |= self.scales(caches[0])
         weights = {} if sinks is None else {"sinks": sinks}
         if self.rows.chunk is None:
+            if shard is not None and self.builder.spec(q).shape[1] < shard.group:
+                params["group"] = shard.group
             self.emit("attention", reads, {"out": out}, weights=weights, **params)
         elif self.rows.refresh and params["window"] is None:
             own = {"chunk_size": self.rows.chunk, "scale": params["scale"]}

@@ -1,7 +1,7 @@
-"""Canonical weights of a target cut for ranks, as they are streamed: each tensor is read once, and each rank gets its
+"""Canonical weights cut for ranks, as they are streamed: each tensor is read once, and each rank gets its
 own part of it.
 
-It knows names and extents, and neither files nor devices. A name that is none of a target's is whole on every rank.
+It knows names and extents, and neither files nor devices. What no rule names is whole on every rank.
 """
 
 import re
@@ -17,8 +17,12 @@ from lowlat.models.shard import Shard
 
 __all__ = ["RankCuts", "cut_stream", "rank_weights"]
 
-LAYER = re.compile(r"layers\.\d+\.(qkv|o|gate_up|down|experts\.gate_up|experts\.down)\.(\w+)|layers\.\d+\.(sinks)")
+LAYER = re.compile(
+    r"(?P<draft>head\.)?(layers\.\d+\.)?"
+    r"(?P<layer>qkv|q|kv|o|gate_up|down|experts\.gate_up|experts\.down|lm_head|sinks)(\.(?P<part>\w+))?"
+)
 LM_HEAD = "lm_head."
+PROJECTIONS = ("qkv", "q", "kv")
 BLOCKS = "blocks"  # MXFP4's, whose numbers take two dimensions
 Span = tuple[int, int]
 
@@ -27,7 +31,7 @@ Span = tuple[int, int]
 class RankCuts:
     """The parts of canonical weights that a rank has.
 
-    config  the rank's geometry
+    config  the rank's geometry; that it says of the draft model, too
     """
 
     config: ModelConfig
@@ -37,37 +41,39 @@ class RankCuts:
 
         Raises ConfigError where numbers that are held together would be torn apart.
         """
-        shard = self.config.shard
-        if shard is None or shard.size == 1:
-            return tensor
-        if name.startswith(LM_HEAD):
-            return _rows(tensor, [shard.vocabulary(tensor.shape[0])], 0)
         match = LAYER.fullmatch(name)
-        if match is None:
+        shard = self.config.shard
+        if match is not None and shard is not None and match["draft"]:
+            shard = shard.draft
+        if match is None or shard is None or shard.size == 1:
             return tensor
-        layer, part = match[1] or match[3], match[2]
+        layer, part = match["layer"], match["part"]
+        if layer == "lm_head":
+            return _rows(tensor, [shard.vocabulary(tensor.shape[0])], 0)
         if layer == "sinks":
             return _rows(tensor, [shard.heads], 0)
-        if layer == "qkv":
-            return _rows(tensor, self._heads(shard), 0)
-        of_experts = layer.startswith("experts.")
+        if layer in PROJECTIONS:
+            return _rows(tensor, _heads(shard, layer), 0)
         if layer.endswith("gate_up"):
             (start, stop), whole = shard.inner, shard.intermediate_size
-            return _rows(tensor, [(start, stop), (whole + start, whole + stop)], int(of_experts))
+            return _rows(tensor, [(start, stop), (whole + start, whole + stop)], int(layer.startswith("experts.")))
         if part == "bias":
             return None if shard.rank else tensor
-        size = self.config.head_dim
+        size = shard.head_dim
         is_output = layer == "o"
         span = (shard.heads[0] * size, shard.heads[1] * size) if is_output else shard.inner
         depth = shard.num_heads * size if is_output else shard.intermediate_size
         return _columns(name, tensor, span, depth, 2 if part == BLOCKS else 1)
 
-    def _heads(self, shard: Shard) -> list[Span]:
-        """The rows of queries, keys and values among those of all heads."""
-        size = self.config.head_dim
-        keys, values = shard.num_heads, shard.num_heads + shard.num_kv_heads
-        spans = (shard.heads, *((first + shard.kv_heads[0], first + shard.kv_heads[1]) for first in (keys, values)))
-        return [(start * size, stop * size) for start, stop in spans]
+
+def _heads(shard: Shard, letters: str) -> list[Span]:
+    """The rows of queries, keys and values among those of all heads, as far as they are made at once."""
+    spans, first = [], 0
+    for letter in letters:
+        start, stop = shard.heads if letter == "q" else shard.kv_heads
+        spans.append(((first + start) * shard.head_dim, (first + stop) * shard.head_dim))
+        first += shard.num_heads if letter == "q" else shard.num_kv_heads
+    return spans
 
 
 def _rows(tensor: torch.Tensor, spans: Sequence[Span], axis: int) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """The part of a target that one of several ranks runs: its geometry, and which pieces of weights it has.
 
 Attention is cut by heads, FFNs and experts by their inner width, the LM head by the vocabulary. Embedding, norms and
-routers are whole on every rank, and so is the draft model. It reads no weight.
+routers are whole on every rank. A draft model is cut alike, or whole on every rank. It reads no weight.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -15,9 +16,11 @@ from lowlat.kernels.formats import FORMATS, MatrixFormat
 from lowlat.kernels.reference.exchange.cuts import bounds
 
 if TYPE_CHECKING:
-    from lowlat.models.geometry import ModelConfig
+    from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 
-__all__ = ["PARTS", "VOCABULARY_UNIT", "Shard", "rank_configs", "span"]
+Config = TypeVar("Config", "ModelConfig", "DraftConfig")
+
+__all__ = ["PARTS", "VOCABULARY_UNIT", "Shard", "rank_configs", "rank_drafts", "span"]
 
 PARTS = 8  # that K is summed in with tp_invariant, on however many ranks
 WIDTH = 8  # numbers of a row that kernels read at once: widths are multiples
@@ -28,14 +31,15 @@ OPTION = "tensor_parallel_size"
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's place among all, and the sizes of the whole target of which its geometry has a part.
+    """One rank's place among all, and the sizes of the whole model of which its geometry has a part.
 
     rank       from 0
     size       ranks: 1, 2, 4 or 8
     invariant  whether what a rank sums over its part of K is cut as for PARTS ranks: bits are then those of any size
     unit       columns of the inner width that stay together: a format's block, at least
     output_unit  the same of the output projection's inputs, which are cut by heads
-    num_heads, num_kv_heads, intermediate_size  of the whole target
+    num_heads, num_kv_heads, intermediate_size  of the whole model
+    draft      the same of a target's draft model; None: there is none, or it is whole on every rank
     """
 
     rank: int
@@ -46,6 +50,8 @@ class Shard:
     num_heads: int
     num_kv_heads: int
     intermediate_size: int
+    head_dim: int
+    draft: "Shard | None" = None
 
     @property
     def num_parts(self) -> int:
@@ -95,69 +101,86 @@ def head_unit(num_heads: int, num_kv_heads: int) -> int:
 
 
 def rank_configs(config: "ModelConfig", size: int, *, invariant: bool = False) -> tuple["ModelConfig", ...]:
-    """The geometry of each rank's part; of one rank that sums K at once, the whole target's, unchanged.
+    """The geometry of each rank's part of a target; of one rank that sums K at once, the whole target's, unchanged.
 
     Raises ConfigError for a target that cannot be cut so.
     """
     if size == 1 and not invariant:
         return (config,)
-    _check(config, size)
-    units = _units(config)
-    found = []
-    for rank in range(size):
-        whole = (config.num_heads, config.num_kv_heads, config.intermediate_size)
-        found.append(_part(config, Shard(rank, size, invariant, *units, *whole)))
-    return tuple(found)
+    _check(config, size, "target", config.vocab_size)
+    return _cut(config, size, invariant)
 
 
-def _part(config: "ModelConfig", shard: Shard) -> "ModelConfig":
+def rank_drafts(
+    targets: Sequence["ModelConfig"], draft: "DraftConfig"
+) -> tuple[tuple["ModelConfig", "DraftConfig"], ...]:
+    """The parts of a target with those of its draft model, cut for as many ranks. Raises ConfigError as above."""
+    shard = targets[0].shard
+    if shard is None:
+        raise ValueError("the target is whole")
+    _check(draft, shard.size, "draft model", draft.draft_vocab_size)
+    parts = _cut(draft, shard.size, shard.invariant)
+    return tuple(
+        (replace(target, shard=replace(target.shard, draft=part.shard)), part)  # type: ignore[type-var]
+        for target, part in zip(targets, parts, strict=True)
+    )
+
+
+def _cut(config: Config, size: int, invariant: bool) -> tuple[Config, ...]:
+    whole = (config.num_heads, config.num_kv_heads, config.intermediate_size, config.head_dim)
+    return tuple(_part(config, Shard(rank, size, invariant, *_units(config), *whole)) for rank in range(size))
+
+
+def _part(config: Config, shard: Shard) -> Config:
     first, last = shard.kv_heads
-    coded = config.coded_kv
+    coded = getattr(config, "coded_kv", None)
     if coded is not None:
         coded = replace(coded, scales=tuple((keys[first:last], values[first:last]) for keys, values in coded.scales))
+    own = {} if coded is None else {"coded_kv": coded}
     heads, inner = shard.heads, shard.inner
     return replace(
         config,
         num_heads=heads[1] - heads[0],
         num_kv_heads=last - first,
         intermediate_size=inner[1] - inner[0],
-        coded_kv=coded,
         shard=shard,
+        **own,
     )
 
 
-def _check(config: "ModelConfig", size: int) -> None:
+def _check(config: "ModelConfig | DraftConfig", size: int, owner: str, vocab_size: int) -> None:
     """Refuse what cannot be cut, with the sizes and the option."""
     heads, kv_heads, (unit, output_unit) = config.num_heads, config.num_kv_heads, _units(config)
     most = heads // head_unit(heads, kv_heads)
-    if size > most:
-        raise ConfigError(f"{OPTION} {size} is more than {most}, the parts into which the target's num_attention_heads "
-                          f"{heads} with num_key_value_heads {kv_heads} are cut")  # fmt: skip
     least = heads // size * config.head_dim if most == PARTS else output_unit
     together = math.lcm(WIDTH, _dense_block(config))
-    if least % together:
-        raise ConfigError(f"{OPTION} {size} cuts the inputs of the target's output projections at multiples of {least},"
-                          f" and {together} are held together")  # fmt: skip
-    if config.intermediate_size % unit or config.intermediate_size < size * unit:
-        raise ConfigError(f"{OPTION} {size} cuts the target's intermediate_size {config.intermediate_size} into "
-                          f"parts of multiples of {unit}, which it has not")  # fmt: skip
-    if config.vocab_size < PARTS * VOCABULARY_UNIT:
-        raise ConfigError(f"{OPTION} {size} needs a vocabulary of {PARTS * VOCABULARY_UNIT} ids, and the target has "
-                          f"{config.vocab_size}")  # fmt: skip
+    inner = config.intermediate_size
+    problem = None
+    if size > most:
+        problem = f"is more than {most}, the parts of num_attention_heads {heads} with num_key_value_heads {kv_heads}"
+    elif least % together:
+        problem = f"cuts inputs of output projections at multiples of {least}, and {together} are held together"
+    elif inner % unit or inner < size * unit:
+        problem = f"cuts intermediate_size {inner} into parts of multiples of {unit}, which it has not"
+    elif vocab_size < PARTS * VOCABULARY_UNIT:
+        problem = f"needs {PARTS * VOCABULARY_UNIT} ids in a vocabulary, which has {vocab_size}"
+    if problem is not None:
+        raise ConfigError(f"the {owner} cannot be cut: {OPTION} {size} {problem}")
 
 
-def _units(config: "ModelConfig") -> tuple[int, int]:
+def _units(config: "ModelConfig | DraftConfig") -> tuple[int, int]:
     """Inputs of the layers that are cut, which stay together: of the inner width, and of heads' outputs.
 
     The latter are a multiple of what formats hold together where so many ranks are allowed, see `_check`.
     """
-    experts = 1 if config.experts is None else FORMATS[config.experts.weight_format].block
+    mixture: ExpertsConfig | None = getattr(config, "experts", None)
+    experts = 1 if mixture is None else FORMATS[mixture.weight_format].block
     dense = _dense_block(config)
     output = config.head_dim * head_unit(config.num_heads, config.num_kv_heads)
     return math.lcm(WIDTH, experts, dense), output
 
 
-def _dense_block(config: "ModelConfig") -> int:
+def _dense_block(config: "ModelConfig | DraftConfig") -> int:
     formats: list[MatrixFormat] = [] if config.quantiser is None else [config.quantiser.packed]
     if config.quantisation is not None:
         formats += [rule.stored.packed for rule in config.quantisation.rules]

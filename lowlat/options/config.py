@@ -83,6 +83,13 @@ class SpeculativeConfig:
         "Let each step choose how many drafts it makes and verifies, from none to num_speculative_tokens, by what is "
         "accepted and what it costs; of chains.",
     )
+    draft_tensor_parallel_size: int | None = declare(
+        None,
+        "Cards that share the draft model's layers: 1, each has all, or the target's.",
+        1,
+        8,
+        otherwise="tensor_parallel_size, where it can be cut",
+    )
     max_path_len: int | None = declare(
         None, "Nodes of a tree's longest path, root included, at most.", 1, MAX_SPECULATIVE_TOKENS + 1
     )

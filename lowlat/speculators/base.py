@@ -179,8 +179,8 @@ class Speculator(ABC):
         """The geometry of its draft model; None where it has none."""
         return None
 
-    def rounded(self, config: DraftConfig) -> "Speculator":
-        """The same with its draft model's geometry, whose layers are rounded at load; itself where it has none."""
+    def with_config(self, config: DraftConfig) -> "Speculator":
+        """The same with another geometry of its draft model, rounded at load or a rank's; itself without one."""
         return self
 
     @property

@@ -97,4 +97,4 @@ def rounded_speculator(speculator: Speculator, kind: Literal["fp8", "int4"] | No
     if kind is None or config is None:
         return speculator
     quantiser = Quantiser(kind, lm_head=True, option="draft_quantize")
-    return speculator.rounded(rounding(config, quantiser, "the draft model"))
+    return speculator.with_config(rounding(config, quantiser, "the draft model"))

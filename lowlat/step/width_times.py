@@ -89,7 +89,7 @@ def set_costs(
 
 def _facts(executor: StepTimer, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:
     """All that times of steps depend on."""
-    from lowlat.kernels.toolchain.compiler import source_digest  # the compiler's imports are for machines with a card
+    from lowlat.kernels.toolchain.digests import source_digest  # the compiler's imports are for machines with a card
 
     properties: Any = torch.cuda.get_device_properties(executor.device)
     speculator = geometry.speculator

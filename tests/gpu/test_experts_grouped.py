@@ -22,7 +22,8 @@ from mixture_cases import Poisoned
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.moe.packing import pack_experts, unpack_expert
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
+from lowlat.kernels.moe.prefill import experts as by_card
+from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_experts, prefill_gate_up
 from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
 from lowlat.kernels.moe.prefill.grouping import group_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, most_tiles
@@ -98,8 +99,8 @@ def test_pairs_are_grouped_by_expert(launcher: Launcher, rows: int, ranks: int, 
     for tile_pairs in TILE_PAIRS:
         lists, place, tiles = groups(launcher, ids, num_experts, tile_pairs), 0, []
         for expert, count in enumerate(counts):
-            cuts = range(0, count, tile_pairs)
-            tiles += [[expert, place + cut, min(tile_pairs, count - cut), 0] for cut in cuts]
+            size = min(tile_pairs, max(8, -(-count // max(1, -(-count // tile_pairs)) // 8) * 8))
+            tiles += [[expert, place + cut, min(size, count - cut), 0] for cut in range(0, count, size)]
             place += count
         assert torch.equal(lists["order"][: len(want)].long(), want)
         assert lists["tiles"][: len(tiles)].tolist() == tiles and not lists["tiles"][len(tiles) :].any()
@@ -221,6 +222,37 @@ def test_a_pair_has_the_same_bits_in_any_company(
             for tile_pairs in TILE_PAIRS:
                 for changes in ({}, {"warps": 8}, {"stages": 2}):
                     assert torch.equal(run(launcher, experts, inputs, others, tile_pairs, **changes)[place], alone[0])
+
+
+@pytest.mark.parametrize(
+    ("held", "num_experts", "sizes"),
+    [(True, 8, (5760, 2880, 4)), ("fp8_block", 16, (1536, 2048, 8)), (False, 4, (256, 192, 2))],
+)
+def test_warpgroups_have_the_bits_of_the_other_gemms(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, held: Any, num_experts: int, sizes: tuple[int, int, int]
+) -> None:
+    """A mixture's pairs may go to either, by how many they are: tiles of one size and of two, rows with dead ranks."""
+    if launcher.card.capability != (9, 0):
+        pytest.skip("GEMMs by warpgroups are for capability 9.0")
+    width, depth, ranks = sizes
+    up = make_experts(num_experts, width, depth, quantised=held, gated=True, device="cuda", biased=held is True)
+    down = make_experts(num_experts, depth, width // 2, quantised=held, gated=False, device="cuda", biased=held is True)
+    for rows, kind in ((40, "random"), (230, "shared"), (700, "dead"), (1500, "random")):
+        ids, x = choices(kind, rows, ranks, num_experts, "cuda"), torch.randn(rows, depth, device="cuda").bfloat16()
+        if kind == "random":
+            ids[3:30, 1:] = -1
+        outs = torch.full((2, rows, depth), torch.nan, device="cuda")
+        for out, answer in zip(outs, (True, False), strict=True):
+            monkeypatch.setattr(by_card, "takes_warpgroups", lambda *_, answer=answer: answer)
+            activated = torch.full((rows, ranks, width // 2), torch.nan, device="cuda").bfloat16()
+            calls = prefill_experts(
+                x, ids, shares_of(ids), gate_up=up.packed, gate_up_bias=up.packed_bias, down=down.packed,
+                down_bias=down.bias, activated=activated, out=out, **up.limits, workspace=Poisoned("cuda"),
+                card=launcher.card,
+            )  # fmt: skip
+            launcher.run(*calls)
+        assert apart(*outs) < 1e-5, (rows, kind)
+        assert torch.equal(*outs), (rows, kind)
 
 
 def test_every_code_at_every_scale_is_exact(launcher: Launcher) -> None:

@@ -1,5 +1,5 @@
 """What tests over sockets share."""
 
-from socket_fixtures import no_leaks, serve, transport
+from socket_fixtures import no_leaks, serve, server, soon, transport
 
-__all__ = ["no_leaks", "serve", "transport"]
+__all__ = ["no_leaks", "serve", "server", "soon", "transport"]

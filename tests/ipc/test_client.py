@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,32 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from scripted_server import LIMITS, ScriptedServer, expected_text, expected_tokens, ipc_url, welcome
+from scripted_server import LIMITS, ScriptedServer, expected_text, expected_tokens, ids_of, ipc_url, quiet, welcome
+from socket_fixtures import OVER_EACH
 
 from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
-from lowlat.ipc import Chunk, Client, libzmq
+from lowlat.ipc import Client, libzmq
 from lowlat.ipc.client import protocol
 from lowlat.ipc.wire import Bye, Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
-
-
-@pytest.fixture
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ScriptedServer]:
-    """Over ipc://, or over what OVER_EACH says."""
-    over_tcp = getattr(request, "param", "ipc") == "tcp"
-    with ScriptedServer("tcp://127.0.0.1:*" if over_tcp else ipc_url(tmp_path)) as running:
-        yield running
-
-
-OVER_EACH = pytest.mark.parametrize("server", ["ipc", "tcp"], indirect=True)
-
-
-def ids_of(chunks: list[Chunk]) -> tuple[int, ...]:
-    return tuple(token for chunk in chunks for token in chunk.token_ids)
-
-
-def quiet(server: ScriptedServer, identity: bytes, message: Any, body: bytes) -> list[bytes]:
-    """A handler that never answers."""
-    return []
 
 
 def test_text_and_tokens_come_whole_and_the_last_chunk_has_figures(server: ScriptedServer) -> None:
@@ -252,13 +232,6 @@ def test_a_silent_server_is_gone_within_five_seconds(server: ScriptedServer) -> 
     assert len(server.wait_for(Health)) >= 2
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the usual heartbeats: what happens after seconds of silence happens soon."""
-    monkeypatch.setattr(protocol, "HEARTBEAT_INTERVAL_S", protocol.HEARTBEAT_INTERVAL_S / 10)
-    monkeypatch.setattr(protocol, "SILENCE_S", protocol.SILENCE_S / 10)
-
-
 def test_a_slow_server_is_not_gone(server: ScriptedServer, soon: None) -> None:
     server.handlers = {Submit: quiet}
     with Client(server.url) as client:
@@ -349,14 +322,6 @@ def test_a_fork_says_so_and_the_parent_goes_on(server: ScriptedServer) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "201\n", "")
     assert not [message for message in server.received if isinstance(message, Cancel)]
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also in a process that was started to ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -3,41 +3,20 @@
 import asyncio
 import gc
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from scripted_server import ScriptedServer, expected_text, expected_tokens, ipc_url
+from scripted_server import ScriptedServer, expected_text, expected_tokens, ids_of, ipc_url, quiet
+from socket_fixtures import OVER_EACH
 
 from lowlat.errors import Busy, LowlatError, RequestError, ServerGone, StreamError
 from lowlat.ipc import AsyncClient, Chunk
-from lowlat.ipc.client import protocol
 from lowlat.ipc.client.asynchronous import AsyncGeneration
-from lowlat.ipc.wire import Cancel, Credit, Error, Health, Hello, Submit
-
-
-@pytest.fixture
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ScriptedServer]:
-    """Over ipc://, or over what OVER_EACH says."""
-    over_tcp = getattr(request, "param", "ipc") == "tcp"
-    with ScriptedServer("tcp://127.0.0.1:*" if over_tcp else ipc_url(tmp_path)) as running:
-        yield running
-
-
-OVER_EACH = pytest.mark.parametrize("server", ["ipc", "tcp"], indirect=True)
-
-
-def quiet(server: ScriptedServer, identity: bytes, message: Any, body: bytes) -> list[bytes]:
-    return []
+from lowlat.ipc.wire import Cancel, Credit, Error, Health, Hello, Submit, encode
 
 
 async def all_of(generation: AsyncGeneration) -> list[Chunk]:
     return [chunk async for chunk in generation]
-
-
-def ids_of(chunks: list[Chunk]) -> tuple[int, ...]:
-    return tuple(token for chunk in chunks for token in chunk.token_ids)
 
 
 @OVER_EACH
@@ -176,13 +155,6 @@ def test_a_killed_server_is_noticed_and_the_next_call_connects_anew(tmp_path: Pa
     asyncio.run(main())
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the usual heartbeats: what happens after seconds of silence happens soon."""
-    monkeypatch.setattr(protocol, "HEARTBEAT_INTERVAL_S", protocol.HEARTBEAT_INTERVAL_S / 10)
-    monkeypatch.setattr(protocol, "SILENCE_S", protocol.SILENCE_S / 10)
-
-
 @OVER_EACH
 def test_a_silent_server_is_gone_and_a_timeout_is_ones_own(server: ScriptedServer, soon: None) -> None:
     async def main() -> None:
@@ -203,7 +175,7 @@ def test_a_silent_server_is_gone_and_a_timeout_is_ones_own(server: ScriptedServe
 
 
 def test_refusals(server: ScriptedServer, tmp_path: Path) -> None:
-    server.handlers[Submit] = lambda s, i, message, b: [encode_busy(message.number)]
+    server.handlers[Submit] = lambda s, i, message, b: [encode(Error("busy", "full", number=message.number))]
 
     async def main() -> None:
         async with AsyncClient(server.url) as client:
@@ -218,12 +190,6 @@ def test_refusals(server: ScriptedServer, tmp_path: Path) -> None:
             await nobody.connect()
 
     asyncio.run(main())
-
-
-def encode_busy(number: int) -> bytes:
-    from lowlat.ipc.wire import encode
-
-    return encode(Error("busy", "full", number=number))
 
 
 def test_two_tasks_may_not_read_one_stream(server: ScriptedServer) -> None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from fake_engine import FakeEngine, expected_tokens
+from scripted_server import ids_of
 from served import Serve, eventually
 
 from lowlat.ipc import AsyncClient, Chunk, Client
@@ -16,10 +17,6 @@ HEARTBEATS = {"heartbeat_interval_s": 0.1, "heartbeat_timeout_s": 0.4}
 SILENT_S = 1.2  # several times as long as a silent client is borne with
 LONG_PROMPT = [7] * 2_000_000  # nearly 8 MiB
 LONG_CONTEXT = 3_000_000
-
-
-def ids_of(chunks: list[Chunk]) -> tuple[int, ...]:
-    return tuple(token for chunk in chunks for token in chunk.token_ids)
 
 
 def test_a_stream_that_nobody_reads_for_long_loses_nothing(serve: Serve) -> None:

@@ -23,7 +23,7 @@ from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BucketLadder, BufferSet
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.reference.step.widths import MAX_WIDTH, choose_width, join_widths
-from lowlat.kernels.toolchain.compiler import source_digest
+from lowlat.kernels.toolchain.digests import source_digest
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.step import width_times
 from lowlat.step.adaptive import build_adaptive
@@ -245,6 +245,6 @@ def test_times_are_kept_for_the_same_facts_alone(tmp_path: Path, monkeypatch: py
     geometry = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=3).geometry
     digests = [source_digest(), "of other kernels", "of other kernels"]
     for digest in digests:
-        monkeypatch.setattr("lowlat.kernels.toolchain.compiler.source_digest", lambda digest=digest: digest)
+        monkeypatch.setattr("lowlat.kernels.toolchain.digests.source_digest", lambda digest=digest: digest)
         times(**width_times._facts(stand_in, geometry, fuse=True))
     assert len(measured) == 6

@@ -1,8 +1,6 @@
 """The gpt-oss benchmark without a card: bytes and floors, rows and report, weights, the checks of a soak."""
 
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -11,8 +9,29 @@ from typing import Any
 
 import pytest
 import torch
+from benches import bench
 from lowered import Lowered
 
+from bench.dense_cases import Case
+from bench.gpt_oss_cases import (
+    CASES,
+    FULL_VOCABULARY,
+    MODELS,
+    MORE_CASES,
+    SMALL,
+    SMALL_CASES,
+    OssCase,
+    bound_speedup,
+    draft_config,
+    expected_experts,
+    expert_bytes,
+    model_config,
+    step_bytes,
+)
+from bench.gpt_oss_soak import check_state
+from bench.gpt_oss_step import make_weights, shapes_of, with_experts
+from bench.grouped_gemm import Choices, product_entries
+from bench.wall import Wall
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.lowering.binding import Binding
@@ -20,33 +39,26 @@ from lowlat.executors.lowering.lower import lower, weight_layouts
 from lowlat.executors.lowering.weight_parts import expert_parts
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
+from lowlat.host.memory.plan import memory_need
 from lowlat.kernels.gemm.prefill.plan import segments_of
 from lowlat.kernels.moe.packing import unpack_expert
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.models.program import Stage
+from lowlat.models.weight_plan import weight_plan
+from lowlat.speculators.eagle3.weights import draft_weight_plan
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
+from lowlat.step.prefill import build_prefill
+from lowlat.tools.profile.recording import call_sites
 from lowlat.tools.profile.report import Summary, summarise
 from lowlat.tools.profile.times import CallSite, KernelEvent, attribute
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bench_is_importable(repository: Path) -> Iterator[None]:
-    """`bench` is no part of the package: it is run from a checkout."""
-    sys.path.insert(0, str(repository))
-    yield
-    sys.path.remove(str(repository))
+gpt_oss, gpt_oss_soak = bench("gpt_oss"), bench("gpt_oss_soak")
 
 
 def test_bytes_are_those_of_the_parts() -> None:
     """Against the sums of the canonical weights themselves, of every kind once."""
-    from bench.dense_cases import Case
-    from bench.gpt_oss_cases import MODELS, OssCase, draft_config, expert_bytes, model_config, step_bytes
-    from lowlat.models.weight_plan import weight_plan
-    from lowlat.speculators.eagle3.weights import draft_weight_plan
-
     for name, model in MODELS.items():
         plan = weight_plan(model_config(model, 4096))
         sizes = {weight: torch.empty(shape, dtype=dtype, device="meta") for weight, (shape, dtype) in plan.items()}
@@ -72,8 +84,6 @@ def test_bytes_are_those_of_the_parts() -> None:
 
 
 def test_bounds_are_ratios_of_floors_at_the_same_place() -> None:
-    from bench.gpt_oss_cases import MODELS, bound_speedup, expected_experts
-
     base = {"model": "a", "batch": 1, "context": 8, "num_speculative_tokens": 0, "floor_ms": 2.0}
     row = {**base, "num_speculative_tokens": 3, "floor_ms": 4.0}
     assert bound_speedup(row, [row, base]) == {"2.3": 1.15, "2.7": 1.35, "3.0": 1.5}
@@ -85,9 +95,6 @@ def test_bounds_are_ratios_of_floors_at_the_same_place() -> None:
 
 def lowered_case(case: Any, alike: bool, vocab_size: int = 512) -> Lowered:
     """The step of a small case, lowered on the CPU with the benchmark's own weights."""
-    from bench.gpt_oss_cases import SMALL
-    from bench.gpt_oss_step import make_weights, shapes_of
-
     small = replace(SMALL, vocab_size=vocab_size)
     depth = case.step.num_speculative_tokens
     drafted = TreeTopology.chain(depth)
@@ -102,8 +109,6 @@ def lowered_case(case: Any, alike: bool, vocab_size: int = 512) -> Lowered:
 
 
 def test_weights_made_in_place_are_what_the_step_reads() -> None:
-    from bench.gpt_oss_cases import SMALL, SMALL_CASES
-
     for case in SMALL_CASES:
         step = lowered_case(case, case.alike)
         owned = {tensor.data_ptr() for tensor in step.owned()}
@@ -120,12 +125,10 @@ def test_weights_made_in_place_are_what_the_step_reads() -> None:
 
 def test_a_full_head_s_step_is_covered_at_its_real_vocabulary() -> None:
     """Of every draft step a product of 201088 ids and one choice among them; the case is run where it is asked for."""
-    from bench.gpt_oss_cases import CASES, FULL_VOCABULARY, MORE_CASES, step_bytes
-
     names = [case.name for case in MORE_CASES]
     assert names == ["120b, 1 x 32K, S=3, full head"] and MORE_CASES[0] not in CASES
     listed = next(case for case in CASES if case.step == MORE_CASES[0].step and not case.alike)
-    more = step_bytes(_model("120b"), MORE_CASES[0], 15) - step_bytes(_model("120b"), listed, 15)
+    more = step_bytes(MODELS["120b"], MORE_CASES[0], 15) - step_bytes(MODELS["120b"], listed, 15)
     assert more == 3 * (FULL_VOCABULARY - 32000) * 2880 * 2
     case = replace(MORE_CASES[0], model="small", step=replace(MORE_CASES[0].step, context=192))
     step = lowered_case(case, alike=False, vocab_size=FULL_VOCABULARY)
@@ -139,17 +142,7 @@ def test_a_full_head_s_step_is_covered_at_its_real_vocabulary() -> None:
     assert step.workspace.num_bytes < 32 << 20
 
 
-def _model(name: str) -> Any:
-    from bench.gpt_oss_cases import MODELS
-
-    return MODELS[name]
-
-
 def test_experts_bytes_reach_their_launches() -> None:
-    from bench.gpt_oss_cases import SMALL, SMALL_CASES, expert_bytes
-    from bench.gpt_oss_step import with_experts
-    from lowlat.tools.profile.recording import call_sites
-
     step = lowered_case(SMALL_CASES[1], alike=False)
     sites = with_experts(call_sites(step.groups, step.buffers, [[192, 192]]), SMALL, [3, 5, 2, 4])
     moved = [site.moved_bytes for site in sites if site.kernel.startswith("experts_mlp")]
@@ -191,9 +184,6 @@ class StandIn:
 def test_the_flow_from_cases_to_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bench import gpt_oss
-    from bench.wall import Wall
-
     monkeypatch.setattr(gpt_oss, "make_step", StandIn)
     monkeypatch.setattr(gpt_oss, "measure_wall", lambda *_: Wall(100.0, 0, 0, {}))
     out = tmp_path / "results" / "oss.json"
@@ -219,10 +209,6 @@ def test_the_flow_from_cases_to_report(
 
 def test_the_products_of_prefill_are_entries() -> None:
     """Every launch has the arrays that it takes, in prefill's own tiles and in others."""
-    from bench.gpt_oss_cases import SMALL
-    from bench.gpt_oss_step import make_weights
-    from bench.grouped_gemm import Choices, product_entries
-
     weights = make_weights(SMALL, CPU, alike=False, draft_vocab_size=64)
     launched: list[Any] = []
     launcher: Any = SimpleNamespace(device=CPU, card=H200, run=lambda *calls: launched.extend(calls))
@@ -239,13 +225,6 @@ def test_the_products_of_prefill_are_entries() -> None:
 def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk: int) -> None:
     """What experts add to each row, logits, lists of pairs and tiles, keys and values; nothing where torch's operations
     run."""
-    from bench.dense_cases import Case
-    from bench.gpt_oss_cases import MODELS, OssCase, model_config
-    from bench.gpt_oss_step import shapes_of
-    from lowlat.host.memory.plan import memory_need
-    from lowlat.models.weight_plan import weight_plan
-    from lowlat.step.prefill import build_prefill
-
     model = MODELS["120b"]
     plan = weight_plan(model_config(model, 4096))
     weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
@@ -265,9 +244,6 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
 
 
 def test_a_soak_sees_what_is_wrong() -> None:
-    from bench.gpt_oss_cases import SMALL_CASES
-    from bench.gpt_oss_soak import check_state
-
     case = SMALL_CASES[1]
     state = {
         "lengths": torch.tensor([192 + 10, 192 + 40]),
@@ -317,8 +293,6 @@ class SoakedStep:
 def test_a_soak_s_rows_are_written_after_each_pass(
     strange: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bench import gpt_oss, gpt_oss_soak
-
     monkeypatch.setattr(gpt_oss_soak, "OssStep", SoakedStep)
     monkeypatch.setattr(SoakedStep, "strange", strange)
     out = tmp_path / "results" / "soak.json"

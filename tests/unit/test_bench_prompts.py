@@ -1,26 +1,18 @@
 """The benchmark of whole prompts, tried on a tiny model without a card."""
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benches import bench
 
+from lowlat.executors.reference import ReferenceExecutor
 
-@pytest.fixture(autouse=True)
-def bench_is_importable(repository: Path) -> Iterator[None]:
-    """`bench` is no part of the package: it is run from a checkout."""
-    sys.path.insert(0, str(repository))
-    yield
-    sys.path.remove(str(repository))
+prompts = bench("prompts")
 
 
 def test_a_row_for_each_prompt_and_number_of_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every position is prefilled once, in as few calls as may be."""
-    from bench import prompts
-    from lowlat.executors.reference import ReferenceExecutor
-
     sizes, run = [], ReferenceExecutor.prefill
 
     def prefill(executor: ReferenceExecutor, size: int) -> None:

@@ -1,25 +1,19 @@
 """The benchmark of weights by format, tried on a tiny model without a card."""
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benches import bench
 
+from bench.dense_cases import LLAMA_8B, step_bytes
+from bench.weights import CASES, WeightsCase, weight_bytes
 
-@pytest.fixture(autouse=True)
-def bench_is_importable(repository: Path) -> Iterator[None]:
-    """`bench` is no part of the package: it is run from a checkout."""
-    sys.path.insert(0, str(repository))
-    yield
-    sys.path.remove(str(repository))
+weights = bench("weights")
 
 
 def test_a_row_for_each_case_with_its_floor_and_what_is_predicted(tmp_path: Path) -> None:
     """Also what a build does not have, or no time was left for, has a row."""
-    from bench import weights
-
     out, given = tmp_path / "rows.json", ["--small", "--device", "cpu", "--replays", "1", "--turn", "1"]
     names = ["tiny bf16, LM head bf16, KV bf16", "tiny int4_32, LM head", "tiny fp8, LM head fp8, KV bf16, draft fp8"]
     only = [word for name in names for word in ("--only", name)]
@@ -43,14 +37,13 @@ def test_a_row_for_each_case_with_its_floor_and_what_is_predicted(tmp_path: Path
         beyond = plain["ms_p50"] - plain["floor_ms"]
         assert row["predicted_ms"] == pytest.approx(row["floor_ms"] + beyond, abs=2e-4)
         assert row["bytes"] <= (1.0 if kind == "bf16" else 0.6) * plain["bytes"]
-    assert weights.main([*given, "--limit-s", "0", "--only", "tiny nvfp4", "--out", str(out)]) == 0
-    assert json.loads(out.read_text())[0]["skipped"] == "0 s were over"
+    listed = ["--geometry", "llama-1b", "--case", "1x64x0", "4x64x0", "--weights", "fp8"]
+    assert weights.main([*given, *listed, "--limit-s", "0", "--out", str(out)]) == 0
+    found = [(row["model"], row["weights"], row["batch"], row["skipped"]) for row in json.loads(out.read_text())]
+    assert found == [("llama-1b", "fp8", batch, "0 s were over") for batch in (1, 4)]
 
 
 def test_bytes_of_plain_weights_are_the_dense_benchmark_s() -> None:
-    from bench.dense_cases import LLAMA_8B, step_bytes
-    from bench.weights import CASES, WeightsCase, weight_bytes
-
     plain = [case for case in CASES if case.model == "llama-8b" and {case.weights, case.kv, case.draft} == {"bf16"}]
     assert len(plain) == 3 and all(weight_bytes(LLAMA_8B, each) == step_bytes(LLAMA_8B, each.step) for each in plain)
     fp8 = WeightsCase("llama-8b", "fp8", "fp8", "fp8", plain[0].step)

@@ -23,6 +23,7 @@ SPECULATIVE_BOUNDS = {
     "max_path_len": (1, 8),
     "max_decoding_tokens": (1, 64),
     "max_non_leaves_per_layer": (1, 64),
+    "draft_tensor_parallel_size": (1, 8),
     "draft_window": (1, 1 << 20),
     "simulated_seed": (0, (1 << 63) - 1),
     "specpv_block_size": (1, 1024),

@@ -32,6 +32,8 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("ranks")
     model = make_target(folder / "llama", "llama", gain=0.45, **SIZES)
     copying_draft_model(folder / "head", model, draft_vocab_size=80)
+    cut = {**SIZES, "qk_norm": True, "draft_vocab_size": 80}
+    random_draft_model(folder / "cut", model, **cut)
     random_draft_model(folder / "sharing", model, own_lm_head=False)
     odd = {"num_attention_heads": 15, "num_key_value_heads": 5}  # of 2 ranks one has 9 heads, one 6
     make_target(folder / "odd", "qwen3", **{**SIZES, **odd})
@@ -63,8 +65,10 @@ class Decoded:
                 for rank in range(size):
                     own = executor.peer_state(rank)
                     assert all(torch.equal(own[name], executor.state[name]) for name in STATE)
-            accepted = runtime.summary().get("eagle_speculation")
-            assert draft is None or accepted["num_drafts"] > 0
+            drafted = runtime.executor.state.get("head.k_cache")
+            self.num_drafted_heads = 0 if drafted is None else drafted.shape[1]
+            self.acceptance = runtime.summary().get("eagle_speculation")
+            assert draft is None or self.acceptance["num_drafts"] > 0
 
     def _keep(self, op: Op, arguments: Any) -> None:
         if op.kind == "sample":
@@ -74,7 +78,8 @@ class Decoded:
 @pytest.mark.parametrize(
     ("name", "head", "options"),
     [
-        ("llama", "head", {}),
+        ("llama", "cut", {}),
+        later("llama", "head", {}),
         later("llama", "sharing", {}),
         later("tied", None, {"quantize": "fp8", "quantize_lm_head": True}),
         later("odd", None, {}),
@@ -93,7 +98,8 @@ def test_the_number_of_ranks_changes_no_bit(
     one, *others = (Decoded(targets[name], size, path, tp_invariant=True, **options) for size in sizes)
     for found in others:
         assert found.tokens == one.tokens and len(found.logits) == len(one.logits)
-        assert all(map(torch.equal, found.logits, one.logits))
+        assert all(map(torch.equal, found.logits, one.logits)) and found.acceptance == one.acceptance
+        assert head != "cut" or found.num_drafted_heads == 1
     assert others[0].num_kv_heads == (3 if name == "odd" else 1) and others[-1].num_kv_heads == 1 + (name == "odd")
     if head is not None:
         assert Decoded(targets[name], 2, tp_invariant=True).tokens == one.tokens
@@ -154,20 +160,24 @@ def test_what_ranks_cannot_have_is_refused_by_name(targets: dict[str, Path]) -> 
     target = targets["llama"]
     for size, options, message in (
         (3, {}, "tensor_parallel_size must be 1, 2, 4 or 8, got 3"),
-        (2, {"devices": (0, 0)}, "as many cards as tensor_parallel_size 2, each once"),
+        (2, {"devices": (0, 0), "device": "cuda"}, "as many cards as tensor_parallel_size 2, each once"),
         (2, {"devices": (0, 1), "device": "cpu"}, "device 'cpu' asks for one"),
+        (4, {"draft": ("cut", 2)}, "draft_tensor_parallel_size must be 1 or tensor_parallel_size 4, got 2"),
+        (4, {"draft": ("head", 4)}, "the draft model cannot be cut: tensor_parallel_size 4 is more than 1"),
     ):
+        name, asked = options.pop("draft", ("cut", None))
+        draft = lowlat.SpeculativeConfig(model=targets[name], draft_tensor_parallel_size=asked)
         with pytest.raises(lowlat.ConfigError, match=message):
-            lowlat.Runtime.load(target, tensor_parallel_size=size, **options)
+            lowlat.Runtime.load(target, draft, tensor_parallel_size=size, **{**SHAPES, **options})
     config = read_model_config(target)
     for size, fields, message in (
         (
             8,
             {"num_heads": 4},
-            "8 is more than 2, the parts into which the target's num_attention_heads 4",
+            "8 is more than 2, the parts of num_attention_heads 4 with num_key_value_heads 2",
         ),
-        (8, {"intermediate_size": 56}, "cuts the target's intermediate_size 56 into parts of multiples of 8"),
-        (8, {"vocab_size": 60}, "a vocabulary of 64 ids"),
+        (8, {"intermediate_size": 56}, "cuts intermediate_size 56 into parts of multiples of 8"),
+        (8, {"vocab_size": 60}, "needs 64 ids in a vocabulary, which has 60"),
         (8, {"quantiser": Quantiser("int4", group=32)}, "at multiples of 16, and 32 are held together"),
     ):
         with pytest.raises(lowlat.ConfigError, match=message):

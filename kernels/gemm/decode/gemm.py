@@ -185,6 +185,8 @@ def decode_gemm(
         else:
             own = replace(plan, steps_held=held, keeps_argmax=best is not None)
             chosen = replace(own, tile_bytes=shape.weights.shared_bytes)
+            if chosen.span > 1 and shape.steps % (WARPS * chosen.span):
+                raise ShapeError(f"a depth of {depth} does not give every warp a multiple of {chosen.span} steps")
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
         beside = columns if residual is None else residual[part]
@@ -267,6 +269,7 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     name = (
         f"decode_gemm_{kind}{shape.epilogue}{heads}_{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
+        f"{'x2' * (plan.span - 1)}{'_dense' * (plan.density - 1)}"
         f"{norm}{best}{'' if plan.suspends else '_awake'}"
     )
     signature = (types.int64,) * (8 + NUM_ROTATION + NUM_NORM)
@@ -353,7 +356,8 @@ def examples(card: Card = H200) -> list[Kernel]:
     for rows, shape in examples_for(card, quantised, 1):
         held = 0 if shape.norm_eps is None else steps_to_hold(rows, shape.depth, card)
         most = min(rows, rows_at_once(card))
-        made.append(_make(shape, plan_decode_gemm(most, shape.width, card, held, weights=shape.weights)))
+        plan = plan_decode_gemm(most, shape.width, card, held, weights=shape.weights, depth=shape.depth)
+        made.append(_make(shape, plan))
     for rows, shape in examples_for(card, normed, 2):
         if held := steps_to_hold(rows, shape.depth, card):
             made.append(_make(shape, plan_decode_gemm(rows, shape.width, card, held)))

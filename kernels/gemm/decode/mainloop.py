@@ -21,7 +21,7 @@ LOADS = {"bf16": bf16_fragment.load_half, "fp8": fp8_fragment.load_half, "nvfp4"
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """A function of a warp: fill its stages with weights, throttled; the next tile and step, and how many are full."""
     tiles, steps, stages, throttle = plan.groups(shape.width), shape.steps, plan.stages, plan.throttle
-    stage_bytes, hold_back = plan.stage_bytes, ptx.copies_wait(plan.throttle - 1)
+    stage_bytes, hold_back, stride = plan.stage_bytes, ptx.copies_wait(plan.throttle - 1), WARPS * plan.span
     issue_weights = _issue_weights(shape, plan)
 
     @device_function
@@ -31,7 +31,7 @@ def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
             if step < uint32(steps) and tile < uint32(tiles):
                 issue_weights(mine + uint32(number * stage_bytes), weight, tile, step, lane)
                 filled = number + 1
-                step = uint32(step + uint32(WARPS))
+                step = uint32(step + uint32(stride))
                 if step >= uint32(steps):
                     step, tile = first, uint32(tile + uint32(cuda.gridDim.x))
             ptx.copies_commit()
@@ -48,8 +48,9 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
     mine, held  its stages, and the rows that the block holds, of the lane's first bytes
     ahead       the tile and the step behind what is on its way, and how many stages are
     """
-    tiles, steps = plan.groups(shape.width), shape.steps
+    tiles, steps, span, stride = plan.groups(shape.width), shape.steps, plan.span, WARPS * plan.span
     stages, stage_bytes, sum_bytes, rows_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes, plan.rows_bytes
+    step_bytes, next_rows = plan.step_bytes, WARPS * rows_bytes if plan.steps_held else plan.step_bytes
     issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
     multiply, store, weight_tiles, columns = _multiply(shape, plan), _store(plan), plan.weight_tiles, plan.columns
     holds = plan.steps_held > 0
@@ -74,11 +75,11 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
             for number in range(stages):
                 if number < filled:
                     issue_rows(mine + uint32(number * stage_bytes), x, step, lane, count)
-                    step = uint32(step + uint32(WARPS))
+                    step = uint32(step + uint32(stride))
                     if step >= uint32(steps):
                         step = first
                 ptx.copies_commit()
-        here, end = mine, mine + uint32(stages * stage_bytes)
+        here, end = uint32(mine), uint32(mine + uint32(stages * stage_bytes))
         tile, area, parity = uint32(cuda.blockIdx.x), uint32(0), uint32(1)
         while tile < uint32(tiles):
             sums = zeros()
@@ -88,21 +89,23 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
                 if shared:
                     ptx.sync_warp()
                 rows = uint32(held + in_rows + step * uint32(rows_bytes)) if holds else uint32(here + to_rows)
-                sums = multiply(sums, here, rows, uint32(here + to_words))
+                for part in range(span):
+                    place = uint32(here + uint32(part * step_bytes))
+                    sums = multiply(sums, place, uint32(rows + uint32(part * next_rows)), uint32(place + to_words))
                 if shared:
                     ptx.sync_warp()
                 if ahead_tile < uint32(tiles):
                     issue_weights(here, weight, ahead_tile, ahead_step, lane)
                     if not holds:
                         issue_rows(here, x, ahead_step, lane, count)
-                    ahead_step = uint32(ahead_step + uint32(WARPS))
+                    ahead_step = uint32(ahead_step + uint32(stride))
                     if ahead_step >= uint32(steps):
                         ahead_step, ahead_tile = first, uint32(ahead_tile + blocks)
                 ptx.copies_commit()
-                here += uint32(stage_bytes)
+                here = uint32(here + uint32(stage_bytes))
                 if here == end:
-                    here = mine
-                step = uint32(step + uint32(WARPS))
+                    here = uint32(mine)
+                step = uint32(step + uint32(stride))
             for part in range(weight_tiles):
                 place = totals + area * uint32(WARPS * sum_bytes) + warp * uint32(sum_bytes) + corner * uint32(4)
                 await_free(barriers, area, parity)
@@ -138,37 +141,44 @@ def _store(plan: DecodeGemmPlan) -> Any:
 
 
 def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    """Copy a lane's own bytes of one k step of a group of weight tiles to its place in shared memory."""
-    weight_tiles, shared_bytes = plan.weight_tiles, plan.tile_bytes
+    """Copy a lane's own bytes of a stage's k steps of a group of weight tiles to its place in shared memory."""
+    weight_tiles, shared_bytes, doubled, stage_step = plan.weight_tiles, plan.tile_bytes, plan.span > 1, plan.step_bytes
     step_bytes, tile_bytes = shape.weights.step_bytes, shape.steps * shape.weights.step_bytes
-    code_bytes, words = shape.weights.code_bytes, shape.weights.words
+    code_bytes, words, apart = shape.weights.code_bytes, shape.weights.words, WARPS * shape.weights.step_bytes
     last, quarters = -(-shape.width // 16) - 1, shape.weights.code_bytes // 512
+
+    @device_function
+    def issue_step(place: Any, start: Any, lane: Any) -> None:
+        source = start + int64(lane) * 16
+        for quarter in range(quarters):
+            ptx.copy_async_16_once(place + uint32(quarter * 512), source + quarter * 512)
+        for word in range(words):
+            target = place + uint32(code_bytes + word * 128) - lane * uint32(12)
+            ptx.copy_async_4(uint32(target), start + code_bytes + word * 32 + int64(lane >> uint32(2)) * 4)
 
     def issue(place: Any, weight: Any, tile: Any, step: Any, lane: Any) -> None:
         for part in range(weight_tiles):
             # the last group may lack tiles: it takes the last one again, and nobody reads those sums
             number = min(uint32(tile * uint32(weight_tiles) + uint32(part)), uint32(last))
             start = weight + int64(number) * int64(tile_bytes) + int64(step) * int64(step_bytes)
-            source = start + int64(lane) * 16
-            for quarter in range(quarters):
-                ptx.copy_async_16_once(place + uint32(part * shared_bytes + quarter * 512), source + quarter * 512)
-            for word in range(words):
-                target = place + uint32(part * shared_bytes + code_bytes + word * 128) - lane * uint32(12)
-                ptx.copy_async_4(uint32(target), start + code_bytes + word * 32 + int64(lane >> uint32(2)) * 4)
+            target = uint32(place + uint32(part * shared_bytes))
+            issue_step(target, start, lane)
+            if doubled:
+                issue_step(uint32(target + uint32(stage_step)), start + int64(apart), lane)
 
     return device_function(issue)
 
 
 def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    """Copy a lane's bytes of the rows' k step.
+    """Copy a lane's bytes of the rows' k steps of a stage.
 
     Lanes of rows that do not exist copy nothing and feed rubbish to columns of the output that nobody reads.
     """
     depth, row_tiles, offset = shape.depth, plan.row_tiles, plan.weight_tiles * plan.tile_bytes
-    rows_bytes, half_bytes = plan.rows_bytes, plan.rows_bytes // 2
+    rows_bytes, half_bytes, doubled, step_bytes = plan.rows_bytes, plan.rows_bytes // 2, plan.span > 1, plan.step_bytes
 
-    def issue(place: Any, x: Any, step: Any, lane: Any, count: Any) -> None:
-        column = int64(step) * 64 + int64(lane & uint32(3)) * 8
+    @device_function
+    def issue_step(place: Any, x: Any, column: Any, lane: Any, count: Any) -> None:
         for tile in range(row_tiles):
             row = tile * 8 + int64(lane >> uint32(2))
             if row < count:
@@ -182,6 +192,12 @@ def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
                     ptx.copy_async_16_or_zero(target, source if low else x, uint32(16) if low else uint32(0))
                     place_high = target + uint32(half_bytes)
                     ptx.copy_async_16_or_zero(place_high, source + 64 if high else x, uint32(16) if high else uint32(0))
+
+    def issue(place: Any, x: Any, step: Any, lane: Any, count: Any) -> None:
+        column = int64(step) * 64 + int64(lane & uint32(3)) * 8
+        issue_step(place, x, column, lane, count)
+        if doubled:
+            issue_step(uint32(place + uint32(step_bytes)), x, column + WARPS * 64, lane, count)
 
     return device_function(issue)
 

@@ -34,7 +34,7 @@ __all__ = [
 
 WARPS = 8  # that multiply
 MOST_FINISHING = {1: 4, 2: 4, 4: 2, 8: 2}  # warps, by tiles of rows: more rows leave fewer registers
-THROTTLE = 4  # tiles of a warp's k step under way before the kernel before this one has ended
+THROTTLE = 8192  # bytes that a warp has under way before the kernel before this one has ended
 ROW_BYTES = 128  # a row by 64 columns
 MAX_ROWS = 64
 MOST_CHUNKS = 16  # of 8 elements of rows that a thread norms: they are in its registers
@@ -65,6 +65,8 @@ class DecodeGemmPlan:
     steps_held    k steps of its rows, all of them, that a block norms and holds; 0: rows are copied beside the weights
     keeps_argmax  a block keeps the partial argmax of each of its rows: see `partial_argmax`
     tile_bytes    of a step of one weight tile in shared memory
+    span          k steps that a warp copies and multiplies at once: 2 where every warp has an even number of them, or 1
+    density       blocks of the grid on a multiprocessor: 1 or 2
     """
 
     row_tiles: int
@@ -78,11 +80,14 @@ class DecodeGemmPlan:
     steps_held: int = 0
     keeps_argmax: bool = False
     tile_bytes: int = BF16_TILES.shared_bytes
+    span: int = 1
+    density: int = 1
 
     @property
     def knobs(self) -> Knobs:
-        """The numbers that a table may choose."""
-        return {"weight_tiles": self.weight_tiles, "stages": self.stages, "areas": self.areas}
+        """The numbers that a table may choose; those of quantised weights alone where they are not 1."""
+        more = {name: value for name, value in (("span", self.span), ("density", self.density)) if value > 1}
+        return {"weight_tiles": self.weight_tiles, "stages": self.stages, "areas": self.areas, **more}
 
     def groups(self, width: int) -> int:
         """Groups of weight tiles, which the grid walks, of a weight of so many rows."""
@@ -106,7 +111,7 @@ class DecodeGemmPlan:
     @property
     def throttle(self) -> int:
         """The most stages under way before the kernel before this one has ended: its own reads are not to queue."""
-        return max(1, THROTTLE // self.weight_tiles)
+        return -(-THROTTLE // (self.weight_tiles * self.tile_bytes * self.span * self.density))
 
     @property
     def rows_bytes(self) -> int:
@@ -114,9 +119,14 @@ class DecodeGemmPlan:
         return self.columns * ROW_BYTES
 
     @property
-    def stage_bytes(self) -> int:
+    def step_bytes(self) -> int:
         """One warp's copy of one k step."""
         return self.weight_tiles * self.tile_bytes + (0 if self.steps_held else self.row_tiles * self.rows_bytes)
+
+    @property
+    def stage_bytes(self) -> int:
+        """One warp's copy of the k steps that it multiplies at once."""
+        return self.span * self.step_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -236,15 +246,18 @@ def candidate_plans(
     *,
     keeps_argmax: bool = False,
     weights: TileFormat = BF16_TILES,
+    depth: int = 0,
 ) -> tuple[DecodeGemmPlan, ...]:
     """The plans for M rows by [N, K] that fit a card, the derived one first, then those that are likely to be faster.
 
     steps_held  of the rows: what `steps_to_hold` gives, or 0
     weights     how the weight is held
+    depth       K; 0: any
     Raises ShapeError for a card whose blocks have too little shared memory.
     """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
-    plans = _candidates(row_tiles, _columns(rows), width, card, card.read_gb_s, steps_held, keeps_argmax, weights)
+    sizes = (row_tiles, _columns(rows), width, card, card.read_gb_s, steps_held, keeps_argmax, weights)
+    plans = _candidates(*sizes, depth > 0 and -(-depth // 64) % (2 * WARPS) == 0)
     if not plans:
         raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
     return plans
@@ -258,9 +271,10 @@ def plan_decode_gemm(
     *,
     keeps_argmax: bool = False,
     weights: TileFormat = BF16_TILES,
+    depth: int = 0,
 ) -> DecodeGemmPlan:
     """The derived plan for M rows by [N, K]: the first of `candidate_plans`, which see."""
-    return candidate_plans(rows, width, card, steps_held, keeps_argmax=keeps_argmax, weights=weights)[0]
+    return candidate_plans(rows, width, card, steps_held, keeps_argmax=keeps_argmax, weights=weights, depth=depth)[0]
 
 
 def choose_decode_plan(
@@ -268,7 +282,9 @@ def choose_decode_plan(
 ) -> tuple[DecodeGemmPlan, Planned]:
     """The plan for M rows by a card's table, or the derived one; and its place in tables. Raises as they do."""
     keeps = shape.best is not None
-    plans = candidate_plans(rows, shape.width, card, steps_held, keeps_argmax=keeps, weights=shape.weights)
+    plans = candidate_plans(
+        rows, shape.width, card, steps_held, keeps_argmax=keeps, weights=shape.weights, depth=shape.depth
+    )
     facts: dict[str, Fact] = {
         "rows": 8 * plans[0].row_tiles if rows > 8 else plans[0].columns, "N": shape.width, "K": shape.depth,
         "epilogue": shape.epilogue, "normed": steps_held > 0, "argmax": keeps,
@@ -288,29 +304,37 @@ def _candidates(
     steps_held: int,
     keeps_argmax: bool,
     weights: TileFormat,
+    is_even: bool,
 ) -> tuple[DecodeGemmPlan, ...]:
-    """One block a multiprocessor; the derived plan multiplies as many tiles at once as keep most of them busy."""
+    """The derived plan multiplies as many tiles at once as keep most multiprocessors busy, one block on each.
+
+    is_even  every warp has an even number of k steps
+
+    Quantised weights of one tile of rows take two steps at once and, where no argmax is kept, two blocks a
+    multiprocessor: their decoding is bound by the latency of a warp's instructions.
+    """
 
     tile_bytes = weights.shared_bytes
     most_stages = MOST_STAGES * BF16_TILES.shared_bytes // tile_bytes  # as many bytes under way
+    decodes = weights != BF16_TILES and row_tiles == 1
 
-    def cut(weight_tiles: int, stages: int, areas: int) -> DecodeGemmPlan:
-        num_blocks = min(_groups(width, weight_tiles), card.num_multiprocessors)
+    def cut(weight_tiles: int, stages: int, areas: int, span: int = 1, density: int = 1) -> DecodeGemmPlan:
+        num_blocks = min(_groups(width, weight_tiles), density * card.num_multiprocessors)
         plan = DecodeGemmPlan(
-            row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, card.suspends, steps_held, keeps_argmax,
-            tile_bytes,
+            row_tiles, columns, weight_tiles, stages, areas, num_blocks, density, card.suspends, steps_held,
+            keeps_argmax, tile_bytes, span, density,
         )  # fmt: skip
         shares = plan.shared_bytes <= card.most_bytes(2) and not steps_held
         return replace(plan, sharing=2) if shares else plan
 
-    def derive(weight_tiles: int) -> DecodeGemmPlan | None:
+    def derive(weight_tiles: int, span: int = 1, density: int = 1) -> DecodeGemmPlan | None:
         """The first that fits, of the most stages on."""
-        whole, part = card.shared_bytes, int(card.shared_bytes * SHARE)
+        whole, part = card.most_bytes(density), int(card.shared_bytes * SHARE)
         sizes = [(stages, areas, part) for stages in range(MOST_STAGES_OF_MORE, 1, -1) for areas in (2, 1)]
         if row_tiles == 1:
-            sizes = [(stages, 2, whole) for stages in range(most_stages, 0, -1)]
+            sizes = [(stages, 2, whole) for stages in range(most_stages // (span * density), 0, -1)]
         sizes += [(2, 2, whole), (2, 1, whole), (1, 2, part), (1, 1, whole)]
-        plans = ((cut(weight_tiles, stages, areas), budget) for stages, areas, budget in sizes)
+        plans = ((cut(weight_tiles, stages, areas, span, density), budget) for stages, areas, budget in sizes)
         return next((plan for plan, budget in plans if plan.shared_bytes <= budget), None)
 
     each = 0 if steps_held else row_tiles * columns * ROW_BYTES
@@ -322,13 +346,17 @@ def _candidates(
     derived = [plan for _, tiles in ranked if (plan := derive(tiles)) is not None]
     if not derived:
         return ()
+    spans, densities = (2, 1) if decodes and is_even else (1,), (2, 1) if decodes and not keeps_argmax else (1,)
+    pairs = [pair for pair in product(spans, densities) if pair != (1, 1)]
+    dense = (derive(plan.weight_tiles, *pair) for plan in derived for pair in pairs)
+    dense = (plan for plan in dense if plan and (plan.density == 1 or plan.num_blocks > card.num_multiprocessors))
     tiles, stages, areas = derived[0].weight_tiles, derived[0].stages, derived[0].areas
     near = [(tiles, stages + 1, areas), (tiles, stages * 3 // 4, areas), (tiles, stages, 3 - areas)]
     far = [(tiles, stages // 2, areas), *((p.weight_tiles, p.stages * 3 // 4, p.areas) for p in derived[1:2])]
     rest = product((tiles for _, tiles in ranked), range(most_stages, 0, -1), (2, 1))
     cuts = ((cut(*sizes) for sizes in some if sizes[1] > 0) for some in (near, far, rest))
-    plans = dict.fromkeys((*derived[:2], *next(cuts), *derived[2:], *next(cuts), *next(cuts)))
-    return tuple(plan for plan in plans if plan.shared_bytes <= card.shared_bytes)
+    plans = dict.fromkeys((*dense, *derived[:2], *next(cuts), *derived[2:], *next(cuts), *next(cuts)))
+    return tuple(plan for plan in plans if plan.shared_bytes <= card.most_bytes(plan.density))
 
 
 def _cost(rows_bytes: int, step_cost: int, weight_bytes: int, weight_tiles: int, width: int, card: Card) -> float:

@@ -18,7 +18,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32
 
-__all__ = ["STEP", "arrange", "arranged_shape", "examples", "place_of"]
+__all__ = ["STEP", "arrange", "arranged_shape", "examples", "place_of", "transposed"]
 
 STEP = 64  # columns
 HALF = 32
@@ -68,7 +68,7 @@ def _exchanged(words: Any, odd: Any, distance: Any) -> Any:
 
 
 @device_function
-def _transposed(words: Any, lane: Any) -> Any:
+def transposed(words: Any, lane: Any) -> Any:
     """Four words of each of four neighbouring lanes: word i of lane j becomes word j of lane i."""
     a, b, c, d = words
     odd = (lane & uint32(1)) != uint32(0)
@@ -101,7 +101,7 @@ def _make(columns: int) -> Kernel:
         a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
         if row < uint32(rows) and column < uint32(columns):
             a, b, c, d = ptx.load_global_128(x + (int64(row) * int64(columns) + int64(column)) * int64(2))
-        a, b, c, d = _transposed((a, b, c, d), uint32(cuda.threadIdx.x))
+        a, b, c, d = transposed((a, b, c, d), uint32(cuda.threadIdx.x))
         if row < uint32(rows):
             step, place = uint32(piece >> uint32(3)), uint32((piece ^ row) & uint32(7))
             target = out + (int64(step) * int64(rows) + int64(row)) * int64(2 * STEP)

@@ -4,21 +4,26 @@ Each operation groups its pairs for itself, so that it may stand alone; a down G
 same pairs takes the lists that it left in the workspace. What they ask workspaces for follows from shapes alone.
 """
 
+import math
 from dataclasses import replace
 
 import torch
 
+from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, partials_workspace
 from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
 from lowlat.kernels.moe.prefill.grouping import group_pairs
+from lowlat.kernels.moe.prefill.pair_arrangement import arrange_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, TILE_WORDS, most_tiles
 from lowlat.kernels.moe.prefill.plan import MixturePlan, choose_mixture_plan
-from lowlat.kernels.moe.rank_sum import add_ranks
+from lowlat.kernels.moe.prefill.warpgroup_gemm import warpgroup_down, warpgroup_gate_up
+from lowlat.kernels.moe.prefill.warpgroup_plan import MOST_PAIRS, takes_warpgroups, warpgroup_workspaces
+from lowlat.kernels.moe.rank_sum import add_placed_ranks, add_ranks
 from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace, WorkspaceShape
 from lowlat.kernels.tuning.table import Planned
 
-__all__ = ["list_workspaces", "prefill_down", "prefill_gate_up"]
+__all__ = ["list_workspaces", "prefill_down", "prefill_experts", "prefill_gate_up"]
 
 
 def list_workspaces(rows: int, ranks: int, num_experts: int) -> tuple[WorkspaceShape, WorkspaceShape]:
@@ -93,6 +98,67 @@ def prefill_down(
         plan=plan.of(shape, card),
     )  # fmt: skip
     return calls + _marked(product, planned) + add_ranks(partials=partials, expert_ids=expert_ids, out=out)
+
+
+def prefill_experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    *,
+    gate_up: PackedExperts,
+    gate_up_bias: torch.Tensor | None = None,
+    down: PackedExperts,
+    down_bias: torch.Tensor | None = None,
+    activated: torch.Tensor,
+    out: torch.Tensor,
+    limit: float | None = None,
+    alpha: float | None = None,
+    workspace: Workspace,
+    card: Card,
+) -> list[KernelCall]:
+    """Both GEMMs of a mixture, and the sum by rank, in four or five launches.
+
+    x               [M, K]     bf16
+    expert_ids      [M, R]     int32: no expert twice in a row; -1 dead
+    expert_weights  [M, R]     float32: shares
+    gate_up, down              and their biases, limit and alpha: as `prefill_gate_up` and `prefill_down` take them
+    activated       [M, R, I]  bf16: may be written
+    out             [M, N]     float32, out: the bits of `prefill_gate_up` and `prefill_down` one after the other
+    workspace       is asked for `list_workspaces`, and for `partials_workspace` or, where the card multiplies so many
+                    pairs by warpgroups, for `warpgroup_workspaces`
+    Captured: yes. Raises ShapeError for shapes that do not fit.
+    """
+    (rows, ranks), (hidden, inner) = expert_ids.shape, (gate_up.columns, down.columns)
+    if not takes_warpgroups(hidden, inner, rows * ranks, down.num_experts, card) or hidden != down.rows:
+        rest = {"workspace": workspace, "card": card}
+        return [
+            *prefill_gate_up(
+                x, expert_ids, experts=gate_up, bias=gate_up_bias, out=activated, limit=limit, alpha=alpha, **rest
+            ),
+            *prefill_down(
+                activated, expert_ids, expert_weights, experts=down, bias=down_bias, out=out, grouped=True, **rest
+            ),
+        ]
+    order, tiles = (workspace(*each) for each in list_workspaces(rows, ranks, down.num_experts))
+    lists = {"order": order, "tiles": tiles[: most_tiles(rows * ranks, down.num_experts, MOST_PAIRS)]}
+    asked = warpgroup_workspaces(rows, ranks, down.num_experts, hidden, inner)
+    places, arranged, outputs = (workspace(*each) for each in asked)
+    inputs_shape = arranged_shape(outputs.shape[0], hidden)
+    inputs = outputs.view(-1).view(torch.bfloat16)[: math.prod(inputs_shape)].view(inputs_shape)
+    return [
+        *group_pairs(expert_ids=expert_ids, num_experts=down.num_experts, tile_pairs=MOST_PAIRS, **lists),
+        *arrange_pairs(x=x, ranks=ranks, **lists, places=places, out=inputs),
+        *warpgroup_gate_up(
+            arranged=inputs, tiles=lists["tiles"], weight=gate_up, bias=gate_up_bias, out=arranged, limit=limit,
+            alpha=alpha, ranks=ranks, card=card,
+        ),
+        *warpgroup_down(
+            arranged=arranged, tiles=lists["tiles"], weight=down, bias=down_bias, out=outputs, ranks=ranks, card=card
+        ),
+        *add_placed_ranks(
+            outputs=outputs, places=places, expert_ids=expert_ids, expert_weights=expert_weights, out=out
+        ),
+    ]  # fmt: skip
 
 
 def _group(

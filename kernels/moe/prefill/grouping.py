@@ -34,7 +34,8 @@ def group_pairs(
     order       [M * R] int32, out: pairs, as row * R + rank, by expert, those of an expert in order; dead pairs have
                         no place, and what is left of the list is not written
     tiles       [n, 4]  int32, out, n as `most_tiles` has it: expert, place of its first pair in the list, how many
-                        pairs, zero; in order of experts; no pairs in tiles behind the last
+                        pairs, zero; in order of experts; no pairs in tiles behind the last. As few of an expert as can
+                        be, and these as equal as multiples of 8 pairs are
     One block: some microseconds for some thousand pairs. Captured: yes.
     Raises ShapeError for shapes that do not fit, or more than 512 experts.
     """
@@ -151,8 +152,11 @@ def _make(warps: int, num_experts: int) -> Kernel:
             left = ptx.load_shared_u32(uint32(totals + uint32(expert) * uint32(4)))
             first = ptx.load_shared_u32(uint32(firsts + uint32(expert) * uint32(4)))
             at = tiles + int64(ptx.load_shared_u32(uint32(tile_firsts + uint32(expert) * uint32(4)))) * int64(16)
+            own = max(uint32(1), uint32(uint32(left + tile_pairs - uint32(1)) // tile_pairs))
+            even = uint32(uint32(left + own - uint32(1)) // own)
+            size = min(tile_pairs, uint32(uint32(even + uint32(7)) & uint32(0xFFFFFFF8)))
             while left > uint32(0):
-                here = min(left, tile_pairs)
+                here = min(left, size)
                 ptx.store_global_128(at, uint32(expert), first, here, uint32(0))
                 left, first, at = uint32(left - here), uint32(first + here), at + int64(16)
         none = uint32(0)

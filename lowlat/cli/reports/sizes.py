@@ -136,7 +136,7 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
         speculator, topologies = plan_speculator(speculative, config), make_topologies(speculative)
         weights.update(_without_content(speculator.weight_plan(config.dtype)))
     geometry = make_geometry(config, speculator, topologies, options, speculative)
-    ranks = tuple(rank_geometries(geometry, options))
+    ranks = tuple(rank_geometries(geometry, options, speculative))
     return Plan(geometry, ranks, topologies, weights, ahead_bytes(target_groups(config)), made_bytes)
 
 

@@ -16,6 +16,7 @@ from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
 from lowlat.kernels.gemm.prefill.plan import MOST_ROWS
 from lowlat.kernels.moe.plan import partials_workspace
 from lowlat.kernels.moe.prefill.experts import list_workspaces
+from lowlat.kernels.moe.prefill.warpgroup_plan import fits_warpgroups, warpgroup_workspaces
 from lowlat.kernels.moe.router import router_workspace
 from lowlat.kernels.partial.block_lists import scores_workspace
 from lowlat.kernels.toolchain.kernel import WorkspaceShape
@@ -66,8 +67,13 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
     if op.kind in EXPERT_GEMMS:
         rows, ranks = program.buffers[op.reads["expert_ids"]].shape
         num_experts, width = shape_of(next(iter(op.weights.values())))[0], program.buffers[op.writes["out"]].shape[-1]
-        down = [partials_workspace(rows, ranks, width)] if op.kind == "experts_down" else []
-        return [*list_workspaces(rows, ranks, num_experts), *down]
+        lists = list_workspaces(rows, ranks, num_experts)
+        if op.kind == "experts_gate_up":
+            return [*lists]
+        inner = program.buffers[op.reads["activated"]].shape[-1]
+        if fits_warpgroups(width, inner, rows * ranks, num_experts):
+            return [*lists, *warpgroup_workspaces(rows, ranks, num_experts, width, inner)]
+        return [*lists, partials_workspace(rows, ranks, width)]
     if op.kind == "router":
         rows = program.buffers[op.writes["expert_ids"]].shape[0]
         return [router_workspace(rows, shape_of(op.weights["weight"])[0])]

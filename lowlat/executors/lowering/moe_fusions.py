@@ -10,11 +10,11 @@ import torch
 
 from lowlat.executors.lowering.binding import Binding, Call, decodes
 from lowlat.executors.lowering.fusion import Fusion, Run
-from lowlat.executors.lowering.operations import down_alone, lower_alone
 from lowlat.executors.lowering.weight_parts import experts_name
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.decode.mlp import experts_mlp
 from lowlat.kernels.moe.plan import partials_workspace
+from lowlat.kernels.moe.prefill.experts import prefill_experts
 from lowlat.kernels.moe.router import RouterNorm, router, router_logits
 from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import Card
@@ -110,15 +110,33 @@ def _normed_router(binding: Binding, run: Run) -> Sequence[Call]:
 
 def _grouped(run: Run, card: Card) -> bool:
     gate_up, down = run.op("experts_gate_up"), run.op("experts_down")
-    return not decodes(down) and gate_up.reads["expert_ids"] == down.reads["expert_ids"]
+    feeds = down.reads["activated"] == gate_up.writes["out"]
+    return not decodes(down) and feeds and gate_up.reads["expert_ids"] == down.reads["expert_ids"]
+
+
+def _activated(run: Run) -> list[str]:
+    return [run.op("experts_gate_up").writes["out"]]
 
 
 def _experts(binding: Binding, run: Run) -> Sequence[Call]:
     """Both GEMMs of many rows, by one grouping of their pairs."""
-    return [
-        *lower_alone(binding, run.op("experts_gate_up")),
-        *down_alone(binding, run.op("experts_down"), grouped=True),
-    ]
+    gate_up, down = run.op("experts_gate_up"), run.op("experts_down")
+    first, second, weights = binding.arguments(gate_up), binding.arguments(down), binding.weights
+    return prefill_experts(
+        first["x"],
+        first["expert_ids"],
+        second["expert_weights"],
+        gate_up=weights.experts(experts_name(gate_up)),
+        gate_up_bias=weights.experts_bias(experts_name(gate_up)) if "bias" in gate_up.weights else None,
+        down=weights.experts(experts_name(down)),
+        down_bias=weights.vector(down.weights["bias"]) if "bias" in down.weights else None,
+        activated=first["out"],
+        out=second["out"],
+        limit=first["limit"],
+        alpha=first["alpha"],
+        workspace=binding.workspace,
+        card=binding.card,
+    )
 
 
 MOE_FUSIONS = (
@@ -126,5 +144,5 @@ MOE_FUSIONS = (
         "mixture", "rms_norm router experts_gate_up experts_down add", 3, _mixture, _mixes, _summed, _gate_up
     ),
     Fusion("norm+router", "rms_norm router", 1, _normed_router, _norms_routed),
-    Fusion("experts", "experts_gate_up experts_down", 1, _experts, _grouped),
+    Fusion("experts", "experts_gate_up experts_down", 1, _experts, _grouped, _activated),
 )  # fmt: skip

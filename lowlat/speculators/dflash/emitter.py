@@ -105,7 +105,7 @@ class DflashEmitter:
         level.stage = Stage.EAGLE_DRAFT_LM_HEAD
         normed = level.norm(stream, "head.norm.weight", draft.rms_norm_eps, "final")
         head = "head.lm_head" if draft.own_lm_head else "lm_head"
-        shard = None if draft.own_lm_head else scope.config.shard
+        shard = draft.shard if draft.own_lm_head else scope.config.shard
         logits = level.vocabulary(normed, head, draft.draft_vocab_size, "logits", shard)
         if isinstance(scope.topology, DynamicTree):
             growth = scope.growth()
@@ -177,10 +177,11 @@ class DflashEmitter:
             heads = (draft.num_heads, 0)
             product = level.qk_norm(product, name, heads, draft.head_dim, draft.rms_norm_eps, "q_normed")
         query = level.rotate(product, {"q": draft.num_heads}, draft.head_dim, self.tables)["q"]
-        attended = level.attention(query, _caches(layer), draft.query_size, scale=draft.head_dim**-0.5)
-        output = level.linear(attended, f"{name}.o", draft.hidden_size, "output", bias=draft.output_bias)
+        scale = draft.head_dim**-0.5
+        attended = level.attention(query, _caches(layer), draft.query_size, shard=draft.shard, scale=scale)
+        output = level.output(attended, f"{name}.o", draft.hidden_size, draft.shard, bias=draft.output_bias)
         middle = level.add(stream, output, f"layers.{layer}.residual.middle")
         level.stage = Stage.EAGLE_DRAFT_FFN
         inner = level.norm(middle, f"{name}.ffn_norm.weight", draft.rms_norm_eps, "normed")
-        output = level.gated_ffn(inner, name, draft.intermediate_size, draft.hidden_size)
+        output = level.gated_ffn(inner, name, draft.intermediate_size, draft.hidden_size, shard=draft.shard)
         return level.add(middle, output, f"layers.{layer}.residual.out")

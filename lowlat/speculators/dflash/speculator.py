@@ -61,8 +61,8 @@ class DflashSpeculator(Speculator):
         """The draft model's geometry."""
         return self.config
 
-    def rounded(self, config: DraftConfig) -> Self:
-        """The same with a draft model whose layers are rounded at load."""
+    def with_config(self, config: DraftConfig) -> Self:
+        """The same with another geometry: layers rounded at load, or a rank's part."""
         return replace(self, config=config)
 
     @property

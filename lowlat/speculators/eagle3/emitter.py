@@ -56,7 +56,7 @@ class Eagle3Emitter:
         self.name = layer_name(self.last)
         self.embedding = "head.embed.weight" if draft.own_embedding else "embed.weight"
         self.lm_head = "head.lm_head" if draft.own_lm_head else "lm_head"
-        self.shard = None if draft.own_lm_head else config.shard  # the target's head is cut as it is there
+        self.head_shard = draft.shard if draft.own_lm_head else config.shard  # the target's is cut as it is there
 
     def emit_fc(self, emitter: Emitter, features: str) -> str:
         """Captured features [M, F * Ht] to the draft model's hidden width [M, H]; the final hidden state is it."""
@@ -145,8 +145,9 @@ class Eagle3Emitter:
         seen: dict[str, Any] = {"scale": draft.head_dim**-0.5, "first": 1, "window": window}
         if emitter.rows.chunk is None:
             seen["keep_first"] = keep_first
-        attended = emitter.attention(query, _caches(layer), draft.query_size, **seen)
-        output = emitter.linear(attended, f"{layer_name(layer)}.o", draft.hidden_size, "output", bias=draft.output_bias)
+        attended = emitter.attention(query, _caches(layer), draft.query_size, shard=draft.shard, **seen)
+        name, width = f"{layer_name(layer)}.o", draft.hidden_size
+        output = emitter.output(attended, name, width, draft.shard, bias=draft.output_bias)
         return emitter.add(residual, output, self._stream("middle", layer))
 
     def emit_ffn(self, emitter: Emitter, middle: str, layer: int) -> str:
@@ -154,7 +155,7 @@ class Eagle3Emitter:
         draft, name = self.draft, layer_name(layer)
         normed = emitter.norm(middle, f"{name}.ffn_norm.weight", draft.rms_norm_eps, "normed")
         inner, width = draft.intermediate_size, draft.hidden_size
-        output = emitter.gated_ffn(normed, name, inner, width, bias=draft.mlp_bias)
+        output = emitter.gated_ffn(normed, name, inner, width, bias=draft.mlp_bias, shard=draft.shard)
         return emitter.add(middle, output, self._stream("out", layer))
 
     def emit_logits(self, emitter: Emitter, residual: str) -> tuple[str, str]:
@@ -162,7 +163,7 @@ class Eagle3Emitter:
         draft = self.draft
         emitter.stage = Stage.EAGLE_DRAFT_LM_HEAD
         normed = emitter.norm(residual, "head.norm.weight", draft.rms_norm_eps, "final")
-        logits = emitter.vocabulary(normed, self.lm_head, draft.draft_vocab_size, "logits", self.shard)
+        logits = emitter.vocabulary(normed, self.lm_head, draft.draft_vocab_size, "logits", self.head_shard)
         return logits, normed if draft.norm_output else residual
 
     def emit_draft(self, emitter: Emitter, logits: str, num_ranks: int) -> str:

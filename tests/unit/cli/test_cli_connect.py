@@ -176,15 +176,7 @@ def test_on_a_terminal_commands_work_and_errors_do_not_end_the_chat(
     assert "/nonsense cannot be done now" in shown.err and "/retry cannot be done now" in shown.err
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, in what a shell started in the background, too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("local", [False, True])
 def test_ctrl_c_ends_an_answer_and_not_the_chat(
     endpoint: str, talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], local: bool

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from compiled_examples import Compiled
 
-from lowlat.kernels.toolchain.compiler import source_digest
+from lowlat.kernels.toolchain.digests import source_digest
 
 COMPILING_S = 900  # whoever comes first compiles for all, and the others wait
 

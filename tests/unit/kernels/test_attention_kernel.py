@@ -64,7 +64,10 @@ def test_the_grid_does_not_depend_on_the_lengths() -> None:
 
 def test_buckets_share_a_kernel() -> None:
     """The same machine code for all numbers of slots and, where one tile of query rows is enough, of rows."""
-    assert call(batch=1, rows=1)[0].kernel is call(batch=4, rows=4)[0].kernel
+    assert call(batch=1, rows=3)[0].kernel is call(batch=4, rows=4)[0].kernel
+    assert call(batch=1, rows=1)[0].kernel is call(batch=4, rows=2)[0].kernel
+    assert call(rows=2)[0].kernel is not call(rows=3)[0].kernel, "eight query rows have no second half of a tile"
+    assert call(rows=2)[1].kernel is call(rows=3)[1].kernel
     assert call(rows=4, head_dim=64)[0].kernel is not call(rows=5, head_dim=64)[0].kernel
     assert call(change={"window": 8})[0].kernel is not call()[0].kernel
     assert call(change={"keep_first": 3})[0].kernel is call()[0].kernel  # without a window it means nothing

@@ -21,7 +21,7 @@ from lowlat.kernels.attention.launch_plan import (
 from lowlat.kernels.attention.tile_counts import TileCounts, count_tiles
 from lowlat.kernels.toolchain.kernel import H200, Card
 
-NAMES = tuple(f"attention.{part}" for part in ("plan", "copies", "tile", "merge", "combine", "attention"))
+NAMES = tuple(f"attention.{part}" for part in ("plan", "copies", "products", "tile", "merge", "combine", "attention"))
 WARPS = 4
 
 
@@ -41,10 +41,10 @@ def walked(case: Case, plan: AttentionPlan, tail: int | None) -> tuple[torch.Ten
 
     walker = Walker(may_leave=True)
     with walkable(walker, *NAMES) as modules:
-        tile: Any = modules[2]
+        tile: Any = modules[3]
         kernel: Any = modules[-1]
-        products, hide, attend = tile._make_products, tile._make_hide, kernel.make_attend
-        tile._make_products = lambda shape: (counted("executed", products(shape)[0]), products(shape)[1])
+        score, hide, attend = tile._make_score, tile._make_hide, kernel.make_attend
+        tile._make_score = lambda shape: counted("executed", score(shape))
         tile._make_hide = lambda shape: counted("masked", hide(shape))
         kernel.make_attend = lambda shape: counted("total", attend(shape))
         calls = kernel.attention(

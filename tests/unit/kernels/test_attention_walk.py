@@ -12,7 +12,9 @@ from attention_cases import Case, chain, check, tree
 from kernel_walk import Walker, walkable
 from stages import later
 
-PARTS = ("plan", "copies", "coded_products", "tile", "merge", "combine")
+from lowlat.kernels.toolchain.kernel import H200, Card
+
+PARTS = ("plan", "copies", "products", "tile", "merge", "combine")
 NAMES = ("common.kv_codes", *(f"attention.{part}" for part in PARTS))
 HEAD_DIM = 64
 
@@ -54,19 +56,29 @@ SCALES = torch.tensor([[0.5, 0.04], [1.0, 0.75]]).bfloat16().float()
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "lengths", "window", "late"),
-    [(64, [10], None, True), later(128, [290], None, False), later(64, [70], 128, False)],
+    ("head_dim", "lengths", "window", "late", "card"),
+    [
+        (64, [10], None, True, H200),
+        (64, [10], None, False, Card(108, 163 * 1024, (8, 0))),
+        later(128, [290], None, False, H200),
+        later(64, [70], 128, False, H200),
+    ],
 )
-def test_codes_are_the_reference_s(head_dim: int, lengths: list[int], window: int | None, late: bool) -> None:
-    """Heads of both sizes, scales by head; a row whose key, or value, is no number is none, and leaves the others."""
+def test_codes_are_the_reference_s(
+    head_dim: int, lengths: list[int], window: int | None, late: bool, card: Card
+) -> None:
+    """Heads of both sizes, scales by head, queries of far sizes; codes that the card converts, or shifts do; a row
+    whose key, or value, is no number is none, and leaves the others."""
     kv_heads = 1 if head_dim == 128 else 2
     case = Case(
         lengths, [[1, 3, 5, 9]], head_dim=head_dim, group=4, kv_heads=kv_heads, block=16, device="cpu", window=window,
         kv_scales=SCALES[:, :kv_heads].contiguous(),
     )  # fmt: skip
+    case.q[1] *= 2.0**20
+    case.q[3] *= 2.0**-100
     place = lengths[0] + 2
     case.caches[late][case.table[0, place // 16], :, place % 16, 5] = 255
-    found, expected = run(case, late, num_blocks=2), case.expected()
+    found, expected = run(case, late, num_blocks=2, card=card), case.expected()
     check(found[[0, 1, 3]], expected[[0, 1, 3]])
     assert found[2].isnan().all() and expected[2].isnan().any()
 
@@ -79,12 +91,19 @@ def test_splits_and_their_sum_are_the_reference_s(rows: str, late: bool) -> None
     check(run(case, late, num_blocks=3), case.expected())
 
 
-def test_a_row_has_the_same_bits_in_any_company() -> None:
-    case = Case([130], [chain(3)], head_dim=HEAD_DIM, group=2, block=16, device="cpu", window=100)
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_row_has_the_same_bits_in_any_company(coded: bool) -> None:
+    """With dead neighbours; and alone, where its query rows are half a tile."""
+    scales = SCALES[:, :1].contiguous() if coded else None
+    case = Case(
+        [130], [chain(3)], head_dim=HEAD_DIM, group=4, kv_heads=1, block=16, device="cpu", window=100, kv_scales=scales
+    )
     together = run(case, True, num_blocks=2)
     case.live = torch.tensor([0, 1, 0], dtype=torch.uint8)
-    alone = run(case, False, num_blocks=1)
-    assert torch.equal(alone[1], together[1]) and not alone[[0, 2]].any()
+    among_dead = run(case, False, num_blocks=1)
+    assert torch.equal(among_dead[1], together[1]) and not among_dead[[0, 2]].any()
+    case.q, case.lengths, case.masks, case.live = case.q[1:2], [131], [[1]], case.live[1:2]
+    assert torch.equal(run(case, True, num_blocks=1)[0], together[1])
 
 
 def test_a_row_whose_window_begins_later_than_its_neighbours_has_the_bits_of_the_row_alone() -> None:

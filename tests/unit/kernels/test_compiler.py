@@ -12,7 +12,7 @@ from numba.core.types.functions import BaseFunction
 
 from lowlat.errors import DeviceError
 from lowlat.kernels.toolchain import compiler
-from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_ahead, compile_kernel, link, source_digest
+from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_ahead, compile_kernel, link
 from lowlat.kernels.toolchain.kernel import Kernel
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, cuda, float32, fork_compiler, int64, types, uint32
 
@@ -64,25 +64,21 @@ def test_a_kernel_is_compiled_once(tmp_path: Path, counted: list[str]) -> None:
     assert len(list((tmp_path / "deep" / "cache").iterdir())) == 3  # nothing half-written stays
 
 
-def test_other_sources_and_other_compilers_are_another_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The references' sources count: kernels take the layout of records from them."""
-    (tmp_path / "reference").mkdir()
-    files = [tmp_path / "compiler.py", tmp_path / "reference" / "slot_record.py"]
-    for path in files:
-        path.write_text("1")
-    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
-    digests = {source_digest.__wrapped__()}
-    for path in files:
-        path.write_text("2")
-        digests.add(source_digest.__wrapped__())
-    monkeypatch.setattr(compiler, "version", lambda package: f"{package} of another kind")
-    digests.add(source_digest.__wrapped__())
-    assert len(digests) == 4
-
-
-def test_the_sources_are_all_of_the_kernels() -> None:
-    found = {path.relative_to(compiler.SOURCES).parts[0] for path in compiler.SOURCES.rglob("*.py")}
-    assert {"attention", "common", "gemm", "moe", "reference", "rows", "sampling", "step", "toolchain"} <= found
+def test_another_nvvm_s_code_is_taken_where_one_s_own_is_unknown(
+    tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a directory may be carried to a machine where NVVM comes with the toolkit; other versions know each other."""
+    for mine, compiled in (("13.3", 1), ("13.4", 2), ("13.4", 2), ("unknown", 2), ("13.4", 2), ("13.3", 3)):
+        monkeypatch.setattr(compiler, "assembler", lambda mine=mine: mine)
+        assert compile_ahead([make(1)], HOPPER, tmp_path) == compiled - len(counted)
+        assert compile_kernel(make(1), HOPPER, tmp_path).is_cubin
+        assert len(counted) == compiled
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    for mine, compiled in (("unknown", 4), ("unknown", 4), ("13.3", 5)):
+        monkeypatch.setattr(compiler, "assembler", lambda mine=mine: mine)
+        compile_kernel(make(1), HOPPER, tmp_path)
+        assert len(counted) == compiled
 
 
 @pytest.mark.parametrize(
@@ -131,7 +127,7 @@ def test_a_cache_that_cannot_be_written_is_only_slower(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_bytes", forbidden)
-    monkeypatch.setattr(compiler, "source_digest", lambda: "known")
+    monkeypatch.setattr(compiler, "kernel_digest", lambda kernel: "known")
     assert compile_kernel(make(1), HOPPER, tmp_path / "full").is_cubin
 
 

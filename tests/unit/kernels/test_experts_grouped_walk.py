@@ -56,8 +56,10 @@ def wanted_groups(ids: torch.Tensor, num_experts: int, tile_pairs: int) -> tuple
     flat = ids.reshape(-1).tolist()
     for expert in range(num_experts):
         pairs = [pair for pair, chosen in enumerate(flat) if chosen == expert]
-        for start in range(0, len(pairs), tile_pairs):
-            tiles.append([expert, len(order) + start, min(tile_pairs, len(pairs) - start), 0])
+        number = max(1, -(-len(pairs) // tile_pairs))
+        size = min(tile_pairs, -(-len(pairs) // number // 8) * 8)  # as equal as eights are
+        for start in range(0, len(pairs), max(size, 1)):
+            tiles.append([expert, len(order) + start, min(size, len(pairs) - start), 0])
         order += pairs
     return order, tiles
 

@@ -16,7 +16,7 @@ from lowlat.kernels.partial.block_summary import summarise_blocks
 from lowlat.kernels.toolchain.kernel import Card
 
 COMMON = ("common.memory", "common.norm_math", "common.kv_codes")
-PARTS = ("plan", "copies", "coded_products", "tile", "merge", "combine", "attention")
+PARTS = ("plan", "copies", "products", "tile", "merge", "combine", "attention")
 ATTENTION = ("common.kv_codes", *(f"attention.{part}" for part in PARTS))
 SMALL = Card(1, 227 * 1024, (9, 0))
 

@@ -1,0 +1,142 @@
+"""Epilogues of grouped GEMMs by warpgroups: SwiGLU, arranged as rows of the next GEMM, and outputs by place.
+
+A thread has, of every eight pairs of its tile, two pairs' sums of one weight row and of the row 8 below: a gate and its
+up row, or two rows of the output. Outputs are not yet times their shares: who adds them up does that.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lowlat.kernels.common.activation import clamped_swiglu_uncalled, silu_times_uncalled
+from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES
+from lowlat.kernels.moe.plan import ExpertShape
+from lowlat.kernels.moe.prefill.warpgroup_plan import MOST_PAIRS
+from lowlat.kernels.toolchain import ptx, ptx_hopper
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
+
+__all__ = ["make_gated_finish", "make_outputs_finish"]
+
+FULL_WARP = 0xFFFFFFFF
+RUN = 8  # pairs, of which a thread has two
+SUMS = MOST_PAIRS // 2
+
+
+def _make_beside(shape: ExpertShape) -> Any:
+    """A function: scale and bias of one weight row, and of the row 8 below."""
+    rows, padded, biased, scaled = shape.rows, shape.padded_rows, shape.biased, shape.format.row_scales
+
+    @device_function
+    def load_beside(beside: Any, expert: Any, row: Any) -> Any:
+        bias, scales = beside[0], beside[1]
+        first, second, scale, other = float32(0), float32(0), float32(1), float32(1)
+        if biased:
+            at = bias + (int64(expert) * int64(rows) + int64(row)) * int64(2)
+            first, second = ptx.load_global_bf16(at), ptx.load_global_bf16(at + int64(16))
+        if scaled:
+            at = scales + (int64(expert) * int64(padded) + int64(row)) * int64(4)
+            scale, other = ptx.load_global_f32(at), ptx.load_global_f32(at + int64(32))
+        return scale, first, other, second
+
+    return load_beside
+
+
+def _make_finished(shape: ExpertShape) -> Any:
+    """A function: a sum times its row's scale, and with its bias, where rows have some."""
+    biased, scaled = shape.biased, shape.format.row_scales
+
+    @device_function
+    def finished(value: Any, scale: Any, bias: Any) -> Any:
+        if scaled:
+            value = ptx.mul_rn(value, scale)
+        if biased:
+            value = ptx.add_rn(value, bias)
+        return value
+
+    return finished
+
+
+def _make_store_from(store_run: Callable[..., Any], first: int) -> Any:
+    """A function of a thread: hand `store_run` the four sums of each eight pairs, from these on, while pairs live."""
+    take, pairs, after = ptx_hopper.take_sums(SUMS, first // 2, 4), first, first + RUN
+    store_rest: Any = None if after == MOST_PAIRS else _make_store_from(store_run, after)
+    is_last = after == MOST_PAIRS
+
+    @device_function
+    def store(sums: Any, target: Any, numbers: Any, live: Any) -> None:
+        if live > uint32(pairs):
+            store_run(take(sums), target, uint32(pairs), numbers)
+            if not is_last:
+                store_rest(sums, target, numbers, live)
+
+    return store
+
+
+def make_gated_finish(shape: ExpertShape) -> Any:
+    """A function of a warp: store a tile's activations [pairs, 8] of bf16 to rows arranged in steps of 64 columns.
+
+    `beside` is a bias, rows' scales, the clamped SwiGLU's limit and alpha, and how many rows are arranged.
+    """
+    load_beside, finished, num_tiles = _make_beside(shape), _make_finished(shape), shape.tiles
+    clamped = shape.clamped
+
+    @device_function
+    def activated(gate: Any, up: Any, numbers: Any) -> Any:
+        gate, up = finished(gate, numbers[0], numbers[1]), finished(up, numbers[2], numbers[3])
+        if clamped:
+            return clamped_swiglu_uncalled(gate, up, numbers[4], numbers[5])
+        return silu_times_uncalled(gate, up)
+
+    @device_function
+    def store_run(sums: Any, target: Any, pairs: Any, numbers: Any) -> None:
+        """Two neighbouring channels of one pair: the first of the lane's two where its channel is even."""
+        own = ptx.bf16_pair(activated(sums[0], sums[2], numbers), activated(sums[1], sums[3], numbers))
+        other = uint32(int32(cuda.shfl_xor_sync(FULL_WARP, int32(own), 4)))
+        word = uint32(uint32(own & uint32(0xFFFF)) | uint32(other << uint32(16)))
+        if numbers[6]:
+            word = uint32(uint32(other >> uint32(16)) | uint32(own & uint32(0xFFFF0000)))
+        ptx.store_global_u32(target + int64(pairs) * int64(STEP_ROW_BYTES), word)
+
+    store_all = _make_store_from(store_run, 0)
+
+    @device_function
+    def finish(sums: Any, beside: Any, out: Any, expert: Any, tile: Any, start: Any, live: Any, lane: Any) -> None:
+        if tile < uint32(num_tiles):
+            channel = uint32(lane >> uint32(2))
+            odd = (channel & uint32(1)) != uint32(0)
+            scale, bias, up_scale, up_bias = load_beside(beside, expert, uint32(tile * uint32(16) + channel))
+            numbers = (scale, bias, up_scale, up_bias, beside[2], beside[3], odd)
+            within = uint32(uint32(lane & uint32(3)) * uint32(2) + uint32(channel & uint32(1)))  # of eight pairs
+            of_step = uint32(tile & uint32(7))
+            piece = uint32(uint32(of_step >> uint32(2)) * uint32(4) + uint32(channel >> uint32(1)))
+            place = uint32(uint32(piece ^ within) * uint32(16) + uint32(of_step & uint32(3)) * uint32(4))
+            row = int64(tile >> uint32(3)) * beside[4] + int64(uint32(start + within))
+            store_all(sums, out + row * int64(STEP_ROW_BYTES) + int64(place), numbers, live)
+
+    return finish
+
+
+def make_outputs_finish(shape: ExpertShape) -> Any:
+    """A function of a warp: store a tile's outputs [pairs, 16] of float32 to the pairs' places; `beside` as above."""
+    load_beside, finished, num_tiles = _make_beside(shape), _make_finished(shape), shape.tiles
+    pitch = 4 * shape.rows
+
+    @device_function
+    def store_run(sums: Any, target: Any, pairs: Any, numbers: Any) -> None:
+        scale, bias, below_scale, below_bias = numbers
+        at = target + int64(pairs) * int64(pitch)
+        ptx.store_global_f32(at, finished(sums[0], scale, bias))
+        ptx.store_global_f32(at + int64(32), finished(sums[2], below_scale, below_bias))
+        ptx.store_global_f32(at + int64(pitch), finished(sums[1], scale, bias))
+        ptx.store_global_f32(at + int64(pitch + 32), finished(sums[3], below_scale, below_bias))
+
+    store_all = _make_store_from(store_run, 0)
+
+    @device_function
+    def finish(sums: Any, beside: Any, out: Any, expert: Any, tile: Any, start: Any, live: Any, lane: Any) -> None:
+        if tile < uint32(num_tiles):
+            row = uint32(tile * uint32(16) + uint32(lane >> uint32(2)))
+            first = uint32(start + uint32(uint32(lane & uint32(3)) * uint32(2)))
+            target = out + int64(first) * int64(pitch) + int64(row) * int64(4)
+            store_all(sums, target, load_beside(beside, expert, row), live)
+
+    return finish

@@ -1,0 +1,119 @@
+"""The plan of grouped GEMMs by warpgroups' tensor cores: where they pay, their stages, and rows in order of experts.
+
+Three warpgroups multiply 192 weight rows of an expert by up to 192 of its pairs, which lie side by side: an expert's
+pairs begin at a multiple of eight places. No bit depends on any of it. It knows no kernel.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.handover import BARRIER_BYTES
+from lowlat.kernels.gemm.prefill.activation_layout import STEP, arranged_shape
+from lowlat.kernels.gemm.prefill.plan import ALIGNMENT, STEP_ROW_BYTES, has_prefill_gemm
+from lowlat.kernels.moe.plan import ExpertShape
+from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
+
+__all__ = [
+    "GROUPS",
+    "MOST_PAIRS",
+    "SIZES",
+    "WARPS",
+    "WarpgroupPlan",
+    "fits_warpgroups",
+    "num_places",
+    "plan_warpgroups",
+    "takes_warpgroups",
+    "warpgroup_workspaces",
+]
+
+GROUPS = 3  # warpgroups, each with 64 weight rows
+WARPS = 4 * GROUPS  # each with a tile of 16
+SIZES = (32, 64, 96, 112, 128, 144, 160, 192)  # pairs that are multiplied at once: as many as a tile has, or a few more
+MOST_PAIRS = SIZES[-1]
+RUN = 8  # places of which an expert's are a multiple
+MOST_STAGES, LEAST_STAGES = 7, 3
+# Pairs an expert, on average, from which these GEMMs are taken: below, the experts' bytes decide, and small tiles in
+# more blocks read them faster.
+LEAST_PAIRS = 48
+
+
+@dataclass(frozen=True)
+class WarpgroupPlan:
+    """The stages of a GEMM, which change no bit of the result.
+
+    stages      steps of 64 columns, under way or multiplied
+    step_bytes  of a step of one tile of weights: words, and scales behind them
+    """
+
+    stages: int
+    step_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * WARPS
+
+    @property
+    def ahead(self) -> int:
+        """Steps that are copied ahead: one stage is multiplied, and one may still be by another warpgroup."""
+        return self.stages - 2
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of a stage's rows of pairs, behind which its weights are."""
+        return MOST_PAIRS * STEP_ROW_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """Rows of pairs and weights of one step; the next stage's begin at a multiple of 1024."""
+        return -(-(self.pair_bytes + WARPS * self.step_bytes) // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return ALIGNMENT + self.stages * self.stage_bytes + self.stages * BARRIER_BYTES
+
+    def row_blocks(self, shape: ExpertShape) -> int:
+        """Blocks that share a tile of pairs, each with other weight rows."""
+        return -(-shape.tiles // WARPS)
+
+
+def plan_warpgroups(shape: ExpertShape, card: Card) -> WarpgroupPlan:
+    """As many stages as fit. Raises ShapeError where too few do."""
+    for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
+        plan = WarpgroupPlan(stages, shape.step_bytes + shape.scale_bytes)
+        if plan.shared_bytes <= card.shared_bytes:
+            return plan
+    raise ShapeError(f"a grouped GEMM by warpgroups does not fit the {card.shared_bytes} bytes of shared memory")
+
+
+def fits_warpgroups(hidden: int, inner: int, num_pairs: int, num_experts: int) -> bool:
+    """Whether a mixture's sizes are those of these GEMMs, and its pairs enough that they pay."""
+    return hidden % STEP == 0 and inner % STEP == 0 and num_pairs >= LEAST_PAIRS * num_experts
+
+
+def takes_warpgroups(hidden: int, inner: int, num_pairs: int, num_experts: int, card: Card) -> bool:
+    """Whether a card multiplies a mixture's pairs by warpgroups: it has the instructions, and `fits_warpgroups`."""
+    return has_prefill_gemm(card) and fits_warpgroups(hidden, inner, num_pairs, num_experts)
+
+
+def num_places(num_pairs: int, num_experts: int) -> int:
+    """Rows that pairs in order of experts take: an expert e whose first is pair p begins at place 8 (p // 8 + e)."""
+    return (-(-num_pairs // RUN) + num_experts) * RUN
+
+
+def warpgroup_workspaces(
+    rows: int, ranks: int, num_experts: int, hidden: int, inner: int
+) -> tuple[WorkspaceShape, WorkspaceShape, WorkspaceShape]:
+    """The workspaces beside the lists: each pair's place, activations arranged, and outputs by place.
+
+    The inputs, arranged, take the memory of the outputs, which are wider.
+    """
+    places = num_places(rows * ranks, num_experts)
+    return (
+        ("experts.places", (rows * ranks,), torch.int32),
+        ("experts.arranged", arranged_shape(places, inner), torch.bfloat16),
+        ("experts.partials", (places, hidden), torch.float32),
+    )

@@ -1,0 +1,159 @@
+"""Digests of everything that decides what a kernel compiles to: by them the cache knows which kernels are stale.
+
+A kernel's digest covers its constants, what its function closes over, and the sources of the modules that it takes
+functions from, with all that those import below lowlat.kernels. It is the same in every version of Python.
+"""
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from lowlat.kernels.toolchain.kernel import Kernel
+
+__all__ = ["assembler", "compilers", "kernel_digest", "source_digest", "sources_of"]
+
+PACKAGE = "lowlat.kernels"
+SOURCES = Path(__file__).resolve().parents[1]  # of the package; its references too: kernels take constants from them
+COMPILER = SOURCES / "toolchain" / "compiler.py"  # what every kernel goes through
+APART = {SOURCES / "toolchain" / name for name in ("digests.py", "kernel.py")}  # what they say of a kernel is digested
+COMPILERS = ("numba-cuda", "numba", "llvmlite", "nvidia-nvjitlink")
+UNKNOWN = "unknown"
+IMPORT = re.compile(r"^\s*(?:from|import)\s+(lowlat\.kernels[\w.]*)(?:\s+import\s+(\([^)]*\)|[^\n]*))?", re.MULTILINE)
+
+
+@cache
+def compilers() -> tuple[str, ...]:
+    """The compilers that a kernel goes through but for `assembler`'s, with their versions."""
+    return tuple(f"{package} {_version(package)}" for package in COMPILERS)
+
+
+@cache
+def assembler() -> str:
+    """The version of NVVM, which makes PTX; "unknown" where it comes with a CUDA toolkit."""
+    return _version("nvidia-nvvm")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except ModuleNotFoundError:
+        return UNKNOWN
+
+
+@cache
+def source_digest() -> str:
+    """A digest of all kernels' sources and the compilers' versions."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.rglob("*.py")):
+        digest.update(path.read_bytes())
+    digest.update(repr((compilers(), assembler())).encode())
+    return digest.hexdigest()
+
+
+def kernel_digest(kernel: Kernel) -> str:
+    """A digest of all that decides what one kernel compiles to, but for NVVM's version and the target."""
+    modules: set[str] = set()
+    meaning = _meaning(kernel.function, set(), modules)
+    sizes = (kernel.threads, kernel.min_blocks, kernel.linked, kernel.specific)
+    files = {COMPILER, *(file for name in modules if (file := _file_of(name)) is not None)}
+    facts = (kernel.name, str(kernel.signature), sizes, meaning, _digest_of(frozenset(files)), compilers())
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module that is no part of the compilers, whose versions tell enough."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return None if file is None or module.partition(".")[0] in ("numba", "llvmlite") else Path(file).resolve()
+
+
+@cache
+def _digest_of(files: frozenset[Path]) -> str:
+    """A digest of files and all that they import below the package."""
+    digest = hashlib.sha256()
+    for path in sorted(sources_of(files)):
+        digest.update(_content(path).encode())
+    return digest.hexdigest()
+
+
+def sources_of(files: Iterable[Path]) -> set[Path]:
+    """The files, and those of all modules below the package that they import, however far away.
+
+    What only describes kernels is left out, with what it imports.
+    """
+    found, ahead = set[Path](), list(files)
+    while ahead:
+        path = ahead.pop()
+        if path not in found and path not in APART:
+            found.add(path)
+            ahead.extend(_imported(path))
+    return found
+
+
+@cache
+def _content(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def _imported(path: Path) -> tuple[Path, ...]:
+    """The files of the modules below the package that a file names in its imports, wherever those stand."""
+    return tuple(each for name, members in IMPORT.findall(_content(path)) for each in _files(name, members))
+
+
+def _files(name: str, members: str) -> Iterator[Path]:
+    """The files of an import: a module's, or those of a package's modules that are its members, else the package's."""
+    place = SOURCES.joinpath(*name.removeprefix(PACKAGE).split("."))
+    if place.with_suffix(".py").is_file():
+        yield place.with_suffix(".py")
+        return
+    for member in re.findall(r"\w+", re.sub(r"#.*|\bas\s+\w+", "", members)) or ["__init__"]:
+        file, package = place / f"{member}.py", place / member / "__init__.py"
+        yield next((each for each in (file, package) if each.is_file()), place / "__init__.py")
+
+
+def _meaning(value: Any, seen: set[int], modules: set[str]) -> Any:
+    """A value that two closures share exactly when they compile to the same; `modules` gets what defines its parts."""
+    function = _python_function(value)
+    if function is not None:
+        modules.add(function.__module__)
+        if id(function) in seen:
+            return function.__qualname__
+        seen = seen | {id(function)}
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        inner = [(name, _meaning(cell.cell_contents, seen, modules)) for name, cell in cells]
+        return (function.__qualname__, sorted(inner, key=lambda each: each[0]), repr(function.__defaults__))
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return (type(value).__name__, value)
+    if isinstance(value, dict):
+        value = sorted(value.items(), key=repr)
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    if isinstance(value, tuple | list):
+        return [_meaning(each, seen, modules) for each in value]
+    modules.add(type(value).__module__)
+    if isinstance(value, ModuleType):
+        modules.add(value.__name__)
+        return value.__name__
+    if isinstance(value, type):
+        modules.add(value.__module__)
+        return (value.__module__, value.__qualname__)
+    kind = type(value).__qualname__
+    if is_dataclass(value):
+        return [kind, *((each.name, _meaning(getattr(value, each.name), seen, modules)) for each in fields(value))]
+    return kind if " at 0x" in repr(value) else (kind, str(value))
+
+
+def _python_function(value: Any) -> FunctionType | None:
+    """The function behind a device function or an intrinsic, or a plain one."""
+    for name in ("py_func", "_defn"):
+        inner = getattr(value, name, None)
+        if isinstance(inner, FunctionType):
+            return inner
+    return value if isinstance(value, FunctionType) else None

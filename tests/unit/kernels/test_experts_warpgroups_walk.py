@@ -1,0 +1,68 @@
+"""A mixture's GEMMs by warpgroups, walked thread by thread on a CPU."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from expert_cases import ALPHA, LIMIT, make_experts, shares_of, want_down, want_gate_up
+from kernel_walk import Walker
+from mixture_cases import Poisoned
+from mixture_walk import FRAGMENTS
+from stages import later
+from walked_groups import walkable_groups
+
+from lowlat.kernels.moe.prefill.warpgroup_plan import num_places, warpgroup_workspaces
+from lowlat.kernels.toolchain.kernel import H200, Card
+
+SHARED = ("common.handover", "common.activation", "common.norm_math", "common.norm_row", "rows.norm")
+GEMM = tuple(f"gemm.prefill.{part}" for part in ("activation_layout", "weight_steps"))
+PARTS = (
+    *("plan", "grouping", "mainloop", "grouped_gemm", "pair_arrangement", "warpgroup_plan", "warpgroup_mainloop"),
+    *("warpgroup_epilogue", "warpgroup_gemm"),
+)
+KERNELS = (*(f"moe.prefill.{part}" for part in PARTS), "moe.rank_sum", "moe.prefill.experts")
+NAMES = (*SHARED, *FRAGMENTS, "moe.plan", *GEMM, *KERNELS)
+TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("quantised", "rows", "biased"), [(True, 70, True), later("fp8", 30, False), later(False, 20, True)]
+)
+def test_a_mixture_by_warpgroups_is_the_reference_s(
+    quantised: Any, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card of two multiprocessors, so that blocks have several units, of several sizes; rows of a rank or two."""
+    up = make_experts(3, 256, 192, quantised=quantised, gated=True, biased=biased)
+    down = make_experts(3, 192, 128, quantised=quantised, gated=False, biased=biased)
+    x, workspace, walker = torch.randn(rows, 192).bfloat16(), Poisoned(), Walker()
+    ids = torch.tensor([[0, -1]] * (rows - 6) + [[2, 0], [0, 2], [-1, -1]] * 2, dtype=torch.int32)
+    shares, limits = shares_of(ids), {"limit": LIMIT, "alpha": ALPHA} if biased else {}
+    out, asked = torch.full((rows, 192), torch.nan), torch.zeros(rows, 2, 128).bfloat16()
+    with walkable_groups(walker, *NAMES) as modules:
+        made: ModuleType = modules[-1]
+        monkeypatch.setattr(made, "takes_warpgroups", lambda *_: True)
+        calls = made.prefill_experts(
+            x, ids, shares, gate_up=up.packed, gate_up_bias=up.packed_bias, down=down.packed, down_bias=down.bias,
+            activated=asked, out=out, **limits, workspace=workspace, card=TWO_BLOCKS,
+        )  # fmt: skip
+        walker.run(*calls)
+    assert [call.kernel.name.split("_")[1] for call in calls] == [
+        "grouping", "pairs", "warpgroups", "warpgroups", "placed"
+    ]  # fmt: skip
+    assert set(warpgroup_workspaces(rows, 2, 3, 192, 128)) < set(workspace.asked) and not asked.any()
+    activated = want_gate_up(up, x, ids)
+    want = torch.where(ids[..., None] >= 0, want_down(down, activated, ids), 0).sum(1)
+    torch.testing.assert_close(out, want, rtol=1e-2, atol=2e-3 * float(want.std()))
+    assert not out[-1].any()
+
+
+def test_places_hold_every_expert_s_pairs() -> None:
+    """An expert's places begin at a multiple of eight, behind those of the expert before it, whatever the counts."""
+    for counts in ([0, 1, 7, 8, 9, 0, 16, 33], [8] * 5, [0] * 4, [23, 1]):
+        first, end = 0, 0
+        for expert, count in enumerate(counts):
+            start = (first // 8 + expert) * 8
+            assert start >= end
+            first, end = first + count, start + -(-count // 8) * 8
+        assert end <= num_places(sum(counts), len(counts))
