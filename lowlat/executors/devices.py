@@ -31,7 +31,7 @@ class DeviceChoice:
         return self.executor != "reference"
 
 
-def rank_devices(choice: DeviceChoice, size: int, named: Sequence[str] = ()) -> list[torch.device]:
+def rank_devices(choice: DeviceChoice, size: int, named: Sequence[int] = ()) -> list[torch.device]:
     """The devices of so many ranks: those that are named, else the chosen one and those behind it.
 
     Without kernels all ranks share the chosen one. Raises ConfigError for a card that is not there.
@@ -39,7 +39,7 @@ def rank_devices(choice: DeviceChoice, size: int, named: Sequence[str] = ()) -> 
     if not choice.has_kernels:
         return [choice.device] * size
     first = choice.device.index or 0
-    devices = [torch.device(name) for name in named] or [torch.device("cuda", first + rank) for rank in range(size)]
+    devices = [torch.device("cuda", card) for card in named or range(first, first + size)]
     for device in devices:
         problem = _cuda_problem(device.index or 0)
         if problem:

@@ -100,7 +100,9 @@ class KernelExecutor(ABC):
         specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):
             leader = None if place is None else place.leader
-            self._arguments = ChunkArguments(largest, device, None if leader is None else leader._arguments)
+            self._arguments: ChunkArguments = ChunkArguments(
+                largest, device, None if leader is None else leader._arguments
+            )
             given = self._arguments.host if place is None or place.given is None else place.given
             self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=given)
             sizes = [sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every]

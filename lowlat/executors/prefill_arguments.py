@@ -22,8 +22,9 @@ class ChunkArguments:
         specs = [program.buffers[name] for name in names if program.buffers[name].role is Role.COMMAND]
         total = sum(aligned_bytes(spec) for spec in specs)
         on_gpu = device.type == "cuda"
-        here = torch.zeros(total, dtype=torch.uint8, pin_memory=on_gpu) if given is None else given._here
-        self._here = here
+        self._here: torch.Tensor = (
+            torch.zeros(total, dtype=torch.uint8, pin_memory=on_gpu) if given is None else given._here
+        )
         self._there = torch.zeros(total, dtype=torch.uint8, device=device) if on_gpu else self._here
         self.host = _laid_out(specs, self._here)
         self.device = _laid_out(specs, self._there)

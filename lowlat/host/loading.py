@@ -51,7 +51,8 @@ Progress = Callable[[int, int], None]
 class Loaded:
     """Everything that a Runtime drives; `speculation_error` says why speculation that was asked for is not in use.
 
-    codec   the tokenizer; None where the directory has none
+    codec        the tokenizer; None where the directory has none
+    num_devices  that run a step's parts side by side
     """
 
     target: OpenedTarget
@@ -63,6 +64,12 @@ class Loaded:
     executor: Executor
     choice: DeviceChoice
     speculation_error: str | None
+    num_devices: int = 1
+
+    @property
+    def takes_grammars(self) -> bool:
+        """Whether steps draw under masks of the host, which may write the next ones while another card reads these."""
+        return "grammar_masks" in self.executor.state and not self.ladder.verifiers and self.num_devices == 1
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""
@@ -88,7 +95,7 @@ def load(
     Raises ConfigError; for a draft model that cannot be used only if `speculative.strict` or perf_mode is strict,
     otherwise it is one warning and the baseline.
     """
-    choice = choose_device(options.devices[0] if options.devices else options.device, options.executor)
+    choice = choose_device(f"cuda:{options.devices[0]}" if options.devices else options.device, options.executor)
     _say(choice)
     target = model
     if not isinstance(target, OpenedTarget):
@@ -144,7 +151,8 @@ def load(
     except LowlatError:
         executor.close()
         raise
-    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error)
+    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error,
+                  len(ranks) if choice.has_kernels else 1)  # fmt: skip
 
 
 def _build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:

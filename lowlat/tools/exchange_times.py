@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from lowlat.executors.cards.peers import PeerMemory
+from lowlat.executors.cards.peers import PeerMemory, peer_problem
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs.capture import CapturedGraph, capture
+from lowlat.kernels.common.peer_words import MAX_RANKS
 from lowlat.kernels.rows.exchange import Channel, exchange_add, exchange_add_norm
 from lowlat.kernels.rows.norm import add_norm
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-__all__ = ["ExchangeTime", "RankGraphs", "measure_exchange", "measure_writes"]
+__all__ = ["ExchangeTime", "RankGraphs", "measure_exchange", "measure_writes", "topology"]
 
 WIDTHS = (2880, 4096, 8192)
 ROWS = (1, 4, 8)
@@ -159,6 +160,21 @@ def measure_writes(source: torch.device, target: torch.device) -> float:
         end.record()
         end.synchronize()
         return round(REPLAYS * COPIED_BYTES / float(start.elapsed_time(end)) / 1e6, 1)
+
+
+def topology() -> dict[str, Any]:
+    """How the cards of this host reach each other, as JSON values: times of exchanges among all, and GB/s by pairs.
+
+    problem  why they do not; None where they do, or where there is one card alone, of which nothing is measured
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.device("cuda", card) for card in range(count)][:MAX_RANKS]
+    report: dict[str, Any] = {"cards": count, "problem": peer_problem(devices), "exchange": [], "write_gb_s": {}}
+    if count > 1 and report["problem"] is None:
+        report["exchange"] = [asdict(each) for each in measure_exchange(devices, WIDTHS[1:2], ROWS)]
+        pairs = ((one, other) for one in devices for other in devices if one != other)
+        report["write_gb_s"] = {f"{one} to {other}": measure_writes(one, other) for one, other in pairs}
+    return report
 
 
 if __name__ == "__main__":

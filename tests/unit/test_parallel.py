@@ -15,7 +15,7 @@ from prefill_cases import make_named
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import kernel_executor
 from lowlat.executors.cards import parallel
-from lowlat.executors.cards.peers import PeerMemory
+from lowlat.executors.cards.peers import PeerMemory, peer_problem
 from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import _Addresses
@@ -69,14 +69,15 @@ def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_exchange_by(n
     commands = [executor.state.of_role(Role.COMMAND) for executor in ranks]
     assert all(tensor.data_ptr() == commands[1][name].data_ptr() for name, tensor in commands[0].items())
     assert ranks[0].state["lengths"].data_ptr() != ranks[1].state["lengths"].data_ptr()
-    for programs in (steps, prefills):
-        for key in programs[0]:
+    every: list[Any] = [steps[0], prefills[0]]
+    for programs in every:
+        for key in programs:
             groups = [executor.groups(key) for executor in ranks]
-            kinds = [[(group.name, len(group.calls)) for group in each] for each in groups]
+            kinds = [[group.name for group in each] for each in groups]
             assert kinds[0] == kinds[1]
             names = [group.name for group in groups[0]]
             assert "sum_ranks" not in names
-            ops = [op.kind for op in programs[0][key].ops]
+            ops = [op.kind for op in programs[key].ops]
             assert sum(each.startswith("exchange") for each in names) == ops.count("sum_ranks")
             launched = [call.kernel.name for group in groups[1] for call in group.kernel_calls]
             forwards = [place for place, each in enumerate(launched) if each.startswith("forward_commands")]
@@ -84,7 +85,7 @@ def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_exchange_by(n
             assert all(launched[place + 1].startswith("begin_step") for place in forwards)
     for executor in ranks:
         owned = _Addresses(executor.owned())
-        for key in (*steps[0], *prefills[0]):
+        for key in (*every[0], *every[1]):
             for group in executor.groups(key):
                 for call in group.calls:
                     owned.check(call)
@@ -100,7 +101,7 @@ class Rank:
     """An executor whose device fails, or never ends, when it is told to."""
 
     def __init__(self, number: int, log: list[str]) -> None:
-        self.device, self.state, self.counts = torch.device("cuda", number), {}, None
+        self.device, self.state, self.counts = torch.device("cuda", number), dict[str, Any](), None
         self.number, self.log, self.failed, self.problem = number, log, False, ""
         self.look: Any = None
 
@@ -162,4 +163,20 @@ def test_what_kernels_cannot_do_is_refused() -> None:
     for executor, options in (("graph", {"tp_invariant": True}), ("eager", {"tensor_parallel_size": 2})):
         choice = DeviceChoice(torch.device("cuda", 0), executor, "asked for")
         with pytest.raises(ConfigError, match=next(iter(options))):
-            refuse_ranks(RuntimeConfig(**options), choice)  # type: ignore[arg-type]
+            refuse_ranks(RuntimeConfig(**options), choice)
+
+
+def test_cards_that_do_not_reach_each_other_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import driver
+
+    fine = driver.CUresult.CUDA_SUCCESS
+    monkeypatch.setattr(driver, "cuInit", lambda flags: (fine,))
+    monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (fine, 2))
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda card: (fine, card))
+    monkeypatch.setattr(driver, "cuDeviceCanAccessPeer", lambda card, other: (fine, int(card < other)))
+    cards = [torch.device("cuda", card) for card in range(3)]
+    assert peer_problem([CPU, CPU]) is None
+    assert peer_problem([cards[0], cards[0]]) is None
+    assert str(peer_problem(cards)).startswith("there is no cuda:2: 2 cards are visible")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2 .* cuda:1 cannot reach .* cuda:0; `nvidia-smi topo"):
+        PeerMemory(cards[:2], {64: 1})

@@ -113,7 +113,7 @@ class PeerMemory:
         """Everything that a launch of any rank may point into, other ranks' memory included."""
         channels = [channel for made in self._made.values() for channel in made]
         areas = [area for made in self._made.values() for area in made[0].areas]
-        counters = [each.counters for each in (*channels, *self._commands)]
+        counters = [*(each.counters for each in channels), *(each.counters for each in self._commands)]
         forwarded = [each.forwarded for each in self._commands]
         return [self.abort, self.stop_flag, *areas, *self._commands[0].areas, *counters, *forwarded]
 

@@ -67,7 +67,8 @@ def _sums_ranks(run: Run, card: Card) -> bool:
 def _norms_ranks(run: Run, card: Card) -> bool:
     """Whether the norm is left to the exchange: GEMMs of a step norm few rows for themselves."""
     norm = run.op("rms_norm")
-    return _sums_ranks(run, card) and not (decodes(norm) and steps_to_hold(*run.shape(norm.reads["x"]), card) > 0)
+    rows, depth = run.shape(norm.reads["x"])
+    return _sums_ranks(run, card) and not (decodes(norm) and steps_to_hold(rows, depth, card) > 0)
 
 
 def _gathered(run: Run) -> list[str]:
