@@ -404,7 +404,7 @@ class Walker:
             "bf16_pair": lambda low, high: bf16_bits(low) | bf16_bits(high) << 16,
             "rcp_approx": lambda value: plain(np.float32(1) / np.float32(value)),
             "exp2_approx": lambda value: plain(np.exp2(np.float32(value))),
-            "exp2_approx_ftz": lambda value: plain(np.exp2(np.float32(value)) if value >= -126 else np.float32(0)),
+            "exp2_approx_ftz": lambda value: np.float32(0) if value < -126 else plain(np.exp2(np.float32(value))),
             "mul_rn": lambda a, b: plain(np.float32(a) * np.float32(b)),
             "add_rn": lambda a, b: plain(np.float32(a) + np.float32(b)),
             "div_rn": lambda a, b: plain(np.float32(a) / np.float32(b)),

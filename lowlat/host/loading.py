@@ -52,7 +52,7 @@ class Loaded:
     """Everything that a Runtime drives; `speculation_error` says why speculation that was asked for is not in use.
 
     codec        the tokenizer; None where the directory has none
-    num_devices  that run a step's parts side by side
+    rank_config  the geometry of the first rank's part; the target's own where there is one rank
     """
 
     target: OpenedTarget
@@ -64,12 +64,13 @@ class Loaded:
     executor: Executor
     choice: DeviceChoice
     speculation_error: str | None
-    num_devices: int = 1
+    rank_config: ModelConfig
 
     @property
     def takes_grammars(self) -> bool:
         """Whether steps draw under masks of the host, which may write the next ones while another card reads these."""
-        return "grammar_masks" in self.executor.state and not self.ladder.verifiers and self.num_devices == 1
+        on_cards = self.choice.has_kernels and self.rank_config.shard is not None
+        return "grammar_masks" in self.executor.state and not self.ladder.verifiers and not on_cards
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""
@@ -151,8 +152,7 @@ def load(
     except LowlatError:
         executor.close()
         raise
-    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error,
-                  len(ranks) if choice.has_kernels else 1)  # fmt: skip
+    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error, ranks[0].config)
 
 
 def _build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:
@@ -292,9 +292,8 @@ def rank_geometries(
     A draft model that cannot be cut is whole on every rank, unless it was asked for.
     """
     size = options.tensor_parallel_size
-    for name, is_on in (("enable_specpv", geometry.partial is not None), ("adaptive_width", geometry.max_width)):
-        if is_on and size > 1:
-            raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
+    if geometry.partial is not None and size > 1:
+        raise ConfigError(f"enable_specpv is not implemented for tensor_parallel_size {size}; leave one of them out")
     configs = rank_configs(geometry.config, size, invariant=options.tp_invariant)
     speculator, asked = geometry.speculator, None if speculative is None else speculative.draft_tensor_parallel_size
     draft = None if speculator is None else speculator.draft_config

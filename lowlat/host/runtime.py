@@ -49,7 +49,7 @@ class Runtime:
     def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
         self.config = config
         self.directory = loaded.target.directory
-        self.model_config = loaded.target.config
+        self.model_config, self.rank_config = loaded.target.config, loaded.rank_config
         self.ladder = loaded.ladder
         self.executor = loaded.executor
         self.device_choice = loaded.choice

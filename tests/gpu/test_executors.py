@@ -38,7 +38,6 @@ CODED = ("llama:codes", "qwen3:codes", "mxfp4:codes", "dflash:codes")  # with a 
 MIXTURES = {"qwen3_moe": None, "moe_fp8": "fp8-channel", "moe_int4": "w4a16-zeros"}  # of Qwen3, by experts' layouts
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 NAMES = [*MIXTURES, *DENSE, "gpt_oss", "mxfp4", "alike", *QUANTISED, *FORMS, *CODED, "demo"]
-DEEP = ("llama", "demo")  # these are captured at every depth; what else differs shows at half of them
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -131,12 +130,7 @@ def trees_of(name: str) -> tuple[Any, ...]:
     return (None, TREE) if "layout" in own or "mask_token" in own else (None, TREE, DYNAMIC)
 
 
-def depth_of(name: str) -> int:
-    """The most drafts of a chain."""
-    return 7 if name in DEEP else 3
-
-
-def load(pair: PairPaths, executor: str, depth: int, *, tree: Any = None, **options: Any) -> Runtime:
+def load(pair: PairPaths, executor: str, *, tree: Any = None, depth: int = 7, **options: Any) -> Runtime:
     """A runtime that speculates, in bfloat16."""
     method = draft_method(pair.head)
     shape = tree if isinstance(tree, dict) else {"tree": tree}
@@ -165,7 +159,7 @@ def test_every_group_does_what_its_operations_mean(name: str, tree: Any, pairs: 
     if tree not in trees_of(name):
         pytest.skip("its drafts are no dynamic trees")
     depth = 3
-    with load(pairs[name], "eager", depth, tree=tree) as runtime:
+    with load(pairs[name], "eager", tree=tree, depth=depth) as runtime:
         executor = runtime.executor
         assert isinstance(executor, EagerExecutor)
         lockstep = Lockstep(executor, canonical_weights(pairs[name]))
@@ -207,7 +201,7 @@ def test_a_first_token_s_logits_are_those_of_a_step_but_for_rounding(name: str, 
     limit = (
         0.3 if name in ("gpt_oss", "mxfp4", "alike", *CODED) else 2e-2
     )  # other experts where two are nearly as likely
-    with load(pairs[name], "eager", 1, prefix_reuse=False) as runtime:
+    with load(pairs[name], "eager", prefix_reuse=False) as runtime:
         for length in (1, 2, 16, 32, 33, 64, 101):
             prompt = prompt_of(length + 1, length)
             forced = SamplingParams(max_tokens=2, logit_bias={prompt[-1]: 100.0}, ignore_eos=True)
@@ -225,9 +219,8 @@ def test_no_depth_neighbour_or_slot_changes_a_bit(name: str, mode: str, pairs: d
     own = {**OPTIONS, **kv_options(pairs[name]), "dtype": "bfloat16", "executor": "eager", "prefix_reuse": False}
     with Runtime.load(pairs[name].target, **own) as runtime:
         expected = traced(runtime, prompt, sampling)
-    most = depth_of(name)
-    with load(pairs[name], "eager", most) as runtime:
-        for depth in range(most + 1):
+    with load(pairs[name], "eager") as runtime:
+        for depth in range(8):
             assert_same(traced(runtime, prompt, sampling, depth), expected)
         for seed in range(2):
             rng = random.Random(seed)
@@ -240,11 +233,11 @@ def test_no_depth_neighbour_or_slot_changes_a_bit(name: str, mode: str, pairs: d
                 runtime.submit(
                     prompt_of(rng.randrange(1, 60), 9 + other), params("greedy", other, rng.randrange(1, 30))
                 )
-            tokens = run_all(runtime, rng.choices(range(most + 1), k=400).__getitem__)[tracked]
+            tokens = run_all(runtime, rng.choices(range(8), k=400).__getitem__)[tracked]
             recorder.stop()
             assert_same((tokens, recorder.logits[tracked]), expected)
     for tree in trees_of(name)[1:]:
-        with load(pairs[name], "eager", 3, tree=tree) as runtime:
+        with load(pairs[name], "eager", tree=tree, depth=3) as runtime:
             assert_same(traced(runtime, prompt, sampling), expected)
             assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 3 > 0)), expected)
 
@@ -252,7 +245,7 @@ def test_no_depth_neighbour_or_slot_changes_a_bit(name: str, mode: str, pairs: d
 @pytest.fixture(scope="module")
 def graph_runtimes(pairs: dict[str, PairPaths]) -> Iterator[dict[str, Runtime]]:
     """Graph runtimes by name, captured once."""
-    runtimes = MadeWhenAsked(lambda name: load(pairs[name], "graph", depth_of(name)))
+    runtimes = MadeWhenAsked(lambda name: load(pairs[name], "graph"))
     yield runtimes
     for runtime in runtimes.values():
         runtime.close()
@@ -261,8 +254,7 @@ def graph_runtimes(pairs: dict[str, PairPaths]) -> Iterator[dict[str, Runtime]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_equals_eager_bit_for_bit(name: str, pairs: dict[str, PairPaths]) -> None:
     """The same requests at the same depths: the same tokens, and the same bits in every buffer that outlives a step."""
-    most = depth_of(name)
-    depths = random.Random(3).choices(range(most + 1), k=400)
+    depths = random.Random(3).choices(range(8), k=400)
 
     def run(runtime: Runtime) -> tuple[dict[str, list[int]], dict[str, torch.Tensor]]:
         names = [
@@ -273,9 +265,9 @@ def test_replay_equals_eager_bit_for_bit(name: str, pairs: dict[str, PairPaths])
             key: tensor.cpu().clone() for key, tensor in runtime.executor.state.items()
         }
 
-    with load(pairs[name], "graph", most) as graph_runtime:
+    with load(pairs[name], "graph") as graph_runtime:
         graph = run(graph_runtime)
-    with load(pairs[name], "eager", most) as eager_runtime:
+    with load(pairs[name], "eager") as eager_runtime:
         eager = run(eager_runtime)
     assert graph[0] == eager[0]
     skipped = ("staged", "prefill_", "command")
@@ -300,7 +292,7 @@ def test_a_graph_s_tokens_do_not_depend_on_the_depth(name: str, mode: str, graph
         return [tokens[request] for request in names]
 
     found = tokens_of(0)
-    assert all(tokens_of(depth) == found for depth in {1, 3, depth_of(name)})
+    assert all(tokens_of(depth) == found for depth in (1, 3, 7))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -308,7 +300,7 @@ def test_greedy_tokens_are_the_reference_s_but_for_near_ties(
     name: str, pairs: dict[str, PairPaths], graph_runtimes: dict[str, Runtime]
 ) -> None:
     """Against torch's operations on the same card: where a request first departs, two logits were all but equal."""
-    with load(pairs[name], "reference", 3) as reference:
+    with load(pairs[name], "reference") as reference:
         for number in range(6):
             prompt = prompt_of(5 + 11 * number, 70 + number)
             request = graph_runtimes[name].submit(prompt, params("greedy"))

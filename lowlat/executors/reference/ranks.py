@@ -12,7 +12,7 @@ import torch
 from lowlat.checkpoint.source import streamed
 from lowlat.errors import ConfigError
 from lowlat.executors.reference.executor import Bound, ReferenceExecutor
-from lowlat.graphs import Bucket, BufferSet, Role
+from lowlat.graphs import Bucket, BufferSet, BufferSpec, Role
 from lowlat.kernels.reference.exchange.ranks import exchange_parts
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.program import Program
@@ -45,7 +45,8 @@ class RankedReferenceExecutor(ReferenceExecutor):
     ) -> None:
         parts = cut_weights(weights, configs, device)
         every = [program for own in ranks[0] for program in own.values()]
-        specs = sorted((spec for each in every for spec in each.specs(Role.COMMAND)), key=lambda spec: spec.num_bytes)
+        specs = [spec for each in every for spec in each.specs(Role.COMMAND, Role.STATE) if _is_the_hosts(spec)]
+        specs.sort(key=lambda spec: spec.num_bytes)
         commands = BufferSet({spec.name: spec for spec in specs}.values(), device)  # of each name the largest
         super().__init__(*ranks[0], parts[0], device, hooks=hooks, given=commands)
         self._peers = [
@@ -79,6 +80,11 @@ class RankedReferenceExecutor(ReferenceExecutor):
         for peer in self._peers:
             peer.close()
         super().close()
+
+
+def _is_the_hosts(spec: BufferSpec) -> bool:
+    """Whether the host writes a buffer, and no operation."""
+    return spec.role is Role.COMMAND or spec.name == "width_costs"
 
 
 def _together(ranks: Sequence[Bound]) -> Bound:
