@@ -30,7 +30,10 @@ TRAIN_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `train`; may be
 IMPORTERS = {
     "numba": {"kernels/toolchain/numba_cuda.py", "kernels/toolchain/numba_cpu.py"},
     "llvmlite": {f"kernels/toolchain/{name}.py" for name in ("ptx", "ptx_attention", "ptx_dots", "ptx_hopper")},
-    "cuda": {"kernels/toolchain/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"},
+    "cuda": {
+        *("kernels/toolchain/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"),
+        "lowlat/executors/cards/peers.py",
+    },
 }
 LAZILY = {"cuda"}  # inside functions: the modules around them are imported where there is no driver
 

@@ -16,11 +16,12 @@ from prefill_cases import NAMES, make_named
 from tensors_alive import left_in, storages
 
 from lowlat.errors import ConfigError, DeviceError
-from lowlat.executors import kernel_executor, watchdog
+from lowlat.executors import kernel_executor
+from lowlat.executors.cards import watchdog
+from lowlat.executors.cards.watchdog import COLD_FACTOR, MIN_SAMPLES, Watchdog
 from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.graph import GraphExecutor, _Addresses
 from lowlat.executors.lowering.binding import LibraryCall
-from lowlat.executors.watchdog import COLD_FACTOR, MIN_SAMPLES, Watchdog
 from lowlat.graphs import Bucket
 from lowlat.host.perf import check_launches
 from lowlat.kernels.toolchain.kernel import H200, Card

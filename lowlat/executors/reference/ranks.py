@@ -18,7 +18,7 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.program import Program
 from lowlat.models.rank_weights import cut_stream
 
-__all__ = ["RankedReferenceExecutor"]
+__all__ = ["RankedReferenceExecutor", "cut_weights"]
 
 EXCHANGE = "gather_ranks"
 Programs = Mapping[Bucket, Program]
@@ -43,7 +43,7 @@ class RankedReferenceExecutor(ReferenceExecutor):
         *,
         hooks: bool = True,
     ) -> None:
-        parts = _cut(weights, configs, device)
+        parts = cut_weights(weights, configs, device)
         every = [program for own in ranks[0] for program in own.values()]
         specs = [spec for each in every for spec in each.specs(Role.COMMAND, Role.STATE) if _is_the_hosts(spec)]
         specs.sort(key=lambda spec: spec.num_bytes)
@@ -112,7 +112,7 @@ def _together(ranks: Sequence[Bound]) -> Bound:
     return op, run, arguments
 
 
-def _cut(
+def cut_weights(
     weights: Mapping[str, torch.Tensor], configs: Sequence[ModelConfig], device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
     """Each rank's weights, the files read once; what ranks have whole is one tensor, of a CPU in float32."""

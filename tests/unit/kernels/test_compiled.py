@@ -36,7 +36,8 @@ SCORES = 64  # registers of a flash attention's scores
 WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
 # what moves a few words at a time: slots, tokens, counters, choices; or rows of a width that 16 bytes do not divide
 NARROW = re.compile(
-    r"accept|argmax|begin_step|finite|publish|assign_drafts|(mask_row|parent_token|waiting_row)s|(ngram|suffix)_draft|"
+    r"accept|argmax|begin_step|finite|publish|assign_drafts|forward_commands|join_columns|"
+    r"(mask_row|parent_token|waiting_row)s|(ngram|suffix)_draft|"
     r"choose_(drafts|nodes|width|blocks)|grow_block_tree|hand_over_tree|join_widths|list_lens|route_top_k|\w+_97_"
 )
 PRODUCTS = re.compile(r"decode_gemm|attention_\d|experts_(grouped_|gemm_|mlp)")
