@@ -105,8 +105,7 @@ def attention(
     With a short window there is one launch and no workspace; the window and `keep_first` mean what they mean in the
     reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
     """
-    batch, rows = row_masks.shape
-    heads, head_dim = q.shape[1:]
+    (batch, rows), (heads, head_dim) = row_masks.shape, q.shape[1:]
     kv_heads, block = k_cache.shape[1:3]
     _check_sizes(batch, rows, heads, kv_heads, head_dim, block)
     check_shape("q", q, batch * rows, heads, head_dim)
