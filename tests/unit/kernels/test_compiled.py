@@ -41,6 +41,7 @@ NARROW = re.compile(
     r"choose_(drafts|nodes|width|blocks)|grow_block_tree|hand_over_tree|join_widths|list_lens|route_top_k|\w+_97_"
 )
 PRODUCTS = re.compile(r"decode_gemm|attention_\d|experts_(grouped_|gemm_|mlp)")
+CODES = re.compile(r"attention_\d.*_[cd]$")
 # 8.x lacks registers for attention's tiles and for the widest router's weights: some hundred bytes a thread, once
 SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144"), 256
 # double precision is rare on most cards; here it turns exact integers into thresholds, some a row
@@ -101,7 +102,8 @@ def test_a_kernel_has_the_instructions_that_were_meant(
     if not NARROW.match(kernel.name):
         assert any(WIDE.match(each) for each in used), "no access of 16 bytes"
     if PRODUCTS.match(kernel.name):
-        assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in used
+        kind = "f16" if CODES.match(kernel.name) else "bf16"
+        assert f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32" in used
         assert any(each.startswith("cp.async.cg.shared.global") for each in used)  # of 16 bytes: they know no others
     doubles = {each for each in used if ".f64" in each}
     assert not doubles or DOUBLES.match(kernel.name), f"integers of mixed signs become doubles: {doubles}"
