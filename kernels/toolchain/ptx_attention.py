@@ -18,10 +18,8 @@ __all__ = [
     "add_rows",
     "await_products",
     "await_scores",
-    "await_turn",
     "exp2_ftz",
     "fence_copies",
-    "give_turn",
     "hide",
     "largest_of_rows",
     "multiply_scores",
@@ -42,9 +40,6 @@ GROUP_ROWS = 64
 fence_copies = instruction("fence.proxy.async.shared::cta;", None, ())
 # a barrier of the four warps of a warpgroup, by its number
 sync_group = instruction("bar.sync $0, 128;", None, (u32,), together=True)
-# two warpgroups take turns: one waits for its barrier, at which the other arrives when it has begun its products
-await_turn = instruction("bar.sync $0, 256;", None, (u32,), together=True)
-give_turn = instruction("bar.arrive $0, 256;", None, (u32,), together=True)
 exp2_ftz = instruction("ex2.approx.ftz.f32 $0, $1;", f32, (f32,), pure=True)
 
 

@@ -233,11 +233,13 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
     prefill, step = build_prefill(shapes), build_step(shapes, Bucket(1, 1, 0), TreeTopology.chain(0))
     scratch = sum(spec.num_bytes for spec in prefill.specs(Role.SCRATCH))
     pairs, tiles = 4 * chunk, 4 * chunk // 16 + 128  # of the least pairs that a plan may have
-    keys = (shapes.max_context - 1 + chunk) * model.num_kv_heads * model.head_dim * 2
+    keys = -(-(shapes.max_context - 1 + chunk) // 128) * 128 * model.num_kv_heads * model.head_dim * 2  # whole tiles
     apart = min(chunk, 1024)  # rows whose segments may be apart, of this program or of a smaller one
     sums = max(count * apart * n if (count := segments_of(n, k)[0]) > 1 else 0 for n, k in ((5120, 2880), (2880, 4096)))
-    experts = (4 * pairs, 16 * tiles, 4 * pairs * model.hidden_size, 4 * chunk * model.num_experts)
-    parts = (*experts, keys, keys, 16, 2 * chunk * 4096, 4 * sums)
+    by_place = pairs + 8 * model.num_experts if pairs >= 48 * model.num_experts else 0  # rows of the warpgroups' GEMMs
+    arranged = (4 * pairs, 2 * by_place * model.intermediate_size) if by_place else ()
+    experts = (4 * pairs, 16 * tiles, 4 * (by_place or pairs) * model.hidden_size, 4 * chunk * model.num_experts)
+    parts = (*experts, *arranged, keys, keys, 16, 2 * chunk * 4096, 4 * sums)
     need = memory_need((step, prefill), weights, CPU, has_kernels=True)
     assert need.scratch_bytes == scratch + sum(parts)
     assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch

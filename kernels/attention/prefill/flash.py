@@ -30,7 +30,6 @@ HOPPER = (9, 0)
 DIMS = (64, 128)
 GROUPS = (1, 2)  # warpgroups of a block that multiply
 STAGES = 3
-TURNS = False
 SHORT = 512  # positions of a window that is short
 TILE_KEYS = ALIGNMENT
 HALF, ROW_BYTES, PIECE_BYTES = 64, 128, 16
@@ -98,7 +97,7 @@ def prefill_flash(
         groups = _groups_of(rows, heads, window, card)
     if groups not in GROUPS:
         raise ShapeError(f"a block has {GROUPS} warpgroups that multiply, got {groups}")
-    kernel = _make(heads, num_heads, dim, sink_bytes, groups, TURNS and groups == 2)
+    kernel = _make(heads, num_heads, dim, sink_bytes, groups)
     arguments = (
         q, keys, values, chunk, 0 if sinks is None else sinks, out, rows, keys.shape[1], window or 0, first,
         scale * LOG2_E,
@@ -126,7 +125,7 @@ def _seen_tiles(start: Any, begin: Any, end: Any, window: Any, first: Any) -> An
 
 
 @cache
-def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, turns: bool) -> Kernel:
+def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int) -> Kernel:
     """Grid: the heads of 64 rows a warpgroup, those of the last rows first, which see most."""
     shared, tile_bytes = heads // num_heads, TILE_KEYS * dim * 2
     block_rows, area = groups * GROUP_ROWS, STAGES * tile_bytes
@@ -135,7 +134,7 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, tu
     begin, barriers_at = handover.begin, queries_bytes + 2 * area
     place_queries = make_place(heads, dim)
     begin_copies = make_begin(tile_bytes, handover, area)
-    multiply = make_multiply(dim, TILE_KEYS, handover, area, turns)
+    multiply = make_multiply(dim, TILE_KEYS, handover, area)
     finish = make_finish(heads, dim, sink_bytes)
     group_bytes = GROUP_ROWS * dim * 2
 
@@ -179,7 +178,7 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, tu
         finish(sums, peaks, totals, sinks, out, head, own + int64(upper), rows, scale, lane)
 
     name = f"prefill_flash_{heads}_{num_heads}_{dim}x{groups}"
-    name += ("_turns" if turns else "") + (f"_sinks{8 * sink_bytes}" if sink_bytes else "")
+    name += f"_sinks{8 * sink_bytes}" if sink_bytes else ""
     shared_bytes = SWIZZLE_BYTES + barriers_at + 2 * STAGES * BARRIER_BYTES
     signature = (*(types.int64,) * 10, types.float32)
     return Kernel(name, prefill_flash_kernel, signature, 128 * groups, 1, shared_bytes, specific=True)
@@ -187,4 +186,4 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, tu
 
 def examples(card: Card = H200) -> list[Kernel]:
     """Specialisations that CI compiles, for a card that has the instructions: Llama-8B's heads, and gpt-oss's."""
-    return [_make(32, 8, 128, 0, 2, TURNS), _make(64, 8, 64, 2, 1, False)] if has_prefill_flash(card, HALF) else []
+    return [_make(32, 8, 128, 0, 2), _make(64, 8, 64, 2, 1)] if has_prefill_flash(card, HALF) else []

@@ -15,7 +15,7 @@ __all__ = ["GROUP_ROWS", "make_begin", "make_finish", "make_multiply", "make_pla
 GROUP_ROWS = 64  # of a warpgroup
 GROUP_THREADS = 128
 ROW_BYTES, PIECE_BYTES = 128, 16
-FIRST_BARRIER, FIRST_TURN = 1, 3  # of warpgroups; 0 is the block's
+FIRST_BARRIER = 1  # of warpgroups; 0 is the block's
 FULL_WARP = 0xFFFFFFFF
 NOTHING = float("-inf")
 LARGEST = 1e37
@@ -138,14 +138,13 @@ def make_begin(tile_bytes: int, handover: Handover, area: int) -> Any:
     return begin_copies
 
 
-def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: bool) -> Any:
+def make_multiply(dim: int, keys: int, handover: Handover, area: int) -> Any:
     """A function of a warpgroup behind `make_begin`'s: copy the other tiles, and multiply all.
 
     It gives the sums of weighted values, the peaks of scores, and a lane's sums of weights.
 
     keys   of a tile
     area   bytes from the stages of keys to those of values
-    turns  two warpgroups take turns to begin products, so that one has its softmax while the other's are under way
     spots: the position of the group's first row, of the lane's upper row, the window and the first position.
     """
     tile_bytes, stages = keys * dim * 2, area // (keys * dim * 2)
@@ -165,8 +164,6 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: boo
         queries: Any, places: Any, barriers: Any, sources: Any, spots: Any, tile: Any, count: Any, scale: Any,
         warp: Any, lane: Any,
     ) -> Any:  # fmt: skip
-        group = uint32(warp >> uint32(2))
-        own, other = uint32(group + uint32(FIRST_TURN)), uint32(uint32(FIRST_TURN + 1) - group)
         second = uint32(barriers + uint32(stages * BARRIER_BYTES))
         stage, parity = uint32(0), uint32(0)
         nothing = (float32(NOTHING), float32(NOTHING))
@@ -180,16 +177,10 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: boo
         later, later_parity = after(stage, parity)
         if done < count:
             await_full(barriers, later, later_parity)
-        if turns and group == uint32(1) and done < count:
-            ptx_attention.give_turn(other)
         while done < count:
-            if turns:
-                ptx_attention.await_turn(own)
             scores = begin_scores(queries, uint32(places + later * uint32(tile_bytes)))
             await_full(second, stage, parity)
             sums = begin_values(sums, words, uint32(places + uint32(area) + stage * uint32(tile_bytes)))
-            if turns and (group == uint32(0) or uint32(done + uint32(1)) < count):
-                ptx_attention.give_turn(other)
             following, following_parity = after(later, later_parity)
             if warp == uint32(0):  # to where the tiles before the last ones were: nobody is that late
                 if uint32(done + uint32(1)) < count:
