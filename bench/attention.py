@@ -3,7 +3,8 @@
     python -m bench.attention --case llama-1x8k llama-4x16k gpt-oss-1x32k --kv bf16 fp8 --drafts 0 3 --plans 4
 
 Layers' caches are read in turn, so that none is in the L2 when it is read again; the floor is their bytes at the rate
-of streaming reads. `--plans` asks for so many of the candidates, the derived one first; a row's digest is of the first layer's results, which no plan may change.
+of streaming reads. `--plans` asks for so many of the candidates, the derived one first; a row's digest is of the first
+layer's results, which no plan may change.
 """
 
 import argparse

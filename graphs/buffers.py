@@ -106,6 +106,13 @@ class BufferSet(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def of_role(self, role: Role) -> "BufferSet":
+        """The buffers of one role, at their addresses."""
+        found = BufferSet((), torch.device("cpu"))
+        found.specs = {name: spec for name, spec in self.specs.items() if spec.role is role}
+        found._tensors = {name: self._tensors[name] for name in found.specs}
+        return found
+
     def clear(self) -> None:
         """Drop every buffer; the set is empty from now on."""
         self.specs.clear()

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lowlat.kernels.attention.gathered_rows import ALIGNMENT, gathered_rows
+from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows
 from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
 
 POISON = -77.0

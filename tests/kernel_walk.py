@@ -7,7 +7,7 @@ Copies arrive as late as they may, or as early as they can.
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -65,14 +65,15 @@ class Walker:
         self._warp = Warp(self.meet, self._near)
         self.bytes_copied = 0
 
-    def run(self, *calls: Any) -> None:
+    def run(self, *calls: Any, beside: Sequence[Sequence[Any]] = ()) -> None:
         """Run KernelCalls, all blocks side by side; tensors are passed by address.
 
-        A dependent one starts as soon as the one before it lets it, as on a card.
+        A dependent one starts as soon as the one before it lets it, as on a card. Those of other streams run `beside`.
         """
         self._ranges, previous, fibers = [], None, []
-        for number, call in enumerate(calls):
-            previous = Launch(number, call, previous)
+        ordered = [(place, call) for stream in (calls, *beside) for place, call in enumerate(stream)]
+        for number, (place, call) in enumerate(ordered):
+            previous = Launch(number, call, previous if place else None)
             body = self._body_of(call)
             homes = [Home(previous, block, call.kernel.shared_bytes, self._rest) for block in range(previous.grid)]
             previous.homes = homes
@@ -221,6 +222,10 @@ class Walker:
             self._fibers.sleep((f"phase at {int(address)}", home.key))
         return 1
 
+    def await_phase(self, address: int, parity: int) -> None:
+        """Until the phase of a barrier of the block is over."""
+        self._is_over(address, parity)
+
     def _trap(self) -> None:
         raise AssertionError("a launch gave up waiting for another block")
 
@@ -336,6 +341,12 @@ class Walker:
             "load_global_128": words(at),
             "load_relaxed_gpu_128": self._when_others_went_on(words(at)),
             "load_global_nc_128": words(at),
+            "load_relaxed_system_words": self._when_others_went_on(words(at)),
+            "store_relaxed_system_words": lambda address, a, b, epoch: store(at, np.uint32, 16)(
+                address, a, epoch, b, epoch
+            ),
+            "store_release_system": store(at, np.int64, 8),
+            "fence_system": lambda: None,
             "load_acquire_system": self._when_others_went_on(lambda address: int(load(at, np.int64, 8)(address)[0])),
             "load_volatile_i32": lambda address: int(load(at, np.int32, 4)(address)[0]),
             "load_global_i32": lambda address: int(load(at, np.int32, 4)(address)[0]),
@@ -397,7 +408,7 @@ class Walker:
             "bf16_pair": lambda low, high: bf16_bits(low) | bf16_bits(high) << 16,
             "rcp_approx": lambda value: plain(np.float32(1) / np.float32(value)),
             "exp2_approx": lambda value: plain(np.exp2(np.float32(value))),
-            "exp2_approx_ftz": lambda value: plain(np.exp2(np.float32(value)) if value >= -126 else np.float32(0)),
+            "exp2_approx_ftz": lambda value: np.float32(0) if value < -126 else plain(np.exp2(np.float32(value))),
             "mul_rn": lambda a, b: plain(np.float32(a) * np.float32(b)),
             "add_rn": lambda a, b: plain(np.float32(a) + np.float32(b)),
             "div_rn": lambda a, b: plain(np.float32(a) / np.float32(b)),

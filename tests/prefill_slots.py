@@ -45,6 +45,7 @@ class Slot:
     def __init__(self, start: int, count: int, *, shape: Shape = SMALL, device: str = "cpu", seed: int = 6) -> None:
         torch.manual_seed(seed)
         self.shape, self._device = shape, torch.device(device)
+        self._workspaces: list[torch.Tensor] = []
         width = -(-(shape.longest + SPARE) // shape.block)
         pages = 2 * width
         self.start, self.count = start, min(count, shape.longest - start)
@@ -99,7 +100,8 @@ class Slot:
 
     def _poisoned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         value = torch.nan if dtype.is_floating_point else -1
-        return torch.full(shape, value, dtype=dtype, device=self._device)
+        self._workspaces.append(torch.full(shape, value, dtype=dtype, device=self._device))  # launches hold addresses
+        return self._workspaces[-1]
 
     def flash(
         self, launcher: Any, sinks: torch.Tensor | None, part: tuple[int, int] | None = None, **mask: Any

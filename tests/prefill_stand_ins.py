@@ -7,13 +7,15 @@ import torch
 from gather_cases import wanted_rows
 
 from lowlat.executors.lowering.binding import Call, LibraryCall
-from lowlat.kernels.toolchain.kernel import H200, KernelCall
+from lowlat.kernels.toolchain.kernel import Card, KernelCall
 
 
 def gather(call: KernelCall) -> None:
     """A call of `gather_kv`, by what it means."""
     names = ("k_cache", "v_cache", "block_table", "chunk", "keys", "values", "lengths", "size", "window", "kv_scales")
-    given: dict[str, Any] = dict(zip(names, call.arguments, strict=True))
+    *arguments, tiles = call.arguments
+    assert tiles == 0
+    given: dict[str, Any] = dict(zip(names, arguments, strict=True))
     first = call.kernel.name.removesuffix("_coded").partition("_from")[2]
     scales = given["kv_scales"] if isinstance(given["kv_scales"], torch.Tensor) else None
     wanted_rows(**{**given, "window": given["window"] or None, "kv_scales": scales}, first=int(first or 0))
@@ -22,7 +24,7 @@ def gather(call: KernelCall) -> None:
 class GatherLauncher:
     """In place of a launcher, for calls of `gather_kv` and of the library."""
 
-    card = H200
+    card = Card(108, 163 * 1024, (8, 0))
 
     def load(self, calls: Iterable[Call]) -> list[Call]:
         """The calls themselves."""

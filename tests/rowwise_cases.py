@@ -78,7 +78,8 @@ def total_of_squares(x: torch.Tensor, offsets: tuple[int, ...] = (16, 8, 4, 2, 1
 def canonical_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The norm of bf16 rows [M, N] with every step rounded as `norm_math` promises, in torch on the CPU."""
     mean = total_of_squares(x) / torch.tensor(float(x.shape[1]))
-    inverse = torch.ones(x.shape[0]) / torch.sqrt(mean + torch.tensor(eps))
+    root = (mean + torch.tensor(eps)).double().sqrt().float()  # torch's own of float32 may be an ulp off
+    inverse = torch.ones(x.shape[0]) / root
     return (x.float() * inverse[:, None] * weight.float()).to(BF16)
 
 

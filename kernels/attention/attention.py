@@ -105,8 +105,7 @@ def attention(
     With a short window there is one launch and no workspace; the window and `keep_first` mean what they mean in the
     reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
     """
-    batch, rows = row_masks.shape
-    heads, head_dim = q.shape[1:]
+    (batch, rows), (heads, head_dim) = row_masks.shape, q.shape[1:]
     kv_heads, block = k_cache.shape[1:3]
     _check_sizes(batch, rows, heads, kv_heads, head_dim, block)
     check_shape("q", q, batch * rows, heads, head_dim)
@@ -132,12 +131,11 @@ def attention(
     partials = workspace("attention.partials", (count, head_dim), torch.float32)
     sums = workspace("attention.sums", (count, 2), torch.float32)
     arguments = (*given, partials, sums, *numbers, splits, scale * LOG2_E)
-    first_half = KernelCall(_make(shape), grid, arguments, planned=planned)
     second_half = combine_splits(
         shape, partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks, out=out, rows=rows,
         tail=tail or rows, capacity=splits,
     )  # fmt: skip
-    return [first_half, second_half]
+    return [KernelCall(_make(shape), grid, arguments, planned=planned), second_half]
 
 
 def partial_attention(
@@ -337,7 +335,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         cursor[PAGES_ITEM] = int32(NO_ITEM)
         look_up(cursor, plan, table, width, quarter, lane)
         forget(totals, queries, peaks, norms, True)
-        stage, filled = uint32(0), 0
+        stage, filled = uint32(0), int32(0)
         while True:
             here, descriptor = uint32(base + stage * uint32(warps * stage_bytes)), uint32(ring + stage * uint32(16))
             full = filled >= stages
@@ -363,14 +361,14 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
                     )  # fmt: skip
                     forget(totals, queries, peaks, norms, False)
             else:
-                filled += 1
+                filled = int32(filled + 1)
             issue(
                 cursor, plan, row_ends, uint32(here + mine + offset), descriptor, k_cache, v_cache, table, row_masks,
                 batch, rows, width, quarter, lane,
             )  # fmt: skip
             ptx.copies_commit()
             look_up(cursor, plan, table, width, quarter, lane)
-            stage = uint32(stage + uint32(1)) if stage + 1 < stages else uint32(0)
+            stage = uint32(stage + uint32(1)) if stage != uint32(stages - 1) else uint32(0)
         if whole:
             clear_dead(row_ends, sums, int32(batch * rows), row_bytes, threads)
 

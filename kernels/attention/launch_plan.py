@@ -7,6 +7,7 @@ plan's. It knows no kernel.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
@@ -166,7 +167,8 @@ def _split_plans(
     several, most = query_tiles > 1, narrow * DERIVED_STAGES[head_dim]
     row_tiles = 2 if head_dim == 64 and several else 1
     most_usual = min(blocks, most_blocks(row_tiles))
-    usual = [AttentionPlan(row_tiles, stages, most_usual) for stages in range(most, LEAST_STAGES - 1, -1)]
+    cuts = product(range(most_usual, 1, -1), range(most, LEAST_STAGES - 1, -1))
+    usual = (AttentionPlan(row_tiles, stages, count) for count, stages in cuts)
     derived = next(filter(fits, usual), AttentionPlan(row_tiles, LEAST_STAGES, 1))
     shares = several and (head_dim == 64 or (card.capability == HOPPER and not windowed))
     other = 3 - row_tiles if shares else row_tiles

@@ -71,13 +71,16 @@ def _make_add_scores(shape: AttentionShape) -> Any:
                 at = (base ^ uint32((read & 1) << 6)) + uint32((read >> 1) * 128 + half * 8 * pitch)
                 keys = ptx.load_shared_128(at)
                 for tile in range(row_tiles):
-                    for pair in range(2):
-                        s, a = tile * 8 + half * 4, 2 * (tile * words + read * 2 + pair)
-                        scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = ptx.mma_bf16(
-                            scores[s], scores[s + 1], scores[s + 2], scores[s + 3],
-                            queries[a], queries[a + words], queries[a + 1], queries[a + words + 1],
-                            keys[2 * pair], keys[2 * pair + 1],
-                        )  # fmt: skip
+                    s, a = tile * 8 + half * 4, 2 * (tile * words + read * 2)
+                    b = a + words
+                    scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = ptx.mma_bf16(
+                        scores[s], scores[s + 1], scores[s + 2], scores[s + 3],
+                        queries[a], queries[b], queries[a + 1], queries[b + 1], keys[0], keys[1],
+                    )  # fmt: skip
+                    scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = ptx.mma_bf16(
+                        scores[s], scores[s + 1], scores[s + 2], scores[s + 3],
+                        queries[a + 2], queries[b + 2], queries[a + 3], queries[b + 3], keys[2], keys[3],
+                    )  # fmt: skip
 
     return add_scores
 

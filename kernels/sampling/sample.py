@@ -325,8 +325,7 @@ def _make(width: int, rows: int, blocks: int, max_rows: int) -> Kernel:
     ) -> None:  # fmt: skip
         let_next_kernel_start()
         staged = cuda.shared.array(CHUNK, types.uint32, alignment=16)
-        tally = cuda.shared.array(TALLY_WORDS, types.uint32)
-        sums = cuda.shared.array(SUMS, types.int64)
+        tally, sums = cuda.shared.array(TALLY_WORDS, types.uint32), cuda.shared.array(SUMS, types.int64)
         pairs, flag = cuda.shared.array(PAIRS, types.uint32), cuda.shared.array(1, types.uint32)
         base = shared_address(staged)
         chunk, row, thread = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y), cuda.threadIdx.x

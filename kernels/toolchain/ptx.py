@@ -58,6 +58,7 @@ __all__ = [
     "load_global_u16",
     "load_relaxed_gpu_128",
     "load_relaxed_gpu_f32",
+    "load_relaxed_system_words",
     "load_shared_128",
     "load_shared_f32",
     "load_shared_matrix_x4_transposed",
@@ -84,6 +85,7 @@ __all__ = [
     "store_global_u32",
     "store_relaxed_gpu_f32",
     "store_relaxed_gpu_u16",
+    "store_relaxed_system_words",
     "store_release_system",
     "store_shared_64",
     "store_shared_128",
@@ -440,6 +442,17 @@ store_relaxed_gpu_u16 = instruction(
     "{ .reg .u16 t; cvt.u16.u32 t, $1; st.relaxed.gpu.global.u16 [$0], t; }", None, (i64, u32)
 )
 store_release_system = instruction("st.release.sys.global.s64 [$0], $1;", None, (i64, i64))
+# Words of eight bytes, a number and its epoch, two at a time: each of the two is whole wherever it is seen.
+load_relaxed_system_words = instruction(
+    "{ .reg .b64 s, t; ld.relaxed.sys.global.v2.b64 {s,t}, [$4]; mov.b64 {$0,$1}, s; mov.b64 {$2,$3}, t; }",
+    (u32, 4),
+    (i64,),
+)
+store_relaxed_system_words = instruction(
+    "{ .reg .b64 s, t; mov.b64 s, {$1,$3}; mov.b64 t, {$2,$3}; st.relaxed.sys.global.v2.b64 [$0], {s,t}; }",
+    None,
+    (i64, u32, u32, u32),
+)
 fence_system = instruction("fence.acq_rel.sys;", None, ())
 
 # ends the launch, which then has failed

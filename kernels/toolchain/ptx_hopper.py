@@ -18,11 +18,13 @@ __all__ = [
     "add_tiles",
     "arrive_in_pair",
     "await_group",
+    "await_turn",
     "barrier_expect",
     "copy_bulk",
     "copy_bulk_hinted",
     "copy_bulk_to_pair",
     "fence_barriers",
+    "give_turn",
     "multiply_group",
     "place_in_pair",
     "replace_words",
@@ -65,6 +67,9 @@ arrive_in_pair = instruction(
     None,
     (u32, u32),
 )
+# of two warpgroups: one waits at a numbered barrier of the block until the other has come by there, who goes on
+await_turn = instruction("bar.sync $0, 256;", None, (u32,), together=True)
+give_turn = instruction("bar.arrive $0, 256;", None, (u32,), together=True)
 KEPT_AS_USUAL, READ_ONCE = 0x1000000000000000, 0x12F0000000000000
 
 

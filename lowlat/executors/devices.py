@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from lowlat.errors import ConfigError
 
-__all__ = ["DeviceChoice", "choose_device", "leave_a_core", "make_current", "nvidia_card_present"]
+__all__ = ["DeviceChoice", "choose_device", "leave_a_core", "make_current", "nvidia_card_present", "rank_devices"]
 
 OLDEST_CAPABILITY = (8, 0)
 EXECUTORS = ("auto", "reference", "eager", "graph")
@@ -28,6 +29,22 @@ class DeviceChoice:
     def has_kernels(self) -> bool:
         """Whether the executor runs kernels of its own."""
         return self.executor != "reference"
+
+
+def rank_devices(choice: DeviceChoice, size: int, named: Sequence[int] = ()) -> list[torch.device]:
+    """The devices of so many ranks: those that are named, else the chosen one and those behind it.
+
+    Without kernels all ranks share the chosen one. Raises ConfigError for a card that is not there.
+    """
+    if not choice.has_kernels:
+        return [choice.device] * size
+    first = choice.device.index or 0
+    devices = [torch.device("cuda", card) for card in named or range(first, first + size)]
+    for device in devices:
+        problem = _cuda_problem(device.index or 0)
+        if problem:
+            raise ConfigError(f"tensor_parallel_size {size} with {device} (devices): {problem}")
+    return devices
 
 
 def nvidia_card_present() -> bool:

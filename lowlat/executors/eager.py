@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from lowlat.executors import OpHook
+from lowlat.executors.cards.watchdog import WATCHDOG
 from lowlat.executors.kernel_executor import KernelExecutor, Size
 from lowlat.executors.lowering.lower import LoweredGroup
-from lowlat.executors.watchdog import WATCHDOG
 from lowlat.graphs import Bucket
 from lowlat.graphs.launch import Launch
 from lowlat.models.program import Program, Stage

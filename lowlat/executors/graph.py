@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from lowlat.errors import ConfigError, DeviceError
+from lowlat.executors.cards.place import RankPlace
+from lowlat.executors.cards.watchdog import WATCHDOG
 from lowlat.executors.kernel_executor import KernelExecutor, Size, abandon
 from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.executors.lowering.operations import RING_COUNT
-from lowlat.executors.watchdog import WATCHDOG
 from lowlat.graphs import Bucket, Role
 from lowlat.graphs.capture import Body, CapturedGraph, Choice, capture, capture_choice, capture_loop
 from lowlat.graphs.launch import Launch
@@ -54,16 +55,19 @@ class GraphExecutor(KernelExecutor):
         cache_directory: Path | None = None,
         progress: CaptureProgress | None = None,
         watchdog: tuple[float, float] = WATCHDOG,
+        place: RankPlace | None = None,
     ) -> None:
         super().__init__(
-            programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog
-        )
+            programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog,
+            place=place,
+        )  # fmt: skip
         self._graphs: dict[Size, CapturedGraph] = {}
         self._loops: dict[Bucket, CapturedGraph] = {}
         with torch.cuda.stream(self.stream):
             self._core_stream = self.launcher.stream()
             self._loop_budget = torch.zeros(1, dtype=torch.int64, device=device)
-            self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+            shared = None if place is None else place.peers.stop_flag
+            self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True) if shared is None else shared
             chosen = {body for bucket in programs for body in bucket.bodies}  # these are captured with what chooses
             captured = [bucket for bucket in programs if bucket not in chosen]
             repeated = [bucket for bucket in programs if looping and not bucket.prefilled and not bucket.verifies]
@@ -84,7 +88,8 @@ class GraphExecutor(KernelExecutor):
         self._synchronize()
 
     def _control(self) -> LoopControl:
-        return LoopControl(NO_CONDITION, self.state["active"], self._loop_budget, self._stop_flag)
+        stop_flag = self._stop_flag if self._place is None else self._place.stop_flag
+        return LoopControl(NO_CONDITION, self.state["active"], self._loop_budget, stop_flag)
 
     def _run_once(self, sizes: Iterable[int]) -> None:
         """Run prefill over dead rows, so that libraries are loaded and the pool holds what they take."""

@@ -7,6 +7,7 @@ prefill, take memory of their own while they run.
 
 import ctypes
 import select
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from lowlat.executors.allocation import (
     pinned_names,
     release_cached_memory,
 )
+from lowlat.executors.cards.place import RankPlace
+from lowlat.executors.cards.watchdog import WATCHDOG, Watchdog
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.binding import Binding
@@ -33,7 +36,6 @@ from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.executors.lowering.memory import workspaces_of
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.prefill_arguments import ChunkArguments
-from lowlat.executors.watchdog import WATCHDOG, Watchdog
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
@@ -62,6 +64,7 @@ class KernelExecutor(ABC):
     weights   canonical weights, on any device; experts may be packed already, see `DeviceWeights`
     fuse      False: every operation has launches of its own
     watchdog  its factor and min_s, see `Watchdog`: a step or a prefill that lasts too long is a DeviceError
+    place     of a rank among several, on devices of their own, which `ParallelExecutor` runs together
     """
 
     name = "kernels"
@@ -78,8 +81,11 @@ class KernelExecutor(ABC):
         fuse: bool = True,
         cache_directory: Path | None = None,
         watchdog: tuple[float, float] = WATCHDOG,
+        place: RankPlace | None = None,
     ) -> None:
         self.device = device
+        self._place = place
+        self._look_at_others: Callable[[], None] | None = None
         self._fuse = fuse
         self._step_watchdog, self._prefill_watchdog = Watchdog(*watchdog), Watchdog(*watchdog)
         self._num_prefills = 0
@@ -93,8 +99,12 @@ class KernelExecutor(ABC):
         self._weights = DeviceWeights(weights, gemm_weights(every), device, layouts, expert_parts(every, weights))
         specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):
-            self._arguments = ChunkArguments(largest, device)
-            self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=self._arguments.host)
+            leader = None if place is None else place.leader
+            self._arguments: ChunkArguments = ChunkArguments(
+                largest, device, None if leader is None else leader._arguments
+            )
+            given = self._arguments.host if place is None or place.given is None else place.given
+            self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=given)
             sizes = [sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every]
             self._arena = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
             self.workspace = SharedWorkspace(device)
@@ -122,8 +132,15 @@ class KernelExecutor(ABC):
         buffers = {**self.state, **self._scratch[size]}
         if not isinstance(size, Bucket):
             buffers |= {**arguments, **first_rows(program, arguments)}
-        binding = Binding(program, buffers, self._weights, self.launcher.card, self.workspace, loop, self.switches)
-        return lower(binding, fuse=self._fuse)
+        place = self._place
+        if place is not None:
+            buffers["command_tail"] = place.command_tail
+        channels = None if place is None else place.channel
+        binding = Binding(
+            program, buffers, self._weights, self.launcher.card, self.workspace, loop, self.switches, channels
+        )
+        groups = lower(binding, fuse=self._fuse)
+        return groups if place is None else place.forwarding(groups, self.state["command_tail"])
 
     def prepare(self, size: Size) -> list[tuple[LoweredGroup, list[Launch]]]:
         """The groups of a program with their launches, compiled and loaded."""
@@ -136,7 +153,9 @@ class KernelExecutor(ABC):
     def owned(self) -> list[torch.Tensor]:
         """Every tensor that a launch may point into."""
         allocated = [*self.state.values(), self._arena, *self._constants.tensors()]
-        return [*allocated, *self._arguments.device.values(), *self.workspace.tensors(), *self._weights.tensors()]
+        others = [] if self._place is None else self._place.peers.tensors()
+        workspaces = self.workspace.tensors()
+        return [*allocated, *self._arguments.device.values(), *workspaces, *self._weights.tensors(), *others]
 
     @abstractmethod
     def _run(self, size: Size) -> None:
@@ -161,30 +180,34 @@ class KernelExecutor(ABC):
 
     def prefill(self, size: int, first: Bucket | None = None) -> None:
         """Run the prefill program of so many positions, and the one that chooses the first token behind it."""
+        self.wait_for_prefill(self.start_prefill(size, first))
+
+    def start_prefill(self, size: int, first: Bucket | None = None) -> Callable[[], bool]:
+        """Start what `prefill` runs; returns the question whether it has ended."""
         entry = int(self._ring_head[0])
         with self._failures(), torch.cuda.stream(self.stream):
             self._arguments.send()
             self._run(size)
             if first is None:
-                self._wait_for_prefill(self.stream.query)
-            else:
-                self._run(first)
-                self._wait_for_prefill(lambda: bool(self._ring_head[0] > entry))
+                return self.stream.query
+            self._run(first)
+            return lambda: bool(self._ring_head[0] > entry)
 
-    def _wait_for_prefill(self, ended: Callable[[], bool]) -> None:
+    def wait_for_prefill(self, ended: Callable[[], bool]) -> None:
         """Return when it has ended: the host may write the next arguments then. Raises DeviceError where it hangs."""
         self._num_prefills += 1
         polls, since, watchdog = 0, 0.0, self._prefill_watchdog
-        while not ended():
-            self._let_others_run(0)
-            polls += 1
-            if polls % POLLS_BETWEEN_CHECKS == 0:
-                if self.stream.query() and not ended():
-                    raise DeviceError("the device is idle and has published no first token")
-                since = since or watchdog.begin()
-                complaint = watchdog.complaint(since, self._num_prefills)
-                if complaint is not None and not ended():
-                    raise self._hangs(f"a prefill {complaint}")
+        with self._failures():
+            while not ended():
+                self._let_others_run(0)
+                polls += 1
+                if polls % POLLS_BETWEEN_CHECKS == 0:
+                    if self.idle() and not ended():
+                        raise DeviceError("the device is idle and has published no first token")
+                    since = since or watchdog.begin()
+                    complaint = watchdog.complaint(since, self._num_prefills)
+                    if complaint is not None and not ended():
+                        raise self._hangs(f"a prefill {complaint}")
         if since:
             watchdog.end(since)
 
@@ -223,8 +246,30 @@ class KernelExecutor(ABC):
         self._failed = True
         return DeviceError(f"the device {self.device} hangs: {problem}")
 
+    def look_at_others(self, look: Callable[[], None]) -> None:
+        """Call `look` whenever a long wait looks at the device: it raises DeviceError where another rank has failed."""
+        self._look_at_others = look
+
+    @property
+    def failed(self) -> bool:
+        """Whether the device has failed or hangs: it is waited for no more."""
+        return self._failed
+
+    def settle(self, until: float) -> None:
+        """Wait for what was started, until a time of the monotonic clock; what then still runs counts as hung."""
+        while not self._failed:
+            try:
+                if self.stream.query():
+                    return
+            except RuntimeError:
+                self._failed = True
+            if time.monotonic() > until:
+                self._failed = True
+
     def idle(self) -> bool:
-        """Whether all that was started is done. Raises DeviceError when the device has failed."""
+        """Whether all that was started is done. Raises DeviceError when the device, or another rank's, has failed."""
+        if self._look_at_others is not None:
+            self._look_at_others()
         with self._failures():
             return bool(self.stream.query())
 
@@ -276,6 +321,7 @@ class KernelExecutor(ABC):
             abandon([self.owned(), self.state, self._arguments, self._ring_head])
         else:
             self._synchronize()
+        self._look_at_others = None
         self._programs.clear()
         self._groups.clear()
         self._scratch.clear()

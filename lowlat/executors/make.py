@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor
+from lowlat.executors.cards.watchdog import WATCHDOG
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.reference import ReferenceExecutor
-from lowlat.executors.reference.ranks import RankedReferenceExecutor
-from lowlat.executors.watchdog import WATCHDOG
+from lowlat.executors.reference.ranks import RankedReferenceExecutor, cut_weights
 from lowlat.graphs import Bucket
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
@@ -94,11 +95,15 @@ def check_positions(geometry: StepGeometry) -> None:
 
 def refuse_ranks(options: RuntimeConfig, choice: DeviceChoice) -> None:
     """Raise ConfigError where kernels would run a part of a target, or sum in parts."""
-    if choice.has_kernels and (options.tensor_parallel_size > 1 or options.tp_invariant):
+    if choice.has_kernels and options.tp_invariant:
         raise ConfigError(
-            f"tensor_parallel_size {options.tensor_parallel_size} with tp_invariant {options.tp_invariant} runs with "
-            "executor 'reference' alone, which simulates the cards on one device, and this runtime has "
-            f"{choice.executor!r}: {choice.reason}"
+            "tp_invariant runs with executor 'reference' alone, and this runtime has "
+            f"{choice.executor!r}: {choice.reason}; without it another tensor_parallel_size may change bits"
+        )
+    if choice.executor == "eager" and options.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size {options.tensor_parallel_size} runs with executor 'graph', or with 'reference' on "
+            f"one device, not with 'eager'"
         )
 
 
@@ -135,6 +140,7 @@ def make_executor(
     captured: Callable[[int, int], None] | None = None,
     *,
     ranks: Sequence[Rank] = (),
+    devices: Sequence[torch.device] = (),
     device_loop: bool = False,
     fuse: bool = True,
     hooks: bool = True,
@@ -143,9 +149,10 @@ def make_executor(
     """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
 
     ranks      of several all, in order, programs and prefills being the first one's; weights are whole
+    devices    of several ranks, each its own
     fuse       False: every operation has launches of its own, on a device
     hooks      False: the reference executor takes none
-    watchdog   its factor and min_s, see `lowlat.executors.watchdog`: for work on a device
+    watchdog   its factor and min_s, see `lowlat.executors.cards.watchdog`: for work on a device
     Raises ConfigError for a device loop where steps are not captured.
     """
     if device_loop and choice.executor != "graph":
@@ -163,6 +170,9 @@ def make_executor(
         return EagerExecutor(programs, prefills, weights, choice.device, fuse=fuse, watchdog=watchdog)
     from lowlat.executors.graph import GraphExecutor
 
+    if len(ranks) > 1:
+        return _make_parallel(ranks, devices, weights, captured, looping=device_loop, fuse=fuse, watchdog=watchdog)
+
     def progress(_: Bucket, done: int, total: int) -> None:
         if captured is not None:
             captured(done, total)
@@ -171,3 +181,34 @@ def make_executor(
         programs, prefills, weights, choice.device, looping=device_loop, progress=progress, fuse=fuse,
         watchdog=watchdog,
     )  # fmt: skip
+
+
+def _make_parallel(
+    ranks: Sequence[Rank],
+    devices: Sequence[torch.device],
+    weights: Mapping[str, torch.Tensor],
+    captured: Callable[[int, int], None] | None,
+    **options: Any,
+) -> Executor:
+    """A graph executor for each rank; the weights' files are read once."""
+    from lowlat.executors.cards.parallel import ParallelExecutor, exchanged_rows
+    from lowlat.executors.cards.peers import PeerMemory
+    from lowlat.executors.cards.place import RankPlace
+    from lowlat.executors.graph import GraphExecutor
+
+    first = ranks[0]
+    peers = PeerMemory(devices, exchanged_rows([*first.programs.values(), *first.prefills.values()]))
+    parts = cut_weights(weights, [rank.config for rank in ranks], devices[0])
+
+    def make(number: int, leader: GraphExecutor | None) -> GraphExecutor:
+        def progress(_: Bucket, done: int, total: int) -> None:
+            if captured is not None:
+                captured(number * total + done, len(ranks) * total)
+
+        rank, part, parts[number] = ranks[number], parts[number], {}
+        place = RankPlace(number, peers, leader)
+        return GraphExecutor(
+            rank.programs, rank.prefills, part, devices[number], progress=progress, place=place, **options
+        )
+
+    return ParallelExecutor(make, peers)

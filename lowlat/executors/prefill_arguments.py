@@ -14,14 +14,17 @@ class ChunkArguments:
 
     host    in one block of host memory, pinned where the device is a GPU
     device  in one block of the device's; on a CPU the host's own
+    Those of another rank may be given, of the same shapes: then the host writes once, for both.
     """
 
-    def __init__(self, program: Program, device: torch.device) -> None:
+    def __init__(self, program: Program, device: torch.device, given: "ChunkArguments | None" = None) -> None:
         names = dict.fromkeys(name for op in program.ops for name in op.reads.values())
         specs = [program.buffers[name] for name in names if program.buffers[name].role is Role.COMMAND]
         total = sum(aligned_bytes(spec) for spec in specs)
         on_gpu = device.type == "cuda"
-        self._here = torch.zeros(total, dtype=torch.uint8, pin_memory=on_gpu)
+        self._here: torch.Tensor = (
+            torch.zeros(total, dtype=torch.uint8, pin_memory=on_gpu) if given is None else given._here
+        )
         self._there = torch.zeros(total, dtype=torch.uint8, device=device) if on_gpu else self._here
         self.host = _laid_out(specs, self._here)
         self.device = _laid_out(specs, self._there)

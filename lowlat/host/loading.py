@@ -17,7 +17,7 @@ from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
-from lowlat.executors.devices import DeviceChoice, choose_device
+from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import Rank, check_positions, make_executor, refuse_ranks, settle_executor
 from lowlat.graphs import Bucket, BucketLadder
 from lowlat.host.memory.plan import check_fits, memory_need, on_one_device
@@ -60,7 +60,8 @@ Progress = Callable[[int, int], None]
 class Loaded:
     """Everything that a Runtime drives; `speculation_error` says why speculation that was asked for is not in use.
 
-    codec   the tokenizer; None where the directory has none
+    codec        the tokenizer; None where the directory has none
+    rank_config  the geometry of the first rank's part; the target's own where there is one rank
     """
 
     target: OpenedTarget
@@ -72,6 +73,13 @@ class Loaded:
     executor: Executor
     choice: DeviceChoice
     speculation_error: str | None
+    rank_config: ModelConfig
+
+    @property
+    def takes_grammars(self) -> bool:
+        """Whether steps draw under masks of the host, which may write the next ones while another card reads these."""
+        on_cards = self.choice.has_kernels and self.rank_config.shard is not None
+        return "grammar_masks" in self.executor.state and not self.ladder.verifiers and not on_cards
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""
@@ -97,7 +105,7 @@ def load(
     Raises ConfigError; for a draft model that cannot be used only if `speculative.strict` or perf_mode is strict,
     otherwise it is one warning and the baseline.
     """
-    choice = choose_device(options.device, options.executor)
+    choice = choose_device(f"cuda:{options.devices[0]}" if options.devices else options.device, options.executor)
     _say(choice)
     target = model
     if not isinstance(target, OpenedTarget):
@@ -134,11 +142,12 @@ def load(
     programs, prefills = ranks[0].programs, ranks[0].prefills
     own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
     weights = JoinedWeights(target.weights, own)
-    _check_memory(ranks, weights, choice)
+    devices = rank_devices(choice, len(ranks), options.devices)
+    _check_memory(ranks, weights, choice, devices)
     watchdog = options.watchdog_factor, options.watchdog_min_s
     executor = make_executor(
-        choice, programs, prefills, weights, captured, ranks=ranks, device_loop=options.device_loop, fuse=options.fuse,
-        hooks=not options.is_strict, watchdog=watchdog,
+        choice, programs, prefills, weights, captured, ranks=ranks, devices=devices, device_loop=options.device_loop,
+        fuse=options.fuse, hooks=not options.is_strict, watchdog=watchdog,
     )  # fmt: skip
     try:
         check_launches(options, executor.counts)
@@ -147,7 +156,7 @@ def load(
     except LowlatError:
         executor.close()
         raise
-    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error)
+    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error, ranks[0].config)
 
 
 def make_ladder(
@@ -168,8 +177,10 @@ def build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping
     return Rank(geometry.config, programs, build_prefills(geometry))
 
 
-def _check_memory(ranks: Sequence[Rank], weights: JoinedWeights, choice: DeviceChoice) -> None:
-    """Raise ConfigError where all ranks together do not fit."""
+def _check_memory(
+    ranks: Sequence[Rank], weights: JoinedWeights, choice: DeviceChoice, devices: Sequence[torch.device]
+) -> None:
+    """Raise ConfigError where the ranks of a device together do not fit there, naming it."""
     shapes = weights.shapes()
     needs = [
         memory_need(
@@ -181,7 +192,8 @@ def _check_memory(ranks: Sequence[Rank], weights: JoinedWeights, choice: DeviceC
         )
         for rank in ranks
     ]
-    check_fits(on_one_device(needs), choice.device)
+    for device in dict.fromkeys(devices):
+        check_fits(on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device]), device)
 
 
 def _build(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, Topology]) -> Program:
@@ -296,9 +308,8 @@ def rank_geometries(
     A draft model that cannot be cut is whole on every rank, unless it was asked for.
     """
     size = options.tensor_parallel_size
-    for name, is_on in (("enable_specpv", geometry.partial is not None), ("adaptive_width", geometry.max_width)):
-        if is_on and size > 1:
-            raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
+    if geometry.partial is not None and size > 1:
+        raise ConfigError(f"enable_specpv is not implemented for tensor_parallel_size {size}; leave one of them out")
     configs = rank_configs(geometry.config, size, invariant=options.tp_invariant)
     speculator, asked = geometry.speculator, None if speculative is None else speculative.draft_tensor_parallel_size
     draft = None if speculator is None else speculator.draft_config

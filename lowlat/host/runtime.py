@@ -49,7 +49,7 @@ class Runtime:
     def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
         self.config = config
         self.directory = loaded.target.directory
-        self.model_config = loaded.target.config
+        self.model_config, self.rank_config = loaded.target.config, loaded.rank_config
         self.ladder = loaded.ladder
         self.executor = loaded.executor
         self.device_choice = loaded.choice
@@ -83,7 +83,7 @@ class Runtime:
             block_size=geometry.block_size,
             greedy_only=config.is_strict,
             must_draft=config.is_strict and self.num_speculative_tokens > 0,
-            has_masks="grammar_masks" in self.executor.state and not self.ladder.verifiers,
+            has_masks=loaded.takes_grammars,
         )
         self.grammars = GrammarCompiler(self.codec, self.checks.vocab_size, self.checks.eos_token_ids)
         self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)

@@ -9,7 +9,7 @@ from gather_cases import Gather, wanted_rows
 from prefill_slots import Shape, Slot, close
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.attention.gather_kv import gather_kv
+from lowlat.kernels.attention.prefill.gather_kv import gather_kv
 
 DEVICE = torch.device("cuda", 0)
 LONGEST = 20_000

@@ -29,8 +29,11 @@ TRAIN_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `train`; may be
 # who may import the GPU's libraries: a port to another compiler or launcher touches these files alone
 IMPORTERS = {
     "numba": {"kernels/toolchain/numba_cuda.py", "kernels/toolchain/numba_cpu.py"},
-    "llvmlite": {"kernels/toolchain/ptx.py", "kernels/toolchain/ptx_hopper.py"},
-    "cuda": {"kernels/toolchain/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"},
+    "llvmlite": {f"kernels/toolchain/{name}.py" for name in ("ptx", "ptx_attention", "ptx_dots", "ptx_hopper")},
+    "cuda": {
+        *("kernels/toolchain/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"),
+        "lowlat/executors/cards/peers.py",
+    },
 }
 LAZILY = {"cuda"}  # inside functions: the modules around them are imported where there is no driver
 

@@ -62,7 +62,7 @@ def test_every_operation_is_lowered_over_memory_of_its_own(
                 start, end = span(argument)
                 assert any(low <= start and end <= high for low, high in owned), call
     libraries = {call.name for group in made.groups for call in group.calls if isinstance(call, LibraryCall)}
-    assert libraries == ({"flash_attention"} if capability == (9, 0) else {"flash_attention", "linear"})
+    assert libraries == (set() if capability == (9, 0) else {"flash_attention", "linear"})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,7 +88,7 @@ def test_layers_of_a_draft_model_before_its_last_attend_in_prefill(tmp_path: Pat
     written = [op.writes["k_cache"] for op in made.program.ops if op.kind == "prefill_kv_write"]
     assert written[-3:] == ["head.k_cache", "head.k_cache.1", "head.k_cache.2"]
     gathered = [call.kernel.name for call in made.calls if call.kernel.name.startswith("gather_kv")]
-    assert [name.endswith("_from1") for name in gathered] == [False, False, True, True]
+    assert ["_from1" in name for name in gathered] == [False, False, True, True]
 
 
 def test_what_torch_takes_meanwhile_is_in_the_plan(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_layer_with_a_window_gathers_fewer_keys(tmp_path: Path) -> None:
 
     row_bytes = config.num_kv_heads * config.head_dim * pair.geometry.dtype.itemsize
     fewer = planned(program) - planned(replace(program, ops=windowed))
-    assert fewer == 2 * (4000 - 1 + 32 - (32 + 19 + 127)) * row_bytes
+    assert fewer == 2 * (4096 - 256) * row_bytes  # positions in whole tiles
     plain, kernels = (
         memory_need((program,), pair.source, torch.device("cpu"), has_kernels=each) for each in (False, True)
     )

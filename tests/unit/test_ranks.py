@@ -13,6 +13,7 @@ from tiny_models import copying_draft_model, make_target, mxfp4_target, random_d
 
 import lowlat
 from lowlat.checkpoint.quantising import Quantiser
+from lowlat.cli.reports.models import model_report
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.kernels.formats import MATRIX_FORMATS, matrix_format
 from lowlat.kernels.reference.exchange.cuts import bounds, tree_sum
@@ -48,8 +49,8 @@ class Decoded:
     """What a runtime of so many ranks decodes: tokens, and logits of every step."""
 
     def __init__(self, target: Path, size: int, head: Path | None = None, **options: Any) -> None:
-        draft = None if head is None else lowlat.SpeculativeConfig(model=head, tree=[[0], [1], [0, 0]],
-                                                                   num_speculative_tokens=2)  # fmt: skip
+        shape: Any = {"adaptive_width": True} if options.pop("adaptive", False) else {"tree": [[0], [1], [0, 0]]}
+        draft = None if head is None else lowlat.SpeculativeConfig(model=head, num_speculative_tokens=2, **shape)
         self.logits: list[torch.Tensor] = []
         self.tokens: list[int] = []
         with lowlat.Runtime.load(target, draft, tensor_parallel_size=size, **SHAPES, **options) as runtime:
@@ -79,7 +80,7 @@ class Decoded:
     ("name", "head", "options"),
     [
         ("llama", "cut", {}),
-        later("llama", "head", {}),
+        later("llama", "head", {"adaptive": True}),
         later("llama", "sharing", {}),
         later("tied", None, {"quantize": "fp8", "quantize_lm_head": True}),
         later("odd", None, {}),
@@ -156,17 +157,19 @@ def test_a_rank_has_its_numbers_of_a_matrix(name: str, targets: dict[str, Path])
         )
 
 
+REFUSED: tuple[tuple[int, dict[str, Any], str, int | None, str], ...] = (
+    (3, {}, "cut", None, "tensor_parallel_size must be 1, 2, 4 or 8, got 3"),
+    (2, {"devices": (0, 0), "device": "cuda"}, "cut", None, "as many cards as tensor_parallel_size 2, each once"),
+    (2, {"devices": (0, 1), "device": "cpu"}, "cut", None, "device 'cpu' asks for one"),
+    (4, {}, "cut", 2, "draft_tensor_parallel_size must be 1 or tensor_parallel_size 4, got 2"),
+    (4, {}, "head", 4, "the draft model cannot be cut: tensor_parallel_size 4 is more than 1"),
+)
+
+
 def test_what_ranks_cannot_have_is_refused_by_name(targets: dict[str, Path]) -> None:
     target = targets["llama"]
-    for size, options, message in (
-        (3, {}, "tensor_parallel_size must be 1, 2, 4 or 8, got 3"),
-        (2, {"devices": (0, 0), "device": "cuda"}, "as many cards as tensor_parallel_size 2, each once"),
-        (2, {"devices": (0, 1), "device": "cpu"}, "device 'cpu' asks for one"),
-        (4, {"draft": ("cut", 2)}, "draft_tensor_parallel_size must be 1 or tensor_parallel_size 4, got 2"),
-        (4, {"draft": ("head", 4)}, "the draft model cannot be cut: tensor_parallel_size 4 is more than 1"),
-    ):
-        name, asked = options.pop("draft", ("cut", None))
-        draft = lowlat.SpeculativeConfig(model=targets[name], draft_tensor_parallel_size=asked)
+    for size, options, head, asked, message in REFUSED:
+        draft = lowlat.SpeculativeConfig(model=targets[head], draft_tensor_parallel_size=asked)
         with pytest.raises(lowlat.ConfigError, match=message):
             lowlat.Runtime.load(target, draft, tensor_parallel_size=size, **{**SHAPES, **options})
     config = read_model_config(target)
@@ -182,3 +185,14 @@ def test_what_ranks_cannot_have_is_refused_by_name(targets: dict[str, Path]) -> 
     ):
         with pytest.raises(lowlat.ConfigError, match=message):
             rank_configs(replace(config, **fields), size)
+
+
+def test_memory_is_planned_by_card(targets: dict[str, Path]) -> None:
+    """Two cards have half the cache each, and of the weights what is cut once, all else twice."""
+    options = {"max_context": 64, "device": "cpu"}
+    whole = model_report(targets["llama"], None, options, buffers=False)["memory"]
+    cards = model_report(targets["llama"], None, {**options, "tensor_parallel_size": 2}, buffers=False)["cards"]
+    assert [card["kv_bytes"] * 2 for card in cards] == [whole["kv_bytes"]] * 2
+    config = read_model_config(targets["llama"])
+    repeated = 4 * config.hidden_size * (config.vocab_size + 2 * config.num_layers + 1)
+    assert sum(card["weights_bytes"] for card in cards) == whole["weights_bytes"] + repeated

@@ -192,7 +192,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 def test_what_does_not_fit_is_refused() -> None:
     """By the reference and by the kernel."""
-    operations = {ngram_operands: (ngram_draft, ngram_kernel), suffix_operands: (suffix_draft, suffix_kernel)}
+    operations: dict[Any, Any] = {
+        ngram_operands: (ngram_draft, ngram_kernel),
+        suffix_operands: (suffix_draft, suffix_kernel),
+    }
     for operands, wrong, match in REFUSED:
         for operation in operations[operands]:
             with pytest.raises(ShapeError, match=match):

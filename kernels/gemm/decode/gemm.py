@@ -183,10 +183,7 @@ def decode_gemm(
         if plan is None:
             chosen, planned = choose_decode_plan(rows, shape, card, held)
         else:
-            own = replace(plan, steps_held=held, keeps_argmax=best is not None)
-            chosen = replace(own, tile_bytes=shape.weights.shared_bytes)
-            if chosen.span > 1 and shape.steps % (WARPS * chosen.span):
-                raise ShapeError(f"a depth of {depth} does not give every warp a multiple of {chosen.span} steps")
+            chosen = _given(plan, shape, held)
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
         beside = columns if residual is None else residual[part]
@@ -196,6 +193,13 @@ def decode_gemm(
         arguments = (*arguments, rows, *turned, *normed)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments, planned=planned))
     return calls
+
+
+def _given(plan: DecodeGemmPlan, shape: DecodeGemmShape, held: int) -> DecodeGemmPlan:
+    """A caller's plan with what the shape decides. Raises ShapeError where warps have no whole number of its spans."""
+    if plan.span > 1 and shape.steps % (WARPS * plan.span):
+        raise ShapeError(f"a depth of {shape.depth} does not give every warp a multiple of {plan.span} steps")
+    return replace(plan, steps_held=held, keeps_argmax=shape.best is not None, tile_bytes=shape.weights.shared_bytes)
 
 
 def _heads(weight: PackedMatrix, rotation: Rotation, out: torch.Tensor | None, head_dim: int) -> HeadsShape:

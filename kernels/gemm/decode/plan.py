@@ -44,8 +44,10 @@ MOST_STAGES = 12  # of one tile of rows, as long as they fit
 MOST_STAGES_OF_MORE = 4
 SHARE = 0.78  # of a block's shared memory, for stages and sums of more tiles of rows
 ROWS_COST = 0.0132  # of rows beside weights, for each GB/s of the memory that a multiprocessor has for itself
-# A warp's step costs instructions beside its weights, as many bytes' time: of bf16 they are hidden.
-STEP_COST = 220
+# A warp's step costs instructions beside its weights, as many bytes' time, of few rows and of more: of bf16 they are
+# hidden.
+STEP_COST_OF_FEW, STEP_COST = 700, 220
+MOST_NORMED_TWICE = 2  # rows
 KIND = "decode_gemm"
 FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
 
@@ -311,7 +313,8 @@ def _candidates(
     is_even  every warp has an even number of k steps
 
     Quantised weights of one tile of rows take two steps at once and, where no argmax is kept, two blocks a
-    multiprocessor: their decoding is bound by the latency of a warp's instructions.
+    multiprocessor, of one weight tile a warp: what decodes them waits for its own instructions, and more warps hide it.
+    A norm of more rows than two costs more than that, done twice.
     """
 
     tile_bytes = weights.shared_bytes
@@ -338,7 +341,7 @@ def _candidates(
         return next((plan for plan, budget in plans if plan.shared_bytes <= budget), None)
 
     each = 0 if steps_held else row_tiles * columns * ROW_BYTES
-    step_cost = 0 if weights == BF16_TILES else STEP_COST
+    step_cost = 0 if weights == BF16_TILES else STEP_COST_OF_FEW if row_tiles == 1 else STEP_COST
     counts: tuple[int, ...] = (1, 2) if row_tiles == 1 or weights.groups else (1, 2, 4)
     if weights.groups and row_tiles == 8:
         counts = (1,)  # a group's own sums take registers
@@ -346,16 +349,21 @@ def _candidates(
     derived = [plan for _, tiles in ranked if (plan := derive(tiles)) is not None]
     if not derived:
         return ()
-    spans, densities = (2, 1) if decodes and is_even else (1,), (2, 1) if decodes and not keeps_argmax else (1,)
-    pairs = [pair for pair in product(spans, densities) if pair != (1, 1)]
-    dense = (derive(plan.weight_tiles, *pair) for plan in derived for pair in pairs)
-    dense = (plan for plan in dense if plan and (plan.density == 1 or plan.num_blocks > card.num_multiprocessors))
+    several = decodes and not keeps_argmax and not (steps_held and columns > MOST_NORMED_TWICE)
+    more = [
+        plan
+        for density in ((2, 1) if several else (1,))
+        for span in ((2, 1) if decodes and is_even else (1,))
+        for tiles in ((1, 2) if density > 1 else [tiles for _, tiles in ranked])
+        if span * density > 1 and (plan := derive(tiles, span, density)) is not None
+        if density == 1 or plan.num_blocks > card.num_multiprocessors
+    ]
     tiles, stages, areas = derived[0].weight_tiles, derived[0].stages, derived[0].areas
     near = [(tiles, stages + 1, areas), (tiles, stages * 3 // 4, areas), (tiles, stages, 3 - areas)]
     far = [(tiles, stages // 2, areas), *((p.weight_tiles, p.stages * 3 // 4, p.areas) for p in derived[1:2])]
     rest = product((tiles for _, tiles in ranked), range(most_stages, 0, -1), (2, 1))
     cuts = ((cut(*sizes) for sizes in some if sizes[1] > 0) for some in (near, far, rest))
-    plans = dict.fromkeys((*dense, *derived[:2], *next(cuts), *derived[2:], *next(cuts), *next(cuts)))
+    plans = dict.fromkeys((*more, *derived[:2], *next(cuts), *derived[2:], *next(cuts), *next(cuts)))
     return tuple(plan for plan in plans if plan.shared_bytes <= card.most_bytes(plan.density))
 
 

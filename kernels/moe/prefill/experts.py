@@ -6,6 +6,7 @@ same pairs takes the lists that it left in the workspace. What they ask workspac
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -130,7 +131,7 @@ def prefill_experts(
     """
     (rows, ranks), (hidden, inner) = expert_ids.shape, (gate_up.columns, down.columns)
     if not takes_warpgroups(hidden, inner, rows * ranks, down.num_experts, card) or hidden != down.rows:
-        rest = {"workspace": workspace, "card": card}
+        rest: dict[str, Any] = {"workspace": workspace, "card": card}
         return [
             *prefill_gate_up(
                 x, expert_ids, experts=gate_up, bias=gate_up_bias, out=activated, limit=limit, alpha=alpha, **rest

@@ -2,6 +2,10 @@
 
 A warp copies and decodes a tile of weights of its own; the first warp copies the rows of pairs for all. Copies run on
 across the tiles of a block. A tile's pairs are multiplied by an instruction for about as many, so each size has a loop.
+
+Warpgroups take turns: products of weights in registers keep their warps from going on until the last has begun, so one
+multiplies while the others decode. Without turns all multiply together and then decode together (H200: a step took
+660 cycles more than its products).
 """
 
 from collections.abc import Callable
@@ -11,13 +15,20 @@ from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
 from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES
 from lowlat.kernels.moe.plan import ExpertShape
 from lowlat.kernels.moe.prefill.pair_arrangement import start_of
-from lowlat.kernels.moe.prefill.warpgroup_plan import MOST_PAIRS, SIZES, WARPS, WarpgroupPlan
+from lowlat.kernels.moe.prefill.warpgroup_plan import GROUPS, MOST_PAIRS, SIZES, WARPS, WarpgroupPlan
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 
 __all__ = ["make_multiply", "make_tile_of"]
 
 SUMS = MOST_PAIRS // 2  # a thread
+
+
+@device_function
+def _turn_of(warp: Any) -> Any:
+    """The barrier of a warp's warpgroup, of those in a ring; made anew each time, as no register is free for it."""
+    group = uint32(ptx.varying(warp) >> uint32(2))
+    return uint32(1) if group == uint32(GROUPS) else uint32(group + uint32(1))
 
 
 def make_tile_of(shape: ExpertShape, plan: WarpgroupPlan) -> Any:
@@ -41,8 +52,8 @@ def _make_copies(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover) ->
     What is copied next is a tuple: the unit, the step, the stage and the parity of its phase, where the lane's words
     and scales and the block's rows begin, and a step's bytes of rows, 0 past the last unit.
     """
-    tiles, steps, stage_bytes, pair_bytes = shape.tiles, shape.steps, plan.stage_bytes, plan.pair_bytes
-    word_bytes, scale_bytes, slot_bytes = shape.step_bytes, shape.scale_bytes, plan.step_bytes
+    tiles, steps, stage_bytes = shape.tiles, shape.steps, plan.stage_bytes
+    word_bytes, scale_bytes = shape.step_bytes, shape.scale_bytes
     tile_of, await_free, after = make_tile_of(shape, plan), handover.await_free, handover.after
     pieces, scale_lanes = word_bytes // 512, scale_bytes // 16
 
@@ -68,7 +79,7 @@ def _make_copies(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover) ->
 
     @device_function
     def send_next(place: Any, given: Any, following: Any, own_slot: Any, warp: Any, lane: Any) -> Any:
-        """own_slot: where in a stage the lane's words go."""
+        """own_slot: where in a stage the warp's weights go."""
         base, barriers = place
         unit, step, stage, parity, words, powers, source, count = following
         if count > uint32(0):
@@ -79,7 +90,7 @@ def _make_copies(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover) ->
                     full = uint32(barriers + stage * uint32(BARRIER_BYTES))
                     ptx_hopper.barrier_expect(full, count)
                     ptx_hopper.copy_bulk(here, source + int64(step) * given[5], count, full)
-            send_weights(uint32(here + own_slot), words, powers, step, lane)
+            send_weights(uint32(here + own_slot + lane * uint32(16)), words, powers, step, lane)
             stage, parity = after(stage, parity)
             step = uint32(step + uint32(1))
             if step == uint32(steps):
@@ -88,10 +99,7 @@ def _make_copies(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover) ->
         ptx.copies_commit()
         return unit, step, stage, parity, words, powers, source, count
 
-    def own_slot_of(warp: Any, lane: Any) -> Any:
-        return uint32(uint32(pair_bytes) + warp * uint32(slot_bytes) + lane * uint32(16))
-
-    return begin_unit, send_next, device_function(own_slot_of)
+    return begin_unit, send_next
 
 
 def _make_run(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover, send_next: Any, pairs: int) -> Any:
@@ -107,23 +115,25 @@ def _make_run(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover, send_
 
     @device_function
     def run(sums: Any, place: Any, given: Any, own: Any, now: Any, following: Any, warp: Any, lane: Any) -> Any:
-        """own: where in a stage the warp's weights and the lane's words are; now: the stage and its phase's parity."""
+        """own: where in a stage the warp's weights are; now: the stage and its phase's parity."""
         base, barriers = place
         stage, parity = now
         here, done = uint32(base + stage * uint32(stage_bytes)), uint32(0)
         wait_for_copies()
         await_full(barriers, stage, parity)
-        words = load(uint32(here + own[0]), lane)
+        words = load(uint32(here + own), lane)
         while done < uint32(steps):
+            ptx_hopper.await_turn(_turn_of(warp))
             sums = multiply(sums, words, here, done)
-            following = send_next(place, given, following, own[1], warp, lane)
+            ptx_hopper.give_turn(_turn_of(uint32(warp + uint32(4))))
+            following = send_next(place, given, following, own, warp, lane)
             later, later_parity = after(stage, parity)
             done, others = uint32(done + uint32(1)), words
             if done < uint32(steps):
                 wait_for_copies()
                 await_full(barriers, later, later_parity)  # behind which a warp's lanes see each other's copies
                 here = uint32(base + later * uint32(stage_bytes))
-                others = load(uint32(here + own[0]), lane)
+                others = load(uint32(here + own), lane)
             sums = await_sums(sums, words)
             release(barriers, stage, lane)
             words = replace(words, others, uint32(1))
@@ -166,18 +176,20 @@ def make_multiply(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover, f
 
     given: weights, scales, rows of pairs, tiles, how many of these, bytes of a step of all rows, and blocks.
     """
-    begin_unit, send_next, own_slot_of = _make_copies(shape, plan, handover)
+    begin_unit, send_next = _make_copies(shape, plan, handover)
+    pair_bytes, slot_bytes = plan.pair_bytes, plan.step_bytes
     tile_of, zeros, ahead = make_tile_of(shape, plan), ptx.zeros(SUMS), plan.ahead
     run_of = _make_run_of(shape, plan, handover, send_next, 0)
 
     @device_function
     def multiply_all(place: Any, given: Any, beside: Any, out: Any, unit: Any, warp: Any, lane: Any) -> None:
-        slot = own_slot_of(warp, lane)
-        own = (ptx.varying(uint32(slot - uint32(lane * uint32(16)))), ptx.varying(slot))
+        own = ptx.varying(uint32(uint32(pair_bytes) + warp * uint32(slot_bytes)))
+        if warp >= uint32(WARPS - 4):
+            ptx_hopper.give_turn(uint32(1))
         begun = begin_unit(given, unit, warp, lane)
         following = (unit, uint32(0), uint32(0), uint32(1), begun[0], begun[1], begun[2], begun[3])
         for _ in range(ahead):
-            following = send_next(place, given, following, own[1], warp, lane)
+            following = send_next(place, given, following, own, warp, lane)
         sums, now = zeros(), (uint32(0), uint32(0))
         row_block, expert, first, live = tile_of(given[3], given[4], unit)
         while live > uint32(0):

@@ -51,6 +51,7 @@ def command(
     from lowlat.cli.environment import environment
 
     report = environment()
+    report["peers"] = _peers()
     if not json_output:
         _print_environment(report)
     healthy = True
@@ -98,6 +99,34 @@ def _print_environment(report: dict[str, Any]) -> None:
         ["cache", report["cache"]],
     ]
     print_table("machine", ("what", "found"), rows)
+    if report["gpu"]["devices"]:
+        print_table("several cards", ("what", "found"), _peer_rows(report["peers"]))
+
+
+def _peers() -> dict[str, Any]:
+    """What lies between cards; nothing is loaded for it where there is none."""
+    from lowlat.executors.devices import nvidia_card_present
+
+    if not nvidia_card_present():
+        return {"cards": 0, "problem": None, "exchange": [], "write_gb_s": {}}
+    from lowlat.tools.exchange_times import topology
+
+    return topology()
+
+
+def _peer_rows(peers: dict[str, Any]) -> list[list[str]]:
+    if peers["cards"] < 2:
+        return [["cards", "one: tensor_parallel_size is 1, and nothing is exchanged"]]
+    if peers["problem"] is not None:
+        return [["cards", str(peers["cards"])], ["problem", peers["problem"]]]
+    return [
+        ["cards", f"{peers['cards']}, each reaches all others"],
+        *(
+            [f"exchange, {each['rows']} x {each['width']}", f"{each['add_us']} us, {each['local_us']} us without"]
+            for each in peers["exchange"]
+        ),
+        *([f"copies, {pair}", f"{speed} GB/s"] for pair, speed in peers["write_gb_s"].items()),
+    ]
 
 
 def _verdict(results: "list[ShiftResult]", healthy: bool) -> str:

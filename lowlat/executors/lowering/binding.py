@@ -9,11 +9,12 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors.device_weights import DeviceWeights
+from lowlat.kernels.rows.exchange import Channel
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace
 from lowlat.models.program import Op, Program, Stage
 
-__all__ = ["Binding", "Call", "LeftArgmax", "LibraryCall", "decodes"]
+__all__ = ["Binding", "Call", "Channels", "LeftArgmax", "LibraryCall", "decodes"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class LibraryCall:
 
 
 Call = KernelCall | LibraryCall
+Channels = Callable[[int, bool], Channel]  # of rows of a width, and whether blocks have whole rows
 
 
 def decodes(op: Op) -> bool:
@@ -65,6 +67,7 @@ class Binding:
     loop            the control of the device loop whose body the step is, if it is one
     switches        whether the choice of a width is for a SWITCH node
     num_awaited     mixtures of experts so far whose logits are awaited; each fills the next one's with sentinels
+    channels        the memory by which this rank exchanges rows with others, by their width; None: it is the only one
     left            the partial argmax that the last GEMM left beside its logits, if it did
     """
 
@@ -75,6 +78,7 @@ class Binding:
     workspace: Workspace
     loop: LoopControl | None = None
     switches: bool = False
+    channels: Channels | None = None
     num_awaited: int = 0
     left: LeftArgmax | None = None
 
@@ -93,6 +97,12 @@ class Binding:
     def sinks(self, op: Op) -> torch.Tensor | None:
         """The attention sinks of an operation, [H], if it has them."""
         return self.weights.vector(op.weights["sinks"]) if "sinks" in op.weights else None
+
+    def channel(self, width: int, whole: bool = False) -> Channel:
+        """The memory for rows of a width. Raises ConfigError where there is no other rank."""
+        if self.channels is None:
+            raise ConfigError(f"{self.program.name} exchanges rows among ranks, and its executor has no others")
+        return self.channels(width, whole)
 
     @cached_property
     def max_context(self) -> int:

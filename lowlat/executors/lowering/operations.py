@@ -37,9 +37,11 @@ from lowlat.kernels.rows.draft_rows import (
 )
 from lowlat.kernels.rows.elementwise import add, cast, identity, silu_mul
 from lowlat.kernels.rows.embed import embed
+from lowlat.kernels.rows.exchange import gather_ranks
 from lowlat.kernels.rows.markov import bias_rows, markov_gate, parent_tokens
 from lowlat.kernels.rows.norm import rms_norm, split_norms
 from lowlat.kernels.rows.qk_norm import qk_norm
+from lowlat.kernels.rows.ranks import join_columns, sum_ranks
 from lowlat.kernels.rows.rotate import rotate
 from lowlat.kernels.rows.waiting import keep_features, take_features, waiting_rows
 from lowlat.kernels.sampling.choose_drafts import choose_drafts
@@ -118,6 +120,7 @@ def _linear(binding: Binding, op: Op) -> Sequence[Call]:
 
 def _attention(binding: Binding, op: Op) -> Sequence[Call]:
     given = binding.arguments(op)
+    given.pop("group", None)  # of torch's products alone
     buffers = binding.program.buffers
     max_batch, max_context = buffers["tokens"].shape
     most = [given["row_masks"], buffers["row_tokens"], buffers.get("draft_nodes", buffers["row_tokens"])]
@@ -155,6 +158,15 @@ def draft_topk_alone(binding: Binding, op: Op, **children: Any) -> Sequence[Call
 
 def _sample(binding: Binding, op: Op) -> Sequence[Call]:
     return sample(**binding.arguments(op), best=left_argmax(binding, op), workspace=binding.workspace)
+
+
+def _gather_ranks(binding: Binding, op: Op) -> Sequence[Call]:
+    """Of one rank a copy."""
+    given = binding.arguments(op)
+    x, out = given["x"], given["out"]
+    if out.shape[0] == 1:
+        return identity(x, out=out.view(x.shape))
+    return gather_ranks(x, channel=binding.channel(out.shape[2]), out=out)
 
 
 def _router(binding: Binding, op: Op) -> Sequence[Call]:
@@ -209,10 +221,20 @@ _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
-    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, list_active_slots, list_lens),
+    *(
+        gather_rows,
+        identity,
+        join_columns,
+        join_features,
+        join_widths,
+        keep_features,
+        kv_write,
+        list_active_slots,
+        list_lens,
+    ),
     *(markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
     *(silu_mul, split_norms, store_boundary, suffix_draft, take_block, take_features, tree_masks, truncate),
-    waiting_rows,
+    *(join_columns, sum_ranks, waiting_rows),
 )
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(
     {
@@ -226,6 +248,7 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         "experts_down": down_alone,
         "experts_gate_up": _gate_up,
         "finite": _with_workspace(finite),
+        "gather_ranks": _gather_ranks,
         "kv_compact": _by_name(kv_compact_layer),
         "linear": _linear,
         "logprobs": _with_workspace(logprobs),

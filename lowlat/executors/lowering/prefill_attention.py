@@ -1,5 +1,6 @@
-"""Attention of a chunk of prefill: keys and values gathered side by side, then torch's flash attention.
+"""Attention of a chunk of prefill: keys and values gathered side by side, then flash attention.
 
+That is a kernel of ours on cards of capability 9.0, for heads of 64 and 128, and torch's elsewhere, and for a refresh.
 How much a chunk sees is read on the device, so one captured chunk serves every start, in time that grows with what it
 sees. Flash attention takes keys in blocks of a fixed size, counted from the first that was gathered, the last block
 first; blocks that a row does not see change nothing of its sums. So a row's bits depend neither on the chunk's size nor
@@ -17,8 +18,9 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
 from lowlat.graphs import BufferSpec
-from lowlat.kernels.attention.gather_kv import gather_kv
-from lowlat.kernels.attention.gathered_rows import gathered_rows
+from lowlat.kernels.attention.prefill.flash import has_prefill_flash, prefill_flash, tiles_shape
+from lowlat.kernels.attention.prefill.gather_kv import gather_kv
+from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows
 from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.models.program import Op
 
@@ -37,10 +39,11 @@ PART = 4096  # positions before a refresh's rows that one block of flash attenti
 def attention_workspaces(cache: BufferSpec, size: int, longest: int, window: int | None) -> list[WorkspaceShape]:
     """The workspaces of a chunk's attention: gathered keys and values [n, G, D], and their lengths [2, 2].
 
+    n is a multiple of ALIGNMENT: tiles of as many positions take no more.
     cache  [P, G, block, D]; size: rows; longest: positions of the longest context
     """
     _, groups, _, dim = cache.shape
-    shape = (gathered_rows(size, longest, window), groups, dim)
+    shape = (-(-gathered_rows(size, longest, window) // ALIGNMENT) * ALIGNMENT, groups, dim)
     dtype = torch.bfloat16 if cache.dtype == torch.uint8 else cache.dtype
     gathered: list[WorkspaceShape] = [(f"prefill.{part}", shape, dtype) for part in ("keys", "values")]
     return [*gathered, ("prefill.lengths", (2, 2), torch.int32)]
@@ -55,6 +58,12 @@ def prefill_attention(binding: Binding, op: Op) -> Sequence[Call]:
     window, longest = op.params.get("window"), binding.max_context
     if not isinstance(window, int) or window >= longest:
         window = None
+    if has_prefill_flash(binding.card, binding.program.buffers[op.reads["k_cache"]].shape[-1]):
+        gather, attended = _gathered(binding, op, window, tiled=True)
+        del attended["lengths"]
+        first = binding.arguments(op).get("first", 0)
+        chunk = binding.arguments(op)["chunk"]
+        return [*gather, *prefill_flash(**attended, chunk=chunk, window=window, first=first, card=binding.card)]
     gather, attended = _gathered(binding, op, window)
     return [*gather, LibraryCall("flash_attention", _attend, {**attended, "longest": longest, "window": window})]
 
@@ -67,8 +76,10 @@ def refresh_attention(binding: Binding, op: Op) -> Sequence[Call]:
     return [*gather, LibraryCall("flash_attention", _attend_in_parts, attended)]
 
 
-def _gathered(binding: Binding, op: Op, window: int | None) -> tuple[Sequence[Call], dict[str, Any]]:
-    """The calls that gather keys and values, and what the library is given of them."""
+def _gathered(
+    binding: Binding, op: Op, window: int | None, *, tiled: bool = False
+) -> tuple[Sequence[Call], dict[str, Any]]:
+    """The calls that gather keys and values, as rows or as tiles, and what attention is given of them."""
     given = binding.arguments(op)
     q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
     held = torch.bfloat16 if given.get("kv_scales") is None else torch.uint8
@@ -80,6 +91,8 @@ def _gathered(binding: Binding, op: Op, window: int | None) -> tuple[Sequence[Ca
     cache = binding.program.buffers[op.reads["k_cache"]]
     asked = attention_workspaces(cache, q.shape[0], binding.max_context, window)
     keys, values, lengths = (binding.workspace(*each) for each in asked)
+    if tiled:
+        keys, values = (each.view(tiles_shape(*each.shape)) for each in (keys, values))
     gather = gather_kv(
         k_cache=k_cache, v_cache=v_cache, block_table=given["block_table"], chunk=given["chunk"], keys=keys,
         values=values, lengths=lengths, size=q.shape[0], window=window, card=binding.card, first=given.get("first", 0),
@@ -88,7 +101,7 @@ def _gathered(binding: Binding, op: Op, window: int | None) -> tuple[Sequence[Ca
     sinks = binding.sinks(op)
     attended = {
         "q": q, "keys": keys, "values": values, "lengths": lengths, "scale": given["scale"],
-        "sinks": None if sinks is None else sinks.float(), "out": given["out"].view(q.shape),
+        "sinks": sinks if sinks is None or tiled else sinks.float(), "out": given["out"].view(q.shape),
     }  # fmt: skip
     return gather, attended
 

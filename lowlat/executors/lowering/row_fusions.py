@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 
-from lowlat.executors.lowering.binding import Binding, Call
+from lowlat.executors.lowering.binding import Binding, Call, decodes
 from lowlat.executors.lowering.fusion import Fusion, Run
+from lowlat.kernels.gemm.decode.gemm import steps_to_hold
 from lowlat.kernels.rows.draft_input import draft_input, draft_level_input
 from lowlat.kernels.rows.draft_rows import take_last
 from lowlat.kernels.rows.embed import embed_norm
+from lowlat.kernels.rows.exchange import exchange, exchange_add, exchange_add_norm
 from lowlat.kernels.rows.norm import add_norm
 from lowlat.kernels.rows.rotate import rotate
 from lowlat.kernels.toolchain.kernel import Card
@@ -44,6 +46,48 @@ def _add_norm(binding: Binding, run: Run) -> Sequence[Call]:
     given, norm = binding.arguments(run.op("add")), _normed(binding, run)
     return add_norm(
         given["a"], given["b"], norm["norm_weight"], norm["row_live"], total=given["out"], out=norm["normed"],
+        eps=norm["eps"],
+    )  # fmt: skip
+
+
+def _sums_ranks(run: Run, card: Card) -> bool:
+    """Whether ranks' parts, whole rows of them, are added to the residual stream, and by more than one rank."""
+    gather, total = run.op("gather_ranks"), run.op("sum_ranks")
+    ranks, _, width = run.shape(gather.writes["out"])
+    added, norm = run.find("add"), run.find("rms_norm")
+    return (
+        ranks > 1
+        and run.shape(gather.reads["x"])[1] == width
+        and total.reads["parts"] == gather.writes["out"]
+        and (added is None or (added.reads["b"] == total.writes["out"] != added.reads["a"]))
+        and (norm is None or (added is not None and norm.reads["x"] == added.writes["out"]))
+    )
+
+
+def _norms_ranks(run: Run, card: Card) -> bool:
+    """Whether the norm is left to the exchange: GEMMs of a step norm few rows for themselves."""
+    norm = run.op("rms_norm")
+    rows, depth = run.shape(norm.reads["x"])
+    return _sums_ranks(run, card) and not (decodes(norm) and steps_to_hold(rows, depth, card) > 0)
+
+
+def _gathered(run: Run) -> list[str]:
+    hidden = [run.op("gather_ranks").writes["out"]]
+    return hidden if run.find("add") is None else [*hidden, run.op("sum_ranks").writes["out"]]
+
+
+def _exchange(binding: Binding, run: Run) -> Sequence[Call]:
+    """Ranks' parts added up as they come; with the residual stream and its norm where those follow."""
+    x = binding.buffers[run.op("gather_ranks").reads["x"]]
+    added, channel = run.find("add"), binding.channel(x.shape[1], whole=run.find("rms_norm") is not None)
+    if added is None:
+        return exchange(x, channel=channel, out=binding.buffers[run.op("sum_ranks").writes["out"]])
+    given = binding.arguments(added)
+    if run.find("rms_norm") is None:
+        return exchange_add(x, given["a"], channel=channel, total=given["out"])
+    norm = _normed(binding, run)
+    return exchange_add_norm(
+        x, given["a"], norm["norm_weight"], norm["row_live"], channel=channel, total=given["out"], out=norm["normed"],
         eps=norm["eps"],
     )  # fmt: skip
 
@@ -147,6 +191,8 @@ ROW_FUSIONS = (
         "store_boundary+draft_input", "store_boundary embed concat_norms", 2, _draft_input, _stores_hidden, _embedded
     ),
     Fusion("level+draft_input", "gather_level embed concat_norms", 2, _draft_level_input, _embeds_for_norms, _embedded),
+    Fusion("exchange+norm", "gather_ranks sum_ranks add rms_norm", 3, _exchange, _norms_ranks, _gathered),
+    Fusion("exchange", "gather_ranks sum_ranks add?", 1, _exchange, _sums_ranks, _gathered),
     Fusion("draft_input", "embed concat_norms", 1, _draft_input, _embeds_for_norms, _embedded),
     Fusion("embed+norm", "embed rms_norm", 1, _embed_norm, _norms_result),
     Fusion("add+norm", "add rms_norm", 1, _add_norm, _norms_result),

@@ -12,13 +12,13 @@ import torch
 from lowlat.checkpoint.source import streamed
 from lowlat.errors import ConfigError
 from lowlat.executors.reference.executor import Bound, ReferenceExecutor
-from lowlat.graphs import Bucket, BufferSet, Role
+from lowlat.graphs import Bucket, BufferSet, BufferSpec, Role
 from lowlat.kernels.reference.exchange.ranks import exchange_parts
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.program import Program
 from lowlat.models.rank_weights import cut_stream
 
-__all__ = ["RankedReferenceExecutor"]
+__all__ = ["RankedReferenceExecutor", "cut_weights"]
 
 EXCHANGE = "gather_ranks"
 Programs = Mapping[Bucket, Program]
@@ -43,9 +43,10 @@ class RankedReferenceExecutor(ReferenceExecutor):
         *,
         hooks: bool = True,
     ) -> None:
-        parts = _cut(weights, configs, device)
+        parts = cut_weights(weights, configs, device)
         every = [program for own in ranks[0] for program in own.values()]
-        specs = sorted((spec for each in every for spec in each.specs(Role.COMMAND)), key=lambda spec: spec.num_bytes)
+        specs = [spec for each in every for spec in each.specs(Role.COMMAND, Role.STATE) if _is_the_hosts(spec)]
+        specs.sort(key=lambda spec: spec.num_bytes)
         commands = BufferSet({spec.name: spec for spec in specs}.values(), device)  # of each name the largest
         super().__init__(*ranks[0], parts[0], device, hooks=hooks, given=commands)
         self._peers = [
@@ -81,6 +82,11 @@ class RankedReferenceExecutor(ReferenceExecutor):
         super().close()
 
 
+def _is_the_hosts(spec: BufferSpec) -> bool:
+    """Whether the host writes a buffer, and no operation."""
+    return spec.role is Role.COMMAND or spec.name == "width_costs"
+
+
 def _together(ranks: Sequence[Bound]) -> Bound:
     """One operation of all ranks as one of the first. Raises ConfigError for operations of two kinds."""
     op, function, arguments = ranks[0]
@@ -106,7 +112,7 @@ def _together(ranks: Sequence[Bound]) -> Bound:
     return op, run, arguments
 
 
-def _cut(
+def cut_weights(
     weights: Mapping[str, torch.Tensor], configs: Sequence[ModelConfig], device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
     """Each rank's weights, the files read once; what ranks have whole is one tensor, of a CPU in float32."""

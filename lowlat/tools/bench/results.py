@@ -180,6 +180,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     perf_mode: str = "default"
     quantize: str = ""
     kv_cache_dtype: str = "auto"
+    tensor_parallel_size: int = 1
     max_prefill_chunks: int | None = None
 
     def differences(self, other: "Environment") -> list[str]:

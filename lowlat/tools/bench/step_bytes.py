@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import torch
+
 from lowlat.graphs import Bucket
 from lowlat.host.runtime import Runtime
-from lowlat.kernels.formats import matrix_name
+from lowlat.kernels.formats import matrix_name, matrix_parts
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import Op, Program
+from lowlat.models.rank_weights import rank_weights
 from lowlat.models.weight_plan import WeightPlan, weight_plan
 
 __all__ = ["attended", "listed", "program_bytes", "step_bytes", "weight_sizes"]
@@ -25,11 +28,14 @@ FEW_ROWS = ("embed", "draft_topk", "draft_topk_logprobs")  # operations that rea
 
 
 def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], distinct_experts: float | None) -> int:
-    """Bytes of one step of active requests with so many tokens each; distinct_experts a layer, of a mixture."""
+    """Bytes of one step of active requests with so many tokens each, of several cards those of the first.
+
+    distinct_experts  a layer, of a mixture
+    """
     config, speculator = runtime.model_config, runtime.speculator
-    sizes = weight_sizes(config)
+    sizes = weight_sizes(config, runtime.rank_config)
     if speculator is not None:
-        sizes |= _by_matrix(speculator.weight_plan(config.dtype))
+        sizes |= _by_matrix(_part(speculator.weight_plan(config.dtype), runtime.rank_config))
     share = 1.0 if config.experts is None else (distinct_experts or 0.0) / config.experts.num_experts
     return program_bytes(runtime.executor.program(bucket), sizes, lengths, share, runtime.geometry.partial)
 
@@ -88,11 +94,20 @@ def _cache_bytes(program: Program, op: Op, positions: Sequence[float]) -> float:
     return total
 
 
-def weight_sizes(config: ModelConfig) -> dict[str, int]:
-    """Bytes of a target's weights as operations name them: of a quantised matrix those of all its parts."""
-    sizes = _by_matrix(weight_plan(config))
-    sizes.setdefault("lm_head.weight", sizes["embed.weight"])  # tied
-    return sizes
+def weight_sizes(config: ModelConfig, rank: ModelConfig | None = None) -> dict[str, int]:
+    """Bytes of a target's weights as operations name them: of a quantised matrix those of all its parts.
+
+    rank  the geometry of a rank that has a part of them; None: they are whole
+    """
+    plan = dict(weight_plan(config))
+    if not matrix_parts("lm_head.weight", plan):
+        plan["lm_head.weight"] = plan["embed.weight"]  # tied
+    return _by_matrix(plan if rank is None else _part(plan, rank))
+
+
+def _part(plan: WeightPlan, rank: ModelConfig) -> WeightPlan:
+    whole = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
+    return {name: (tuple(part.shape), part.dtype) for name, part in rank_weights(whole, rank).items()}
 
 
 def _by_matrix(plan: WeightPlan) -> dict[str, int]:

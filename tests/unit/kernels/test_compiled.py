@@ -14,7 +14,7 @@ from mixture_cases import make_mixture, make_topk_routing
 from lowlat.kernels.moe.decode.mlp import experts_mlp
 from lowlat.kernels.toolchain.compiler import compile_kernel
 from lowlat.kernels.toolchain.kernel import H200, Kernel
-from lowlat.kernels.toolchain.link_checks import count_opcodes, instructions
+from lowlat.kernels.toolchain.link_checks import count_opcodes, whole_instructions
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, target_of
 
 HOPPER = (9, 0)
@@ -32,13 +32,16 @@ CASES = [
     for capability, made in EXAMPLES.items()
     for _, kernel in made
 ]
+SCORES = 64  # registers of a flash attention's scores
 WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
 # what moves a few words at a time: slots, tokens, counters, choices; or rows of a width that 16 bytes do not divide
 NARROW = re.compile(
-    r"accept|argmax|begin_step|finite|publish|assign_drafts|(mask_row|parent_token|waiting_row)s|(ngram|suffix)_draft|"
+    r"accept|argmax|begin_step|finite|publish|assign_drafts|forward_commands|join_columns|"
+    r"(mask_row|parent_token|waiting_row)s|(ngram|suffix)_draft|"
     r"choose_(drafts|nodes|width|blocks)|grow_block_tree|hand_over_tree|join_widths|list_lens|route_top_k|\w+_97_"
 )
 PRODUCTS = re.compile(r"decode_gemm|attention_\d|experts_(grouped_|gemm_|mlp)")
+CODES = re.compile(r"attention_\d.*_[cd]$")
 # 8.x lacks registers for attention's tiles and for the widest router's weights: some hundred bytes a thread, once
 SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144"), 256
 # double precision is rare on most cards; here it turns exact integers into thresholds, some a row
@@ -56,6 +59,8 @@ def test_a_kernel_fits_its_card(capability: tuple[int, int], kernel: Kernel, com
     assert made.stack_bytes <= (SPILLED_BYTES if capability < HOPPER and SPILLS.match(kernel.name) else 0)
     assert 0 < made.registers <= REGISTERS_A_THREAD
     assert kernel.threads * made.registers * kernel.min_blocks <= REGISTERS
+    quarter = -(-kernel.threads // 128) * 32 * (-(-made.registers // 8) * 8)  # where every fourth warp is
+    assert quarter <= REGISTERS // 4
     static = max(made.shared_bytes - RESERVED_BYTES.get(capability, 0), 0)
     assert kernel.shared_bytes + static <= {**CARDS, **MINOR_CARDS}[capability].shared_bytes
 
@@ -97,13 +102,14 @@ def test_a_kernel_has_the_instructions_that_were_meant(
     if not NARROW.match(kernel.name):
         assert any(WIDE.match(each) for each in used), "no access of 16 bytes"
     if PRODUCTS.match(kernel.name):
-        assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in used
+        kind = "f16" if CODES.match(kernel.name) else "bf16"
+        assert f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32" in used
         assert any(each.startswith("cp.async.cg.shared.global") for each in used)  # of 16 bytes: they know no others
     doubles = {each for each in used if ".f64" in each}
     assert not doubles or DOUBLES.match(kernel.name), f"integers of mixed signs become doubles: {doubles}"
     # fast-math: everything but the one approximation that has its meaning in the reference too, and one put right
     approximations = {each for each in used if ".approx" in each or ".full" in each}
-    put_right = {"rcp.approx.f32"} if kernel.name.endswith("gated") else set()
+    put_right = {"rcp.approx.f32"} if re.search(r"gated$|^prefill_flash", kernel.name) else set()
     assert approximations <= {"ex2.approx.f32", "ex2.approx.ftz.f32", *put_right}
     assert any(each.startswith("call") for each in used) == (not kernel.linked), "a function that was not inlined"
     # a vote of a block's threads where lanes of a warp come from different branches is an instruction no card executes
@@ -156,25 +162,38 @@ def test_a_mixture_lets_the_next_kernel_start_only_when_the_one_before_has_ended
 @pytest.mark.second
 def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled: Compiled) -> None:
     """Nothing is loaded or moved there until they are awaited; the assembler waits no more often than it was told."""
-    group, multiply = 0x9C5, 0xDF0  # to begin or await products of a warpgroup; one of them
-    writers = {0x984: 4, 0x202: 1, 0x224: 1, 0x207: 1}  # registers that are loaded, moved (by two kinds), selected
-    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith("prefill_gemm")]
+    group, multiply, shared = (
+        0x9C5,
+        0xDF0,
+        0x9F0,
+    )  # to begin or await products of a warpgroup; one; one of shared memory
+    # registers that are loaded, moved (by two kinds), selected; results of arithmetic
+    writers = {0x984: 4, **dict.fromkeys((0x202, 0x224, 0x207, 0x208, 0x209, 0x220, 0x221, 0x223, 0x23E, 0x308), 1)}
+    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith(("prefill_gemm", "prefill_flash"))]
     assert kernels
     for kernel in kernels:
         code, ptx = compiled.of(HOPPER, kernel)
-        sums = int(next(part for part in kernel.name.split("_") if part.count("x") == 2).split("x")[0]) // 2
+        is_flash = kernel.name.startswith("prefill_flash")
+        size = next(part for part in kernel.name.split("_") if part.count("x") == 2 - is_flash)
+        sums = int(size.split("x")[0]) // 2
         used: set[int] = set()
-        for low in instructions(code.code):
+        scores: set[int] = set()
+        for low, high in whole_instructions(code.code):
             opcode, target, first = low & 0xFFF, low >> 16 & 0xFF, low >> 24 & 0xFF
             if opcode == multiply:
                 used |= {*range(target, target + sums), *range(first, first + 4)}
+            elif opcode == shared:
+                scores |= set(range(target, target + SCORES))
             elif opcode == group and low >> 47 & 1:
-                used.clear()
+                scores.clear()  # always the oldest under way
+                if not high >> 8 & 0xFF:
+                    used.clear()
             elif opcode in writers:
-                assert not used & set(range(target, target + writers[opcode])), f"{kernel.name}: {low:#x}"
+                written = set(range(target, target + writers[opcode]))
+                assert not (used | scores) & written, f"{kernel.name}: {low:#x}"
         found = count_opcodes(code.code)
         assert found[group] == ptx.count("wgmma.fence.sync") + ptx.count("wgmma.wait_group.sync")
-        assert found[multiply] == ptx.count("wgmma.mma_async") > 0
+        assert found[multiply] + found[shared] == ptx.count("wgmma.mma_async") > 0
 
 
 def test_no_module_with_kernels_is_forgotten() -> None:

@@ -9,11 +9,12 @@ from gather_cases import POISON, Gather, wanted_rows
 from kernel_walk import Walker, walkable
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.attention.gather_kv import gather_kv
-from lowlat.kernels.attention.gathered_rows import ALIGNMENT, gathered_rows
+from lowlat.kernels.attention.prefill.flash import tiles_shape
+from lowlat.kernels.attention.prefill.gather_kv import gather_kv
+from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows
 from lowlat.kernels.toolchain.kernel import H200
 
-NAMES = ("common.memory", "common.kv_codes", "attention.gather_kv")
+NAMES = ("common.memory", "common.kv_codes", "attention.prefill.gather_kv")
 CASES = [
     Gather(32, 300, 0, 32),
     Gather(32, 300, 0, 0),
@@ -35,9 +36,9 @@ CASES = [
 ]
 
 
-def walked(case: Gather) -> dict[str, Any]:
+def walked(case: Gather, **changed: torch.Tensor) -> dict[str, Any]:
     """What the kernel leaves; 64 threads in all, so that they take several turns."""
-    arrays = case.arrays()
+    arrays = {**case.arrays(), **changed}
     with walkable(walker := Walker(), *NAMES) as modules:
         kernels: Any = modules[-1]
         kernels.THREADS, kernels.BLOCKS = 32, 2
@@ -54,6 +55,23 @@ def test_rows_of_the_reference(case: Gather) -> None:
         assert torch.equal(found[name].nan_to_num(7), expected[name].nan_to_num(7)), name
     seen = int(found["lengths"][1, 1])
     assert bool((found["keys"][seen:] == POISON).all())
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_tiles_hold_what_rows_do(coded: bool) -> None:
+    """Swizzled, in halves, and filled up with zeros."""
+    case = Gather(32, 300, 256, 30, window=40, heads=1, dim=128, coded=coded)
+    expected = case.arrays()
+    wanted_rows(**expected, **case.options)
+    empty = {name: torch.full(tiles_shape(200, 1, 128), torch.nan).bfloat16() for name in ("keys", "values")}
+    found = walked(case, **empty)
+    pieces = torch.arange(8)[None] ^ (torch.arange(ALIGNMENT) % 8)[:, None]
+    for name in ("keys", "values"):
+        halves = found[name].view(1, 2, 2, ALIGNMENT, 8, 8)[:, :, :, torch.arange(ALIGNMENT)[:, None], pieces]
+        rows = halves.reshape(1, 2, 2, ALIGNMENT, 64).permute(1, 3, 0, 2, 4).reshape(-1, 1, 128)  # position, head
+        wanted = torch.zeros(256, 1, 128)
+        wanted[:160] = expected[name][:160].float()
+        assert torch.equal(rows.float().nan_to_num(7), wanted.nan_to_num(7)), name
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 128, 129, 1000])

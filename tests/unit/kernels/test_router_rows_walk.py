@@ -49,13 +49,15 @@ def dots(walker: Walker) -> Any:
 
 
 @pytest.mark.parametrize(("rows", "width", "experts", "biased"), [(19, 1032, 20, True)])
-def test_logits_of_many_rows_have_the_bits_of_few(rows: int, width: int, experts: int, biased: bool) -> None:
+def test_logits_of_many_rows_have_the_bits_of_few(
+    rows: int, width: int, experts: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two groups of experts, one of them with four; two turns, one of them with one chunk; rows that fill no batch."""
     x, weight = torch.randn(rows, width).bfloat16(), (torch.randn(experts, width) / width**0.5).bfloat16()
     bias, logits, walker = torch.randn(experts).bfloat16(), torch.full((rows, experts), torch.nan), Walker()
     with walkable(walker, "moe.router_rows", "moe.router") as (kernel, router):
-        kernel.ptx_dots = dots(walker)
-        router.takes_rows = lambda *_: True
+        monkeypatch.setattr(kernel, "ptx_dots", dots(walker))
+        monkeypatch.setattr(router, "takes_rows", lambda *_: True)
         walker.run(*router.router_logits(x, weight, bias, logits=logits, card=Card(2, H200.shared_bytes, (9, 0))))
     assert torch.equal(logits, canonical_logits(x, weight, bias))
 

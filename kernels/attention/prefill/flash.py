@@ -1,0 +1,190 @@
+"""Flash attention of a prompt's rows by warpgroups' tensor cores, for cards of capability 9.0.
+
+A block has 128 or 64 rows of a head, 64 a warpgroup. Keys and values lie in tiles of 128 positions, see `gather_kv`; a
+block takes those that its rows see, the last one first. While the tensor cores multiply a tile's queries and keys, and
+the weights and values of the tile before, nobody waits but for the scores. No warp is there to copy alone: nine warps
+leave a thread fewer registers than its sums, scores and weights take.
+
+Tiles stand at multiples of 128 from position 0, and one that a row sees nothing of adds zeros to its sums, or scales
+them by one: a row's bits depend on its own position and what it sees alone, not on the rows of a launch.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT
+from lowlat.kernels.attention.prefill.softmax import GROUP_ROWS, make_begin, make_finish, make_multiply, make_place
+from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
+from lowlat.kernels.common.memory import int_at
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx, ptx_hopper
+from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+
+__all__ = ["GROUPS", "examples", "has_prefill_flash", "prefill_flash", "tiles_shape"]
+
+HOPPER = (9, 0)
+DIMS = (64, 128)
+GROUPS = (1, 2)  # warpgroups of a block that multiply
+STAGES = 3
+TURNS = False
+SHORT = 512  # positions of a window that is short
+TILE_KEYS = ALIGNMENT
+HALF, ROW_BYTES, PIECE_BYTES = 64, 128, 16
+SWIZZLE_BYTES = 1024
+LOG2_E = 1.4426950408889634
+
+
+def has_prefill_flash(card: Card, dim: int) -> bool:
+    """Whether a card has the instructions, and the kernel takes heads of this size."""
+    return card.capability == HOPPER and dim in DIMS
+
+
+def tiles_shape(num_rows: int, num_heads: int, dim: int) -> tuple[int, ...]:
+    """The shape of keys or values of so many positions in tiles: [G, tiles, D / 64, 128, 64]."""
+    return (num_heads, -(-num_rows // TILE_KEYS), dim // HALF, TILE_KEYS, HALF)
+
+
+def prefill_flash(
+    *,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chunk: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor,
+    window: int | None = None,
+    first: int = 0,
+    scale: float,
+    card: Card,
+    groups: int | None = None,
+) -> list[KernelCall]:
+    """Causal attention of c rows in one launch, accumulated in float32, weights rounded to bf16.
+
+    q             [c, H, D]                   bf16, D 64 or 128; row i stands at position start + i
+    keys, values  [G, tiles, D / 64, 128, 64] bf16, as `gather_kv` leaves them for the same chunk, window and size
+    chunk         [2]                         int32: start, live rows, of which start is read
+    sinks         [H]                         bf16 or float32: one more score a head, of no value; None: none
+    out           [c, H, D] or [c, H * D]     bf16, out; a row that sees nothing is zero
+    window        positions that a row sees, its own included; None: all
+    first         the first position that is seen
+    scale         above 0: scores are multiplied by it
+    groups        one of GROUPS: no bit depends on it; None: by the shape
+    Time: 4 * H * D times what rows see, in whole tiles, over the tensor cores' rate. Captured: yes.
+    Raises ShapeError for shapes, dtypes or a scale that do not fit.
+    """
+    rows, heads, dim = q.shape
+    num_heads = keys.shape[0]
+    if dim not in DIMS or heads % num_heads:
+        raise ShapeError(f"heads must be of {DIMS} numbers, and {heads} heads of queries share {num_heads} of keys")
+    for name, tensor in (("keys", keys), ("values", values)):
+        check_shape(name, tensor, num_heads, keys.shape[1], dim // HALF, TILE_KEYS, HALF)
+    check_shape("chunk", chunk, 2)
+    check_shape("out", out.view(q.shape), rows, heads, dim)
+    if {each.dtype for each in (q, keys, values, out)} != {torch.bfloat16}:
+        raise ShapeError(f"attention of prefill is of bf16, got {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype}")
+    if not q.is_contiguous() or not out.is_contiguous() or not scale > 0:
+        raise ShapeError(f"queries and results must lie row by row, and the scale {scale} be above 0")
+    sink_bytes = 0
+    if sinks is not None:
+        check_shape("sinks", sinks, heads)
+        if sinks.dtype not in (torch.bfloat16, torch.float32):
+            raise ShapeError(f"sinks must be bfloat16 or float32, got {sinks.dtype}")
+        sink_bytes = sinks.element_size()
+    if groups is None:
+        groups = _groups_of(rows, heads, window, card)
+    if groups not in GROUPS:
+        raise ShapeError(f"a block has {GROUPS} warpgroups that multiply, got {groups}")
+    kernel = _make(heads, num_heads, dim, sink_bytes, groups, TURNS and groups == 2)
+    arguments = (
+        q, keys, values, chunk, 0 if sinks is None else sinks, out, rows, keys.shape[1], window or 0, first,
+        scale * LOG2_E,
+    )  # fmt: skip
+    return [KernelCall(kernel, (-(-rows // (groups * GROUP_ROWS)) * heads, 1, 1), arguments)]
+
+
+def _groups_of(rows: int, heads: int, window: int | None, card: Card) -> int:
+    """One where blocks of two would leave multiprocessors idle, or be over before they have begun in earnest."""
+    few = -(-rows // (2 * GROUP_ROWS)) * heads < card.num_multiprocessors
+    return 1 if few or (window is not None and window <= SHORT) else 2
+
+
+@device_function
+def _seen_tiles(start: Any, begin: Any, end: Any, window: Any, first: Any) -> Any:
+    """The last tile that rows from `begin` to `end` see, how many they do, and the tile that keys begin with."""
+    below = max(start - (window - int64(1)), int64(0))
+    origin = below // int64(TILE_KEYS) if window > int64(0) else int64(0)
+    low = int64(start + begin)
+    high = int64(start + end) - int64(1)
+    lowest = max(low - (window - int64(1)), int64(0)) if window > int64(0) else int64(0)
+    lowest = min(max(lowest, first), high)
+    last = high // int64(TILE_KEYS)
+    return uint32(last), uint32(uint32(last - lowest // int64(TILE_KEYS)) + uint32(1)), uint32(origin)
+
+
+@cache
+def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, turns: bool) -> Kernel:
+    """Grid: the heads of 64 rows a warpgroup, those of the last rows first, which see most."""
+    shared, tile_bytes = heads // num_heads, TILE_KEYS * dim * 2
+    block_rows, area = groups * GROUP_ROWS, STAGES * tile_bytes
+    queries_bytes = block_rows * dim * 2
+    handover = make_handover(STAGES, 1, 4 * groups, suspends=True)
+    begin, barriers_at = handover.begin, queries_bytes + 2 * area
+    place_queries = make_place(heads, dim)
+    begin_copies = make_begin(tile_bytes, handover, area)
+    multiply = make_multiply(dim, TILE_KEYS, handover, area, turns)
+    finish = make_finish(heads, dim, sink_bytes)
+    group_bytes = GROUP_ROWS * dim * 2
+
+    def prefill_flash_kernel(
+        q: Any, keys: Any, values: Any, chunk: Any, sinks: Any, out: Any, rows: Any, tiles: Any, window: Any,
+        first: Any, scale: Any,
+    ) -> None:  # fmt: skip
+        thread, block, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        start_address = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
+        base = uint32(uint32(start_address + uint32(SWIZZLE_BYTES - 1)) & uint32(0xFFFFFFFF - SWIZZLE_BYTES + 1))
+        barriers = uint32(base + uint32(barriers_at))
+        if thread == uint32(0):
+            begin(barriers)
+            begin(uint32(barriers + uint32(STAGES * BARRIER_BYTES)))
+            ptx_hopper.fence_barriers()
+        ptx.let_next_kernel_start()
+        ptx.wait_for_previous_kernel()
+        cuda.syncthreads()
+        number = uint32(uint32(grid - uint32(1)) - block)
+        row_tile = uint32(number // uint32(heads))
+        head = uint32(number - row_tile * uint32(heads))
+        row, start = int64(row_tile) * int64(block_rows), int_at(chunk, int64(0))
+        end = min(row + int64(block_rows), rows)
+        last, count, origin = _seen_tiles(start, row, end, window, first)
+        places = uint32(base + uint32(queries_bytes))
+        tile_at = (
+            int64(uint32(head // uint32(shared))) * tiles + int64(uint32(last - origin))
+        ) * int64(tile_bytes)  # fmt: skip
+        group, within = uint32(warp >> uint32(2)), uint32(thread & uint32(127))
+        own = row + int64(group) * int64(GROUP_ROWS)
+        queries = uint32(base + group * uint32(group_bytes))
+        upper = uint32(
+            uint32((warp & uint32(3)) * uint32(16)) + uint32(lane >> uint32(2))
+        )  # of the group's, the lane's
+        spots = (start + own, start + own + int64(upper), window, first)
+        sources = (keys + tile_at, values + tile_at)
+        begin_copies(places, barriers, sources, count, warp, lane)
+        place_queries(queries, q, head, own, rows, group, within)
+        sums, peaks, totals = multiply(queries, places, barriers, sources, spots, last, count, scale, warp, lane)
+        finish(sums, peaks, totals, sinks, out, head, own + int64(upper), rows, scale, lane)
+
+    name = f"prefill_flash_{heads}_{num_heads}_{dim}x{groups}"
+    name += ("_turns" if turns else "") + (f"_sinks{8 * sink_bytes}" if sink_bytes else "")
+    shared_bytes = SWIZZLE_BYTES + barriers_at + 2 * STAGES * BARRIER_BYTES
+    signature = (*(types.int64,) * 10, types.float32)
+    return Kernel(name, prefill_flash_kernel, signature, 128 * groups, 1, shared_bytes, specific=True)
+
+
+def examples(card: Card = H200) -> list[Kernel]:
+    """Specialisations that CI compiles, for a card that has the instructions: Llama-8B's heads, and gpt-oss's."""
+    return [_make(32, 8, 128, 0, 2, TURNS), _make(64, 8, 64, 2, 1, False)] if has_prefill_flash(card, HALF) else []

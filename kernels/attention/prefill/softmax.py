@@ -1,0 +1,259 @@
+"""A warpgroup's part of flash attention: its queries in shared memory, products of tiles, softmax, and its results.
+
+Scores of a tile become weights where they stand. The weights of the tile before are multiplied with its values, and the
+sums of those before are scaled when both are there, so that a tile's sums are added in order.
+"""
+
+from typing import Any
+
+from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
+from lowlat.kernels.toolchain import ptx, ptx_attention, ptx_hopper
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
+
+__all__ = ["GROUP_ROWS", "make_begin", "make_finish", "make_multiply", "make_place"]
+
+GROUP_ROWS = 64  # of a warpgroup
+GROUP_THREADS = 128
+ROW_BYTES, PIECE_BYTES = 128, 16
+FIRST_BARRIER, FIRST_TURN = 1, 3  # of warpgroups; 0 is the block's
+FULL_WARP = 0xFFFFFFFF
+NOTHING = float("-inf")
+LARGEST = 1e37
+LOG2_E = 1.4426950408889634
+
+
+def make_place(heads: int, dim: int) -> Any:
+    """A function of a warpgroup: copy its 64 rows of queries to shared memory, rows behind the last one zero.
+
+    In halves of 64 columns: rows of 128 bytes, swizzled.
+    """
+    pieces = dim * 2 // PIECE_BYTES  # of a row
+    turns, half_bytes, pitch = GROUP_ROWS * pieces // GROUP_THREADS, GROUP_ROWS * ROW_BYTES, heads * dim * 2
+    wait = ptx.copies_wait(0)
+
+    @device_function
+    def place_queries(target: Any, q: Any, head: Any, own: Any, rows: Any, group: Any, within: Any) -> None:
+        for turn in range(turns):
+            number = uint32(within + uint32(turn * GROUP_THREADS))
+            row, piece = uint32(number // uint32(pieces)), uint32(number % uint32(pieces))
+            index = own + int64(row)
+            size = uint32(16) if index < rows else uint32(0)
+            index = min(index, rows - int64(1))
+            at = index * int64(pitch) + int64(uint32(head * uint32(2 * dim) + piece * uint32(PIECE_BYTES)))
+            half, chosen = uint32(piece >> uint32(3)), uint32(uint32(piece ^ row) & uint32(7))
+            place = uint32(half * uint32(half_bytes) + row * uint32(ROW_BYTES) + chosen * uint32(PIECE_BYTES))
+            ptx.copy_async_16_or_zero(uint32(target + place), q + at, size)
+        ptx.copies_commit()
+        wait()
+        ptx_attention.fence_copies()
+        ptx_attention.sync_group(uint32(group + uint32(FIRST_BARRIER)))
+
+    return place_queries
+
+
+@device_function
+def _of_four(value: Any) -> Any:
+    """The largest of the four lanes that have a row."""
+    value = max(value, cuda.shfl_xor_sync(FULL_WARP, value, 1))
+    return max(value, cuda.shfl_xor_sync(FULL_WARP, value, 2))
+
+
+@device_function
+def _all_four(value: Any) -> Any:
+    """The sum of the four lanes that have a row."""
+    value = ptx.add_rn(value, cuda.shfl_xor_sync(FULL_WARP, value, 1))
+    return ptx.add_rn(value, cuda.shfl_xor_sync(FULL_WARP, value, 2))
+
+
+@device_function
+def _offset(peak: Any, scale: Any) -> Any:
+    """What is added to scaled scores: less their peak, which is nothing where a row has seen nothing."""
+    return float32(0) if peak == float32(NOTHING) else ptx.mul_rn(-peak, scale)
+
+
+def _make_weigh(keys: int) -> Any:
+    """A function of scores: the weights, the peaks and sums with them, and by how much sums before are scaled."""
+    count = keys // 2
+    hide, largest = ptx_attention.hide(count), ptx_attention.largest_of_rows(count)
+    weigh, add = ptx_attention.weigh_rows(count), ptx_attention.add_rows(count)
+
+    @device_function
+    def weigh_tile(scores: Any, peaks: Any, totals: Any, spots: Any, tile: Any, scale: Any, lane: Any) -> Any:
+        low, position, window, first = spots
+        begin = int64(tile) * int64(keys)
+        lowest = low + int64(GROUP_ROWS) - window if window > int64(0) else int64(0)
+        if begin + int64(keys - 1) > low or begin < max(lowest, first):
+            column = int64(uint32(lane & uint32(3)) * uint32(2))
+            last = position - begin - column
+            bound, bound_low = first, first
+            if window > int64(0):
+                bound = max(position - window + int64(1), first)
+                bound_low = max(position - window + int64(9), first)
+            bound, bound_low = bound - begin - column, bound_low - begin - column
+            scores = hide(scores, int32(last), int32(bound), int32(last + int64(8)), int32(bound_low))
+        top, bottom = largest(scores, peaks[0], peaks[1])
+        top, bottom = _of_four(top), _of_four(bottom)
+        offset, offset_low = _offset(top, scale), _offset(bottom, scale)
+        factor = ptx_attention.exp2_ftz(ptx.fma_rn(peaks[0], scale, offset))
+        factor_low = ptx_attention.exp2_ftz(ptx.fma_rn(peaks[1], scale, offset_low))
+        weights = weigh(scores, scale, offset, offset_low)
+        more, more_low = add(weights)
+        totals = ptx.fma_rn(totals[0], factor, more), ptx.fma_rn(totals[1], factor_low, more_low)
+        return weights, (top, bottom), totals, (factor, factor_low)
+
+    return weigh_tile
+
+
+def _make_send(tile_bytes: int, handover: Handover) -> Any:
+    """A function of the first warp: copy a tile to a stage, when all have multiplied what is there."""
+    await_free = handover.await_free
+
+    @device_function
+    def send(place: Any, barriers: Any, source: Any, number: Any, stage: Any, parity: Any, lane: Any) -> None:
+        """number: of tiles, of which a later one stands before; parity: of the stage when it is full."""
+        await_free(barriers, stage, uint32(parity ^ uint32(1)))
+        if lane == uint32(0):
+            full = uint32(barriers + stage * uint32(BARRIER_BYTES))
+            source = source - int64(number) * int64(tile_bytes)
+            ptx_hopper.barrier_expect(full, uint32(tile_bytes))
+            ptx_hopper.copy_bulk(uint32(place + stage * uint32(tile_bytes)), source, uint32(tile_bytes), full)
+        ptx.sync_warp()
+
+    return send
+
+
+def make_begin(tile_bytes: int, handover: Handover, area: int) -> Any:
+    """A function of a block: begin to copy the first tile of values, and two of keys."""
+    stages, send = area // tile_bytes, _make_send(tile_bytes, handover)
+
+    @device_function
+    def begin_copies(places: Any, barriers: Any, sources: Any, count: Any, warp: Any, lane: Any) -> None:
+        if warp == uint32(0):
+            second, none = uint32(barriers + uint32(stages * BARRIER_BYTES)), uint32(0)
+            send(places, barriers, sources[0], none, none, none, lane)
+            send(uint32(places + uint32(area)), second, sources[1], none, none, none, lane)
+            if count > uint32(1):
+                send(places, barriers, sources[0], uint32(1), uint32(1), none, lane)
+
+    return begin_copies
+
+
+def make_multiply(dim: int, keys: int, handover: Handover, area: int, turns: bool) -> Any:
+    """A function of a warpgroup behind `make_begin`'s: copy the other tiles, and multiply all.
+
+    It gives the sums of weighted values, the peaks of scores, and a lane's sums of weights.
+
+    keys   of a tile
+    area   bytes from the stages of keys to those of values
+    turns  two warpgroups take turns to begin products, so that one has its softmax while the other's are under way
+    spots: the position of the group's first row, of the lane's upper row, the window and the first position.
+    """
+    tile_bytes, stages = keys * dim * 2, area // (keys * dim * 2)
+    await_full, release, after = handover.await_full, handover.release, handover.after
+    begin_scores, begin_values = ptx_attention.multiply_scores(dim, keys), ptx_attention.multiply_values(dim, keys)
+    await_all, await_first = ptx_attention.await_scores(keys, 0), ptx_attention.await_scores(keys, 1)
+    await_sums = ptx_attention.await_products(dim, keys)
+    zeros, pack, scale_sums = (
+        ptx.zeros(dim // 2),
+        ptx_attention.pack_rows(keys // 2),
+        ptx_attention.scale_rows(dim // 2),
+    )
+    weigh_tile, send = _make_weigh(keys), _make_send(tile_bytes, handover)
+
+    @device_function
+    def multiply(
+        queries: Any, places: Any, barriers: Any, sources: Any, spots: Any, tile: Any, count: Any, scale: Any,
+        warp: Any, lane: Any,
+    ) -> Any:  # fmt: skip
+        group = uint32(warp >> uint32(2))
+        own, other = uint32(group + uint32(FIRST_TURN)), uint32(uint32(FIRST_TURN + 1) - group)
+        second = uint32(barriers + uint32(stages * BARRIER_BYTES))
+        stage, parity = uint32(0), uint32(0)
+        nothing = (float32(NOTHING), float32(NOTHING))
+        await_full(barriers, stage, parity)
+        scores = await_all(begin_scores(queries, places))
+        release(barriers, stage, lane)
+        weights, peaks, totals, _ = weigh_tile(
+            scores, nothing, (float32(0), float32(0)), spots, tile, scale, lane
+        )  # fmt: skip
+        words, sums, done = pack(weights), zeros(), uint32(1)
+        later, later_parity = after(stage, parity)
+        if done < count:
+            await_full(barriers, later, later_parity)
+        if turns and group == uint32(1) and done < count:
+            ptx_attention.give_turn(other)
+        while done < count:
+            if turns:
+                ptx_attention.await_turn(own)
+            scores = begin_scores(queries, uint32(places + later * uint32(tile_bytes)))
+            await_full(second, stage, parity)
+            sums = begin_values(sums, words, uint32(places + uint32(area) + stage * uint32(tile_bytes)))
+            if turns and (group == uint32(0) or uint32(done + uint32(1)) < count):
+                ptx_attention.give_turn(other)
+            following, following_parity = after(later, later_parity)
+            if warp == uint32(0):  # to where the tiles before the last ones were: nobody is that late
+                if uint32(done + uint32(1)) < count:
+                    number = uint32(done + uint32(1))
+                    send(places, barriers, sources[0], number, following, following_parity, lane)
+                send(uint32(places + uint32(area)), second, sources[1], done, later, later_parity, lane)
+            scores = await_first(scores)
+            release(barriers, later, lane)
+            weights, peaks, totals, factors = weigh_tile(
+                scores, peaks, totals, spots, uint32(tile - done), scale, lane
+            )  # fmt: skip
+            done, before = uint32(done + uint32(1)), stage
+            stage, parity = later, later_parity
+            later, later_parity = following, following_parity
+            if done < count:  # a loop here also keeps the assembler from awaiting sums before it has begun the weights
+                await_full(barriers, later, later_parity)
+            sums = await_sums(sums, words)
+            release(second, before, lane)
+            if ptx.ballot(uint32(factors[0] != float32(1) or factors[1] != float32(1))) != uint32(0):
+                sums = scale_sums(sums, factors[0], factors[1])
+            words = pack(weights)
+        await_full(second, stage, parity)
+        sums = begin_values(sums, words, uint32(places + uint32(area) + stage * uint32(tile_bytes)))
+        sums = await_sums(sums, words)
+        return sums, peaks, totals
+
+    return multiply
+
+
+def make_finish(heads: int, dim: int, sink_bytes: int) -> Any:
+    """A function of a warpgroup: divide its sums by those of the weights, and store them as bf16.
+
+    sink_bytes  of a head's sink; 0: there are none
+    """
+    pitch = heads * dim * 2
+    scale_sums, pack = ptx_attention.scale_rows(dim // 2), ptx_attention.pack_rows(dim // 2)
+    store, store_low = (ptx_attention.store_row(dim // 4, half) for half in (0, 1))
+
+    @device_function
+    def share(total: Any, peak: Any, sink: Any, scale: Any) -> Any:
+        """One over a row's sum; 0 where that is nothing, or a sink that is beyond all measure."""
+        total = _all_four(total)
+        if sink_bytes:
+            total = ptx.add_rn(total, ptx_attention.exp2_ftz(ptx.add_rn(sink, _offset(peak, scale))))
+        share = ptx.rcp_approx(total)  # put right below: a division is a call, beside which products are not overlapped
+        share = ptx.fma_rn(share, ptx.fma_rn(-total, share, float32(1)), share)
+        return float32(0) if total == float32(0) or total > float32(LARGEST) else share
+
+    @device_function
+    def finish(
+        sums: Any, peaks: Any, totals: Any, sinks: Any, out: Any, head: Any, row: Any, rows: Any, scale: Any, lane: Any
+    ) -> None:  # fmt: skip
+        sink = float32(0)
+        if sink_bytes == 4:
+            sink = ptx.load_global_f32(sinks + int64(head) * int64(4))
+        elif sink_bytes == 2:
+            sink = ptx.load_global_bf16(sinks + int64(head) * int64(2))
+        sink = ptx.mul_rn(sink, float32(LOG2_E))
+        words = pack(scale_sums(sums, share(totals[0], peaks[0], sink, scale), share(totals[1], peaks[1], sink, scale)))
+        column = uint32(head * uint32(2 * dim) + uint32(lane & uint32(3)) * uint32(4))
+        at = out + row * int64(pitch) + int64(column)
+        if row < rows:
+            store(at, words)
+        if row + int64(8) < rows:
+            store_low(at + int64(8 * pitch), words)
+
+    return finish

@@ -1,0 +1,176 @@
+"""Several graph executors, one a rank of a step, run as one by one thread: their graphs are started back to back.
+
+Every rank has a device of its own, its part of the weights, and control state of its own, which is the same on all:
+the host writes and reads the first one's, whose commands the others read when they are told to. It knows no kernel.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from lowlat.errors import DeviceError
+from lowlat.executors import OpHook
+from lowlat.executors.cards.peers import PeerMemory
+from lowlat.executors.graph import GraphExecutor
+from lowlat.executors.kernel_executor import abandon
+from lowlat.graphs import Bucket, BufferSet
+from lowlat.models.program import Program
+
+__all__ = ["ParallelExecutor", "exchanged_rows"]
+
+PATIENCE_S = 1.0  # for ranks to end after one has failed
+EXCHANGE = "gather_ranks"
+
+
+def exchanged_rows(programs: Sequence[Program]) -> dict[int, int]:
+    """The most rows that programs exchange among ranks, by their width."""
+    found: dict[int, int] = {}
+    for program in programs:
+        for op in program.ops:
+            if op.kind == EXCHANGE:
+                _, rows, width = program.buffers[op.writes["out"]].shape
+                found[width] = max(rows, found.get(width, 0))
+    return found
+
+
+class ParallelExecutor:
+    """Ranks as one executor, see `lowlat.executors.LoopingExecutor`.
+
+    make   a rank's executor by its number, the first one's being given to the others: nothing of it may wait for them
+    peers  what they exchange by
+    A failure of one ends the waits of all, and is a DeviceError that names its device.
+    """
+
+    name = "graph"
+    asynchronous = True
+
+    def __init__(self, make: Callable[[int, GraphExecutor | None], GraphExecutor], peers: PeerMemory) -> None:
+        self.peers = peers
+        peers.give_up()  # what a rank runs while it is made, it runs for itself
+        self.ranks: list[GraphExecutor] = []
+        try:
+            for number, device in enumerate(peers.devices):
+                with torch.cuda.device(device):
+                    self.ranks.append(make(number, self.ranks[0] if self.ranks else None))
+        except Exception:
+            self.close()
+            raise
+        peers.reset()
+        self._leader = self.ranks[0]
+        self._leader.look_at_others(self._look)
+        self._abort = peers.abort.numpy()
+        self.device, self.state, self.counts = self._leader.device, self._leader.state, self._leader.counts
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What a rank fails by, all do."""
+        try:
+            yield
+        except DeviceError:
+            self._end_waits()
+            raise
+        if self._abort[0]:
+            raise DeviceError(self._problem())
+
+    def _problem(self) -> str:
+        return f"tensor_parallel_size {len(self.ranks)}: {self.peers.problem()}"
+
+    def _look(self) -> None:
+        """Raise DeviceError where ranks have given up, or another one's device has failed."""
+        if self._abort[0]:
+            raise DeviceError(self._problem())
+        for rank in self.ranks[1:]:
+            rank.idle()
+
+    def _end_waits(self) -> None:
+        """Let all ranks end; one that does not is never waited for again."""
+        self.peers.give_up()
+        patient = time.monotonic() + PATIENCE_S
+        for rank in self.ranks:
+            rank.settle(patient)
+
+    def _each(self) -> Iterator[GraphExecutor]:
+        """Every rank, its device being the thread's own meanwhile."""
+        for rank in self.ranks:
+            with torch.cuda.device(rank.device):
+                yield rank
+
+    def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
+        """Start one step on all; see `Executor.step`."""
+        with self._together():
+            for rank in self._each():
+                rank.step(bucket)
+        if meanwhile is not None:
+            meanwhile()
+
+    def prefill(self, size: int, first: Bucket | None = None) -> None:
+        """Run a prefill on all, until the host may write the next; see `Executor.prefill`."""
+        with self._together():
+            ends = [rank.start_prefill(size, first) for rank in self._each()]
+            for rank, ended in zip(self.ranks, ends, strict=True):
+                rank.wait_for_prefill(ended)
+
+    def wait_until(self, seen: Callable[[], bool]) -> None:
+        """See `Executor.wait_until`."""
+        with self._together():
+            self._leader.wait_until(seen)
+
+    def wait_published(self, count: int) -> None:
+        """See `Executor.wait_published`; a step in which ranks gave up counts as failed, whatever it published."""
+        with self._together():
+            self._leader.wait_published(count)
+
+    def start_loop(self, bucket: Bucket, budget: int) -> None:
+        """Start a loop on all, which leave it at the same step; see `LoopingExecutor.start_loop`."""
+        with self._together():
+            for rank in self._each():
+                rank.start_loop(bucket, budget)
+
+    def stop_loop(self) -> None:
+        """See `LoopingExecutor.stop_loop`: the first rank tells the others as it begins a step."""
+        self._leader.stop_loop()
+
+    def wait_loop(self, count: int) -> bool:
+        """See `LoopingExecutor.wait_loop`."""
+        with self._together():
+            return self._leader.wait_loop(count)
+
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero KV blocks of every rank."""
+        with self._together():
+            for rank in self._each():
+                rank.clear_blocks(blocks)
+
+    def synchronize(self) -> None:
+        """Wait until all that was started is done on all."""
+        with self._together():
+            for rank in self.ranks:
+                rank.synchronize()
+
+    def scratch(self, bucket: Bucket) -> BufferSet:
+        """The first rank's."""
+        return self._leader.scratch(bucket)
+
+    def program(self, bucket: Bucket) -> Program:
+        """The first rank's."""
+        return self._leader.program(bucket)
+
+    def set_hook(self, hook: OpHook | None) -> None:
+        """Raises ConfigError for any, as `GraphExecutor` does."""
+        self._leader.set_hook(hook)
+
+    def close(self) -> None:
+        """Close all ranks, then let go of what they exchange by."""
+        failed = any(rank.failed for rank in self.ranks)
+        if failed:
+            self._end_waits()
+        for rank in self.ranks[:1]:
+            rank.stop_loop()
+        for rank in reversed(self.ranks):
+            with torch.cuda.device(rank.device):
+                rank.close()
+        if failed:
+            abandon([self.peers.tensors()])
+        self.peers.clear()

@@ -1,0 +1,183 @@
+"""How long ranks take to exchange rows, inside CUDA graphs, and how fast cards write to each other's memory.
+
+Ranks may share a card: that tells what the launches cost, not what lies between cards. `lowlat doctor` shows it;
+`python -m lowlat.tools.exchange_times [cuda:0 cuda:1]` prints it as JSON.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lowlat.executors.cards.peers import PeerMemory, peer_problem
+from lowlat.executors.launcher import Launcher
+from lowlat.graphs.capture import CapturedGraph, capture
+from lowlat.kernels.common.peer_words import MAX_RANKS
+from lowlat.kernels.rows.exchange import Channel, exchange_add, exchange_add_norm
+from lowlat.kernels.rows.norm import add_norm
+from lowlat.kernels.toolchain.kernel import KernelCall
+
+__all__ = ["ExchangeTime", "RankGraphs", "measure_exchange", "measure_writes", "topology"]
+
+WIDTHS = (2880, 4096, 8192)
+ROWS = (1, 4, 8)
+LAUNCHES = 200  # of a graph
+REPLAYS = 7
+COPIED_BYTES = 1 << 28
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class ExchangeTime:
+    """The times of one launch among many of its kind in a graph, in microseconds, medians.
+
+    add_us    rows are exchanged and the residual stream added
+    norm_us   and they are normed
+    local_us  the last two alone, of what is there
+    """
+
+    ranks: int
+    rows: int
+    width: int
+    add_us: float
+    norm_us: float
+    local_us: float
+
+
+class RankGraphs:
+    """Each rank's launches as a graph on its own stream, started back to back by one thread.
+
+    devices  of each rank
+    rows     the most rows by width, see `PeerMemory`
+    """
+
+    def __init__(self, devices: Sequence[torch.device], rows: dict[int, int]) -> None:
+        self.peers = PeerMemory(devices, rows)
+        self._launchers = {device: Launcher(device) for device in devices}
+        self._streams = [torch.cuda.Stream(device) for device in devices]
+
+    @contextmanager
+    def on_rank(self, rank: int) -> Iterator[Any]:
+        """A rank's device and stream as torch's current ones; gives the stream as cuda.core has it."""
+        device = self.peers.devices[rank]
+        with ExitStack() as stack:
+            stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(torch.cuda.stream(self._streams[rank]))
+            yield self._launchers[device].stream()
+
+    def capture(self, calls_of: Callable[[int], Sequence[KernelCall]]) -> list[CapturedGraph]:
+        """A graph of what each rank is given."""
+        graphs = []
+        for rank, device in enumerate(self.peers.devices):
+            calls = calls_of(rank)
+            with self.on_rank(rank) as stream:
+                graphs.append(capture(stream, self._launchers[device].load(calls)))
+        return graphs
+
+    def start(self, graphs: Sequence[CapturedGraph]) -> None:
+        """Launch one graph of each of the first ranks."""
+        for rank, graph in enumerate(graphs):
+            with self.on_rank(rank) as stream:
+                graph.launch(stream)
+
+    def wait(self) -> None:
+        """Return when all that was started is done."""
+        for stream in self._streams:
+            stream.synchronize()
+
+    def time_us(self, calls_of: Callable[[int], Sequence[KernelCall]]) -> float:
+        """The median time of replaying all ranks' graphs at once."""
+        graphs, times = self.capture(calls_of), []
+        for _ in range(REPLAYS):
+            self.wait()
+            start = time.perf_counter()
+            self.start(graphs)
+            self.wait()
+            times.append((time.perf_counter() - start) * 1e6)
+        return sorted(times)[REPLAYS // 2]
+
+
+def measure_exchange(
+    devices: Sequence[torch.device], widths: Sequence[int] = WIDTHS, rows: Sequence[int] = ROWS
+) -> list[ExchangeTime]:
+    """The times of exchanges among ranks on these cards. Raises ConfigError where they do not reach each other."""
+    graphs, found = RankGraphs(devices, dict.fromkeys(widths, max(rows))), []
+    for width in widths:
+        for count in rows:
+            found.append(_measure(graphs, count, width))
+    if (problem := graphs.peers.problem()) is not None:
+        raise RuntimeError(problem)
+    return found
+
+
+def _measure(graphs: RankGraphs, rows: int, width: int) -> ExchangeTime:
+    devices, peers = graphs.peers.devices, graphs.peers
+
+    def tensors(rank: int) -> dict[str, torch.Tensor]:
+        device = devices[rank]
+        made = {"x": torch.randn(rows, width, device=device)}
+        halves = ("a", "total", "out")
+        return made | {name: torch.randn(rows, width, device=device).bfloat16() for name in halves}
+
+    held = [tensors(rank) for rank in range(len(devices))]
+    weights = [torch.ones(width, dtype=torch.bfloat16, device=device) for device in devices]
+    torch.cuda.synchronize(devices[0])
+
+    def adds(rank: int, channel: Channel) -> list[KernelCall]:
+        x, a, total = (held[rank][name] for name in ("x", "a", "total"))
+        return exchange_add(x, a, channel=channel, total=total)
+
+    def norms(rank: int, channel: Channel | None) -> list[KernelCall]:
+        x, a, total, out = (held[rank][name] for name in ("x", "a", "total", "out"))
+        if channel is None:
+            return add_norm(a, x, weights[rank], total=total, out=out, eps=EPS)
+        return exchange_add_norm(x, a, weights[rank], channel=channel, total=total, out=out, eps=EPS)
+
+    times = [
+        graphs.time_us(lambda rank: adds(rank, peers.channel(rank, width)) * LAUNCHES),
+        graphs.time_us(lambda rank: norms(rank, peers.channel(rank, width, whole=True)) * LAUNCHES),
+        graphs.time_us(lambda rank: norms(rank, None) * LAUNCHES),
+    ]
+    each = [round(total / LAUNCHES, 3) for total in times]
+    return ExchangeTime(len(devices), rows, width, *each)
+
+
+def measure_writes(source: torch.device, target: torch.device) -> float:
+    """GB/s of copies from one card's memory to another's."""
+    here = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=source)
+    there = torch.empty_like(here, device=target)
+    with torch.cuda.device(source):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        there.copy_(here)
+        start.record()
+        for _ in range(REPLAYS):
+            there.copy_(here)
+        end.record()
+        end.synchronize()
+        return round(REPLAYS * COPIED_BYTES / float(start.elapsed_time(end)) / 1e6, 1)
+
+
+def topology() -> dict[str, Any]:
+    """How the cards of this host reach each other, as JSON values: times of exchanges among all, and GB/s by pairs.
+
+    problem  why they do not; None where they do, or where there is one card alone, of which nothing is measured
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.device("cuda", card) for card in range(count)][:MAX_RANKS]
+    report: dict[str, Any] = {"cards": count, "problem": peer_problem(devices), "exchange": [], "write_gb_s": {}}
+    if count > 1 and report["problem"] is None:
+        report["exchange"] = [asdict(each) for each in measure_exchange(devices, WIDTHS[1:2], ROWS)]
+        pairs = ((one, other) for one in devices for other in devices if one != other)
+        report["write_gb_s"] = {f"{one} to {other}": measure_writes(one, other) for one, other in pairs}
+    return report
+
+
+if __name__ == "__main__":
+    asked = [torch.device(name) for name in sys.argv[1:] or ["cuda:0", "cuda:0"]]
+    report = {"devices": [str(device) for device in asked], "times": list(map(asdict, measure_exchange(asked)))}
+    print(json.dumps(report, indent=1))

@@ -1,0 +1,133 @@
+"""Rows exchanged among ranks, walked thread by thread on a CPU: all ranks side by side, in any order."""
+
+from typing import Any
+
+import pytest
+import torch
+from exchange_cases import EPS, Ranks, tree_sum
+from kernel_walk import Walker, walkable
+from rowwise_cases import canonical_norm, flags, poison, same_bits, weights
+
+from lowlat.errors import ConfigError, ShapeError
+from lowlat.kernels.common.peer_words import HOST_GAVE_UP, awaited_code
+from lowlat.kernels.rows import exchange
+from lowlat.kernels.step import forward_commands
+
+F32 = torch.float32
+NAMES = ("common.norm_math", "common.norm_row", "common.peer_words", "rows.norm", "rows.exchange")
+CASES = [
+    (2, 1088, 2, (2, 1)),  # two blocks a row, the last one not full
+    (3, 24, 2, (1, 2)),
+    (4, 24, 2, (5,)),  # by three launches
+    (8, 16, 1, (1, 1)),
+]
+
+
+@pytest.mark.parametrize(("count", "width", "most", "runs"), CASES)
+def test_all_ranks_gather_and_add_the_same(count: int, width: int, most: int, runs: tuple[int, ...]) -> None:
+    ranks, wanted, found = Ranks(count, most, width), [], []
+    with walkable(walker := Walker(), *NAMES) as modules:
+        kernels: Any = modules[-1]
+        channels = ranks.channels(kernels.Channel)
+        streams: list[list[Any]] = [[] for _ in range(count)]
+        for rows in runs:
+            parts, a = ranks.inputs(rows), torch.randn(rows, width).to(torch.bfloat16)
+            total, gathered = tree_sum(parts), torch.stack(parts)
+            gathered[1, :, width - 11 :] = 0
+            for part, channel, stream in zip(parts, channels, streams, strict=True):
+                outs = poison(count, rows, width, dtype=F32), poison(rows, width, dtype=F32), poison(rows, width)
+                own = part[:, : width - 11 * (channel.rank == 1)].contiguous()  # one rank's part is narrower
+                stream += kernels.gather_ranks(own, channel=channel, out=outs[0])
+                stream += kernels.exchange(part, channel=channel, out=outs[1])
+                stream += kernels.exchange_add(part, a, channel=channel, total=outs[2])
+                found.append(outs)
+                wanted.append((gathered, total, (a.float() + total).to(torch.bfloat16)))
+        walker.run(*streams[0], beside=streams[1:])
+    for outs, expected in zip(found, wanted, strict=True):
+        assert all(torch.equal(out, want) for out, want in zip(outs, expected, strict=True))
+
+
+def test_norms_have_the_bits_of_one_card() -> None:
+    ranks, rows, found = Ranks(2, 2, 4104, whole=True), 2, []  # one thread has two chunks
+    parts, a, weight = ranks.inputs(rows), torch.randn(rows, 4104).to(torch.bfloat16), weights(4104)
+    live = flags(rows)
+    with walkable(walker := Walker(), *NAMES) as modules:
+        kernels: Any = modules[-1]
+        streams = []
+        for part, channel in zip(parts, ranks.channels(kernels.Channel), strict=True):
+            found.append((total := poison(rows, 4104), out := poison(rows, 4104)))
+            given: Any = {"channel": channel, "total": total, "out": out, "eps": EPS}
+            streams.append(kernels.exchange_add_norm(part, a, weight, live, **given))
+        walker.run(*streams[0], beside=streams[1:])
+    expected = (a.float() + tree_sum(parts)).to(torch.bfloat16)
+    normed = torch.where(live[:, None] != 0, canonical_norm(expected, weight, EPS), 0)
+    for total, out in found:
+        assert same_bits(total, expected)
+        assert same_bits(out, normed)
+
+
+@pytest.mark.parametrize("by_host", [True, False])
+def test_a_wait_for_a_rank_that_never_comes_ends(by_host: bool) -> None:
+    """Its block then waits no more, and what it writes is NaN."""
+    ranks, outs = Ranks(3, 1, 16), [poison(1, 16, dtype=F32) for _ in range(2)]
+    ranks.abort[0] = HOST_GAVE_UP if by_host else 0
+    with walkable(walker := Walker(), *NAMES) as modules:
+        words: Any = modules[2]
+        kernels: Any = modules[-1]
+        words.ABORT_TURNS = words.PEER_SPIN_LIMIT = 4
+        calls = [
+            call
+            for out, part in zip(outs, ranks.inputs(1), strict=False)
+            for call in kernels.exchange(part, channel=ranks.channels(kernels.Channel)[1], out=out)
+        ]
+        walker.run(calls[0])
+        ranks.abort[0], reason = 0, int(ranks.abort[0])
+        walker.run(calls[1])
+    assert all(bool(out.isnan().all()) for out in outs)
+    assert reason == HOST_GAVE_UP if by_host else awaited_code(reason) == (1, 0)
+    assert ranks.counters[1][0].tolist() == [2, 1, 0, 0]
+    assert int(ranks.abort[0]) == 0
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    ranks = Ranks(2, 2, 64)
+    channel = ranks.channels()[0]
+    part = torch.zeros(2, 64)
+    with pytest.raises(ShapeError, match="whole rows"):
+        exchange.exchange_add_norm(
+            part, part.bfloat16(), torch.zeros(64).bfloat16(), channel=channel, total=part, out=part, eps=EPS
+        )
+    with pytest.raises(ShapeError, match="takes no"):
+        exchange.exchange(torch.zeros(2, 32), channel=channel, out=part)
+    with pytest.raises(ShapeError, match="multiple of 8"):
+        exchange.channel_shapes(2, 1, 12)
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        exchange.Channel(2, ranks.areas, ranks.counters[0], ranks.abort)
+
+
+def test_commands_reach_all_ranks_at_the_same_step() -> None:
+    """The host writes while nobody or some have begun; a rank that gave up keeps its count, and ends its loop."""
+    count, tail, stop, abort = 3, *(torch.zeros(1, dtype=torch.int64) for _ in range(3))
+    areas = tuple(torch.zeros(forward_commands.AREA_SHAPE, dtype=torch.int64) for _ in range(count))
+    counters = [torch.zeros(4, dtype=torch.int32) for _ in range(count)]
+    forwarded = [torch.full((2,), -1, dtype=torch.int64) for _ in range(count)]
+    with walkable(walker := Walker(), "common.memory", "common.peer_words", "step.forward_commands") as modules:
+        words: Any = modules[1]
+        kernels: Any = modules[-1]
+        words.ABORT_TURNS = 4
+
+        def launch(rank: int) -> Any:
+            channel = kernels.CommandChannel(rank, areas, counters[rank], forwarded[rank], abort)
+            return kernels.forward_commands(tail, stop, channel=channel)[0]
+
+        for commands, stops in ((5, 0), (2**33 + 7, 0), (2**33 + 8, 1)):
+            tail[0], stop[0] = commands, stops
+            walker.run(launch(0))
+            tail[0] += 1  # too late
+            walker.run(launch(2), beside=[[launch(1)]])
+            assert [each.tolist() for each in forwarded] == [[commands, stops]] * count
+        abort[0] = HOST_GAVE_UP
+        walker.run(launch(1))
+        assert forwarded[1].tolist() == [2**33 + 8, 1]
+        walker.run(launch(0))
+        assert forwarded[0].tolist() == [2**33 + 9, 1]

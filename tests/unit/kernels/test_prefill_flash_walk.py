@@ -1,0 +1,96 @@
+"""Flash attention of a prompt's rows, walked thread by thread on a CPU behind the kernel that gathers its tiles."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kernel_walk import Walker
+from prefill_slots import Shape, Slot, close
+from stages import later
+from walked_softmax import walkable_softmax
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.attention.prefill.flash import has_prefill_flash, prefill_flash, tiles_shape
+from lowlat.kernels.attention.prefill.gathered_rows import gathered_rows
+from lowlat.kernels.toolchain.kernel import H200, Card
+
+PARTS = ("gather_kv", "softmax", "flash")
+NAMES = ("common.memory", "common.kv_codes", "common.handover", *(f"attention.prefill.{part}" for part in PARTS))
+SMALL = Shape(64, 2, 1, 64, 16, 500)
+
+
+def walked(
+    slot: Slot, sinks: torch.Tensor | None, part: tuple[int, int] | None = None, *, window: int | None = None,
+    first: int = 0, groups: int = 2,
+) -> torch.Tensor:  # fmt: skip
+    """What the kernels make of all rows, or of a part as a launch alone; what is not written is NaN."""
+    shape, chunk = slot.shape, slot.chunk
+    offset, size = part or (0, shape.size)
+    if part is not None:
+        chunk = torch.tensor([slot.start + offset, max(0, min(slot.count - offset, size))], dtype=torch.int32)
+    q = slot.q[offset : offset + size].contiguous()
+    room = tiles_shape(gathered_rows(size, shape.longest, window), shape.groups, shape.dim)
+    keys, values = (torch.full(room, torch.nan).bfloat16() for _ in range(2))
+    out, lengths = torch.full_like(q, torch.nan), torch.zeros(2, 2, dtype=torch.int32)
+    gathering = {"k_cache": slot.caches[0], "v_cache": slot.caches[1], "block_table": slot.table, "size": size}
+    with walkable_softmax(walker := Walker(), *NAMES) as modules:
+        gather, flash = modules[-3], modules[-1]
+        card: Any = replace(H200, num_multiprocessors=1)
+        seen = {"keys": keys, "values": values, "chunk": chunk, "window": window, "first": first}
+        walker.run(
+            *gather.gather_kv(**gathering, **seen, lengths=lengths, card=card),
+            *flash.prefill_flash(q=q, **seen, sinks=sinks, out=out, scale=slot.scale, card=H200, groups=groups),
+        )
+    return out.view(size, -1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "start", "count", "window", "first", "with_sinks"),
+    [
+        (SMALL, 0, 64, None, 0, False),
+        (replace(SMALL, size=40), 250, 33, None, 1, True),
+        (replace(SMALL, dim=128, size=160), 128, 160, None, 0, False),
+        later(SMALL, 320, 64, 100, 0, True),
+        later(replace(SMALL, dim=128, size=32), 400, 32, None, 0, True),
+        later(replace(SMALL, size=130), 0, 130, 1, 1, False),
+    ],
+)
+def test_attention_is_the_reference_s(
+    shape: Shape, start: int, count: int, window: int | None, first: int, with_sinks: bool
+) -> None:
+    """All of the pool that was not written is NaN, and so is shared memory; dead rows are finite."""
+    slot, sinks = Slot(start, count, shape=shape), torch.linspace(-3, 3, shape.heads) if with_sinks else None
+    sinks = sinks if sinks is None or window is None else sinks.bfloat16()
+    found = walked(slot, sinks, window=window, first=first)
+    assert close(found[: slot.count], slot.expected(sinks, window=window, first=first), 8e-3)
+    assert bool(found.isfinite().all())
+    assert start or not first or not bool(found[0].any())
+
+
+def test_bits_of_rows_do_not_depend_on_the_launch() -> None:
+    """Of 48 rows in one launch, and in launches of 16 and 32 that begin elsewhere, of blocks of other sizes."""
+    slot = Slot(112, 48, shape=replace(SMALL, heads=1, size=48))
+    whole = walked(slot, None)
+    parts = [walked(slot, None, part, groups=groups) for part, groups in (((0, 16), 1), ((16, 32), 2))]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, tiles = torch.zeros(8, 4, 64).bfloat16(), torch.zeros(tiles_shape(8, 2, 64)).bfloat16()
+    given: dict[str, Any] = {"q": q, "keys": tiles, "values": tiles, "chunk": torch.zeros(2).int(), "out": q.clone()}
+    given |= {"scale": 1.0, "card": H200}
+    assert len(prefill_flash(**given)) == 1
+    assert not has_prefill_flash(Card(108, 163 * 1024, (8, 0)), 64) and not has_prefill_flash(H200, 96)
+    for changed in (
+        {"q": q.float()},
+        {"q": q[:, :3].contiguous(), "out": q[:, :3].contiguous()},
+        {"values": tiles[:1]},
+        {"scale": 0.0},
+        {"groups": 3},
+        {"sinks": torch.zeros(3)},
+        {"sinks": torch.zeros(4).half()},
+        {"q": q.transpose(0, 1).contiguous().transpose(0, 1)},
+    ):
+        with pytest.raises(ShapeError):
+            prefill_flash(**{**given, **changed})

@@ -1,0 +1,182 @@
+"""Executors of several ranks where a launcher that launches nothing stands for cards: memory, launches, failures."""
+
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lowered import CPU
+from prefill_cases import make_named
+
+from lowlat.errors import ConfigError, DeviceError
+from lowlat.executors import kernel_executor
+from lowlat.executors.cards import parallel
+from lowlat.executors.cards.peers import PeerMemory, peer_problem
+from lowlat.executors.cards.place import RankPlace
+from lowlat.executors.devices import DeviceChoice
+from lowlat.executors.graph import _Addresses
+from lowlat.executors.make import refuse_ranks
+from lowlat.graphs import Bucket, Role
+from lowlat.kernels.common.peer_words import HOST_GAVE_UP
+from lowlat.kernels.toolchain.kernel import H200
+from lowlat.models.rank_weights import rank_weights
+from lowlat.models.shard import rank_configs
+from lowlat.options.config import RuntimeConfig
+from lowlat.step.decode import build_step
+from lowlat.step.prefill import build_prefills
+
+BUCKETS = {Bucket(2, 1, 0): 0, Bucket(1, 4, 3): 3, Bucket.first_token(0): 0}
+
+
+@pytest.fixture
+def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executors with kernels on a machine without a card."""
+    launcher = SimpleNamespace(card=H200, compile_ahead=lambda calls: len(list(calls)), clear=lambda: None)
+    monkeypatch.setattr(kernel_executor, "Launcher", lambda *_: launcher)
+    monkeypatch.setattr(kernel_executor, "pinned_names", lambda specs: set())
+    idle = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: idle)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda each: nullcontext())
+
+
+class Idle(kernel_executor.KernelExecutor):
+    """An executor that issues nothing."""
+
+    def _run(self, size: Any) -> None:
+        raise AssertionError(f"{size} was run")
+
+
+@pytest.mark.usefixtures("no_card")
+@pytest.mark.parametrize("name", ["llama", "mxfp4"])
+def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_exchange_by(name: str, tmp_path: Path) -> None:
+    """Audited: a launch points into its rank's memory or the peers'; commands are the first rank's alone."""
+    pair, size = make_named(name, tmp_path), 2
+    geometries = [replace(pair.geometry, config=config) for config in rank_configs(pair.geometry.config, size)]
+    buckets = {bucket: depth for bucket, depth in BUCKETS.items() if depth in pair.topologies}
+    steps = [{b: build_step(each, b, pair.topologies[depth]) for b, depth in buckets.items()} for each in geometries]
+    prefills = [build_prefills(each) for each in geometries]
+    rows = parallel.exchanged_rows([*steps[0].values(), *prefills[0].values()])
+    peers, ranks = PeerMemory([CPU] * size, rows), list[Any]()
+    for rank, each in enumerate(geometries):
+        place = RankPlace(rank, peers, ranks[0] if ranks else None)
+        weights = rank_weights(pair.source, each.config)
+        ranks.append(Idle(steps[rank], prefills[rank], weights, CPU, place=place))
+    commands = [executor.state.of_role(Role.COMMAND) for executor in ranks]
+    assert all(tensor.data_ptr() == commands[1][name].data_ptr() for name, tensor in commands[0].items())
+    assert ranks[0].state["lengths"].data_ptr() != ranks[1].state["lengths"].data_ptr()
+    every: list[Any] = [steps[0], prefills[0]]
+    for programs in every:
+        for key in programs:
+            groups = [executor.groups(key) for executor in ranks]
+            kinds = [[group.name for group in each] for each in groups]
+            assert kinds[0] == kinds[1]
+            names = [group.name for group in groups[0]]
+            assert "sum_ranks" not in names
+            ops = [op.kind for op in programs[key].ops]
+            assert sum(each.startswith("exchange") for each in names) == ops.count("sum_ranks")
+            launched = [call.kernel.name for group in groups[1] for call in group.kernel_calls]
+            forwards = [place for place, each in enumerate(launched) if each.startswith("forward_commands")]
+            assert len(forwards) == ops.count("apply_commands")
+            assert all(launched[place + 1].startswith("begin_step") for place in forwards)
+    for executor in ranks:
+        owned = _Addresses(executor.owned())
+        for key in (*every[0], *every[1]):
+            for group in executor.groups(key):
+                for call in group.calls:
+                    owned.check(call)
+    exchanged = next(group.calls[0] for group in ranks[0].groups(Bucket(2, 1, 0)) if group.name == "exchange")
+    others = {area.data_ptr() for area in exchanged.arguments[-8:] if isinstance(area, torch.Tensor)}
+    with pytest.raises(DeviceError, match="nobody owns"):
+        _Addresses([each for each in ranks[0].owned() if each.data_ptr() not in others]).check(exchanged)
+    for executor in ranks:
+        executor.close()
+
+
+class Rank:
+    """An executor whose device fails, or never ends, when it is told to."""
+
+    def __init__(self, number: int, log: list[str]) -> None:
+        self.device, self.state, self.counts = torch.device("cuda", number), dict[str, Any](), None
+        self.number, self.log, self.failed, self.problem = number, log, False, ""
+        self.look: Any = None
+
+    def look_at_others(self, look: Any) -> None:
+        self.look = look
+
+    def idle(self) -> bool:
+        if self.problem:
+            self.failed = True
+            raise DeviceError(f"{self.device} {self.problem}")
+        return True
+
+    def step(self, bucket: Any) -> None:
+        self.log.append(f"step {self.number}")
+
+    def wait_published(self, count: int) -> None:
+        self.look()
+
+    def settle(self, until: float) -> None:
+        self.log.append(f"settle {self.number}")
+
+    def stop_loop(self) -> None:
+        self.log.append("stop")
+
+    def close(self) -> None:
+        self.log.append(f"close {self.number}")
+
+
+@pytest.mark.usefixtures("no_card")
+@pytest.mark.parametrize("how", ["a device fails", "a rank gives up", "nothing"])
+def test_what_one_rank_fails_by_all_end_by(how: str) -> None:
+    log: list[str] = []
+    peers = PeerMemory([CPU] * 2, {64: 1})
+    peers.channel(0, 64)
+    made: Any = lambda number, leader: Rank(number, log)  # noqa: E731
+    executor = parallel.ParallelExecutor(made, peers)
+    assert int(peers.abort[0]) == 0
+    executor.step(Bucket(1, 1, 0))
+    assert log == ["step 0", "step 1"]
+    if how == "nothing":
+        executor.wait_published(1)
+        executor.close()
+        assert log[2:] == ["stop", "close 1", "close 0"]
+        return
+    if how == "a device fails":
+        executor.ranks[1].problem = "is lost"  # type: ignore[attr-defined]
+    else:
+        peers.abort[0] = 1 | 2 << 8
+    start = time.monotonic()
+    with pytest.raises(DeviceError, match="cuda:1 is lost" if how == "a device fails" else r"rank 0 .* for rank 1"):
+        executor.wait_published(1)
+    assert time.monotonic() - start < 1.0
+    assert int(peers.abort[0]) == (HOST_GAVE_UP if how == "a device fails" else 1 | 2 << 8)
+    assert "settle 0" in log
+    executor.close()
+
+
+def test_what_kernels_cannot_do_is_refused() -> None:
+    for executor, options in (("graph", {"tp_invariant": True}), ("eager", {"tensor_parallel_size": 2})):
+        choice = DeviceChoice(torch.device("cuda", 0), executor, "asked for")
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            refuse_ranks(RuntimeConfig(**options), choice)
+
+
+def test_cards_that_do_not_reach_each_other_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import driver
+
+    fine = driver.CUresult.CUDA_SUCCESS
+    monkeypatch.setattr(driver, "cuInit", lambda flags: (fine,))
+    monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (fine, 2))
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda card: (fine, card))
+    monkeypatch.setattr(driver, "cuDeviceCanAccessPeer", lambda card, other: (fine, int(card < other)))
+    cards = [torch.device("cuda", card) for card in range(3)]
+    assert peer_problem([CPU, CPU]) is None
+    assert peer_problem([cards[0], cards[0]]) is None
+    assert str(peer_problem(cards)).startswith("there is no cuda:2: 2 cards are visible")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2 .* cuda:1 cannot reach .* cuda:0; `nvidia-smi topo"):
+        PeerMemory(cards[:2], {64: 1})
