@@ -137,7 +137,7 @@ def test_kernels_compiled_ahead_are_those_of_a_runtime(
         executor: Any = EagerExecutor(programs, prefills, weights, CPU)
         monkeypatch.setattr(executor, "switches", True, raising=False)
         loop = LoopControl(0, executor.state["active"], torch.zeros(1), torch.zeros(1))
-        sizes = [(size, None) for size in executor._programs]
+        sizes: list[tuple[Any, ...]] = [(size, None) for size in executor._programs]
         sizes += [(size, loop) for size in programs if not size.prefilled and not size.verifies]
         found.update(
             call.kernel.name for each in sizes for group in executor._lower(*each) for call in group.kernel_calls
