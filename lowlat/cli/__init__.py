@@ -39,8 +39,12 @@ COMMANDS = {
         "lowlat.cli.commands.compare",
         "Compare target and draft model, stage by stage, with another implementation.",
     ),
-    "profile": ("lowlat.cli.commands.profile", "Show where a decode step's time goes on an NVIDIA card."),
-    "tune": ("lowlat.cli.commands.tune", "Find the fastest plans of a pair's kernels on this card."),
+    "profile": ("lowlat.cli.commands.kernels.profile", "Show where a decode step's time goes on an NVIDIA card."),
+    "compile": (
+        "lowlat.cli.commands.kernels.compile",
+        "Compile a model's kernels ahead, for a card that need not be there.",
+    ),
+    "tune": ("lowlat.cli.commands.kernels.tune", "Find the fastest plans of a pair's kernels on this card."),
     "bench": ("lowlat.cli.commands.bench", "Measure scenarios, hold them against gates, compare and report results."),
     "doctor": ("lowlat.cli.commands.doctor", "Check this machine, and that a draft model and its target fit together."),
 }

@@ -41,7 +41,16 @@ from lowlat.step.state import StepGeometry
 from lowlat.step.width_times import set_costs
 from lowlat.text import TextCodec
 
-__all__ = ["Loaded", "bucket_batches", "load", "make_geometry", "make_topologies", "rank_geometries"]
+__all__ = [
+    "Loaded",
+    "bucket_batches",
+    "build_rank",
+    "load",
+    "make_geometry",
+    "make_ladder",
+    "make_topologies",
+    "rank_geometries",
+]
 
 logger = logging.getLogger("lowlat")
 Progress = Callable[[int, int], None]
@@ -127,14 +136,9 @@ def load(
     check_device(options, choice)
     if choice.has_kernels:
         check_positions(geometry)
-    rows_of = {depth: topology.num_nodes for depth, topology in topologies.items()}
-    verifier = None
-    if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
-        verifier = geometry.partial.buffer + 1, speculative.num_speculative_tokens
-    adaptive = geometry.max_width is not None
-    ladder = BucketLadder(bucket_batches(options.max_batch), rows_of, adaptive=adaptive, verifier=verifier)
+    ladder = make_ladder(geometry, topologies, speculative)
     geometries = rank_geometries(geometry, options, speculative)
-    ranks = [_build_rank(each, ladder, topologies) for each in geometries]
+    ranks = [build_rank(each, ladder, topologies) for each in geometries]
     programs, prefills = ranks[0].programs, ranks[0].prefills
     own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
     weights = JoinedWeights(target.weights, own)
@@ -155,7 +159,19 @@ def load(
     return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error, ranks[0].config)
 
 
-def _build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:
+def make_ladder(
+    geometry: StepGeometry, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
+) -> BucketLadder:
+    """The buckets of a runtime."""
+    rows_of = {depth: topology.num_nodes for depth, topology in topologies.items()}
+    verifier = None
+    if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
+        verifier = geometry.partial.buffer + 1, speculative.num_speculative_tokens
+    adaptive = geometry.max_width is not None
+    return BucketLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, verifier=verifier)
+
+
+def build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:
     """The programs of a rank."""
     programs = {bucket: _build(geometry, bucket, topologies) for bucket in ladder.programs}
     return Rank(geometry.config, programs, build_prefills(geometry))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from prefill_cases import NAMES, make_named
 from tensors_alive import left_in, storages
+from tiny_models import make_pair
 
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import kernel_executor
@@ -23,11 +24,14 @@ from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.graph import GraphExecutor, _Addresses
 from lowlat.executors.lowering.binding import LibraryCall
 from lowlat.graphs import Bucket
+from lowlat.host import loading
 from lowlat.host.perf import check_launches
+from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.kernels.tuning.table import Entry, Planned, TuningTable
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.step.prefill import build_prefills
+from lowlat.tools.precompile import compile_all, described_card, kernels_of
 
 CPU = torch.device("cpu")
 AMPERE = Card(108, 163 * 1024, (8, 0))
@@ -118,6 +122,43 @@ def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
     for place in {(each.kind, each.key) for _, each in before if len(each.candidates) > 1}:
         old, new = ({name for name, each in some if (each.kind, each.key) == place} for some in (before, after))
         assert old != new, place
+
+
+def test_kernels_compiled_ahead_are_those_of_a_runtime(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same options, with no weight read; those of the steps that a device repeats, too."""
+    pair = make_pair(tmp_path, "llama", hidden_size=64, intermediate_size=96, head_dim=64)
+    options = RuntimeConfig(max_batch=2, max_context=96, dtype="bfloat16", device="cpu", device_loop=True)
+    speculative = SpeculativeConfig(model=pair.head, num_speculative_tokens=2)
+    found: set[str] = set()
+
+    def lowered(_: Any, programs: Any, prefills: Any, weights: Any, *args: Any, **others: Any) -> Any:
+        executor: Any = EagerExecutor(programs, prefills, weights, CPU)
+        monkeypatch.setattr(executor, "switches", True, raising=False)
+        loop = LoopControl(0, executor.state["active"], torch.zeros(1), torch.zeros(1))
+        sizes: list[tuple[Any, ...]] = [(size, None) for size in executor._programs]
+        sizes += [(size, loop) for size in programs if not size.prefilled and not size.verifies]
+        found.update(
+            call.kernel.name for each in sizes for group in executor._lower(*each) for call in group.kernel_calls
+        )
+        raise InterruptedError
+
+    monkeypatch.setattr(loading, "make_executor", lowered)
+    with pytest.raises(InterruptedError):
+        loading.load(pair.target, speculative, options)
+    ahead = kernels_of(pair.target, speculative, options, card)
+    assert set(ahead) == found and len(found) > 50
+    with pytest.raises(ConfigError, match=r"card 'no card' is not described; there are .*NVIDIA H200"):
+        described_card("no card")
+    directory, few = tmp_path / "kernels", dict(list(ahead.items())[:2])
+    reports: list[tuple[int, int]] = []
+    for lacking in (2, 0):
+        assert (
+            compile_all(few, described_card("NVIDIA H200"), directory, 1, lambda *given: reports.append(given))
+            == lacking
+        )
+    assert reports == [(2, 2)] * 2 and len(list(directory.iterdir())) == 2
 
 
 def check_counts(executor: Any) -> None:

@@ -4,7 +4,7 @@ Layers of a model are alike, so a pair has few of them: every kind of attention 
 reads. No weight is read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from lowlat.host.loading import make_geometry
 from lowlat.kernels.formats import matrix_parts
 from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
+from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.program import Program
@@ -40,7 +41,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 
-__all__ = ["Pair", "PairPrograms", "Sizes", "open_pair", "random_pair", "rounded_pair"]
+__all__ = ["LoweredPrograms", "Pair", "PairPrograms", "Sizes", "open_pair", "random_pair", "rounded_pair"]
 
 META = torch.device("meta")
 LONG_CONTEXT, SHORT_POSITIONS = 65536, 32768  # of a slot; of all slots: as many as are split shortly
@@ -126,31 +127,19 @@ def _few_layers(pair: Pair) -> Pair:
     return Pair(pair.name, replace(config, num_layers=count, windows=windows), speculator)
 
 
-class PairPrograms:
-    """The programs of a pair for a card: steps of the buckets, first tokens, prefills of all sizes.
+class LoweredPrograms:
+    """Programs of a pair, lowered for a card onto tensors that have no memory.
 
-    workspace  of all of them; it has no memory
+    workspace  of all of them
     Raises ConfigError for a pair that the kernels do not cover.
     """
 
-    def __init__(self, pair: Pair, card: Card, sizes: Sizes) -> None:
-        self.pair, self._card = _few_layers(pair), card
-        config, speculator = self.pair.config, self.pair.speculator
-        problem = uncovered(config, None if speculator is None else speculator.draft_config)
+    def __init__(self, pair: Pair, card: Card, programs: Iterable[Program]) -> None:
+        speculator = pair.speculator
+        problem = uncovered(pair.config, None if speculator is None else speculator.draft_config)
         if problem is not None:
-            raise ConfigError(f"{pair.name} has no launches to tune: {problem}")
-        depths = sizes.depths if speculator is not None else (0,)
-        topologies = {depth: TreeTopology.chain(depth) for depth in sorted({0, *depths})}
-        options = RuntimeConfig(
-            max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.max_position), dtype=config.dtype
-        )
-        geometry = make_geometry(config, speculator, topologies, options, None)
-        buckets = [
-            *(Bucket(batch, depth + 1, depth) for batch in sizes.batches for depth in depths),
-            *(Bucket.first_token(depth) for depth in depths),
-        ]
-        steps = [build_step(geometry, bucket, topologies[bucket.num_speculative_tokens]) for bucket in buckets]
-        self.programs: tuple[Program, ...] = (*steps, *build_prefills(geometry).values())
+            raise ConfigError(f"{pair.name} has no launches: {problem}")
+        self.pair, self._card, self.programs = pair, card, tuple(programs)
         self.workspace = SharedWorkspace(META)
         self._buffers: dict[int, Mapping[str, torch.Tensor]] = {}
 
@@ -187,11 +176,40 @@ class PairPrograms:
         unique = {id(tensor): tensor for tensor in self.weight_shapes.values()}.values()
         return sum(tensor.nbytes for tensor in unique)
 
-    def groups(self, program: Program, card: Card) -> tuple[LoweredGroup, ...]:
-        """One of the programs lowered for the pair's card, with another table perhaps, onto the same tensors."""
+    def groups(
+        self, program: Program, card: Card, loop: LoopControl | None = None, *, switches: bool = False
+    ) -> tuple[LoweredGroup, ...]:
+        """One of the programs lowered for the pair's card, with another table perhaps, onto the same tensors.
+
+        loop, switches  see `Binding`
+        """
         buffers = self._buffers.get(id(program))
         if buffers is None:
             specs = program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)
             buffers = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs}
             self._buffers[id(program)] = buffers
-        return lower(Binding(program, buffers, self.weights, card, self.workspace))
+        return lower(Binding(program, buffers, self.weights, card, self.workspace, loop, switches))
+
+
+class PairPrograms(LoweredPrograms):
+    """The programs of a pair for a card: steps of the buckets, first tokens, prefills of all sizes; of few layers."""
+
+    def __init__(self, pair: Pair, card: Card, sizes: Sizes) -> None:
+        few = _few_layers(pair)
+        super().__init__(few, card, _programs(few, sizes))
+
+
+def _programs(pair: Pair, sizes: Sizes) -> Iterator[Program]:
+    config, speculator = pair.config, pair.speculator
+    depths = sizes.depths if speculator is not None else (0,)
+    topologies = {depth: TreeTopology.chain(depth) for depth in sorted({0, *depths})}
+    options = RuntimeConfig(
+        max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.max_position), dtype=config.dtype
+    )
+    geometry = make_geometry(config, speculator, topologies, options, None)
+    buckets = [
+        *(Bucket(batch, depth + 1, depth) for batch in sizes.batches for depth in depths),
+        *(Bucket.first_token(depth) for depth in depths),
+    ]
+    yield from (build_step(geometry, bucket, topologies[bucket.num_speculative_tokens]) for bucket in buckets)
+    yield from build_prefills(geometry).values()

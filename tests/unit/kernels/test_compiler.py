@@ -4,6 +4,8 @@ import gc
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +254,23 @@ def test_types_that_are_known_change_no_code(monkeypatch: pytest.MonkeyPatch) ->
     known = made()
     monkeypatch.setattr(types.Function, "get_call_type", BaseFunction.get_call_type)
     assert made() == known
+
+
+@pytest.mark.second
+def test_what_tests_of_a_card_launch_is_compiled_without_one(tmp_path: Path, repository: Path) -> None:
+    """By `pytest --compile-only`: nothing is asserted, launched or failed."""
+    options = ("-p", "no:cacheprovider", "-W", "ignore", "--assert=plain", "-s", "--basetemp", str(tmp_path / "base"))
+    chosen = ("-m", "gpu", "--compile-only", "sm_90", "tests/gpu/test_embed.py")
+    ran = subprocess.run(
+        [sys.executable, "-O", "-m", "pytest", *options, *chosen],
+        cwd=repository,
+        env={**os.environ, "LOWLAT_KERNEL_CACHE": str(tmp_path / "kernels")},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    kernels = list((tmp_path / "kernels").iterdir())
+    assert kernels and f"{len(kernels)} kernels in {tmp_path / 'kernels'}, {len(kernels)} of them lacked" in ran.stdout
 
 
 def test_launch_bounds_and_capability_reach_the_ptx() -> None:

@@ -1,0 +1,1 @@
+"""The commands about kernels: compiled ahead, tuned, profiled."""

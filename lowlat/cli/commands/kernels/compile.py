@@ -1,0 +1,78 @@
+"""`lowlat compile`: the kernels of a model compiled ahead, for a card that need not be there."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowlat.cli.console import print_json, progress_bar
+from lowlat.cli.options import (
+    DIRECTORY,
+    STORED,
+    as_json,
+    bundled,
+    given_options,
+    record_options,
+    speculation_options,
+    speculative_config,
+)
+from lowlat.options.config import RuntimeConfig
+
+__all__ = ["command"]
+
+SHAPING = ("max_batch", "max_context", "dtype", *STORED, "block_size", "prefill_chunk", "max_prefill_chunks")
+SIZING = (*SHAPING, "kv_blocks", "device_loop")
+
+
+@click.command("compile")
+@click.argument("model", type=DIRECTORY, required=False)
+@speculation_options
+@record_options(RuntimeConfig, *SIZING)
+@click.option("--card", default="NVIDIA H200", show_default=True, metavar="NAME", help="One with a tuning table.")
+@click.option("--workers", type=click.IntRange(1), metavar="N", help="Processes.  [default: one for each core]")
+@click.option("--out", type=DIRECTORY, metavar="DIR", help="[default: LOWLAT_KERNEL_CACHE, or the user's cache]")
+@click.option("--list", "only_list", is_flag=True, help="Show the kernels and compile none.")
+@as_json
+def command(
+    model: Path | None,
+    card: str,
+    workers: int | None,
+    out: Path | None,
+    only_list: bool,
+    json_output: bool,
+    **values: Any,
+) -> None:
+    """Compile the kernels that serving MODEL with these options takes; by default the bundled pair's.
+
+    It needs no card: a machine that has one finds them in the directory that LOWLAT_KERNEL_CACHE names, where the
+    package and its compilers have the same versions, and starts without compiling. Options of a runtime decide which
+    kernels it has: give those that it will be given.
+    """
+    from lowlat.cli.models import local_draft_model, local_target
+    from lowlat.cli.running import default_context
+    from lowlat.executors.launcher import default_cache_directory
+    from lowlat.options.directories import tuning_directory
+    from lowlat.tools.precompile import compile_all, described_card, kernels_of
+
+    described = described_card(card, tuning_directory())
+    speculative = speculative_config(values, bundled("head") if model is None else None)
+    target = bundled("target") if model is None else local_target(model)
+    if speculative is not None and speculative.model is not None:
+        speculative = replace(speculative, model=local_draft_model(Path(str(speculative.model)), target))
+    given = given_options({name: values[name] for name in SIZING}, RuntimeConfig)
+    options = RuntimeConfig(**{**given, "max_context": default_context(target, values["max_context"])})
+    kernels = kernels_of(target, speculative, options, described)
+    if only_list:
+        if json_output:
+            print_json({"card": card, "kernels": sorted(kernels)})
+        else:
+            click.echo("\n".join(sorted(kernels)))
+        return
+    directory = default_cache_directory() if out is None else out
+    with progress_bar("compiling") as update:
+        lacking = compile_all(kernels, described, directory, workers, update)
+    if json_output:
+        print_json({"card": card, "directory": str(directory), "kernels": len(kernels), "compiled": lacking})
+    else:
+        click.echo(f"{len(kernels)} kernels for {card} in {directory}, {lacking} of them compiled now")

@@ -1,0 +1,116 @@
+"""The kernels of a runtime compiled ahead, on a machine that needs no card: nothing is launched, no weight is read.
+
+The programs that a runtime of the same options would have are lowered for a card that is described, onto tensors that
+have no memory.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.executors.allocation import STATE_ROLES
+from lowlat.executors.make import check_positions
+from lowlat.host.loading import build_rank, make_geometry, make_ladder, make_topologies
+from lowlat.kernels.step.publish import LoopControl
+from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
+from lowlat.kernels.toolchain.kernel import Card, Kernel, KernelCall
+from lowlat.kernels.tuning.choice import tuned_card
+from lowlat.kernels.tuning.table import SHIPPED, TuningTable, read_table
+from lowlat.models.program import Program
+from lowlat.models.target import read_model_config
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.speculators.methods import plan_speculator
+from lowlat.speculators.tree.dynamic import Topology
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.tools.tune.pairs import META, LoweredPrograms, Pair, rounded_pair
+
+__all__ = ["compile_all", "described_card", "kernels_of", "known_cards"]
+
+AT_ONCE = 16  # kernels between two looks at how far it is
+
+
+def known_cards() -> dict[str, TuningTable]:
+    """The tables of the cards that are described, by the card's name."""
+    tables = (read_table(path) for path in sorted(SHIPPED.glob("*.json")))
+    return {table.card: table for table in tables}
+
+
+def described_card(name: str, own: Path | None = None) -> Card:
+    """A card by its name, with its tuning table.
+
+    own  the folder of the user's tables, as the machine has them on which the kernels will run
+    Raises ConfigError for a card that no table describes.
+    """
+    known = known_cards()
+    if name not in known:
+        raise ConfigError(f"card {name!r} is not described; there are {', '.join(known)}")
+    table = known[name]
+    card = Card(table.num_multiprocessors, table.shared_bytes, table.capability, table.peak_gb_s)
+    return tuned_card(name, card, own)
+
+
+def kernels_of(
+    target: Path, speculative: SpeculativeConfig | None, options: RuntimeConfig, card: Card
+) -> dict[str, Kernel]:
+    """The kernels that a runtime captures, by name.
+
+    target  a directory; of its files the config is read
+    Raises ConfigError for options that a runtime refuses, and for a model that the kernels do not cover.
+    """
+    config = read_model_config(target, dtype=options.dtype)
+    if options.max_context > config.max_position:
+        raise ConfigError(f"max_context {options.max_context} exceeds the model's {config.max_position} positions")
+    topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}
+    speculator = None
+    if speculative is not None and speculative.enabled:
+        speculator, topologies = plan_speculator(speculative, config), make_topologies(speculative)
+    pair = rounded_pair(Pair(target.resolve().name, config, speculator), options)
+    geometry = make_geometry(pair.config, pair.speculator, topologies, options, speculative)
+    check_positions(geometry)
+    rank = build_rank(geometry, make_ladder(geometry, topologies, speculative), topologies)
+    looping = [
+        program
+        for bucket, program in rank.programs.items()
+        if options.device_loop and not bucket.prefilled and not bucket.verifies
+    ]
+    lowered = LoweredPrograms(pair, card, (*rank.programs.values(), *rank.prefills.values()))
+    return {call.kernel.name: call.kernel for call in _calls(lowered, looping, card)}
+
+
+def _calls(lowered: LoweredPrograms, looping: list[Program], card: Card) -> Iterator[KernelCall]:
+    """The launches of steps and prefills, and of the steps that the device repeats."""
+    for program in lowered.programs:
+        for group in lowered.groups(program, card, switches=True):
+            yield from group.kernel_calls
+    counter = torch.empty(1, dtype=torch.int64, device=META)
+    for program in looping:
+        (active,) = (spec for spec in program.specs(*STATE_ROLES) if spec.name == "active")
+        control = LoopControl(0, torch.empty(active.shape, dtype=active.dtype, device=META), counter, counter)
+        for group in lowered.groups(program, card, control, switches=True):
+            yield from group.kernel_calls
+
+
+def compile_all(
+    kernels: dict[str, Kernel],
+    card: Card,
+    directory: Path,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Compile what a directory lacks of the kernels, in processes; returns how many it lacked.
+
+    workers   None: one for each core
+    progress  called with kernels done and kernels in all
+    Raises DeviceError for a kernel that does not compile.
+    """
+    every, lacking = list(kernels.values()), 0
+    for first in range(0, len(every), AT_ONCE):
+        some = every[first : first + AT_ONCE]
+        lacking += compile_ahead(some, card.capability, directory, workers)
+        for kernel in some:
+            compile_kernel(kernel, card.capability, directory)  # those of a process that failed: it tells why
+        if progress is not None:
+            progress(first + len(some), len(every))
+    return lacking
