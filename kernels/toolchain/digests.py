@@ -57,8 +57,12 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
+@cache
 def kernel_digest(kernel: Kernel) -> str:
-    """A digest of all that decides what one kernel compiles to, but for NVVM's version and the target."""
+    """A digest of all that decides what one kernel compiles to, but for NVVM's version and the target.
+
+    Made once a process: a start asks for it when it compiles ahead, and when it loads.
+    """
     modules: set[str] = set()
     meaning = _meaning(kernel.function, set(), modules)
     sizes = (kernel.threads, kernel.min_blocks, kernel.linked, kernel.specific)

@@ -44,14 +44,14 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Any:
-    """What is kept while sources stand still is forgotten."""
+    """Everything that is kept while sources stand still is forgotten."""
     yield
     forget()
 
 
 def forget() -> None:
     """Look at all again."""
-    for each in (*CACHED, source_digest):
+    for each in (*CACHED, kernel_digest, source_digest):
         each.cache_clear()
 
 
