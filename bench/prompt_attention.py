@@ -18,9 +18,9 @@ from bench.clock import Timed, own_stream, round_robin
 from bench.micro import TURN, Entry, capture, describe, write_rows
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.prefill_attention import flash_attention
-from lowlat.kernels.attention.prefill.flash import GROUPS, prefill_flash, tiles_shape
+from lowlat.kernels.attention.prefill.flash import GROUPS, prefill_flash
 from lowlat.kernels.attention.prefill.gather_kv import gather_kv
-from lowlat.kernels.attention.prefill.gathered_rows import gathered_rows
+from lowlat.kernels.attention.prefill.gathered_rows import gathered_rows, tiles_shape
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["HEADS", "main", "measure"]

@@ -1,4 +1,4 @@
-"""What stands for `ptx_attention` where a kernel is walked: products over shared memory, and softmax over registers."""
+"""A stand-in for `ptx_attention` where a kernel is walked: products over shared memory, and softmax over registers."""
 
 import importlib
 import sys
@@ -84,7 +84,7 @@ class _Softmax:
             assert isinstance(flying, _Flying), "sums that are not under way"
             return flying.sums
 
-        made.fence_copies, made.exp2_ftz = lambda: None, lambda value: np.exp2(np.float32(value))
+        made.fence_copies = lambda: None
         made.sync_group = lambda number: self._together(f"barrier {number}", None, lambda values: values)
         made.await_turn, made.give_turn = self.await_turn, self.give_turn
         made.multiply_scores, made.multiply_values = self.multiply_scores, self.multiply_values
@@ -147,7 +147,7 @@ def _lanes(sums: Any) -> list[Any]:
 
 
 def _rows(lanes: Any) -> Any:
-    """What lanes hold, as [64, n]."""
+    """The numbers that lanes hold, as [64, n]."""
     shaped = lanes.reshape(4, 8, 4, -1, 2, 2).transpose(0, 4, 1, 3, 2, 5)  # warp, low, g, tile, t, part
     return np.ascontiguousarray(shaped.reshape(ROWS, -1))
 

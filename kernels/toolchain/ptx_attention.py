@@ -1,4 +1,4 @@
-"""What attention by warpgroups does of PTX to whole tuples of registers: products of capability 9.0, and softmax.
+"""PTX of attention by warpgroups over whole tuples of registers: products of capability 9.0, and softmax.
 
 A product's sums are 64 rows by so many columns: a lane has rows g and g + 8 of its warp's 16, g a quarter of the lane,
 and of each 8 columns two, 2 t and 2 t + 1, t the lane's lowest two bits. In a tuple a tile of 8 columns is four
@@ -18,7 +18,6 @@ __all__ = [
     "add_rows",
     "await_products",
     "await_scores",
-    "exp2_ftz",
     "fence_copies",
     "hide",
     "largest_of_rows",
@@ -40,7 +39,6 @@ GROUP_ROWS = 64
 fence_copies = instruction("fence.proxy.async.shared::cta;", None, ())
 # a barrier of the four warps of a warpgroup, by its number
 sync_group = instruction("bar.sync $0, 128;", None, (u32,), together=True)
-exp2_ftz = instruction("ex2.approx.ftz.f32 $0, $1;", f32, (f32,), pure=True)
 
 
 def _statement(text: str, outputs: Any, inputs: Sequence[tuple[Any, int]], *, tied: bool = False) -> Any:

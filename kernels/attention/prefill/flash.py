@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT
+from lowlat.kernels.attention.prefill.gather_kv import first_gathered
+from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, HALF, tiles_shape
 from lowlat.kernels.attention.prefill.softmax import GROUP_ROWS, make_begin, make_finish, make_multiply, make_place
 from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
 from lowlat.kernels.common.memory import int_at
@@ -24,7 +25,7 @@ from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["GROUPS", "examples", "has_prefill_flash", "prefill_flash", "tiles_shape"]
+__all__ = ["GROUPS", "examples", "has_prefill_flash", "prefill_flash"]
 
 HOPPER = (9, 0)
 DIMS = (64, 128)
@@ -32,7 +33,6 @@ GROUPS = (1, 2)  # warpgroups of a block that multiply
 STAGES = 3
 SHORT = 512  # positions of a window that is short
 TILE_KEYS = ALIGNMENT
-HALF, ROW_BYTES, PIECE_BYTES = 64, 128, 16
 SWIZZLE_BYTES = 1024
 LOG2_E = 1.4426950408889634
 
@@ -40,11 +40,6 @@ LOG2_E = 1.4426950408889634
 def has_prefill_flash(card: Card, dim: int) -> bool:
     """Whether a card has the instructions, and the kernel takes heads of this size."""
     return card.capability == HOPPER and dim in DIMS
-
-
-def tiles_shape(num_rows: int, num_heads: int, dim: int) -> tuple[int, ...]:
-    """The shape of keys or values of so many positions in tiles: [G, tiles, D / 64, 128, 64]."""
-    return (num_heads, -(-num_rows // TILE_KEYS), dim // HALF, TILE_KEYS, HALF)
 
 
 def prefill_flash(
@@ -80,7 +75,7 @@ def prefill_flash(
     if dim not in DIMS or heads % num_heads:
         raise ShapeError(f"heads must be of {DIMS} numbers, and {heads} heads of queries share {num_heads} of keys")
     for name, tensor in (("keys", keys), ("values", values)):
-        check_shape(name, tensor, num_heads, keys.shape[1], dim // HALF, TILE_KEYS, HALF)
+        check_shape(name, tensor, *tiles_shape(keys.shape[1] * TILE_KEYS, num_heads, dim))
     check_shape("chunk", chunk, 2)
     check_shape("out", out.view(q.shape), rows, heads, dim)
     if {each.dtype for each in (q, keys, values, out)} != {torch.bfloat16}:
@@ -114,8 +109,7 @@ def _groups_of(rows: int, heads: int, window: int | None, card: Card) -> int:
 @device_function
 def _seen_tiles(start: Any, begin: Any, end: Any, window: Any, first: Any) -> Any:
     """The last tile that rows from `begin` to `end` see, how many they do, and the tile that keys begin with."""
-    below = max(start - (window - int64(1)), int64(0))
-    origin = below // int64(TILE_KEYS) if window > int64(0) else int64(0)
+    origin = first_gathered(start, window) // int64(TILE_KEYS)
     low = int64(start + begin)
     high = int64(start + end) - int64(1)
     lowest = max(low - (window - int64(1)), int64(0)) if window > int64(0) else int64(0)

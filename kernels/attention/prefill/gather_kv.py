@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT
+from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, tiles_shape
 from lowlat.kernels.common.kv_codes import decode_in_order, load_multiplier
 from lowlat.kernels.common.memory import divide, int_at, set_int, wide_count
 from lowlat.kernels.reference.shapes import check_shape
@@ -20,12 +20,12 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Card, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
 
-__all__ = ["examples", "gather_kv"]
+__all__ = ["examples", "first_gathered", "gather_kv"]
 
 BATCH = 4  # places under way in a thread
 THREADS = 256
 BLOCKS = 4  # a multiprocessor
-HALF, ROW_BYTES = 64, 128  # columns of a half of a tile, and their bytes
+ROW_BYTES = 128  # of a row of a half of a tile
 TILED = 5  # dimensions of tiles
 
 
@@ -69,7 +69,7 @@ def gather_kv(
     check_shape("chunk", chunk, 2)
     check_shape("lengths", lengths, 2, 2)
     tiled = keys.ndim == TILED
-    shape = (num_heads, keys.shape[1], dim // HALF, ALIGNMENT, HALF) if tiled else (keys.shape[0], num_heads, dim)
+    shape = tiles_shape(keys.shape[1] * ALIGNMENT, num_heads, dim) if tiled else (keys.shape[0], num_heads, dim)
     for name, rows in (("keys", keys), ("values", values)):
         check_shape(name, rows, *shape)
     held, made = k_cache.dtype, k_cache.dtype
@@ -95,7 +95,7 @@ def gather_kv(
 
 
 @device_function
-def _origin(start: Any, window: Any) -> Any:
+def first_gathered(start: Any, window: Any) -> Any:
     """The first position that is copied; a window of 0 holds all."""
     below = max(start - (window - 1), int64(0))
     return below // int64(ALIGNMENT) * int64(ALIGNMENT) if window > 0 else int64(0)
@@ -239,7 +239,7 @@ def _make(num_heads: int, block: int, parts: int, first: int = 0, coded: bool = 
         place = int64(cuda.blockIdx.x) * int64(THREADS) + int64(cuda.threadIdx.x)
         step = int64(cuda.gridDim.x) * int64(THREADS)
         start = int_at(chunk, int64(0))
-        end, origin = start + int_at(chunk, int64(1)), _origin(start, window)
+        end, origin = start + int_at(chunk, int64(1)), first_gathered(start, window)
         seen = start + size - origin
         if place == 0:
             set_int(lengths, int64(0), int64(0))

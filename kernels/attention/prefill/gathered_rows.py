@@ -1,11 +1,17 @@
-"""How many positions are gathered for a chunk of prefill, and where they may begin. It knows no kernel."""
+"""Positions gathered for a chunk of prefill: how many, where they may begin, how tiles lie. It knows no kernel."""
 
-__all__ = ["ALIGNMENT", "gathered_rows"]
+__all__ = ["ALIGNMENT", "HALF", "gathered_rows", "tiles_shape"]
 
 ALIGNMENT = 128  # positions: no flash attention that torch has takes keys in larger blocks, and theirs divide it
+HALF = 64  # columns of a half of a tile
 
 
 def gathered_rows(size: int, longest: int, window: int | None) -> int:
     """The most positions that a chunk of `size` rows takes which starts below `longest`."""
     whole = longest - 1 + size
     return whole if window is None else min(whole, size + window - 1 + ALIGNMENT - 1)
+
+
+def tiles_shape(num_rows: int, num_heads: int, dim: int) -> tuple[int, ...]:
+    """The shape of keys or values of so many positions in tiles: [G, tiles, D / 64, 128, 64]."""
+    return (num_heads, -(-num_rows // ALIGNMENT), dim // HALF, ALIGNMENT, HALF)

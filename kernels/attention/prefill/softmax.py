@@ -67,7 +67,7 @@ def _all_four(value: Any) -> Any:
 
 @device_function
 def _offset(peak: Any, scale: Any) -> Any:
-    """What is added to scaled scores: less their peak, which is nothing where a row has seen nothing."""
+    """The offset of scaled scores: less their peak, which is nothing where a row has seen nothing."""
     return float32(0) if peak == float32(NOTHING) else ptx.mul_rn(-peak, scale)
 
 
@@ -94,8 +94,8 @@ def _make_weigh(keys: int) -> Any:
         top, bottom = largest(scores, peaks[0], peaks[1])
         top, bottom = _of_four(top), _of_four(bottom)
         offset, offset_low = _offset(top, scale), _offset(bottom, scale)
-        factor = ptx_attention.exp2_ftz(ptx.fma_rn(peaks[0], scale, offset))
-        factor_low = ptx_attention.exp2_ftz(ptx.fma_rn(peaks[1], scale, offset_low))
+        factor = ptx.exp2_approx_ftz(ptx.fma_rn(peaks[0], scale, offset))
+        factor_low = ptx.exp2_approx_ftz(ptx.fma_rn(peaks[1], scale, offset_low))
         weights = weigh(scores, scale, offset, offset_low)
         more, more_low = add(weights)
         totals = ptx.fma_rn(totals[0], factor, more), ptx.fma_rn(totals[1], factor_low, more_low)
@@ -224,7 +224,7 @@ def make_finish(heads: int, dim: int, sink_bytes: int) -> Any:
         """One over a row's sum; 0 where that is nothing, or a sink that is beyond all measure."""
         total = _all_four(total)
         if sink_bytes:
-            total = ptx.add_rn(total, ptx_attention.exp2_ftz(ptx.add_rn(sink, _offset(peak, scale))))
+            total = ptx.add_rn(total, ptx.exp2_approx_ftz(ptx.add_rn(sink, _offset(peak, scale))))
         share = ptx.rcp_approx(total)  # put right below: a division is a call, beside which products are not overlapped
         share = ptx.fma_rn(share, ptx.fma_rn(-total, share, float32(1)), share)
         return float32(0) if total == float32(0) or total > float32(LARGEST) else share

@@ -18,9 +18,9 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
 from lowlat.graphs import BufferSpec
-from lowlat.kernels.attention.prefill.flash import has_prefill_flash, prefill_flash, tiles_shape
+from lowlat.kernels.attention.prefill.flash import has_prefill_flash, prefill_flash
 from lowlat.kernels.attention.prefill.gather_kv import gather_kv
-from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows
+from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows, tiles_shape
 from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.models.program import Op
 
@@ -61,9 +61,9 @@ def prefill_attention(binding: Binding, op: Op) -> Sequence[Call]:
     if has_prefill_flash(binding.card, binding.program.buffers[op.reads["k_cache"]].shape[-1]):
         gather, attended = _gathered(binding, op, window, tiled=True)
         del attended["lengths"]
-        first = binding.arguments(op).get("first", 0)
-        chunk = binding.arguments(op)["chunk"]
-        return [*gather, *prefill_flash(**attended, chunk=chunk, window=window, first=first, card=binding.card)]
+        given = binding.arguments(op)
+        own = {"chunk": given["chunk"], "first": given.get("first", 0)}
+        return [*gather, *prefill_flash(**attended, **own, window=window, card=binding.card)]
     gather, attended = _gathered(binding, op, window)
     return [*gather, LibraryCall("flash_attention", _attend, {**attended, "longest": longest, "window": window})]
 

@@ -9,9 +9,8 @@ from gather_cases import POISON, Gather, wanted_rows
 from kernel_walk import Walker, walkable
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.attention.prefill.flash import tiles_shape
 from lowlat.kernels.attention.prefill.gather_kv import gather_kv
-from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows
+from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows, tiles_shape
 from lowlat.kernels.toolchain.kernel import H200
 
 NAMES = ("common.memory", "common.kv_codes", "attention.prefill.gather_kv")

@@ -11,8 +11,8 @@ from stages import later
 from walked_softmax import walkable_softmax
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.attention.prefill.flash import has_prefill_flash, prefill_flash, tiles_shape
-from lowlat.kernels.attention.prefill.gathered_rows import gathered_rows
+from lowlat.kernels.attention.prefill.flash import has_prefill_flash, prefill_flash
+from lowlat.kernels.attention.prefill.gathered_rows import gathered_rows, tiles_shape
 from lowlat.kernels.toolchain.kernel import H200, Card
 
 PARTS = ("gather_kv", "softmax", "flash")
@@ -24,7 +24,7 @@ def walked(
     slot: Slot, sinks: torch.Tensor | None, part: tuple[int, int] | None = None, *, window: int | None = None,
     first: int = 0, groups: int = 2,
 ) -> torch.Tensor:  # fmt: skip
-    """What the kernels make of all rows, or of a part as a launch alone; what is not written is NaN."""
+    """The kernels' results of all rows, or of a part as a launch alone; NaN where nothing is written."""
     shape, chunk = slot.shape, slot.chunk
     offset, size = part or (0, shape.size)
     if part is not None:
