@@ -45,11 +45,17 @@ def silu_times_uncalled(gate: Any, up: Any) -> Any:
 
 
 @device_function
-def clamped_swiglu(gate: Any, up: Any, limit: Any, alpha: Any) -> Any:
-    """In float32, every product and sum rounded once; comparisons keep NaN."""
+def _clamped(gate: Any, up: Any, limit: Any) -> Any:
+    """Gate up to a limit, and up within it."""
     gate = limit if gate > limit else gate
     up = limit if up > limit else up
-    up = -limit if up < -limit else up
+    return gate, -limit if up < -limit else up
+
+
+@device_function
+def clamped_swiglu(gate: Any, up: Any, limit: Any, alpha: Any) -> Any:
+    """In float32, every product and sum rounded once; comparisons keep NaN."""
+    gate, up = _clamped(gate, up, limit)
     share = div_rn(float32(1), add_rn(float32(1), math.exp(-mul_rn(gate, alpha))))
     return mul_rn(add_rn(up, float32(1)), mul_rn(gate, share))
 
@@ -57,8 +63,6 @@ def clamped_swiglu(gate: Any, up: Any, limit: Any, alpha: Any) -> Any:
 @device_function
 def clamped_swiglu_uncalled(gate: Any, up: Any, limit: Any, alpha: Any) -> Any:
     """The bits of `clamped_swiglu`, by a division that never calls, as `silu_times_uncalled`."""
-    gate = limit if gate > limit else gate
-    up = limit if up > limit else up
-    up = -limit if up < -limit else up
+    gate, up = _clamped(gate, up, limit)
     share = _quotient_uncalled(float32(1), add_rn(float32(1), math.exp(-mul_rn(gate, alpha))))
     return mul_rn(add_rn(up, float32(1)), mul_rn(gate, share))

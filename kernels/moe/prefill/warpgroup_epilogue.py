@@ -10,14 +10,13 @@ from typing import Any
 from lowlat.kernels.common.activation import clamped_swiglu_uncalled, silu_times_uncalled
 from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES
 from lowlat.kernels.moe.plan import ExpertShape
-from lowlat.kernels.moe.prefill.warpgroup_plan import MOST_PAIRS
+from lowlat.kernels.moe.prefill.warpgroup_plan import MOST_PAIRS, RUN
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
 __all__ = ["make_gated_finish", "make_outputs_finish"]
 
 FULL_WARP = 0xFFFFFFFF
-RUN = 8  # pairs, of which a thread has two
 SUMS = MOST_PAIRS // 2
 
 

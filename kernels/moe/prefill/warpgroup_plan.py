@@ -18,6 +18,7 @@ from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 __all__ = [
     "GROUPS",
     "MOST_PAIRS",
+    "RUN",
     "SIZES",
     "WARPS",
     "WarpgroupPlan",
@@ -32,7 +33,7 @@ GROUPS = 3  # warpgroups, each with 64 weight rows
 WARPS = 4 * GROUPS  # each with a tile of 16
 SIZES = (32, 64, 96, 112, 128, 144, 160, 192)  # pairs that are multiplied at once: as many as a tile has, or a few more
 MOST_PAIRS = SIZES[-1]
-RUN = 8  # places of which an expert's are a multiple
+RUN = 8  # places of which an expert's are a multiple; a thread has two of so many pairs
 MOST_STAGES, LEAST_STAGES = 7, 3
 # Pairs an expert, on average, from which these GEMMs are taken: below, the experts' bytes decide, and small tiles in
 # more blocks read them faster.

@@ -21,8 +21,10 @@ from lowlat.options.config import RuntimeConfig
 
 __all__ = ["command"]
 
-SHAPING = ("max_batch", "max_context", "dtype", *STORED, "block_size", "prefill_chunk", "max_prefill_chunks")
-SIZING = (*SHAPING, "kv_blocks", "device_loop")
+SIZING = (
+    *("max_batch", "max_context", "dtype", *STORED, "block_size", "prefill_chunk", "max_prefill_chunks"),
+    *("kv_blocks", "device_loop"),
+)
 
 
 @click.command("compile")
