@@ -52,7 +52,7 @@ LAYER = ("qkv", "o", "gate_up", "down")
 
 @dataclass(frozen=True)
 class Operands:
-    """What the GEMMs of one number of rows read and write beside weights."""
+    """Tensors that the GEMMs of one number of rows read and write beside weights."""
 
     device: torch.device
     card: Card

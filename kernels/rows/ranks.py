@@ -1,4 +1,4 @@
-"""What a rank makes of all ranks' rows that it has gathered: their sum, or their columns side by side.
+"""The rows of all ranks, gathered by each: their sum, or their columns side by side.
 
 It knows no other rank: the parts lie in its own memory.
 """

@@ -1,4 +1,4 @@
-"""What the host tells a step, read by the first rank alone and forwarded to all: a launch of its own before the step.
+"""The host's words to a step, read by the first rank alone and forwarded to all: a launch of its own before the step.
 
 The host writes while steps run, so two cards that read for themselves might see a command, or the end of a loop, in
 different steps. What is forwarded are counts: commands themselves lie in pinned memory that all cards read, and stand

@@ -94,7 +94,7 @@ def add_across_lanes() -> Any:
 
 
 def _add_other(builder: Any, distance: int, kept: Any, given: Any) -> Any:
-    """What the lane keeps, plus what the lane so far away gives."""
+    """The sum of a number that the lane keeps and the one that the lane so far away gives."""
     real = ir_type(f32)
     text = f"{{ .reg .b32 t; shfl.sync.bfly.b32 t, $2, {distance}, 31, 0xffffffff; add.rn.f32 $0, $1, t; }}"
     assembly = ir.InlineAsm(ir.FunctionType(real, [real] * 2), text, "=f,f,f", side_effect=True)

@@ -125,7 +125,7 @@ def settle_executor(
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank runs: its part of the target's geometry, the step's programs and those of prefill."""
+    """One rank's work: its part of the target's geometry, the step's programs and those of prefill."""
 
     config: ModelConfig
     programs: Mapping[Bucket, Program]

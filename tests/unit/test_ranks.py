@@ -46,7 +46,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Decoded:
-    """What a runtime of so many ranks decodes: tokens, and logits of every step."""
+    """A decode by a runtime of so many ranks: tokens, and logits of every step."""
 
     def __init__(self, target: Path, size: int, head: Path | None = None, **options: Any) -> None:
         shape: Any = {"adaptive_width": True} if options.pop("adaptive", False) else {"tree": [[0], [1], [0, 0]]}

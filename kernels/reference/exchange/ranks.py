@@ -1,4 +1,4 @@
-"""What ranks exchange: their parts are gathered on every rank, and there added, or put side by side.
+"""The exchange among ranks: their parts are gathered on every rank, and there added, or put side by side.
 
 `gather_ranks` alone reads what other ranks have. Everything else is a rank's own, so that all have the same bits.
 """

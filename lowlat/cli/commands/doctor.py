@@ -104,7 +104,7 @@ def _print_environment(report: dict[str, Any]) -> None:
 
 
 def _peers() -> dict[str, Any]:
-    """What lies between cards; nothing is loaded for it where there is none."""
+    """The paths between cards; nothing is loaded for them where there is no card."""
     from lowlat.executors.devices import nvidia_card_present
 
     if not nvidia_card_present():

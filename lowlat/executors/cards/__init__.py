@@ -1,1 +1,1 @@
-"""What concerns cards as such: a watchdog of their work, and several of one host that reach each other's memory."""
+"""Cards as such: a watchdog of their work, and several of one host that reach each other's memory."""

@@ -65,7 +65,7 @@ class ParallelExecutor:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """What a rank fails by, all do."""
+        """A failure of one rank ends all."""
         try:
             yield
         except DeviceError:

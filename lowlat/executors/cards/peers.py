@@ -160,7 +160,7 @@ def _cards(devices: Sequence[torch.device]) -> list[int]:
 
 
 def _checked(name: str, answer: tuple[Any, ...]) -> Any:
-    """What a function of the driver returns. Raises DeviceError for its errors."""
+    """The value that a function of the driver returns. Raises DeviceError for its errors."""
     status, *values = answer
     if status.value:
         raise DeviceError(f"{name} fails: {status.name}")

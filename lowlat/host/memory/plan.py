@@ -95,7 +95,7 @@ def memory_need(
 
 
 def on_one_device(needs: Sequence[MemoryNeed]) -> MemoryNeed:
-    """What several ranks take on one device; their weights are read once."""
+    """The need of several ranks on one device; their weights are read once."""
     parts = {name: sum(need.parts()[name] for need in needs) for name in needs[0].parts()}
     return MemoryNeed(**parts, host_load_bytes=max(need.host_load_bytes for need in needs))
 

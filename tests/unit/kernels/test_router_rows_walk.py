@@ -14,7 +14,7 @@ from lowlat.kernels.toolchain.kernel import H200, Card
 
 
 def dots(walker: Walker) -> Any:
-    """What stands for `ptx_dots`."""
+    """A stand-in for `ptx_dots`."""
 
     def dot_rows(rows: int, others: int, turns: int, pitch: int, stride: int) -> Any:
         def values(address: int, turn: int) -> Any:
