@@ -1,13 +1,17 @@
 """Programs lowered to kernel calls on CPU tensors: nothing is compiled, launched or captured."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from lowlat.executors import kernel_executor
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.lowering.binding import Binding
@@ -120,3 +124,14 @@ class Pair:
         workspace.reserve(workspaces_of(program, lambda name: matrix_shape(name, self.source)))
         groups = lower(Binding(program, buffers, self.weights, card, workspace), fuse=self.fuse)
         return Lowered(program, buffers, self.weights, workspace, groups)
+
+
+def pretend_card(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
+    """Let executors with kernels be made on a machine without a card: their launcher compiles and launches nothing."""
+    launcher = SimpleNamespace(card=card, compile_ahead=lambda calls: len(list(calls)), clear=lambda: None)
+    monkeypatch.setattr(kernel_executor, "Launcher", lambda *_: launcher)
+    monkeypatch.setattr(kernel_executor, "pinned_names", lambda specs: set())
+    idle = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: idle)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda each: nullcontext())

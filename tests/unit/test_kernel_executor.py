@@ -2,8 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -12,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from lowered import pretend_card
 from prefill_cases import NAMES, make_named
 from tensors_alive import left_in, storages
 from tiny_models import make_pair
 
 from lowlat.errors import ConfigError, DeviceError
-from lowlat.executors import kernel_executor
 from lowlat.executors.cards import watchdog
 from lowlat.executors.cards.watchdog import COLD_FACTOR, MIN_SAMPLES, Watchdog
 from lowlat.executors.eager import EagerExecutor
@@ -38,30 +37,10 @@ AMPERE = Card(108, 163 * 1024, (8, 0))
 FLASH = re.compile(r"flash_attention|prefill_flash")
 
 
-class Recorder:
-    """A launcher that compiles and launches nothing."""
-
-    card = H200
-
-    def __init__(self, *_: object) -> None:
-        """It needs no device."""
-
-    def compile_ahead(self, calls: Iterable[Any]) -> int:
-        return len(list(calls))
-
-    def clear(self) -> None:
-        """Nothing was loaded."""
-
-
 @pytest.fixture(params=[H200, AMPERE], ids=["9.0", "8.0"])
 def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Card:
     """With and without the instructions of wide products."""
-    monkeypatch.setattr(Recorder, "card", request.param)
-    monkeypatch.setattr(kernel_executor, "Launcher", Recorder)
-    monkeypatch.setattr(kernel_executor, "pinned_names", lambda specs: set())
-    idle = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: idle)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    pretend_card(monkeypatch, request.param)
     chosen: Card = request.param
     return chosen
 
@@ -113,7 +92,7 @@ def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
     with pytest.raises(ConfigError, match="derived for this card; `lowlat tune` measures"):
         check_launches(strict, replace(plain.counts, fallbacks=()))
     table = TuningTable("a card", card.capability, card.num_multiprocessors, card.shared_bytes, entries=entries)
-    monkeypatch.setattr(Recorder, "card", replace(card, tuning=table))
+    pretend_card(monkeypatch, replace(card, tuning=table))
     tuned = make_executor("mxfp4", card, tmp_path / "tuned")
     assert (plain.counts.tuned, tuned.counts.tuned) == (0, tuned.counts.planned)
     check_launches(strict, replace(tuned.counts, fallbacks=()))

@@ -1,15 +1,13 @@
 """Executors of several ranks where a launcher that launches nothing stands for cards: memory, launches, failures."""
 
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lowered import CPU
+from lowered import CPU, pretend_card
 from prefill_cases import make_named
 
 from lowlat.errors import ConfigError, DeviceError
@@ -35,13 +33,7 @@ BUCKETS = {Bucket(2, 1, 0): 0, Bucket(1, 4, 3): 3, Bucket.first_token(0): 0}
 @pytest.fixture
 def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Executors with kernels on a machine without a card."""
-    launcher = SimpleNamespace(card=H200, compile_ahead=lambda calls: len(list(calls)), clear=lambda: None)
-    monkeypatch.setattr(kernel_executor, "Launcher", lambda *_: launcher)
-    monkeypatch.setattr(kernel_executor, "pinned_names", lambda specs: set())
-    idle = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: idle)
-    for name in ("stream", "device"):
-        monkeypatch.setattr(torch.cuda, name, lambda each: nullcontext())
+    pretend_card(monkeypatch, H200)
 
 
 class Idle(kernel_executor.KernelExecutor):
