@@ -47,7 +47,8 @@ def decode(**options: Any) -> list[list[int]]:
         executor.synchronize()
         for rank in getattr(executor, "ranks", []):
             for name in SAME:
-                assert torch.equal(rank.state[name], executor.state[name]), name
+                first = 1 if name == "drafts" else 0  # a chain's root is no draft: nothing is written in its place
+                assert torch.equal(rank.state[name][..., first:], executor.state[name][..., first:]), name
         return list(found.values())
 
 
