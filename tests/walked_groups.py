@@ -17,6 +17,7 @@ from kernel_walk import Walker, this_thread, walkable
 from lowlat.kernels.toolchain import ptx_hopper as known
 
 GROUP, ROW_BYTES = 128, 128  # threads of a warpgroup; bytes of a row of a step
+SLICES, SLICE_BYTES = 4, 32  # of a step; of a row of one
 NAME = "lowlat.kernels.toolchain.ptx_hopper"
 
 
@@ -70,25 +71,28 @@ class _Groups:
         place = ("pair", home.launch.number, home.block // 2)
         self._walker.meet(place, 2 * home.launch.threads, None, None)
 
-    def multiply_group(self, rows: int, held: int | None = None) -> Callable[..., Any]:
+    def multiply_group(self, rows: int, held: int | None = None, slices: int = SLICES) -> Callable[..., Any]:
         def multiply(every: Any, words: Any, address: int, go_on: int) -> Any:
-            assert not isinstance(every, _Flying), "sums that were not awaited"
+            assert go_on or not isinstance(every, _Flying), "sums that were not awaited"
             sums, others = every[: rows // 2], tuple(every[rows // 2 :])
-            assert len(every) == (held or rows // 2) and len(words) == 16 and address % 1024 == 0
+            step, first = int(address) // 1024 * 1024, int(address) % 1024 // SLICE_BYTES
+            assert len(every) == (held or rows // 2) and len(words) == 4 * slices and first + slices <= SLICES
             thread = this_thread()
 
             def combine(values: list[Any]) -> list[Any]:
-                return _multiplied(values, self._walker.near(int(address), rows * ROW_BYTES), rows, bool(go_on))
+                return _multiplied(values, self._walker.near(step, rows * ROW_BYTES), rows, first, bool(go_on))
 
             place = (f"product at {address}", thread.home.key, thread.warp // 4)
             return _Flying((*self._walker.meet(place, GROUP, (sums, words), combine), *others))
 
         return multiply
 
-    def await_group(self, rows: int, held: int | None = None) -> Callable[..., Any]:
-        def wait(sums: Any, words: Any) -> Any:
-            assert isinstance(sums, _Flying) and len(sums) == (held or rows // 2) and len(words) == 16
-            return tuple(sums)
+    def await_group(
+        self, rows: int, held: int | None = None, words: int = 4 * SLICES, under_way: int = 0
+    ) -> Callable[..., Any]:
+        def wait(sums: Any, used: Any) -> Any:
+            assert isinstance(sums, _Flying) and len(sums) == (held or rows // 2) and len(used) == words
+            return sums if under_way else tuple(sums)
 
         return wait
 
@@ -137,18 +141,19 @@ class _Groups:
         return made
 
 
-def _multiplied(values: list[Any], second: Any, rows: int, go_on: bool) -> list[Any]:
-    """m64nNk16 four times, for all lanes of a warpgroup, whose fragments are as the PTX manual has them."""
-    words = np.array([words for _, words in values], np.uint32).reshape(4, 8, 4, 2, 2, 4)  # warp, g, t, low, half, word
+def _multiplied(values: list[Any], second: Any, rows: int, first: int, go_on: bool) -> list[Any]:
+    """m64nNk16 for each slice from the first on, for all lanes of a warpgroup, whose fragments the PTX manual has."""
+    held = np.array([words for _, words in values], np.uint32)
+    words = held.reshape(4, 8, 4, 2, -1, 4)  # warp, g, t, low, half, word
     left = np.zeros((64, 4, 16), np.float32)  # row, slice, column
     for low in range(2):
         for word in range(4):
             pair = words[:, :, :, low, :, word]  # warp, g, t, half
             for side in range(2):
                 numbers = (pair >> 16 * side << 16).astype(np.uint32).view(np.float32)
-                for half in range(2):
+                for half in range(words.shape[4]):
                     for t in range(4):
-                        into = left.reshape(4, 16, 4, 16)[:, 8 * low : 8 * low + 8, 2 * half + word // 2]
+                        into = left.reshape(4, 16, 4, 16)[:, 8 * low : 8 * low + 8, first + 2 * half + word // 2]
                         into[:, :, 2 * t + side + 8 * (word % 2)] = numbers[:, :, t, half]
     bits = second.view(np.uint16).reshape(rows, 8, 8)
     swizzle = np.arange(8)[None, :] ^ (np.arange(rows) % 8)[:, None]

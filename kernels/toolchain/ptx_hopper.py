@@ -33,7 +33,7 @@ __all__ = [
     "take_sums",
 ]
 
-COLUMNS = 64  # of a step
+SLICES = 4  # of 16 columns, of a step
 # The second matrix in shared memory: rows of 128 bytes, whose pieces of 16 bytes are swizzled; 8 rows are 1024 bytes.
 # It is the upper half of a descriptor; the lower one holds the address in units of 16 bytes.
 SWIZZLED_128 = 1 << 30 | 1024 >> 4
@@ -73,30 +73,31 @@ give_turn = instruction("bar.arrive $0, 256;", None, (u32,), together=True)
 KEPT_AS_USUAL, READ_ONCE = 0x1000000000000000, 0x12F0000000000000
 
 
-def multiply_group(rows: int, held: int | None = None) -> Any:
-    """An intrinsic of a warpgroup: let 64 weight rows be multiplied by `rows` rows of the second matrix, 64 columns.
+def multiply_group(rows: int, held: int | None = None, slices: int = SLICES) -> Any:
+    """An intrinsic of a warpgroup: let 64 weight rows be multiplied by `rows` rows of the second matrix.
 
     held: sums of a lane, of which the first rows / 2 are multiplied, and the others passed on; None: rows / 2.
-    It takes the sums, float32; a lane's 16 words of the weights: of both halves of the columns for row g, then
+    slices: of 16 columns; all are a step.
+    It takes the sums, float32; a lane's words of the weights, two a slice: of all columns for row g, then
     for row g + 8, g a quarter of the lane; the shared address of the second matrix; and a number: zero where the sums
     begin anew. The accumulators that it returns hold sums when `await_group` has had them; until then nothing else may.
     """
-    count, total = rows // 2, held or rows // 2
-    text = _multiply_text(rows, count)
+    count, total, held_words = rows // 2, held or rows // 2, 4 * slices
+    text = _multiply_text(rows, count, slices)
     tied = [str(number) for number in range(count)]
-    constraints = ",".join(["=f"] * count + tied + ["r"] * 18 + ["~{memory}"])
+    constraints = ",".join(["=f"] * count + tied + ["r"] * (held_words + 2) + ["~{memory}"])
 
     @intrinsic
     def multiply(context: Any, sums: Any, words: Any, address: Any, go_on: Any) -> Any:
         kinds = types.UniTuple(f32, total)
-        signature = kinds(kinds, types.UniTuple(u32, 16), u32, u32)
+        signature = kinds(kinds, types.UniTuple(u32, held_words), u32, u32)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            operands = [ir_type(f32)] * count + [ir_type(u32)] * 18
+            operands = [ir_type(f32)] * count + [ir_type(u32)] * (held_words + 2)
             function = ir.FunctionType(ir.LiteralStructType([ir_type(f32)] * count), operands)
             assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
             values = [builder.extract_value(args[0], number) for number in range(count)]
-            values += [builder.extract_value(args[1], number) for number in range(16)]
+            values += [builder.extract_value(args[1], number) for number in range(held_words)]
             call = builder.call(assembly, [*values, args[2], args[3]], attrs=("convergent",))
             found = [builder.extract_value(call, number) for number in range(count)]
             found += [builder.extract_value(args[0], number) for number in range(count, total)]
@@ -107,9 +108,10 @@ def multiply_group(rows: int, held: int | None = None) -> Any:
     return multiply
 
 
-def _multiply_text(rows: int, count: int) -> str:
-    """Four slices of 16 columns, begun behind each other, to be awaited together."""
-    words, address, go_on = 2 * count, 2 * count + 16, 2 * count + 17
+def _multiply_text(rows: int, count: int, slices: int) -> str:
+    """Slices of 16 columns, begun behind each other, to be awaited together."""
+    words = 2 * count
+    address, go_on, own = words + 4 * slices, words + 4 * slices + 1, 2 * slices
     sums = ",".join(f"${number}" for number in range(count))
     lines = [
         f"{{ .reg .pred p, q; .reg .b32 a, b; .reg .b64 d; mov.b32 b, {SWIZZLED_128};",
@@ -117,9 +119,9 @@ def _multiply_text(rows: int, count: int) -> str:
         f"shr.u32 a, ${address}, 4; or.b32 a, a, {LOWER};",
         "wgmma.fence.sync.aligned;",
     ]
-    for part in range(COLUMNS // 16):
+    for part in range(slices):
         first = words + 2 * part  # two words of row g, and the same two of row g + 8
-        operands = f"${first},${first + 8},${first + 1},${first + 9}"
+        operands = f"${first},${first + own},${first + 1},${first + own + 1}"
         lines += [
             "mov.b64 d, {a, b};",
             f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16",
@@ -130,26 +132,28 @@ def _multiply_text(rows: int, count: int) -> str:
     return " ".join(lines)
 
 
-def await_group(rows: int, held: int | None = None) -> Any:
-    """An intrinsic of a warpgroup: wait for all `wgmma` under way; held: as `multiply_group` takes it.
+def await_group(rows: int, held: int | None = None, words: int = 4 * SLICES, under_way: int = 0) -> Any:
+    """An intrinsic of a warpgroup: wait for all `wgmma` under way, but so many that began last.
 
-    The sums of one go through it, and its words go in: until then nothing may be written where they stand.
+    held: as `multiply_group` takes it; words: that it took. The sums go through it, and the words of what was waited
+    for go in: until then nothing may be written where they stand.
     """
     count, total = rows // 2, held or rows // 2
     tied = [str(number) for number in range(count)]
-    constraints = ",".join(["=f"] * count + tied + ["r"] * 16 + ["~{memory}"])
+    constraints = ",".join(["=f"] * count + tied + ["r"] * words + ["~{memory}"])
 
     @intrinsic
-    def wait(context: Any, sums: Any, words: Any) -> Any:
+    def wait(context: Any, sums: Any, used: Any) -> Any:
         kinds = types.UniTuple(f32, total)
-        signature = kinds(kinds, types.UniTuple(u32, 16))
+        signature = kinds(kinds, types.UniTuple(u32, words))
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             returned = ir.LiteralStructType([ir_type(f32)] * count)
-            function = ir.FunctionType(returned, [ir_type(f32)] * count + [ir_type(u32)] * 16)
-            assembly = ir.InlineAsm(function, "wgmma.wait_group.sync.aligned 0;", constraints, side_effect=True)
+            function = ir.FunctionType(returned, [ir_type(f32)] * count + [ir_type(u32)] * words)
+            text = f"wgmma.wait_group.sync.aligned {under_way};"
+            assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
             values = [builder.extract_value(args[0], number) for number in range(count)]
-            values += [builder.extract_value(args[1], number) for number in range(16)]
+            values += [builder.extract_value(args[1], number) for number in range(words)]
             call = builder.call(assembly, values, attrs=("convergent",))
             found = [builder.extract_value(call, number) for number in range(count)]
             found += [builder.extract_value(args[0], number) for number in range(count, total)]
@@ -234,7 +238,7 @@ def store_group_half(rows: int, half: int, pitch: int, *, is_scaled: bool = Fals
     return store
 
 
-ADDED_AT_ONCE = 16  # loads under way
+ADDED_AT_ONCE = 32  # loads under way
 
 
 def add_group_half(rows: int, half: int, pitch: int) -> Any:

@@ -293,7 +293,7 @@ def _make_large(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Any
 
 
 def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, for a card that has the instructions: Llama's GEMMs, and an odd one."""
+    """Representative specialisations, for a card that has the instructions: Llama's GEMMs, and odd ones."""
     if not has_prefill_gemm(card):
         return []
     grouped = TileFormat("int4", 512, groups=1)
@@ -302,6 +302,7 @@ def examples(card: Card = H200) -> list[Kernel]:
         (128, 6144, 4096, Beside(False, True), BF16_TILES),
         (512, 4096, 4096, Beside(False, False), BF16_TILES),
         (512, 28672, 4096, Beside(False, False, True), BF16_TILES),
+        (2048, 28672, 4096, Beside(False, False, True), BF16_TILES),
         (2048, 4096, 14336, Beside(False, False), BF16_TILES),
         (64, 200, 72, Beside(True, True), BF16_TILES),
         (128, 6144, 4096, Beside(False, True), FP8_TILES),

@@ -15,14 +15,14 @@ from lowlat.kernels.common.handover import BARRIER_BYTES, FREE, Handover
 from lowlat.kernels.gemm.packing import TILE_ROWS
 from lowlat.kernels.gemm.prefill.mainloop import Cut, make_send, make_unit_of
 from lowlat.kernels.gemm.prefill.plan import GROUP_ROWS, STEP_ROW_BYTES, PrefillGemmPlan
-from lowlat.kernels.gemm.prefill.weight_steps import make_load_step
-from lowlat.kernels.gemm.tiles import BF16_TILES
+from lowlat.kernels.gemm.prefill.weight_steps import make_load_half
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
 __all__ = ["make_multiply"]
 
 GROUP_TILES = GROUP_ROWS // TILE_ROWS
+HALF, HALF_BYTES = 2, 64  # of a step: slices of 16 columns, and of a row of the second matrix
 
 
 def _make_copies(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
@@ -105,13 +105,15 @@ def _make_release_pair() -> Any:
 def _make_run(plan: PrefillGemmPlan, handover: Handover, send_next: Any) -> Any:
     """A function of a warpgroup: the sums of so many steps, from zero.
 
-    A step's weights are loaded, and a step's copies begun, while the tensor cores have the step before.
+    The tensor cores have half a step before them when they end another, so they wait for no warp, though both
+    warpgroups' may end at once. A half's weights are loaded while they have the half before.
     """
     stage_bytes = plan.stage_bytes
     await_full, after = handover.await_full, handover.after
     release = _make_release_pair() if plan.paired else handover.release
-    load, multiply = make_load_step(BF16_TILES, is_shared=True), ptx_hopper.multiply_group(plan.rows)
-    replace, await_sums = ptx_hopper.replace_words(16), ptx_hopper.await_group(plan.rows)
+    load = make_load_half()
+    multiply = ptx_hopper.multiply_group(plan.rows, slices=HALF)
+    await_all, await_former = (ptx_hopper.await_group(plan.rows, words=8, under_way=number) for number in (0, 1))
 
     @device_function
     def run(
@@ -120,23 +122,29 @@ def _make_run(plan: PrefillGemmPlan, handover: Handover, send_next: Any) -> Any:
         """now: the stage and the parity of its phase; within: the warp's tile in a stage."""
         base, barriers = place
         stage, parity = now
-        here, done = uint32(base + stage * uint32(stage_bytes)), uint32(0)
+        here, done = uint32(base + stage * uint32(stage_bytes)), uint32(1)
         await_full(barriers, stage, parity)
-        words = load(uint32(here + within), lane)
+        first, second = load(uint32(here + within), lane, 0), load(uint32(here + within), lane, 1)
+        sums = multiply(sums, first, here, uint32(0))
         while done < number:
-            sums = multiply(sums, words, here, done)
+            sums = multiply(sums, second, uint32(here + uint32(HALF_BYTES)), uint32(1))
             following = send_next(place, given, following, warp, lane)
+            sums = await_former(sums, first)
             later, later_parity = after(stage, parity)
-            done, others = uint32(done + uint32(1)), words
-            if done < number:
-                await_full(barriers, later, later_parity)
-                here = uint32(base + later * uint32(stage_bytes))
-                others = load(uint32(here + within), lane)
-            sums = await_sums(sums, words)
+            await_full(barriers, later, later_parity)
+            here = uint32(base + later * uint32(stage_bytes))
+            first = load(uint32(here + within), lane, 0)
+            sums = multiply(sums, first, here, uint32(1))
+            sums = await_former(sums, second)
             release(barriers, stage, lane)
-            words = replace(words, others, given[2])
-            stage, parity = later, later_parity
-        return sums, (stage, parity), following
+            second = load(uint32(here + within), lane, 1)
+            stage, parity, done = later, later_parity, uint32(done + uint32(1))
+        sums = multiply(sums, second, uint32(here + uint32(HALF_BYTES)), uint32(1))
+        following = send_next(place, given, following, warp, lane)
+        sums = await_former(sums, first)
+        sums = await_all(sums, second)
+        release(barriers, stage, lane)
+        return sums, after(stage, parity), following
 
     return run
 

@@ -178,21 +178,22 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
         is_flash = kernel.name.startswith("prefill_flash")
         size = next(part for part in kernel.name.split("_") if part.count("x") == 2 - is_flash)
         sums = int(size.split("x")[0]) // 2
-        used: set[int] = set()
+        steps: list[set[int]] = []  # registers of those under way, the oldest first
         scores: set[int] = set()
         for low, high in whole_instructions(code.code):
             opcode, target, first = low & 0xFFF, low >> 16 & 0xFF, low >> 24 & 0xFF
             if opcode == multiply:
-                used |= {*range(target, target + sums), *range(first, first + 4)}
+                steps[-1] |= {*range(target, target + sums), *range(first, first + 4)}
             elif opcode == shared:
                 scores |= set(range(target, target + SCORES))
             elif opcode == group and low >> 47 & 1:
                 scores.clear()  # always the oldest under way
-                if not high >> 8 & 0xFF:
-                    used.clear()
+                del steps[: len(steps) - (high >> 8 & 0xFF)]
+            elif opcode == group:
+                steps.append(set())
             elif opcode in writers:
                 written = set(range(target, target + writers[opcode]))
-                assert not (used | scores) & written, f"{kernel.name}: {low:#x}"
+                assert not scores.union(*steps) & written, f"{kernel.name}: {low:#x}"
         found = count_opcodes(code.code)
         assert found[group] == ptx.count("wgmma.fence.sync") + ptx.count("wgmma.wait_group.sync")
         assert found[multiply] + found[shared] == ptx.count("wgmma.mma_async") > 0
