@@ -6,6 +6,7 @@ from typing import Any
 from lowlat.kernels.common.activation import silu_times
 from lowlat.kernels.common.handover import Handover
 from lowlat.kernels.common.kv_codes import encode, load_scale
+from lowlat.kernels.formats import int4_fragment
 from lowlat.kernels.gemm.decode.partial_argmax import make_argmax
 from lowlat.kernels.gemm.decode.plan import (
     ADD,
@@ -21,6 +22,8 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
 __all__ = ["make_finishing"]
+
+WHOLE = 1 / int4_fragment.SHARE  # of what sums of INT4 are a share
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,8 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
     return finish
 
 
-def _make_total(plan: DecodeGemmPlan) -> Any:
-    sum_bytes = plan.sum_bytes
+def _make_total(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+    sum_bytes, is_share = plan.sum_bytes, shape.weights.name == "int4"
 
     @device_function
     def total_of(area: Any, row: Any, column: Any) -> Any:
@@ -88,6 +91,8 @@ def _make_total(plan: DecodeGemmPlan) -> Any:
         total = ptx.load_shared_f32(place)
         for warp in range(1, WARPS):
             total = ptx.add_rn(total, ptx.load_shared_f32(place + uint32(warp * sum_bytes)))
+        if is_share:
+            total = ptx.mul_rn(total, float32(WHOLE))
         return total
 
     return total_of
@@ -121,7 +126,7 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
     wide, scaled = epilogue == FLOAT32, shape.weights.row_scales
     columns = 8 if silu else 16
     out_width = width // 2 if silu else width
-    total_of, load_scales = _make_total(plan), _make_scales(shape)
+    total_of, load_scales = _make_total(shape, plan), _make_scales(shape)
 
     @device_function
     def locate(tile: Any, index: Any, count: Any) -> Any:
@@ -192,7 +197,7 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
     Queries go to `out`, keys and values of live rows to the cache. Products and sums are rounded one by one, as the
     reference does.
     """
-    heads, total_of, has_bias, scaled = shape.heads, _make_total(plan), shape.bias, shape.weights.row_scales
+    heads, total_of, has_bias, scaled = shape.heads, _make_total(shape, plan), shape.bias, shape.weights.row_scales
     if heads is None:
         raise ValueError("a GEMM with rotation needs its heads")
     queries, groups, dim, coded = heads.queries, heads.groups, heads.dim, heads.coded

@@ -17,7 +17,7 @@ __all__ = ["make_group_product"]
 HIGH = 0xFFFF0000
 LOW = 0x0000FFFF
 TWICE = 0x00010001
-MINUS_136 = int4_fragment.MINUS_136
+MINUS_34, MINUS_2 = int4_fragment.MINUS_34, int4_fragment.MINUS_2
 
 
 @device_function
@@ -25,6 +25,7 @@ def _fp8_half(weights: Any, half: Any, _minus: Any, _low_minus: Any) -> Any:
     return fp8_fragment.load_half(weights, half, weights)
 
 
+quarters_of = int4_fragment.quarters_of
 LOADS = {"int4": int4_fragment.load_half, "fp8": _fp8_half}
 
 
@@ -80,10 +81,11 @@ def _make_tile(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
             top, low = ptx.float_of_bits(word), ptx.float_of_bits(ptx.load_shared_u32(uint32(place + uint32(128))))
         else:
             top, low = ptx.float_of_bits(word << uint32(16)), ptx.float_of_bits(word & uint32(HIGH))
-        minus, low_minus = uint32(MINUS_136), uint32(MINUS_136)
+        minus = low_minus = uint32(MINUS_34), uint32(MINUS_2)
         if has_zeros:
             both = ptx.load_shared_u32(uint32(place + uint32(zeros_at)))
-            minus, low_minus = (both & uint32(LOW)) * uint32(TWICE), (both >> uint32(16)) * uint32(TWICE)
+            minus = quarters_of(uint32(both & uint32(LOW)) * uint32(TWICE))
+            low_minus = quarters_of(uint32(both >> uint32(16)) * uint32(TWICE))
         sums = zeros()
         if whole:
             sums = add_half(sums, here, rows, 0, minus, low_minus)

@@ -48,6 +48,7 @@ ROWS_COST = 0.0132  # of rows beside weights, for each GB/s of the memory that a
 # hidden.
 STEP_COST_OF_FEW, STEP_COST = 700, 220
 MOST_NORMED_TWICE = 2  # rows
+GROUPS_FOR_NORM = 4  # of weight tiles, in a block, beside which a norm of more rows done twice is little
 KIND = "decode_gemm"
 FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
 
@@ -314,7 +315,8 @@ def _candidates(
 
     Quantised weights of one tile of rows take two steps at once and, where no argmax is kept, two blocks a
     multiprocessor, of one weight tile a warp: what decodes them waits for its own instructions, and more warps hide it.
-    A norm of more rows than two costs more than that, done twice.
+    A norm of more rows than two is dear when done twice: where blocks have few groups of tiles to make up for it, or
+    rows or zero points leave too few registers, such plans come behind the others, for a table to choose.
     """
 
     tile_bytes = weights.shared_bytes
@@ -349,10 +351,14 @@ def _candidates(
     derived = [plan for _, tiles in ranked if (plan := derive(tiles)) is not None]
     if not derived:
         return ()
-    several = decodes and not keeps_argmax and not (steps_held and columns > MOST_NORMED_TWICE)
+    densities: tuple[int, ...] = (2, 1) if decodes and not keeps_argmax else (1,)
+    has_groups = _groups(width, 1) >= GROUPS_FOR_NORM * 2 * card.num_multiprocessors
+    makes_up = has_groups and columns <= 4 and not weights.zeros
+    if steps_held and columns > MOST_NORMED_TWICE and not makes_up:
+        densities = densities[::-1] if is_even else (1,)
     more = [
         plan
-        for density in ((2, 1) if several else (1,))
+        for density in densities
         for span in ((2, 1) if decodes and is_even else (1,))
         for tiles in ((1, 2) if density > 1 else [tiles for _, tiles in ranked])
         if span * density > 1 and (plan := derive(tiles, span, density)) is not None
