@@ -76,7 +76,6 @@ class Walker:
             previous = Launch(number, call, previous if place else None)
             body = self._body_of(call)
             homes = [Home(previous, block, call.kernel.shared_bytes, self._rest) for block in range(previous.grid)]
-            previous.homes = homes
             fibers += [_Thread(home, place, body) for home in homes for place in range(previous.threads)]
         self._fibers = Fibers(fibers)
         self._fibers.run()
@@ -204,9 +203,9 @@ class Walker:
         self._near(address + size - start.size, start.size)
         return _this().home.shared[address : address + size]
 
-    def arrive(self, address: int, home: Home | None = None) -> None:
-        """At a barrier of the block, or of another."""
-        home = home or _this().home
+    def arrive(self, address: int) -> None:
+        """At a barrier of the block."""
+        home = _this().home
         if home.arrivals[int(address)].arrive():
             self._fibers.wake((f"phase at {int(address)}", home.key))
 

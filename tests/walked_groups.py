@@ -32,44 +32,22 @@ class _Groups:
 
     def expect(self, barrier: int, count: int) -> None:
         """An arrival that holds when the bytes are there."""
-        self._add(this_thread().home, int(barrier), int(count), 1)
+        self._add((this_thread().home.key, int(barrier)), int(count), 1)
 
     def copy(self, place: int, source: int, count: int, barrier: int, policy: int = known.KEPT_AS_USUAL) -> None:
         assert policy in (known.KEPT_AS_USUAL, known.READ_ONCE)
         assert not (int(place) | int(source) | int(count)) % 16
-        self._copy_to([this_thread().home], int(place), int(source), int(count), int(barrier))
+        for piece in range(0, int(count), 16):
+            self._walker.near(int(place) + piece, 16)[:] = self._walker.at(int(source) + piece, 16)
+        self._add((this_thread().home.key, int(barrier)), -int(count), 0)
 
-    def copy_to_pair(self, place: int, source: int, count: int, barrier: int) -> None:
-        self._copy_to(self._pair(), int(place), int(source), int(count), int(barrier))
-
-    def _pair(self) -> list[Any]:
-        """The two blocks of this thread's cluster."""
-        home = this_thread().home
-        return [home.launch.homes[home.block // 2 * 2 + number] for number in range(2)]
-
-    def _copy_to(self, homes: list[Any], place: int, source: int, count: int, barrier: int) -> None:
-        self._walker.near(place, count)
-        for home in homes:
-            for piece in range(0, count, 16):
-                home.shared[place + piece : place + piece + 16] = self._walker.at(source + piece, 16)
-            self._add(home, barrier, -count, 0)
-
-    def _add(self, home: Any, barrier: int, count: int, arrivals: int) -> None:
-        """Bytes that another block copied may come before they are expected."""
-        key = home.key, barrier
+    def _add(self, key: Any, count: int, arrivals: int) -> None:
         waiting, held = self._awaited.get(key, (0, 0))
         waiting, held = waiting + count, held + arrivals
+        assert waiting >= 0, "more bytes than were expected"
         self._awaited[key] = (waiting, 0 if waiting == 0 else held)
         for _ in range(held if waiting == 0 else 0):
-            self._walker.arrive(barrier, home)
-
-    def arrive_in_pair(self, barrier: int, number: int) -> None:
-        self._walker.arrive(int(barrier), self._pair()[int(number)])
-
-    def sync_pair(self) -> None:
-        home = this_thread().home
-        place = ("pair", home.launch.number, home.block // 2)
-        self._walker.meet(place, 2 * home.launch.threads, None, None)
+            self._walker.arrive(key[1])
 
     def multiply_group(self, rows: int, held: int | None = None, slices: int = SLICES) -> Callable[..., Any]:
         def multiply(every: Any, words: Any, address: int, go_on: int) -> Any:
@@ -126,10 +104,6 @@ class _Groups:
         made.await_turn = made.give_turn = lambda number: None  # turns save time, and change nothing
         made.fence_barriers, made.barrier_expect = lambda: None, self.expect
         made.copy_bulk = made.copy_bulk_hinted = self.copy
-        made.copy_bulk_to_pair, made.arrive_in_pair, made.sync_pair = (
-            self.copy_to_pair, self.arrive_in_pair, self.sync_pair,
-        )  # fmt: skip
-        made.place_in_pair = lambda: this_thread().home.block % 2
         made.multiply_group, made.await_group = self.multiply_group, self.await_group
         made.store_group_half = self.store_group_half
         made.add_group_half = self.add_group_half

@@ -27,7 +27,6 @@ class Launch:
 
     width     blocks in x; a block's number counts these first
     grid      blocks in all
-    homes     of its blocks
     early     blocks that let the next kernel start, or have ended
     num_left  threads that have not ended
     """
@@ -38,7 +37,6 @@ class Launch:
         self.grid: int = call.grid[0] * call.grid[1]
         self.threads: int = call.kernel.threads
         self.dependent: bool = call.dependent
-        self.homes: list[Home] = []
         self.early: set[int] = set()
         self.num_left = self.grid * self.threads
 

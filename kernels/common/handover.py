@@ -10,7 +10,7 @@ from typing import Any
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
-__all__ = ["BARRIER_BYTES", "FREE", "Handover", "make_handover"]
+__all__ = ["BARRIER_BYTES", "Handover", "make_handover"]
 
 BARRIER_BYTES = 16  # of an area
 FREE = 8  # from the barrier of a full area to that of a free one

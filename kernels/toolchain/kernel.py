@@ -83,7 +83,6 @@ class Kernel:
     most_blocks   blocks of it that may meet on a multiprocessor; 0: as many as fit. A launch that starts while others'
                   blocks leave would crowd where they left first, and all would wait for the crowded ones
     specific      it has instructions of one capability alone, which no later one has: assembled for that (sm_90a)
-    cluster       neighbouring blocks that share their memory, of capability 9.0 on; grids are multiples of it
     """
 
     name: str
@@ -95,7 +94,6 @@ class Kernel:
     linked: bool = True
     most_blocks: int = 0
     specific: bool = False
-    cluster: int = 1
 
     def __hash__(self) -> int:
         return hash(self.name)

@@ -16,20 +16,16 @@ __all__ = [
     "READ_ONCE",
     "add_group_half",
     "add_tiles",
-    "arrive_in_pair",
     "await_group",
     "await_turn",
     "barrier_expect",
     "copy_bulk",
     "copy_bulk_hinted",
-    "copy_bulk_to_pair",
     "fence_barriers",
     "give_turn",
     "multiply_group",
-    "place_in_pair",
     "replace_words",
     "store_group_half",
-    "sync_pair",
     "take_sums",
 ]
 
@@ -49,24 +45,6 @@ _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 copy_bulk = instruction(f"{_BULK} [$0], [$1], $2, [$3];", None, (u32, i64, u32, u32))
 # and with one of these policies of the L2: what is read once is evicted first (its number as in `ptx`)
 copy_bulk_hinted = instruction(f"{_BULK}.L2::cache_hint [$0], [$1], $2, [$3], $4;", None, (u32, i64, u32, u32, i64))
-# of a cluster of two blocks: which of them this is; a barrier of all their threads, behind which each sees what the
-# other did to barriers before; a copy to the same place in both, counted at the same barrier of each; an arrival at a
-# barrier of the block of this number
-place_in_pair = instruction("mov.u32 $0, %cluster_ctarank;", u32, ())
-sync_pair = instruction(
-    "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", None, (), together=True
-)
-copy_bulk_to_pair = instruction(
-    f"{{ .reg .b16 both; mov.b16 both, 3; {_BULK}.multicast::cluster [$0], [$1], $2, [$3], both; }}",
-    None,
-    (u32, i64, u32, u32),
-)
-arrive_in_pair = instruction(
-    "{ .reg .b32 there; mapa.shared::cluster.u32 there, $0, $1;"
-    " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }",
-    None,
-    (u32, u32),
-)
 # of two warpgroups: one waits at a numbered barrier of the block until the other has come by there, who goes on
 await_turn = instruction("bar.sync $0, 256;", None, (u32,), together=True)
 give_turn = instruction("bar.arrive $0, 256;", None, (u32,), together=True)

@@ -66,10 +66,8 @@ class Launcher:
         if isinstance(call, LibraryCall):
             return LibraryLaunch(call.name, call.function, call.arguments)
         kernel = call.kernel
-        blocks, *others = call.grid  # of clusters, where the kernel has some
         config = LaunchConfig(
-            grid=(blocks // kernel.cluster, *others),
-            cluster=kernel.cluster if kernel.cluster > 1 else None,
+            grid=call.grid,
             block=kernel.threads,
             shmem_size=kernel.shared_bytes_on(self.card),
             programmatic_stream_serialization=call.dependent and self.capability >= HOPPER,

@@ -178,7 +178,7 @@ def test_gated_products_are_the_product_its_activation_and_their_arrangement(
         want, found = (torch.full(arranged_shape(rows, inner), torch.nan, device="cuda").bfloat16() for _ in range(2))
         launcher.run(*silu_mul(product.run(x), row_live, out=activated), *arrange(x=activated, out=want))
         launcher.run(*arrange(x=x, out=arranged))
-        plans = {(plan.rows, plan.depth, plan.paired): plan for plan in reversed(product.plans(rows))}
+        plans = {(plan.rows, plan.depth): plan for plan in reversed(product.plans(rows))}
         calls = {
             plan: gated_prefill_gemm(
                 arranged=arranged, weight=product.packed, bias=product.bias, row_live=row_live, out=found,

@@ -44,7 +44,6 @@ KNOBS = {
     "experts_mlp": {"stages", "part", "columns", "overlaps"},
     "experts_grouped": {"pairs", "warps", "stages"},
 }
-LARGE = {"paired"}  # and of large tiles
 OF_CODES = {"span", "density"}  # and of decode GEMMs over weights of 8 and 4 bits
 NOT_COVERED = "tiny"  # heads of 16 dimensions
 
@@ -148,7 +147,7 @@ def test_candidates_fit_the_card_differ_in_knobs_and_begin_with_the_derived_one(
         for rows, matrix in itertools.product((64, 128, 512), ((6144, 4096), (4096, 14336), (200, 72))):
             wide = plans_of(rows, *matrix, card)
             assert len({tuple(plan.knobs.values()) for plan in wide}) == len(wide)
-            assert {*wide[0].knobs} - LARGE == KNOBS["prefill_gemm"]
+            assert {*wide[0].knobs} == KNOBS["prefill_gemm"]
 
 
 def test_launches_of_a_pair_are_met_by_their_stages(shapes: list[Shape], programs: PairPrograms) -> None:
@@ -271,7 +270,7 @@ def test_a_device_that_fails_leaves_what_was_timed_before(
 def test_the_command_lists_launches_and_plans_without_a_card(pair: Pair) -> None:
     options = ("tune", "gemm", "--list", "--batch", 1, "-S", "0,2", "--candidates", 2)
     found = answer(*options, "--json")["shapes"]
-    assert all({*each["plans"][0]} - LARGE == KNOBS[each["kind"]] and len(each["plans"]) == 2 for each in found)
+    assert all({*each["plans"][0]} == KNOBS[each["kind"]] and len(each["plans"]) == 2 for each in found)
     assert {shape.place for shape in listed([pair], "gemm", Sizes((1,), (0, 2)))} == {
         (each["kind"], each["key"]) for each in found
     }
@@ -350,7 +349,7 @@ def test_shipped_tables_have_knobs_alone_and_a_plan_of_every_launch(tmp_path: Pa
         for kind, entries in written.entries.items():
             for key, entry in entries.items():
                 more = OF_CODES if kind == "decode_gemm" and "weights=" in key else set()
-                assert {*entry.knobs} - LARGE - more == KNOBS[kind], key
+                assert {*entry.knobs} - more == KNOBS[kind], key
                 assert 0 < entry.best_us <= entry.default_us and entry.stages, key
         left = {(kind, key) for kind, entries in found.entries.items() for key in entries}
         for name, shapes in launches.items():

@@ -76,7 +76,6 @@ def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool) -> Any:
     Of what stands beside the product the second address is that of the rows' flags, 0 where all are live.
     """
     weight_rows, block_tiles, x_rows = cut.weight_rows, BLOCK_ROWS // TILE_ROWS, plan.rows
-    blocks = -(-weight_rows // BLOCK_ROWS)
     store_all = _make_store_up_to(plan.sums, plan.sums)
 
     @device_function
@@ -104,7 +103,6 @@ def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool) -> Any:
         row = uint32(x_tile * uint32(x_rows) + within)
         target = out + (int64(block) * int64(rows) + int64(row)) * int64(STEP_ROW_BYTES) + int64(place)
         places = (target, row_live + int64(row), row_live != int64(0))
-        if block < uint32(blocks):
-            store_all(sums, places, has_channels, biases, odd)
+        store_all(sums, places, has_channels, biases, odd)
 
     return finish

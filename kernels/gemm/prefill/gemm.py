@@ -5,7 +5,7 @@ are the second one in shared memory. A persistent grid, one block a multiprocess
 the weight alone.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -204,15 +204,13 @@ def _call(
     addresses = tuple(0 if each is None else each for each in (*beside, weight.scales))
     policy = READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL
     arguments = (weight.memory, arranged, *addresses, target, rows, x_tiles, units, policy)
-    blocks = plan.cluster * min(units, card.num_multiprocessors // plan.cluster)
-    return KernelCall(kernel, (blocks, 1, 1), arguments, planned=planned)
+    return KernelCall(kernel, (min(units, card.num_multiprocessors), 1, 1), arguments, planned=planned)
 
 
 @cache
 def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
     """Grid: as many blocks as the card has multiprocessors, or units where those are fewer."""
-    handover = make_handover(plan.stages, plan.producers, 4 * CONSUMERS * plan.cluster, suspends=True)
-    paired = plan.paired
+    handover = make_handover(plan.stages, plan.producers, 4 * CONSUMERS, suspends=True)
     if beside.gated:
         finish = make_gated_finish(cut, plan, beside.bias)
     else:
@@ -229,10 +227,7 @@ def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
         if thread == uint32(0):
             begin(barriers)
             ptx_hopper.fence_barriers()
-        if paired:
-            ptx_hopper.sync_pair()
-        else:
-            cuda.syncthreads()
+        cuda.syncthreads()
         return base, barriers
 
     make = _make_large if plan.is_large else _make_divided
@@ -240,11 +235,10 @@ def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
     kind = "" if cut.weights == BF16_TILES else f"{cut.weights.label}_"
     name = (
         f"prefill_gemm_{kind}{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
-        f"{plan.rows}x{plan.depth}x{plan.stages}{'_paired' if paired else ''}_{'apart' if plan.apart else 'whole'}_"
+        f"{plan.rows}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
         f"{beside.name}"
     )
-    signature = (types.int64,) * 10
-    return Kernel(name, kernel, signature, plan.threads, 1, plan.shared_bytes, specific=True, cluster=plan.cluster)
+    return Kernel(name, kernel, (types.int64,) * 10, plan.threads, 1, plan.shared_bytes, specific=True)
 
 
 def _make_divided(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Any, begin_block: Any) -> Any:
@@ -275,19 +269,16 @@ def _make_divided(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: A
 
 def _make_large(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Any, begin_block: Any) -> Any:
     """Warps that multiply and copy."""
-    multiply_all, paired, cluster = make_multiply(cut, plan, handover, finish), plan.paired, plan.cluster
+    multiply_all = make_multiply(cut, plan, handover, finish)
 
     def prefill_gemm_kernel(
         weight: Any, x: Any, bias: Any, columns: Any, scales: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
         policy: Any,
     ) -> None:  # fmt: skip
-        thread, unit = uint32(cuda.threadIdx.x), uint32(uint32(cuda.blockIdx.x) // uint32(cluster))
-        grid = uint32(uint32(cuda.gridDim.x) // uint32(cluster))
+        thread, unit, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
         given = (weight, x, uint32(rows), uint32(x_tiles), uint32(units), grid, policy)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         multiply_all(begin_block(thread), given, (bias, columns, scales), out, unit, warp, lane)
-        if paired:
-            ptx_hopper.sync_pair()  # the other block may still arrive here
 
     return prefill_gemm_kernel
 
@@ -314,5 +305,5 @@ def examples(card: Card = H200) -> list[Kernel]:
     for rows, weight_rows, columns, beside, weights in cases:
         plan = plan_prefill_gemm(rows, weight_rows, columns, card, weights)
         cut = Cut(weight_rows, columns, *segments_of(weight_rows, columns), weights)
-        made.append(_make(cut, replace(plan, paired=plan.is_large), beside))
+        made.append(_make(cut, plan, beside))
     return made

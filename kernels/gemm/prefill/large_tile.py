@@ -3,15 +3,12 @@
 Sums of 64 weight rows by 256 rows of x take half of a thread's registers, which no other warps may then have. A warp
 copies its own tile of weights, and the first warp the rows of x, when all have multiplied what was in their place.
 Segments of K are added up in the output, by the thread that stores them. Copies run on across the tiles of a block.
-
-Two blocks of a cluster may have the same rows: each copies half of them to both, so that fewer bytes come from the L2.
-A warp that has multiplied a step tells both, since either may then write over it.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from lowlat.kernels.common.handover import BARRIER_BYTES, FREE, Handover
+from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
 from lowlat.kernels.gemm.packing import TILE_ROWS
 from lowlat.kernels.gemm.prefill.mainloop import Cut, make_send, make_unit_of
 from lowlat.kernels.gemm.prefill.plan import GROUP_ROWS, STEP_ROW_BYTES, PrefillGemmPlan
@@ -89,19 +86,6 @@ def _make_copies(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
     return send_first, send_next
 
 
-def _make_release_pair() -> Any:
-    """A function of a warp whose lanes have read an area: as `Handover.release`, in both blocks."""
-
-    @device_function
-    def release(barriers: Any, stage: Any, lane: Any) -> None:
-        ptx.sync_warp()
-        if lane < uint32(2):
-            free = uint32(barriers + stage * uint32(BARRIER_BYTES) + uint32(FREE))
-            ptx_hopper.arrive_in_pair(free, lane)
-
-    return release
-
-
 def _make_run(plan: PrefillGemmPlan, handover: Handover, send_next: Any) -> Any:
     """A function of a warpgroup: the sums of so many steps, from zero.
 
@@ -109,8 +93,7 @@ def _make_run(plan: PrefillGemmPlan, handover: Handover, send_next: Any) -> Any:
     warpgroups' may end at once. A half's weights are loaded while they have the half before.
     """
     stage_bytes = plan.stage_bytes
-    await_full, after = handover.await_full, handover.after
-    release = _make_release_pair() if plan.paired else handover.release
+    await_full, release, after = handover.await_full, handover.release, handover.after
     load = make_load_half()
     multiply = ptx_hopper.multiply_group(plan.rows, slices=HALF)
     await_all, await_former = (ptx_hopper.await_group(plan.rows, words=8, under_way=number) for number in (0, 1))

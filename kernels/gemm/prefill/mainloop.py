@@ -59,16 +59,13 @@ def make_unit_of(cut: Cut, plan: PrefillGemmPlan) -> Any:
 
     Units of the same weights stand side by side.
     """
-    own, paired = cut.segments if plan.apart else 1, plan.paired
+    own = cut.segments if plan.apart else 1
 
     @device_function
     def unit_of(unit: Any, x_tiles: Any) -> Any:
         rest = uint32(unit // x_tiles)
         block = uint32(rest // uint32(own))
-        segment = uint32(rest - block * uint32(own))
-        if paired:
-            block = uint32(block * uint32(2) + ptx_hopper.place_in_pair())
-        return uint32(unit - rest * x_tiles), block, segment
+        return uint32(unit - rest * x_tiles), block, uint32(rest - block * uint32(own))
 
     return unit_of
 
@@ -80,7 +77,6 @@ def make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
     step_bytes = cut.weights.step_bytes
     weight_bytes = tiles * depth * step_bytes
     steps, last_tile, x_rows = cut.steps, cut.tiles - 1, plan.rows
-    paired, half = plan.paired, plan.rows // 2 * STEP_ROW_BYTES
 
     @device_function
     def sources_of(weight: Any, x: Any, x_tile: Any, block: Any, part: Any, lane: Any) -> Any:
@@ -108,11 +104,7 @@ def make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
     def send_rows(place: Any, full: Any, source: Any, rows: Any, step: Any, part: Any, lane: Any) -> None:
         if part == uint32(0) and lane == uint32(tiles):
             source = source + int64(step) * int64(rows) * int64(STEP_ROW_BYTES)
-            if paired:
-                own = uint32(ptx_hopper.place_in_pair() * uint32(half))
-                ptx_hopper.copy_bulk_to_pair(uint32(place + own), source + int64(own), uint32(half), full)
-            else:
-                ptx_hopper.copy_bulk(place, source, uint32(x_bytes), full)
+            ptx_hopper.copy_bulk(place, source, uint32(x_bytes), full)
             if depth == 2:
                 source = source + int64(rows) * int64(STEP_ROW_BYTES)
                 ptx_hopper.copy_bulk(uint32(place + uint32(x_bytes)), source, uint32(x_bytes), full)

@@ -69,7 +69,6 @@ class PrefillGemmPlan:
     stages  under way or multiplied
     apart   segments are blocks' own, and another kernel adds them up
     tile_bytes  of a step of one tile of weights
-    paired  two blocks share the rows of a tile, each of which copies half of them to both; of 256 rows alone
     """
 
     rows: int
@@ -77,17 +76,15 @@ class PrefillGemmPlan:
     stages: int
     apart: bool
     tile_bytes: int = BF16_TILES.step_bytes
-    paired: bool = False
 
     def __post_init__(self) -> None:
-        if (self.rows, self.depth) not in STEP_US or self.stages < 2 or (self.paired and not self.is_large):
+        if (self.rows, self.depth) not in STEP_US or self.stages < 2:
             raise ShapeError(f"no prefill GEMM is cut by {self}")
 
     @property
     def knobs(self) -> Knobs:
         """The numbers that a table may choose."""
-        knobs = {"rows": self.rows, "depth": self.depth, "stages": self.stages, "apart": self.apart}
-        return {**knobs, "paired": self.paired} if self.is_large else knobs
+        return {"rows": self.rows, "depth": self.depth, "stages": self.stages, "apart": self.apart}
 
     @property
     def sums(self) -> int:
@@ -110,11 +107,6 @@ class PrefillGemmPlan:
         return self.rows == LARGE
 
     @property
-    def cluster(self) -> int:
-        """Blocks that take units together."""
-        return 2 if self.paired else 1
-
-    @property
     def stage_bytes(self) -> int:
         """Rows of x, then of weights; the next stage's begin at a multiple of 1024."""
         used = self.depth * (self.rows * STEP_ROW_BYTES + BLOCK_ROWS // 16 * self.tile_bytes)
@@ -126,8 +118,8 @@ class PrefillGemmPlan:
         return ALIGNMENT + self.stages * self.stage_bytes + BARRIER_BYTES
 
     def units(self, rows: int, weight_rows: int, segments: int) -> int:
-        """The units that blocks, or pairs of them, take one by one: tiles, or segments of them."""
-        blocks = -(-weight_rows // (BLOCK_ROWS * self.cluster))
+        """The units that blocks take one by one: tiles, or segments of them."""
+        blocks = -(-weight_rows // BLOCK_ROWS)
         return rows // self.rows * blocks * (segments if self.apart else 1)
 
 
@@ -203,9 +195,8 @@ def _plans(
 ) -> tuple[PrefillGemmPlan, ...]:
     (segments, length), steps = segments_of(weight_rows, columns), -(-columns // STEP)
     full = [
-        replace(plan, paired=paired)
+        plan
         for tile in (TILE_ROWS if weights == BF16_TILES else TILE_ROWS[:-1])
-        for paired in ((False, True) if tile == LARGE else (False,))
         for depth in ((1, 2) if length % 2 == 0 and steps % 2 == 0 else (1,))
         for apart in ((False, True) if segments > 1 and rows <= APART_ROWS else (False,))
         if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card, weights)) is not None
@@ -243,7 +234,7 @@ def _time_us(
 ) -> float:
     """A rough time, to choose by: steps as they were measured, but no faster than the memory."""
     count, length = segments
-    turns = -(-plan.units(rows, weight_rows, count) * plan.cluster // multiprocessors)
+    turns = -(-plan.units(rows, weight_rows, count) // multiprocessors)
     own = length if plan.apart else steps
     ends = count if plan.is_large and not plan.apart else 1  # of segments that are added up in the output
     time = turns * (own * STEP_US[plan.rows, plan.depth] + TILE_ROW_US * plan.rows * ends)
