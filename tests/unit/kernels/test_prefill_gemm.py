@@ -110,7 +110,7 @@ def packed_weight(name: str, width: int, depth: int, order: torch.Tensor) -> tup
     ],
 )
 def test_products_walked(
-    held: str, rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[Any, ...],
+    held: str, rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[int, int, int, bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """On a card of two multiprocessors, so that blocks have several units; numbers of a quantised weight in bf16."""
@@ -122,7 +122,7 @@ def test_products_walked(
     with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
         for each in (plans, module):
             monkeypatch.setattr(each, "segments_of", lambda *_: segments)
-        plan = plans.PrefillGemmPlan(*cut[:4], packed.tile_format.step_bytes, cut[4:] == (True,))
+        plan = plans.PrefillGemmPlan(*cut, packed.tile_format.step_bytes)
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
         partials = torch.full((segments[0] if plan.apart else 0, rows, width), torch.nan)
         calls = module.prefill_gemm(
