@@ -104,16 +104,18 @@ def test_a_stand_in_forces_runs_and_restricts_the_rest() -> None:
 
 @pytest.mark.second
 def test_rows_of_steps_with_and_without_a_grammar(tmp_path: Path) -> None:
-    given = ["--geometry", "none", "--context", "20", "--window", "20", "--steps", "4", "--depth", "3", "--batch", "1"]
+    given = ["--geometry", "none", "--context", "20", "--window", "20", "--steps", "4", "--depth", "3", "--batch", "2"]
     out = tmp_path / "structured.json"
     assert structured.main([*given, "--device", "cpu", "--out", str(out)]) == 0
     (subject,) = json.loads(out.read_text())["subjects"]
-    (row,), (forced,) = subject["rows"], subject["forced"]
-    for kind in ("plain", "grammar"):
-        assert 0 < row[kind]["p50_us"] <= row[kind]["p99_us"] and row[kind]["steps"] >= 4
-    assert row["mask_us"] > 20 and row["p50_over_plain"] == pytest.approx(
-        row["grammar"]["p50_us"] / row["plain"]["p50_us"], abs=1e-4
-    )
+    (inside, through), (forced,) = subject["rows"], subject["forced"]
+    for row in (inside, through):
+        for kind in ("plain", "grammar", "beside"):
+            assert 0 < row[kind]["p50_us"] <= row[kind]["p99_us"] and row[kind]["steps"] >= 4
+            assert 1 <= row[kind]["tokens_per_step"] <= 4
+        ratio = row["grammar"]["p50_us"] / row["plain"]["p50_us"]
+        assert row["p50_over_plain"] == pytest.approx(ratio, abs=1e-4)
+    assert (inside["through"], through["through"]) == ("process", "socket") and inside["mask_us"] > 20
     assert forced["with"]["tokens_per_step"] > forced["without"]["tokens_per_step"]
 
 
