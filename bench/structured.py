@@ -145,24 +145,23 @@ class _Streams:
         yield from asyncio.run(self._decode([GUIDED if grammar else 0 for grammar in grammars]))
 
     async def _decode(self, seeds: Sequence[int]) -> list[tuple[float, float]]:
-        ended, found = asyncio.Event(), list[tuple[float, float]]()
+        begun, ended, found = set[int](), asyncio.Event(), list[tuple[float, float]]()
         params: dict[str, Any] = {"max_tokens": self._window, "ignore_eos": True, "temperature": 0.0}
 
-        async def read(prompt: list[int], seed: int, *, is_first: bool) -> None:
-            before = time.perf_counter()
+        async def read(number: int) -> None:
+            prompt, seed, before = self._prompts[number], seeds[number], time.perf_counter()
             async for chunk in client.generate(prompt, seed=seed, **params):
                 now, count = time.perf_counter(), len(chunk.token_ids)
-                if is_first and count and not ended.is_set():
+                if number == 0 and count and len(begun) == len(seeds) and not ended.is_set():
                     steps = max(1, count - sum(chunk.accepted))  # each brings one token that was not drafted
                     found.append(((now - before) * 1e6 / steps, count / steps))
                 before = now
+                if count:
+                    begun.add(number)
             ended.set()
 
         async with AsyncClient(self._endpoint) as client:
-            await asyncio.gather(*(
-                read(prompt, seed, is_first=number == 0)
-                for number, (prompt, seed) in enumerate(zip(self._prompts, seeds, strict=True))
-            ))  # fmt: skip
+            await asyncio.gather(*(read(number) for number in range(len(seeds))))
         return found[:-1]
 
 

@@ -138,7 +138,7 @@ def test_a_killed_client_leaves_no_block_and_the_neighbours_their_tokens(tmp_pat
         runtime.kvcache.invariants()
 
 
-@pytest.mark.parametrize("how", ["running", "queued", later("twice"), later("foreign"), later("ended")])
+@pytest.mark.parametrize("how", ["running", later("queued"), later("twice"), later("foreign"), later("ended")])
 def test_a_cancel_frees_within_two_steps_and_changes_nobody_elses_tokens(tmp_path: Path, how: str) -> None:
     runtime = load_bundled(max_batch=2)
     # those in the slots are not done before a cancel has come

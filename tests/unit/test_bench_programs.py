@@ -201,6 +201,7 @@ def test_random_models_load_and_parts_add_up(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "model" / "config.json").exists()
 
 
+@pytest.mark.second
 def test_a_row_for_each_case_with_its_floor_and_what_is_predicted(tmp_path: Path) -> None:
     """Also what no time was left for has a row."""
     out, given = tmp_path / "rows.json", ["--small", "--device", "cpu", "--replays", "1", "--turn", "1"]

@@ -26,7 +26,7 @@ PACKAGES = ("lowlat", *FOLDERS)
 TRY_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . && .venv/bin/lowlat demo"
 TEST_COMMAND = (
     "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[test]' "
-    "&& .venv/bin/pytest -n 2 --dist loadfile"
+    "&& .venv/bin/pytest -n 3 --dist loadfile"
 )
 
 # declared for what they do to others: torch warns at import where NumPy is missing; numba-cuda puts itself in the place
