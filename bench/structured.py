@@ -14,7 +14,6 @@ forced is decoded with forced tokens offered as drafts and without.
 import argparse
 import asyncio
 import itertools
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,9 +27,9 @@ import torch
 
 from bench.clock import percentile
 from bench.conditions import stamps_of, write_json
+from bench.server_process import server_process
 from bench.subjects import open_subject
 from lowlat.cli.serving import SWITCH_INTERVAL_S
-from lowlat.errors import ConfigError
 from lowlat.host.runtime import Runtime
 from lowlat.ipc import AsyncClient
 from lowlat.ipc.server import Server
@@ -48,7 +47,6 @@ ALLOWED = 0.99  # of the tokens
 PERIOD, FORCED = 16, 12
 ROOM = 64  # tokens that a slot may be behind another when its steps are timed
 GUIDED = 1  # seed of a request that a server gives a stand-in: greedy ones need none
-READY_S = 300.0
 ACCEPT_LENGTH = 3.0  # tokens a step where it is imposed
 
 
@@ -271,14 +269,8 @@ def _server(place: int, depth: int, given: Sequence[str]) -> Iterator[str]:
     """The endpoint of a server of a subject, which is this program in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="lowlat-structured-") as folder:
         endpoint = f"ipc://{folder}/s.sock"
-        command = [sys.executable, "-m", "bench.structured", *given, "--serve", endpoint, str(place), str(depth)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as server:
-            try:
-                if server.stdout is None or not server.stdout.readline():
-                    raise ConfigError(f"the server ended before it was ready: exit code {server.wait(READY_S)}")
-                yield endpoint
-            finally:
-                server.terminate()
+        with server_process("bench.structured", [*given, "--serve", endpoint, str(place), str(depth)]):
+            yield endpoint
 
 
 def _serve(subject: Subject, depth: int, endpoint: str, options: argparse.Namespace) -> int:

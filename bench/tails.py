@@ -15,7 +15,6 @@ a run that was interrupted goes on, and measures again what an earlier limit cut
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
+from bench.server_process import server_process
 from bench.tails_result import Case, Setup, Tails, TailsFile
 from bench.tails_run import Steps, busy_host, max_context, measure, own_times, steps_in_process, steps_through_socket
 from lowlat.cli.serving import SWITCH_INTERVAL_S
@@ -37,8 +37,6 @@ from lowlat.tools.bench.results import read_struct, write_struct
 from lowlat.tools.bench.subject import Subject, open_model, open_random
 
 __all__ = ["cases_of", "main"]
-
-READY_S = 600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -198,15 +196,9 @@ class _Bench:
     @contextmanager
     def _server(self, device_loop: bool) -> Iterator[str]:
         endpoint = f"ipc://{self._scratch}/{'loops' if device_loop else 'steps'}.sock"
-        command = [sys.executable, "-m", "bench.tails", *self._given, "--serve", endpoint]
-        command += ["--loops", "on" if device_loop else "off"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as server:
-            try:
-                if server.stdout is None or not server.stdout.readline():
-                    raise ConfigError(f"the server ended before it was ready: exit code {server.wait(READY_S)}")
-                yield endpoint
-            finally:
-                server.terminate()
+        loops = "on" if device_loop else "off"
+        with server_process("bench.tails", [*self._given, "--serve", endpoint, "--loops", loops]):
+            yield endpoint
 
     def serve(self, endpoint: str) -> int:
         """Serve the subject until SIGTERM, with turns of threads as `lowlat serve` has them."""

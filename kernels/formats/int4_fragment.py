@@ -40,7 +40,7 @@ def expand(word: Any, minus: Any) -> Any:
 
 @device_function
 def expand_quarters(word: Any, minus: Any, minus_high: Any) -> Any:
-    """The same numbers divided by four, of a shift less a word: what needs none is as many pairs as bits allow.
+    """The numbers of `expand` divided by four, with one shift in place of three.
 
     minus       twice a quarter of 128 and the zero point, less than zero
     minus_high  twice a quarter of the zero point, less than zero
