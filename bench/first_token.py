@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ import torch
 from bench.clock import percentile
 from bench.conditions import stamps_of, write_json
 from bench.dense_cases import LLAMA_8B, TINY
+from bench.ready_process import ready_process
 from bench.start import write_checkpoint
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ __all__ = ["MAX_TOKENS", "WARM_UP", "Ask", "ask_often", "asking", "asking_server
 
 WARM_UP = 3
 MAX_TOKENS = 12
-READY_S = 600.0
 
 Ask = Callable[[list[int]], tuple[float, float]]  # a prompt to the seconds to its first token, and to the next
 
@@ -141,24 +140,17 @@ def asking_server(target: Path, head: Path | None, depth: int, *, max_context: i
         endpoint = f"ipc://{folder}/s.sock"
         draft = [] if head is None else ["--draft-model", head, "--num-speculative-tokens", depth]
         size = ["--max-batch", 1, "--max-context", max_context, "--device", device]
-        command = [sys.executable, "-m", "lowlat.cli", "serve", "--model", target, *draft, *size]
-        asked = [str(part) for part in (*command, "--endpoint", endpoint, "--json")]
-        with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
-            try:
-                if server.stdout is None or not server.stdout.readline():
-                    raise RuntimeError(f"the server ended before it was ready: {server.wait(READY_S)}")
-                with Client(endpoint) as client:
+        command = ("-m", "lowlat.cli", "serve", "--model", target, *draft, *size, "--endpoint", endpoint, "--json")
+        with ready_process(*command, stderr=subprocess.DEVNULL), Client(endpoint) as client:
 
-                    def ask(prompt: list[int]) -> tuple[float, float]:
-                        begin, seen = time.perf_counter(), list[float]()
-                        for chunk in client.generate(prompt, max_tokens=MAX_TOKENS, ignore_eos=True):
-                            if chunk.token_ids:
-                                seen.append(time.perf_counter())
-                        return seen[0] - begin, seen[1] - seen[0]
+            def ask(prompt: list[int]) -> tuple[float, float]:
+                begin, seen = time.perf_counter(), list[float]()
+                for chunk in client.generate(prompt, max_tokens=MAX_TOKENS, ignore_eos=True):
+                    if chunk.token_ids:
+                        seen.append(time.perf_counter())
+                return seen[0] - begin, seen[1] - seen[0]
 
-                    yield ask
-            finally:
-                server.terminate()
+            yield ask
 
 
 def _context(options: argparse.Namespace) -> int:

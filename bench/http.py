@@ -14,19 +14,19 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeCodec, FakeEngine, FakeOutput
 
+from bench.ready_process import ready_process
 from bench.serving import conditions
 from lowlat.ipc import Client
 from lowlat.ipc.limits import Limits
@@ -61,23 +61,6 @@ def serve(endpoint: str) -> int:
     server.start()
     print("ready", flush=True)
     return server.run()
-
-
-@contextmanager
-def _process(*command: str) -> Iterator[str]:
-    """A process, and the line that it prints when it is ready."""
-    environment = {**os.environ, "LOWLAT_API_KEY": KEY}
-    with subprocess.Popen(
-        [sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise RuntimeError(f"{command[0]} ended before it was ready: {process.wait()}")
-            yield line
-        finally:
-            process.terminate()
 
 
 class Ways:
@@ -120,10 +103,12 @@ def measure(rounds: dict[int, int]) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowlat-")))
         endpoint = f"ipc://{folder}/s.sock"
-        stack.enter_context(_process("bench.http", "--serve", endpoint))
-        door = stack.enter_context(_process("lowlat.cli", "http", "0", "--json", f"--endpoint={endpoint}"))
+        environment = {**os.environ, "LOWLAT_API_KEY": KEY}
+        stack.enter_context(ready_process("-m", "bench.http", "--serve", endpoint, env=environment))
+        command = ("-m", "lowlat.cli", "http", "0", "--json", f"--endpoint={endpoint}")
+        door = stack.enter_context(ready_process(*command, env=environment))
         client = stack.enter_context(Client(endpoint))
-        ways = Ways(client, json.loads(door)["url"])
+        ways = Ways(client, json.loads(door.line)["url"])
         pool = stack.enter_context(ThreadPoolExecutor(max(rounds)))
         for num_streams, num_rounds in rounds.items():
             late: dict[str, list[float]] = {"ipc": [], "http": []}

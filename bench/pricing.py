@@ -28,6 +28,7 @@ from typing import Any
 
 import zmq
 
+from bench.ready_process import ready_process
 from bench.serving import conditions
 from lowlat.ipc import Client
 from lowlat.ipc.wire import Bye, End, Error, Hello, Message, Sampling, Stats, Submit, decode_server, encode, pack_tokens
@@ -214,15 +215,10 @@ def attacked(name: str, endpoint: str) -> Iterator[None]:
 def served(folder: Path) -> Iterator[tuple[str, int]]:
     """`lowlat serve` of the bundled pair: its endpoint and its process's id."""
     endpoint = f"ipc://{folder}/s.sock"
-    command = [sys.executable, "-m", "lowlat.cli", "serve", "--json", "--endpoint", endpoint]
+    command = ("-m", "lowlat.cli", "serve", "--json", "--endpoint", endpoint)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
-        try:
-            if process.stdout is None or not process.stdout.readline():
-                raise RuntimeError(f"the server ended before it was ready: {process.wait()}")
-            yield endpoint, process.pid
-        finally:
-            process.terminate()
+    with ready_process(*command, stderr=subprocess.DEVNULL, env=environment) as server:
+        yield endpoint, server.pid
 
 
 def first_tokens(client: Client, count: int) -> list[float]:

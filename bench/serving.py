@@ -18,7 +18,6 @@ import os
 import platform
 import random
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from typing import Any
 import zmq
 from fake_engine import FakeEngine
 
+from bench.ready_process import ready_process
 from lowlat.ipc import AsyncClient, Client
 from lowlat.ipc.wire import Sampling
 from lowlat.tools.bench.machine import commit_at, processor
@@ -59,24 +59,11 @@ Times = list[list[float]]
 
 
 @contextmanager
-def _process(*command: str) -> Iterator[None]:
-    """A process that prints a line when it is ready; ended with the context."""
-    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        try:
-            assert process.stdout is not None
-            if not process.stdout.readline():
-                raise RuntimeError(f"{command[0]:.80} ended before it was ready: {process.wait()}")
-            yield
-        finally:
-            process.terminate()
-
-
-@contextmanager
 def served(folder: Path, step_s: float) -> Iterator[str]:
     """A server of a FakeEngine in another process; its endpoint."""
     endpoint = f"ipc://{folder}/s.sock"
     engine = {"step_s": step_s, "max_running": MAX_STREAMS, "text": True}
-    with _process(str(SERVER), endpoint, json.dumps({"engine": engine})):
+    with ready_process(SERVER, endpoint, json.dumps({"engine": engine}), stderr=subprocess.DEVNULL):
         yield endpoint
 
 
@@ -84,7 +71,8 @@ def served(folder: Path, step_s: float) -> Iterator[str]:
 def bare_echo(folder: Path, step_s: float = 0.0) -> Iterator[Callable[[], float]]:
     """A function that sends a message to a bare ROUTER in another process, which sleeps so long, and back: us."""
     endpoint = f"ipc://{folder}/e{step_s:g}.sock"
-    with _process("-c", ECHO, endpoint, str(step_s)), zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    echoing = ready_process("-c", ECHO, endpoint, step_s, stderr=subprocess.DEVNULL)
+    with echoing, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(endpoint)
 
         def echo() -> float:

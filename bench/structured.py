@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,8 +27,9 @@ import torch
 
 from bench.clock import percentile
 from bench.conditions import stamps_of, write_json
-from bench.server_process import server_process
+from bench.ready_process import ready_process
 from bench.subjects import open_subject
+from bench.tails_run import steps_of
 from lowlat.cli.serving import SWITCH_INTERVAL_S
 from lowlat.host.runtime import Runtime
 from lowlat.ipc import AsyncClient
@@ -143,20 +144,20 @@ class _Streams:
         yield from asyncio.run(self._decode([GUIDED if grammar else 0 for grammar in grammars]))
 
     async def _decode(self, seeds: Sequence[int]) -> list[tuple[float, float]]:
-        begun, ended, found = set[int](), asyncio.Event(), list[tuple[float, float]]()
+        begun, ended, found = set[int](), set[int](), list[tuple[float, float]]()
         params: dict[str, Any] = {"max_tokens": self._window, "ignore_eos": True, "temperature": 0.0}
 
         async def read(number: int) -> None:
             prompt, seed, before = self._prompts[number], seeds[number], time.perf_counter()
             async for chunk in client.generate(prompt, seed=seed, **params):
                 now, count = time.perf_counter(), len(chunk.token_ids)
-                if number == 0 and count and len(begun) == len(seeds) and not ended.is_set():
-                    steps = max(1, count - sum(chunk.accepted))  # each brings one token that was not drafted
+                if number == 0 and count and len(begun) == len(seeds) and not ended:
+                    steps = steps_of(chunk.token_ids, sum(chunk.accepted))
                     found.append(((now - before) * 1e6 / steps, count / steps))
                 before = now
                 if count:
                     begun.add(number)
-            ended.set()
+            ended.add(number)
 
         async with AsyncClient(self._endpoint) as client:
             await asyncio.gather(*(read(number) for number in range(len(seeds))))
@@ -269,7 +270,8 @@ def _server(place: int, depth: int, given: Sequence[str]) -> Iterator[str]:
     """The endpoint of a server of a subject, which is this program in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="lowlat-structured-") as folder:
         endpoint = f"ipc://{folder}/s.sock"
-        with server_process("bench.structured", [*given, "--serve", endpoint, str(place), str(depth)]):
+        root = Path(__file__).parents[1]
+        with ready_process("-m", "bench.structured", *given, "--serve", endpoint, place, depth, cwd=root):
             yield endpoint
 
 
@@ -282,12 +284,10 @@ def _serve(subject: Subject, depth: int, endpoint: str, options: argparse.Namesp
     return server.run()
 
 
-@contextmanager
-def _subject(options: argparse.Namespace, geometry: str | None, *, imposed: bool) -> Iterator[Subject]:
+def _subject(options: argparse.Namespace, geometry: str | None, *, imposed: bool) -> AbstractContextManager[Subject]:
     """The subject of a geometry, with imposed acceptance or its draft model's own, or the bundled pair."""
     length = ACCEPT_LENGTH if imposed else None
-    with open_subject({"device": options.device}, geometry=geometry, accept_length=length) as subject:
-        yield subject
+    return open_subject({"device": options.device}, geometry=geometry, accept_length=length)
 
 
 def _options(given: Sequence[str]) -> argparse.Namespace:

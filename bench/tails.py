@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
-from bench.server_process import server_process
+from bench.ready_process import ready_process
 from bench.tails_result import Case, Setup, Tails, TailsFile
 from bench.tails_run import Steps, busy_host, max_context, measure, own_times, steps_in_process, steps_through_socket
 from lowlat.cli.serving import SWITCH_INTERVAL_S
@@ -196,8 +196,8 @@ class _Bench:
     @contextmanager
     def _server(self, device_loop: bool) -> Iterator[str]:
         endpoint = f"ipc://{self._scratch}/{'loops' if device_loop else 'steps'}.sock"
-        loops = "on" if device_loop else "off"
-        with server_process("bench.tails", [*self._given, "--serve", endpoint, "--loops", loops]):
+        command = ("-m", "bench.tails", *self._given, "--serve", endpoint, "--loops", "on" if device_loop else "off")
+        with ready_process(*command, cwd=Path(__file__).parents[1]):
             yield endpoint
 
     def serve(self, endpoint: str) -> int:

@@ -26,6 +26,7 @@ __all__ = [
     "measure",
     "own_times",
     "steps_in_process",
+    "steps_of",
     "steps_through_socket",
 ]
 
@@ -107,7 +108,7 @@ def measure(case: Case, request: Callable[[], Steps], steps: int, limit_s: float
     return arrivals.row()
 
 
-def _steps_of(token_ids: Sequence[int], num_accepted: int) -> int:
+def steps_of(token_ids: Sequence[int], num_accepted: int) -> int:
     """The steps that brought so many tokens: each brings one that was not drafted."""
     return max(1, len(token_ids) - num_accepted) if token_ids else 0
 
@@ -135,7 +136,7 @@ def steps_through_socket(client: Client, prompt: Sequence[int], window: int) -> 
     with client.generate(prompt, max_tokens=window, ignore_eos=True) as chunks:
         for chunk in chunks:
             if chunk.token_ids:
-                yield _steps_of(chunk.token_ids, sum(chunk.accepted))
+                yield steps_of(chunk.token_ids, sum(chunk.accepted))
 
 
 def own_times(case: Case, runtime: Runtime, prompt: Sequence[int], window: int) -> Tails:

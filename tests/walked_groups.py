@@ -17,7 +17,8 @@ from kernel_walk import Walker, this_thread, walkable
 from lowlat.kernels.toolchain import ptx_hopper as known
 
 GROUP, ROW_BYTES = 128, 128  # threads of a warpgroup; bytes of a row of a step
-SLICES, SLICE_BYTES = 4, 32  # of a step; of a row of one
+SLICES = known.SLICES  # of a step
+SLICE_BYTES = ROW_BYTES // SLICES
 NAME = "lowlat.kernels.toolchain.ptx_hopper"
 
 
@@ -100,7 +101,7 @@ class _Groups:
 
     def module(self) -> Any:
         made: Any = ModuleType(NAME)
-        made.KEPT_AS_USUAL, made.READ_ONCE = known.KEPT_AS_USUAL, known.READ_ONCE
+        made.KEPT_AS_USUAL, made.READ_ONCE, made.SLICES = known.KEPT_AS_USUAL, known.READ_ONCE, SLICES
         made.await_turn = made.give_turn = lambda number: None  # turns save time, and change nothing
         made.fence_barriers, made.barrier_expect = lambda: None, self.expect
         made.copy_bulk = made.copy_bulk_hinted = self.copy

@@ -61,7 +61,7 @@ def expand_quarters(word: Any, minus: Any, minus_high: Any) -> Any:
 
 @device_function
 def quarters_of(minus: Any) -> Any:
-    """What `expand_quarters` takes off, from what `expand` does."""
+    """The pair of numbers that `expand_quarters` takes off, of the one that `expand` does."""
     quarter = uint32(QUARTERS)
     return ptx.fma_bf16_pair(minus, quarter, uint32(MINUS_ZEROS)), ptx.fma_bf16_pair(minus, quarter, uint32(THIRTY_2))
 

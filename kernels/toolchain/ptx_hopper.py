@@ -14,6 +14,7 @@ from lowlat.kernels.toolchain.ptx import f32, i64, instruction, ir_type, u32
 __all__ = [
     "KEPT_AS_USUAL",
     "READ_ONCE",
+    "SLICES",
     "add_group_half",
     "add_tiles",
     "await_group",

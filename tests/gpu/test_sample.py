@@ -6,7 +6,7 @@ import pytest
 import torch
 from selection_cases import Memory, best_pairs, draw_scores, make_world
 from unit.kernels.sampling import World
-from unit.kernels.test_sample_distribution import ROWS, VOCABULARY, p_value
+from unit.kernels.test_sample_distribution import check_draws_under_a_mask
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.reference.sampling import sample as reference
@@ -134,18 +134,12 @@ def test_everything_banned_gives_token_zero(launcher: Launcher) -> None:
 
 
 def test_draws_under_a_mask_follow_what_it_leaves(launcher: Launcher) -> None:
-    generator = torch.Generator().manual_seed(12)
-    logits, allowed = torch.randn(VOCABULARY, generator=generator), torch.randperm(VOCABULARY, generator=generator) < 32
-    world, counts = World(VOCABULARY, 1), torch.zeros(VOCABULARY, dtype=torch.int64)
-    for start in range(0, 4_000, ROWS):
-        world.set(0, seed=start % (5 * ROWS) + 1, length=start, temperature=0.9)
-        world.mask(0, allowed.expand(ROWS, -1))
-        nodes = Nodes(logits.repeat(ROWS, 1), [0])
-        nodes.masks = torch.tensor([[(1 << (node + 1)) - 1 for node in range(ROWS)]])
-        counts += torch.bincount(nodes.kernel(world, launcher)["target_tokens"][0], minlength=VOCABULARY)
-    left = torch.where(allowed, logits / 0.9, -float("inf"))
-    assert int(counts[~allowed].sum()) == 0
-    assert p_value(counts, torch.softmax(left.double(), 0)) > 1e-3
+    def draw(world: World, logits: torch.Tensor) -> torch.Tensor:
+        nodes = Nodes(logits, [0])
+        nodes.masks = torch.tensor([[(1 << (node + 1)) - 1 for node in range(len(logits))]])
+        return nodes.kernel(world, launcher)["target_tokens"][0]
+
+    check_draws_under_a_mask(draw, seed=12)
 
 
 def test_a_large_tree(launcher: Launcher) -> None:

@@ -12,14 +12,14 @@ from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
 from lowlat.kernels.gemm.packing import TILE_ROWS
 from lowlat.kernels.gemm.prefill.mainloop import Cut, make_send, make_unit_of
 from lowlat.kernels.gemm.prefill.plan import GROUP_ROWS, STEP_ROW_BYTES, PrefillGemmPlan
-from lowlat.kernels.gemm.prefill.weight_steps import make_load_half
+from lowlat.kernels.gemm.prefill.weight_steps import load_half
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
 __all__ = ["make_multiply"]
 
 GROUP_TILES = GROUP_ROWS // TILE_ROWS
-HALF, HALF_BYTES = 2, 64  # of a step: slices of 16 columns, and of a row of the second matrix
+HALF, HALF_BYTES = ptx_hopper.SLICES // 2, STEP_ROW_BYTES // 2  # of a step: slices, and of a row of the second matrix
 
 
 def _make_copies(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
@@ -94,9 +94,8 @@ def _make_run(plan: PrefillGemmPlan, handover: Handover, send_next: Any) -> Any:
     """
     stage_bytes = plan.stage_bytes
     await_full, release, after = handover.await_full, handover.release, handover.after
-    load = make_load_half()
     multiply = ptx_hopper.multiply_group(plan.rows, slices=HALF)
-    await_all, await_former = (ptx_hopper.await_group(plan.rows, words=8, under_way=number) for number in (0, 1))
+    await_all, await_former = (ptx_hopper.await_group(plan.rows, words=4 * HALF, under_way=number) for number in (0, 1))
 
     @device_function
     def run(
@@ -107,7 +106,7 @@ def _make_run(plan: PrefillGemmPlan, handover: Handover, send_next: Any) -> Any:
         stage, parity = now
         here, done = uint32(base + stage * uint32(stage_bytes)), uint32(1)
         await_full(barriers, stage, parity)
-        first, second = load(uint32(here + within), lane, 0), load(uint32(here + within), lane, 1)
+        first, second = load_half(uint32(here + within), lane, 0), load_half(uint32(here + within), lane, 1)
         sums = multiply(sums, first, here, uint32(0))
         while done < number:
             sums = multiply(sums, second, uint32(here + uint32(HALF_BYTES)), uint32(1))
@@ -116,11 +115,11 @@ def _make_run(plan: PrefillGemmPlan, handover: Handover, send_next: Any) -> Any:
             later, later_parity = after(stage, parity)
             await_full(barriers, later, later_parity)
             here = uint32(base + later * uint32(stage_bytes))
-            first = load(uint32(here + within), lane, 0)
+            first = load_half(uint32(here + within), lane, 0)
             sums = multiply(sums, first, here, uint32(1))
             sums = await_former(sums, second)
             release(barriers, stage, lane)
-            second = load(uint32(here + within), lane, 1)
+            second = load_half(uint32(here + within), lane, 1)
             stage, parity, done = later, later_parity, uint32(done + uint32(1))
         sums = multiply(sums, second, uint32(here + uint32(HALF_BYTES)), uint32(1))
         following = send_next(place, given, following, warp, lane)

@@ -13,7 +13,7 @@ from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 
-__all__ = ["make_load_half", "make_load_step"]
+__all__ = ["load_half", "make_load_step"]
 
 PIECE_BYTES = 512  # a lane's 16 bytes, of all lanes
 WORD_BYTES = 32  # a word behind the codes, of the eight pairs of rows
@@ -73,15 +73,11 @@ def _make_bf16() -> Any:
     return load_bf16
 
 
-def make_load_half() -> Any:
-    """A function: a lane's eight words of half a step of bf16 at a shared address, of row g, then of row g + 8."""
-
-    @device_function
-    def load_half(step: Any, lane: Any, half: Any) -> Any:
-        at = uint32(step + uint32(lane * uint32(16)) + uint32(half * PIECE_BYTES))
-        return ptx.load_shared_128(at) + ptx.load_shared_128(uint32(at + uint32(2 * PIECE_BYTES)))
-
-    return load_half
+@device_function
+def load_half(step: Any, lane: Any, half: Any) -> Any:
+    """A lane's eight words of half a step of bf16 at a shared address, of row g, then of row g + 8."""
+    at = uint32(step + uint32(lane * uint32(16)) + uint32(half * PIECE_BYTES))
+    return ptx.load_shared_128(at) + ptx.load_shared_128(uint32(at + uint32(2 * PIECE_BYTES)))
 
 
 def _make_times(tiles: TileFormat) -> Any:

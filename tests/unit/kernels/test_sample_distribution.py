@@ -1,5 +1,7 @@
 """Chi-squared: draws over positions and seeds follow the processed distribution, whatever processes it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from stages import later
@@ -48,18 +50,22 @@ def test_draws_follow_the_processed_distribution(draws: int, options: dict[str, 
     assert p_value(counts, probabilities) > 1e-3
 
 
-def test_draws_under_a_mask_follow_what_it_leaves() -> None:
-    generator = torch.Generator().manual_seed(11)
+def check_draws_under_a_mask(draw: Callable[[World, torch.Tensor], torch.Tensor], seed: int) -> None:
+    """Draws of a chain of rows, by a grammar that allows half of the tokens, follow what it leaves of their logits."""
+    generator = torch.Generator().manual_seed(seed)
     logits, allowed = torch.randn(VOCABULARY, generator=generator), torch.randperm(VOCABULARY, generator=generator) < 32
     world, counts = World(VOCABULARY, 1), torch.zeros(VOCABULARY, dtype=torch.int64)
     for start in range(0, 4_000, ROWS):
         world.set(0, seed=start % (5 * ROWS) + 1, length=start, temperature=0.9)
         world.mask(0, allowed.expand(ROWS, -1))
-        tokens = torch.tensor(world.draw(logits.repeat(ROWS, 1), [0])[0])
-        counts += torch.bincount(tokens, minlength=VOCABULARY)
+        counts += torch.bincount(draw(world, logits.repeat(ROWS, 1)), minlength=VOCABULARY)
     left = torch.where(allowed, logits / 0.9, -float("inf"))
     assert int(counts[~allowed].sum()) == 0
     assert p_value(counts, torch.softmax(left.double(), 0)) > 1e-3
+
+
+def test_draws_under_a_mask_follow_what_it_leaves() -> None:
+    check_draws_under_a_mask(lambda world, logits: torch.tensor(world.draw(logits, [0])[0]), seed=11)
 
 
 def test_many_noise_vectors_draw_a_steep_softmax() -> None:
