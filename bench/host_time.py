@@ -92,6 +92,9 @@ class FreeExecutor:
     def wait_until(self, seen: Callable[[], bool]) -> None:
         """Nobody has a grammar."""
 
+    def wait_for_ranks(self, count: int) -> None:
+        """There is one."""
+
     def wait_published(self, count: int) -> None:
         """Publish."""
         while self._head[0] < count:

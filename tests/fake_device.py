@@ -168,6 +168,10 @@ class FakeDevice:
             assert not self._waits(self._queue[0][0]), "the host waits for a step that waits for it"
             self._work()
 
+    def wait_for_ranks(self, count: int) -> None:
+        assert self.head >= count, "the ring shows more steps than were published"
+        self.inner.wait_for_ranks(count)
+
     def wait_loop(self, count: int) -> bool:
         while self.head < count and not self.idle:
             self._work()

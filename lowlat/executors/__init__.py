@@ -67,6 +67,10 @@ class Executor(Protocol):
     def wait_published(self, count: int) -> None:
         """Return when `count` steps in all have been published. Raises DeviceError when the device has failed."""
 
+    def wait_for_ranks(self, count: int) -> None:
+        """Return when every rank has published `count` steps, where the ring shows them: what the host had written for
+        those steps is read no more. Raises DeviceError when a device has failed."""
+
     def prefill(self, size: int, first: Bucket | None = None) -> None:
         """Run the prefill program of so many positions over what the host has written.
 

@@ -216,6 +216,10 @@ class KernelExecutor(ABC):
         if not self._await_ring(count):
             raise DeviceError(f"the device is idle and has published {int(self._ring_head[0])} of {count} steps")
 
+    def wait_for_ranks(self, count: int) -> None:
+        """It is the only one: what its ring shows, it has published."""
+        self.wait_published(count)
+
     def _await_ring(self, count: int, stopping: Any = (0,)) -> bool:
         """Return True when `count` steps have been published, False when the device is idle before.
 

@@ -77,9 +77,8 @@ class Loaded:
 
     @property
     def takes_grammars(self) -> bool:
-        """Whether steps draw under masks of the host, which may write the next ones while another card reads these."""
-        on_cards = self.choice.has_kernels and self.rank_config.shard is not None
-        return "grammar_masks" in self.executor.state and not self.ladder.verifiers and not on_cards
+        """Whether steps draw under masks of the host; those of lossless SpecPV, which are verified later, do not."""
+        return "grammar_masks" in self.executor.state and not self.ladder.verifiers
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""

@@ -122,6 +122,12 @@ class ParallelExecutor:
         with self._together():
             self._leader.wait_published(count)
 
+    def wait_for_ranks(self, count: int) -> None:
+        """See `Executor.wait_for_ranks`: each rank has a ring of its own, by which it tells how far it is."""
+        with self._together():
+            for rank in self.ranks[1:]:
+                rank.wait_published(count)
+
     def start_loop(self, bucket: Bucket, budget: int) -> None:
         """Start a loop on all, which leave it at the same step; see `LoopingExecutor.start_loop`."""
         with self._together():

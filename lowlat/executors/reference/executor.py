@@ -149,6 +149,9 @@ class ReferenceExecutor:
     def wait_published(self, count: int) -> None:
         """A step is published when it returns."""
 
+    def wait_for_ranks(self, count: int) -> None:
+        """All ranks of a device are one executor."""
+
     @torch.inference_mode()
     def prefill(self, size: int, first: Bucket | None = None) -> None:
         """Run the prefill program of so many positions, and the one that chooses the first token behind it."""
