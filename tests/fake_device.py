@@ -6,7 +6,7 @@ loop, which was not told to stop.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,9 @@ class FakeDevice:
         else:
             self.first_tokens.add(self.head)
             self._publish(lambda: self.inner.prefill(size, first))
+
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        self.inner.write_state(values)
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         self.synchronize()

@@ -7,6 +7,7 @@ cards that are stopped for a moment might. It says whether the host writes over 
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lowlat.executors.reference import ReferenceExecutor
@@ -62,7 +63,7 @@ class LateRanks(RankedReferenceExecutor):
                 tail = {"command_tail": given["command_tail"].clone()} if op.kind == COMMANDS else {}
                 function(**given)
                 for owed, (_, each, own) in zip(self._owed, others, strict=True):
-                    owed.append(lambda each=each, own={**own, **tail}: each(**own))
+                    owed.append(partial(each, **{**own, **tail}))
                 self.most_owed = max(self.most_owed, *map(len, self._owed))
                 if self._random.random() < self.chance:
                     for owed in self._owed:

@@ -78,6 +78,9 @@ class Executor(Protocol):
                ring when this returns, and counts as a step there; the drafts behind it may be made later
         """
 
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write buffers of the state by name, of every rank, behind what was started before."""
+
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero KV blocks that a failed request may have filled with NaN."""
 

@@ -286,6 +286,19 @@ class KernelExecutor(ABC):
             self._failed = True
             raise DeviceError(f"the device {self.device} failed: {error}") from error
 
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The device as the thread's own. Raises DeviceError, which names it, where it has failed."""
+        with self._failures(), torch.cuda.device(self.device):
+            yield
+
+    @torch.inference_mode()
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write buffers of the state by name, on the executor's stream."""
+        with self._failures(), torch.cuda.stream(self.stream):
+            for name, value in values.items():
+                self.state[name].copy_(value)
+
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero KV blocks, the features at their ends included."""

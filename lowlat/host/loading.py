@@ -151,7 +151,7 @@ def load(
     try:
         check_launches(options, executor.counts)
         if geometry.max_width is not None:
-            set_costs(executor, ladder, geometry, programs, weights.shapes(), fuse=options.fuse)
+            set_costs(executor, ladder, geometries[0], programs, weights.shapes(), fuse=options.fuse)
     except LowlatError:
         executor.close()
         raise

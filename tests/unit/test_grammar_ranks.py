@@ -58,9 +58,10 @@ def expected_of(pair: PairPaths, requests: list[tuple[Any, list[int], Any]]) -> 
 
 
 def submit(runtime: Runtime, edges: Any, prompt: list[int], sampling: Any) -> str:
-    if edges is None:
-        return runtime.submit(prompt, sampling)
-    return submit_with(runtime, Automaton(edges), prompt, sampling)
+    if edges is not None:
+        return submit_with(runtime, Automaton(edges), prompt, sampling)
+    name: str = runtime.submit(prompt, sampling)
+    return name
 
 
 REQUESTS = [

@@ -170,6 +170,12 @@ class ReferenceExecutor:
             hook(op, {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)})
 
     @torch.inference_mode()
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write buffers of the state by name."""
+        for name, value in values.items():
+            self.state[name].copy_(value)
+
+    @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero KV blocks, the features at their ends included."""
         self.counts.copies += self.device.type == "cuda"
