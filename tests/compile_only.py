@@ -154,16 +154,17 @@ class CompileOnly:
 
     def _pretend_executors(self) -> None:
         from lowlat.executors import graph, kernel_executor, make
-        from lowlat.executors.reference import ReferenceExecutor
         from lowlat.host import loading, runtime
 
         make_executor, submit = make.make_executor, runtime.Runtime.submit
 
         def recorded(choice: Any, programs: Any, prefills: Any, weights: Any, *args: Any, **options: Any) -> Any:
+            here = replace(choice, device=torch.device("cpu"))
             if choice.has_kernels:
-                here = replace(choice, device=torch.device("cpu"))
-                make_executor(here, programs, prefills, weights, *args, **options)
-            return ReferenceExecutor(programs, prefills, weights, torch.device("cpu"))
+                devices = [here.device] * len(options["devices"])
+                make_executor(here, programs, prefills, weights, *args, **{**options, "devices": devices})
+            slow = replace(here, executor="reference")
+            return make_executor(slow, programs, prefills, weights, ranks=options["ranks"])
 
         def shortened(itself: Any, prompt: Any, params: Any = None, *args: Any, **options: Any) -> Any:
             params = params and replace(params, max_tokens=min(params.max_tokens, MOST_TOKENS), min_tokens=0)
