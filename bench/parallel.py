@@ -7,9 +7,10 @@
 Weights are random, drawn on the first card and cut as a checkpoint's are; routers spread their rows. Steps that draft
 have imposed acceptance. A floor counts the bytes of the card that reads most, over the wall of the first card in the
 same run. Steps are started as a runtime starts them, one behind the other, and timed by events on the first card's
-stream. `exchange_us` is the mean time of a launch that exchanges, waits for the other cards included, as the profiler
-sees it on the first card. vLLM's figures on two such cards were measured elsewhere (0.24.0, two H200s), and stand
-beside for comparison. Rows are written after each case. Run it from the root of a checkout.
+stream. `exchange_us` is by how much an exchange makes a step longer: its time beyond that of the same GEMMs, attention
+and rows on one card, where nothing is exchanged (`alone_ms_p50`), by the exchanges of a step. vLLM's figures on two
+such cards were measured elsewhere (0.24.0, two H200s), and stand beside for comparison. Rows are written after each
+case. Run it from the root of a checkout.
 """
 
 import argparse
@@ -25,10 +26,10 @@ from typing import Any
 
 import torch
 
-from bench.clock import percentile
+from bench.clock import Timed, own_stream, percentile, round_robin
 from bench.conditions import release, stamps_of, write_json
 from bench.dense_cases import Case
-from bench.parallel_step import ParallelModel, ParallelPrompts, ParallelStep, devices_of
+from bench.parallel_step import ParallelModel, ParallelPrompts, ParallelStep, alone_step, devices_of
 from bench.wall import Wall, measure_wall
 
 __all__ = ["CASES", "PROMPTS", "ParallelCase", "main"]
@@ -169,10 +170,15 @@ def _measure_step(options: argparse.Namespace, case: ParallelCase, device: torch
             ms += step.times(min(options.turn, options.replays - len(ms)))
         experts = step.expected_experts()
         moved = step.bytes(experts)
-        exchange, lines = step.exchanges(options.kernels, wall.gb_per_s) if device.type == "cuda" else ({}, [])
-        print("\n".join(lines), end="\n" if lines else "", flush=True)
+        exchanges = step.num_exchanges
+        if options.kernels and device.type == "cuda":
+            print("\n".join(step.list_kernels(options.kernels, wall.gb_per_s)), flush=True)
     finally:
         step.close()
+    alone = _alone(options, model, case, device) if exchanges else {}
+    if exchanges:
+        alone["exchanges"] = exchanges
+        alone["exchange_us"] = round(1e3 * (percentile(ms, 50) - alone["alone_ms_p50"]) / exchanges, 3)
     floor = moved / wall.gb_per_s / 1e6
     return {
         "ms_p50": round(percentile(ms, 50), 4),
@@ -181,9 +187,25 @@ def _measure_step(options: argparse.Namespace, case: ParallelCase, device: torch
         "over_floor": round(percentile(ms, 50) / floor, 4),
         "bytes_of_a_card": moved,
         "expected_experts": experts,
-        **exchange,
+        **alone,
         "made_in_s": round(made_in, 1),
     }
+
+
+def _alone(
+    options: argparse.Namespace, model: ParallelModel, case: ParallelCase, device: torch.device
+) -> dict[str, Any]:
+    """What a rank's work takes without exchanges."""
+    for each in model.devices:
+        release(each)
+    step = alone_step(model, case.step)
+    try:
+        timed = Timed(case.name, step.replay, step.reset)
+        with own_stream(device):
+            round_robin([timed], options.replays, options.turn, device)
+    finally:
+        step.close()
+    return {"alone_ms_p50": round(timed.median, 4)}
 
 
 def _measure_prompts(

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from bench.clock import LEAD, time_replays
 from bench.dense_cases import Case
-from bench.lowlat_step import BLOCK_SIZE, ROOM, fill_state
+from bench.lowlat_step import BLOCK_SIZE, ROOM, ExecutorStep, fill_state
 from bench.prompts import measure_prompt
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.executors.cards.parallel import ParallelExecutor
@@ -28,17 +27,16 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
-from lowlat.tools.bench.geometry import Geometry, draft_config, random_target, read_geometries
+from lowlat.tools.bench.geometry import Geometry, RandomWeights, draft_config, random_target, read_geometries
 from lowlat.tools.bench.step_bytes import part_sizes, program_bytes, weight_sizes
 from lowlat.tools.profile.recording import LEAD as PROFILED_LEAD
 from lowlat.tools.profile.recording import call_sites, record_kernels
 from lowlat.tools.profile.report import summarise
 from lowlat.tools.profile.times import attribute
 
-__all__ = ["ParallelModel", "ParallelPrompts", "ParallelStep", "devices_of"]
+__all__ = ["ParallelModel", "ParallelPrompts", "ParallelStep", "alone_step", "devices_of"]
 
 PROFILED_STEPS = 10
-EXCHANGE = "exchange"  # the beginning of the names of kernels that exchange
 CHUNKS_AT_ONCE = 16
 
 
@@ -189,8 +187,13 @@ class ParallelStep:
             found = max(found, program_bytes(program, sizes, lengths, share))
         return found
 
-    def exchanges(self, num_listed: int, wall_gb_per_s: float) -> tuple[dict[str, Any], list[str]]:
-        """Times of exchanges as the profiler saw them on the first device, and lines of the kernels that take most."""
+    @property
+    def num_exchanges(self) -> int:
+        """Operations of a step in which ranks exchange."""
+        return sum(op.kind == "gather_ranks" for op in self.executor.program(self.bucket).ops)
+
+    def list_kernels(self, count: int, wall_gb_per_s: float) -> list[str]:
+        """Lines of the kernels that take most, as the profiler saw them on the first device."""
         self._reset()
         rank = self._ranks[0]
 
@@ -203,24 +206,34 @@ class ParallelStep:
         lengths = [self.case.context] * self.case.batch
         sites = call_sites(rank.groups(self.bucket), rank.state, [lengths], 0.0)
         summary = summarise(attribute(events, sites, skip=PROFILED_LEAD), wall_gb_per_s)
-        rows = [row for row in summary.kernels if row.kernel.startswith(EXCHANGE)]
-        lines = [
+        return [
             f"{row.time_us:9.1f} us {row.num_launches:4} x {row.duration_us:7.2f} us  {row.kernel[:110]}"
-            for row in summary.kernels[:num_listed]
+            for row in summary.kernels[:count]
         ]
-        if not rows:
-            return {}, lines
-        weighed = [row.duration_us for row in rows for _ in range(row.num_launches)]
-        whole = sum(row.time_us for row in rows)
-        return {
-            "exchange_us": round(fmean(weighed), 3),
-            "exchanges": len(weighed),
-            "exposed_us": round(whole / len(weighed), 3),
-        }, lines
 
     def close(self) -> None:
         """Release graphs and memory of all devices."""
         self.executor.close()
+
+
+def alone_step(model: ParallelModel, case: Case) -> ExecutorStep:
+    """The first rank's work as a step of one device that exchanges nothing: a model of its heads, widths and ids."""
+    whole = model.target().config
+    shapes = model.rank_shapes(model.shapes(whole, case))[0]
+    shard, speculator = shapes.config.shard, shapes.speculator
+    if shard is None:
+        raise ValueError("one device has the whole target")
+    first, last = shard.vocabulary(whole.vocab_size)
+    own = replace(shapes.config, shard=None, vocab_size=last - first)
+    if speculator is not None and speculator.draft_config is not None:
+        draft = replace(speculator.draft_config, shard=None, vocab_size=last - first)
+        if shard.draft is not None:
+            start, stop = shard.draft.vocabulary(draft.draft_vocab_size)
+            draft = replace(draft, draft_vocab_size=stop - start)
+        speculator = speculator.with_config(draft)
+    shapes = replace(shapes, config=own, speculator=speculator)
+    weights = JoinedWeights(RandomWeights(own, device=model.devices[0]), model.draft_weights(shapes))
+    return ExecutorStep(shapes, case, weights, model.devices[0], TreeTopology.chain(case.num_speculative_tokens))
 
 
 class ParallelPrompts:

@@ -201,8 +201,7 @@ class LoweredPrograms:
             buffers = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs}
             self._buffers[id(program)] = buffers
         place = self._place
-        channels = None if place is None else place.channel
-        groups = lower(Binding(program, buffers, self.weights, card, self.workspace, loop, switches, channels))
+        groups = lower(Binding(program, buffers, self.weights, card, self.workspace, loop, switches, place))
         return groups if place is None else place.forwarding(groups, torch.empty(1, dtype=torch.int64, device=META))
 
 
