@@ -11,7 +11,7 @@ JSON. `bench.tails` measures the steps of a whole model, the host idle and busy.
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,9 @@ class FreeExecutor:
     def wait_until(self, seen: Callable[[], bool]) -> None:
         """Nobody has a grammar."""
 
+    def wait_for_ranks(self, count: int) -> None:
+        """There is one."""
+
     def wait_published(self, count: int) -> None:
         """Publish."""
         while self._head[0] < count:
@@ -102,6 +105,9 @@ class FreeExecutor:
         """Publish, where a first token is asked for."""
         if first is not None:
             self.wait_published(int(self._head[0]) + 1)
+
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Nothing is there."""
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Nothing to do."""

@@ -6,7 +6,7 @@ loop, which was not told to stop.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,10 @@ class FakeDevice:
             assert not self._waits(self._queue[0][0]), "the host waits for a step that waits for it"
             self._work()
 
+    def wait_for_ranks(self, count: int) -> None:
+        assert self.head >= count, "the ring shows more steps than were published"
+        self.inner.wait_for_ranks(count)
+
     def wait_loop(self, count: int) -> bool:
         while self.head < count and not self.idle:
             self._work()
@@ -182,6 +186,9 @@ class FakeDevice:
         else:
             self.first_tokens.add(self.head)
             self._publish(lambda: self.inner.prefill(size, first))
+
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        self.inner.write_state(values)
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         self.synchronize()

@@ -67,12 +67,19 @@ class Executor(Protocol):
     def wait_published(self, count: int) -> None:
         """Return when `count` steps in all have been published. Raises DeviceError when the device has failed."""
 
+    def wait_for_ranks(self, count: int) -> None:
+        """Return when every rank has published `count` steps, where the ring shows them: what the host had written for
+        those steps is read no more. Raises DeviceError when a device has failed."""
+
     def prefill(self, size: int, first: Bucket | None = None) -> None:
         """Run the prefill program of so many positions over what the host has written.
 
         first  behind a prompt's last chunk: a `prefilled` bucket, whose program chooses the first token. It is in the
                ring when this returns, and counts as a step there; the drafts behind it may be made later
         """
+
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write buffers of the state by name, of every rank, behind what was started before."""
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero KV blocks that a failed request may have filled with NaN."""

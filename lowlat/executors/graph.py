@@ -137,7 +137,15 @@ class GraphExecutor(KernelExecutor):
                 owned.check(call)
 
     def _run(self, size: Size) -> None:
-        self._graphs[size].launch(self._core_stream)
+        self._launch(self._graphs[size])
+
+    def _launch(self, graph: CapturedGraph) -> None:
+        """Replay on the executor's stream. Raises DeviceError, which names the device, where it has failed."""
+        try:
+            graph.launch(self._core_stream)
+        except DeviceError as error:
+            self._failed = True
+            raise DeviceError(f"the device {self.device} failed: {error}") from error
 
     def start_loop(self, bucket: Bucket, budget: int) -> None:
         """Start at most `budget` steps on the device, behind what was started before.
@@ -150,7 +158,7 @@ class GraphExecutor(KernelExecutor):
         self._stop[0] = 0  # a loop that was told to stop has read it: its last step was seen
         with torch.cuda.stream(self.stream):
             self._loop_budget.fill_(budget)  # on the stream: the last loop writes its own after it has published
-        loop.launch(self._core_stream)
+        self._launch(loop)
 
     def stop_loop(self) -> None:
         """Ask all loops to end; returns at once."""

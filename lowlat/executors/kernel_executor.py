@@ -215,6 +215,10 @@ class KernelExecutor(ABC):
         if not self._await_ring(count):
             raise DeviceError(f"the device is idle and has published {int(self._ring_head[0])} of {count} steps")
 
+    def wait_for_ranks(self, count: int) -> None:
+        """It is the only one: what its ring shows, it has published."""
+        self.wait_published(count)
+
     def _await_ring(self, count: int, stopping: Any = (0,)) -> bool:
         """Return True when `count` steps have been published, False when the device is idle before.
 
@@ -280,6 +284,19 @@ class KernelExecutor(ABC):
         except RuntimeError as error:
             self._failed = True
             raise DeviceError(f"the device {self.device} failed: {error}") from error
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The device as the thread's own. Raises DeviceError, which names it, where it has failed."""
+        with self._failures(), torch.cuda.device(self.device):
+            yield
+
+    @torch.inference_mode()
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write buffers of the state by name, on the executor's stream."""
+        with self._failures(), torch.cuda.stream(self.stream):
+            for name, value in values.items():
+                self.state[name].copy_(value)
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int]) -> None:

@@ -5,7 +5,15 @@ slot waits for its own. A step may be launched before the one ahead of it was re
 the tokens of that one, what the grammar forces, if it verifies drafts at all. What a slot's masks and rows are written
 over with is of a later step: that begins when all draws of the one before it had their masks, for which their rows had
 been read, and the host fills masks behind tokens that it has read, which come after the draws. The device alone repeats
-no step while a grammar is active. It knows no library of grammars.
+no step while a grammar is active.
+
+Several cards read the same pinned memory, each at its own pace, and must read the same. So for a step that follows,
+masks, forced tokens and their words are written only when every rank has published all steps that the host has seen
+(`Executor.wait_for_ranks`): a rank publishes behind its draws, so nobody reads for those steps any more, and of what
+follows nobody reads before the words say so. A slot that is given up has its words raised while ranks may be anywhere
+in a step, and nothing else is written: whoever looks later reads the same.
+
+It knows no library of grammars.
 """
 
 import time
@@ -84,6 +92,7 @@ class GrammarMasks:
         """Fill the mask of a first token, where the session has a grammar; returns why it cannot be filled, if so."""
         if session.grammar is None:
             return None
+        self._executor.wait_for_ranks(self._mailbox.num_seen)
         self._grammars[session.slot] = session, session.grammar
         self.stats.num_requests += 1
         self._force(session.slot, (), len(session.prompt))
@@ -101,7 +110,11 @@ class GrammarMasks:
             self.leave(slot)
 
     def advance(self, publications: Iterable[SlotPublication]) -> None:
-        """Take the tokens of steps that go on, and let the next begin, launched or not, with what must follow them."""
+        """Take the tokens of steps that go on, and let the next begin, launched or not, with what must follow them.
+
+        Raises DeviceError when a device has failed.
+        """
+        self._executor.wait_for_ranks(self._mailbox.num_seen)
         for publication in publications:
             slot = publication.slot
             if slot not in self._grammars:

@@ -77,9 +77,8 @@ class Loaded:
 
     @property
     def takes_grammars(self) -> bool:
-        """Whether steps draw under masks of the host, which may write the next ones while another card reads these."""
-        on_cards = self.choice.has_kernels and self.rank_config.shard is not None
-        return "grammar_masks" in self.executor.state and not self.ladder.verifiers and not on_cards
+        """Whether steps draw under masks of the host; those of lossless SpecPV, which are verified later, do not."""
+        return "grammar_masks" in self.executor.state and not self.ladder.verifiers
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""
@@ -152,7 +151,7 @@ def load(
     try:
         check_launches(options, executor.counts)
         if geometry.max_width is not None:
-            set_costs(executor, ladder, geometry, programs, weights.shapes(), fuse=options.fuse)
+            set_costs(executor, ladder, geometries[0], programs, weights.shapes(), fuse=options.fuse)
     except LowlatError:
         executor.close()
         raise

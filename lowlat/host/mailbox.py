@@ -254,9 +254,14 @@ class Mailbox:
         self._host.send(FORCED[1:])
 
     def release(self, slot: int) -> None:
-        """Let a slot's steps wait for nothing of its grammar's: nobody wants their tokens."""
-        self.force_drafts(slot, (), NEVER)
-        self.send_masks(slot, NEVER)
+        """Let a slot's steps wait for nothing of its grammar's: nobody wants their tokens.
+
+        Its masks and forced tokens stay as they are: of several cards one may have read them, and another will.
+        """
+        released = (*MASKS[1:], *FORCED[1:])
+        for name in released:
+            self._arrays[name][slot] = NEVER
+        self._host.send(released)
 
     def write_chunk(self, slot: int, tokens: Sequence[int], start: int, table: Sequence[int]) -> None:
         """Write what prefill reads: `tokens` from position `start` on, all of which are live rows."""

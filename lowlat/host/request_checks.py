@@ -69,7 +69,7 @@ class RequestChecks:
         if params.grammar_option is not None and not self.has_masks:
             raise RequestError(
                 f"{params.grammar_option}: the steps of this runtime draw under no grammar's masks; load it without "
-                "specpv_lossless, and on one card"
+                "specpv_lossless"
             )
         if self.greedy_only and params.temperature:
             raise RequestError(f"perf_mode 'strict' decodes greedily: temperature must be 0, got {params.temperature}")

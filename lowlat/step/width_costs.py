@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lowlat.graphs import Bucket, BufferSet
+from lowlat.graphs import Bucket
 from lowlat.kernels.formats import matrix_parts
 from lowlat.models.program import Program
 
-__all__ = ["Costs", "by_bytes", "keep_costs"]
+__all__ = ["Costs", "by_bytes", "cost_table"]
 
 LARGEST = 1 << 29  # costs times expected tokens fit into 64 bits with room to spare
 Costs = Mapping[Bucket, Sequence[float]]
@@ -31,14 +31,15 @@ def _weight_bytes(program: Program, weights: Mapping[str, torch.Tensor]) -> int:
     return sum(weights[part].nbytes for name in read for part in matrix_parts(name, weights).values())
 
 
-def keep_costs(state: BufferSet, costs: Costs, num_waiting: int) -> None:
-    """Write the costs of buckets' bodies into the state, those of width zero with their share of the last one.
+def cost_table(shape: Sequence[int], costs: Costs, num_waiting: int) -> torch.Tensor:
+    """The costs of buckets' bodies as `width_costs` has them, those of width zero with their share of the last one.
 
+    shape        of `width_costs`
     num_waiting  positions that wait for the draft model at most; 0: nothing waits
     """
     scale = LARGEST / max(max(each) for each in costs.values())
-    table = torch.zeros(state["width_costs"].shape, dtype=torch.int32)
+    table = torch.zeros(*shape, dtype=torch.int32)
     for bucket, each in costs.items():
         share = max(0.0, each[-1] - each[0]) / num_waiting if num_waiting else 0.0
         table[bucket.batch - 1] = torch.tensor([max(1, round(cost * scale)) for cost in (each[0] + share, *each[1:])])
-    state["width_costs"].copy_(table)
+    return table

@@ -28,7 +28,7 @@ from lowlat.kernels.reference.step.slot_record import (
 from lowlat.models.program import Program
 from lowlat.options.directories import cache_directory
 from lowlat.step.state import StepGeometry, waiting_boundaries
-from lowlat.step.width_costs import Costs, by_bytes, keep_costs
+from lowlat.step.width_costs import Costs, by_bytes, cost_table
 
 __all__ = ["by_time", "set_costs"]
 
@@ -40,14 +40,14 @@ logger = logging.getLogger("lowlat")
 
 
 class StepTimer(Protocol):
-    """The part of an executor that steps are timed with; one whose steps are not captured has neither of the last two.
-
-    stream  on which steps run
-    """
+    """The part of an executor that steps are timed with."""
 
     name: str
     device: torch.device
     state: BufferSet
+
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write buffers of the state by name, of every rank."""
 
     def step(self, bucket: Bucket) -> None:
         """Start one step."""
@@ -57,7 +57,10 @@ class StepTimer(Protocol):
 
 
 class CapturedSteps(StepTimer, Protocol):
-    """A step timer whose steps are captured."""
+    """A step timer whose steps are captured.
+
+    stream  on which steps run, of several ranks the first one's
+    """
 
     stream: Any
 
@@ -84,7 +87,11 @@ def set_costs(
         costs = _kept_times(
             cast(CapturedSteps, executor), ladder.buckets, num_waiting, _facts(executor, geometry, fuse)
         )
-    keep_costs(executor.state, costs, num_waiting)
+    _write_costs(executor, costs, num_waiting)
+
+
+def _write_costs(executor: StepTimer, costs: Costs, num_waiting: int) -> None:
+    executor.write_state({"width_costs": cost_table(executor.state["width_costs"].shape, costs, num_waiting)})
 
 
 def _facts(executor: StepTimer, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:
@@ -111,7 +118,7 @@ def by_time(executor: CapturedSteps, buckets: Sequence[Bucket], num_waiting: int
     num_waiting  positions that may wait for the draft model; 0: nothing waits
     Nothing may be under way. Raises DeviceError where the device fails.
     """
-    keep_costs(executor.state, {bucket: [1.0] * len(bucket.bodies) for bucket in buckets}, 0)
+    _write_costs(executor, {bucket: [1.0] * len(bucket.bodies) for bucket in buckets}, 0)
     with torch.cuda.stream(executor.stream):
         found = {bucket: _times_of(executor, bucket, num_waiting) for bucket in buckets}
         executor.synchronize()
@@ -133,8 +140,7 @@ def _times_of(executor: CapturedSteps, bucket: Bucket, num_waiting: int) -> list
         slots = _slots(executor.state, bucket.batch, num_waiting if extends else 1)
         events = []
         for _ in range(WARM + REPLAYS):
-            for name, values in slots.items():
-                executor.state[name].copy_(values)
+            executor.write_state(slots)
             pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             pair[0].record()
             executor.step(bucket)

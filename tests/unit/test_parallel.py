@@ -1,6 +1,7 @@
 """Executors of several ranks where a launcher that launches nothing stands for cards: memory, launches, failures."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lowlat.executors.cards import parallel
 from lowlat.executors.cards.peers import PeerMemory, peer_problem
 from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.devices import DeviceChoice
-from lowlat.executors.graph import _Addresses
+from lowlat.executors.graph import GraphExecutor, _Addresses
 from lowlat.executors.make import refuse_ranks
 from lowlat.graphs import Bucket, Role
 from lowlat.kernels.common.peers.words import HOST_GAVE_UP
@@ -27,6 +28,7 @@ from lowlat.options.config import RuntimeConfig
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 
+BUCKET = Bucket(1, 1, 0)
 BUCKETS = {Bucket(2, 1, 0): 0, Bucket(1, 4, 3): 3, Bucket.first_token(0): 0}
 
 
@@ -90,12 +92,13 @@ def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_exchange_by(n
 
 
 class Rank:
-    """An executor whose device fails, or never ends, when it is told to."""
+    """An executor whose device fails, or never ends, when it is told to; its ring shows `published` steps."""
 
     def __init__(self, number: int, log: list[str]) -> None:
         self.device, self.state, self.counts = torch.device("cuda", number), dict[str, Any](), None
         self.number, self.log, self.failed, self.problem = number, log, False, ""
         self.look: Any = None
+        self.published = 0
 
     def look_at_others(self, look: Any) -> None:
         self.look = look
@@ -106,11 +109,21 @@ class Rank:
             raise DeviceError(f"{self.device} {self.problem}")
         return True
 
+    def current(self) -> Any:
+        return nullcontext()
+
+    def write_state(self, values: Any) -> None:
+        self.state |= values
+
     def step(self, bucket: Any) -> None:
         self.log.append(f"step {self.number}")
 
     def wait_published(self, count: int) -> None:
-        self.look()
+        if self.look is not None:
+            self.look()
+        elif self.published < count:
+            self.idle()
+            self.log.append(f"published {count} by {self.number}")
 
     def settle(self, until: float) -> None:
         self.log.append(f"settle {self.number}")
@@ -149,6 +162,40 @@ def test_what_one_rank_fails_by_all_end_by(how: str) -> None:
     assert int(peers.abort[0]) == (HOST_GAVE_UP if how == "a device fails" else 1 | 2 << 8)
     assert "settle 0" in log
     executor.close()
+
+
+@pytest.mark.usefixtures("no_card")
+def test_the_host_waits_for_every_rank_before_it_writes_for_what_follows() -> None:
+    log: list[str] = []
+    peers = PeerMemory([CPU] * 4, {64: 1})
+    made: Any = lambda number, leader: Rank(number, log)  # noqa: E731
+    executor: Any = parallel.ParallelExecutor(made, peers)
+    executor.ranks[2].published = 5
+    executor.wait_for_ranks(5)
+    assert log == ["published 5 by 1", "published 5 by 3"]
+    executor.write_state({"width_costs": 7})
+    assert [rank.state for rank in executor.ranks] == [{"width_costs": 7}] * 4
+    executor.ranks[3].problem = "hangs: step 6"
+    with pytest.raises(DeviceError, match="cuda:3 hangs: step 6"):
+        executor.wait_for_ranks(6)
+    assert int(peers.abort[0]) == HOST_GAVE_UP
+    executor.close()
+
+
+class Broken:
+    """A graph whose device is lost."""
+
+    def launch(self, stream: Any) -> None:
+        raise DeviceError("a captured step cannot be launched: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+def test_a_launch_that_fails_names_its_device() -> None:
+    lost: Any = object.__new__(GraphExecutor)
+    lost.device, lost._core_stream, lost._failed = torch.device("cuda", 1), None, False
+    lost._graphs = lost._loops = {BUCKET: Broken()}
+    with pytest.raises(DeviceError, match=r"cuda:1 failed: .*CUDA_ERROR_ILLEGAL_ADDRESS"):
+        lost.step(BUCKET)
+    assert lost.failed
 
 
 def test_what_kernels_cannot_do_is_refused() -> None:

@@ -5,8 +5,9 @@ the host writes and reads the first one's, whose commands the others read when t
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ __all__ = ["ParallelExecutor", "exchanged_rows"]
 
 PATIENCE_S = 1.0  # for ranks to end after one has failed
 EXCHANGE = "gather_ranks"
+Answer = TypeVar("Answer")
 
 
 def exchanged_rows(programs: Sequence[Program]) -> dict[int, int]:
@@ -91,24 +93,25 @@ class ParallelExecutor:
         for rank in self.ranks:
             rank.settle(patient)
 
-    def _each(self) -> Iterator[GraphExecutor]:
-        """Every rank, its device being the thread's own meanwhile."""
-        for rank in self.ranks:
-            with torch.cuda.device(rank.device):
-                yield rank
+    def _ask_each(self, ask: Callable[[GraphExecutor], Answer]) -> list[Answer]:
+        """What every rank answers, its device being the thread's own meanwhile."""
+        with self._together():
+            answers = []
+            for rank in self.ranks:
+                with rank.current():
+                    answers.append(ask(rank))
+            return answers
 
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
         """Start one step on all; see `Executor.step`."""
-        with self._together():
-            for rank in self._each():
-                rank.step(bucket)
+        self._ask_each(lambda rank: rank.step(bucket))
         if meanwhile is not None:
             meanwhile()
 
     def prefill(self, size: int, first: Bucket | None = None) -> None:
         """Run a prefill on all, until the host may write the next; see `Executor.prefill`."""
+        ends = self._ask_each(lambda rank: rank.start_prefill(size, first))
         with self._together():
-            ends = [rank.start_prefill(size, first) for rank in self._each()]
             for rank, ended in zip(self.ranks, ends, strict=True):
                 rank.wait_for_prefill(ended)
 
@@ -122,11 +125,15 @@ class ParallelExecutor:
         with self._together():
             self._leader.wait_published(count)
 
+    def wait_for_ranks(self, count: int) -> None:
+        """See `Executor.wait_for_ranks`: each rank has a ring of its own, by which it tells how far it is."""
+        with self._together():
+            for rank in self.ranks[1:]:
+                rank.wait_published(count)
+
     def start_loop(self, bucket: Bucket, budget: int) -> None:
         """Start a loop on all, which leave it at the same step; see `LoopingExecutor.start_loop`."""
-        with self._together():
-            for rank in self._each():
-                rank.start_loop(bucket, budget)
+        self._ask_each(lambda rank: rank.start_loop(bucket, budget))
 
     def stop_loop(self) -> None:
         """See `LoopingExecutor.stop_loop`: the first rank tells the others as it begins a step."""
@@ -139,15 +146,26 @@ class ParallelExecutor:
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero KV blocks of every rank."""
-        with self._together():
-            for rank in self._each():
-                rank.clear_blocks(blocks)
+        self._ask_each(lambda rank: rank.clear_blocks(blocks))
 
     def synchronize(self) -> None:
         """Wait until all that was started is done on all."""
         with self._together():
             for rank in self.ranks:
                 rank.synchronize()
+
+    @property
+    def stream(self) -> Any:
+        """The first rank's stream."""
+        return self._leader.stream
+
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write into the state of every rank; see `Executor.write_state`."""
+        self._ask_each(lambda rank: rank.write_state(values))
+
+    def forget(self) -> None:
+        """See `GraphExecutor.forget`: every rank forgets."""
+        self._ask_each(lambda rank: rank.forget())
 
     def scratch(self, bucket: Bucket) -> BufferSet:
         """The first rank's."""

@@ -149,6 +149,9 @@ class ReferenceExecutor:
     def wait_published(self, count: int) -> None:
         """A step is published when it returns."""
 
+    def wait_for_ranks(self, count: int) -> None:
+        """All ranks of a device are one executor."""
+
     @torch.inference_mode()
     def prefill(self, size: int, first: Bucket | None = None) -> None:
         """Run the prefill program of so many positions, and the one that chooses the first token behind it."""
@@ -165,6 +168,12 @@ class ReferenceExecutor:
         for op, function, arguments in bound:
             function(**arguments)
             hook(op, {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)})
+
+    @torch.inference_mode()
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write buffers of the state by name."""
+        for name, value in values.items():
+            self.state[name].copy_(value)
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int]) -> None:

@@ -68,6 +68,12 @@ class RankedReferenceExecutor(ReferenceExecutor):
             known = self._prepared[key] = own, together
         return known
 
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write into the state of every rank."""
+        super().write_state(values)
+        for peer in self._peers:
+            peer.write_state(values)
+
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero KV blocks of every rank."""
