@@ -12,7 +12,7 @@ from lowlat.checkpoint.source import WeightSource
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.make import make_executor
-from lowlat.graphs import Bucket, Paging
+from lowlat.graphs import Bucket, BufferSet, Paging
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
@@ -26,7 +26,7 @@ from lowlat.tools.profile.recording import LEAD, call_sites, record_kernels
 from lowlat.tools.profile.report import Summary, summarise
 from lowlat.tools.profile.times import CallSite, attribute
 
-__all__ = ["BLOCK_SIZE", "ROOM", "ExecutorStep", "GraphStep", "make_step", "step_geometry"]
+__all__ = ["BLOCK_SIZE", "ROOM", "ExecutorStep", "GraphStep", "fill_state", "make_step", "step_geometry"]
 
 ROOM = 1024  # tokens past the case's context that replays between resets may add
 BLOCK_SIZE = 32
@@ -91,6 +91,36 @@ def step_geometry(geometry: DenseGeometry, case: Case, topology: Topology) -> St
     )
 
 
+def fill_state(state: BufferSet, shapes: StepGeometry, case: Case, seed: int = 0) -> None:
+    """Put every slot into the middle of a request at the case's context, with random tokens, blocks, keys and values.
+
+    Tokens and blocks follow from the seed, whatever the device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, spec in state.specs.items():
+        if spec.paging is Paging.POSITIONS:
+            if state[name].is_floating_point():
+                state[name].normal_()
+            else:
+                state[name].random_(0, 127)  # codes that are numbers
+    width = state["block_table"].shape[1]
+    blocks = 1 + torch.randperm(shapes.num_blocks - 1, generator=generator)[: case.batch * width]
+    state["block_table"].copy_(blocks.view(case.batch, width))
+    tokens = state["tokens"]
+    tokens.copy_(torch.randint(shapes.config.vocab_size, tuple(tokens.shape), generator=generator))
+    state["slot_ints"].zero_()
+    state["slot_ints"][:, MAX_LENGTH] = shapes.max_context
+    state["slot_ints"][:, DRAFT_LIMIT] = shapes.max_rows - 1
+    state["slot_ints"][:, NUM_LOGPROBS] = -1
+    state["slot_floats"].zero_()
+    state["slot_floats"][:, TOP_P] = 1.0
+    state["slot_floats"][:, REPETITION] = 1.0
+    state["stop_ids"].fill_(-1)
+    state["bias_ids"].fill_(-1)
+    state["lengths"].fill_(case.context)
+    state["active"].fill_(1)
+
+
 class ExecutorStep:
     """One bucket's graph, with every slot active at the case's context; its `close` releases the graph.
 
@@ -122,27 +152,7 @@ class ExecutorStep:
         self._fill(shapes)
 
     def _fill(self, shapes: StepGeometry) -> None:
-        state, batch = self.executor.state, self.case.batch
-        for name, spec in state.specs.items():
-            if spec.paging is Paging.POSITIONS:
-                if state[name].is_floating_point():
-                    state[name].normal_()
-                else:
-                    state[name].random_(0, 127)  # codes that are numbers
-        width = state["block_table"].shape[1]
-        blocks = 1 + torch.randperm(shapes.num_blocks - 1)[: batch * width].view(batch, width)
-        state["block_table"].copy_(blocks)
-        state["tokens"].random_(shapes.config.vocab_size)
-        state["slot_ints"].zero_()
-        state["slot_ints"][:, MAX_LENGTH] = shapes.max_context
-        state["slot_ints"][:, DRAFT_LIMIT] = shapes.max_rows - 1
-        state["slot_ints"][:, NUM_LOGPROBS] = -1
-        state["slot_floats"].zero_()
-        state["slot_floats"][:, TOP_P] = 1.0
-        state["slot_floats"][:, REPETITION] = 1.0
-        state["stop_ids"].fill_(-1)
-        state["bias_ids"].fill_(-1)
-        self.reset()
+        fill_state(self.executor.state, shapes, self.case)
         if self.executor.device.type == "cuda":
             torch.cuda.synchronize(self.executor.device)
         for _ in range(2):  # the first step has no drafts yet

@@ -341,6 +341,10 @@ class Walker:
             "load_relaxed_gpu_128": self._when_others_went_on(words(at)),
             "load_global_nc_128": words(at),
             "load_relaxed_system_words": self._when_others_went_on(words(at)),
+            "load_relaxed_system_word": self._when_others_went_on(
+                lambda address: tuple(at(int(address), 8).view(np.uint32).tolist())
+            ),
+            "store_relaxed_system_word": store(at, np.uint32, 8),
             "store_relaxed_system_words": lambda address, a, b, epoch: store(at, np.uint32, 16)(
                 address, a, epoch, b, epoch
             ),

@@ -9,6 +9,7 @@ from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import Card
 
 SHARED = tuple(f"common.{part}" for part in ("handover", "norm_row", "norm_math", "sentinels", "activation"))
+PEERS = ("common.peers.chunk", "common.peers.words", "common.peers.rows")
 PARTS = (
     "expert_list",
     "mainloop",
@@ -23,7 +24,7 @@ FRAGMENTS = (
     "moe.fragments",
 )
 OWN = ("moe.plan", "moe.topk_routing", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
-NAMES = (*SHARED, *FRAGMENTS, *OWN)
+NAMES = (*SHARED, *PEERS, *FRAGMENTS, *OWN)
 
 ALONE = (*NAMES, "moe.rank_sum", "moe.decode.experts")  # each GEMM in a launch of its own
 

@@ -16,7 +16,8 @@ import torch
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.kernels.common.norm_math import CHUNK, THREADS, WARPS
 from lowlat.kernels.common.norm_row import chunk_values, finish_norm, is_live, load_first_weights
-from lowlat.kernels.common.peer_words import MAX_RANKS, WORD_BYTES, area_of, await_chunk, push_chunk
+from lowlat.kernels.common.peers.chunk import added, bits_of, floats_of, store_wide
+from lowlat.kernels.common.peers.words import MAX_RANKS, WORD_BYTES, area_of, await_chunk, push_chunk
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live, check_width
 from lowlat.kernels.toolchain import ptx
@@ -24,8 +25,8 @@ from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = [
-    "CHUNK", "Channel", "added", "channel_shapes", "examples", "exchange", "exchange_add", "exchange_add_norm",
-    "gather_ranks", "store_wide",
+    "CHUNK", "Channel", "channel_shapes", "examples", "exchange", "exchange_add", "exchange_add_norm",
+    "gather_ranks",
 ]  # fmt: skip
 
 SEGMENT_THREADS = 128  # of a block that has a part of a row: 1024 numbers
@@ -140,42 +141,9 @@ def _part(number: int, stride: int, columns: int) -> Any:
         place = received + int64(number) * per_rank + int64(chunk) * int64(16)
         code = (rank + int64(1)) | int64((number + 1) << 8)
         words, lost = await_chunk(place, int64(stride), epoch, abort, code, lost)
-        return _floats(words), lost
+        return floats_of(words), lost
 
     return part
-
-
-@device_function
-def _floats(words: Any) -> Any:
-    """8 float32 of their bits."""
-    a, b, c, d, e, f, g, h = words
-    return (
-        ptx.float_of_bits(a),
-        ptx.float_of_bits(b),
-        ptx.float_of_bits(c),
-        ptx.float_of_bits(d),
-        ptx.float_of_bits(e),
-        ptx.float_of_bits(f),
-        ptx.float_of_bits(g),
-        ptx.float_of_bits(h),
-    )
-
-
-@device_function
-def added(one: Any, other: Any) -> Any:
-    """The sums of two chunks."""
-    a, b, c, d, e, f, g, h = one
-    i, j, k, m, n, o, p, q = other
-    return (
-        ptx.add_rn(a, i),
-        ptx.add_rn(b, j),
-        ptx.add_rn(c, k),
-        ptx.add_rn(d, m),
-        ptx.add_rn(e, n),
-        ptx.add_rn(f, o),
-        ptx.add_rn(g, p),
-        ptx.add_rn(h, q),
-    )
 
 
 @device_function
@@ -183,30 +151,6 @@ def _rounded(values: Any) -> Any:
     """8 float32 as four words of two bf16."""
     a, b, c, d, e, f, g, h = values
     return ptx.bf16_pair(a, b), ptx.bf16_pair(c, d), ptx.bf16_pair(e, f), ptx.bf16_pair(g, h)
-
-
-@device_function
-def _bits(values: Any) -> Any:
-    """The bits of 8 float32."""
-    a, b, c, d, e, f, g, h = values
-    return (
-        ptx.bits_of_float(a),
-        ptx.bits_of_float(b),
-        ptx.bits_of_float(c),
-        ptx.bits_of_float(d),
-        ptx.bits_of_float(e),
-        ptx.bits_of_float(f),
-        ptx.bits_of_float(g),
-        ptx.bits_of_float(h),
-    )
-
-
-@device_function
-def store_wide(target: Any, values: Any) -> None:
-    """Store 8 float32."""
-    a, b, c, d, e, f, g, h = _bits(values)
-    ptx.store_global_128(target, a, b, c, d)
-    ptx.store_global_128(target + int64(16), e, f, g, h)
 
 
 def _tree(first: int, last: int, stride: int, columns: int) -> Any:
@@ -250,7 +194,7 @@ def _make_push(ranks: int, stride: int, columns: int) -> Any:
 
     @device_function
     def push(x: Any, rank: Any, areas: Any, place: Any, chunk: Any, epoch: Any) -> None:
-        words = _bits(own_values(x, chunk))
+        words = bits_of(own_values(x, chunk))
         for other in range(1, ranks):
             peer = int64(rank + int64(other))  # each begins with the next one: nobody is written to by all at once
             if peer >= int64(ranks):

@@ -14,7 +14,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.kernels.common.memory import long_at, set_long
-from lowlat.kernels.common.peer_words import MAX_RANKS, area_of, await_long
+from lowlat.kernels.common.peers.words import MAX_RANKS, area_of, await_long
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype
 from lowlat.kernels.toolchain import ptx

@@ -33,6 +33,7 @@ class Card:
     shared_bytes  shared memory that one block may have
     peak_gb_s     bandwidth of its memory by clock and width, GB/s; 0.0: unknown
     tuning        plans that were measured on such a card; None: all plans are derived
+    is_shared     several ranks of a step run on it: no block may wait for another rank's, which may find no room
     """
 
     num_multiprocessors: int
@@ -40,6 +41,7 @@ class Card:
     capability: tuple[int, int]
     peak_gb_s: float = field(default=0.0, compare=False)
     tuning: TuningTable | None = field(default=None, compare=False, repr=False)
+    is_shared: bool = field(default=False, compare=False)
 
     @property
     def suspends(self) -> bool:

@@ -58,6 +58,7 @@ __all__ = [
     "load_global_u16",
     "load_relaxed_gpu_128",
     "load_relaxed_gpu_f32",
+    "load_relaxed_system_word",
     "load_relaxed_system_words",
     "load_shared_128",
     "load_shared_f32",
@@ -85,6 +86,7 @@ __all__ = [
     "store_global_u32",
     "store_relaxed_gpu_f32",
     "store_relaxed_gpu_u16",
+    "store_relaxed_system_word",
     "store_relaxed_system_words",
     "store_release_system",
     "store_shared_64",
@@ -443,6 +445,12 @@ store_relaxed_gpu_u16 = instruction(
 )
 store_release_system = instruction("st.release.sys.global.s64 [$0], $1;", None, (i64, i64))
 # Words of eight bytes, a number and its epoch, two at a time: each of the two is whole wherever it is seen.
+load_relaxed_system_word = instruction(
+    "{ .reg .b64 s; ld.relaxed.sys.global.b64 s, [$2]; mov.b64 {$0,$1}, s; }", (u32, 2), (i64,)
+)
+store_relaxed_system_word = instruction(
+    "{ .reg .b64 s; mov.b64 s, {$1,$2}; st.relaxed.sys.global.b64 [$0], s; }", None, (i64, u32, u32)
+)
 load_relaxed_system_words = instruction(
     "{ .reg .b64 s, t; ld.relaxed.sys.global.v2.b64 {s,t}, [$4]; mov.b64 {$0,$1}, s; mov.b64 {$2,$3}, t; }",
     (u32, 4),

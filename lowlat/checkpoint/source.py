@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager, suppress
 
 import torch
 
-__all__ = ["JoinedWeights", "Named", "WeightSource", "shapes_of", "streamed"]
+__all__ = ["JoinedWeights", "Named", "PlacedWeights", "WeightSource", "shapes_of", "streamed"]
 
 Named = tuple[tuple[str, ...], torch.Tensor]  # one tensor under all its names
 
@@ -83,6 +83,50 @@ class JoinedWeights(WeightSource):
     def made_bytes(self) -> int:
         """The most that a part takes."""
         return max((part.made_bytes for part in self._parts if isinstance(part, WeightSource)), default=0)
+
+
+class PlacedWeights(WeightSource):
+    """Weights that lie where they are wanted, and are let go as they are handed on: they can be streamed once."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._shapes: dict[str, torch.Tensor] = {}
+
+    def add(self, names: tuple[str, ...], tensor: torch.Tensor) -> None:
+        """Keep one tensor under all its names."""
+        self._waiting.update(dict.fromkeys(names, tensor))
+        self._shapes.update(dict.fromkeys(names, torch.empty_like(tensor, device="meta")))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._waiting[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._shapes
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def stream(self, arena: torch.Tensor | None = None) -> Generator[Named, None, None]:
+        """See `WeightSource.stream`; each tensor is the caller's alone."""
+        together: dict[int, list[str]] = {}
+        for name, tensor in self._waiting.items():
+            together.setdefault(id(tensor), []).append(name)
+        for names in together.values():
+            yield tuple(names), self._take(names)
+
+    def _take(self, names: list[str]) -> torch.Tensor:
+        (first, *others) = [self._waiting.pop(name) for name in names]
+        del others
+        return first
+
+    def shapes(self) -> dict[str, torch.Tensor]:
+        """See `WeightSource.shapes`."""
+        return dict(self._shapes)
+
+    @property
+    def arena_bytes(self) -> int:
+        """None is needed: nothing is read."""
+        return 0
 
 
 @contextmanager

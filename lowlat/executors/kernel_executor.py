@@ -92,7 +92,7 @@ class KernelExecutor(ABC):
         self._failed = False
         largest_first = {size: prefills[size] for size in sorted(prefills, reverse=True)}
         self._programs: dict[Size, Program] = dict([*programs.items(), *largest_first.items()])
-        self.launcher = Launcher(device, cache_directory)
+        self.launcher = Launcher(device, cache_directory, is_shared=place is not None and place.peers.shares_cards)
         self.stream = torch.cuda.Stream(device)
         every, largest = list(self._programs.values()), prefills[max(prefills)]
         layouts = weight_layouts(every, self.launcher.card, fuse=fuse)
@@ -135,9 +135,8 @@ class KernelExecutor(ABC):
         place = self._place
         if place is not None:
             buffers["command_tail"] = place.command_tail
-        channels = None if place is None else place.channel
         binding = Binding(
-            program, buffers, self._weights, self.launcher.card, self.workspace, loop, self.switches, channels
+            program, buffers, self._weights, self.launcher.card, self.workspace, loop, self.switches, place
         )
         groups = lower(binding, fuse=self._fuse)
         return groups if place is None else place.forwarding(groups, self.state["command_tail"])

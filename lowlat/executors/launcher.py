@@ -35,9 +35,12 @@ def default_cache_directory() -> Path:
 
 
 class Launcher:
-    """Prepares launches for one CUDA device; every kernel is compiled and loaded once."""
+    """Prepares launches for one CUDA device; every kernel is compiled and loaded once.
 
-    def __init__(self, device: torch.device, cache_directory: Path | None = None) -> None:
+    is_shared  see `Card`
+    """
+
+    def __init__(self, device: torch.device, cache_directory: Path | None = None, *, is_shared: bool = False) -> None:
         from cuda.core import Device
 
         self.device = device
@@ -52,6 +55,7 @@ class Launcher:
             self.capability,
             # bits at twice the clock, kHz
             memory.memory_clock_rate * memory.global_memory_bus_width / 4e6,
+            is_shared=is_shared,
         )
         self.card = tuned_card(str(facts.name), card, tuning_directory())
         torch.cuda.init()

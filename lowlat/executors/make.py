@@ -11,7 +11,7 @@ from lowlat.executors import Executor
 from lowlat.executors.cards.watchdog import WATCHDOG
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.reference import ReferenceExecutor
-from lowlat.executors.reference.ranks import RankedReferenceExecutor, cut_weights
+from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.graphs import Bucket
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
@@ -192,23 +192,23 @@ def _make_parallel(
 ) -> Executor:
     """A graph executor for each rank; the weights' files are read once."""
     from lowlat.executors.cards.parallel import ParallelExecutor, exchanged_rows
+    from lowlat.executors.cards.parts import place_parts
     from lowlat.executors.cards.peers import PeerMemory
     from lowlat.executors.cards.place import RankPlace
     from lowlat.executors.graph import GraphExecutor
 
     first = ranks[0]
     peers = PeerMemory(devices, exchanged_rows([*first.programs.values(), *first.prefills.values()]))
-    parts = cut_weights(weights, [rank.config for rank in ranks], devices[0])
+    parts = place_parts(weights, [rank.config for rank in ranks], devices)
 
     def make(number: int, leader: GraphExecutor | None) -> GraphExecutor:
         def progress(_: Bucket, done: int, total: int) -> None:
             if captured is not None:
                 captured(number * total + done, len(ranks) * total)
 
-        rank, part, parts[number] = ranks[number], parts[number], {}
-        place = RankPlace(number, peers, leader)
+        rank, place = ranks[number], RankPlace(number, peers, leader)
         return GraphExecutor(
-            rank.programs, rank.prefills, part, devices[number], progress=progress, place=place, **options
+            rank.programs, rank.prefills, parts[number], devices[number], progress=progress, place=place, **options
         )
 
     return ParallelExecutor(make, peers)

@@ -11,8 +11,11 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
+from lowlat.executors.cards.parallel import exchanged_rows
+from lowlat.executors.cards.peers import PeerMemory
+from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.make import check_positions
-from lowlat.host.loading import build_rank, make_geometry, make_ladder, make_topologies
+from lowlat.host.loading import build_rank, make_geometry, make_ladder, make_topologies, rank_geometries
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
 from lowlat.kernels.toolchain.kernel import Card, Kernel, KernelCall
@@ -54,7 +57,7 @@ def described_card(name: str, own: Path | None = None) -> Card:
 def kernels_of(
     target: Path, speculative: SpeculativeConfig | None, options: RuntimeConfig, card: Card
 ) -> dict[str, Kernel]:
-    """The kernels that a runtime captures, by name.
+    """The kernels that a runtime captures, by name, on all of its cards.
 
     target  a directory; of its files the config is read
     Raises ConfigError for options that a runtime refuses, and for a model that the kernels do not cover.
@@ -69,14 +72,25 @@ def kernels_of(
     pair = rounded_pair(Pair(target.resolve().name, config, speculator), options)
     geometry = make_geometry(pair.config, pair.speculator, topologies, options, speculative)
     check_positions(geometry)
-    rank = build_rank(geometry, make_ladder(geometry, topologies, speculative), topologies)
-    looping = [
-        program
-        for bucket, program in rank.programs.items()
-        if options.device_loop and not bucket.prefilled and not bucket.verifies
-    ]
-    lowered = LoweredPrograms(pair, card, (*rank.programs.values(), *rank.prefills.values()))
-    return {call.kernel.name: call.kernel for call in _calls(lowered, looping, card)}
+    ladder = make_ladder(geometry, topologies, speculative)
+    geometries = rank_geometries(geometry, options, speculative)
+    ranks = [build_rank(each, ladder, topologies) for each in geometries]
+    places: list[RankPlace | None] = [None]
+    if len(ranks) > 1:
+        devices = [torch.device(META.type, number) for number in range(len(ranks))]
+        peers = PeerMemory(devices, exchanged_rows([*ranks[0].programs.values(), *ranks[0].prefills.values()]))
+        places = [RankPlace(number, peers) for number in range(len(ranks))]
+    found: dict[str, Kernel] = {}
+    for rank, place in zip(ranks, places, strict=True):
+        looping = [
+            program
+            for bucket, program in rank.programs.items()
+            if options.device_loop and not bucket.prefilled and not bucket.verifies
+        ]
+        own = None if place is None else rank.config
+        lowered = LoweredPrograms(pair, card, (*rank.programs.values(), *rank.prefills.values()), own, place)
+        found |= {call.kernel.name: call.kernel for call in _calls(lowered, looping, card)}
+    return found
 
 
 def _calls(lowered: LoweredPrograms, looping: list[Program], card: Card) -> Iterator[KernelCall]:

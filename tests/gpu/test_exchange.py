@@ -7,7 +7,7 @@ import torch
 from exchange_cases import EPS, tree_sum
 from rowwise_cases import canonical_norm, flags, poison, same_bits, weights
 
-from lowlat.kernels.common.peer_words import HOST_GAVE_UP
+from lowlat.kernels.common.peers.words import HOST_GAVE_UP
 from lowlat.kernels.rows import exchange
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.tools.exchange_times import RankGraphs

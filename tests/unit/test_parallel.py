@@ -20,7 +20,7 @@ from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import GraphExecutor, _Addresses
 from lowlat.executors.make import refuse_ranks
 from lowlat.graphs import Bucket, Role
-from lowlat.kernels.common.peer_words import HOST_GAVE_UP
+from lowlat.kernels.common.peers.words import HOST_GAVE_UP
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.shard import rank_configs

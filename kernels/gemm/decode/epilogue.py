@@ -1,17 +1,18 @@
-"""Epilogues of a decode GEMM: bias, residual, activation, or rotation and the write to the cache."""
+"""Epilogues of a decode GEMM: bias, residual, activation, or rotation and the write to the cache; and the warps that
+finish tiles by them."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from lowlat.kernels.common.activation import silu_times
 from lowlat.kernels.common.handover import Handover
 from lowlat.kernels.common.kv_codes import encode, load_scale
-from lowlat.kernels.formats import int4_fragment
+from lowlat.kernels.gemm.decode.epilogue_parts import Epilogue, make_scales, make_total
+from lowlat.kernels.gemm.decode.exchange_epilogue import make_exchange_epilogue
 from lowlat.kernels.gemm.decode.partial_argmax import make_argmax
 from lowlat.kernels.gemm.decode.plan import (
     ADD,
+    EXCHANGE,
     FLOAT32,
-    PAD,
     ROTATE,
     SILU,
     WARPS,
@@ -23,31 +24,16 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 
 __all__ = ["make_finishing"]
 
-WHOLE = 1 / int4_fragment.SHARE  # of what sums of INT4 are a share
-
-
-@dataclass(frozen=True)
-class _Epilogue:
-    """The epilogue of a tile: the most values that it gives of a row, and device functions for one of them.
-
-    locate   (tile, index, count) -> row, column, and whether there is such a value
-    begin    load what its end needs beside the sums; nobody waits for it
-    nothing  what `begin` returns, without loading
-    finish   add up the warps' sums, and store the value
-    """
-
-    values: int
-    locate: Any
-    begin: Any
-    nothing: Any
-    finish: Any
-
 
 def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Handover) -> Any:
     """A function of the warps that finish: finish all tiles of a block, as the others hand them over."""
     tiles, best = plan.groups(shape.width), make_argmax(shape, plan)
-    rotated = shape.epilogue == ROTATE
-    epilogue = _make_rotated_epilogue(shape, plan) if rotated else _make_epilogue(shape, plan, best.keep)
+    if shape.epilogue == EXCHANGE:
+        epilogue = make_exchange_epilogue(shape, plan)
+    elif shape.epilogue == ROTATE:
+        epilogue = _make_rotated_epilogue(shape, plan)
+    else:
+        epilogue = _make_epilogue(shape, plan, best.keep)
     weight_tiles, area_bytes, finishing = plan.weight_tiles, WARPS * plan.sum_bytes, plan.finishing * 32
     rounds = -(-plan.row_tiles * plan.columns * epilogue.values // finishing)
     begin_best, end_best = best.begin, best.end
@@ -57,8 +43,9 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
     @device_function
     def finish(
         totals: Any, barriers: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any,
-        count: Any, rotation: Any, scales: Any,
+        count: Any, beside: Any, scales: Any,
     ) -> None:  # fmt: skip
+        """beside: what ROTATE takes, or EXCHANGE."""
         thread = uint32(thread - uint32(WARPS * 32))
         begin_best(totals, thread)
         tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(0)
@@ -69,11 +56,11 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
                     row, column, wanted = locate(number, uint32(thread + uint32(turn * finishing)), count)
                     loaded = nothing()
                     if wanted:
-                        loaded = begin(number, row, column, row_live, bias, residual, out, rotation, scales)
+                        loaded = begin(number, row, column, row_live, bias, residual, out, beside, scales)
                     if turn == 0:
                         await_full(barriers, area, parity)
                     if wanted:
-                        end(source, number, row, column, loaded, out, totals)
+                        end(source, number, row, column, loaded, out, totals, beside)
                 release(barriers, area, uint32(thread & uint32(31)))
                 area, parity = after(area, parity)
             tile += int64(cuda.gridDim.x)
@@ -82,40 +69,7 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
     return finish
 
 
-def _make_total(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    sum_bytes, is_share = plan.sum_bytes, shape.weights.name == "int4"
-
-    @device_function
-    def total_of(area: Any, row: Any, column: Any) -> Any:
-        place = area + (row * uint32(PAD) + column) * uint32(4)
-        total = ptx.load_shared_f32(place)
-        for warp in range(1, WARPS):
-            total = ptx.add_rn(total, ptx.load_shared_f32(place + uint32(warp * sum_bytes)))
-        if is_share:
-            total = ptx.mul_rn(total, float32(WHOLE))
-        return total
-
-    return total_of
-
-
-def _make_scales(shape: DecodeGemmShape) -> Any:
-    scaled = shape.weights.row_scales
-
-    @device_function
-    def load_scales(scales: Any, tile: Any, column: Any, paired: Any) -> Any:
-        """The scales of a value's weight row and, where paired, of the one 8 below."""
-        own, other = float32(1), float32(1)
-        if scaled:
-            place = scales + (tile * 16 + int64(column)) * 4
-            own = ptx.load_global_f32(place)
-            if paired:
-                other = ptx.load_global_f32(place + 32)
-        return own, other
-
-    return load_scales
-
-
-def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: Any) -> _Epilogue:
+def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: Any) -> Epilogue:
     """Bias, residual or activation; in float32, or rounded to bf16.
 
     keep_argmax  `Best.keep`
@@ -126,7 +80,7 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
     wide, scaled = epilogue == FLOAT32, shape.weights.row_scales
     columns = 8 if silu else 16
     out_width = width // 2 if silu else width
-    total_of, load_scales = _make_total(shape, plan), _make_scales(shape)
+    total_of, load_scales = make_total(shape, plan), make_scales(shape)
 
     @device_function
     def locate(tile: Any, index: Any, count: Any) -> Any:
@@ -162,7 +116,7 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
         return own, other, alive, scale, other_scale
 
     @device_function
-    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, out: Any, totals: Any) -> None:
+    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, out: Any, totals: Any, _beside: Any) -> None:
         own, other, alive, scale, other_scale = loaded
         at, value = offset_of(tile, row, column), total_of(area, row, column)
         if scaled:
@@ -188,21 +142,21 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
         else:
             ptx.store_global_u16(out + at * 2, ptx.bf16_bits(value))
 
-    return _Epilogue(columns, locate, begin, nothing, finish)
+    return Epilogue(columns, locate, begin, nothing, finish)
 
 
-def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epilogue:
+def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Epilogue:
     """Rotate queries and keys, whose tiles hold 8 dimensions and their partners, and store all parts.
 
     Queries go to `out`, keys and values of live rows to the cache. Products and sums are rounded one by one, as the
     reference does.
     """
-    heads, total_of, has_bias, scaled = shape.heads, _make_total(shape, plan), shape.bias, shape.weights.row_scales
+    heads, total_of, has_bias, scaled = shape.heads, make_total(shape, plan), shape.bias, shape.weights.row_scales
     if heads is None:
         raise ValueError("a GEMM with rotation needs its heads")
     queries, groups, dim, coded = heads.queries, heads.groups, heads.dim, heads.coded
     tiles, half, item, store = dim // 16, dim // 2, 1 if coded else 2, _make_store(coded)  # item: of the cache
-    cache_row, load_scales = _make_cache_row(shape), _make_scales(shape)
+    cache_row, load_scales = _make_cache_row(shape), make_scales(shape)
 
     @device_function
     def locate(tile: Any, index: Any, count: Any) -> Any:
@@ -243,7 +197,7 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
         return own, partner, c, s, target, scale, other_scale, code_scale
 
     @device_function
-    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, _out: Any, _totals: Any) -> None:
+    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, _out: Any, _totals: Any, _beside: Any) -> None:
         own, partner_bias, c, s, target, scale, other_scale, code_scale = loaded
         if target == int64(0):
             return
@@ -270,7 +224,7 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
         else:
             store(target, value, code_scale)
 
-    return _Epilogue(16, locate, begin, _nothing_rotated, finish)
+    return Epilogue(16, locate, begin, _nothing_rotated, finish)
 
 
 @device_function

@@ -18,12 +18,14 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
+from lowlat.kernels.common.peers.rows import NUM_ARGUMENTS, PeerRows
 from lowlat.kernels.gemm.decode.epilogue import make_finishing
 from lowlat.kernels.gemm.decode.mainloop import make_fill, make_multiplying
 from lowlat.kernels.gemm.decode.norm_prologue import make_norm
 from lowlat.kernels.gemm.decode.plan import (
     ADD,
     BFLOAT16,
+    EXCHANGE,
     FLOAT32,
     MAX_ROWS,
     ROTATE,
@@ -48,7 +50,7 @@ from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, Kernel
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
 from lowlat.kernels.tuning.table import Planned
 
-NUM_ROTATION = 11  # arguments of a kernel that only ROTATE uses
+NUM_BESIDE = NUM_ARGUMENTS  # arguments of a kernel that only ROTATE uses, or EXCHANGE
 NUM_NORM = 2  # and those of a norm
 
 __all__ = [
@@ -128,6 +130,7 @@ def decode_gemm(
     norm: NormPrologue | None = None,
     best: PartialArgmax | None = None,
     columns: torch.Tensor | None = None,
+    peers: PeerRows | None = None,
     card: Card = H200,
     plan: DecodeGemmPlan | None = None,
 ) -> list[KernelCall]:
@@ -144,6 +147,7 @@ def decode_gemm(
     best         the best pairs of rows in float32 are left beside them
     columns      [N / 8] int32, as `runs_of` a permuted weight's order has it: out's columns are the original ones.
                  Of a plain GEMM, without residual, silu, rotation or best; None: columns are in the weight's order
+    peers        the product is summed over ranks, of which each has some columns of K, before the residual is added
     rotation     the GEMM is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
     card         what it runs on
     plan         how to cut it; None: by the card's table, or `plan_decode_gemm`'s
@@ -167,10 +171,13 @@ def decode_gemm(
         check_shape("out", out, count, weight.rows // 2 if silu else weight.rows)
         wide = FLOAT32 if out.dtype == torch.float32 else BFLOAT16
         epilogue = SILU if silu else ADD if residual is not None else wide
+        if peers is not None:
+            _check_peers(peers, epilogue, weight.rows, min(count, MAX_ROWS))
+            epilogue = EXCHANGE
         kept = None if best is None else _argmax_shape(best, count, epilogue)
         live, scattered = silu and row_live is not None, columns is not None
         shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
-    shape = replace(shape, weights=weight.tile_format)
+    shape = replace(shape, weights=weight.tile_format, ranks=1 if peers is None else peers.size)
     if columns is not None:
         _check_columns(columns, shape)
     calls = []
@@ -189,8 +196,12 @@ def decode_gemm(
         beside = columns if residual is None else residual[part]
         optional = (alive, bias, beside, None if out is None else out[part], pairs)
         arguments: tuple[Argument, ...] = (weight.memory, x[part], *(0 if each is None else each for each in optional))
-        turned = (0,) * NUM_ROTATION if rotation is None else _rotation_arguments(rotation, part)
-        arguments = (*arguments, rows, *turned, *normed)
+        extra: tuple[Argument, ...] = (0,) * NUM_BESIDE
+        if rotation is not None:
+            extra = _rotation_arguments(rotation, part)
+        elif peers is not None:
+            extra = peers.arguments
+        arguments = (*arguments, rows, *extra, *normed)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments, planned=planned))
     return calls
 
@@ -236,6 +247,13 @@ def _argmax_shape(best: PartialArgmax, rows: int, epilogue: str) -> ArgmaxShape:
     return ArgmaxShape(best.pairs.shape[1], best.limit)
 
 
+def _check_peers(peers: PeerRows, epilogue: str, width: int, rows: int) -> None:
+    if epilogue != ADD or peers.width != width or peers.rows < rows:
+        raise ShapeError(
+            f"ranks add up {peers.rows} rows of {peers.width} and a residual, not {rows} of {width} with {epilogue}"
+        )
+
+
 def _check_columns(columns: torch.Tensor, shape: DecodeGemmShape) -> None:
     if shape.epilogue not in (FLOAT32, BFLOAT16) or shape.best is not None:
         raise ShapeError(f"columns are of plain GEMMs, not of {shape.epilogue} ones or those that keep best pairs")
@@ -269,14 +287,15 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     heads = "" if shape.heads is None else "_" + "x".join(str(int(each)) for each in astuple(shape.heads))
     norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}"
     best = "" if shape.best is None else f"_best{shape.best.blocks}x{shape.best.limit:x}"
+    ranks = f"_ranks{shape.ranks}" if shape.ranks > 1 else ""
     kind = "" if shape.weights == BF16_TILES else f"{shape.weights.label}_"
     name = (
-        f"decode_gemm_{kind}{shape.epilogue}{heads}_{shape.width}x{shape.depth}_{flags}_"
+        f"decode_gemm_{kind}{shape.epilogue}{ranks}{heads}_{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
         f"{'x2' * (plan.span - 1)}{'_dense' * (plan.density - 1)}"
         f"{norm}{best}{'' if plan.suspends else '_awake'}"
     )
-    signature = (types.int64,) * (8 + NUM_ROTATION + NUM_NORM)
+    signature = (types.int64,) * (8 + NUM_BESIDE + NUM_NORM)
     return Kernel(name, _kernel(shape, plan), signature, plan.threads, plan.sharing, plan.shared_bytes)
 
 
@@ -292,9 +311,9 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
     begin_norm, norm_rows, num_words, num_scales = norm.begin, norm.finish, norm.words, norm.scales
 
     def decode_gemm(
-        weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any, count: Any, positions: Any,
-        cosines: Any, sines: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, write_lens: Any, offsets: Any,
-        kv_scales: Any, first_row: Any, norm_weight: Any, norm_live: Any,
+        weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any, count: Any, b0: Any,
+        b1: Any, b2: Any, b3: Any, b4: Any, b5: Any, b6: Any, b7: Any, b8: Any, b9: Any, b10: Any, norm_weight: Any,
+        norm_live: Any,
     ) -> None:  # fmt: skip
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         words, scales = cuda.local.array(num_words, uint32), cuda.local.array(num_scales, uint32)
@@ -315,9 +334,8 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
         if warp < uint32(WARPS):
             multiply_tiles(mine, held, totals, barriers, weight, x, count, ahead, thread)
         elif warp < uint32(WARPS + finishing):
-            written = (k_cache, v_cache, table, slots, write_lens, offsets, kv_scales, first_row)
-            rotation = (positions, cosines, sines, *written)
-            finish(totals, barriers, thread, row_live, bias, residual, out, bests, count, rotation, weight + scales_at)
+            beside = (b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10)
+            finish(totals, barriers, thread, row_live, bias, residual, out, bests, count, beside, weight + scales_at)
 
     return decode_gemm
 
@@ -342,6 +360,9 @@ def examples(card: Card = H200) -> list[Kernel]:
         made.append(_make(chosen, plan_decode_gemm(rows, 128256, card, keeps_argmax=True)))
     scattered = DecodeGemmShape(6144, 4096, BFLOAT16, True, False, scattered=True)
     made.append(_make(scattered, plan_decode_gemm(4, 6144, card)))
+    for rows, ranks in examples_for(card, ((1, 2), (4, 8)), 1):
+        summed = DecodeGemmShape(2880, 2048, EXCHANGE, True, False, ranks=ranks)
+        made.append(_make(summed, plan_decode_gemm(rows, 2880, card)))
     rotated = DecodeGemmShape(6144, 4096, ROTATE, False, False, HeadsShape(32, 8, 128, 4, 32, 289))
     made.append(_make(rotated, plan_decode_gemm(4, 6144, card)))
     heads = HeadsShape(64, 8, 64, 1, 32, 1025, coded=True)

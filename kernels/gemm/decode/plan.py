@@ -14,6 +14,7 @@ from lowlat.kernels.tuning.table import Fact, Knobs, Planned, choose_plan
 __all__ = [
     "ADD",
     "BFLOAT16",
+    "EXCHANGE",
     "FLOAT32",
     "MAX_ROWS",
     "PAD",
@@ -51,6 +52,7 @@ MOST_NORMED_TWICE = 2  # rows
 GROUPS_FOR_NORM = 4  # of weight tiles, in a block, beside which a norm of more rows done twice is little
 KIND = "decode_gemm"
 FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
+EXCHANGE = "exchange"  # ADD, of the sum over ranks
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,7 @@ class DecodeGemmShape:
     best       with FLOAT32 alone
     scattered  with FLOAT32 and BFLOAT16 alone: columns are written where they lay before the weight was permuted
     weights    how the weight is held
+    ranks      that add up their sums; more than one with EXCHANGE alone
     """
 
     width: int
@@ -204,6 +207,7 @@ class DecodeGemmShape:
     best: ArgmaxShape | None = None
     scattered: bool = False
     weights: TileFormat = BF16_TILES
+    ranks: int = 1
 
     @property
     def scales_at(self) -> int:
@@ -290,7 +294,7 @@ def choose_decode_plan(
     )
     facts: dict[str, Fact] = {
         "rows": 8 * plans[0].row_tiles if rows > 8 else plans[0].columns, "N": shape.width, "K": shape.depth,
-        "epilogue": shape.epilogue, "normed": steps_held > 0, "argmax": keeps,
+        "epilogue": ADD if shape.epilogue == EXCHANGE else shape.epilogue, "normed": steps_held > 0, "argmax": keeps,
     }  # fmt: skip
     if shape.weights != BF16_TILES:
         facts["weights"] = shape.weights.label

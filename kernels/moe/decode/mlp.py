@@ -17,6 +17,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
+from lowlat.kernels.common.peers.rows import NUM_ARGUMENTS, PeerRows
 from lowlat.kernels.formats import BF16, MXFP4, WeightFormat
 from lowlat.kernels.gemm.tiles import FP8_TILES
 from lowlat.kernels.moe.decode.expert_list import make_list_units
@@ -33,7 +34,7 @@ from lowlat.kernels.moe.decode.swiglu_epilogue import make_swiglu
 from lowlat.kernels.moe.decode.weighing_epilogue import make_weighing
 from lowlat.kernels.moe.formats import tiled_format
 from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_of
-from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, parts_of
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, parts_of, rows_a_launch
 from lowlat.kernels.moe.topk_routing import TopKRouting, make_publish, make_route
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype
@@ -61,6 +62,7 @@ def experts_mlp(
     limit: float | None = None,
     alpha: float | None = None,
     early: bool = False,
+    peers: PeerRows | None = None,
     card: Card = H200,
     plan: MlpPlan | None = None,
 ) -> list[KernelCall]:
@@ -83,6 +85,7 @@ def experts_mlp(
     total           [M, N]      bf16     out: residual + the sum of the partials from the first rank on
     early           logits are awaited while the kernel before still writes them: they must have been filled with
                     `sentinels.MISSING` before the kernel before that one has ended
+    peers           the sums of partials are added up over cards, of which each has a part of every expert's inner width
     card            what it runs on: all blocks must be on it at once, one a multiprocessor
     plan            how to cut both GEMMs; None: by the card's table, or `plan_mlp`'s
     activated and partials must be filled with `sentinels.MISSING` before: blocks await there what others compute.
@@ -105,6 +108,9 @@ def experts_mlp(
     up_shape = shape_of(GATE_UP, gate_up, ranks, biased=gate_up_bias is not None, clamped=limit is not None)
     down_shape = shape_of(DOWN, down, ranks, biased=down_bias is not None)
     biases: list[Argument] = [0 if each is None else each for each in (gate_up_bias, down_bias)]
+    cards = 1 if peers is None else peers.size
+    if peers is not None and (peers.width != down.rows or peers.rows < min(rows, rows_a_launch(ranks))):
+        raise ShapeError(f"cards add up {peers.rows} rows of {peers.width}, not {rows} of {down.rows}")
     calls = []
     for part, count in parts_of(rows, ranks):
         chosen, planned = plan, None
@@ -114,9 +120,10 @@ def experts_mlp(
             *(*gate_up.arguments, biases[0], *down.arguments, biases[1]),
             *(x[part], *routing.of(part), expert_ids[part], expert_weights[part], activated[part], partials[part]),
             *(residual[part], total[part], count * ranks, int(early)),
+            *((0,) * NUM_ARGUMENTS if peers is None else peers.arguments),
             *(limit or 0.0, alpha or 0.0),
         )
-        kernel = _make(chosen, routing.num_experts, routing.over_all)
+        kernel = _make(chosen, routing.num_experts, routing.over_all, cards)
         calls.append(KernelCall(kernel, (chosen.up_plan.num_blocks, 1, 1), arguments, planned=planned))
     return calls
 
@@ -136,21 +143,21 @@ def _check_weights(
 
 
 @cache
-def _make(plan: MlpPlan, num_experts: int, over_all: bool = False) -> Kernel:
+def _make(plan: MlpPlan, num_experts: int, over_all: bool = False, cards: int = 1) -> Kernel:
     up, down, first, second = plan.up, plan.down, plan.up_plan, plan.down_plan
     name = (
         f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.ranks}_"
         f"{up.label}{down.label}_"
         f"{first.columns}x{first.capacity}x{first.warps}x{second.warps}x{first.finishing}x{first.part}x{second.part}"
         f"x{first.stages}{'' if plan.overlaps else '_apart'}{'' if first.suspends else '_awake'}_e{num_experts}"
-        f"{'_over_all' if over_all else ''}"
+        f"{'_over_all' if over_all else ''}{f'_cards{cards}' if cards > 1 else ''}"
     )
-    signature = (*(types.int64,) * 19, types.float32, types.float32)
-    function, shared_bytes = _kernel(plan, num_experts, over_all), plan.places[-1]
+    signature = (*(types.int64,) * (19 + NUM_ARGUMENTS), types.float32, types.float32)
+    function, shared_bytes = _kernel(plan, num_experts, over_all, cards), plan.places[-1]
     return Kernel(name, function, signature, plan.whole.threads, 1, shared_bytes, most_blocks=1)
 
 
-def _kernel(plan: MlpPlan, num_experts: int, over_all: bool) -> Callable[..., None]:
+def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, cards: int) -> Callable[..., None]:
     up, down, first, second, whole = plan.up, plan.down, plan.up_plan, plan.down_plan, plan.whole
     up_tiles, down_tiles, warps, stages = up.tiles, down.tiles, plan.warps, first.stages
     up_areas_at, down_areas_at, lists_at, barriers_at, _ = plan.places
@@ -169,7 +176,7 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool) -> Callable[..., No
     route, publish = make_route(whole, up.ranks, num_experts, over_all), make_publish(whole)
     list_units, wait_for_all = make_list_units(whole), ptx.copies_wait(0)
     up_warps, down_warps, ranks = first.warps, second.warps, up.ranks
-    sum_rows = make_sum_rows(down.rows, ranks, first.finishing)
+    sum_rows = make_sum_rows(down.rows, ranks, first.finishing, cards)
 
     @device_function
     def none_left(run: Any, takes_part: Any) -> Any:
@@ -179,7 +186,8 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool) -> Callable[..., No
     def experts_mlp(
         words: Any, scales: Any, row_scales: Any, bias: Any, down_words: Any, down_scales: Any, down_row_scales: Any,
         down_bias: Any, x: Any, logits: Any, row_live: Any, ids: Any, shares: Any, activated: Any, partials: Any,
-        residual: Any, total: Any, count: Any, early: Any, limit: Any, alpha: Any,
+        residual: Any, total: Any, count: Any, early: Any, p0: Any, p1: Any, p2: Any, p3: Any, p4: Any, p5: Any,
+        p6: Any, p7: Any, p8: Any, p9: Any, p10: Any, limit: Any, alpha: Any,
     ) -> None:  # fmt: skip
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         thread, block, blocks = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
@@ -223,7 +231,8 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool) -> Callable[..., No
             finish_up(up_areas, up_barriers, lists, (bias, row_scales), activated, up_run, thread, limit, alpha)
             beside = down_bias, down_row_scales
             finish_down(down_areas, down_barriers, lists, beside, partials, down_run, thread, limit, alpha)
-            sum_rows(partials, residual, total, uint32(count // int64(ranks)), own)
+            peers = (p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10)
+            sum_rows(partials, residual, total, uint32(count // int64(ranks)), own, peers)
         publish(lists, ids, shares, count, thread)
 
     return experts_mlp
@@ -242,5 +251,5 @@ def examples(card: Card = H200) -> list[Kernel]:
     for rows, (width, inner, hidden), ranks, weight_format, biased, num_experts in examples_for(card, cases, 1):
         up = ExpertShape(GATE_UP, width, hidden, ranks, weight_format, biased, biased)
         down = ExpertShape(DOWN, hidden, inner, ranks, weight_format, biased)
-        made.append(_make(plan_mlp(rows, up, down, card), num_experts, over_all=not biased))
+        made.append(_make(plan_mlp(rows, up, down, card), num_experts, not biased, 2 if rows == 1 else 1))
     return made

@@ -1,12 +1,13 @@
 """The sum that a mixture of experts adds to the residual stream: weighed outputs, from the first rank to the last.
 
-Every sum is rounded by itself, as the reference has it. It knows neither who writes the outputs nor what becomes of
-the sum.
+Every sum is rounded by itself, as the reference has it. Where experts are cut for several cards, these add up their
+sums before. It knows neither who writes the outputs nor what becomes of the sum.
 """
 
 from typing import Any
 
 from lowlat.kernels.common.norm_math import high_value, low_value
+from lowlat.kernels.common.peers.rows import make_add_chunk
 from lowlat.kernels.common.sentinels import is_missing, next_turn
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
@@ -16,17 +17,19 @@ __all__ = ["make_sum_rows"]
 TOGETHER = 4  # ranks whose loads are under way at once
 
 
-def make_sum_rows(width: int, chosen: int, warps: int) -> Any:
+def make_sum_rows(width: int, chosen: int, warps: int, cards: int = 1) -> Any:
     """A function of some warps of every block: add residual and ranks of all rows, while others still write the ranks'.
 
     It takes addresses of partials [M, R, N], residual and total [M, N], how many rows there are, and the number of the
     thread among those of these warps. Partials are awaited, as `sentinels` has it.
+
+    cards  that have a part of every expert: what they exchange by, `PeerRows.arguments`, is the last argument
     """
-    add_ranks, chunks = _make_add_ranks(width, chosen), width // 8
+    add_ranks, chunks = _make_add_ranks(width, chosen, cards), width // 8
     parts = -(-chunks // 32)  # of a row
 
     @device_function
-    def sum_rows(partials: Any, residual: Any, total: Any, rows: Any, thread: Any) -> None:
+    def sum_rows(partials: Any, residual: Any, total: Any, rows: Any, thread: Any, peers: Any) -> None:
         blocks, lane = uint32(cuda.gridDim.x), uint32(thread & uint32(31))
         # the last blocks first: they have no more tiles than others
         part = uint32((thread >> uint32(5)) * blocks + blocks - uint32(1) - uint32(cuda.blockIdx.x))
@@ -37,16 +40,16 @@ def make_sum_rows(width: int, chosen: int, warps: int) -> Any:
                 place = int64(row) * int64(width * 2) + int64(chunk) * int64(16)
                 old = ptx.load_global_128(residual + place)
                 at = partials + int64(row) * int64(4 * chosen * width) + int64(chunk) * int64(32)
-                a, b, c, d = add_ranks(old, at)
+                a, b, c, d = add_ranks(old, at, peers, row, uint32(chunk * uint32(8)))
                 ptx.store_global_128(total + place, a, b, c, d)
             part = uint32(part + uint32(warps) * blocks)
 
     return sum_rows
 
 
-def _make_add_ranks(width: int, chosen: int) -> Any:
+def _make_add_ranks(width: int, chosen: int, cards: int) -> Any:
     """A function: 8 columns of a row's residual plus what its ranks add, as four words."""
-    num_values = 8 * TOGETHER
+    num_values, add_chunk = 8 * TOGETHER, make_add_chunk(cards, width)
 
     @device_function
     def load_ranks(words: Any, place: Any, start: Any) -> None:
@@ -69,7 +72,7 @@ def _make_add_ranks(width: int, chosen: int) -> Any:
         return lacks
 
     @device_function
-    def add_ranks(old: Any, place: Any) -> Any:
+    def add_ranks(old: Any, place: Any, peers: Any, row: Any, column: Any) -> Any:
         sums, words = cuda.local.array(8, float32), cuda.local.array(num_values, uint32)
         for k in range(8):
             sums[k] = float32(0)
@@ -83,6 +86,8 @@ def _make_add_ranks(width: int, chosen: int) -> Any:
                 if start + rank < chosen:
                     for k in range(8):
                         sums[k] = ptx.add_rn(sums[k], ptx.float_of_bits(words[8 * rank + k]))
+        if cards > 1:
+            add_chunk(sums, peers, row, column)
         return (
             ptx.bf16_pair(ptx.add_rn(low_value(old[0]), sums[0]), ptx.add_rn(high_value(old[0]), sums[1])),
             ptx.bf16_pair(ptx.add_rn(low_value(old[1]), sums[2]), ptx.add_rn(high_value(old[1]), sums[3])),

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from lowlat.errors import ConfigError, DeviceError
-from lowlat.kernels.common.peer_words import HOST_GAVE_UP, awaited_code
+from lowlat.kernels.common.peers.rows import PeerRows, area_shape
+from lowlat.kernels.common.peers.words import HOST_GAVE_UP, awaited_code
 from lowlat.kernels.rows.exchange import Channel, channel_shapes
 from lowlat.kernels.step.forward_commands import AREA_SHAPE, COUNTER_SHAPE, NUM_WORDS, CommandChannel
 
 __all__ = ["PeerMemory", "connect", "peer_problem"]
 
 MAX_CHANNEL_ROWS = 256  # of one launch; more rows go by several, so that areas stay small
+MAX_SUMMED_ROWS = 64  # of one launch that makes rows and adds them up
 HOW_TO_SEE = "`nvidia-smi topo -m` shows how the cards are joined, `nvidia-smi topo -p2p r` whether they may"
 
 
@@ -57,7 +59,7 @@ def connect(devices: Sequence[torch.device]) -> None:
 class PeerMemory:
     """Everything through which ranks exchange, by rank; addresses never change.
 
-    devices    of each rank; ranks that share one take turns there
+    devices    of each rank; ranks that share one take turns there (`shares_cards`)
     rows       the most rows of an exchange by their width
     stop_flag  [1] int64 in pinned memory: by it the host ends loops, and rank 0 tells the others
     Channels are made as they are asked for, on all devices at once, before any step runs. Raises ConfigError as
@@ -68,7 +70,7 @@ class PeerMemory:
         self.devices = list(devices)
         self._rows = rows
         connect(devices)
-        self._early = len(set(_places(devices))) == len(devices)
+        self.shares_cards = len(set(_places(devices))) < len(devices)
         on_cards = bool(_cards(devices))
         self.abort, self.stop_flag = (torch.zeros(1, dtype=torch.int64, pin_memory=on_cards) for _ in range(2))
         areas = tuple(_zeros(AREA_SHAPE, torch.int64, device) for device in devices)
@@ -83,6 +85,7 @@ class PeerMemory:
             for rank, device in enumerate(devices)
         ]
         self._made: dict[tuple[int, bool], list[Channel]] = {}
+        self._summed: dict[tuple[int, str], list[PeerRows]] = {}
 
     @property
     def size(self) -> int:
@@ -93,26 +96,42 @@ class PeerMemory:
         """A rank's channel for rows of a width. Raises ConfigError for a width that no exchange was announced for."""
         key = width, whole
         if key not in self._made:
-            if width not in self._rows:
-                raise ConfigError(f"ranks exchange rows of {sorted(self._rows)} numbers, not of {width}")
             self._made[key] = self._make(width, whole)
         return self._made[key][rank]
+
+    def rows(self, rank: int, width: int, kind: str) -> PeerRows:
+        """A rank's memory for rows of a width that one kind of kernel adds up. Raises ConfigError as `channel` does."""
+        key = width, kind
+        if key not in self._summed:
+            shape = area_shape(self.size, min(self._most(width), MAX_SUMMED_ROWS), width)
+            areas = tuple(_zeros(shape, torch.int64, device) for device in self.devices)
+            self._summed[key] = [PeerRows(each, areas, self.abort) for each in range(self.size)]
+        return self._summed[key][rank]
+
+    def _most(self, width: int) -> int:
+        """The most rows of a width."""
+        if width not in self._rows:
+            raise ConfigError(f"ranks exchange rows of {sorted(self._rows)} numbers, not of {width}")
+        return self._rows[width]
 
     def commands(self, rank: int) -> CommandChannel:
         """A rank's channel for commands that rank 0 forwards."""
         return self._commands[rank]
 
     def _make(self, width: int, whole: bool) -> list[Channel]:
-        rows = min(self._rows[width], MAX_CHANNEL_ROWS)
+        rows = min(self._most(width), MAX_CHANNEL_ROWS)
         area, counters = channel_shapes(self.size, rows, width, whole)
         areas = tuple(_zeros(area, torch.int64, device) for device in self.devices)
         counts = [_zeros(counters, torch.int32, device) for device in self.devices]
-        return [Channel(rank, areas, counts[rank], self.abort, whole, self._early) for rank in range(self.size)]
+        return [
+            Channel(rank, areas, counts[rank], self.abort, whole, not self.shares_cards) for rank in range(self.size)
+        ]
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything that a launch of any rank may point into, other ranks' memory included."""
         channels = [channel for made in self._made.values() for channel in made]
         areas = [area for made in self._made.values() for area in made[0].areas]
+        areas += [area for summed in self._summed.values() for area in summed[0].areas]
         counters = [*(each.counters for each in channels), *(each.counters for each in self._commands)]
         forwarded = [each.forwarded for each in self._commands]
         return [self.abort, self.stop_flag, *areas, *self._commands[0].areas, *counters, *forwarded]
@@ -120,6 +139,7 @@ class PeerMemory:
     def num_bytes(self, rank: int) -> int:
         """Bytes on one rank's device."""
         held = [tensor for made in self._made.values() for tensor in (made[rank].areas[rank], made[rank].counters)]
+        held += [made[rank].areas[rank] for made in self._summed.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def give_up(self) -> None:
@@ -147,6 +167,7 @@ class PeerMemory:
     def clear(self) -> None:
         """Drop all memory; nothing may run that points into it."""
         self._made.clear()
+        self._summed.clear()
         self._commands.clear()
 
 

@@ -12,6 +12,7 @@ import torch
 from lowlat.executors.cards.peers import PeerMemory
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import BufferSet, Role
+from lowlat.kernels.common.peers.rows import PeerRows
 from lowlat.kernels.rows.exchange import Channel
 from lowlat.kernels.step.forward_commands import STOP, TAIL, CommandChannel, forward_commands
 
@@ -56,6 +57,10 @@ class RankPlace:
     def channel(self, width: int, whole: bool) -> Channel:
         """The memory for rows of a width, see `PeerMemory.channel`."""
         return self.peers.channel(self.number, width, whole)
+
+    def rows(self, width: int, kind: str) -> PeerRows:
+        """The memory of a kind of kernel for rows of a width, see `PeerMemory.rows`."""
+        return self.peers.rows(self.number, width, kind)
 
     def forwarding(self, groups: Sequence[LoweredGroup], written: torch.Tensor) -> tuple[LoweredGroup, ...]:
         """A program's groups, with a launch that forwards commands before those that take them.

@@ -3,18 +3,19 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors.device_weights import DeviceWeights
+from lowlat.kernels.common.peers.rows import PeerRows
 from lowlat.kernels.rows.exchange import Channel
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace
 from lowlat.models.program import Op, Program, Stage
 
-__all__ = ["Binding", "Call", "Channels", "LeftArgmax", "LibraryCall", "decodes"]
+__all__ = ["Binding", "Call", "Exchanges", "LeftArgmax", "LibraryCall", "decodes"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,16 @@ class LibraryCall:
 
 
 Call = KernelCall | LibraryCall
-Channels = Callable[[int, bool], Channel]  # of rows of a width, and whether blocks have whole rows
+
+
+class Exchanges(Protocol):
+    """The memory by which a rank exchanges with the others; see `PeerMemory`."""
+
+    def channel(self, width: int, whole: bool) -> Channel:
+        """The memory of launches that exchange rows of a width, a block having whole rows or not."""
+
+    def rows(self, width: int, kind: str) -> PeerRows:
+        """The memory of one kind of kernel that adds up rows of a width over ranks as it makes them."""
 
 
 def decodes(op: Op) -> bool:
@@ -67,7 +77,7 @@ class Binding:
     loop            the control of the device loop whose body the step is, if it is one
     switches        whether the choice of a width is for a SWITCH node
     num_awaited     mixtures of experts so far whose logits are awaited; each fills the next one's with sentinels
-    channels        the memory by which this rank exchanges rows with others, by their width; None: it is the only one
+    exchanges       the memory by which this rank exchanges rows with others; None: it is the only one
     left            the partial argmax that the last GEMM left beside its logits, if it did
     """
 
@@ -78,7 +88,7 @@ class Binding:
     workspace: Workspace
     loop: LoopControl | None = None
     switches: bool = False
-    channels: Channels | None = None
+    exchanges: Exchanges | None = None
     num_awaited: int = 0
     left: LeftArgmax | None = None
 
@@ -100,9 +110,16 @@ class Binding:
 
     def channel(self, width: int, whole: bool = False) -> Channel:
         """The memory for rows of a width. Raises ConfigError where there is no other rank."""
-        if self.channels is None:
+        return self._others().channel(width, whole)
+
+    def peer_rows(self, width: int, kind: str) -> PeerRows:
+        """The memory of a kind of kernel for rows of a width. Raises ConfigError as `channel` does."""
+        return self._others().rows(width, kind)
+
+    def _others(self) -> Exchanges:
+        if self.exchanges is None:
             raise ConfigError(f"{self.program.name} exchanges rows among ranks, and its executor has no others")
-        return self.channels(width, whole)
+        return self.exchanges
 
     @cached_property
     def max_context(self) -> int:

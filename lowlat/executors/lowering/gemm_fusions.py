@@ -12,6 +12,7 @@ import torch
 
 from lowlat.executors.lowering.binding import Binding, Call, LeftArgmax, decodes
 from lowlat.executors.lowering.fusion import Fusion, Run
+from lowlat.executors.lowering.row_fusions import adds_ranks, gathered
 from lowlat.kernels.gemm.decode.gemm import NormPrologue, PartialArgmax, Rotation, decode_gemm, steps_to_hold
 from lowlat.kernels.gemm.packing import TILE_ROWS, gate_up_permutation, rope_permutation
 from lowlat.kernels.sampling.select import FINITE, INFINITY
@@ -82,6 +83,22 @@ def _with_silu(binding: Binding, run: Run) -> Sequence[Call]:
 def _with_residual(binding: Binding, run: Run) -> Sequence[Call]:
     given = binding.arguments(run.op("add"))
     return decode_gemm(**_prologue(binding, run), residual=given["a"], out=given["out"])
+
+
+def _exchanges(run: Run, card: Card) -> bool:
+    """Whether the residual stream gets the sum of all ranks' outputs, and each rank has a card of its own."""
+    fits = not card.is_shared and _fits(run, card) and run.op("gather_ranks").reads["x"] == _product(run)
+    return fits and adds_ranks(run)
+
+
+def _exchanged(run: Run) -> list[str]:
+    return [_product(run), *gathered(run)]
+
+
+def _with_exchange(binding: Binding, run: Run) -> Sequence[Call]:
+    given = binding.arguments(run.op("add"))
+    peers = binding.peer_rows(given["out"].shape[1], "gemm")
+    return decode_gemm(**_prologue(binding, run), residual=given["a"], peers=peers, out=given["out"])
 
 
 def _rounded(binding: Binding, run: Run) -> Sequence[Call]:
@@ -167,6 +184,7 @@ GEMM_FUSIONS = (
         _normed_and_product, _gate_up,
     ),
     Fusion("gemm+add", "rms_norm? linear add", 1, _with_residual, _reads_product("add", "b"), _normed_and_product),
+    Fusion("gemm+exchange", "linear gather_ranks sum_ranks add", 3, _with_exchange, _exchanges, _exchanged),
     Fusion("gemm+cast", "rms_norm? linear cast", 1, _rounded, _reads_product("cast", "x"), _normed_and_product),
     Fusion("gemm+rope+kv_write", "rms_norm? linear rope kv_write?", 1, _rotated, _rotates, _rotated_hides, _heads),
     Fusion("gemm+argmax", "rms_norm? linear", 0, _with_argmax, _chosen_from, _normed),

@@ -10,6 +10,7 @@ import torch
 
 from lowlat.executors.lowering.binding import Binding, Call, decodes
 from lowlat.executors.lowering.fusion import Fusion, Run
+from lowlat.executors.lowering.row_fusions import adds_ranks, gathered
 from lowlat.executors.lowering.weight_parts import experts_name
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.decode.mlp import experts_mlp
@@ -22,12 +23,18 @@ from lowlat.models.program import Op
 
 __all__ = ["MOE_FUSIONS"]
 
+MIXTURE = "rms_norm router experts_gate_up experts_down gather_ranks? sum_ranks? add"
 LOGITS = ("moe.logits.even", "moe.logits.odd")
 
 
 def _mixes(run: Run, card: Card) -> bool:
     """Whether each operation reads those before it, by the argument that it must."""
-    norm, routing, gate_up, down, total = run.ops
+    norm, routing, gate_up, down, *exchange, total = run.ops
+    summed = down
+    if exchange:
+        gather, summed = exchange
+        if card.is_shared or gather.reads["x"] != down.writes["out"] or not adds_ranks(run):
+            return False
     chosen = [routing.writes[name] for name in ("expert_ids", "expert_weights")]
     return (
         decodes(routing)
@@ -36,12 +43,13 @@ def _mixes(run: Run, card: Card) -> bool:
         and gate_up.reads["expert_ids"] == chosen[0]
         and [down.reads[name] for name in ("expert_ids", "expert_weights")] == chosen
         and down.reads["activated"] == gate_up.writes["out"]
-        and total.reads["b"] == down.writes["out"]
+        and total.reads["b"] == summed.writes["out"]
     )
 
 
 def _summed(run: Run) -> list[str]:
-    return [run.op("experts_down").writes["out"]]
+    own = [run.op("experts_down").writes["out"]]
+    return own if run.find("gather_ranks") is None else [*own, *gathered(run)]
 
 
 def _gate_up(run: Run) -> dict[str, torch.Tensor]:
@@ -50,8 +58,8 @@ def _gate_up(run: Run) -> dict[str, torch.Tensor]:
 
 
 def _mixture(binding: Binding, run: Run) -> Sequence[Call]:
-    norm, routed, first, second, total = (binding.arguments(op) for op in run.ops)
-    norm_op, router_op, gate_up, down, _ = run.ops
+    norm_op, router_op, gate_up, down, *exchange, add = run.ops
+    norm, routed, first, second, total = (binding.arguments(op) for op in (norm_op, router_op, gate_up, down, add))
     weights = binding.weights
     num_experts = weights.vector(router_op.weights["weight"]).shape[0]
     rows, number = routed["x"].shape[0], binding.num_awaited
@@ -86,6 +94,7 @@ def _mixture(binding: Binding, run: Run) -> Sequence[Call]:
         limit=first["limit"],
         alpha=first["alpha"],
         early=number > 0,  # nobody filled the first one's logits
+        peers=binding.peer_rows(width, "mixture") if exchange else None,
         card=binding.card,
     )
 
@@ -141,7 +150,7 @@ def _experts(binding: Binding, run: Run) -> Sequence[Call]:
 
 MOE_FUSIONS = (
     Fusion(
-        "mixture", "rms_norm router experts_gate_up experts_down add", 3, _mixture, _mixes, _summed, _gate_up
+        "mixture", MIXTURE, 3, _mixture, _mixes, _summed, _gate_up
     ),
     Fusion("norm+router", "rms_norm router", 1, _normed_router, _norms_routed),
     Fusion("experts", "experts_gate_up experts_down", 1, _experts, _grouped, _activated),

@@ -17,7 +17,7 @@ from lowlat.kernels.rows.rotate import rotate
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.models.program import Op
 
-__all__ = ["ROW_FUSIONS"]
+__all__ = ["ROW_FUSIONS", "adds_ranks", "gathered"]
 
 
 def _normed(binding: Binding, run: Run) -> dict[str, Any]:
@@ -50,18 +50,22 @@ def _add_norm(binding: Binding, run: Run) -> Sequence[Call]:
     )  # fmt: skip
 
 
-def _sums_ranks(run: Run, card: Card) -> bool:
-    """Whether ranks' parts, whole rows of them, are added to the residual stream, and by more than one rank."""
-    gather, total = run.op("gather_ranks"), run.op("sum_ranks")
+def adds_ranks(run: Run) -> bool:
+    """Whether ranks' parts, whole rows of them, are added up, to the residual stream if at all, by more than one."""
+    gather, total, added = run.op("gather_ranks"), run.op("sum_ranks"), run.find("add")
     ranks, _, width = run.shape(gather.writes["out"])
-    added, norm = run.find("add"), run.find("rms_norm")
     return (
         ranks > 1
         and run.shape(gather.reads["x"])[1] == width
         and total.reads["parts"] == gather.writes["out"]
         and (added is None or (added.reads["b"] == total.writes["out"] != added.reads["a"]))
-        and (norm is None or (added is not None and norm.reads["x"] == added.writes["out"]))
     )
+
+
+def _sums_ranks(run: Run, card: Card) -> bool:
+    """Whether they are, and where there is a norm, it is of the residual stream."""
+    added, norm = run.find("add"), run.find("rms_norm")
+    return adds_ranks(run) and (norm is None or (added is not None and norm.reads["x"] == added.writes["out"]))
 
 
 def _norms_ranks(run: Run, card: Card) -> bool:
@@ -71,7 +75,8 @@ def _norms_ranks(run: Run, card: Card) -> bool:
     return _sums_ranks(run, card) and not (decodes(norm) and steps_to_hold(rows, depth, card) > 0)
 
 
-def _gathered(run: Run) -> list[str]:
+def gathered(run: Run) -> list[str]:
+    """What an exchange keeps to itself: the parts, and their sum where it is added to the residual stream."""
     hidden = [run.op("gather_ranks").writes["out"]]
     return hidden if run.find("add") is None else [*hidden, run.op("sum_ranks").writes["out"]]
 
@@ -191,8 +196,8 @@ ROW_FUSIONS = (
         "store_boundary+draft_input", "store_boundary embed concat_norms", 2, _draft_input, _stores_hidden, _embedded
     ),
     Fusion("level+draft_input", "gather_level embed concat_norms", 2, _draft_level_input, _embeds_for_norms, _embedded),
-    Fusion("exchange+norm", "gather_ranks sum_ranks add rms_norm", 3, _exchange, _norms_ranks, _gathered),
-    Fusion("exchange", "gather_ranks sum_ranks add?", 1, _exchange, _sums_ranks, _gathered),
+    Fusion("exchange+norm", "gather_ranks sum_ranks add rms_norm", 3, _exchange, _norms_ranks, gathered),
+    Fusion("exchange", "gather_ranks sum_ranks add?", 1, _exchange, _sums_ranks, gathered),
     Fusion("draft_input", "embed concat_norms", 1, _draft_input, _embeds_for_norms, _embedded),
     Fusion("embed+norm", "embed rms_norm", 1, _embed_norm, _norms_result),
     Fusion("add+norm", "add rms_norm", 1, _add_norm, _norms_result),

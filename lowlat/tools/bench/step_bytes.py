@@ -20,7 +20,7 @@ from lowlat.models.program import Op, Program
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.weight_plan import WeightPlan, weight_plan
 
-__all__ = ["attended", "listed", "program_bytes", "step_bytes", "weight_sizes"]
+__all__ = ["attended", "listed", "part_sizes", "program_bytes", "step_bytes", "weight_sizes"]
 
 LIMITS = ("first", "window", "keep_first")  # of the positions that attention reads
 EXPERT_OPS = ("experts_gate_up", "experts_down")
@@ -35,7 +35,7 @@ def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], disti
     config, speculator = runtime.model_config, runtime.speculator
     sizes = weight_sizes(config, runtime.rank_config)
     if speculator is not None:
-        sizes |= _by_matrix(_part(speculator.weight_plan(config.dtype), runtime.rank_config))
+        sizes |= part_sizes(speculator.weight_plan(config.dtype), runtime.rank_config)
     share = 1.0 if config.experts is None else (distinct_experts or 0.0) / config.experts.num_experts
     return program_bytes(runtime.executor.program(bucket), sizes, lengths, share, runtime.geometry.partial)
 
@@ -103,6 +103,11 @@ def weight_sizes(config: ModelConfig, rank: ModelConfig | None = None) -> dict[s
     if not matrix_parts("lm_head.weight", plan):
         plan["lm_head.weight"] = plan["embed.weight"]  # tied
     return _by_matrix(plan if rank is None else _part(plan, rank))
+
+
+def part_sizes(plan: WeightPlan, rank: ModelConfig) -> dict[str, int]:
+    """Bytes of a rank's part of planned weights, as operations name them."""
+    return _by_matrix(_part(plan, rank))
 
 
 def _part(plan: WeightPlan, rank: ModelConfig) -> WeightPlan:

@@ -15,6 +15,7 @@ import torch
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
+from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.lowering.binding import Binding
 from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
@@ -30,6 +31,7 @@ from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.program import Program
+from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
@@ -128,18 +130,28 @@ def _few_layers(pair: Pair) -> Pair:
 
 
 class LoweredPrograms:
-    """Programs of a pair, lowered for a card onto tensors that have no memory.
+    """Programs of a pair, or of one rank's part of it, lowered for a card onto tensors that have no memory.
 
+    rank       the geometry of the rank's part; None: the programs are the whole pair's
+    place      what the rank exchanges by
     workspace  of all of them
     Raises ConfigError for a pair that the kernels do not cover.
     """
 
-    def __init__(self, pair: Pair, card: Card, programs: Iterable[Program]) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        card: Card,
+        programs: Iterable[Program],
+        rank: ModelConfig | None = None,
+        place: RankPlace | None = None,
+    ) -> None:
         speculator = pair.speculator
         problem = uncovered(pair.config, None if speculator is None else speculator.draft_config)
         if problem is not None:
             raise ConfigError(f"{pair.name} has no launches: {problem}")
         self.pair, self._card, self.programs = pair, card, tuple(programs)
+        self._rank, self._place = rank, place
         self.workspace = SharedWorkspace(META)
         self._buffers: dict[int, Mapping[str, torch.Tensor]] = {}
 
@@ -151,7 +163,7 @@ class LoweredPrograms:
         found = {name: torch.empty(shape, dtype=dtype, device=META) for name, (shape, dtype) in plan.items()}
         if config.tie_embeddings and not matrix_parts("lm_head.weight", found):
             found["lm_head.weight"] = found["embed.weight"]
-        return found
+        return found if self._rank is None else rank_weights(found, self._rank)
 
     @cached_property
     def weights(self) -> DeviceWeights:
@@ -188,7 +200,9 @@ class LoweredPrograms:
             specs = program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)
             buffers = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs}
             self._buffers[id(program)] = buffers
-        return lower(Binding(program, buffers, self.weights, card, self.workspace, loop, switches))
+        place = self._place
+        groups = lower(Binding(program, buffers, self.weights, card, self.workspace, loop, switches, place))
+        return groups if place is None else place.forwarding(groups, torch.empty(1, dtype=torch.int64, device=META))
 
 
 class PairPrograms(LoweredPrograms):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from exchange_cases import tree_sum
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
 from quantised_layers import random_parts
@@ -17,6 +18,7 @@ from selection_cases import best_of, best_pairs
 from stages import later
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.common.peers.rows import PeerRows, area_shape
 from lowlat.kernels.formats import FP8, MATRIX_FORMATS
 from lowlat.kernels.formats.dense import pack_matrix
 from lowlat.kernels.gemm.decode.gemm import NormPrologue, PartialArgmax, decode_gemm, plan_decode_gemm, steps_to_hold
@@ -29,9 +31,11 @@ SHARED = (
     *("common.activation", "common.handover", "common.kv_codes", "common.norm_math", "common.norm_row", "rows.norm"),
     "sampling.select",
 )
-PARTS = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue", "gemm")
+PEERS = ("common.peers.chunk", "common.peers.words", "common.peers.rows")
+PARTS = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
+ENDS = ("exchange_epilogue", "epilogue", "gemm")
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4", "mxfp4", "nvfp4"))
-NAMES = (*SHARED, *FRAGMENTS, *(f"gemm.decode.{part}" for part in PARTS))
+NAMES = (*SHARED, *PEERS, *FRAGMENTS, *(f"gemm.decode.{part}" for part in (*PARTS, *ENDS)))
 SMALL = Card(2, 227 * 1024, (9, 0))
 
 
@@ -75,6 +79,53 @@ def test_a_product_is_torch_s(late: bool, rows: int, width: int, depth: int, cha
     with walked(walker) as modules:
         run(walker, modules, changes, x=x, weight=pack(weight), bias=bias, out=out)
     torch.testing.assert_close(out.double(), product(x, weight) + bias.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "width", "changes"),
+    [
+        (2, 1, 80, ({"num_blocks": 2}, {"num_blocks": 1})),
+        (3, 3, 97, ({"weight_tiles": 2, "stages": 2}, {}, {"areas": 1})),
+        (8, 9, 48, ({},) * 8),
+    ],
+)
+def test_ranks_add_up_what_they_multiply(
+    ranks: int, rows: int, width: int, changes: tuple[dict[str, int], ...]
+) -> None:
+    """Every rank has the bits of the tree, also where grids are cut otherwise, in one exchange after the other; the
+    first has a bias."""
+    areas = tuple(torch.zeros(area_shape(ranks, rows, width), dtype=torch.int64) for _ in range(ranks))
+    abort, residual, bias = torch.zeros(1, dtype=torch.int64), random(rows, width), random(width)
+    walker, streams, outs, alone = Walker(), [], [], []
+    with walked(walker) as modules:
+        thin: Any = modules[-1]
+        for rank in range(ranks):
+            plan = dataclasses.replace(thin.plan_decode_gemm(rows, width, SMALL), **changes[rank])
+            peers, stream = thin.PeerRows(rank, areas, abort), []
+            out, part = torch.full((3, rows, width), torch.nan).bfloat16(), torch.zeros(3, rows, width)
+            for turn in range(3):
+                depth = 72 + 64 * (rank % 2)
+                given: dict[str, Any] = {"x": random(rows, depth), "weight": pack(random(width, depth)), "plan": plan}
+                given |= {"bias": None if rank else bias, "card": SMALL}
+                stream += thin.decode_gemm(**given, residual=residual, peers=peers, out=out[turn])
+                walker.run(*thin.decode_gemm(**given, out=part[turn]))
+            streams.append(stream)
+            outs.append(out)
+            alone.append(part)
+        walker.run(*streams[0], beside=streams[1:])
+    expected = (tree_sum(alone) + residual.float()).bfloat16()
+    assert bool(expected.isfinite().all()) and all(torch.equal(out, expected) for out in outs)
+    assert int(abort[0]) == 0
+
+
+def test_a_gemm_adds_up_over_ranks_with_a_residual_alone() -> None:
+    areas = tuple(torch.zeros(area_shape(2, 1, 48), dtype=torch.int64) for _ in range(2))
+    peers = PeerRows(0, areas, torch.zeros(1, dtype=torch.int64))
+    good = {"x": random(1, 64), "weight": pack(random(48, 64)), "residual": random(1, 48), "out": random(1, 48)}
+    changed = ({"residual": None}, {"x": random(2, 64), "residual": random(2, 48), "out": random(2, 48)})
+    for options in changed:
+        with pytest.raises(ShapeError, match="ranks add up 1 rows of 48 and a residual, not"):
+            decode_gemm(**{**good, **options}, peers=peers, card=SMALL)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

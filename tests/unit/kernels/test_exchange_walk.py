@@ -9,12 +9,13 @@ from kernel_walk import Walker, walkable
 from rowwise_cases import canonical_norm, flags, poison, same_bits, weights
 
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.kernels.common.peer_words import HOST_GAVE_UP, awaited_code
+from lowlat.kernels.common.peers.words import HOST_GAVE_UP, awaited_code
 from lowlat.kernels.rows import exchange
 from lowlat.kernels.step import forward_commands
 
 F32 = torch.float32
-NAMES = ("common.norm_math", "common.norm_row", "common.peer_words", "rows.norm", "rows.exchange")
+PEERS = ("common.peers.chunk", "common.peers.words")
+NAMES = ("common.norm_math", "common.norm_row", *PEERS, "rows.norm", "rows.exchange")
 CASES = [
     (2, 1088, 2, (2, 1)),  # two blocks a row, the last one not full
     (3, 24, 2, (1, 2)),
@@ -72,7 +73,7 @@ def test_a_wait_for_a_rank_that_never_comes_ends(by_host: bool) -> None:
     ranks, outs = Ranks(3, 1, 16), [poison(1, 16, dtype=F32) for _ in range(2)]
     ranks.abort[0] = HOST_GAVE_UP if by_host else 0
     with walkable(walker := Walker(), *NAMES) as modules:
-        words: Any = modules[2]
+        words: Any = modules[3]
         kernels: Any = modules[-1]
         words.ABORT_TURNS = words.PEER_SPIN_LIMIT = 4
         calls = [
@@ -111,7 +112,7 @@ def test_commands_reach_all_ranks_at_the_same_step() -> None:
     areas = tuple(torch.zeros(forward_commands.AREA_SHAPE, dtype=torch.int64) for _ in range(count))
     counters = [torch.zeros(4, dtype=torch.int32) for _ in range(count)]
     forwarded = [torch.full((2,), -1, dtype=torch.int64) for _ in range(count)]
-    with walkable(walker := Walker(), "common.memory", "common.peer_words", "step.forward_commands") as modules:
+    with walkable(walker := Walker(), "common.memory", "common.peers.words", "step.forward_commands") as modules:
         words: Any = modules[1]
         kernels: Any = modules[-1]
         words.ABORT_TURNS = 4

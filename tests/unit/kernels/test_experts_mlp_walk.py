@@ -13,6 +13,7 @@ from mixture_walk import NAMES, small_card, walk
 from stages import later
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.common.peers.rows import area_shape
 from lowlat.kernels.common.sentinels import MISSING
 from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.moe.decode.mlp import experts_mlp
@@ -51,6 +52,31 @@ def test_it_is_the_reference_s(
     units = sum(-(-int((ids == each).sum()) // 8) for each in ids.unique())
     parts = -(-hidden // 64) * -(-2 * inner // 16) + -(-inner // 64) * -(-hidden // 16)
     assert walker.bytes_copied == units * parts * step
+
+
+def test_cards_add_up_their_parts_of_every_expert() -> None:
+    """Two cards with other weights and the same choice, twice: each has the sum of both, by its own partials' bits."""
+    rows, ranks, cards, hidden = 3, 2, 2, 72
+    logits, residual = make_logits("random", rows, 5), torch.randn(rows, hidden).bfloat16()
+    areas = tuple(torch.zeros(area_shape(cards, rows, hidden), dtype=torch.int64) for _ in range(cards))
+    abort, walker = torch.zeros(1, dtype=torch.int64), Walker()
+    found: list[list[dict[str, Any]]] = [[], []]
+    with walkable(walker, *NAMES) as modules:
+        streams: list[list[Any]] = [[], []]
+        for card in range(cards):
+            peers = modules[-1].PeerRows(card, areas, abort)
+            for _ in range(2):
+                mixture = make_mixture(5, hidden, 32)
+                given = mixture.arguments(mixture.rows(rows), ranks) | {"residual": residual}
+                found[card].append(given)
+                routing = TopKRouting(logits)
+                streams[card] += modules[-1].experts_mlp(routing=routing, card=small_card(2), peers=peers, **given)
+        walker.run(*streams[0], beside=streams[1:])
+    for one, other in zip(*found, strict=True):
+        sums = [(given["partials"][:, 0] + given["partials"][:, 1]) for given in (one, other)]
+        expected = (residual.float() + (sums[0] + sums[1])).bfloat16()
+        assert bool(expected.isfinite().all())
+        assert torch.equal(one["total"], expected) and torch.equal(other["total"], expected)
 
 
 @pytest.mark.parametrize("name", ["fp8", later("int4_32_zeros")])
@@ -183,7 +209,7 @@ def test_more_rows_than_a_launch_takes_choose_by_their_own_logits() -> None:
     mixture, routing = make_mixture(3, 64, 32), TopKRouting(torch.randn(67, 3), torch.ones(1, 67, dtype=torch.uint8))
     arguments = mixture.arguments(mixture.rows(67), 2)
     calls = experts_mlp(routing=routing, **arguments)
-    assert [call.arguments[-4] for call in calls] == [128, 6]
+    assert [call.arguments[17] for call in calls] == [128, 6]
     later = [each.data_ptr() for each in calls[1].arguments if isinstance(each, torch.Tensor)]
     assert routing.logits[64:].data_ptr() in later
     assert routing.row_live is not None and routing.row_live.view(-1)[64:].data_ptr() in later

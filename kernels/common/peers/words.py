@@ -21,6 +21,7 @@ __all__ = [
     "area_of",
     "await_chunk",
     "await_long",
+    "await_word",
     "awaited_code",
     "push_chunk",
 ]
@@ -94,6 +95,20 @@ def await_chunk(place: Any, stride: Any, epoch: Any, abort: Any, code: Any, lost
         a, b, c, d = uint32(MISSING_BITS), uint32(MISSING_BITS), uint32(MISSING_BITS), uint32(MISSING_BITS)
         e, f, g, h = uint32(MISSING_BITS), uint32(MISSING_BITS), uint32(MISSING_BITS), uint32(MISSING_BITS)
     return (a, b, c, d, e, f, g, h), lost
+
+
+@device_function
+def await_word(place: Any, epoch: Any, abort: Any, code: Any, lost: Any) -> Any:
+    """A float32, as bits, that a peer leaves here, and whether the wait was given up; see above."""
+    turns, waiting, word = uint32(0), True, uint32(0)
+    while waiting:
+        word, found = ptx.load_relaxed_system_word(place)
+        waiting = found != epoch and lost == uint32(0)
+        if waiting:
+            turns = uint32(turns + uint32(1))
+            if turns & uint32(ABORT_TURNS - 1) == uint32(0):
+                lost = _gives_up(turns, abort, code)
+    return uint32(MISSING_BITS) if lost != uint32(0) else word, lost
 
 
 @device_function

@@ -1,0 +1,225 @@
+"""Decode steps and prompts of a target cut for several cards, beside one card's: milliseconds and the floor of a card.
+
+    python -m bench.parallel --out bench/results/h200x2/parallel.json
+    python -m bench.parallel --out /tmp/parallel.json --only "llama-8b, 1 x 8K, S=0" --kernels 12
+    python -m bench.parallel --out /tmp/parallel.json --small --device cpu
+
+Weights are random, drawn on the first card and cut as a checkpoint's are; routers spread their rows. Steps that draft
+have imposed acceptance. A floor counts the bytes of the card that reads most, over the wall of the first card in the
+same run. Steps are started as a runtime starts them, one behind the other, and timed by events on the first card's
+stream. `exchange_us` is by how much an exchange makes a step longer: its time beyond that of the same GEMMs, attention
+and rows on one card, where nothing is exchanged (`alone_ms_p50`), by the exchanges of a step. vLLM's figures on two
+such cards were measured elsewhere (0.24.0, two H200s), and stand beside for comparison. Rows are written after each
+case. Run it from the root of a checkout.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.clock import Timed, own_stream, percentile, round_robin
+from bench.conditions import release, stamps_of, write_json
+from bench.dense_cases import Case
+from bench.parallel_step import ParallelModel, ParallelPrompts, ParallelStep, alone_step, devices_of
+from bench.wall import Wall, measure_wall
+
+__all__ = ["CASES", "PROMPTS", "ParallelCase", "main"]
+
+OTHERS = "vllm_two_cards_ms"
+VLLM_STEPS = {("llama-8b", 1, 8192, 0): 3.65, ("llama-8b", 4, 16384, 0): 4.52, ("llama-70b", 1, 8192, 0): 21.0,
+              ("gpt-oss-120b", 1, 4096, 0): 3.94}  # fmt: skip
+VLLM_PROMPTS = {("llama-8b", 2048): 33.5, ("llama-8b", 8192): 130.0, ("llama-8b", 32768): 706.0,
+                ("llama-70b", 2048): 254.0, ("llama-70b", 8192): 1058.0}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ParallelCase:
+    """One measured step of a geometry in `lowlat/tools/bench/geometries.toml`, on so many cards.
+
+    draft_size  cards that a draft model is cut for
+    """
+
+    model: str
+    size: int
+    step: Case
+    draft_size: int = 1
+
+    @property
+    def name(self) -> str:
+        """For instance `llama-8b, 1 x 8K, S=3, 2 cards, draft on 1`."""
+        draft = f", draft on {self.draft_size}" if self.step.num_speculative_tokens and self.size > 1 else ""
+        return f"{self.model}, {self.step.name}, {self.size} cards{draft}"
+
+
+def _cases(*given: tuple[str, Case, tuple[int, ...]]) -> tuple[ParallelCase, ...]:
+    """Each step on all its numbers of cards; one that drafts on several cards with the draft model cut and whole."""
+    found = []
+    for model, step, sizes in given:
+        for size in sizes:
+            drafts = (size, 1) if step.num_speculative_tokens and size > 1 else (size,)
+            found += [ParallelCase(model, size, step, draft) for draft in drafts]
+    return tuple(found)
+
+
+CASES = _cases(
+    ("llama-8b", Case(1, 8192, 0), (1, 2)),
+    ("llama-8b", Case(1, 8192, 3), (1, 2)),
+    ("llama-8b", Case(4, 16384, 0), (1, 2)),
+    ("gpt-oss-120b", Case(1, 4096, 0), (1, 2)),
+    ("gpt-oss-120b", Case(1, 32768, 3), (1, 2)),
+    ("llama-70b", Case(1, 8192, 0), (2,)),
+)
+PROMPTS = (("llama-8b", (1, 2), (2048, 8192)), ("llama-70b", (2,), (2048,)))
+SMALL_CASES = _cases(
+    ("tiny", Case(1, 40, 0), (1, 2)), ("tiny", Case(2, 24, 3), (2,)), ("tiny-experts", Case(1, 40, 0), (2,))
+)
+SMALL_PROMPTS = (("tiny", (1, 2), (300,)),)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every case and write the rows after each; returns 1 if a case failed."""
+    options, begin = _options(arguments), time.perf_counter()
+    device = torch.device(options.device)
+    wall = _wall(device)
+    stamps = {"replays": options.replays, "weights": "random", "wall_gb_per_s": round(wall.gb_per_s, 1)}
+    stamps |= stamps_of(device, options.commit)
+    rows: list[dict[str, Any]] = []
+    for name, row, measure in _work(options, device, wall):
+        start = time.perf_counter()
+        if options.only and not any(part in name for part in options.only):
+            continue
+        if start - begin > options.limit_s:
+            row["skipped"] = f"{options.limit_s:g} s were over"
+        else:
+            try:
+                row |= measure()
+            except Exception as error:  # the other cases are still worth measuring
+                traceback.print_exc()
+                row["error"] = f"{type(error).__name__}: {error}"
+        rows.append({**row, **stamps, "measured_in_s": round(time.perf_counter() - start, 1)})
+        print(json.dumps(rows[-1]), flush=True)
+        write_json(options.out, rows)
+        for each in devices_of(device, options.cards):
+            release(each)
+    return int(any("error" in row for row in rows))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--only", action="append", default=[], help="a part of a case's name; may repeat")
+    parser.add_argument("--cards", type=int, default=2, help="cards at most; cases of more are left out")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no case after so many seconds")
+    parser.add_argument("--replays", type=int, default=300)
+    parser.add_argument("--turn", type=int, default=50, help="replays between resets")
+    parser.add_argument("--runs", type=int, default=5, help="of a prompt")
+    parser.add_argument("--kernels", type=int, default=0, help="kernels to list for each step, those that take most")
+    parser.add_argument("--small", action="store_true", help="tiny models, to try everything")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
+    parser.add_argument("--device", default="cuda:0")
+    return parser.parse_args(arguments)
+
+
+def _wall(device: torch.device) -> Wall:
+    if device.type != "cuda":
+        return Wall(100.0, 0, 0, {})
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        return measure_wall(device)
+
+
+def _work(options: argparse.Namespace, device: torch.device, wall: Wall) -> list[tuple[str, dict[str, Any], Any]]:
+    """The name, the described row and the measurement of every case."""
+    found: list[tuple[str, dict[str, Any], Any]] = []
+    for case in SMALL_CASES if options.small else CASES:
+        if case.size <= options.cards:
+            row = {"model": case.model, "tensor_parallel_size": case.size, **asdict(case.step)}
+            if case.step.num_speculative_tokens:
+                row |= {"draft_tensor_parallel_size": case.draft_size, "imposed_accept_length": case.step.accept_length}
+            key = case.model, *asdict(case.step).values()
+            if case.size == 2 and key in VLLM_STEPS:
+                row[OTHERS] = VLLM_STEPS[key]
+            found.append((case.name, row, lambda case=case: _measure_step(options, case, device, wall)))
+    for model, sizes, lengths in SMALL_PROMPTS if options.small else PROMPTS:
+        for size in sizes:
+            if size <= options.cards:
+                row = {"model": model, "tensor_parallel_size": size, "prompts": list(lengths)}
+                measure: Any = lambda model=model, size=size, lengths=lengths: _measure_prompts(  # noqa: E731
+                    options, model, size, lengths, device
+                )
+                found.append((f"{model}, prompts, {size} cards", row, measure))
+    return found
+
+
+def _measure_step(options: argparse.Namespace, case: ParallelCase, device: torch.device, wall: Wall) -> dict[str, Any]:
+    begin = time.perf_counter()
+    model = ParallelModel(case.model, devices_of(device, case.size), case.draft_size)
+    step = ParallelStep(model, case.step)
+    made_in = time.perf_counter() - begin
+    try:
+        ms: list[float] = []
+        while len(ms) < options.replays:
+            ms += step.times(min(options.turn, options.replays - len(ms)))
+        experts = step.expected_experts()
+        moved = step.bytes(experts)
+        exchanges = step.num_exchanges
+        if options.kernels and device.type == "cuda":
+            print("\n".join(step.list_kernels(options.kernels, wall.gb_per_s)), flush=True)
+    finally:
+        step.close()
+    alone = _alone(options, model, case, device) if exchanges else {}
+    if exchanges:
+        alone["exchanges"] = exchanges
+        alone["exchange_us"] = round(1e3 * (percentile(ms, 50) - alone["alone_ms_p50"]) / exchanges, 3)
+    floor = moved / wall.gb_per_s / 1e6
+    return {
+        "ms_p50": round(percentile(ms, 50), 4),
+        "ms_p99": round(percentile(ms, 99), 4),
+        "floor_ms": round(floor, 4),
+        "over_floor": round(percentile(ms, 50) / floor, 4),
+        "bytes_of_a_card": moved,
+        "expected_experts": experts,
+        **alone,
+        "made_in_s": round(made_in, 1),
+    }
+
+
+def _alone(
+    options: argparse.Namespace, model: ParallelModel, case: ParallelCase, device: torch.device
+) -> dict[str, Any]:
+    """What a rank's work takes without exchanges."""
+    for each in model.devices:
+        release(each)
+    step = alone_step(model, case.step)
+    try:
+        timed = Timed(case.name, step.replay, step.reset)
+        with own_stream(device):
+            round_robin([timed], options.replays, options.turn, device)
+    finally:
+        step.close()
+    return {"alone_ms_p50": round(timed.median, 4)}
+
+
+def _measure_prompts(
+    options: argparse.Namespace, model: str, size: int, lengths: Sequence[int], device: torch.device
+) -> dict[str, Any]:
+    prompts = ParallelPrompts(ParallelModel(model, devices_of(device, size), 1), max(lengths))
+    try:
+        found = {str(length): prompts.times(length, options.runs) for length in lengths}
+    finally:
+        prompts.close()
+    others = {str(length): VLLM_PROMPTS[model, length] for length in lengths if (model, length) in VLLM_PROMPTS}
+    row: dict[str, Any] = {"prompt_ms_p50": {length: round(percentile(ms, 50), 3) for length, ms in found.items()}}
+    return row | ({OTHERS: others} if size == 2 and others else {})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The parts that epilogues of a decode GEMM share: what they are made of, a value's sum, the scales of rows."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowlat.kernels.formats import int4_fragment
+from lowlat.kernels.gemm.decode.plan import PAD, WARPS, DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
+
+__all__ = ["Epilogue", "make_scales", "make_total"]
+
+WHOLE = 1 / int4_fragment.SHARE  # of what sums of INT4 are a share
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The epilogue of a tile: the most values that it gives of a row, and device functions for one of them.
+
+    locate   (tile, index, count) -> row, column, and whether there is such a value
+    begin    load what its end needs beside the sums; nobody waits for it
+    nothing  what `begin` returns, without loading
+    finish   add up the warps' sums, and store the value; with what an epilogue has beside
+    """
+
+    values: int
+    locate: Any
+    begin: Any
+    nothing: Any
+    finish: Any
+
+
+def make_total(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+    """A function: the sum of what the warps have of a value, in their order."""
+    sum_bytes, is_share = plan.sum_bytes, shape.weights.name == "int4"
+
+    @device_function
+    def total_of(area: Any, row: Any, column: Any) -> Any:
+        place = area + (row * uint32(PAD) + column) * uint32(4)
+        total = ptx.load_shared_f32(place)
+        for warp in range(1, WARPS):
+            total = ptx.add_rn(total, ptx.load_shared_f32(place + uint32(warp * sum_bytes)))
+        if is_share:
+            total = ptx.mul_rn(total, float32(WHOLE))
+        return total
+
+    return total_of
+
+
+def make_scales(shape: DecodeGemmShape) -> Any:
+    """A function: the scales of a value's weight row, and of the one 8 below; 1 where rows have none."""
+    scaled = shape.weights.row_scales
+
+    @device_function
+    def load_scales(scales: Any, tile: Any, column: Any, paired: Any) -> Any:
+        """The scales of a value's weight row and, where paired, of the one 8 below."""
+        own, other = float32(1), float32(1)
+        if scaled:
+            place = scales + (tile * 16 + int64(column)) * 4
+            own = ptx.load_global_f32(place)
+            if paired:
+                other = ptx.load_global_f32(place + 32)
+        return own, other
+
+    return load_scales

@@ -1,0 +1,56 @@
+"""The epilogue of a decode GEMM whose inputs are cut for ranks: its sums are exchanged as tiles are finished, and added
+to the residual stream.
+
+A tile is awaited by the warps that finish it, while others multiply on: but for a block's last tiles an exchange hides
+behind the weights. A block finishes its tiles in ascending order, on all ranks: so whoever waits for a tile waits for
+one that waits for none of its own or later ones, however grids are cut.
+"""
+
+from typing import Any
+
+from lowlat.kernels.common.peers.rows import make_add_value
+from lowlat.kernels.gemm.decode.epilogue_parts import Epilogue, make_scales, make_total
+from lowlat.kernels.gemm.decode.plan import DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
+
+__all__ = ["make_exchange_epilogue"]
+
+
+def make_exchange_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Epilogue:
+    """Bias, the sum over ranks, and the residual, rounded to bf16; all but the sum as `ADD` has it."""
+    width, has_bias, scaled = shape.width, shape.bias, shape.weights.row_scales
+    total_of, load_scales, add_value = make_total(shape, plan), make_scales(shape), make_add_value(shape.ranks, width)
+
+    @device_function
+    def locate(tile: Any, index: Any, count: Any) -> Any:
+        row, column = uint32(index >> uint32(4)), uint32(index & uint32(15))
+        return row, column, int64(row) < count and tile * 16 + int64(column) < width
+
+    @device_function
+    def nothing() -> Any:
+        return float32(0), float32(0), float32(1)
+
+    @device_function
+    def begin(
+        tile: Any, row: Any, column: Any, _row_live: Any, bias: Any, residual: Any, _out: Any, _beside: Any,
+        scales: Any,
+    ) -> Any:  # fmt: skip
+        own, at = float32(0), tile * 16 + int64(column)
+        scale, _ = load_scales(scales, tile, column, False)
+        if has_bias:
+            own = ptx.load_global_bf16(bias + at * 2)
+        return own, ptx.load_global_bf16(residual + (int64(row) * width + at) * 2), scale
+
+    @device_function
+    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, out: Any, _totals: Any, beside: Any) -> None:
+        own, old, scale = loaded
+        value, at = total_of(area, row, column), tile * 16 + int64(column)
+        if scaled:
+            value = ptx.mul_rn(value, scale)
+        if has_bias:
+            value = ptx.add_rn(value, own)
+        value = ptx.add_rn(add_value(value, beside, row, at), old)
+        ptx.store_global_u16(out + (int64(row) * width + at) * 2, ptx.bf16_bits(value))
+
+    return Epilogue(16, locate, begin, nothing, finish)
