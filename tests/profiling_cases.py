@@ -4,21 +4,29 @@ as a profiler would have recorded them.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from lowlat import Runtime
+from lowlat.executors.cards.parallel import exchanged_rows
+from lowlat.executors.cards.peers import PeerMemory
+from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.lowering.binding import Binding
 from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
-from lowlat.kernels.toolchain.kernel import H200
+from lowlat.host.loading import build_rank, make_topologies, rank_geometries
+from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.models.target import load_target
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.eagle3.weights import load_draft_model
 from lowlat.tools.profile.recording import Record
 from lowlat.tools.profile.times import CallSite, KernelEvent
+from lowlat.tools.tune.pairs import META, LoweredPrograms, Pair
 
 CPU = torch.device("cpu")
 
@@ -39,6 +47,28 @@ def cover(runtime: Runtime, target: Path, head: Path | None) -> Callable[[Bucket
         return lower(Binding(program, buffers, placed, H200, SharedWorkspace(CPU)))
 
     return groups
+
+
+def cover_ranks(
+    runtime: Runtime, speculative: SpeculativeConfig, size: int, card: Card = H200
+) -> list[SimpleNamespace]:
+    """What a profile asks of the executors of so many ranks, each on a card of its own, in a runtime of one."""
+    topologies = make_topologies(speculative)
+    options = RuntimeConfig(tensor_parallel_size=size)
+    geometries = rank_geometries(runtime.geometry, options, speculative)
+    ranks = [build_rank(each, runtime.ladder, topologies) for each in geometries]
+    rows = exchanged_rows([*ranks[0].programs.values(), *ranks[0].prefills.values()])
+    peers = PeerMemory([torch.device(META.type, number) for number in range(size)], rows)
+    pair = Pair("a pair", runtime.model_config, runtime.speculator)
+    found = []
+    for number, rank in enumerate(ranks):
+        lowered = LoweredPrograms(pair, card, rank.programs.values(), rank.config, RankPlace(number, peers))
+
+        def groups(bucket: Bucket, rank: Any = rank, lowered: LoweredPrograms = lowered) -> tuple[LoweredGroup, ...]:
+            return lowered.groups(rank.programs[bucket], card)
+
+        found.append(SimpleNamespace(device=torch.device("cuda", number), state=runtime.executor.state, groups=groups))
+    return found
 
 
 def recorded(

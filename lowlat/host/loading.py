@@ -20,7 +20,8 @@ from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import Rank, check_positions, make_executor, refuse_ranks, settle_executor
 from lowlat.graphs import Bucket, BucketLadder
-from lowlat.host.memory.plan import check_fits, memory_need, on_one_device
+from lowlat.host.memory.held import HeldMemory, held_memory
+from lowlat.host.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
 from lowlat.host.perf import check_device, check_launches
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
@@ -62,6 +63,7 @@ class Loaded:
 
     codec        the tokenizer; None where the directory has none
     rank_config  the geometry of the first rank's part; the target's own where there is one rank
+    memory       of each device
     """
 
     target: OpenedTarget
@@ -74,6 +76,7 @@ class Loaded:
     choice: DeviceChoice
     speculation_error: str | None
     rank_config: ModelConfig
+    memory: tuple[HeldMemory, ...]
 
     @property
     def takes_grammars(self) -> bool:
@@ -142,7 +145,7 @@ def load(
     own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
     weights = JoinedWeights(target.weights, own)
     devices = rank_devices(choice, len(ranks), options.devices)
-    _check_memory(ranks, weights, choice, devices)
+    needs = _check_memory(ranks, weights, choice, devices)
     watchdog = options.watchdog_factor, options.watchdog_min_s
     executor = make_executor(
         choice, programs, prefills, weights, captured, ranks=ranks, devices=devices, device_loop=options.device_loop,
@@ -155,7 +158,8 @@ def load(
     except LowlatError:
         executor.close()
         raise
-    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error, ranks[0].config)
+    rank_config, memory = ranks[0].config, held_memory(needs, devices)
+    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error, rank_config, memory)
 
 
 def make_ladder(
@@ -178,8 +182,8 @@ def build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping
 
 def _check_memory(
     ranks: Sequence[Rank], weights: JoinedWeights, choice: DeviceChoice, devices: Sequence[torch.device]
-) -> None:
-    """Raise ConfigError where the ranks of a device together do not fit there, naming it."""
+) -> list[MemoryNeed]:
+    """The need of each rank. Raises ConfigError where the ranks of a device together do not fit there, naming it."""
     shapes = weights.shapes()
     needs = [
         memory_need(
@@ -193,6 +197,7 @@ def _check_memory(
     ]
     for device in dict.fromkeys(devices):
         check_fits(on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device]), device)
+    return needs
 
 
 def _build(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, Topology]) -> Program:

@@ -42,8 +42,8 @@ class Runtime:
     """Decodes requests against one target, with speculation where a speculator is loaded.
 
     Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
-    `device_choice` says where it runs and why, `speculation_error` why a draft model is not used, `checks`
-    refuses requests and may be asked by any thread, as may `grammars`, which compiles theirs.
+    `device_choice` says where it runs and why, `memory` what it holds there, `speculation_error` why a draft model is
+    not used; `checks` refuses requests and may be asked by any thread, as may `grammars`, which compiles theirs.
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
@@ -52,7 +52,7 @@ class Runtime:
         self.model_config, self.rank_config = loaded.target.config, loaded.rank_config
         self.ladder = loaded.ladder
         self.executor = loaded.executor
-        self.device_choice = loaded.choice
+        self.device_choice, self.memory = loaded.choice, loaded.memory
         self.speculation_error = loaded.speculation_error
         self.speculator = loaded.geometry.speculator
         self.draft_config = None if self.speculator is None else self.speculator.draft_config
@@ -263,6 +263,7 @@ class Runtime:
             "kv": {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype},
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
+            "memory": [each.to_dict() for each in self.memory],
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **(self._refreshes.report() | self._masks.report()),
             **steps_by_width(self.ladder, self._published.undrafted, self._book.totals().speculation),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lowlat.errors import DeviceError
 from lowlat.executors.cards.peers import PeerMemory, peer_problem
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs.capture import CapturedGraph, capture
@@ -105,13 +106,16 @@ class RankGraphs:
 def measure_exchange(
     devices: Sequence[torch.device], widths: Sequence[int] = WIDTHS, rows: Sequence[int] = ROWS
 ) -> list[ExchangeTime]:
-    """The times of exchanges among ranks on these cards. Raises ConfigError where they do not reach each other."""
+    """The times of exchanges among ranks on these cards.
+
+    Raises ConfigError where they do not reach each other, DeviceError where one waited for another in vain.
+    """
     graphs, found = RankGraphs(devices, dict.fromkeys(widths, max(rows))), []
     for width in widths:
         for count in rows:
             found.append(_measure(graphs, count, width))
     if (problem := graphs.peers.problem()) is not None:
-        raise RuntimeError(problem)
+        raise DeviceError(problem)
     return found
 
 

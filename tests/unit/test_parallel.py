@@ -4,6 +4,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,11 @@ from lowlat.executors.cards.peers import PeerMemory, peer_problem
 from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import GraphExecutor, _Addresses
-from lowlat.executors.make import refuse_ranks
+from lowlat.executors.make import Rank, refuse_ranks
 from lowlat.graphs import Bucket, Role
+from lowlat.host import loading
+from lowlat.host.memory import plan
+from lowlat.host.memory.held import held_memory
 from lowlat.kernels.common.peers.words import HOST_GAVE_UP
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.models.rank_weights import rank_weights
@@ -91,7 +95,32 @@ def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_exchange_by(n
         executor.close()
 
 
-class Rank:
+def test_a_full_card_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each card by the part of the model that it gets; then what all hold is told by card."""
+    pair = make_named("llama", tmp_path)
+    configs = rank_configs(pair.geometry.config, 2)
+    topology = pair.topologies[0]
+    ranks = [
+        Rank(config, {BUCKET: build_step(replace(pair.geometry, config=config), BUCKET, topology)}, {})
+        for config in configs
+    ]
+    weights: Any = SimpleNamespace(shapes=lambda: pair.source, arena_bytes=0, made_bytes=0)
+    cards, choice = [torch.device("cuda", 0), torch.device("cuda", 1)], DeviceChoice(CPU, "reference", "a test")
+    free = {"cpu": 1 << 40, "cuda:0": 1 << 40, "cuda:1": 1 << 40}
+    monkeypatch.setattr(plan, "available_bytes", lambda device: free[str(device)])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[str(device)], 1 << 41))
+    needs = loading._check_memory(ranks, weights, choice, cards)
+    first, second = (each.to_dict() for each in held_memory(needs, cards))
+    assert (first["device"], first["ranks"], second["device"], second["ranks"]) == ("cuda:0", [0], "cuda:1", [1])
+    assert first["weights_bytes"] == needs[0].weights_bytes > 0 and first["free_bytes"] == 1 << 40
+    (shared,) = (each.to_dict() for each in held_memory(needs, [CPU, CPU]))
+    assert shared["ranks"] == [0, 1] and shared["kv_bytes"] == first["kv_bytes"] + second["kv_bytes"]
+    free["cuda:1"] = needs[1].total_bytes - 1
+    with pytest.raises(ConfigError, match=r"GiB are needed on cuda:1 .* lower max_batch, max_context"):
+        loading._check_memory(ranks, weights, choice, cards)
+
+
+class StandIn:
     """An executor whose device fails, or never ends, when it is told to; its ring shows `published` steps."""
 
     def __init__(self, number: int, log: list[str]) -> None:
@@ -144,7 +173,7 @@ def test_what_one_rank_fails_by_all_end_by(how: str) -> None:
     log: list[str] = []
     peers = PeerMemory([CPU] * 2, {64: 1})
     peers.channel(0, 64)
-    made: Any = lambda number, leader: Rank(number, log)  # noqa: E731
+    made: Any = lambda number, leader: StandIn(number, log)  # noqa: E731
     executor = parallel.ParallelExecutor(made, peers)
     assert int(peers.abort[0]) == 0
     executor.step(Bucket(1, 1, 0))
@@ -172,7 +201,7 @@ def test_what_one_rank_fails_by_all_end_by(how: str) -> None:
 def test_the_host_waits_for_every_rank_before_it_writes_for_what_follows() -> None:
     log: list[str] = []
     peers = PeerMemory([CPU] * 4, {64: 1})
-    made: Any = lambda number, leader: Rank(number, log)  # noqa: E731
+    made: Any = lambda number, leader: StandIn(number, log)  # noqa: E731
     executor: Any = parallel.ParallelExecutor(made, peers)
     executor.ranks[2].published = 5
     executor.wait_for_ranks(5)

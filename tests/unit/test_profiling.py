@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from profiling_cases import CPU, cover, record_of, recorded
+from profiling_cases import CPU, cover, cover_ranks, record_of, recorded
 from tiny_models import make_target, mxfp4_target
 
 from lowlat import Runtime, SpeculativeConfig
@@ -20,6 +21,7 @@ from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import Bucket
 from lowlat.kernels.formats import FORMATS
+from lowlat.kernels.toolchain.kernel import H200
 from lowlat.models.program import Stage
 from lowlat.tools.profile import recording as profiling
 from lowlat.tools.profile import wall as profiling_wall
@@ -303,6 +305,47 @@ def test_steps_are_those_that_were_recorded(covered: Covered, monkeypatch: pytes
         assert runtime.metrics(name).completion_tokens == lengths[name] - room.prompt_length
     values = json.loads(json.dumps(profile.to_dict(), allow_nan=False))
     assert values["step_us"] == pytest.approx(10.0 * values["num_launches"])
+    assert profile.cards == () and "cards" not in values and "exchange" not in values
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_every_rank_tells_what_it_exchanges(fused: bool, covered: Covered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GEMMs that exchange their sums as they finish, or launches of their own; and waits for the other one."""
+    runtime, _ = covered
+    bucket = runtime.scheduler.ladder.choose(1, 2)
+    config = SpeculativeConfig(model=bundled("head"), num_speculative_tokens=2)
+    ranks = cover_ranks(runtime, config, 2, replace(H200, is_shared=not fused))
+    monkeypatch.setattr(runtime.executor, "ranks", ranks, raising=False)
+    groups = ranks[0].groups(bucket)
+    exchanges = [op for group in groups for op in group.ops if op.kind == "gather_ranks"]
+    named: list[list[str]] = []
+
+    def record(run: Callable[[], None], devices: Any) -> list[list[KernelEvent]]:
+        assert devices == [torch.device("cuda", 0), torch.device("cuda", 1)]
+        found = []
+        for rank, us in zip(ranks, (10.0, 12.0), strict=True):
+            one = record_of(rank.groups, bucket, profiling.LEAD + 2)(lambda: None, devices[:1])[0]
+            found.append([replace(event, start_us=us * event.start_us, end_us=us * event.end_us) for event in one])
+            named.append([event.name for event in one])
+        run()
+        return found
+
+    lengths = profiling.start_decoding(runtime, profiling.random_prompts(90, 1, 20), 60)
+    profile = profiling.profile_steps(runtime, lengths, 2, None, record)
+    first, second = profile.cards
+    exchange = profile.summary.exchange
+    assert exchange is not None and (first.device, second.device) == ("cuda:0", "cuda:1")
+    assert exchange.num_launches + exchange.num_fused == len(exchanges) + 1  # and the commands
+    products = sum(group.name == "gemm+exchange" for group in groups)
+    assert exchange.num_fused == products and (products > 0) == fused
+    alone = sum("::exchange" in name or "::forward_commands" in name for name in named[0]) // (profiling.LEAD + 2)
+    assert exchange.num_launches == alone
+    assert exchange.time_us == pytest.approx(100.0 * alone) == first.exchange_us
+    assert second.exchange_us == pytest.approx(1.2 * first.exchange_us)
+    assert second.fused_us == pytest.approx(1.2 * exchange.fused_us)
+    values = json.loads(json.dumps(profile.to_dict(), allow_nan=False))
+    assert [each["device"] for each in values["cards"]] == ["cuda:0", "cuda:1"]
+    assert values["exchange"]["num_fused"] == exchange.num_fused
 
 
 def test_a_request_that_ends_is_an_error(covered: Covered) -> None:

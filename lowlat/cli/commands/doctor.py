@@ -122,7 +122,11 @@ def _peer_rows(peers: dict[str, Any]) -> list[list[str]]:
     return [
         ["cards", f"{peers['cards']}, each reaches all others"],
         *(
-            [f"exchange, {each['rows']} x {each['width']}", f"{each['add_us']} us, {each['local_us']} us without"]
+            [
+                f"exchange of {each['rows']} x {each['width']}, {each['ranks']} ranks",
+                f"{each['add_us']} us with the residual added, {each['norm_us']} us normed, too: that takes "
+                f"{each['local_us']} us where nothing is exchanged",
+            ]
             for each in peers["exchange"]
         ),
         *([f"copies, {pair}", f"{speed} GB/s"] for pair, speed in peers["write_gb_s"].items()),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.connecting import connected, server_options
+from lowlat.cli.console import format_bytes
 from lowlat.cli.options import as_json
 from lowlat.errors import ServerGone
 from lowlat.ipc import Client
@@ -107,6 +108,7 @@ def render(stats: dict[str, Any], endpoint: str) -> "RenderableType":
     kv = engine.get("kv")
     if kv:
         parts.append(_kv(kv))
+    parts += [_memory(each) for each in engine.get("memory", ())]
     speculation = engine.get("eagle_speculation")
     if speculation:
         parts.append(_acceptance(speculation))
@@ -161,6 +163,18 @@ def _kv(kv: dict[str, Any]) -> "RenderableType":
         f"KV        {_bar(used / total)} {used}/{total} blocks, {kv['num_evictable']} reusable; "
         f"{hits:.0%} of prompt tokens reused"
     )
+
+
+def _memory(held: dict[str, Any]) -> "RenderableType":
+    """What a device held when all was loaded; nothing is allocated behind that."""
+    from rich.text import Text
+
+    total, free = held["total_bytes"], held["free_bytes"]
+    other = held["state_bytes"] + held["scratch_bytes"] + held["prefill_bytes"]
+    parts = {"weights": held["weights_bytes"], "KV": held["kv_bytes"], "other": other}
+    shown = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items())
+    use = "" if total is None else f"{_bar(1 - free / total)} {format_bytes(total - free)}/{format_bytes(total)} "
+    return Text(f"memory    {held['device']} {use}{shown}" + (f"; {format_bytes(free)} free" if free else ""))
 
 
 def _acceptance(speculation: dict[str, Any]) -> "RenderableType":

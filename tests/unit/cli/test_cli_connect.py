@@ -241,6 +241,11 @@ def test_top_shows_slots_and_acceptance(capsys: pytest.CaptureFixture[str]) -> N
     }
     engine = {"device": "cuda:0", "slots": [slot], "eagle_speculation": speculation}
     engine["specpv"] = {"lossy": True, "partial_steps": 77, "refreshes": 3}
+    held = {"ranks": [0], "weights_bytes": 40 << 30, "kv_bytes": 12 << 30, "state_bytes": 1 << 30} | {
+        "scratch_bytes": 1 << 30, "prefill_bytes": 0, "free_bytes": 20 << 30, "total_bytes": 80 << 30
+    }  # fmt: skip
+    full = {**held, "device": "cuda:1", "ranks": [1], "free_bytes": 0}
+    engine["memory"] = [{**held, "device": "cuda:0"}, full]
     stats = {"model": "m", "num_slots": 2, "uptime_s": 3700.0, "inter_token_ms": times, "engine": engine}
     Console(width=100).print(render({**stats, "refusals": {"busy": 3}}, "ipc:///x"))
     shown = capsys.readouterr().out
@@ -248,6 +253,9 @@ def test_top_shows_slots_and_acceptance(capsys: pytest.CaptureFixture[str]) -> N
     assert "SpecPV    lossy: 77 partial steps" in shown
     assert all(part in shown for part in parts), shown
     assert "draft 3" not in shown
+    rows = [line for line in shown.splitlines() if line.startswith("memory")]
+    assert len(rows) == 2 and "cuda:0" in rows[0] and "cuda:1" in rows[1]
+    assert "60.00 GiB/80.00 GiB" in rows[0] and "20.00 GiB free" in shown and "80.00 GiB/80.00 GiB" in rows[1]
     Console(width=100).print(render({}, "ipc:///x"))  # a server of another version may say less
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from cli_calls import answer, lowlat, refusal
 from tiny_dflash import MASK, dflash_draft_model
 from tiny_models import PairPaths, copying_draft_model, make_target
 
+from lowlat.cli import environment
 from lowlat.cli.options import bundled
 from lowlat.cli.reports.shifts import ShiftResult, read_prompts, unshifted_is_best
 from lowlat.errors import ConfigError
+from lowlat.executors.devices import DeviceChoice
+from lowlat.tools import exchange_times
 
 BUSY_MACHINE = 4  # times slower than an idle one
 
@@ -113,6 +117,46 @@ def test_doctor_environment() -> None:
     assert found["device"]["reason"] and found["healthy"] is True
     assert "capture_shifts" not in found
     assert "go together" in refusal("doctor", "--head", "x")
+
+
+@pytest.fixture
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cards that are not there; what is measured on them is made up."""
+    facts = SimpleNamespace(name="A Card", major=9, minor=0, total_memory=80 << 30)
+    monkeypatch.setattr("lowlat.executors.devices.nvidia_card_present", lambda: True)
+    for name, value in (("is_available", True), ("device_count", 2), ("get_device_properties", facts)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(exchange_times, "peer_problem", lambda devices: None)
+    monkeypatch.setattr(
+        environment, "choose_device", lambda *_: DeviceChoice(torch.device("cuda", 0), "graph", "a test")
+    )
+
+    def measure(devices: list[torch.device], widths: Any, rows: Any) -> list[exchange_times.ExchangeTime]:
+        assert [device.index for device in devices] == [0, 1]
+        return [exchange_times.ExchangeTime(2, count, width, 4.25, 5.5, 2.0) for width in widths for count in rows]
+
+    monkeypatch.setattr(exchange_times, "measure_exchange", measure)
+    monkeypatch.setattr(exchange_times, "measure_writes", lambda one, other: 100.0 + other.index)
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_doctor_shows_how_two_cards_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = answer("doctor", "--environment-only", "--json")["peers"]
+    assert (peers["cards"], peers["problem"]) == (2, None)
+    assert peers["write_gb_s"] == {"cuda:0 to cuda:1": 101.0, "cuda:1 to cuda:0": 100.0}
+    assert [(each["ranks"], each["rows"], each["norm_us"]) for each in peers["exchange"]] == [
+        (2, n, 5.5) for n in (1, 4, 8)
+    ]
+    shown = lowlat("doctor", "--environment-only").stdout
+    parts = (
+        *("GPU 1", "2, each reaches all others", "exchange of 4 x 4096, 2 ranks", "copies, cuda:1 to cuda:0"),
+        "4.25 us with the residual added, 5.5 us normed, too: that takes 2.0 us where nothing is exchanged",
+    )
+    assert all(part in shown for part in parts), shown
+    monkeypatch.setattr(exchange_times, "peer_problem", lambda devices: "cuda:1 cannot reach the memory of cuda:0")
+    found = answer("doctor", "--environment-only", "--json")["peers"]
+    assert found["exchange"] == [] and found["write_gb_s"] == {}
+    assert "cuda:1 cannot reach the memory of cuda:0" in lowlat("doctor", "--environment-only").stdout
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from cli_calls import answer, lowlat, refusal
-from profiling_cases import CPU, cover, record_of
+from profiling_cases import CPU, cover, cover_ranks, record_of
 
 from lowlat import Runtime
 from lowlat.cli import running
@@ -20,10 +20,15 @@ SMALL = ("profile", "--context", 20, "--steps", 2)
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A card that is not there: the steps run on the CPU, their kernels are recorded as if they had been launched."""
-    monkeypatch.setattr(profiling, "choose_card", lambda device, executor: DeviceChoice(CPU, executor, "a test"))
+    seen: dict[str, Any] = {}
+
+    def choose(device: str, executor: str) -> DeviceChoice:
+        seen["card"] = device
+        return DeviceChoice(CPU, executor, "a test")
+
+    monkeypatch.setattr(profiling, "choose_card", choose)
     monkeypatch.setattr(profiling, "card_wall", lambda device: 4500.0)
     monkeypatch.setattr(profiling, "card_name", lambda device: "A Card")
-    seen: dict[str, Any] = {}
     load = running.load_runtime
 
     def load_on_cpu(model: Path, speculative: Any, max_context: int, **options: Any) -> Runtime:
@@ -32,6 +37,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         groups = cover(runtime, model, None if speculative is None else Path(speculative.model))
         bucket = runtime.ladder.choose(options["max_batch"], runtime.num_speculative_tokens)
         seen["num_launches"] = sum(len(group.calls) for group in groups(bucket))
+        size = options.get("tensor_parallel_size", 1)
+        if size > 1:
+            ranks = cover_ranks(runtime, speculative, size)
+            groups = ranks[0].groups
+            monkeypatch.setattr(runtime.executor, "ranks", ranks, raising=False)
         monkeypatch.setattr(runtime.executor, "groups", groups, raising=False)
         monkeypatch.setattr(profiling, "record_kernels", record_of(groups, bucket, profiling.LEAD + 2))
         return runtime
@@ -94,6 +104,20 @@ def test_json_is_the_whole_profile(card: dict[str, Any]) -> None:
     assert sum(row["num_launches"] for row in found["kernels"]) == found["num_launches"] == card["num_launches"]
     assert found["idle"]["between_us"] == pytest.approx(25.0)
     assert card["max_batch"] == 2 and card["speculative"].num_speculative_tokens == 1
+
+
+def test_of_several_cards_each_tells_what_it_exchanges(card: dict[str, Any]) -> None:
+    shown = lowlat(*SMALL, "--tensor-parallel", 2, "--devices", "2,3")
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("target on 2 x A Card, graph executor: ")
+    place = next(number for number, line in enumerate(lines) if line.startswith("what cards exchange"))
+    rows = [line.split() for line in lines[place:] if line.split()[:1] in (["cuda:0"], ["cuda:1"])]
+    assert len(rows) == 2 and all(float(cell) > 0 for row in rows for cell in row[1:4])
+    assert (card["card"], card["tensor_parallel_size"], card["devices"]) == ("cuda:2", 2, (2, 3))
+    found = answer(*SMALL, "--tensor-parallel", 2, "--json")
+    assert found["tensor_parallel_size"] == 2 and len(found["cards"]) == 2
+    assert found["cards"][0]["exchange_us"] == pytest.approx(found["exchange"]["time_us"])
 
 
 def test_trace_is_written(card: dict[str, Any], tmp_path: Path) -> None:

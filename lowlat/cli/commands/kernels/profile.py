@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table, progress_bar
-from lowlat.cli.options import DIRECTORY, as_json, bundled, speculation_options, speculative_config
+from lowlat.cli.options import DIRECTORY, as_json, bundled, record_options, speculation_options, speculative_config
 from lowlat.errors import ConfigError
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import display_name
 
 if TYPE_CHECKING:
     from lowlat.executors.devices import DeviceChoice
-    from lowlat.tools.profile.recording import Profile
+    from lowlat.tools.profile.recording import CardRow, Profile
+    from lowlat.tools.profile.report import Summary
 
 __all__ = ["command"]
 
 SHOWN_KERNELS = 12
 STAGE_COLUMNS = ("stage", "us a step", "share", "launches", "bytes", "GB/s", "of the wall", "")
+CARD_COLUMNS = ("card", "us a step", "exchanges alone, us", "products that exchange, us", "idle")
 KERNEL_COLUMNS = ("kernel", "stage", "us a step", "share", "launches", "us each, overlaps included", "of the wall")
 
 
@@ -37,6 +39,7 @@ KERNEL_COLUMNS = ("kernel", "stage", "us a step", "share", "launches", "us each,
 @click.option("--steps", type=click.IntRange(1, 1000), default=10, show_default=True, help="Steps to record.")
 @click.option("--trace", type=DIRECTORY, metavar="FILE", help="Write the steps as a trace for ui.perfetto.dev.")
 @click.option("--device", default=RuntimeConfig.device, show_default=True, help="auto, cuda or cuda:N.")
+@record_options(RuntimeConfig, "tensor_parallel_size", "devices")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "bfloat16"]),
@@ -57,12 +60,14 @@ def command(model: Path | None, trace: Path | None, json_output: bool, **values:
 
     Prompts are random tokens: their text means nothing. A stage's time is by how much its kernels move on the latest
     end so far, so that stages add up to the step although kernels overlap. The wall is what the card's memory
-    delivers to a kernel that only reads, measured in the same run.
+    delivers to a kernel that only reads, measured in the same run. Of several cards (--tensor-parallel) stages and
+    kernels are the first one's, and a table has what each exchanges.
     """
     from lowlat.tools.profile.recording import choose_card
 
     speculative = speculative_config(values, bundled("head") if model is None else None)
-    card = choose_card(values["device"], values["executor"])
+    named = values["devices"]
+    card = choose_card(f"cuda:{named[0]}" if named else values["device"], values["executor"])
     if trace is not None and not trace.resolve().parent.is_dir():
         raise ConfigError(f"the trace cannot be written: there is no directory {trace.resolve().parent}")
     profile, conditions = _profile(bundled("target") if model is None else model, speculative, card, values)
@@ -103,7 +108,8 @@ def _profile(
             err=True,
         )
     wall = profiling.card_wall(card.device)
-    options = {name: values[name] for name in ("device", "dtype", "executor")}
+    wanted = ("device", "dtype", "executor", "tensor_parallel_size", "devices")
+    options = {name: values[name] for name in wanted if values[name] not in (None, ())}
     with load_runtime(model, speculative, room.max_context, max_batch=values["batch"], **options) as runtime:
         prompts = profiling.random_prompts(config.vocab_size, values["batch"], room.prompt_length)
         with progress_bar("prefill") as update:
@@ -114,13 +120,30 @@ def _profile(
         "device": str(card.device),
         "card": profiling.card_name(card.device),
         "executor": values["executor"],
+        "tensor_parallel_size": options.get("tensor_parallel_size", 1),
         "wall_gb_per_s": wall,
     }
     return profile, conditions
 
 
 def _show(profile: "Profile", conditions: dict[str, Any]) -> None:
-    summary, contexts = profile.summary, profile.contexts
+    _show_stages(profile, conditions)
+    _show_kernels(profile.summary)
+    if profile.cards:
+        _show_cards(profile.cards)
+    summary, idle = profile.summary, profile.summary.idle
+    click.echo(
+        "bytes: weights, of experts those chosen, keys and values that must be read; "
+        f"wall: {conditions['wall_gb_per_s']:.0f} GB/s\n"
+        f"steps took {summary.min_step_us:.1f} to {summary.max_step_us:.1f} us on the device; without the profiler "
+        f"{profile.host_us:.1f} us by the host's clock, its own work included\n"
+        f"idle: no kernel ran for {idle.share:.1%} of {idle.span_us:.0f} us; between steps {idle.between_us:.0f} us, "
+        f"within them {max(0.0, idle.idle_us - idle.between_us):.0f} us"
+    )
+
+
+def _show_stages(profile: "Profile", conditions: dict[str, Any]) -> None:
+    summary, contexts, size = profile.summary, profile.contexts, conditions["tensor_parallel_size"]
     rows = [
         (
             str(row.stage),
@@ -139,11 +162,15 @@ def _show(profile: "Profile", conditions: dict[str, Any]) -> None:
         *(_number(summary.gb_per_s, ".0f"), _number(summary.share_of_wall, ".1%"), ""),
     )
     around = f"{min(contexts)}" if min(contexts) == max(contexts) else f"{min(contexts)} to {max(contexts)}"
+    cards = conditions["card"] if size == 1 else f"{size} x {conditions['card']}"
     title = (
-        f"{conditions['model']} on {conditions['card']}, {conditions['executor']} executor: {profile.bucket}, "
+        f"{conditions['model']} on {cards}, {conditions['executor']} executor: {profile.bucket}, "
         f"context {around}, means over {summary.num_steps} steps"
     )
     print_table(title, STAGE_COLUMNS, _to_the_right([*rows, total], 1, 7))
+
+
+def _show_kernels(summary: "Summary") -> None:
     kernels = [
         (
             row.kernel,
@@ -159,15 +186,15 @@ def _show(profile: "Profile", conditions: dict[str, Any]) -> None:
     left = len(summary.kernels) - len(kernels)
     more = f"; {left} more with --json" if left else ""
     print_table(f"kernels that take most{more}", KERNEL_COLUMNS, _to_the_right(kernels, 2, 7))
-    idle = summary.idle
-    click.echo(
-        "bytes: weights, of experts those chosen, keys and values that must be read; "
-        f"wall: {conditions['wall_gb_per_s']:.0f} GB/s\n"
-        f"steps took {summary.min_step_us:.1f} to {summary.max_step_us:.1f} us on the device; without the profiler "
-        f"{profile.host_us:.1f} us by the host's clock, its own work included\n"
-        f"idle: no kernel ran for {idle.share:.1%} of {idle.span_us:.0f} us; between steps {idle.between_us:.0f} us, "
-        f"within them {max(0.0, idle.idle_us - idle.between_us):.0f} us"
-    )
+
+
+def _show_cards(cards: "Sequence[CardRow]") -> None:
+    times = [(each.step_us, each.exchange_us, each.fused_us) for each in cards]
+    rows = [
+        (each.device, *(f"{us:.1f}" for us in row), f"{each.idle_share:.1%}")
+        for each, row in zip(cards, times, strict=True)
+    ]
+    print_table("what cards exchange, waits for slower ones included", CARD_COLUMNS, _to_the_right(rows, 1, 5))
 
 
 def _to_the_right(rows: Sequence[tuple[str, ...]], first: int, end: int) -> list[tuple[str, ...]]:
