@@ -112,7 +112,7 @@ class CompileOnly:
             minor=self.card.capability[1], L2_cache_size=50 * 2**20,
         )  # fmt: skip
         answers: dict[str, Any] = {
-            "is_available": True, "device_count": 1, "get_device_capability": self.card.capability,
+            "is_available": True, "device_count": 2, "get_device_capability": self.card.capability,
             "get_device_properties": facts, "get_device_name": self.name, "mem_get_info": (139 * GIB, 140 * GIB),
             "current_stream": Idle(), "cudart": Idle(), "memory_stats": {},
         }  # fmt: skip
@@ -135,8 +135,9 @@ class CompileOnly:
 
         card = tuned_card(self.name, self.card, None)
 
-        def made(self: Any, device: torch.device, _: Any = None) -> None:
-            self.device, self.capability, self.card, self._loaded = device, card.capability, card, {}
+        def made(self: Any, device: torch.device, _: Any = None, *, is_shared: bool = False) -> None:
+            self.device, self.capability, self._loaded = device, card.capability, {}
+            self.card = replace(card, is_shared=is_shared)
 
         def prepare(_: Any, call: Any) -> Any:
             self.record(call)
@@ -154,16 +155,19 @@ class CompileOnly:
 
     def _pretend_executors(self) -> None:
         from lowlat.executors import graph, kernel_executor, make
-        from lowlat.executors.reference import ReferenceExecutor
+        from lowlat.executors.cards import peers
         from lowlat.host import loading, runtime
 
         make_executor, submit = make.make_executor, runtime.Runtime.submit
 
         def recorded(choice: Any, programs: Any, prefills: Any, weights: Any, *args: Any, **options: Any) -> Any:
+            here = replace(choice, device=torch.device("cpu"))
             if choice.has_kernels:
-                here = replace(choice, device=torch.device("cpu"))
-                make_executor(here, programs, prefills, weights, *args, **options)
-            return ReferenceExecutor(programs, prefills, weights, torch.device("cpu"))
+                devices, places = [here.device] * len(options["devices"]), options["devices"]
+                self._patch.setattr(peers, "_places", lambda _: [("cpu", place.index or 0) for place in places])
+                make_executor(here, programs, prefills, weights, *args, **{**options, "devices": devices})
+            slow = replace(here, executor="reference")
+            return make_executor(slow, programs, prefills, weights, ranks=options["ranks"])
 
         def shortened(itself: Any, prompt: Any, params: Any = None, *args: Any, **options: Any) -> Any:
             params = params and replace(params, max_tokens=min(params.max_tokens, MOST_TOKENS), min_tokens=0)

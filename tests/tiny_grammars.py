@@ -1,6 +1,7 @@
 """Grammars over token ids for tests: deterministic automata that implement `GrammarState`."""
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -90,6 +91,22 @@ class Breaking(Automaton):
         super().fill(tokens, parents, masks)
         if len(self.asked) > self.n:
             raise RequestError(f"call {self.n} fails")
+
+
+class Slow(Automaton):
+    """An automaton whose masks come late, longer after the launch than the step takes, and so does what it forces."""
+
+    def fill(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
+        """See `GrammarState`."""
+        super().fill(tokens, parents, masks)
+        if len(self.taken) % 5 == 0:
+            time.sleep(0.02)
+
+    def forced(self, limit: int) -> list[int]:
+        """See `Automaton`."""
+        if len(self.taken) % 7 == 0:
+            time.sleep(0.02)
+        return super().forced(limit)
 
 
 def random_edges(seed: int, vocab_size: int, num_states: int = 12, most: int = 9, forced: float = 0.3) -> Edges:

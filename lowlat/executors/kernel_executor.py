@@ -258,6 +258,10 @@ class KernelExecutor(ABC):
         """Whether the device has failed or hangs: it is waited for no more."""
         return self._failed
 
+    def give_up(self) -> None:
+        """Treat the device as failed: another rank's has, and the process must end."""
+        self._failed = True
+
     def settle(self, until: float) -> None:
         """Wait for what was started, until a time of the monotonic clock; what then still runs counts as hung."""
         while not self._failed:

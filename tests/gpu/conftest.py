@@ -1,5 +1,6 @@
 """What tests on a card share: their marker, and the launchers that run kernels there."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def launcher() -> Launcher:
     """One launcher for all tests of a module."""
     return Launcher(torch.device("cuda", 0))
+
+
+@pytest.fixture(params=["one card", "two cards"])
+def rank_cards(request: pytest.FixtureRequest) -> Iterator[list[torch.device]]:
+    """The cards of two ranks: the first one for both, or the first two."""
+    cards = [torch.device("cuda", 0), torch.device("cuda", int(request.param == "two cards"))]
+    if cards[1].index >= torch.cuda.device_count():
+        pytest.skip(f"needs two CUDA devices, and {torch.cuda.device_count()} is there")
+    yield cards
+    for card in cards:
+        torch.cuda.synchronize(card)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Ranks that exchange rows on one card, each in a stream of its own: bits, order, and waits that end."""
+"""Ranks that exchange rows, on one card and on two, each in a stream of its own: bits, order, and waits that end."""
 
 import time
 
@@ -12,28 +12,33 @@ from lowlat.kernels.rows import exchange
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.tools.exchange_times import RankGraphs
 
-CARD = torch.device("cuda", 0)
+pytestmark = pytest.mark.timeout(120)
 BF16, F32 = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(("count", "width", "rows"), [(2, 4096, 1), (2, 2880, 300), (4, 8192, 8), (8, 64, 5)])
-def test_replayed_exchanges_have_the_bits_of_the_tree(count: int, width: int, rows: int) -> None:
-    """Many in a graph, replayed with new numbers: words of another exchange would show."""
-    graphs = RankGraphs([CARD] * count, {width: rows})
+def test_replayed_exchanges_have_the_bits_of_the_tree(
+    count: int, width: int, rows: int, rank_cards: list[torch.device]
+) -> None:
+    """Many in a graph, replayed with new numbers: words of another exchange would show. Half of the ranks on a card."""
+    devices = [rank_cards[rank * 2 // count] for rank in range(count)]
+    graphs = RankGraphs(devices, {width: rows})
     scales = torch.logspace(-2, 2, count)
-    parts = [torch.zeros(rows, width, device=CARD) for _ in range(count)]
-    a, weight, live = torch.randn(rows, width).to(BF16).to(CARD), weights(width).to(CARD), flags(rows).to(CARD)
+    a, weight, live = torch.randn(rows, width).to(BF16), weights(width), flags(rows)
+    parts = [torch.zeros(rows, width, device=device) for device in devices]
+    given = [[tensor.to(device) for tensor in (a, weight, live)] for device in devices]
     outs = [
-        [poison(count, rows, width, dtype=F32).to(CARD), *(poison(rows, width).to(CARD) for _ in range(3))]
-        for _ in range(count)
+        [poison(count, rows, width, dtype=F32).to(device), *(poison(rows, width).to(device) for _ in range(3))]
+        for device in devices
     ]
 
     def calls(rank: int) -> list[KernelCall]:
         channel, whole = graphs.peers.channel(rank, width), graphs.peers.channel(rank, width, whole=True)
         gathered, added, total, normed = outs[rank]
-        norm = exchange.exchange_add_norm(parts[rank], a, weight, live, channel=whole, total=total, out=normed, eps=EPS)
+        own, *norms = given[rank]
+        norm = exchange.exchange_add_norm(parts[rank], own, *norms, channel=whole, total=total, out=normed, eps=EPS)
         return [
-            *exchange.exchange_add(parts[rank], a, channel=channel, total=added),
+            *exchange.exchange_add(parts[rank], own, channel=channel, total=added),
             *exchange.gather_ranks(parts[rank], channel=channel, out=gathered),
             *norm,
         ] * 5
@@ -43,25 +48,27 @@ def test_replayed_exchanges_have_the_bits_of_the_tree(count: int, width: int, ro
         fresh = [torch.randn(rows, width) * scale for scale in scales]
         for part, numbers in zip(parts, fresh, strict=True):
             part.copy_(numbers)
-        torch.cuda.synchronize()
+        for card in rank_cards:
+            torch.cuda.synchronize(card)
         graphs.start(captured)
         graphs.wait()
-        total = (a.cpu().float() + tree_sum(fresh)).to(BF16)
-        normed = torch.where(live.cpu()[:, None] != 0, canonical_norm(total, weight.cpu(), EPS), 0)
+        total = (a.float() + tree_sum(fresh)).to(BF16)
+        normed = torch.where(live[:, None] != 0, canonical_norm(total, weight, EPS), 0)
         for found in outs:
             assert torch.equal(found[0].cpu(), torch.stack(fresh))
             for tensor, wanted in zip(found[1:], (total, total, normed), strict=True):
-                assert same_bits(tensor, wanted)
+                assert same_bits(tensor.cpu(), wanted)
     assert graphs.peers.problem() is None
 
 
-def test_the_host_ends_a_wait_for_a_rank_that_never_comes() -> None:
-    graphs, part = RankGraphs([CARD] * 2, {64: 1}), torch.randn(1, 64, device=CARD)
-    out = part.clone()
+def test_the_host_ends_a_wait_for_a_rank_that_never_comes(rank_cards: list[torch.device]) -> None:
+    graphs, parts = RankGraphs(rank_cards, {64: 1}), [torch.randn(1, 64, device=card) for card in rank_cards]
+    outs = [part.clone() for part in parts]
     captured = graphs.capture(
-        lambda rank: exchange.exchange(part, channel=graphs.peers.channel(rank, 64), out=out) * 1000
+        lambda rank: exchange.exchange(parts[rank], channel=graphs.peers.channel(rank, 64), out=outs[rank]) * 1000
     )
-    torch.cuda.synchronize()
+    for card in rank_cards:
+        torch.cuda.synchronize(card)
     graphs.start(captured[:1])
     time.sleep(0.05)
     with graphs.on_rank(0):
@@ -71,4 +78,4 @@ def test_the_host_ends_a_wait_for_a_rank_that_never_comes() -> None:
         torch.cuda.current_stream().synchronize()
     assert time.monotonic() - start < 1.0
     assert int(graphs.peers.abort[0]) == HOST_GAVE_UP
-    assert bool(out.isnan().all())
+    assert bool(outs[0].isnan().all())

@@ -2,15 +2,14 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from recording import prompt_of, run_all
 from selection_cases import Memory, best_pairs, make_world
-from tiny_grammars import Automaton, Breaking, Edges, accepts, random_edges, submit_with
+from tiny_grammars import Automaton, Breaking, Edges, Slow, accepts, random_edges, submit_with
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -25,20 +24,6 @@ OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 512, "block_size": 16,
 WIDE, NARROW = random_edges(3, 97, num_states=5, most=70, forced=0.0), random_edges(1, 97)
 MODES: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9}]
 BUSHY = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
-
-
-class Slow(Automaton):
-    """An automaton whose masks come late, longer after the launch than the step takes, and so does what it forces."""
-
-    def fill(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
-        super().fill(tokens, parents, masks)
-        if len(self.taken) % 5 == 0:
-            time.sleep(0.02)
-
-    def forced(self, limit: int) -> list[int]:
-        if len(self.taken) % 7 == 0:
-            time.sleep(0.02)
-        return super().forced(limit)
 
 
 @pytest.fixture(scope="module")

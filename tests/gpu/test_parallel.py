@@ -1,55 +1,87 @@
-"""A runtime of two ranks on one card: control state that stays the same, launches fused or not, loops, a lost rank."""
+"""A runtime of two ranks, on one card and on two: control state that stays the same, launches fused or not, loops,
+requests with a grammar, a lost rank.
+"""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tiny_grammars import Automaton, Slow, accepts, random_edges, submit_with
 
 import lowlat
 from lowlat.errors import DeviceError
 from lowlat.executors.cards.parallel import ParallelExecutor
 from lowlat.host import loading
 
-CARD = torch.device("cuda", 0)
+pytestmark = pytest.mark.timeout(240)
 TARGET, HEAD = "lowlat/demo/target", "lowlat/demo/head"
 SAME = ("tokens", "lengths", "active", "drafts", "num_drafts", "block_table", "output_counts")
 PROMPTS = ("The President shall", "Congress shall make no law", "No person shall")
-SHAPES: dict[str, Any] = {"max_batch": 2, "max_context": 256, "executor": "graph"}
+SHAPES: dict[str, Any] = {"max_batch": 2, "max_context": 256, "device": "cuda", "executor": "graph"}
+WIDE, NARROW = random_edges(3, 4096, num_states=5, most=900, forced=0.0), random_edges(1, 4096)
 
 
 @pytest.fixture(autouse=True)
-def one_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All ranks on the first card, in streams of their own."""
-    monkeypatch.setattr(loading, "rank_devices", lambda choice, size, named=(): [CARD] * size)
-    yield
-    torch.cuda.synchronize()
+def placed_ranks(monkeypatch: pytest.MonkeyPatch, rank_cards: list[torch.device]) -> None:
+    """Ranks that share a card have streams of their own."""
+    if rank_cards[0] == rank_cards[1]:
+        monkeypatch.setattr(loading, "rank_devices", lambda choice, size, named=(): rank_cards[:size])
 
 
 def load(**options: Any) -> lowlat.Runtime:
     """A runtime of the bundled pair."""
-    draft = lowlat.SpeculativeConfig(model=HEAD, num_speculative_tokens=3)
+    adaptive = options.pop("adaptive_width", False)
+    draft = lowlat.SpeculativeConfig(model=HEAD, num_speculative_tokens=3, adaptive_width=adaptive)
     return lowlat.Runtime.load(TARGET, draft, **{**SHAPES, **options})
+
+
+def run(runtime: lowlat.Runtime, names: list[str]) -> list[list[int]]:
+    """The tokens of requests, which all ranks have come to."""
+    found: dict[str, list[int]] = {name: [] for name in names}
+    while runtime.busy:
+        for output in runtime.step():
+            found[output.request_id] += output.token_ids
+    executor: Any = runtime.executor
+    executor.synchronize()
+    for rank in getattr(executor, "ranks", []):
+        for name in SAME:
+            first = 1 if name == "drafts" else 0  # a chain's root is no draft: nothing is written in its place
+            assert torch.equal(rank.state[name][..., first:].cpu(), executor.state[name][..., first:].cpu()), name
+    return list(found.values())
+
+
+def sampling_of(number: int) -> lowlat.SamplingParams:
+    """Greedy, and warmer with each."""
+    return lowlat.SamplingParams(max_tokens=40, temperature=0.5 * number, seed=number, ignore_eos=True)
 
 
 def decode(**options: Any) -> list[list[int]]:
     """The tokens of three requests, of which the last one waits for a slot."""
     with load(**options) as runtime:
-        found: dict[Any, list[int]] = {}
-        for number, prompt in enumerate(PROMPTS):
-            sampling = lowlat.SamplingParams(max_tokens=40, temperature=0.5 * number, seed=number, ignore_eos=True)
-            found[runtime.submit(prompt, sampling)] = []
-        while runtime.busy:
-            for output in runtime.step():
-                found[output.request_id] += output.token_ids
-        executor: Any = runtime.executor
-        executor.synchronize()
-        for rank in getattr(executor, "ranks", []):
-            for name in SAME:
-                first = 1 if name == "drafts" else 0  # a chain's root is no draft: nothing is written in its place
-                assert torch.equal(rank.state[name][..., first:], executor.state[name][..., first:]), name
-        return list(found.values())
+        return run(runtime, [runtime.submit(prompt, sampling_of(number)) for number, prompt in enumerate(PROMPTS)])
+
+
+def decode_guided(automaton: type[Automaton] = Automaton, depth: int = 3, **options: Any) -> list[list[int]]:
+    """The tokens of a plain request, of one beside it with a grammar of many choices, and of one of few that waits.
+
+    Before them one is given up.
+    """
+    with load(**options) as runtime:
+        runtime.speculate(depth)
+        tokenizer = runtime.codec
+        assert tokenizer is not None
+        plain, wide, narrow = (tokenizer.encode(prompt) for prompt in PROMPTS)
+        cancelled = submit_with(runtime, automaton(NARROW), narrow, sampling_of(0))
+        for _ in range(5):
+            runtime.step()
+        runtime.cancel(cancelled)
+        names = [runtime.submit(plain, sampling_of(0)), submit_with(runtime, automaton(WIDE), wide, sampling_of(1))]
+        names.append(submit_with(runtime, automaton(NARROW), narrow, sampling_of(0)))
+        found = run(runtime, [*names, cancelled])[:3]
+        assert accepts(WIDE, found[1]) and accepts(NARROW, found[2])
+        assert runtime.summary()["structured_output"]["num_requests"] == 3
+        return found
 
 
 def test_ranks_agree_fused_or_not_in_steps_and_in_loops() -> None:
@@ -57,7 +89,19 @@ def test_ranks_agree_fused_or_not_in_steps_and_in_loops() -> None:
     assert [len(tokens) for tokens in two] == [40] * 3
     assert decode(tensor_parallel_size=2, device_loop=True) == two
     assert decode(tensor_parallel_size=2, fuse=False) == two
+    assert decode(tensor_parallel_size=2, adaptive_width=True) == two
     assert decode()[0][:8] == two[0][:8]  # sums of another order: equal until two tokens are nearly alike
+
+
+def test_ranks_draw_under_the_same_masks() -> None:
+    """With drafts and without, and where the host is slower than all cards."""
+    two = decode_guided(tensor_parallel_size=2)
+    assert [len(tokens) for tokens in two] == [40] * 3
+    assert decode_guided(depth=0, tensor_parallel_size=2) == two
+    assert decode_guided(Slow, tensor_parallel_size=2, device_loop=True) == two
+    assert decode_guided(tensor_parallel_size=2, fuse=False) == two
+    one = decode_guided()
+    assert [one[place][:8] for place in (0, 2)] == [two[place][:8] for place in (0, 2)]
 
 
 def test_a_rank_that_never_comes_is_an_error_within_a_second() -> None:

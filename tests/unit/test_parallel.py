@@ -128,6 +128,9 @@ class Rank:
     def settle(self, until: float) -> None:
         self.log.append(f"settle {self.number}")
 
+    def give_up(self) -> None:
+        self.failed = True
+
     def stop_loop(self) -> None:
         self.log.append("stop")
 
@@ -162,6 +165,7 @@ def test_what_one_rank_fails_by_all_end_by(how: str) -> None:
     assert int(peers.abort[0]) == (HOST_GAVE_UP if how == "a device fails" else 1 | 2 << 8)
     assert "settle 0" in log
     executor.close()
+    assert {rank.failed for rank in executor.ranks} == {how == "a device fails"}
 
 
 @pytest.mark.usefixtures("no_card")

@@ -6,7 +6,7 @@ the host writes and reads the first one's, whose commands the others read when t
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -180,14 +180,17 @@ class ParallelExecutor:
         self._leader.set_hook(hook)
 
     def close(self) -> None:
-        """Close all ranks, then let go of what they exchange by."""
+        """Close all ranks, then let go of what they exchange by. Where one has failed, nothing of the others is freed
+        either: torch frees what it keeps on all cards at once."""
         failed = any(rank.failed for rank in self.ranks)
         if failed:
             self._end_waits()
+            for rank in self.ranks:
+                rank.give_up()
         for rank in self.ranks[:1]:
             rank.stop_loop()
         for rank in reversed(self.ranks):
-            with torch.cuda.device(rank.device):
+            with nullcontext() if failed else torch.cuda.device(rank.device):
                 rank.close()
         if failed:
             abandon([self.peers.tensors()])
