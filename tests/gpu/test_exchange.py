@@ -1,6 +1,7 @@
 """Ranks that exchange rows, on one card and on two, each in a stream of its own: bits, order, and waits that end."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_gemms_add_up_over_cards_as_they_finish_tiles(
     outs = [torch.zeros(rows, width, dtype=BF16, device=card) for card in rank_cards]
 
     def calls(rank: int) -> list[KernelCall]:
-        given = {"x": x[rank], "weight": matrices[rank], "card": launchers[rank].card}
+        given: dict[str, Any] = {"x": x[rank], "weight": matrices[rank], "card": launchers[rank].card}
         peers = graphs.peers.rows(rank, width, "gemm")
         return decode_gemm(**given, residual=old[rank], peers=peers, out=outs[rank]) * 10
 
