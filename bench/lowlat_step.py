@@ -22,8 +22,9 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
-from lowlat.tools.profile.recording import LEAD, call_sites, record_kernels
+from lowlat.tools.profile.recording import LEAD, record_kernels
 from lowlat.tools.profile.report import Summary, summarise
+from lowlat.tools.profile.sites import call_sites
 from lowlat.tools.profile.times import CallSite, attribute
 
 __all__ = ["BLOCK_SIZE", "ROOM", "ExecutorStep", "GraphStep", "fill_state", "make_step", "step_geometry"]
@@ -205,7 +206,7 @@ class ExecutorStep:
             for _ in range(LEAD + num_steps):
                 self.replay()
 
-        events = record_kernels(run, self.executor.device)
+        (events,) = record_kernels(run, [self.executor.device])
         return summarise(attribute(events, self.sites() if sites is None else sites, skip=LEAD), wall_gb_per_s)
 
     def close(self) -> None:

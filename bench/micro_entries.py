@@ -16,7 +16,7 @@ from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
-from lowlat.tools.profile.recording import moved_bytes
+from lowlat.tools.profile.sites import moved_bytes
 
 __all__ = ["chain", "group_name", "groups_by_name", "reset", "tree"]
 

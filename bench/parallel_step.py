@@ -30,8 +30,9 @@ from lowlat.step.state import StepGeometry
 from lowlat.tools.bench.geometry import Geometry, RandomWeights, draft_config, random_target, read_geometries
 from lowlat.tools.bench.step_bytes import part_sizes, program_bytes, weight_sizes
 from lowlat.tools.profile.recording import LEAD as PROFILED_LEAD
-from lowlat.tools.profile.recording import call_sites, record_kernels
+from lowlat.tools.profile.recording import record_kernels
 from lowlat.tools.profile.report import summarise
+from lowlat.tools.profile.sites import call_sites
 from lowlat.tools.profile.times import attribute
 
 __all__ = ["ParallelModel", "ParallelPrompts", "ParallelStep", "alone_step", "devices_of"]
@@ -202,7 +203,7 @@ class ParallelStep:
                 self.executor.step(self.bucket)
             self.executor.synchronize()
 
-        events = record_kernels(run, rank.device)
+        (events,) = record_kernels(run, [rank.device])
         lengths = [self.case.context] * self.case.batch
         sites = call_sites(rank.groups(self.bucket), rank.state, [lengths], 0.0)
         summary = summarise(attribute(events, sites, skip=PROFILED_LEAD), wall_gb_per_s)

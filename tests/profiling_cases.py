@@ -58,10 +58,10 @@ def recorded(
 def record_of(groups: Callable[[Bucket], Sequence[LoweredGroup]], bucket: Bucket, num_steps: int) -> Record:
     """A `Record` that runs its function and answers with `num_steps` steps of the bucket."""
 
-    def record(run: Callable[[], None], device: torch.device) -> list[KernelEvent]:
+    def record(run: Callable[[], None], devices: Sequence[torch.device]) -> list[list[KernelEvent]]:
         run()
         calls = [(group.stage, call.kernel) for group in groups(bucket) for call in group.kernel_calls]
         sites = [CallSite(s, k.name, k.function.__name__) for s, k in calls]
-        return recorded(sites, num_steps)
+        return [recorded(sites, num_steps) for _ in devices]
 
     return record

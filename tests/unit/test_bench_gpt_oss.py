@@ -49,8 +49,8 @@ from lowlat.speculators.eagle3.weights import draft_weight_plan
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
-from lowlat.tools.profile.recording import call_sites
 from lowlat.tools.profile.report import Summary, summarise
+from lowlat.tools.profile.sites import call_sites
 from lowlat.tools.profile.times import CallSite, KernelEvent, attribute
 
 CPU = torch.device("cpu")

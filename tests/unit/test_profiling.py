@@ -24,6 +24,7 @@ from lowlat.models.program import Stage
 from lowlat.tools.profile import recording as profiling
 from lowlat.tools.profile import wall as profiling_wall
 from lowlat.tools.profile.report import summarise
+from lowlat.tools.profile.sites import call_sites
 from lowlat.tools.profile.times import CallSite, KernelEvent, StepTimes, attribute, idle_time
 from lowlat.tools.profile.trace import make_trace, write_trace
 
@@ -226,7 +227,7 @@ def test_bytes_are_those_of_weights_and_caches(
     assert head is not None
     bucket = runtime.scheduler.ladder.choose(2, 2)
     lengths = (101, 41)
-    sites = profiling.call_sites(groups(bucket), runtime.executor.state, [lengths])
+    sites = call_sites(groups(bucket), runtime.executor.state, [lengths])
     rows = {row.stage: row for row in summarise(attribute(recorded(sites, 1), sites), 1.0).stages}
     hidden, kv_size = config.hidden_size, config.num_kv_heads * config.head_dim
     layer = hidden * (hidden + 2 * kv_size) + hidden * hidden + 3 * hidden * config.intermediate_size
@@ -259,7 +260,7 @@ def test_chosen_experts_bytes_are_counted_as_their_format_does(
     options: dict[str, Any] = {"max_batch": 2, "max_context": 256, "device": "cpu", "dtype": "bfloat16"}
     with Runtime.load(tmp_path, **options) as runtime:
         bucket, groups = runtime.scheduler.ladder.choose(2, 0), cover(runtime, tmp_path, None)
-        sites = [profiling.call_sites(groups(bucket), runtime.executor.state, [[20, 20]], count) for count in (0, 3.5)]
+        sites = [call_sites(groups(bucket), runtime.executor.state, [[20, 20]], count) for count in (0, 3.5)]
         none, some = ([site.moved_bytes for site in each] for each in sites)
         added = [more - less for less, more in zip(none, some, strict=True) if more != less]
         assert sum(added) == 2 * 3.5 * expert  # two layers
@@ -276,7 +277,7 @@ def test_chosen_experts_bytes_are_counted_as_their_format_does(
         record = record_of(groups, bucket, profiling.LEAD + 2)
         profile = profiling.profile_steps(runtime, lengths, 2, None, record)
         assert len(chosen) == profiling.WARM_UP and all(4 <= each <= 8 for each in chosen)
-        bare = profiling.call_sites(groups(bucket), runtime.executor.state, [profile.contexts])
+        bare = call_sites(groups(bucket), runtime.executor.state, [profile.contexts])
         moved = profile.summary.moved_bytes - sum(site.moved_bytes for site in bare)
         assert moved == pytest.approx(2 * expert * sum(chosen) / len(chosen), rel=0.05)
 

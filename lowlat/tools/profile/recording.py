@@ -1,15 +1,15 @@
 """Where a decode step's time goes on a card: requests brought to decoding, steps recorded, kernels given to stages.
 
 Steps are run as a caller's are, through `Runtime.step`, and the kernels inside a replayed graph are recorded by
-torch's profiler (CUPTI). It knows the executors' groups, from which it learns what each launch is for; the arithmetic
-is in `times` and `report`.
+torch's profiler (CUPTI). It knows executors; what each launch is for is in `sites`, the arithmetic in `times` and
+`report`.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,28 +17,26 @@ from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.graphs import Bucket
 from lowlat.host.runtime import Runtime
-from lowlat.kernels.moe.packing import bytes_an_expert
 from lowlat.options.request import SamplingParams
 from lowlat.tools.profile.report import Summary, summarise
-from lowlat.tools.profile.times import CallSite, KernelEvent, StepTimes, attribute
+from lowlat.tools.profile.sites import call_sites
+from lowlat.tools.profile.times import KernelEvent, StepTimes, attribute
 from lowlat.tools.profile.wall import measure_wall
 
 if TYPE_CHECKING:
     from lowlat.executors.kernel_executor import KernelExecutor
-    from lowlat.executors.lowering.lower import LoweredGroup
 
 __all__ = [
     "LEAD",
+    "CardRow",
     "Profile",
     "Record",
     "Room",
-    "call_sites",
     "card_name",
     "card_wall",
     "choose_card",
     "chosen_experts",
     "find_room",
-    "moved_bytes",
     "own_kernels",
     "profile_steps",
     "random_prompts",
@@ -48,10 +46,9 @@ __all__ = [
 
 WARM_UP = 5  # steps before anything is timed
 LEAD = 2  # recorded steps that do not count: the profiler's own start falls into them
-EXPERT_GEMMS = ("experts_gate_up", "experts_down")
 OURS = ("lowlat", "kernels")  # parts of the names of all kernels of this package, mangled or not
 
-Record = Callable[[Callable[[], None], torch.device], list[KernelEvent]]
+Record = Callable[[Callable[[], None], Sequence[torch.device]], list[list[KernelEvent]]]
 Update = Callable[[int, int], None]
 
 
@@ -69,11 +66,30 @@ class Room:
 
 
 @dataclass(frozen=True)
+class CardRow:
+    """The recorded steps of one rank, on its card's own clock, us a step; see `Summary` and `ExchangeRow`."""
+
+    device: str
+    step_us: float
+    exchange_us: float
+    fused_us: float
+    idle_share: float
+
+    @classmethod
+    def of(cls, device: torch.device, summary: Summary) -> "CardRow":
+        """A rank's row."""
+        exchange = summary.exchange
+        times = (0.0, 0.0) if exchange is None else (exchange.time_us, exchange.fused_us)
+        return cls(str(device), summary.step_us, *times, summary.idle.share)
+
+
+@dataclass(frozen=True)
 class Profile:
-    """A recording, with its conditions.
+    """A recording, with its conditions; of several ranks steps and summary are the first one's.
 
     contexts  tokens of each request, in order of submission, at the first recorded step
     host_us   a step by the host's clock, without the profiler: the median of as many steps
+    cards     of every rank; empty where there is one
     """
 
     bucket: Bucket
@@ -81,9 +97,11 @@ class Profile:
     host_us: float
     steps: tuple[StepTimes, ...]
     summary: Summary
+    cards: tuple[CardRow, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, the single steps left out."""
+        """Return JSON values, the single steps left out, and `cards` where there is one."""
+        cards = {"cards": [asdict(card) for card in self.cards]} if self.cards else {}
         return {
             "batch": self.bucket.batch,
             "rows": self.bucket.rows,
@@ -91,6 +109,7 @@ class Profile:
             "contexts": list(self.contexts),
             "host_us": self.host_us,
             **self.summary.to_dict(),
+            **cards,
         }
 
 
@@ -181,7 +200,6 @@ def profile_steps(
     record    runs a function and returns the kernels that ran meanwhile; None: `record_kernels`
     Raises LowlatError where the recorded kernels are not those of whole steps.
     """
-    device = runtime.device_choice.device
     bucket = runtime.scheduler.choose_bucket(runtime.num_speculative_tokens)
     chosen = []
     for _ in range(WARM_UP):
@@ -199,25 +217,35 @@ def profile_steps(
             seen.append(dict(lengths))
             _step(runtime, lengths)
 
-    events = (record or record_kernels)(run, device)
-    executor = cast("KernelExecutor", runtime.executor)
+    executor: Any = runtime.executor
+    ranks: Sequence[KernelExecutor] = getattr(executor, "ranks", (executor,))
+    recorded = (record or record_kernels)(run, [rank.device for rank in ranks])
     tokens = [list(each.values()) for each in seen[LEAD:]]
-    sites = call_sites(executor.groups(bucket), executor.state, tokens, fmean(chosen))
-    steps = attribute(events, sites, skip=LEAD)
-    contexts = tuple(seen[LEAD].values())
-    return Profile(bucket, contexts, median(durations), tuple(steps), summarise(steps, wall_gb_per_s))
+    steps, summaries = [], []
+    for rank, events in zip(ranks, recorded, strict=True):
+        sites = call_sites(rank.groups(bucket), rank.state, tokens, fmean(chosen))
+        steps.append(tuple(attribute(events, sites, skip=LEAD)))
+        summaries.append(summarise(steps[-1], wall_gb_per_s))
+    cards = tuple(CardRow.of(rank.device, each) for rank, each in zip(ranks, summaries, strict=True))
+    conditions = bucket, tuple(seen[LEAD].values()), median(durations)
+    return Profile(*conditions, steps[0], summaries[0], cards if len(ranks) > 1 else ())
 
 
-def record_kernels(run: Callable[[], None], device: torch.device) -> list[KernelEvent]:
-    """Run a function and return every kernel of this package that ran on the device meanwhile."""
+def record_kernels(run: Callable[[], None], devices: Sequence[torch.device]) -> list[list[KernelEvent]]:
+    """Run a function and return, by device, every kernel of this package that ran there meanwhile."""
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize(device)
+    def wait() -> None:
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    wait()
     # acc_events: torch warns of profiles without it
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         run()
-        torch.cuda.synchronize(device)
-    return own_kernels(profiler.events() or (), device.index or 0)
+        wait()
+    events = profiler.events() or ()
+    return [own_kernels(events, device.index or 0) for device in devices]
 
 
 def own_kernels(events: Sequence[Any], index: int) -> list[KernelEvent]:
@@ -240,62 +268,6 @@ def chosen_experts(runtime: Runtime, bucket: Bucket) -> int:
     runtime.executor.synchronize()
     ids = runtime.executor.scratch(bucket)[routers[-1].writes["expert_ids"]]
     return len(set(ids.flatten().tolist()) - {-1})
-
-
-def call_sites(
-    groups: Sequence["LoweredGroup"],
-    buffers: Mapping[str, torch.Tensor],
-    lengths: Sequence[Sequence[int]],
-    num_experts: float = 0.0,
-) -> tuple[CallSite, ...]:
-    """A step's launches in order; bytes are means over steps, of which `lengths` gives every request's tokens.
-
-    buffers      the step's state by name, of which the caches' shapes matter
-    num_experts  distinct experts that a layer's rows choose, on average
-    """
-    sites = []
-    for group in groups:
-        also = tuple(dict.fromkeys(op.stage for op in group.ops if op.stage is not group.stage))
-        for place, call in enumerate(group.kernel_calls):
-            moved = fmean(moved_bytes(group, place, buffers, tokens, num_experts) for tokens in lengths)
-            source = call.kernel.function.__name__
-            sites.append(CallSite(group.stage, call.kernel.name, source, moved, also))
-    return tuple(sites)
-
-
-def moved_bytes(
-    group: "LoweredGroup",
-    place: int,
-    buffers: Mapping[str, torch.Tensor],
-    lengths: Sequence[int],
-    num_experts: float = 0.0,
-) -> int:
-    """Bytes that the `place`-th call of a group must read: a GEMM's weight; experts' matrices; keys and values.
-
-    lengths      tokens of every active request before the step
-    num_experts  distinct experts that the rows choose: each one's matrices are read once
-    Attention reads the positions before the last token, and its group's first call counts for all of them. Neglected
-    are drafts' positions, rows, norms, tables, logits and all that is written: small beside weights and caches.
-    """
-    call = group.kernel_calls[place]
-    if call.kernel.name.startswith("decode_gemm"):
-        tiles = call.arguments[0]
-        return tiles.numel() * tiles.element_size() if isinstance(tiles, torch.Tensor) else 0
-    if any(op.kind in EXPERT_GEMMS for op in group.ops):
-        return round(num_experts * bytes_an_expert(call.arguments))
-    op = next((op for op in group.ops if op.kind in ("attention", "partial_attention")), None)
-    if op is None or place:
-        return 0
-    from lowlat.kernels.attention.attention import attention_bytes
-
-    cache = buffers[op.reads["k_cache"]]
-    _, kv_heads, _, head_dim = cache.shape
-    options: dict[str, Any] = {name: op.params[name] for name in ("first", "window", "keep_first") if name in op.params}
-    dense = [max(0, length - 1) for length in lengths]
-    if op.kind == "partial_attention":  # lists of a few requests in the first slots, as they are in a profile
-        shifts = buffers["partial_shifts"].tolist()
-        dense = [max(0, length - shift) for length, shift in zip(dense, shifts, strict=False)]
-    return attention_bytes(dense, kv_heads=kv_heads, head_dim=head_dim, itemsize=cache.element_size(), **options)
 
 
 def card_name(device: torch.device) -> str:

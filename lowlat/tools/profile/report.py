@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from lowlat.models.program import Stage
-from lowlat.tools.profile.times import CallSite, CallTime, Idle, StepTimes, idle_time
+from lowlat.tools.profile.times import CallSite, CallTime, Exchange, Idle, StepTimes, idle_time
 
-__all__ = ["KernelRow", "StageRow", "Summary", "summarise"]
+__all__ = ["ExchangeRow", "KernelRow", "StageRow", "Summary", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,27 @@ class KernelRow:
 
 
 @dataclass(frozen=True)
+class ExchangeRow:
+    """One rank's launches of a step that exchange with others, all stages together.
+
+    num_launches, time_us, share     that do little else; waits for slower ranks are in their time
+    num_fused, fused_us              that multiply, too, and exchange meanwhile: their whole time
+    """
+
+    num_launches: int
+    time_us: float
+    share: float
+    num_fused: int
+    fused_us: float
+
+
+@dataclass(frozen=True)
 class Summary:
     """All of a profile's figures.
 
     step_us, min_step_us, max_step_us  the recorded steps, from the first kernel's start to the last one's end
-    step                               the whole step as a row; its stage is the first one's and means nothing
     kernels                            those that take most first
+    exchange                           among ranks; None where there is one
     """
 
     num_steps: int
@@ -76,10 +91,13 @@ class Summary:
     stages: tuple[StageRow, ...]
     kernels: tuple[KernelRow, ...]
     idle: Idle
+    exchange: ExchangeRow | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, with the idle share beside the idle times."""
+        """Return JSON values, with the idle share beside the idle times; of one rank without `exchange`."""
         values = asdict(self)
+        if self.exchange is None:
+            del values["exchange"]
         values["stages"], values["kernels"] = list(values["stages"]), list(values["kernels"])
         values["idle"]["share"] = self.idle.share
         return values
@@ -114,7 +132,19 @@ def summarise(steps: Sequence[StepTimes], wall_gb_per_s: float | None) -> Summar
         stages=tuple(_stage_rows(sites, times, total, wall_gb_per_s)),
         kernels=tuple(sorted(rows, key=lambda row: -row.time_us)),
         idle=idle_time(steps),
+        exchange=_exchange_row(sites, times, total),
     )
+
+
+def _exchange_row(sites: Sequence[CallSite], times: Sequence[float], total: float) -> ExchangeRow | None:
+    """The launches that exchange; None where none does."""
+    found = {
+        kind: [time for site, time in zip(sites, times, strict=True) if site.exchange is kind] for kind in Exchange
+    }
+    alone, fused = found[Exchange.ALONE], found[Exchange.FUSED]
+    if not alone and not fused:
+        return None
+    return ExchangeRow(len(alone), sum(alone), _part(sum(alone), total), len(fused), sum(fused))
 
 
 def _stage_rows(

@@ -8,12 +8,13 @@ module knows no device and no profiler.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 
 from lowlat.errors import LowlatError
 from lowlat.models.program import Stage
 
-__all__ = ["CallSite", "CallTime", "Idle", "KernelEvent", "StepTimes", "attribute", "idle_time"]
+__all__ = ["CallSite", "CallTime", "Exchange", "Idle", "KernelEvent", "StepTimes", "attribute", "idle_time"]
 
 SHOWN = 100  # characters of a kernel's mangled name in a message
 
@@ -27,6 +28,14 @@ class KernelEvent:
     end_us: float
 
 
+class Exchange(StrEnum):
+    """How a launch exchanges with other ranks."""
+
+    NONE = "none"
+    ALONE = "alone"  # it does little else: it gathers or adds rows, and norms them
+    FUSED = "fused"  # it multiplies, too, and exchanges what it has finished meanwhile
+
+
 @dataclass(frozen=True)
 class CallSite:
     """One launch of a step, in order.
@@ -35,6 +44,7 @@ class CallSite:
     source       the Python function it was written as: part of the name that profilers show
     moved_bytes  that it must read: weights, keys and values; 0 where that is not what bounds it
     also         other stages whose operations the launch's group covers
+    exchange     with other ranks
     """
 
     stage: Stage
@@ -42,6 +52,7 @@ class CallSite:
     source: str = ""
     moved_bytes: float = 0.0
     also: tuple[Stage, ...] = ()
+    exchange: Exchange = Exchange.NONE
 
 
 @dataclass(frozen=True)
