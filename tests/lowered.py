@@ -128,8 +128,12 @@ class Pair:
 
 def pretend_card(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
     """Let executors with kernels be made on a machine without a card: their launcher compiles and launches nothing."""
-    launcher = SimpleNamespace(card=card, compile_ahead=lambda calls: len(list(calls)), clear=lambda: None)
-    monkeypatch.setattr(kernel_executor, "Launcher", lambda *_: launcher)
+
+    def launcher(*_: object, is_shared: bool) -> SimpleNamespace:
+        own = replace(card, is_shared=is_shared)
+        return SimpleNamespace(card=own, compile_ahead=lambda calls: len(list(calls)), clear=lambda: None)
+
+    monkeypatch.setattr(kernel_executor, "Launcher", launcher)
     monkeypatch.setattr(kernel_executor, "pinned_names", lambda specs: set())
     idle = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: idle)

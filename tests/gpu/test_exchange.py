@@ -1,14 +1,18 @@
 """Ranks that exchange rows, on one card and on two, each in a stream of its own: bits, order, and waits that end."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
 from exchange_cases import EPS, tree_sum
 from rowwise_cases import canonical_norm, flags, poison, same_bits, weights
 
+from lowlat.executors.launcher import Launcher
 from lowlat.kernels.common.peers.words import HOST_GAVE_UP
-from lowlat.kernels.rows import exchange
+from lowlat.kernels.gemm.decode.gemm import decode_gemm
+from lowlat.kernels.gemm.packing import pack
+from lowlat.kernels.rows.ranks import exchange, shares
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.tools.exchange_times import RankGraphs
 
@@ -58,6 +62,75 @@ def test_replayed_exchanges_have_the_bits_of_the_tree(
             assert torch.equal(found[0].cpu(), torch.stack(fresh))
             for tensor, wanted in zip(found[1:], (total, total, normed), strict=True):
                 assert same_bits(tensor.cpu(), wanted)
+    assert graphs.peers.problem() is None
+
+
+@pytest.mark.parametrize("rank_cards", ["two cards"], indirect=True)
+@pytest.mark.parametrize(("width", "rows", "most"), [(4096, 2048, 2048), (2880, 333, 512)])
+def test_cards_add_up_their_shares_of_many_rows(
+    width: int, rows: int, most: int, rank_cards: list[torch.device]
+) -> None:
+    """More blocks than a card has room for, one exchange after the other: the bits of the tree, and of its norm."""
+    graphs = RankGraphs(rank_cards, {width: most})
+    a, weight, live = torch.randn(rows, width).to(BF16), weights(width), flags(rows)
+    parts = [torch.zeros(rows, width, device=card) for card in rank_cards]
+    given = [[tensor.to(card) for tensor in (a, weight, live)] for card in rank_cards]
+    outs = [[poison(rows, width).to(card) for _ in range(3)] for card in rank_cards]
+
+    def calls(rank: int) -> list[KernelCall]:
+        memory, (own, *norms), (added, total, normed) = graphs.peers.shares(rank, width), given[rank], outs[rank]
+        norm = shares.share_add_norm(parts[rank], own, *norms, shares=memory, total=total, out=normed, eps=EPS)
+        return [*shares.share_add(parts[rank], own, shares=memory, total=added), *norm] * 4
+
+    captured = graphs.capture(calls)
+    for _ in range(5):
+        fresh = [torch.randn(rows, width), 10 * torch.randn(rows, width)]
+        for part, numbers in zip(parts, fresh, strict=True):
+            part.copy_(numbers)
+        for card in rank_cards:
+            torch.cuda.synchronize(card)
+        graphs.start(captured)
+        graphs.wait()
+        total = (a.float() + tree_sum(fresh)).to(BF16)
+        normed = torch.where(live[:, None] != 0, canonical_norm(total, weight, EPS), 0)
+        for found in outs:
+            for tensor, wanted in zip(found, (total, total, normed), strict=True):
+                assert same_bits(tensor.cpu(), wanted)
+    assert graphs.peers.problem() is None
+
+
+@pytest.mark.parametrize("rank_cards", ["two cards"], indirect=True)
+@pytest.mark.parametrize(("rows", "width", "depth"), [(1, 4096, 2048), (4, 2880, 1440), (64, 8192, 4096)])
+def test_gemms_add_up_over_cards_as_they_finish_tiles(
+    rows: int, width: int, depth: int, rank_cards: list[torch.device]
+) -> None:
+    """The bits of GEMMs that leave their sums, added up in the ranks' order; rows change from replay to replay."""
+    graphs, launchers = RankGraphs(rank_cards, {width: rows}), [Launcher(card) for card in rank_cards]
+    x = [torch.randn(rows, depth, device=card).to(BF16) for card in rank_cards]
+    matrices = [pack(torch.randn(width, depth, device=card).to(BF16)) for card in rank_cards]
+    residual = torch.randn(rows, width).to(BF16)
+    old = [residual.to(card) for card in rank_cards]
+    outs = [torch.zeros(rows, width, dtype=BF16, device=card) for card in rank_cards]
+
+    def calls(rank: int) -> list[KernelCall]:
+        given: dict[str, Any] = {"x": x[rank], "weight": matrices[rank], "card": launchers[rank].card}
+        peers = graphs.peers.rows(rank, width, "gemm")
+        return decode_gemm(**given, residual=old[rank], peers=peers, out=outs[rank]) * 10
+
+    captured = graphs.capture(calls)
+    for _ in range(10):
+        alone = []
+        for card, launcher, own, matrix in zip(rank_cards, launchers, x, matrices, strict=True):
+            part = torch.zeros(rows, width, device=card)
+            with torch.cuda.device(card):
+                own.copy_(torch.randn(rows, depth))
+                launcher.run(*decode_gemm(x=own, weight=matrix, out=part, card=launcher.card))
+            alone.append(part.cpu())
+            torch.cuda.synchronize(card)
+        graphs.start(captured)
+        graphs.wait()
+        expected = (residual.float() + tree_sum(alone)).to(BF16)
+        assert all(same_bits(out.cpu(), expected) for out in outs)
     assert graphs.peers.problem() is None
 
 

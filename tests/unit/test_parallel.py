@@ -1,5 +1,6 @@
 """Executors of several ranks where a launcher that launches nothing stands for cards: memory, launches, failures."""
 
+import re
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ from prefill_cases import make_named
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import kernel_executor
 from lowlat.executors.cards import parallel
+from lowlat.executors.cards.parts import place_parts
 from lowlat.executors.cards.peers import PeerMemory, peer_problem
 from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.devices import DeviceChoice
@@ -28,9 +30,13 @@ from lowlat.kernels.common.peers.words import HOST_GAVE_UP
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.shard import rank_configs
+from lowlat.models.target import read_model_config
+from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
+from lowlat.tools.bench.geometry import random_target, read_geometries
+from lowlat.tools.precompile import described_card, kernels_of
 
 BUCKET = Bucket(1, 1, 0)
 BUCKETS = {Bucket(2, 1, 0): 0, Bucket(1, 4, 3): 3, Bucket.first_token(0): 0}
@@ -229,6 +235,36 @@ def test_a_launch_that_fails_names_its_device() -> None:
     with pytest.raises(DeviceError, match=r"cuda:1 failed: .*CUDA_ERROR_ILLEGAL_ADDRESS"):
         lost.step(BUCKET)
     assert lost.failed
+
+
+def test_cards_of_their_own_exchange_inside_of_kernels(tmp_path: Path) -> None:
+    """GEMMs and mixtures of a step, one launch for each; prompts by shares of their rows."""
+    random_target(read_geometries()["tiny-experts"], tmp_path)
+    options = RuntimeConfig(max_batch=1, max_context=256, tensor_parallel_size=2)
+    names = kernels_of(tmp_path, None, options, described_card("NVIDIA H200"))
+    for part in (r"decode_gemm_exchange_ranks2_128x256", r"experts_mlp_.*_cards2", r"share_rows_n128_ranks2"):
+        assert any(re.match(part, name) for name in names), part
+    assert not any(name.startswith(("exchange_add", "experts_gemm")) for name in names)
+
+
+def test_each_card_is_sent_its_part_and_lets_go_of_it() -> None:
+    """Whole tensors once, parts by rank; what is streamed is the caller's alone, two names of one tensor together."""
+    target = read_model_config(Path("lowlat/demo/target"), dtype="bfloat16")
+    config, hidden = rank_configs(target, 2), target.hidden_size
+    plan = {name: shape for name, (shape, _) in weight_plan(target).items() if "layers" not in name}
+    whole = {name: torch.randn(shape) for name, shape in plan.items()}
+    whole["embed.weight"] = whole["lm_head.weight"] = torch.randn(target.vocab_size, hidden)
+    whole["layers.0.o.weight"] = torch.randn(hidden, target.query_size)
+    placed = place_parts(whole, config, [CPU, CPU])
+    for rank, part in enumerate(placed):
+        expected = rank_weights(whole, config[rank])
+        assert {name: tensor.shape for name, tensor in part.shapes().items()} == {
+            name: tensor.shape for name, tensor in expected.items()
+        }
+        for names, tensor in part.stream():
+            assert all(torch.equal(tensor, expected[name]) for name in names)
+            assert all(tensor.data_ptr() != given.data_ptr() for given in whole.values())
+        assert not list(part.stream())
 
 
 def test_what_kernels_cannot_do_is_refused() -> None:

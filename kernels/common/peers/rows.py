@@ -22,7 +22,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument
 from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 
-__all__ = ["NUM_ARGUMENTS", "PeerRows", "area_shape", "make_add_chunk", "make_add_value"]
+__all__ = ["NUM_ARGUMENTS", "PeerRows", "area_shape", "make_add_chunk", "make_add_value", "make_begin"]
 
 SLOTS = 2  # that take turns
 NUM_ARGUMENTS = 3 + MAX_RANKS
@@ -78,8 +78,11 @@ def area_shape(ranks: int, rows: int, width: int) -> tuple[int, ...]:
     return SLOTS, ranks, rows, width
 
 
-def _make_begin(ranks: int, width: int) -> Any:
-    """A device function: the addresses and the number of an exchange of one place of a row."""
+def make_begin(ranks: int, width: int) -> Any:
+    """A device function (given, row, column): an exchange of one place of a row, begun before its number is there.
+
+    given  what `PeerRows.arguments` are
+    """
 
     @device_function
     def begin(given: Any, row: Any, column: Any) -> Any:
@@ -95,18 +98,15 @@ def _make_begin(ranks: int, width: int) -> Any:
     return begin
 
 
-def make_add_value(ranks: int, width: int) -> Any:
-    """A device function (value, given, row, column) -> the sum over ranks of a float32 that each has made.
-
-    given  what `PeerRows.arguments` are
-    """
-    begin, add_up = _make_begin(ranks, width), _tree_of_values(0, ranks)
+def make_add_value(ranks: int) -> Any:
+    """A device function (value, given, begun) -> the sum over ranks of a float32 that each has made."""
+    add_up = _tree_of_values(0, ranks)
 
     @device_function
-    def add_value(value: Any, given: Any, row: Any, column: Any) -> Any:
+    def add_value(value: Any, given: Any, begun: Any) -> Any:
         rank, abort, _, a0, a1, a2, a3, a4, a5, a6, a7 = given
         areas = (a0, a1, a2, a3, a4, a5, a6, a7)
-        private, epoch, lost, place, per_rank = begin(given, row, column)
+        private, epoch, lost, place, per_rank = begun
         for other in range(1, ranks):
             peer = int64(rank + int64(other))  # each begins with the next one: nobody is written to by all at once
             if peer >= int64(ranks):
@@ -146,13 +146,12 @@ def _tree_of_values(first: int, last: int) -> Any:
     return both
 
 
-def make_add_chunk(ranks: int, width: int) -> Any:
-    """A device function (sums, given, row, column): 8 float32 of this rank, in an array, become the sums over ranks.
+def make_add_chunk(ranks: int) -> Any:
+    """A device function (sums, given, begun): 8 float32 of this rank, in an array, become the sums over ranks.
 
-    column  the first of the eight, a multiple of eight
+    begun  at the first of the eight, a multiple of eight
     The eight have one count: no other kind of kernel may use their area.
     """
-    begin = _make_begin(ranks, width)
 
     @device_function
     def push(sums: Any, rank: Any, areas: Any, place: Any, epoch: Any) -> None:
@@ -166,10 +165,10 @@ def make_add_chunk(ranks: int, width: int) -> Any:
     add_up = _tree_of_chunks(0, ranks)
 
     @device_function
-    def add_chunk(sums: Any, given: Any, row: Any, column: Any) -> None:
+    def add_chunk(sums: Any, given: Any, begun: Any) -> None:
         rank, abort, _, a0, a1, a2, a3, a4, a5, a6, a7 = given
         areas = (a0, a1, a2, a3, a4, a5, a6, a7)
-        private, epoch, lost, place, per_rank = begin(given, row, column)
+        private, epoch, lost, place, per_rank = begun
         push(sums, rank, areas, place + rank * per_rank, epoch)
         received = area_of(rank, areas) + place
         totals, lost = add_up(sums, rank, received, per_rank, epoch, abort, lost)

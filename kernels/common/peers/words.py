@@ -17,6 +17,7 @@ from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 __all__ = [
     "HOST_GAVE_UP",
     "MAX_RANKS",
+    "MISSING_BITS",
     "WORD_BYTES",
     "area_of",
     "await_chunk",

@@ -8,7 +8,7 @@ one that waits for none of its own or later ones, however grids are cut.
 
 from typing import Any
 
-from lowlat.kernels.common.peers.rows import make_add_value
+from lowlat.kernels.common.peers.rows import make_add_value, make_begin
 from lowlat.kernels.gemm.decode.epilogue_parts import Epilogue, make_scales, make_total
 from lowlat.kernels.gemm.decode.plan import DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.toolchain import ptx
@@ -20,7 +20,8 @@ __all__ = ["make_exchange_epilogue"]
 def make_exchange_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Epilogue:
     """Bias, the sum over ranks, and the residual, rounded to bf16; all but the sum as `ADD` has it."""
     width, has_bias, scaled = shape.width, shape.bias, shape.weights.row_scales
-    total_of, load_scales, add_value = make_total(shape, plan), make_scales(shape), make_add_value(shape.ranks, width)
+    total_of, load_scales = make_total(shape, plan), make_scales(shape)
+    begin_exchange, add_value = make_begin(shape.ranks, width), make_add_value(shape.ranks)
 
     @device_function
     def locate(tile: Any, index: Any, count: Any) -> Any:
@@ -29,28 +30,29 @@ def make_exchange_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Epil
 
     @device_function
     def nothing() -> Any:
-        return float32(0), float32(0), float32(1)
+        return float32(0), float32(0), float32(1), (int64(0), uint32(0), uint32(0), int64(0), int64(0))
 
     @device_function
     def begin(
-        tile: Any, row: Any, column: Any, _row_live: Any, bias: Any, residual: Any, _out: Any, _beside: Any,
+        tile: Any, row: Any, column: Any, _row_live: Any, bias: Any, residual: Any, _out: Any, beside: Any,
         scales: Any,
     ) -> Any:  # fmt: skip
         own, at = float32(0), tile * 16 + int64(column)
         scale, _ = load_scales(scales, tile, column, False)
         if has_bias:
             own = ptx.load_global_bf16(bias + at * 2)
-        return own, ptx.load_global_bf16(residual + (int64(row) * width + at) * 2), scale
+        begun = begin_exchange(beside, row, at)
+        return own, ptx.load_global_bf16(residual + (int64(row) * width + at) * 2), scale, begun
 
     @device_function
     def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, out: Any, _totals: Any, beside: Any) -> None:
-        own, old, scale = loaded
+        own, old, scale, begun = loaded
         value, at = total_of(area, row, column), tile * 16 + int64(column)
         if scaled:
             value = ptx.mul_rn(value, scale)
         if has_bias:
             value = ptx.add_rn(value, own)
-        value = ptx.add_rn(add_value(value, beside, row, at), old)
+        value = ptx.add_rn(add_value(value, beside, begun), old)
         ptx.store_global_u16(out + (int64(row) * width + at) * 2, ptx.bf16_bits(value))
 
     return Epilogue(16, locate, begin, nothing, finish)

@@ -169,11 +169,7 @@ def decode_gemm(
         raise ShapeError("a GEMM without rotation needs `out`")
     else:
         check_shape("out", out, count, weight.rows // 2 if silu else weight.rows)
-        wide = FLOAT32 if out.dtype == torch.float32 else BFLOAT16
-        epilogue = SILU if silu else ADD if residual is not None else wide
-        if peers is not None:
-            _check_peers(peers, epilogue, weight.rows, min(count, MAX_ROWS))
-            epilogue = EXCHANGE
+        epilogue = _epilogue(out, silu, residual, peers)
         kept = None if best is None else _argmax_shape(best, count, epilogue)
         live, scattered = silu and row_live is not None, columns is not None
         shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
@@ -196,12 +192,7 @@ def decode_gemm(
         beside = columns if residual is None else residual[part]
         optional = (alive, bias, beside, None if out is None else out[part], pairs)
         arguments: tuple[Argument, ...] = (weight.memory, x[part], *(0 if each is None else each for each in optional))
-        extra: tuple[Argument, ...] = (0,) * NUM_BESIDE
-        if rotation is not None:
-            extra = _rotation_arguments(rotation, part)
-        elif peers is not None:
-            extra = peers.arguments
-        arguments = (*arguments, rows, *extra, *normed)
+        arguments = (*arguments, rows, *_beside(rotation, peers, part), *normed)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments, planned=planned))
     return calls
 
@@ -247,11 +238,24 @@ def _argmax_shape(best: PartialArgmax, rows: int, epilogue: str) -> ArgmaxShape:
     return ArgmaxShape(best.pairs.shape[1], best.limit)
 
 
-def _check_peers(peers: PeerRows, epilogue: str, width: int, rows: int) -> None:
-    if epilogue != ADD or peers.width != width or peers.rows < rows:
+def _epilogue(out: torch.Tensor, silu: bool, residual: torch.Tensor | None, peers: PeerRows | None) -> str:
+    """The epilogue of a GEMM without rotation."""
+    wide = FLOAT32 if out.dtype == torch.float32 else BFLOAT16
+    epilogue, (count, width) = SILU if silu else ADD if residual is not None else wide, out.shape
+    if peers is None:
+        return epilogue
+    if epilogue != ADD or peers.width != width or peers.rows < min(count, MAX_ROWS):
         raise ShapeError(
-            f"ranks add up {peers.rows} rows of {peers.width} and a residual, not {rows} of {width} with {epilogue}"
+            f"ranks add up {peers.rows} rows of {peers.width} and a residual, not {count} of {width} with {epilogue}"
         )
+    return EXCHANGE
+
+
+def _beside(rotation: Rotation | None, peers: PeerRows | None, part: slice) -> tuple[Argument, ...]:
+    """The arguments that only ROTATE uses, or EXCHANGE."""
+    if rotation is not None:
+        return _rotation_arguments(rotation, part)
+    return (0,) * NUM_BESIDE if peers is None else peers.arguments
 
 
 def _check_columns(columns: torch.Tensor, shape: DecodeGemmShape) -> None:

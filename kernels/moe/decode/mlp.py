@@ -108,9 +108,7 @@ def experts_mlp(
     up_shape = shape_of(GATE_UP, gate_up, ranks, biased=gate_up_bias is not None, clamped=limit is not None)
     down_shape = shape_of(DOWN, down, ranks, biased=down_bias is not None)
     biases: list[Argument] = [0 if each is None else each for each in (gate_up_bias, down_bias)]
-    cards = 1 if peers is None else peers.size
-    if peers is not None and (peers.width != down.rows or peers.rows < min(rows, rows_a_launch(ranks))):
-        raise ShapeError(f"cards add up {peers.rows} rows of {peers.width}, not {rows} of {down.rows}")
+    cards = _cards(peers, min(rows, rows_a_launch(ranks)), down.rows)
     calls = []
     for part, count in parts_of(rows, ranks):
         chosen, planned = plan, None
@@ -126,6 +124,15 @@ def experts_mlp(
         kernel = _make(chosen, routing.num_experts, routing.over_all, cards)
         calls.append(KernelCall(kernel, (chosen.up_plan.num_blocks, 1, 1), arguments, planned=planned))
     return calls
+
+
+def _cards(peers: PeerRows | None, rows: int, width: int) -> int:
+    """The cards that add up their sums. Raises ShapeError for memory of other rows."""
+    if peers is None:
+        return 1
+    if peers.width != width or peers.rows < rows:
+        raise ShapeError(f"cards add up {peers.rows} rows of {peers.width}, not {rows} of {width}")
+    return peers.size
 
 
 def _check_weights(

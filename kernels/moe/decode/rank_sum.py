@@ -7,7 +7,7 @@ sums before. It knows neither who writes the outputs nor what becomes of the sum
 from typing import Any
 
 from lowlat.kernels.common.norm_math import high_value, low_value
-from lowlat.kernels.common.peers.rows import make_add_chunk
+from lowlat.kernels.common.peers.rows import make_add_chunk, make_begin
 from lowlat.kernels.common.sentinels import is_missing, next_turn
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
@@ -49,7 +49,7 @@ def make_sum_rows(width: int, chosen: int, warps: int, cards: int = 1) -> Any:
 
 def _make_add_ranks(width: int, chosen: int, cards: int) -> Any:
     """A function: 8 columns of a row's residual plus what its ranks add, as four words."""
-    num_values, add_chunk = 8 * TOGETHER, make_add_chunk(cards, width)
+    num_values, begin, add_chunk = 8 * TOGETHER, make_begin(cards, width), make_add_chunk(cards)
 
     @device_function
     def load_ranks(words: Any, place: Any, start: Any) -> None:
@@ -74,6 +74,8 @@ def _make_add_ranks(width: int, chosen: int, cards: int) -> Any:
     @device_function
     def add_ranks(old: Any, place: Any, peers: Any, row: Any, column: Any) -> Any:
         sums, words = cuda.local.array(8, float32), cuda.local.array(num_values, uint32)
+        if cards > 1:
+            begun = begin(peers, row, column)
         for k in range(8):
             sums[k] = float32(0)
         for start in range(0, chosen, TOGETHER):
@@ -87,7 +89,7 @@ def _make_add_ranks(width: int, chosen: int, cards: int) -> Any:
                     for k in range(8):
                         sums[k] = ptx.add_rn(sums[k], ptx.float_of_bits(words[8 * rank + k]))
         if cards > 1:
-            add_chunk(sums, peers, row, column)
+            add_chunk(sums, peers, begun)
         return (
             ptx.bf16_pair(ptx.add_rn(low_value(old[0]), sums[0]), ptx.add_rn(high_value(old[0]), sums[1])),
             ptx.bf16_pair(ptx.add_rn(low_value(old[1]), sums[2]), ptx.add_rn(high_value(old[1]), sums[3])),

@@ -12,7 +12,8 @@ import torch
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.kernels.common.peers.rows import PeerRows, area_shape
 from lowlat.kernels.common.peers.words import HOST_GAVE_UP, awaited_code
-from lowlat.kernels.rows.exchange import Channel, channel_shapes
+from lowlat.kernels.rows.ranks.exchange import Channel, channel_shapes
+from lowlat.kernels.rows.ranks.shares import RowShares, share_words
 from lowlat.kernels.step.forward_commands import AREA_SHAPE, COUNTER_SHAPE, NUM_WORDS, CommandChannel
 
 __all__ = ["PeerMemory", "connect", "peer_problem"]
@@ -86,6 +87,7 @@ class PeerMemory:
         ]
         self._made: dict[tuple[int, bool], list[Channel]] = {}
         self._summed: dict[tuple[int, str], list[PeerRows]] = {}
+        self._shares: dict[int, list[RowShares]] = {}
 
     @property
     def size(self) -> int:
@@ -107,6 +109,15 @@ class PeerMemory:
             areas = tuple(_zeros(shape, torch.int64, device) for device in self.devices)
             self._summed[key] = [PeerRows(each, areas, self.abort) for each in range(self.size)]
         return self._summed[key][rank]
+
+    def shares(self, rank: int, width: int) -> RowShares:
+        """A rank's memory for many rows of a width, of which each rank adds up a share. Raises as `channel` does."""
+        if width not in self._shares:
+            rows = self._most(width)
+            words = share_words(self.size, rows, width)
+            areas = tuple(_zeros((words,), torch.int64, device) for device in self.devices)
+            self._shares[width] = [RowShares(each, areas, rows, width, self.abort) for each in range(self.size)]
+        return self._shares[width][rank]
 
     def _most(self, width: int) -> int:
         """The most rows of a width."""
@@ -132,6 +143,7 @@ class PeerMemory:
         channels = [channel for made in self._made.values() for channel in made]
         areas = [area for made in self._made.values() for area in made[0].areas]
         areas += [area for summed in self._summed.values() for area in summed[0].areas]
+        areas += [area for shares in self._shares.values() for area in shares[0].areas]
         counters = [*(each.counters for each in channels), *(each.counters for each in self._commands)]
         forwarded = [each.forwarded for each in self._commands]
         return [self.abort, self.stop_flag, *areas, *self._commands[0].areas, *counters, *forwarded]
@@ -139,7 +151,8 @@ class PeerMemory:
     def num_bytes(self, rank: int) -> int:
         """Bytes on one rank's device."""
         held = [tensor for made in self._made.values() for tensor in (made[rank].areas[rank], made[rank].counters)]
-        held += [made[rank].areas[rank] for made in self._summed.values()]
+        held += [summed[rank].areas[rank] for summed in self._summed.values()]
+        held += [shares[rank].areas[rank] for shares in self._shares.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def give_up(self) -> None:
@@ -168,6 +181,7 @@ class PeerMemory:
         """Drop all memory; nothing may run that points into it."""
         self._made.clear()
         self._summed.clear()
+        self._shares.clear()
         self._commands.clear()
 
 

@@ -13,7 +13,8 @@ from lowlat.executors.cards.peers import PeerMemory
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import BufferSet, Role
 from lowlat.kernels.common.peers.rows import PeerRows
-from lowlat.kernels.rows.exchange import Channel
+from lowlat.kernels.rows.ranks.exchange import Channel
+from lowlat.kernels.rows.ranks.shares import RowShares
 from lowlat.kernels.step.forward_commands import STOP, TAIL, CommandChannel, forward_commands
 
 if TYPE_CHECKING:
@@ -61,6 +62,10 @@ class RankPlace:
     def rows(self, width: int, kind: str) -> PeerRows:
         """The memory of a kind of kernel for rows of a width, see `PeerMemory.rows`."""
         return self.peers.rows(self.number, width, kind)
+
+    def shares(self, width: int) -> RowShares:
+        """The memory for many rows of a width, see `PeerMemory.shares`."""
+        return self.peers.shares(self.number, width)
 
     def forwarding(self, groups: Sequence[LoweredGroup], written: torch.Tensor) -> tuple[LoweredGroup, ...]:
         """A program's groups, with a launch that forwards commands before those that take them.

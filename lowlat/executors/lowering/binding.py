@@ -10,7 +10,8 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.kernels.common.peers.rows import PeerRows
-from lowlat.kernels.rows.exchange import Channel
+from lowlat.kernels.rows.ranks.exchange import Channel
+from lowlat.kernels.rows.ranks.shares import RowShares
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace
 from lowlat.models.program import Op, Program, Stage
@@ -49,6 +50,9 @@ class Exchanges(Protocol):
 
     def rows(self, width: int, kind: str) -> PeerRows:
         """The memory of one kind of kernel that adds up rows of a width over ranks as it makes them."""
+
+    def shares(self, width: int) -> RowShares:
+        """The memory of launches in which each rank adds up its share of many rows of a width."""
 
 
 def decodes(op: Op) -> bool:
@@ -115,6 +119,10 @@ class Binding:
     def peer_rows(self, width: int, kind: str) -> PeerRows:
         """The memory of a kind of kernel for rows of a width. Raises ConfigError as `channel` does."""
         return self._others().rows(width, kind)
+
+    def row_shares(self, width: int) -> RowShares:
+        """The memory for many rows of a width. Raises ConfigError as `channel` does."""
+        return self._others().shares(width)
 
     def _others(self) -> Exchanges:
         if self.exchanges is None:

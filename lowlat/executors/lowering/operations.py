@@ -37,11 +37,11 @@ from lowlat.kernels.rows.draft_rows import (
 )
 from lowlat.kernels.rows.elementwise import add, cast, identity, silu_mul
 from lowlat.kernels.rows.embed import embed
-from lowlat.kernels.rows.exchange import gather_ranks
 from lowlat.kernels.rows.markov import bias_rows, markov_gate, parent_tokens
 from lowlat.kernels.rows.norm import rms_norm, split_norms
 from lowlat.kernels.rows.qk_norm import qk_norm
-from lowlat.kernels.rows.ranks import join_columns, sum_ranks
+from lowlat.kernels.rows.ranks.exchange import gather_ranks
+from lowlat.kernels.rows.ranks.parts import join_columns, sum_ranks
 from lowlat.kernels.rows.rotate import rotate
 from lowlat.kernels.rows.waiting import keep_features, take_features, waiting_rows
 from lowlat.kernels.sampling.choose_drafts import choose_drafts

@@ -11,8 +11,9 @@ from lowlat.kernels.gemm.decode.gemm import steps_to_hold
 from lowlat.kernels.rows.draft_input import draft_input, draft_level_input
 from lowlat.kernels.rows.draft_rows import take_last
 from lowlat.kernels.rows.embed import embed_norm
-from lowlat.kernels.rows.exchange import exchange, exchange_add, exchange_add_norm
 from lowlat.kernels.rows.norm import add_norm
+from lowlat.kernels.rows.ranks.exchange import exchange, exchange_add, exchange_add_norm
+from lowlat.kernels.rows.ranks.shares import share_add, share_add_norm
 from lowlat.kernels.rows.rotate import rotate
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.models.program import Op
@@ -82,9 +83,15 @@ def gathered(run: Run) -> list[str]:
 
 
 def _exchange(binding: Binding, run: Run) -> Sequence[Call]:
-    """Ranks' parts added up as they come; with the residual stream and its norm where those follow."""
+    """Ranks' parts added up as they come; with the residual stream and its norm where those follow.
+
+    Of prefill's many rows each rank adds up a share.
+    """
     x = binding.buffers[run.op("gather_ranks").reads["x"]]
-    added, channel = run.find("add"), binding.channel(x.shape[1], whole=run.find("rms_norm") is not None)
+    added = run.find("add")
+    if added is not None and not decodes(added) and not binding.card.is_shared:
+        return _shared(binding, run, x)
+    channel = binding.channel(x.shape[1], whole=run.find("rms_norm") is not None)
     if added is None:
         return exchange(x, channel=channel, out=binding.buffers[run.op("sum_ranks").writes["out"]])
     given = binding.arguments(added)
@@ -93,6 +100,17 @@ def _exchange(binding: Binding, run: Run) -> Sequence[Call]:
     norm = _normed(binding, run)
     return exchange_add_norm(
         x, given["a"], norm["norm_weight"], norm["row_live"], channel=channel, total=given["out"], out=norm["normed"],
+        eps=norm["eps"],
+    )  # fmt: skip
+
+
+def _shared(binding: Binding, run: Run, x: torch.Tensor) -> Sequence[Call]:
+    given, shares = binding.arguments(run.op("add")), binding.row_shares(x.shape[1])
+    if run.find("rms_norm") is None:
+        return share_add(x, given["a"], shares=shares, total=given["out"])
+    norm = _normed(binding, run)
+    return share_add_norm(
+        x, given["a"], norm["norm_weight"], norm["row_live"], shares=shares, total=given["out"], out=norm["normed"],
         eps=norm["eps"],
     )  # fmt: skip
 

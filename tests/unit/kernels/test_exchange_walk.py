@@ -10,12 +10,13 @@ from rowwise_cases import canonical_norm, flags, poison, same_bits, weights
 
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.kernels.common.peers.words import HOST_GAVE_UP, awaited_code
-from lowlat.kernels.rows import exchange
+from lowlat.kernels.rows.ranks import exchange
+from lowlat.kernels.rows.ranks import shares as row_shares
 from lowlat.kernels.step import forward_commands
 
 F32 = torch.float32
 PEERS = ("common.peers.chunk", "common.peers.words")
-NAMES = ("common.norm_math", "common.norm_row", *PEERS, "rows.norm", "rows.exchange")
+NAMES = ("common.norm_math", "common.norm_row", *PEERS, "rows.norm", "rows.ranks.exchange")
 CASES = [
     (2, 1088, 2, (2, 1)),  # two blocks a row, the last one not full
     (3, 24, 2, (1, 2)),
@@ -65,6 +66,38 @@ def test_norms_have_the_bits_of_one_card() -> None:
     for total, out in found:
         assert same_bits(total, expected)
         assert same_bits(out, normed)
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "most", "width"), [(2, 5, 8, 40), (3, 4, 4, 16), (4, 5, 5, 16), (2, 3, 3, 4104)]
+)
+def test_every_rank_adds_up_its_share_of_many_rows(count: int, rows: int, most: int, width: int) -> None:
+    """Twice with the norm and once without, fewer rows then: the bits of one card, on all ranks."""
+    areas = tuple(torch.zeros(row_shares.share_words(count, most, width), dtype=torch.int64) for _ in range(count))
+    abort, found, wanted = torch.zeros(1, dtype=torch.int64), [], []
+    given = [(Ranks(count, most, width).inputs(rows - turn), torch.randn(rows - turn, width)) for turn in range(3)]
+    weight = weights(width)
+    with walkable(walker := Walker(), *NAMES, "rows.ranks.shares") as modules:
+        kernels, streams = modules[-1], []
+        for rank in range(count):
+            shares = kernels.RowShares(rank, areas, most, width, abort)
+            calls = []
+            for turn, (parts, a) in enumerate(given):
+                a, live = a.bfloat16(), flags(len(a))
+                total, out = poison(*a.shape), poison(*a.shape)
+                if turn == 1:
+                    calls += kernels.share_add(parts[rank], a, shares=shares, total=total)
+                else:
+                    named: Any = {"shares": shares, "total": total, "out": out, "eps": EPS}
+                    calls += kernels.share_add_norm(parts[rank], a, weight, live, **named)
+                expected = (a.float() + tree_sum(parts)).bfloat16()
+                normed = torch.where(live[:, None] != 0, canonical_norm(expected, weight, EPS), 0)
+                found += [total] if turn == 1 else [total, out]
+                wanted += [expected] if turn == 1 else [expected, normed]
+            streams.append(calls)
+        walker.run(*streams[0], beside=streams[1:])
+    assert all(same_bits(out, want) for out, want in zip(found, wanted, strict=True))
+    assert int(abort[0]) == 0
 
 
 @pytest.mark.parametrize("by_host", [True, False])

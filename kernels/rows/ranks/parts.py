@@ -14,8 +14,8 @@ from lowlat.kernels.common.norm_row import chunk_values
 from lowlat.kernels.common.peers.chunk import added, store_wide
 from lowlat.kernels.reference.exchange.cuts import bounds
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.rows.exchange import CHUNK
 from lowlat.kernels.rows.norm import check_dtype
+from lowlat.kernels.rows.ranks.exchange import CHUNK
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types
