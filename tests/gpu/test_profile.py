@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from cli_calls import answer, lowlat
 
 from lowlat.cli.options import bundled
@@ -34,6 +35,17 @@ def test_every_stage_has_its_time_and_all_add_up(executor: str, tmp_path: Path) 
     assert all(event["dur"] > 0 and event["ts"] >= 0 for event in kernels)
     stages = [event["name"] for event in events if event["ph"] == "X" and event["cat"] == "stage"]
     assert set(stages) == {row["stage"] for row in own}
+
+
+def test_of_two_cards_each_has_its_time_and_what_it_exchanges() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two CUDA devices, and {torch.cuda.device_count()} is there")
+    found = answer("profile", "--tensor-parallel", 2, "--steps", STEPS, "--json")
+    exchange, (first, second) = found["exchange"], found["cards"]
+    assert (first["device"], second["device"]) == ("cuda:0", "cuda:1")
+    assert exchange["num_launches"] + exchange["num_fused"] > 16  # two a layer
+    assert 0 < exchange["time_us"] < found["step_us"] == pytest.approx(first["step_us"])
+    assert second["step_us"] == pytest.approx(first["step_us"], rel=0.5)
 
 
 def test_tables_of_a_batch_without_a_head() -> None:

@@ -13,6 +13,7 @@ from lowlat.cli import running
 from lowlat.cli.options import bundled
 from lowlat.executors.devices import DeviceChoice
 from lowlat.tools.profile import recording as profiling
+from lowlat.tools.profile import sites
 
 SMALL = ("profile", "--context", 20, "--steps", 2)
 
@@ -145,6 +146,6 @@ def test_a_long_context_is_shortened_and_said(card: dict[str, Any]) -> None:
 
 
 def test_a_recording_that_is_not_whole_is_an_error(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    sites_of = profiling.call_sites
+    sites_of = sites.call_sites
     monkeypatch.setattr(profiling, "call_sites", lambda *arguments: sites_of(*arguments)[:-1])
     assert "which are not whole steps of" in refusal(*SMALL, code=1)

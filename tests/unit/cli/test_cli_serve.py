@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_calls import answer, lowlat, refusal
@@ -72,6 +74,28 @@ def test_a_live_endpoint_is_refused_and_a_dead_ones_socket_is_taken_over(folder:
     with serving(folder, common) as server:
         assert ask(server)
     assert not Path(server.endpoint.removeprefix("ipc://")).exists()
+
+
+def test_two_ranks_answer_as_one_does(folder: Path) -> None:
+    """Requests side by side, sampled and greedy, one bound to a choice; and the figures of all ranks."""
+    asked: list[dict[str, Any]] = [
+        {"prompt": "The President shall", "max_tokens": 24, "temperature": 0.8, "seed": 3},
+        {"prompt": "Congress shall make no law", "max_tokens": 24},
+        {"prompt": "The vote:", "max_tokens": 24, "choice": ["aye, with one amendment", "nay, with none"]},
+    ]
+    found = []
+    for size in (1, 2):
+        own = folder / str(size)
+        own.mkdir()
+        options = ("--tensor-parallel", size, "--tp-invariant", "--device", "cpu", "--max-batch", 2)
+        with serving(own, options) as server, Client(server.endpoint) as client:
+            with ThreadPoolExecutor(len(asked)) as pool:
+                texts = list(pool.map(lambda each: "".join(chunk.text for chunk in client.generate(**each)), asked))
+            found.append(texts)
+            (held,) = client.stats()["engine"]["memory"]
+            assert (held["device"], held["ranks"]) == ("cpu", list(range(size)))
+            assert held["weights_bytes"] > 0 < held["kv_bytes"]
+    assert found[0] == found[1] and all(found[0]) and found[0][2] in asked[2]["choice"]
 
 
 @pytest.mark.second
