@@ -19,7 +19,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from bench.dense_cases import Case
 from bench.parallel_step import ParallelModel, ParallelPrompts, ParallelStep, alone_step, devices_of
 from bench.wall import Wall, measure_wall
 
-__all__ = ["CASES", "PROMPTS", "ParallelCase", "main"]
+__all__ = ["CASES", "PROMPTS", "ParallelCase", "main", "table"]
 
 OTHERS = "vllm_two_cards_ms"
 VLLM_STEPS = {("llama-8b", 1, 8192, 0): 3.65, ("llama-8b", 4, 16384, 0): 4.52, ("llama-70b", 1, 8192, 0): 21.0,
@@ -190,6 +190,41 @@ def _measure_step(options: argparse.Namespace, case: ParallelCase, device: torch
         **alone,
         "made_in_s": round(made_in, 1),
     }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of a README's table: a step on one card and on two, and prompts."""
+    lines = [
+        "| | one card | two cards | floor of two | an exchange, us | vLLM on two |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    measured = [row for row in rows if "error" not in row and "skipped" not in row]
+    for row in (row for row in measured if row["tensor_parallel_size"] == 2):
+        alone = next((one for one in measured if one["tensor_parallel_size"] == 1 and _key(one) == _key(row)), {})
+        others = row.get(OTHERS)
+        if "prompts" in row:
+            for length, ms in row["prompt_ms_p50"].items():
+                one = alone.get("prompt_ms_p50", {}).get(length)
+                cells = [_figure(one, 1), _figure(ms, 1), "-", "-", _figure((others or {}).get(length), 1)]
+                lines.append(f"| {row['model']}, a prompt of {length} | {' | '.join(cells)} |")
+            continue
+        step = Case(row["batch"], row["context"], row["num_speculative_tokens"])
+        draft = row.get("draft_tensor_parallel_size")
+        whole = "" if draft is None else f", the draft model {'cut, too' if draft > 1 else 'whole on both'}"
+        cells = [
+            _figure(alone.get("ms_p50"), 2), _figure(row["ms_p50"], 2), _figure(row["floor_ms"], 2),
+            _figure(row["exchange_us"], 1), _figure(others, 2),
+        ]  # fmt: skip
+        lines.append(f"| {row['model']}, {step.name}{whole} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(str(row.get(name)) for name in ("model", "batch", "context", "num_speculative_tokens", "prompts"))
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _alone(

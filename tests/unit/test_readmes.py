@@ -62,6 +62,13 @@ def test_the_table_of_formats_is_its_files_own(repository: Path, pages: dict[str
     assert set(table_rows(bench("formats").table(result))) <= set(table_rows(pages["bench/README.md"]))
 
 
+def test_the_table_of_several_cards_is_its_files_own(repository: Path, pages: dict[str, str]) -> None:
+    rows = json.loads((repository / "bench" / "results" / "h200x2" / "parallel.json").read_text())
+    assert all("error" not in row and row["weights"] == "random" for row in rows)
+    assert set(table_rows(bench("parallel").table(rows))) <= set(table_rows(pages["bench/README.md"]))
+    assert all(row["commit"] in pages["bench/README.md"] for row in rows)
+
+
 def test_what_is_said_of_grammars_is_in_their_files(repository: Path, pages: dict[str, str]) -> None:
     folder, page = repository / "bench" / "results" / "cpu", " ".join(pages["bench/README.md"].split())
     suite = json.loads((folder / "schema_suite.json").read_text())
