@@ -17,7 +17,7 @@ from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import kernel_executor
 from lowlat.executors.cards import parallel
 from lowlat.executors.cards.parts import place_parts
-from lowlat.executors.cards.peers import PeerMemory, peer_problem
+from lowlat.executors.cards.peers import PeerMemory, peer_problem, planned_bytes
 from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import GraphExecutor, _Addresses
@@ -265,6 +265,18 @@ def test_each_card_is_sent_its_part_and_lets_go_of_it() -> None:
             assert all(torch.equal(tensor, expected[name]) for name in names)
             assert all(tensor.data_ptr() != given.data_ptr() for given in whole.values())
         assert not list(part.stream())
+
+
+def test_what_ranks_exchange_by_is_planned(no_card: None) -> None:
+    """At least what a rank's launches ask for, and not much more."""
+    peers = PeerMemory([torch.device("meta", rank) for rank in range(2)], {64: 300, 160: 4})
+    for width in (64, 160):
+        peers.channel(0, width)
+    for kind in ("gemm", "mixture"):
+        peers.rows(0, 64, kind)
+    peers.shares(0, 64)
+    assert peers.num_bytes(0) <= planned_bytes(2, {64: 300, 160: 4}, {64: 300}) + 8192
+    assert peers.num_bytes(0) > 0.9 * planned_bytes(2, {64: 300, 160: 4}, {64: 300})
 
 
 def test_what_kernels_cannot_do_is_refused() -> None:

@@ -5,7 +5,7 @@ the host writes and reads the first one's, whose commands the others read when t
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -13,28 +13,36 @@ import torch
 
 from lowlat.errors import DeviceError
 from lowlat.executors import OpHook
-from lowlat.executors.cards.peers import PeerMemory
+from lowlat.executors.cards.peers import PeerMemory, planned_bytes
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.kernel_executor import abandon
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.models.program import Program
 
-__all__ = ["ParallelExecutor", "exchanged_rows"]
+__all__ = ["ParallelExecutor", "exchange_bytes", "exchanged_rows"]
 
 PATIENCE_S = 1.0  # for ranks to end after one has failed
 EXCHANGE = "gather_ranks"
 Answer = TypeVar("Answer")
 
 
-def exchanged_rows(programs: Sequence[Program]) -> dict[int, int]:
-    """The most rows that programs exchange among ranks, by their width."""
+def exchanged_rows(programs: Iterable[Program], kind: str = EXCHANGE) -> dict[int, int]:
+    """The most rows that programs exchange among ranks, by their width; of `sum_ranks`, those that are added up."""
     found: dict[int, int] = {}
     for program in programs:
         for op in program.ops:
-            if op.kind == EXCHANGE:
-                _, rows, width = program.buffers[op.writes["out"]].shape
+            if op.kind == kind:
+                *_, rows, width = program.buffers[op.writes["out"]].shape
                 found[width] = max(rows, found.get(width, 0))
     return found
+
+
+def exchange_bytes(programs: Sequence[Program]) -> int:
+    """Bytes on a rank's device of what its programs exchange by, at most; 0 where they exchange nothing."""
+    outs = [program.buffers[op.writes["out"]] for program in programs for op in program.ops if op.kind == EXCHANGE]
+    if not outs:
+        return 0
+    return planned_bytes(outs[0].shape[0], exchanged_rows(programs), exchanged_rows(programs, "sum_ranks"))
 
 
 class ParallelExecutor:

@@ -3,6 +3,7 @@
 Ranks may share a card, as in tests, or have no card at all. It knows no program and no weight.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +17,11 @@ from lowlat.kernels.rows.ranks.exchange import Channel, channel_shapes
 from lowlat.kernels.rows.ranks.shares import RowShares, share_words
 from lowlat.kernels.step.forward_commands import AREA_SHAPE, COUNTER_SHAPE, NUM_WORDS, CommandChannel
 
-__all__ = ["PeerMemory", "connect", "peer_problem"]
+__all__ = ["PeerMemory", "connect", "peer_problem", "planned_bytes"]
 
 MAX_CHANNEL_ROWS = 256  # of one launch; more rows go by several, so that areas stay small
 MAX_SUMMED_ROWS = 64  # of one launch that makes rows and adds them up
+NUM_KINDS = 2  # of kernels that do so: GEMMs and mixtures
 HOW_TO_SEE = "`nvidia-smi topo -m` shows how the cards are joined, `nvidia-smi topo -p2p r` whether they may"
 
 
@@ -55,6 +57,18 @@ def connect(devices: Sequence[torch.device]) -> None:
             (status,) = driver.cuCtxEnablePeerAccess(peer, 0)
         if status not in (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
             raise DeviceError(f"cuda:{card} is refused access to cuda:{other}: {status.name}; {HOW_TO_SEE}")
+
+
+def planned_bytes(size: int, rows: Mapping[int, int], summed: Mapping[int, int]) -> int:
+    """Bytes on each of so many devices that exchanges take, at most.
+
+    rows, summed  the most rows by width that are exchanged, and of them those that are added up
+    """
+    words = sum(math.prod(channel_shapes(size, min(most, MAX_CHANNEL_ROWS), width)[0]) for width, most in rows.items())
+    for width, most in summed.items():
+        words += NUM_KINDS * math.prod(area_shape(size, min(most, MAX_SUMMED_ROWS), width))
+        words += share_words(size, most, width)
+    return words * torch.int64.itemsize
 
 
 class PeerMemory:

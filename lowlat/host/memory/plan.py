@@ -57,7 +57,7 @@ def memory_need(
 
     weights      canonical weights, or tensors without content in their place
     has_kernels  programs run one at a time in the memory of the largest one's scratch; prefill has workspaces beside
-                 it; and matrices are packed
+                 it, as exchanges among ranks have; and matrices are packed
     """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
@@ -82,6 +82,10 @@ def memory_need(
 
             workspaces = max(workspaces, workspace_bytes(program, shape_of))
             temporary = max(temporary, temporary_bytes(program, shape_of))
+    if has_kernels:
+        from lowlat.executors.cards.parallel import exchange_bytes
+
+        workspaces += exchange_bytes(programs)
     matrices = [matrix_parts(name, weights) for name in gemm_weights(programs)]
     matrices += [parts for parts in expert_parts(programs, weights).values() if has_kernels or "blocks" not in parts]
     packed = matrices if has_kernels else []
