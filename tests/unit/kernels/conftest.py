@@ -34,4 +34,5 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for older in kept.iterdir() if cache else ():
         if older.name != source_digest():
             shutil.rmtree(older, ignore_errors=True)
-    return Compiled(kept / source_digest(), run)
+    both = "second" in str(request.config.getoption("markexpr"))
+    return Compiled(kept / source_digest(), run, both)
