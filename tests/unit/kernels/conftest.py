@@ -8,7 +8,7 @@ from compiled_examples import Compiled
 
 from lowlat.kernels.toolchain.digests import source_digest
 
-COMPILING_S = 900  # whoever comes first compiles for all, and the others wait
+COMPILING_S = 1800  # whoever comes first compiles for all, and the others wait; on a busy machine for long
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
