@@ -79,17 +79,18 @@ class Compiled:
 
     directory   what was compiled from these sources, by this run or an earlier one
     run         of this run, and shared by its workers: whoever comes first compiles for all
+    both        the run has both stages: all are compiled at the first use of any
     """
 
-    def __init__(self, directory: Path, run: Path) -> None:
-        self._directory, self._run = directory, run
+    def __init__(self, directory: Path, run: Path, both: bool = False) -> None:
+        self._directory, self._run, self._both = directory, run, both
         self._made: dict[tuple[Capability, str], tuple[CompiledKernel, str]] = {}
 
     def of(self, capability: Capability, kernel: Kernel) -> tuple[CompiledKernel, str]:
         """A kernel and its PTX."""
         key = (capability, kernel.name)
         if key not in self._made:
-            self._compile(key in FIRST_STAGE)
+            self._compile(key in FIRST_STAGE and not self._both)
         return self._made[key]
 
     def _compile(self, first: bool) -> None:

@@ -44,6 +44,19 @@ settings.register_profile(
 settings.load_profile("lowlat")
 
 
+# Files that take longest, and those whose times matter: a worker takes a file at a time, so the former begin first and
+# the latter come when nobody else has much to do.
+LONGEST = (
+    "unit/test_lossless.py",
+    "unit/kernels/test_compiled.py",
+    "unit/kernels/test_sample_distribution.py",
+    "unit/test_tuning.py",
+    "unit/test_device_loop.py",
+    "unit/test_bench_programs.py",
+    "unit/test_quantised_targets.py",
+)
+ALONE = ("faults/test_limits.py", "ipc/test_router.py", "ipc/test_server_prices.py", "ipc/test_server_requests.py")
+
 TURN = pytest.StashKey[ExitStack]()  # the locks of the test that runs
 KEPT = pytest.StashKey[bool]()  # whether the test before left them to the next
 
@@ -62,6 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
         plugin = CompileOnly(target)
         plugin.start()
         config.pluginmanager.register(plugin)
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist's order is by the number of tests, which tells little of times
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -92,6 +107,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    items.sort(key=_turn)  # of one file they stay as they are
+
+
+def _turn(item: pytest.Item) -> int:
+    """The place of a test's file among those that are known to take long or to need the machine for themselves."""
+    name = item.path.relative_to(REPOSITORY / "tests").as_posix() if item.path.is_relative_to(REPOSITORY) else ""
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST) + (name in ALONE)
 
 
 def pytest_collection_finish() -> None:

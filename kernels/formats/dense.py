@@ -49,7 +49,7 @@ def pack_matrix(
     steps = held[: height * width * tiles.step_bytes].view(height, width, tiles.step_bytes)
     scales = held[steps.numel() :].view(torch.float32).fill_(1)
     count = max(1, PANEL // (width * TILE_COLUMNS * TILE_ROWS))
-    for first in range(0, height, count):
+    for first in range(0, 0 if held.is_meta else height, count):  # what has no memory has nothing to pack
         some = slice(first * TILE_ROWS, min((first + count) * TILE_ROWS, rows))
         places = some if order is None else order[some].to(device)
         own = {name: part[places] for name, part in parts.items()}
