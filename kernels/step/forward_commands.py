@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from lowlat.errors import ConfigError
 from lowlat.kernels.common.memory import long_at, set_long
-from lowlat.kernels.common.peers.words import MAX_RANKS, area_of, await_long
+from lowlat.kernels.common.peers.words import MAX_RANKS, area_of, await_long, check_rank
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype
 from lowlat.kernels.toolchain import ptx
@@ -55,8 +54,7 @@ class CommandChannel:
     abort: torch.Tensor
 
     def __post_init__(self) -> None:
-        if not 2 <= len(self.areas) <= MAX_RANKS or not 0 <= self.rank < len(self.areas):
-            raise ConfigError(f"commands go to 2 to {MAX_RANKS} ranks, not as {self.rank} of {len(self.areas)}")
+        check_rank(self.rank, len(self.areas))
         for area in self.areas:
             check_shape("area", area, *AREA_SHAPE)
         check_shape("counters", self.counters, *COUNTER_SHAPE)

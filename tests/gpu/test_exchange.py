@@ -20,6 +20,16 @@ pytestmark = pytest.mark.timeout(120)
 BF16, F32 = torch.bfloat16, torch.float32
 
 
+def replay(graphs: RankGraphs, captured: list[Any], parts: list[torch.Tensor], fresh: list[torch.Tensor]) -> None:
+    """Run all ranks' graphs over new numbers."""
+    for part, numbers in zip(parts, fresh, strict=True):
+        part.copy_(numbers)
+    for card in graphs.peers.devices:
+        torch.cuda.synchronize(card)
+    graphs.start(captured)
+    graphs.wait()
+
+
 @pytest.mark.parametrize(("count", "width", "rows"), [(2, 4096, 1), (2, 2880, 300), (4, 8192, 8), (8, 64, 5)])
 def test_replayed_exchanges_have_the_bits_of_the_tree(
     count: int, width: int, rows: int, rank_cards: list[torch.device]
@@ -50,12 +60,7 @@ def test_replayed_exchanges_have_the_bits_of_the_tree(
     captured = graphs.capture(calls)
     for _ in range(20):
         fresh = [torch.randn(rows, width) * scale for scale in scales]
-        for part, numbers in zip(parts, fresh, strict=True):
-            part.copy_(numbers)
-        for card in rank_cards:
-            torch.cuda.synchronize(card)
-        graphs.start(captured)
-        graphs.wait()
+        replay(graphs, captured, parts, fresh)
         total = (a.float() + tree_sum(fresh)).to(BF16)
         normed = torch.where(live[:, None] != 0, canonical_norm(total, weight, EPS), 0)
         for found in outs:
@@ -85,12 +90,7 @@ def test_cards_add_up_their_shares_of_many_rows(
     captured = graphs.capture(calls)
     for _ in range(5):
         fresh = [torch.randn(rows, width), 10 * torch.randn(rows, width)]
-        for part, numbers in zip(parts, fresh, strict=True):
-            part.copy_(numbers)
-        for card in rank_cards:
-            torch.cuda.synchronize(card)
-        graphs.start(captured)
-        graphs.wait()
+        replay(graphs, captured, parts, fresh)
         total = (a.float() + tree_sum(fresh)).to(BF16)
         normed = torch.where(live[:, None] != 0, canonical_norm(total, weight, EPS), 0)
         for found in outs:

@@ -14,9 +14,16 @@ from typing import Any
 
 import torch
 
-from lowlat.errors import ConfigError
 from lowlat.kernels.common.peers.chunk import added, bits_of, floats_of
-from lowlat.kernels.common.peers.words import MAX_RANKS, WORD_BYTES, area_of, await_chunk, await_word, push_chunk
+from lowlat.kernels.common.peers.words import (
+    MAX_RANKS,
+    WORD_BYTES,
+    area_of,
+    await_chunk,
+    await_word,
+    check_rank,
+    push_chunk,
+)
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument
@@ -43,11 +50,7 @@ class PeerRows:
     abort: torch.Tensor
 
     def __post_init__(self) -> None:
-        if not 2 <= len(self.areas) <= MAX_RANKS or not 0 <= self.rank < len(self.areas):
-            raise ConfigError(
-                f"rows are added up by 2 to {MAX_RANKS} ranks (tensor_parallel_size), not as {self.rank} of "
-                f"{len(self.areas)}"
-            )
+        check_rank(self.rank, len(self.areas))
         for area in self.areas:
             check_shape("area", area, *area_shape(self.size, self.rows, self.width))
         check_shape("abort", self.abort, 1)

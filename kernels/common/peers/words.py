@@ -11,6 +11,7 @@ turns that a peer will never come; then NaN stand for them, and nobody waits in 
 
 from typing import Any
 
+from lowlat.errors import ConfigError
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 
@@ -24,6 +25,7 @@ __all__ = [
     "await_long",
     "await_word",
     "awaited_code",
+    "check_rank",
     "push_chunk",
 ]
 
@@ -34,6 +36,12 @@ ABORT_TURNS = 1 << 12  # between looks at `abort`, which lies in the host's memo
 PEER_SPIN_LIMIT = 1 << 26
 MISSING_BITS = 0x7FFFFFFF  # a NaN, as arithmetic gives it
 HOST_GAVE_UP = 1 << 16  # what the host sets `abort` to; ranks set `awaited_code`
+
+
+def check_rank(rank: int, count: int) -> None:
+    """Raise ConfigError for a number of ranks that cannot exchange, and for a rank that is none of them."""
+    if not 2 <= count <= MAX_RANKS or not 0 <= rank < count:
+        raise ConfigError(f"2 to {MAX_RANKS} ranks exchange (tensor_parallel_size), not {rank} of {count}")
 
 
 def awaited_code(code: int) -> tuple[int, int]:

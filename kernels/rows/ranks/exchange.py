@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from lowlat.errors import ConfigError, ShapeError
+from lowlat.errors import ShapeError
 from lowlat.kernels.common.norm_math import CHUNK, THREADS, WARPS
 from lowlat.kernels.common.norm_row import chunk_values, finish_norm, is_live, load_first_weights
 from lowlat.kernels.common.peers.chunk import added, bits_of, floats_of, store_wide
-from lowlat.kernels.common.peers.words import MAX_RANKS, WORD_BYTES, area_of, await_chunk, push_chunk
+from lowlat.kernels.common.peers.words import MAX_RANKS, WORD_BYTES, area_of, await_chunk, check_rank, push_chunk
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live, check_width
 from lowlat.kernels.toolchain import ptx
@@ -56,10 +56,7 @@ class Channel:
     early: bool = True
 
     def __post_init__(self) -> None:
-        if not 2 <= len(self.areas) <= MAX_RANKS or not 0 <= self.rank < len(self.areas):
-            raise ConfigError(
-                f"ranks exchange among 2 to {MAX_RANKS} (tensor_parallel_size), not as {self.rank} of {len(self.areas)}"
-            )
+        check_rank(self.rank, len(self.areas))
         _, _, rows, width = self.areas[0].shape
         shapes = channel_shapes(len(self.areas), rows, width, self.whole)
         for area in self.areas:

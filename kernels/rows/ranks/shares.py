@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from lowlat.errors import ConfigError, ShapeError
+from lowlat.errors import ShapeError
 from lowlat.kernels.common.norm_math import CHUNK, THREADS, WARPS
 from lowlat.kernels.common.norm_row import chunk_values, finish_norm, is_live, load_first_weights
 from lowlat.kernels.common.peers.chunk import added, bits_of, floats_of
-from lowlat.kernels.common.peers.words import MAX_RANKS, MISSING_BITS, WORD_BYTES, area_of, await_word
+from lowlat.kernels.common.peers.words import MAX_RANKS, MISSING_BITS, WORD_BYTES, area_of, await_word, check_rank
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live, check_width
 from lowlat.kernels.toolchain import ptx
@@ -49,11 +49,7 @@ class RowShares:
     abort: torch.Tensor
 
     def __post_init__(self) -> None:
-        if not 2 <= len(self.areas) <= MAX_RANKS or not 0 <= self.rank < len(self.areas):
-            raise ConfigError(
-                f"rows are shared by 2 to {MAX_RANKS} ranks (tensor_parallel_size), not by {self.rank} of "
-                f"{len(self.areas)}"
-            )
+        check_rank(self.rank, len(self.areas))
         for area in self.areas:
             check_shape("area", area, share_words(len(self.areas), self.rows, self.width))
 

@@ -1,6 +1,6 @@
 """Fusions of row-wise operations: embeddings, sums and rotations with what follows them, a draft model's input."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,30 +87,23 @@ def _exchange(binding: Binding, run: Run) -> Sequence[Call]:
 
     Of prefill's many rows each rank adds up a share.
     """
-    x = binding.buffers[run.op("gather_ranks").reads["x"]]
-    added = run.find("add")
+    x, added = binding.buffers[run.op("gather_ranks").reads["x"]], run.find("add")
+    width, has_norm, memory = x.shape[1], run.find("rms_norm") is not None, dict[str, Any]()
+    add: Callable[..., Sequence[Call]] = exchange_add
+    add_and_norm: Callable[..., Sequence[Call]] = exchange_add_norm
     if added is not None and not decodes(added) and not binding.card.is_shared:
-        return _shared(binding, run, x)
-    channel = binding.channel(x.shape[1], whole=run.find("rms_norm") is not None)
+        memory["shares"] = binding.row_shares(width)
+        add, add_and_norm = share_add, share_add_norm
+    else:
+        memory["channel"] = binding.channel(width, whole=has_norm)
     if added is None:
-        return exchange(x, channel=channel, out=binding.buffers[run.op("sum_ranks").writes["out"]])
+        return exchange(x, **memory, out=binding.buffers[run.op("sum_ranks").writes["out"]])
     given = binding.arguments(added)
-    if run.find("rms_norm") is None:
-        return exchange_add(x, given["a"], channel=channel, total=given["out"])
+    if not has_norm:
+        return add(x, given["a"], **memory, total=given["out"])
     norm = _normed(binding, run)
-    return exchange_add_norm(
-        x, given["a"], norm["norm_weight"], norm["row_live"], channel=channel, total=given["out"], out=norm["normed"],
-        eps=norm["eps"],
-    )  # fmt: skip
-
-
-def _shared(binding: Binding, run: Run, x: torch.Tensor) -> Sequence[Call]:
-    given, shares = binding.arguments(run.op("add")), binding.row_shares(x.shape[1])
-    if run.find("rms_norm") is None:
-        return share_add(x, given["a"], shares=shares, total=given["out"])
-    norm = _normed(binding, run)
-    return share_add_norm(
-        x, given["a"], norm["norm_weight"], norm["row_live"], shares=shares, total=given["out"], out=norm["normed"],
+    return add_and_norm(
+        x, given["a"], norm["norm_weight"], norm["row_live"], **memory, total=given["out"], out=norm["normed"],
         eps=norm["eps"],
     )  # fmt: skip
 
