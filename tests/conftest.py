@@ -22,6 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from hypothesis import HealthCheck, settings
+from stages import LONGEST
 
 # What workers, and the processes that tests start, import is compiled once: two seconds a process where it is not kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -43,19 +44,6 @@ settings.register_profile(
 )
 settings.load_profile("lowlat")
 
-
-# Files that take longest, and those whose times matter: a worker takes a file at a time, so the former begin first and
-# the latter come when nobody else has much to do.
-LONGEST = (
-    "unit/test_lossless.py",
-    "unit/kernels/test_compiled.py",
-    "unit/kernels/test_sample_distribution.py",
-    "unit/test_tuning.py",
-    "unit/test_device_loop.py",
-    "unit/test_bench_programs.py",
-    "unit/test_quantised_targets.py",
-)
-ALONE = ("faults/test_limits.py", "ipc/test_router.py", "ipc/test_server_prices.py", "ipc/test_server_requests.py")
 
 TURN = pytest.StashKey[ExitStack]()  # the locks of the test that runs
 KEPT = pytest.StashKey[bool]()  # whether the test before left them to the next
@@ -107,13 +95,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
-    items.sort(key=_turn)  # of one file they stay as they are
+    alone = {item.path for item in items if _is_alone(item)}
+    items.sort(key=lambda item: _turn(item.path, item.path in alone))  # of one file they stay as they are
 
 
-def _turn(item: pytest.Item) -> int:
-    """The place of a test's file among those that are known to take long or to need the machine for themselves."""
-    name = item.path.relative_to(REPOSITORY / "tests").as_posix() if item.path.is_relative_to(REPOSITORY) else ""
-    return LONGEST.index(name) if name in LONGEST else len(LONGEST) + (name in ALONE)
+def _turn(file: Path, alone: bool) -> int:
+    """The place of a test's file: a worker takes a file at a time, so those that take longest begin, and those whose
+    times matter come when others have little left to do.
+    """
+    name = file.as_posix().removeprefix(f"{REPOSITORY.as_posix()}/tests/")
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST) + alone
 
 
 def pytest_collection_finish() -> None:

@@ -1,9 +1,22 @@
-"""Which cases of a parametrised test the second stage runs: those that cost much and rarely tell more than others."""
+"""Which cases of a parametrised test the second stage runs: those that cost much and rarely tell more than others.
+
+And which files take longest, with both stages: workers begin with them.
+"""
 
 from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
+
+LONGEST = (
+    "unit/test_lossless.py",
+    "unit/kernels/test_compiled.py",
+    "unit/kernels/test_sample_distribution.py",
+    "unit/test_tuning.py",
+    "unit/test_device_loop.py",
+    "unit/test_bench_programs.py",
+    "unit/test_quantised_targets.py",
+)
 
 
 def later(*values: Any) -> Any:

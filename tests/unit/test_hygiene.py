@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from stages import LONGEST
 
 TOP_LEVEL = {
     *{"lowlat", "graphs", "kernels", "ipc", "tests", "bench"},
@@ -442,6 +443,10 @@ def test_all_of_every_public_module_resolves(modules: list[Module]) -> None:
     public = [module for module in modules if not any(part.startswith("_") for part in module.name.split("."))]
     wrong = [fault for module in public for fault in faults_of_all(module)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_files_that_are_known_to_take_long_are_there(repository: Path) -> None:
+    assert LONGEST and all((repository / "tests" / name).is_file() for name in LONGEST)
 
 
 def test_top_level_holds_what_the_design_names(tree_files: list[Path]) -> None:
