@@ -315,9 +315,9 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
     begin_norm, norm_rows, num_words, num_scales = norm.begin, norm.finish, norm.words, norm.scales
 
     def decode_gemm(
-        weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any, count: Any, b0: Any,
-        b1: Any, b2: Any, b3: Any, b4: Any, b5: Any, b6: Any, b7: Any, b8: Any, b9: Any, b10: Any, norm_weight: Any,
-        norm_live: Any,
+        weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any, count: Any, positions: Any,
+        cosines: Any, sines: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, write_lens: Any, offsets: Any,
+        kv_scales: Any, first_row: Any, norm_weight: Any, norm_live: Any,
     ) -> None:  # fmt: skip
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         words, scales = cuda.local.array(num_words, uint32), cuda.local.array(num_scales, uint32)
@@ -338,7 +338,8 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
         if warp < uint32(WARPS):
             multiply_tiles(mine, held, totals, barriers, weight, x, count, ahead, thread)
         elif warp < uint32(WARPS + finishing):
-            beside = (b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10)
+            written = (k_cache, v_cache, table, slots, write_lens, offsets, kv_scales, first_row)
+            beside = (positions, cosines, sines, *written)  # of EXCHANGE the peers', in the places of these
             finish(totals, barriers, thread, row_live, bias, residual, out, bests, count, beside, weight + scales_at)
 
     return decode_gemm
