@@ -29,7 +29,7 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     ("draws", "options"),
     [
         (4_000, {"temperature": 1.0}),
-        later(20_000, {"temperature": 1.0}),
+        later(8_000, {"temperature": 1.0}),
         later(4_000, {"temperature": 0.6, "top_k": 11}),
         later(4_000, {"temperature": 1.4, "top_p": 0.85}),
         later(4_000, {"temperature": 2.0, "min_p": 0.1}),
