@@ -26,6 +26,7 @@ __all__ = ["MAX_COMPILE_S", "GrammarCompiler"]
 
 MAX_COMPILE_S = 1.0  # of the trial; the second time, here, takes as long: a grammar is served or refused within 2 s
 MAX_GRAMMARS = 64
+TOKEN_BY_NUMBER = "<["  # how a grammar's rules begin to name one
 
 
 class Compiled:
@@ -100,7 +101,8 @@ class GrammarCompiler:
         in_channels = spec.kind == "tool_calls" and HarmonyParser.speaks(codec)
         gate = None if in_channels else gate_of(codec, prompt, parsed=params.parse != "none")
         used_up = partial(self._forget, spec, found)
-        return MatchedGrammar(vocabulary, found.matcher.deep_copy(), stop_ids, gate, used_up)
+        is_text = spec.kind != "grammar" or TOKEN_BY_NUMBER not in spec.text
+        return MatchedGrammar(vocabulary, found.matcher.deep_copy(), stop_ids, gate, used_up, is_text=is_text)
 
     def _forget(self, spec: GrammarSpec, compiled: Compiled) -> None:
         """Let a grammar be compiled anew: copies of this one's matcher can do nothing any more."""
