@@ -58,7 +58,7 @@ def alone(name: str, tokens: Sequence[int]) -> np.ndarray | None:
 
 
 def play(name: str, chance: random.Random) -> int:
-    """Fill masks of trees by chance, commit a part of a path and a token behind it, and so on; returns rows compared."""
+    """Fill masks of trees by chance, commit part of a path and a token behind it, and again; returns rows compared."""
     codec, options = GRAMMARS[name]
     state, committed, num_rows = state_of(codec, **options), [], 0
     for _ in range(chance.randrange(1, 12)):
