@@ -213,6 +213,13 @@ CASES: list[tuple[dict[str, Any] | bool, list[Any], list[Any]]] = [
     ({"$defs": {"x": {"type": "null"}}, "items": {"$ref": "#/$defs/x"}, "type": "array"}, [[None]], [[1]]),
     (True, [1, "a", {"b": []}], []),
     ({"description": "any", "x-unknown": 1, "type": "boolean"}, [True], [1]),
+    # whole numbers that floats skip
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, 2**62 + 1, 1 - 2**62], [2**63, -(2**63) - 1]),
+    ({"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 9}, [2**53 + 2, 2**53 + 7], [2**53, 2**53 + 10]),
+    ({"type": "integer", "minimum": -(2**55) - 3, "exclusiveMaximum": -(2**54)}, [-(2**55)], [-(2**54), -(2**55) - 4]),
+    ({"type": "number", "maximum": 1e20, "minimum": 2**53 + 1}, [2**53 + 2, 9 * 10**18], [5, 2**53]),
+    ({"const": [1e16, 2**53, 1e22]}, [[10**16, 2**53, 10**22]], [[10**16 + 1, 2**53, 10**22]]),
+    ({"type": "object", "minProperties": 2, "required": ["a", "b"]}, [{"a": 1, "b": 2}], [{"a": 1}, {"a": 1, "c": 2}]),
 ]
 
 # schemas whose keywords cannot be held: they are refused, never ignored
@@ -230,5 +237,15 @@ UNSUPPORTED: list[dict[str, Any] | bool] = [
     {"$ref": "#/$defs/missing"},
     {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
     {"type": "integer", "minimum": 3, "maximum": 2},
+    {"const": 12345678901234567},
+    {"items": {"enum": [{"id": 2**64}, 1]}},
+    {"const": 1e100},
+    {"type": "integer", "multipleOf": 2**53 + 1},
+    {"type": "integer", "minimum": 2**63},
+    {"type": "integer", "maximum": 2**60 + 5, "minimum": 2**60 + 1},
+    {"type": "object", "properties": {"a": {}}, "minProperties": 2},
+    {"type": "object", "patternProperties": {"^a": {}}, "additionalProperties": False, "minProperties": 2},
+    {"const": "\x01"},
+    {"enum": ["a", {"\x7f": 1}]},
     False,
 ]

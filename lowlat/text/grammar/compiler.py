@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lowlat.errors import RequestError
 from lowlat.options.request import SamplingParams
 from lowlat.text.codec import TextCodec
-from lowlat.text.grammar.formats import exact_text
+from lowlat.text.grammar.exact import NotHeld, exact_text
 from lowlat.text.grammar.matching import MatchedGrammar
 from lowlat.text.grammar.reasoning import gate_of
 from lowlat.text.grammar.spec import GrammarSpec, spec_of
@@ -152,7 +152,10 @@ class GrammarCompiler:
         if spec.kind == "tool_calls":
             spec = GrammarSpec(spec.kind, tool_grammar(codec, spec.text))
         elif spec.kind == "json_schema":
-            spec = GrammarSpec(spec.kind, exact_text(spec.text))
+            try:
+                spec = GrammarSpec(spec.kind, exact_text(spec.text))
+            except NotHeld as error:
+                raise RequestError(f"{spec.kind}: {error}") from None
         return vocabulary.matcher(trials.run(spec, limit_s))
 
     def close(self) -> None:

@@ -1,0 +1,167 @@
+"""What the library holds too loosely in a JSON schema, made exact; what cannot be made so is refused.
+
+- Formats: it allows the 29th of February in every year, the second 60 in every minute, labels of host names that are no
+  Punycode, and host names of any length. Beside the format stands what forbids these; for leap seconds and Punycode,
+  all of them.
+- Numbers: it reads them as floats of 64 bits. Large bounds are drawn in to the next that it holds.
+- Control characters: `\\u` is no escape (worker.py says why), and what only that can write it leaves out of a text.
+- `minProperties`: a key that the schema does not name may come twice, which it counts twice.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["NotHeld", "exact_schema", "exact_text"]
+
+_FOURTHS = "(0[48]|[2468][048]|[13579][26])"  # years of a century that have the day
+_LEAP = f"([0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)"
+_DATE = rf"([0-9]{{4}}-(0[13-9]|1[0-2])-[0-9]{{2}}|[0-9]{{4}}-02-([01][0-9]|2[0-8])|{_LEAP}-02-29)"
+_TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
+_LABEL = "([^.]{1,3}|[^.]{2}([^-.][^.]|-[^-.])[^.]*)"  # without two hyphens in the third place
+EXACT: Mapping[str, Mapping[str, str | int]] = MappingProxyType(
+    {
+        "date": {"pattern": f"^{_DATE}$"},
+        "date-time": {"pattern": f"^{_DATE}[^0-9]{_TIME}"},
+        "time": {"pattern": f"^{_TIME}"},
+        "hostname": {"pattern": rf"^{_LABEL}(\.{_LABEL})*$", "maxLength": 253},
+    }
+)
+VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords that hold documents
+NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # schemas by name
+LOOSE = re.compile(r'"format"|"minProperties"|[0-9]{16}|[0-9.][eE]|\\u00|\x7f')  # a text without these is exact
+CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without an escape of its own
+WHOLE = 1 << 53  # floats from here on are not all the whole numbers
+MOST = (1 << 63) - 1024  # of floats that are whole numbers of 64 bits
+
+
+class NotHeld(ValueError):
+    """What a schema asks for and the library would not hold."""
+
+
+def exact_text(text: str) -> str:
+    """The text of a schema made exact; the same text where there is nothing to do, or no JSON. Raises NotHeld."""
+    if not LOOSE.search(text):
+        return text
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    options = schema.get("x-guidance") if isinstance(schema, dict) else None
+    exact = exact_schema(schema, lenient=isinstance(options, dict) and options.get("lenient") is True)
+    return text if exact == schema else json.dumps(exact)
+
+
+def exact_schema(schema: Any, *, lenient: bool = False) -> Any:
+    """A schema with what makes it exact; as it was where it is too deep to be looked at.
+
+    lenient  leave out what is not held
+    Raises NotHeld.
+    """
+    try:
+        return _exact(schema, lenient)
+    except RecursionError:
+        return schema
+
+
+def _exact(schema: Any, lenient: bool) -> Any:
+    if isinstance(schema, list):
+        return [_exact(each, lenient) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: _exact_value(name, value, lenient) for name, value in schema.items()}
+    name, parts = made.get("format"), made.get("allOf", [])
+    if isinstance(name, str) and name in EXACT and isinstance(parts, list):
+        made["allOf"] = [*parts, dict(EXACT[name])]
+    for hold in (_hold_values, _hold_bounds, _hold_count):
+        hold(made, lenient)
+    return made
+
+
+def _exact_value(name: str, value: Any, lenient: bool) -> Any:
+    if name in VALUES:
+        return value
+    if name in NAMED and isinstance(value, dict):
+        return {key: _exact(each, lenient) for key, each in value.items()}
+    return _exact(value, lenient)
+
+
+def _hold_values(schema: dict[str, Any], lenient: bool) -> None:
+    """Numbers and texts that the library would write otherwise."""
+    for name in ("const", "enum", "multipleOf"):
+        wrong = _inexact(schema.get(name))
+        if wrong is not None:
+            what = "a control character" if isinstance(wrong, str) else "more digits than are held exactly"
+            _leave_out(schema, name, f"{wrong!r:.80} has {what}", lenient)
+
+
+def _inexact(value: Any) -> int | float | str | None:
+    """A number or a text in a document that the library would write otherwise, if there is one."""
+    if isinstance(value, (list, dict)):
+        parts = value if isinstance(value, list) else [*value, *value.values()]
+        return next((wrong for wrong in map(_inexact, parts) if wrong is not None), None)
+    if isinstance(value, str):
+        return value if CONTROL.search(value) else None
+    if not _is_large(value):
+        return None
+    number: int | float = value
+    try:
+        held = int(Decimal(repr(float(value)))) == int(value)
+    except OverflowError:
+        held = False
+    return None if held else number
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) >= WHOLE
+
+
+def _hold_bounds(schema: dict[str, Any], lenient: bool) -> None:
+    """Draw large bounds in to whole numbers that are held; those past all of them are refused."""
+    for inward, bound, exclusive in ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum")):
+        for name in (bound, exclusive):
+            value = schema.get(name)
+            if not _is_large(value):
+                continue
+            held = None if math.isinf(value) else _held(int(value) + (inward if name == exclusive else 0), inward)
+            if held is None:
+                _leave_out(schema, name, f"{value!r:.80} is past what is held exactly", lenient)
+                continue
+            del schema[name]
+            other = schema.get(bound)
+            if isinstance(other, (int, float)) and not isinstance(other, bool):
+                held = max(held, other) if inward > 0 else min(held, other)
+            schema[bound] = held
+
+
+def _held(whole: int, inward: int) -> int | None:
+    """The next whole number inwards that is a float, at least as far in as all of them; None for one past these."""
+    if whole * inward > MOST:
+        return None
+    number = float(max(whole * inward, -MOST)) * inward
+    if (int(number) - whole) * inward < 0:
+        number = math.nextafter(number, math.inf * inward)
+    return int(number)
+
+
+def _hold_count(schema: dict[str, Any], lenient: bool) -> None:
+    """A least number of keys, where keys that are free may come twice."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    if not isinstance(least, (int, float)) or least <= 1:
+        return
+    if schema.get("additionalProperties") is False and not schema.get("patternProperties"):
+        return
+    num_required = len({name for name in required if isinstance(name, str)}) if isinstance(required, list) else 0
+    if num_required < least:
+        why = f"{least} is not held where keys are free, as one may come twice; name as many in required"
+        _leave_out(schema, "minProperties", why, lenient)
+
+
+def _leave_out(schema: dict[str, Any], name: str, why: str, lenient: bool) -> None:
+    if not lenient:
+        raise NotHeld(f"{name}: {why}")
+    del schema[name]
