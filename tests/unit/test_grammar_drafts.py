@@ -52,15 +52,17 @@ def alone(name: str, tokens: Sequence[int]) -> np.ndarray | None:
     state = state_of(codec, **options)
     try:
         state.advance(tokens)
-        return mask_of(state, codec)[0]
+        mask: np.ndarray = mask_of(state, codec)[0]
     except GrammarError:
         return None
+    return mask
 
 
 def play(name: str, chance: random.Random) -> int:
     """Fill masks of trees by chance, commit part of a path and a token behind it, and again; returns rows compared."""
     codec, options = GRAMMARS[name]
-    state, committed, num_rows = state_of(codec, **options), [], 0
+    committed: list[int] = []
+    state, num_rows = state_of(codec, **options), 0
     for _ in range(chance.randrange(1, 12)):
         root = alone(name, committed)
         if root is None:

@@ -150,7 +150,8 @@ class Played:
                 assert tokens[name] == expected[: len(tokens[name])], (name, seed)
             else:
                 assert (tokens[name], ends[name]) == (expected, reason), (name, seed, by_chance(seed))
-        return runtime.summary()
+        figures: dict[str, Any] = runtime.summary()
+        return figures
 
 
 @pytest.fixture(scope="module")

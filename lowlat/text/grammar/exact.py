@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 __all__ = ["NotHeld", "exact_schema", "exact_text"]
 
@@ -108,16 +108,18 @@ def _inexact(value: Any) -> int | float | str | None:
         return value if CONTROL.search(value) else None
     if not _is_large(value):
         return None
-    number: int | float = value
     try:
-        held = int(Decimal(repr(float(value)))) == int(value)
+        return None if int(Decimal(repr(float(value)))) == int(value) else value
     except OverflowError:
-        held = False
-    return None if held else number
+        return value
 
 
-def _is_large(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) >= WHOLE
+def _is_large(value: Any) -> TypeGuard[int | float]:
+    return _is_number(value) and abs(value) >= WHOLE
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _hold_bounds(schema: dict[str, Any], lenient: bool) -> None:
@@ -132,10 +134,8 @@ def _hold_bounds(schema: dict[str, Any], lenient: bool) -> None:
                 _leave_out(schema, name, f"{value!r:.80} is past what is held exactly", lenient)
                 continue
             del schema[name]
-            other = schema.get(bound)
-            if isinstance(other, (int, float)) and not isinstance(other, bool):
-                held = max(held, other) if inward > 0 else min(held, other)
-            schema[bound] = held
+            others = [other] if _is_number(other := schema.get(bound)) else []
+            schema[bound] = max([held, *others]) if inward > 0 else min([held, *others])
 
 
 def _held(whole: int, inward: int) -> int | None:
