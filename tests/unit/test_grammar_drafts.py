@@ -1,5 +1,6 @@
 """Masks of drafted paths that are accepted in part: as without drafts, at a cost of the drafts alone."""
 
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ GRAMMARS: dict[str, tuple[TextCodec, dict[str, Any]]] = {
     "choices": (CODEC, {"choice": ["one", "ones", "two", "twofold", "the quick brown fox", "the quick brown dog"]}),
     "expression": (CODEC, {"regex": "(a|ab|abc)*d?[0-9]{0,3}"}),
     "spaces": (CODEC, {"grammar": 'start: (A | B)+ C\nA: /[a-z]+/\nB: /[0-9]+/\nC: "!" A "?"\n%ignore /[ ]+/'}),
+    "nothing forced": (CODEC, {"grammar": '%llguidance {"no_forcing": true}\nstart: ("the constant " /[0-9]/ "!a")+'}),
+    "schema in rules": (CODEC, {"grammar": f'start: (%json {json.dumps(ROOT)} | /[a-z]+/) "!"'}),
+    "suffix": (CODEC, {"grammar": 'start: (word "x")+\nword[suffix="end"]: /[a-z ]*/'}),
     # these the library cannot roll back, or not rightly
     "limits of tokens": (CODEC, {"grammar": 'start: ("<" n ">")+\nn[max_tokens=3]: /[a-z ]*/'}),
     "what stops": (CODEC, {"grammar": 'start: ("[" word "]")+\nword[stop=";"]: /.*/'}),
