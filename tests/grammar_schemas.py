@@ -218,6 +218,7 @@ CASES: list[tuple[dict[str, Any] | bool, list[Any], list[Any]]] = [
     ({"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 9}, [2**53 + 2, 2**53 + 7], [2**53, 2**53 + 10]),
     ({"type": "integer", "minimum": -(2**55) - 3, "exclusiveMaximum": -(2**54)}, [-(2**55)], [-(2**54), -(2**55) - 4]),
     ({"type": "number", "maximum": 1e20, "minimum": 2**53 + 1}, [2**53 + 2, 9 * 10**18], [5, 2**53]),
+    ({"enum": ["a\x00b", "\x7f"]}, ["a\x00b"], ["ab", "a", "", "a\x01b"]),
     ({"const": [1e16, 2**53, 1e22]}, [[10**16, 2**53, 10**22]], [[10**16 + 1, 2**53, 10**22]]),
     ({"type": "object", "minProperties": 2, "required": ["a", "b"]}, [{"a": 1, "b": 2}], [{"a": 1}, {"a": 1, "c": 2}]),
 ]
@@ -245,7 +246,6 @@ UNSUPPORTED: list[dict[str, Any] | bool] = [
     {"type": "integer", "maximum": 2**60 + 5, "minimum": 2**60 + 1},
     {"type": "object", "properties": {"a": {}}, "minProperties": 2},
     {"type": "object", "patternProperties": {"^a": {}}, "additionalProperties": False, "minProperties": 2},
-    {"const": "\x01"},
-    {"enum": ["a", {"\x7f": 1}]},
+    {"properties": {"a": {"enum": ["b", {"\x7f": 1}]}}},
     False,
 ]

@@ -4,7 +4,8 @@
   Punycode, and host names of any length. Beside the format stands what forbids these; for leap seconds and Punycode,
   all of them.
 - Numbers: it reads them as floats of 64 bits. Large bounds are drawn in to the next that it holds.
-- Control characters: `\\u` is no escape (worker.py says why), and what only that can write it leaves out of a text.
+- Keys: where others are free beside those that have rules, `\\u` would spell one that has a rule. So it is no escape,
+  but where a text has control characters, which are written by it alone.
 - `minProperties`: a key that the schema does not name may come twice, which it counts twice.
 """
 
@@ -16,7 +17,7 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-__all__ = ["NotHeld", "exact_schema", "exact_text"]
+__all__ = ["ESCAPES", "NotHeld", "exact_schema", "exact_text"]
 
 _FOURTHS = "(0[48]|[2468][048]|[13579][26])"  # years of a century that have the day
 _LEAP = f"([0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)"
@@ -34,6 +35,7 @@ EXACT: Mapping[str, Mapping[str, str | int]] = MappingProxyType(
 VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords that hold documents
 NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # schemas by name
 LOOSE = re.compile(r'"format"|"minProperties"|[0-9]{16}|[0-9.][eE]|\\u00|\x7f')  # a text without these is exact
+ESCAPES = 'nrbtf\\"'  # letters behind a backslash, as `worker.py` has them
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without an escape of its own
 WHOLE = 1 << 53  # floats from here on are not all the whole numbers
 MOST = (1 << 63) - 1024  # of floats that are whole numbers of 64 bits
@@ -62,50 +64,68 @@ def exact_schema(schema: Any, *, lenient: bool = False) -> Any:
     lenient  leave out what is not held
     Raises NotHeld.
     """
+    found: set[str] = set()
     try:
-        return _exact(schema, lenient)
+        made = _exact(schema, lenient, found)
     except RecursionError:
         return schema
+    if "control" in found and isinstance(made, dict):
+        if "free" in found and not lenient:
+            raise NotHeld(
+                "a control character in const or enum is not held where other keys are free beside properties"
+            )
+        options = made.get("x-guidance")
+        own = options if isinstance(options, dict) else {}
+        made["x-guidance"] = {**own, "json_allowed_escapes": ESCAPES + "u"}
+    return made
 
 
-def _exact(schema: Any, lenient: bool) -> Any:
+def _exact(schema: Any, lenient: bool, found: set[str]) -> Any:
+    """found: gets "control" and "free" for texts with control characters, and keys that are free beside others."""
     if isinstance(schema, list):
-        return [_exact(each, lenient) for each in schema]
+        return [_exact(each, lenient, found) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {name: _exact_value(name, value, lenient) for name, value in schema.items()}
+    made = {name: _exact_value(name, value, lenient, found) for name, value in schema.items()}
     name, parts = made.get("format"), made.get("allOf", [])
     if isinstance(name, str) and name in EXACT and isinstance(parts, list):
         made["allOf"] = [*parts, dict(EXACT[name])]
-    for hold in (_hold_values, _hold_bounds, _hold_count):
+    if any(_has_control(made.get(name)) for name in ("const", "enum")):
+        found.add("control")
+    if (made.get("properties") or made.get("patternProperties")) and made.get("additionalProperties") is not False:
+        found.add("free")
+    for hold in (_hold_numbers, _hold_bounds, _hold_count):
         hold(made, lenient)
     return made
 
 
-def _exact_value(name: str, value: Any, lenient: bool) -> Any:
+def _exact_value(name: str, value: Any, lenient: bool, found: set[str]) -> Any:
     if name in VALUES:
         return value
     if name in NAMED and isinstance(value, dict):
-        return {key: _exact(each, lenient) for key, each in value.items()}
-    return _exact(value, lenient)
+        return {key: _exact(each, lenient, found) for key, each in value.items()}
+    return _exact(value, lenient, found)
 
 
-def _hold_values(schema: dict[str, Any], lenient: bool) -> None:
-    """Numbers and texts that the library would write otherwise."""
+def _has_control(value: Any) -> bool:
+    if isinstance(value, (list, dict)):
+        return any(map(_has_control, value if isinstance(value, list) else [*value, *value.values()]))
+    return isinstance(value, str) and CONTROL.search(value) is not None
+
+
+def _hold_numbers(schema: dict[str, Any], lenient: bool) -> None:
+    """Numbers that the library would write otherwise."""
     for name in ("const", "enum", "multipleOf"):
         wrong = _inexact(schema.get(name))
         if wrong is not None:
-            what = "a control character" if isinstance(wrong, str) else "more digits than are held exactly"
-            _leave_out(schema, name, f"{wrong!r:.80} has {what}", lenient)
+            _leave_out(schema, name, f"{wrong!r:.80} has more digits than are held exactly", lenient)
 
 
-def _inexact(value: Any) -> int | float | str | None:
-    """A number or a text in a document that the library would write otherwise, if there is one."""
+def _inexact(value: Any) -> int | float | None:
+    """A number of a document that the library would write otherwise, if there is one."""
     if isinstance(value, (list, dict)):
-        parts = value if isinstance(value, list) else [*value, *value.values()]
+        parts = value if isinstance(value, list) else value.values()
         return next((wrong for wrong in map(_inexact, parts) if wrong is not None), None)
-    if isinstance(value, str):
-        return value if CONTROL.search(value) else None
     if not _is_large(value):
         return None
     try:
