@@ -174,6 +174,13 @@ CASES: list[tuple[dict[str, Any] | bool, list[Any], list[Any]]] = [
     ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "日本語"], ["a", "abcd"]),
     ({"type": "string", "pattern": "^a+b$"}, ["ab", "aaab"], ["b", "abc"]),
     ({"type": "string", "pattern": "b"}, ["b", "abc"], ["", "ac"]),
+    # classes as ECMA and Python read them, not as sets of sets; letters that are none to one of the two
+    ({"type": "string", "pattern": "^[[:alpha:]]+$"}, ["[]", "h]]"], ["b]", "abc", ":h]"]),
+    ({"type": "string", "pattern": "^[a-z&&[^b]$"}, ["&", "q", "["], ["]", "A"]),
+    ({"type": "string", "pattern": "^[!--][~~][\\w-]$"}, ["-~-", "%~a"], ["a~a", ".~-"]),
+    ({"type": "string", "pattern": "^[^\\w\\d]\\W\\D[\\W_]$"}, ["-- _"], ["é---", "-日--", "--٣-", "---é"]),
+    ({"type": "string", "pattern": "^[\\w\\W]\\[[\\d\\D]$"}, ["é[٣", "\n[a"], ["éa", "[["]),
+    ({"type": "object", "patternProperties": {"^[[]": WHOLE}, "additionalProperties": FLAG}, [{"[": 1}], [{"[": True}]),
     ({"type": "string", "format": "date"}, ["2024-02-29", "2000-02-29"], ["2024-13-01", "today", "2100-02-29"]),
     ({"type": "string", "format": "ipv4"}, ["10.0.0.255"], ["10.0.0.256", "1.2.3"]),
     ({"type": "string", "format": "uuid"}, ["2eb8aa08-aa98-11ea-b4aa-73b441d16380"], ["2eb8aa08"]),

@@ -3,6 +3,8 @@
 - Formats: it allows the 29th of February in every year, the second 60 in every minute, labels of host names that are no
   Punycode, and host names of any length. Beside the format stands what forbids these; for leap seconds and Punycode,
   all of them.
+- Expressions: it reads brackets and doubled signs within classes as sets of sets, which ECMA and Python take for
+  characters; and its digits and letters are ASCII's, as ECMA's are, so that `\\W` has what is a letter to Python.
 - Numbers: it reads them as floats of 64 bits. Large bounds are drawn in to the next that it holds.
 - Keys: where others are free beside those that have rules, `\\u` would spell one that has a rule. So it is no escape,
   but where a text has control characters, which are written by it alone.
@@ -34,7 +36,12 @@ EXACT: Mapping[str, Mapping[str, str | int]] = MappingProxyType(
 )
 VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords that hold documents
 NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # schemas by name
-LOOSE = re.compile(r'"format"|"minProperties"|[0-9]{16}|[0-9.][eE]|\\u00|\x7f')  # a text without these is exact
+LOOSE = re.compile(
+    r'"format"|"pattern|"minProperties"|[0-9]{16}|[0-9.][eE]|\\u00|\x7f'
+)  # a text without these is exact
+WORD, DIGIT = r"\p{L}\p{N}_", r"\p{Nd}"  # Python's, of which ASCII's are a part
+ANYTHING = (r"\w\W]", r"\W\w]", r"\d\D]", r"\D\d]", r"\s\S]", r"\S\s]")  # classes of all characters
+SETS = frozenset({r"\w", r"\d", r"\s", r"\W", r"\D", r"\S", WORD, DIGIT, f"[^{WORD}]", f"[^{DIGIT}]"})
 ESCAPES = 'nrbtf\\"'  # letters behind a backslash, as `worker.py` has them
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without an escape of its own
 WHOLE = 1 << 53  # floats from here on are not all the whole numbers
@@ -90,6 +97,10 @@ def _exact(schema: Any, lenient: bool, found: set[str]) -> Any:
     name, parts = made.get("format"), made.get("allOf", [])
     if isinstance(name, str) and name in EXACT and isinstance(parts, list):
         made["allOf"] = [*parts, dict(EXACT[name])]
+    if isinstance(made.get("pattern"), str):
+        made["pattern"] = exact_pattern(made["pattern"])
+    if isinstance(made.get("patternProperties"), dict):
+        made["patternProperties"] = {exact_pattern(key): each for key, each in made["patternProperties"].items()}
     if any(_has_control(made.get(name)) for name in ("const", "enum")):
         found.add("control")
     if (made.get("properties") or made.get("patternProperties")) and made.get("additionalProperties") is not False:
@@ -105,6 +116,51 @@ def _exact_value(name: str, value: Any, lenient: bool, found: set[str]) -> Any:
     if name in NAMED and isinstance(value, dict):
         return {key: _exact(each, lenient, found) for key, each in value.items()}
     return _exact(value, lenient, found)
+
+
+def exact_pattern(pattern: str) -> str:
+    """An expression whose matches are those of ECMA and of Python."""
+    parts: list[str] = []
+    place = 0
+    while place < len(pattern):
+        item = _item(pattern, place)
+        place += len(item)
+        if item == "[" and pattern.startswith(ANYTHING, place):
+            item, place = r"[\s\S]", place + len(ANYTHING[0])
+        elif item == "[":
+            item, place = _exact_class(pattern, place)
+        parts.append({r"\W": f"[^{WORD}]", r"\D": f"[^{DIGIT}]"}.get(item, item))
+    return "".join(parts)
+
+
+def _item(pattern: str, place: int) -> str:
+    return pattern[place : place + (2 if pattern[place] == "\\" else 1)]
+
+
+def _exact_class(pattern: str, place: int) -> tuple[str, int]:
+    """A class from behind its bracket on, and the place behind it."""
+    begin = "[^" if pattern.startswith("^", place) else "["
+    place += len(begin) - 1
+    parts, in_range = [begin], False
+    while place < len(pattern):
+        item = _item(pattern, place)
+        if item == "]" and len(parts) > 1:
+            return "".join([*parts, item]), place + 1
+        place += len(item)
+        if item == "-" and not in_range and len(parts) > 1 and pattern[place : place + 1] not in ("", "]"):
+            # between two characters it is a range's, behind a set of them one itself
+            in_range = parts[-1] not in SETS
+            parts.append("-" if in_range else r"\-")
+            continue
+        parts.append(_exact_item(item, pattern[place : place + 1], negated=begin == "[^"))
+        in_range = False
+    return "".join(parts), place
+
+
+def _exact_item(item: str, following: str, *, negated: bool) -> str:
+    sets = {r"\w": WORD, r"\d": DIGIT} if negated else {r"\W": f"[^{WORD}]", r"\D": f"[^{DIGIT}]"}
+    is_doubled = item in ("&", "~") and item == following
+    return f"\\{item}" if is_doubled or item in ("[", "]", "-") else sets.get(item, item)
 
 
 def _has_control(value: Any) -> bool:
