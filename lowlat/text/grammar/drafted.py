@@ -109,11 +109,14 @@ class DraftedPaths:
             return
         again = _joined(self._path[place:])
         self._roll_back(again)
-        if self._own is not None:
-            self._own.unsafe_compute_mask_ptr(self._scratch.ctypes.data, self._scratch.nbytes)
-            self._own.consume_tokens(again)
+        if self._own is None:
+            return
+        self._own.unsafe_compute_mask_ptr(self._scratch.ctypes.data, self._scratch.nbytes)
+        if self._own.consume_tokens(again):
             self._kept = place
             self._astray.clear()
+        else:
+            self.let_go(self._path[self._num_committed :])
 
     def _roll_back(self, tokens: Step) -> None:
         """Take back tokens that are no part of the path any more, or will be taken again."""

@@ -39,9 +39,11 @@ NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternPropertie
 LOOSE = re.compile(
     r'"format"|"pattern|"minProperties"|[0-9]{16}|[0-9.][eE]|\\u00|\x7f'
 )  # a text without these is exact
-WORD, DIGIT = r"\p{L}\p{N}_", r"\p{Nd}"  # Python's, of which ASCII's are a part
+# of Python and of ECMA: what is none of these is none to either
+WORD, DIGIT, SPACE = r"\p{L}\p{N}_", r"\p{Nd}", r"\s\uFEFF"
+NEGATED = MappingProxyType({r"\W": f"[^{WORD}]", r"\D": f"[^{DIGIT}]", r"\S": f"[^{SPACE}]"})
 ANYTHING = (r"\w\W]", r"\W\w]", r"\d\D]", r"\D\d]", r"\s\S]", r"\S\s]")  # classes of all characters
-SETS = frozenset({r"\w", r"\d", r"\s", r"\W", r"\D", r"\S", WORD, DIGIT, f"[^{WORD}]", f"[^{DIGIT}]"})
+SETS = frozenset({r"\w", r"\d", r"\s", *NEGATED, WORD, DIGIT, SPACE, *NEGATED.values()})
 ESCAPES = 'nrbtf\\"'  # letters behind a backslash, as `worker.py` has them
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without an escape of its own
 WHOLE = 1 << 53  # floats from here on are not all the whole numbers
@@ -129,7 +131,7 @@ def exact_pattern(pattern: str) -> str:
             item, place = r"[\s\S]", place + len(ANYTHING[0])
         elif item == "[":
             item, place = _exact_class(pattern, place)
-        parts.append({r"\W": f"[^{WORD}]", r"\D": f"[^{DIGIT}]"}.get(item, item))
+        parts.append(NEGATED.get(item, item))
     return "".join(parts)
 
 
@@ -158,7 +160,7 @@ def _exact_class(pattern: str, place: int) -> tuple[str, int]:
 
 
 def _exact_item(item: str, following: str, *, negated: bool) -> str:
-    sets = {r"\w": WORD, r"\d": DIGIT} if negated else {r"\W": f"[^{WORD}]", r"\D": f"[^{DIGIT}]"}
+    sets = {r"\w": WORD, r"\d": DIGIT, r"\s": SPACE} if negated else NEGATED
     is_doubled = item in ("&", "~") and item == following
     return f"\\{item}" if is_doubled or item in ("[", "]", "-") else sets.get(item, item)
 
