@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import validate
 from recording import check_invariants, prompt_of
+from stages import staged
 from text_tokenizers import byte_level, write_directory
+from tiny_dflash import dflash_draft_model
 from tiny_models import copying_draft_model, make_target
 from unit.test_lossless import MODES, OPTIONS, TREES
 
@@ -29,6 +31,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "tree": {"tree": TREES["bushy"]},
     "dynamic tree": {"dynamic_tree_max_topk": 3, "max_draft_len": 3, "max_total_draft_tokens": 9},
     "text": {"method": "suffix"},
+    "text beside": {"text_drafts": "suffix"},
+    "peagle": {"method": "peagle"},
+    "dflash": {"method": "dflash"},
+    "dspark": {"method": "dspark"},
 }
 TREE_DEPTH = 3
 
@@ -85,8 +91,11 @@ class Played:
         target = make_target(
             directory / "target", "llama", gain=0.45, num_hidden_layers=2, vocab_size=size, eos_token_id=[1]
         )
-        copying_draft_model(directory / "head", target)
-        self.model, self.head = write_directory(directory / "target", byte_level()), directory / "head"
+        copying_draft_model(directory / "eagle3", target)
+        copying_draft_model(directory / "peagle", target, mask_token=5)
+        dflash_draft_model(directory / "dflash", target, copies=True)
+        dflash_draft_model(directory / "dspark", target, layout="deepspec", copies=True, markov_rank=4)
+        self.model, self.heads = write_directory(directory / "target", byte_level()), directory
         self.options = {**OPTIONS, "max_batch": 3, "max_queue": 8, "max_context": 80}
         self.plain = Runtime.load(self.model, **self.options)
         self.runtimes: dict[str, Runtime] = {}
@@ -95,7 +104,7 @@ class Played:
     def runtime(self, way: str) -> Runtime:
         if way not in self.runtimes:
             given = {"method": "eagle3", "num_speculative_tokens": TREE_DEPTH if "tree" in way else DEPTH, **WAYS[way]}
-            model = None if given["method"] == "suffix" else self.head
+            model = None if given["method"] == "suffix" else self.heads / given["method"]
             speculative = SpeculativeConfig(model=model, strict=True, **given)
             self.runtimes[way] = Runtime.load(self.model, speculative, **self.options)
         return self.runtimes[way]
@@ -184,7 +193,7 @@ def test_no_width_or_neighbour_changes_many_documents(
     played.play(way, [("submit", first), *moves])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", staged(WAYS, first=["chain", "tree", "dynamic tree", "text beside", "dflash"]))
 def test_every_kind_of_grammar_meets_every_way_of_drafting(way: str, played: Played) -> None:
     """Three at a time, with some cancelled; drafts are accepted, and so is what is forced."""
     chance = random.Random(4)
@@ -195,4 +204,5 @@ def test_every_kind_of_grammar_meets_every_way_of_drafting(way: str, played: Pla
         moves += [("step", chance.randrange(10)) for _ in range(3)]
     figures = played.play(way, moves)
     own = figures["structured_output"]
-    assert own["num_forced_accepted"] > 0 and own["num_accepted_tokens"] > own["num_forced_accepted"]
+    assert own["num_forced_accepted"] > 0
+    assert way == "dspark" or own["num_accepted_tokens"] > own["num_forced_accepted"]  # one that drafts badly
