@@ -34,10 +34,9 @@ class DraftedPaths:
         self._committed, self._rolls_back = committed, rolls_back
         self._scratch = np.empty(num_words, np.int32)
         self._own: llguidance.LLMatcher | None = None
-        self._path: list[Step] = []  # from the base, a committed place, to where it is
-        self._num_committed = 0  # of these steps
-        self._is_free = [False]  # of the base and of the place behind each step: its mask is one that is kept
-        self._kept = 0  # the place of the mask that is kept, by steps from the base; it may lie above that
+        self._path: list[Step] = []  # all steps, the committed ones first
+        self._num_committed = 0
+        self._kept = 0  # the steps above the place of the mask that is kept, or more: it may lie above that
         self._astray: list[Step] = []  # the steps from here to that place, where it is not on the path
 
     @property
@@ -45,24 +44,21 @@ class DraftedPaths:
         """The matcher at its place."""
         if self._own is None:
             self._own = self._committed.deep_copy()
-            self._own.consume_tokens(_joined(self._path))
+            self._own.consume_tokens(_joined(self._path[self._num_committed :]))
         return self._own
 
     def commit(self, tokens: Step) -> None:
         """Follow the request's own matcher, which has taken these tokens. No step is drafted then."""
-        if self._is_free[-1]:
-            self._kept -= len(self._path)
-            self._path, self._is_free = [], [True]
         self._look_ahead(tokens)
-        own = self._own
-        if own is None or own.is_error() or own.try_consume_tokens(tokens) < len(tokens):
-            self.let_go([])
-            return
+        if self._own is not None and self._own.try_consume_tokens(tokens) < len(tokens):
+            self._let_go()
         self._go(tokens)
         self._num_committed = len(self._path)
 
     def push(self, tokens: Step) -> bool:
         """Take a step; where the grammar forbids it, nothing changes."""
+        if self._astray and self._astray[0] != tokens and self.matcher.validate_tokens(tokens) < len(tokens):
+            return False
         self._look_ahead(tokens)
         num_taken = self.matcher.try_consume_tokens(tokens)
         if num_taken < len(tokens):
@@ -74,55 +70,57 @@ class DraftedPaths:
     def pop(self) -> None:
         """Take the last step back."""
         step = self._path.pop()
-        self._is_free.pop()
         if self._astray or self._kept > len(self._path):
             self._astray.insert(0, step)
         self._roll_back(step)
 
     def mask(self, row: np.ndarray) -> None:
         """Write the library's mask of the place; the matcher neither is at its end nor has failed."""
-        is_free = not self.matcher.compute_ff_bytes()
+        is_kept = not self.matcher.compute_ff_bytes()
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if is_free:
-            self._is_free[-1], self._kept = True, len(self._path)
+        if is_kept:
+            self._kept = len(self._path)
             self._astray.clear()
 
-    def let_go(self, drafted: list[Step]) -> None:
-        """Take another copy when one is needed, behind these steps."""
-        self._own = None
-        self._path, self._num_committed, self._kept = drafted, 0, 0
-        self._is_free = [False] * (len(drafted) + 1)
-        self._astray.clear()
+    def forget(self) -> None:
+        """Go back to the committed tokens, wherever it is; what was begun may not have ended."""
+        del self._path[self._num_committed :]
+        self._let_go()
 
     def _go(self, step: Step) -> None:
         del self._astray[:1]
         self._path.append(step)
-        self._is_free.append(False)
 
     def _look_ahead(self, step: Step) -> None:
         """Before a step that leads away from the mask that is kept: let that be one of the path, the nearest."""
         if self._own is None or not self._astray or self._astray[0] == step:
             return
-        place = next((place for place in range(len(self._path), -1, -1) if self._is_free[place]), None)
-        if place is None:
-            self.let_go(self._path[self._num_committed :])
-            return
-        again = _joined(self._path[place:])
-        self._roll_back(again)
-        if self._own is None:
-            return
+        place = len(self._path)
+        while self._own.compute_ff_bytes():  # its mask would not be kept
+            place -= 1
+            if place >= 0:
+                self._roll_back(self._path[place])
+            else:
+                self._let_go()
+            if self._own is None:
+                return
         self._own.unsafe_compute_mask_ptr(self._scratch.ctypes.data, self._scratch.nbytes)
-        if self._own.consume_tokens(again):
+        if self._own.consume_tokens(_joined(self._path[place:])):
             self._kept = place
             self._astray.clear()
         else:
-            self.let_go(self._path[self._num_committed :])
+            self._let_go()
 
     def _roll_back(self, tokens: Step) -> None:
-        """Take back tokens that are no part of the path any more, or will be taken again."""
+        """Take tokens back."""
         own = self._own
         if own is not None and tokens and (not self._rolls_back or own.is_error() or not own.rollback(len(tokens))):
-            self.let_go(self._path[self._num_committed :])
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Take another copy when one is needed. What it keeps is of a committed place."""
+        self._own, self._kept = None, self._num_committed
+        self._astray.clear()
 
 
 def _joined(steps: list[Step]) -> Step:

@@ -81,7 +81,7 @@ class MatchedGrammar:
             try:
                 failure = self._fill_tree(0, self._place, tokens, below, masks)
             except BaseException:  # an interrupt amid a drafted path
-                self._drafted.let_go([])
+                self._drafted.forget()
                 raise
         self._fail(failure)
         spent = time.thread_time() - begin
