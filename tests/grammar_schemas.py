@@ -174,6 +174,13 @@ CASES: list[tuple[dict[str, Any] | bool, list[Any], list[Any]]] = [
     ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "日本語"], ["a", "abcd"]),
     ({"type": "string", "pattern": "^a+b$"}, ["ab", "aaab"], ["b", "abc"]),
     ({"type": "string", "pattern": "b"}, ["b", "abc"], ["", "ac"]),
+    # classes as ECMA and Python read them, not as sets of sets; letters that are none to one of the two
+    ({"type": "string", "pattern": "^[[:alpha:]]+$"}, ["[]", "h]]"], ["b]", "abc", ":h]"]),
+    ({"type": "string", "pattern": "^[a-z&&[^b]$"}, ["&", "q", "["], ["]", "A"]),
+    ({"type": "string", "pattern": "^[!--][~~][\\w-]$"}, ["-~-", "%~a"], ["a~a", ".~-"]),
+    ({"type": "string", "pattern": "^[^\\w\\d]\\W\\D[\\W_]$"}, ["-- _"], ["é---", "-日--", "--٣-", "---é"]),
+    ({"type": "string", "pattern": "^[\\w\\W]\\[[\\d\\D]$"}, ["é[٣", "\n[a"], ["éa", "[["]),
+    ({"type": "object", "patternProperties": {"^[[]": WHOLE}, "additionalProperties": FLAG}, [{"[": 1}], [{"[": True}]),
     ({"type": "string", "format": "date"}, ["2024-02-29", "2000-02-29"], ["2024-13-01", "today", "2100-02-29"]),
     ({"type": "string", "format": "ipv4"}, ["10.0.0.255"], ["10.0.0.256", "1.2.3"]),
     ({"type": "string", "format": "uuid"}, ["2eb8aa08-aa98-11ea-b4aa-73b441d16380"], ["2eb8aa08"]),
@@ -213,6 +220,14 @@ CASES: list[tuple[dict[str, Any] | bool, list[Any], list[Any]]] = [
     ({"$defs": {"x": {"type": "null"}}, "items": {"$ref": "#/$defs/x"}, "type": "array"}, [[None]], [[1]]),
     (True, [1, "a", {"b": []}], []),
     ({"description": "any", "x-unknown": 1, "type": "boolean"}, [True], [1]),
+    # whole numbers that floats skip
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, 2**62 + 1, 1 - 2**62], [2**63, -(2**63) - 1]),
+    ({"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 9}, [2**53 + 2, 2**53 + 7], [2**53, 2**53 + 10]),
+    ({"type": "integer", "minimum": -(2**55) - 3, "exclusiveMaximum": -(2**54)}, [-(2**55)], [-(2**54), -(2**55) - 4]),
+    ({"type": "number", "maximum": 1e20, "minimum": 2**53 + 1}, [2**53 + 2, 9 * 10**18], [5, 2**53]),
+    ({"enum": ["a\x00b", "\x7f"]}, ["a\x00b"], ["ab", "a", "", "a\x01b"]),
+    ({"const": [1e16, 2**53, 1e22]}, [[10**16, 2**53, 10**22]], [[10**16 + 1, 2**53, 10**22]]),
+    ({"type": "object", "minProperties": 2, "required": ["a", "b"]}, [{"a": 1, "b": 2}], [{"a": 1}, {"a": 1, "c": 2}]),
 ]
 
 # schemas whose keywords cannot be held: they are refused, never ignored
@@ -230,5 +245,14 @@ UNSUPPORTED: list[dict[str, Any] | bool] = [
     {"$ref": "#/$defs/missing"},
     {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
     {"type": "integer", "minimum": 3, "maximum": 2},
+    {"const": 12345678901234567},
+    {"items": {"enum": [{"id": 2**64}, 1]}},
+    {"const": 1e100},
+    {"type": "integer", "multipleOf": 2**53 + 1},
+    {"type": "integer", "minimum": 2**63},
+    {"type": "integer", "maximum": 2**60 + 5, "minimum": 2**60 + 1},
+    {"type": "object", "properties": {"a": {}}, "minProperties": 2},
+    {"type": "object", "patternProperties": {"^a": {}}, "additionalProperties": False, "minProperties": 2},
+    {"properties": {"a": {"enum": ["b", {"\x7f": 1}]}}},
     False,
 ]

@@ -67,17 +67,18 @@ def test_special_and_padding_tokens_are_no_text() -> None:
 
 
 def test_fill_after_termination_allows_the_requests_ends_alone() -> None:
-    other = ids_of("z")[0]
-    state = state_of(CODEC, stop_ids=(END, other), json_schema=PERSON)
-    tokens = ids_of(DOCUMENT)
+    codec = codec_with("<|end|>", special=True)
+    (other,), (text,) = ids_of("<|end|>", codec), ids_of("z", codec)
+    state = state_of(codec, stop_ids=(END, other, text), json_schema=PERSON)
+    tokens = ids_of(DOCUMENT, codec)
     state.advance(tokens)
     assert state.terminated and state.active
     for _ in range(2):
-        assert allowed(mask_of(state, CODEC)[0]) == sorted((END, other))
-    rows = mask_of(state, CODEC, [0, END, END, tokens[0]], [-1, 0, 1, 0])
+        assert allowed(mask_of(state, codec)[0]) == sorted((END, other))
+    rows = mask_of(state, codec, [0, END, END, tokens[0]], [-1, 0, 1, 0])
     assert [allowed(row) == sorted((END, other)) for row in rows[:3]] == [True] * 3 and (rows[3] == -1).all()
     state.advance([END, END])
-    assert state.terminated and allowed(mask_of(state, CODEC)[0]) == sorted((END, other))
+    assert state.terminated and allowed(mask_of(state, codec)[0]) == sorted((END, other))
     with pytest.raises(GrammarError, match="not allowed"):
         state.advance([tokens[0]])
 

@@ -9,7 +9,7 @@ from grammars import END, allowed, codec_with, dumped, mask_of, state_of, text_o
 from jsonschema import Draft202012Validator
 
 from lowlat.errors import GrammarError, RequestError
-from lowlat.text.grammar.formats import exact_text
+from lowlat.text.grammar.exact import exact_text
 
 CODEC = codec_with()
 NUM_BY_CHANCE = 175
@@ -17,9 +17,14 @@ NUM_BY_CHANCE = 175
 
 def takes(schema: object, value: object) -> bool:
     """Whether a document is allowed to its end."""
+    return takes_text(schema, dumped(value))
+
+
+def takes_text(schema: object, text: str) -> bool:
+    """Whether a document is allowed to its end, as it is spelled."""
     state = state_of(CODEC, json_schema=json.dumps(schema))
     try:
-        state.advance(CODEC.encode(dumped(value), add_special_tokens=False))
+        state.advance(CODEC.encode(text, add_special_tokens=False))
         return END in allowed(mask_of(state, CODEC)[0])
     except GrammarError:
         return False
@@ -56,6 +61,7 @@ def test_walks_make_documents_of_many_schemas_by_chance(start: int) -> None:
         check_walks(schema_by_chance(seed), range(3))
 
 
+@pytest.mark.filterwarnings("ignore:Possible (nested set|set):FutureWarning")  # which other languages have
 @pytest.mark.parametrize("place", range(len(CASES)))
 def test_documents_are_allowed_exactly_where_the_schema_says_so(place: int) -> None:
     schema, valid, invalid = CASES[place]
@@ -86,3 +92,39 @@ def test_formats_are_exact_wherever_they_stand() -> None:
 def test_what_cannot_be_held_is_refused_and_never_ignored(schema: dict[str, Any] | bool) -> None:
     with pytest.raises(RequestError, match=r"json_schema: .{8}"):
         state_of(CODEC, json_schema=json.dumps(schema))
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"x"', "null", " false"])
+def test_what_is_no_schema_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match=r"json_schema: (a schema is an object, true or false|nothing matches it)$"):
+        state_of(CODEC, json_schema=text)
+
+
+def test_no_spelling_of_a_key_goes_round_its_rule() -> None:
+    """A parser reads an escape as the letter, and takes the last of two values."""
+    integers = {"type": "object", "properties": {"a": {"type": "integer"}, 'b"': {"type": "integer"}}}
+    for schema in (
+        integers | {"additionalProperties": {"type": "string"}},
+        {
+            "type": "object",
+            "patternProperties": {"^a|^b": {"type": "integer"}},
+            "additionalProperties": {"type": "string"},
+        },
+    ):
+        assert takes(schema, {"a": 1, "c": "x"})
+        for key in (r"\u0061", r"b\u0022", r"\u0062\""):
+            assert not takes_text(schema, f'{{"{key}": "x"}}') and not takes_text(schema, f'{{"a": 1, "{key}": "x"}}')
+    assert not takes_text({"type": "string"}, r'"\ud83d"')  # nor half a character
+
+
+def test_a_lenient_schema_leaves_out_what_is_not_held() -> None:
+    """As do tools that are not strict; those that are, are refused by the function's name."""
+    wide = {"properties": {"id": {"const": 2**60 + 1}, "n": {"type": "integer", "maximum": 5}}, "minProperties": 2}
+    schema = {"type": "object", **wide, "x-guidance": {"lenient": True}}
+    assert takes(schema, {"id": 7}) and not takes(schema, {"n": 6})
+    caller = codec_with("<tool_call>", "</tool_call>")
+    calls: dict[str, Any] = {"functions": [{"name": "go", "parameters": {"type": "object", **wide}}]}
+    assert not state_of(caller, tool_calls=calls).terminated
+    calls["functions"][0]["strict"] = True
+    with pytest.raises(RequestError, match="tool_calls: go: const: 1152921504606846977 has more digits"):
+        state_of(caller, tool_calls=calls)

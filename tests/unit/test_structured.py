@@ -116,3 +116,15 @@ def test_a_server_compiles_before_it_submits(target: Path, monkeypatch: pytest.M
             engine.compile(Sampling(json_schema='{"uniqueItems": true}'), None)
     finally:
         engine.close()
+
+
+def test_a_stop_token_that_is_text_stands_behind_no_document(runtime: Runtime) -> None:
+    """It ends an answer where the grammar has it, and is nothing that may follow."""
+    assert runtime.codec is not None
+    (first, *_), (other,) = (runtime.codec.encode(text, add_special_tokens=False) for text in ("yes", "q"))
+    for token, expected in ((other, "yes"), (first, runtime.codec.decode([first]))):
+        params = SamplingParams(choice=["yes"], stop_token_ids=[token], max_tokens=20)
+        name = runtime.submit("a", params)
+        outputs = [output for _ in iter(lambda: runtime.busy, False) for output in runtime.step()]
+        assert {output.request_id for output in outputs} == {name} and outputs[-1].finish_reason == "stop"
+        assert "".join(output.text or "" for output in outputs) == expected

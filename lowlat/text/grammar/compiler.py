@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lowlat.errors import RequestError
 from lowlat.options.request import SamplingParams
 from lowlat.text.codec import TextCodec
-from lowlat.text.grammar.formats import exact_text
+from lowlat.text.grammar.exact import NotHeld, exact_text
 from lowlat.text.grammar.matching import MatchedGrammar
 from lowlat.text.grammar.reasoning import gate_of
 from lowlat.text.grammar.spec import GrammarSpec, spec_of
@@ -26,6 +26,7 @@ __all__ = ["MAX_COMPILE_S", "GrammarCompiler"]
 
 MAX_COMPILE_S = 1.0  # of the trial; the second time, here, takes as long: a grammar is served or refused within 2 s
 MAX_GRAMMARS = 64
+TOKEN_BY_NUMBER = "<["  # how a grammar's rules begin to name one
 
 
 class Compiled:
@@ -100,7 +101,10 @@ class GrammarCompiler:
         in_channels = spec.kind == "tool_calls" and HarmonyParser.speaks(codec)
         gate = None if in_channels else gate_of(codec, prompt, parsed=params.parse != "none")
         used_up = partial(self._forget, spec, found)
-        return MatchedGrammar(vocabulary, found.matcher.deep_copy(), stop_ids, gate, used_up)
+        # a stop token that is text ends a request, and no document: behind one it would be part of the answer
+        ends = [token for token in stop_ids if token in self._eos_token_ids or vocabulary.is_no_text(token)]
+        is_text = spec.kind != "grammar" or TOKEN_BY_NUMBER not in spec.text
+        return MatchedGrammar(vocabulary, found.matcher.deep_copy(), ends, gate, used_up, is_text=is_text)
 
     def _forget(self, spec: GrammarSpec, compiled: Compiled) -> None:
         """Let a grammar be compiled anew: copies of this one's matcher can do nothing any more."""
@@ -150,7 +154,10 @@ class GrammarCompiler:
         if spec.kind == "tool_calls":
             spec = GrammarSpec(spec.kind, tool_grammar(codec, spec.text))
         elif spec.kind == "json_schema":
-            spec = GrammarSpec(spec.kind, exact_text(spec.text))
+            try:
+                spec = GrammarSpec(spec.kind, exact_text(spec.text))
+            except NotHeld as error:
+                raise RequestError(f"{spec.kind}: {error}") from None
         return vocabulary.matcher(trials.run(spec, limit_s))
 
     def close(self) -> None:

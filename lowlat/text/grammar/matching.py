@@ -6,11 +6,12 @@ request's own end tokens, which may follow where the document may end.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lowlat.errors import GrammarError
+from lowlat.text.grammar.drafted import DraftedPaths
 from lowlat.text.grammar.reasoning import AT_ONCE, Gate, Phase, Place
 from lowlat.text.grammar.vocabulary import Vocabulary
 
@@ -24,14 +25,6 @@ ALL = np.int32(-1)
 BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 
 
-class _Row(NamedTuple):
-    """A row of a step: where it is, no place where it is forbidden, and a matcher that is there, its own or shared."""
-
-    place: Place | None
-    matcher: "llguidance.LLMatcher"
-    is_own: bool
-
-
 class MatchedGrammar:
     """The GrammarState of one request; see there.
 
@@ -39,6 +32,7 @@ class MatchedGrammar:
     end_ids  the request's end tokens; the state is over behind one
     gate     None where the document begins at once
     used_up  called when the library gives up: all copies of a matcher share what they may use, and have used it up
+    is_text  the grammar names no token by its number
     """
 
     def __init__(
@@ -48,6 +42,8 @@ class MatchedGrammar:
         end_ids: Sequence[int],
         gate: Gate | None = None,
         used_up: Callable[[], None] | None = None,
+        *,
+        is_text: bool = True,
     ) -> None:
         self._vocabulary = vocabulary
         self._used_up = used_up
@@ -61,6 +57,7 @@ class MatchedGrammar:
         self._end_row = np.zeros(self._num_words, np.int32)
         for token in self._end_ids:
             self._set(self._end_row, token)
+        self._drafted = DraftedPaths(matcher, self._num_words, rolls_back=is_text)
 
     @property
     def active(self) -> bool:
@@ -75,13 +72,18 @@ class MatchedGrammar:
     def fill(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
         """See GrammarState. Raises GrammarError where a grammar cannot go on: it came to a limit, or to a dead end."""
         begin = time.thread_time()
-        rows = [_Row(self._place, self._matcher, False)]
-        self._mask(rows[0], masks[0])
-        for row in range(1, len(tokens)):
-            parent = parents[row]
-            is_last = parent not in parents[row + 1 :]
-            rows.append(self._below(rows[parent], tokens[row], is_alone=is_last and parents.index(parent) == row))
-            self._mask(rows[row], masks[row])
+        if len(tokens) == 1:
+            failure = self._mask(self._place, masks[0], self._matcher)
+        else:
+            below: list[list[int]] = [[] for _ in tokens]
+            for row in range(1, len(tokens)):
+                below[parents[row]].append(row)
+            try:
+                failure = self._fill_tree(0, self._place, tokens, below, masks)
+            except BaseException:  # an interrupt amid a drafted path
+                self._drafted.forget()
+                raise
+        self._fail(failure)
         spent = time.thread_time() - begin
         if spent > MAX_MASK_S * len(tokens):
             self._fail(f"masks of {len(tokens)} rows took {spent * 1000:.0f} ms; at most {MAX_MASK_S * 1000:g} ms each")
@@ -93,9 +95,11 @@ class MatchedGrammar:
             self._check()
             place, taken = self._behind(self._place, token, self._matcher)
             if place is None or self._matcher.try_consume_tokens(taken) != len(taken):
-                self._look_at(self._matcher)
+                self._fail(self._given_up(self._matcher))
                 self._check()
                 raise GrammarError(f"token {token}, {self._num_committed} tokens into the answer, is not allowed there")
+            if taken:
+                self._drafted.commit(taken)
             self._place = place
             self._num_committed += 1
 
@@ -108,17 +112,23 @@ class MatchedGrammar:
         forced = self._matcher.compute_ff_tokens()[:limit]
         return forced[: self._matcher.validate_tokens(forced)]
 
-    def _below(self, row: _Row, token: int, *, is_alone: bool) -> _Row:
-        """The row behind another one; is_alone: no other row lies behind that one.
+    def _fill_tree(
+        self, row: int, place: Place | None, tokens: Sequence[int], below: Sequence[Sequence[int]], masks: np.ndarray
+    ) -> str:
+        """Fill the rows below a row, then its own; returns why nothing may follow that, if so.
 
-        Matchers are copied, never rolled back: after a mask the library's rollback leaves parts of the old path behind.
+        below  the rows right below each
+        Nothing is drawn behind a draft where the grammar cannot go on: that is a failure once the draft is committed.
         """
-        place, taken = (None, []) if row.place is None else self._behind(row.place, token, row.matcher)
-        if not taken:
-            return _Row(place, row.matcher, row.is_own and is_alone)
-        matcher = row.matcher if row.is_own and is_alone else row.matcher.deep_copy()
-        is_allowed = matcher.try_consume_tokens(taken) == len(taken)
-        return _Row(place if is_allowed else None, matcher, True)
+        for child in below[row]:
+            behind, taken = (None, []) if place is None else self._behind(place, tokens[child], self._drafted.matcher)
+            if taken and not self._drafted.push(taken):
+                behind, taken = None, []
+            if self._fill_tree(child, behind, tokens, below, masks):
+                masks[child] = 0
+            if taken:
+                self._drafted.pop()
+        return self._mask(place, masks[row], self._drafted.matcher)
 
     def _behind(self, place: Place, token: int, matcher: "llguidance.LLMatcher") -> tuple[Place | None, list[int]]:
         """The place behind a token, None for a forbidden one, and what the matcher has to take for it."""
@@ -136,43 +146,50 @@ class MatchedGrammar:
             return Place(Phase.ENDED), []
         return (None, []) if matcher.is_stopped() else (AT_ONCE, [token])
 
-    def _mask(self, at: _Row, row: np.ndarray) -> None:
-        """Write what may follow a row."""
-        place, matcher, end_id = at.place, at.matcher, self._vocabulary.end_id
+    def _mask(self, place: Place | None, row: np.ndarray, matcher: "llguidance.LLMatcher") -> str:
+        """Write what may follow a row; returns why nothing may, if so: then the row allows the request's ends.
+
+        matcher  at that place
+        """
         if place is None or place.phase is Phase.THINKING:
             row[:] = ALL
-            return
-        if place.phase is Phase.ENDED or self._failure or matcher.is_stopped():
-            if place.phase is not Phase.ENDED and not self._failure and not matcher.is_accepting():
-                self._look_at(matcher)
-                self._fail("nothing may follow")
+            return ""
+        row[:] = self._end_row
+        if place.phase is Phase.ENDED or (matcher.is_stopped() and matcher.is_accepting()):
+            return ""
+        if matcher.is_stopped():
+            return self._given_up(matcher) or "nothing may follow"
+        if matcher is self._matcher:
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        else:
+            self._drafted.mask(row)
+        failure = self._given_up(matcher)
+        if failure:
             row[:] = self._end_row
-            return
-        matcher.unsafe_compute_mask_ptr(row.ctypes.data, 4 * self._num_words)
-        if self._look_at(matcher):
-            row[:] = self._end_row
-            return
+            return failure
         if matcher.is_accepting():
             row |= self._end_row
+        end_id = self._vocabulary.end_id
         if end_id not in self._end_ids:
             row[end_id >> 5] &= ~BITS[end_id & 31]
         if self._gate is not None:
             for token in self._gate.extra.get(place.phase, ()):
                 self._set(row, token)
+        return ""
 
     def _is_over(self, place: Place) -> bool:
         if place.phase is Phase.DOCUMENT:
             return self._matcher.is_stopped() and not self._matcher.is_error()
         return place.phase is Phase.ENDED
 
-    def _look_at(self, matcher: "llguidance.LLMatcher") -> bool:
-        """Whether the library has given up, which is a failure."""
+    def _given_up(self, matcher: "llguidance.LLMatcher") -> str:
+        """Why the library has given up, if it has."""
         if not matcher.is_error():
-            return False
-        self._fail(" ".join(matcher.get_error().partition("<non-verbose")[0].split())[:200])
+            return ""
         if self._used_up is not None:
             self._used_up()
-        return True
+        why = " ".join(matcher.get_error().partition("<non-verbose")[0].split())[:200]
+        return "nothing may follow" if why.startswith("NoExtension") else why or "nothing may follow"
 
     def _fail(self, why: str) -> None:
         self._failure = self._failure or why

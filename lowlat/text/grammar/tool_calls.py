@@ -14,12 +14,18 @@ from lowlat.errors import RequestError
 from lowlat.text.answers.llama3 import PYTHON_TAG
 from lowlat.text.answers.tagged import CALL, END_CALL
 from lowlat.text.codec import TextCodec
-from lowlat.text.grammar.formats import exact_formats
+from lowlat.text.grammar.exact import ESCAPES, NotHeld, exact_schema
 from lowlat.text.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, HarmonyParser
 
 __all__ = ["tool_grammar"]
 
 ANYTHING = {"type": "object"}
+HOW: dict[str, Any] = {  # as `worker.py` has it
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": ESCAPES,
+}
 TEXT = r"TEXT: /(.|\n)*/"
 
 
@@ -119,9 +125,13 @@ def _objects(calls: ToolCalls, key: str) -> list[str]:
 def _arguments(functions: Sequence[Function]) -> list[str]:
     rules = []
     for place, function in enumerate(functions):
-        schema = dict(exact_formats(function.parameters or ANYTHING))
-        how = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        schema["x-guidance"] = how if function.strict else {**how, "lenient": True}
+        try:
+            schema = dict(exact_schema(function.parameters or ANYTHING, lenient=not function.strict))
+        except NotHeld as error:
+            raise RequestError(f"tool_calls: {function.name}: {error}") from None
+        own = schema.get("x-guidance")
+        escapes = own.get("json_allowed_escapes", ESCAPES) if isinstance(own, dict) else ESCAPES
+        schema["x-guidance"] = {**HOW, "json_allowed_escapes": escapes, "lenient": not function.strict}
         rules.append(f"arguments_{place}: %json {json.dumps(schema)}")
     return rules
 

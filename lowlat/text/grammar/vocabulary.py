@@ -69,6 +69,10 @@ class Vocabulary:
             return self._tokenizer.greedy_tokenize(text)
         return ids
 
+    def is_no_text(self, token: int) -> bool:
+        """Whether a token is special, or has no text."""
+        return not self.tokens[token] or token in self.special_token_ids
+
     def matcher(self, grammar: str) -> "llguidance.LLMatcher":
         """A matcher at the beginning of a grammar in the library's text; the GIL is free meanwhile."""
         import llguidance

@@ -28,7 +28,12 @@ HEADER_BYTES = 8
 MAX_WHY = 300
 MAX_TOKEN_BYTES = 64
 WALK_TOKENS = 32
-STRICT_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+STRICT_JSON: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": 'nrbtf\\"',  # none for any character: `exact.py` says why
+}
 
 
 class Vocabulary:
@@ -70,7 +75,12 @@ class Refusal(Exception):
 def library_grammar(kind: str, text: str) -> str:
     """The library's own text of a grammar. Raises Refusal, and what the library raises."""
     if kind == "json_schema":
-        text = "{}" if text.strip() == "true" else text  # a schema, too, which the library takes no options with
+        schema = json.loads(text) if text.strip()[:1] != "{" else {}
+        if schema is False:
+            raise Refusal("nothing matches it")
+        if not isinstance(schema, dict) and schema is not True:
+            raise Refusal("a schema is an object, true or false")
+        text = "{}" if schema is True else text  # which the library takes no options with
         return str(llguidance.LLMatcher.grammar_from_json_schema(text, STRICT_JSON))
     if kind == "regex":
         return str(llguidance.LLMatcher.grammar_from_regex(text))
