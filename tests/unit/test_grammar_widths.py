@@ -186,14 +186,14 @@ def test_no_width_or_neighbour_changes_a_document(
 
 @pytest.mark.second
 @given(way=st.sampled_from(list(WAYS)), first=st.integers(0, NUM_GRAMMARS - 1), moves=MOVES)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_no_width_or_neighbour_changes_many_documents(
     way: str, first: int, moves: list[tuple[str, int]], played: Played
 ) -> None:
     played.play(way, [("submit", first), *moves])
 
 
-@pytest.mark.parametrize("way", staged(WAYS, first=["chain", "tree", "dynamic tree", "text beside", "dflash"]))
+@pytest.mark.parametrize("way", staged(WAYS, first=["chain", "dynamic tree", "text beside"]))
 def test_every_kind_of_grammar_meets_every_way_of_drafting(way: str, played: Played) -> None:
     """Three at a time, with some cancelled; drafts are accepted, and so is what is forced."""
     chance = random.Random(4)
