@@ -162,10 +162,10 @@ class ParallelExecutor:
             for rank in self.ranks:
                 rank.synchronize()
 
-    @property
-    def stream(self) -> Any:
-        """The first rank's stream."""
-        return self._leader.stream
+    def mark(self) -> torch.cuda.Event:
+        """See `GraphExecutor.mark`, of the first rank."""
+        with self._leader.current():
+            return self._leader.mark()
 
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write into the state of every rank; see `Executor.write_state`."""
