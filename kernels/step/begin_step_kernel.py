@@ -376,7 +376,8 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         costs = cuda.shared.array(shape=num_costs, dtype=int64)
         chosen = cuda.shared.array(shape=CHOICE_WORDS, dtype=int64)
         totals = cuda.shared.array(shape=num_totals, dtype=int64)
-        thread, slot, head, tail, least, greatest = int64(cuda.threadIdx.x), int64(-1), *(int64(0),) * 4
+        thread, slot, head, tail = int64(cuda.threadIdx.x), int64(-1), int64(0), int64(0)
+        least, greatest = int64(0), int64(0)
         if applies and thread == 0:
             tail, head = ptx.load_volatile_i64(command_tail), long_at(command_head, 0)
         if chooses and thread == 0:

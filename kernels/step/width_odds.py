@@ -279,7 +279,7 @@ def join_widths(
 
 @cache
 def _make_join(max_batch: int, most: int) -> Kernel:
-    num_pairs = NUM_RUNS * most
+    num_pairs, num_odds = NUM_RUNS * most, 4 * NUM_RUNS * most
 
     def kernel(
         slots: Any,
@@ -293,7 +293,7 @@ def _make_join(max_batch: int, most: int) -> Kernel:
     ) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        odds = cuda.shared.array(shape=4 * num_pairs, dtype=int32)
+        odds = cuda.shared.array(shape=num_odds, dtype=int32)
         pair, slot = int64(cuda.threadIdx.x), int_at(slots, 0)
         if slot < 0 or byte_at(draft_live, 0) == 0:
             return
