@@ -20,16 +20,17 @@ import torch
 
 from bench.subjects import DEMO
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.graphs import Bucket, BufferSet, BufferSpec, Role
+from lowlat.graphs import Bucket
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.reference.step.width_odds import MAX_WIDTH, NUM_RUNS, join_widths, learn_widths
 from lowlat.kernels.reference.step.widths import choose_width
-from lowlat.step.width_costs import StepCosts, keep_costs
+from lowlat.step.width_costs import StepCosts, cost_table
 
 __all__ = ["Replay", "Text", "main", "read_texts", "tokens_per_us"]
 
 Text = Sequence[int]  # of each position, how many drafts would be right
 TEMPERATURES = (0.0, 0.7)
+CONTEXT = 1024  # positions of a request, at most
 WAITING = 64  # positions that wait for the draft model, at most
 INTS: dict[str, Any] = {"dtype": torch.int32}
 
@@ -73,7 +74,7 @@ def _record(limit: int, max_tokens: int) -> dict[str, Any]:
     """How many of seven drafts were right at each position of the bundled pair's texts."""
     config = SpeculativeConfig(method="eagle3", model=DEMO / "head", num_speculative_tokens=MAX_WIDTH, strict=True)
     rows = []
-    with Runtime.load(DEMO / "target", config, device="cpu", max_batch=1, max_context=1024) as runtime:
+    with Runtime.load(DEMO / "target", config, device="cpu", max_batch=1, max_context=CONTEXT) as runtime:
         for domain, prompts in json.loads((DEMO / "prompts.json").read_text(encoding="utf-8")).items():
             for temperature in TEMPERATURES:
                 params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
@@ -113,10 +114,8 @@ class Replay:
 
     def __post_init__(self) -> None:
         bucket = Bucket(1, MAX_WIDTH + 1, MAX_WIDTH, chooses=True)
-        specs = [BufferSpec("width_costs", (1, 2, MAX_WIDTH + 2), torch.int32, Role.STATE)]
-        specs.append(BufferSpec("tokens", (1, 1024), torch.int32, Role.STATE))
-        state = BufferSet(specs, torch.device("cpu"))
-        keep_costs(state, {bucket: StepCosts(self.table_us, [0.0] * len(self.table_us))}, WAITING)
+        costs = {bucket: StepCosts(self.table_us, [0.0] * len(self.table_us))}
+        table = cost_table((1, 2, MAX_WIDTH + 2), costs, CONTEXT, WAITING)
         ints = torch.zeros(1, NUM_INTS, dtype=torch.int64)
         ints[0, DRAFT_LIMIT] = MAX_WIDTH
         self._record: dict[str, Any] = {
@@ -126,7 +125,7 @@ class Replay:
             "width_expected": torch.zeros(1, MAX_WIDTH + 1, **INTS),
         }
         self._policy = {name: torch.zeros(1, **INTS) for name in ("width_last", "width_waited", "width_choice")}
-        self._given = {"active": torch.ones(1, **INTS), "slot_ints": ints, "width_costs": state["width_costs"]}
+        self._given = {"active": torch.ones(1, **INTS), "slot_ints": ints, "width_costs": table}
         self._given["width_bounds"] = torch.tensor([0, MAX_WIDTH], **INTS)
         self.steps = [0] * len(self.step_us)  # of each body
 

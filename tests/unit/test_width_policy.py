@@ -18,7 +18,7 @@ from lowlat.kernels.reference.step.width_odds import MAX_WIDTH
 from lowlat.kernels.reference.step.widths import UNIT, choose_width
 from lowlat.kernels.step.begin_step import CHOSEN
 from lowlat.step.state import state_specs
-from lowlat.step.width_costs import StepCosts, keep_costs
+from lowlat.step.width_costs import StepCosts, cost_table
 from lowlat.step.width_times import by_time
 
 policy = bench("width_policy")
@@ -153,7 +153,7 @@ class Card:
         self._run(2.0, 0.0)
         return Mark(self.free_us)
 
-    def fill(self, values: Mapping[str, torch.Tensor]) -> None:
+    def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """Copy."""
         for name, tensor in values.items():
             self.state[name].copy_(tensor)
@@ -182,8 +182,8 @@ def test_times_are_those_of_steps_that_follow_each_other(launch_us: float) -> No
                 true = card.cost(bucket, body, positions) / 1000
                 assert found[body] == pytest.approx(true, rel=0.01), (bucket, body, positions)
     assert card.num_steps < 10000 and not card.state["width_bounds"].any()
-    keep_costs(card.state, costs, geometry.num_waiting)
-    table = card.state["width_costs"][0].double()
+    shape = card.state["width_costs"].shape
+    table = cost_table(shape, costs, geometry.max_context, geometry.num_waiting)[0].double()
     told = table[0] + table[1] * 3000 / (1 << UNIT)
     share = (costs[buckets[1]].at(3000)[-1] - costs[buckets[1]].at(3000)[0]) / geometry.num_waiting
     expected = torch.tensor(costs[buckets[1]].at(3000)).double()

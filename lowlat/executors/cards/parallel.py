@@ -7,7 +7,7 @@ the host writes and reads the first one's, whose commands the others read when t
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
