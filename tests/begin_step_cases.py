@@ -3,10 +3,12 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
+from lowlat.kernels.reference.rows.draft_rows import tree_masks
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
     HAS_GRAMMAR,
@@ -26,10 +28,13 @@ from lowlat.kernels.reference.step.slots import (
     list_active_slots,
     publish_rows,
 )
+from lowlat.kernels.reference.step.widths import choose_width
 from lowlat.kernels.step import begin_step
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 RING, TABLE, STOPS, BIASES = 8, 7, 5, 9
+MOST = 5
+Arguments = dict[str, Any]
 STATE = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
 JOINED = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias_ids", "bias_values")
 COUNTED = ("lengths", "active", "num_drafts", "prompt_seen", "output_counts")
@@ -66,11 +71,81 @@ def check_begin_step(
     if how == "given":
         given = source.sample(range(max_batch), batch)
         arrays["slots"] = torch.tensor([slot if source.random() < 0.8 else -1 for slot in given], dtype=torch.int32)
-        bench.compare(
-            arrays, _given, lambda found: begin_step.begin_step(applies=True, lists=False, tells=True, **found)
-        )
+        bench.compare(arrays, _given, lambda found: begin_step.begin_step(found, lists=False))
     else:
         bench.compare(arrays, _reference, _alone if how == "alone" else _fused)
+
+
+def check_opening(
+    bench: Bench,
+    seed: int,
+    *,
+    batch: int,
+    max_batch: int,
+    num_commands: int,
+    context: int,
+    condition: int | None = None,
+) -> int:
+    """A random start of a step that chooses its width, in one launch, against the reference; returns the choice."""
+    torch.manual_seed(seed)
+    shapes, source = random.Random(seed // SAME_SHAPES), random.Random(seed)
+    arrays = _arrays(shapes, source, batch, max_batch, num_commands, context)
+    arrays["staged_tokens"] = _same_tail(arrays, max_batch)
+    gained = torch.randint(0, 1000, (max_batch, MOST + 1), dtype=torch.int32)
+    gained[:, 0] = 1024
+    arrays |= {
+        "extended": arrays["lengths"] - torch.randint(1, 12, (max_batch,), dtype=torch.int32),
+        "width_bounds": torch.tensor([0, source.choice((MOST, 2))], dtype=torch.int32),
+        "width_costs": torch.randint(1 << 20, 1 << 21, (max_batch, 2, MOST + 2), dtype=torch.int32).sort().values,
+        "width_expected": gained.cumsum(1).int(),
+        "width_last": torch.tensor([source.randint(0, MOST)], dtype=torch.int32),
+        "width_waited": torch.tensor([source.randint(0, 50)], dtype=torch.int32),
+        "width_choice": poisoned(1),
+    }
+    row, waiting = source.randrange(max_batch), source.choice((0, 9))
+
+    def reference(found: Arrays) -> None:
+        applied, listed, gathered, told = _each(found)
+        apply_commands(**applied)
+        list_active_slots(**listed)
+        choose_width(**{name: found[name] for name in begin_step.CHOSEN}, row=row, most_waiting=waiting)
+        gather_rows(**gathered)
+        publish_rows(**told, width_choice=found["width_choice"], most_drafts=MOST)
+
+    def calls(found: Arrays) -> list[KernelCall]:
+        choice = begin_step.Choice(row, waiting, condition)
+        return begin_step.begin_step(found, choice=choice, most_drafts=MOST)
+
+    return int(bench.compare(arrays, reference, calls)["width_choice"])
+
+
+def check_handed(bench: Bench, seed: int, *, batch: int) -> None:
+    """Drafts that are handed to the state and laid out as rows, in one launch, against the reference."""
+    torch.manual_seed(seed)
+    shapes, source = random.Random(seed // SAME_SHAPES), random.Random(seed)
+    arrays = _arrays(shapes, source, batch, batch + 1, 0, 30)
+    rows, width = arrays["row_tokens"].shape[1], arrays["tree_paths"].shape[2]
+    depth = min(rows, width)
+    arrays["slots"] = torch.tensor(source.sample(range(batch + 1), batch), dtype=torch.int32)
+    arrays["slots"][torch.rand(batch) < 0.2] = -1
+    handed: Arrays = {
+        "draft_nodes": torch.randint(-1, 9, (batch, rows), dtype=torch.int32),
+        "draft_live": (arrays["slots"] >= 0).to(torch.uint8),
+        "topology_masks": torch.tensor([(2 << row) - 1 for row in range(rows)]),
+        "topology_paths": torch.arange(depth, dtype=torch.int32)[None],
+    }
+    _, _, gathered, told = _each(arrays)
+    names = [*handed, *gathered, *told]
+
+    def reference(found: Arrays) -> None:
+        tree_masks(**{name: found[name] for name in begin_step.HANDED})
+        gather_rows(**_each(arrays | found)[2])
+        publish_rows(**_each(arrays | found)[3])
+
+    def calls(found: Arrays) -> list[KernelCall]:
+        return begin_step.begin_step(found, applies=False, lists=False, hands=True)
+
+    bench.compare({name: (arrays | handed)[name] for name in names}, reference, calls)
 
 
 def check_wait(bench: Bench, seed: int, looks: Looks) -> None:
@@ -101,7 +176,7 @@ def _same_tail(arrays: Arrays, max_batch: int) -> torch.Tensor:
     return staged
 
 
-def _each(arrays: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
+def _each(arrays: Arrays) -> tuple[Arguments, Arguments, Arguments, Arguments]:
     """The arguments of the four operations."""
     staged = (f"staged_{name}" for name in STATE)
     applied = ("command_ring", "command_tail", *staged, "command_head", *JOINED, *COUNTED)
@@ -132,7 +207,7 @@ def _reference(arrays: Arrays) -> None:
 
 
 def _fused(arrays: Arrays) -> list[KernelCall]:
-    return begin_step.begin_step(applies=True, lists=True, tells=True, **arrays)
+    return begin_step.begin_step(arrays)
 
 
 def _given(arrays: Arrays) -> None:

@@ -80,7 +80,8 @@ class FakeDevice:
                 self.inner._run(self.inner._prepare(bucket)[1])
                 bucket = bucket.bodies[int(self.state["width_choice"])]
             bound = self.inner._prepare(bucket)[1]
-            count = 1 + max(place for place, each in enumerate(bound) if each[0].stage is Stage.ACTIVE_SLOTS)
+            listing = (place for place, each in enumerate(bound) if each[0].stage is Stage.ACTIVE_SLOTS)
+            count = 1 + max(listing, default=-1)
             self._begun, self._body, self._rest = True, bucket, bound[count:]
             self.inner._run(bound[:count])
 
@@ -106,7 +107,9 @@ class FakeDevice:
         if self._waits_to_begin(bucket):
             return True
         self._begin(bucket)
-        slots = [slot for slot in self.inner.scratch(self._body)["slots"].tolist() if slot >= 0]
+        listed = {**self.inner.scratch(self._body), **self.state}
+        (published,) = (op for op in self.inner.program(self._body).ops if op.kind == "publish")
+        slots = [slot for slot in listed[published.reads["slots"]].tolist() if slot >= 0]
         guided = [slot for slot in slots if self.state["slot_ints"][slot, HAS_GRAMMAR] == 1]
         return any(self.state["grammar_ready"][slot] < self.state["lengths"][slot] for slot in guided)
 

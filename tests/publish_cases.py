@@ -6,12 +6,14 @@ import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
 from lowlat.kernels.reference.rows.draft_rows import tree_masks
+from lowlat.kernels.reference.rows.waiting import keep_features
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH, publish
+from lowlat.kernels.reference.step.width_odds import NUM_RUNS, ONE, learn_widths
 from lowlat.kernels.step import publish as kernels
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-RING, COLUMNS = 4, 5
+RING, COLUMNS, MOST = 4, 5, 5
 READS = (
     *("slots", "commit_lens", "accepted_lens", "accepted_tokens", "accepted_nodes", "finish", "num_verified"),
     *("verified_depth", "verified_source", "lengths", "logprob_values", "logprob_ids"),
@@ -46,6 +48,49 @@ def check_publish(bench: Bench, seed: int, *, drafting: str, batch: int = 3, loo
         return [*masks, *kernels.publish(**publication, loop=loop)]
 
     return bench.compare(arrays, reference, calls)
+
+
+def check_end(bench: Bench, seed: int, *, keeps: bool, batch: int = 3, loop: LoopControl | None = None) -> None:
+    """A publication with what is learnt of the drafts and, where it `keeps`, the features that wait, in one launch."""
+    torch.manual_seed(seed)
+    shapes, source = random.Random(seed // SAME_SHAPES), random.Random(seed)
+    max_batch = batch + 1 if loop is None else loop.active.shape[0]
+    arrays = _arrays(shapes, source, batch, max_batch)
+    rows = arrays["accepted_nodes"].shape[1]
+    odds = torch.randint(1, 8 * ONE, (max_batch + 1, NUM_RUNS, MOST, 2), dtype=torch.int32).sort().values
+    arrays["verified_source"] %= 4
+    learnt: Arrays = {
+        "dense_lens": torch.randint(0, 60, (batch,), dtype=torch.int32),
+        "extended": torch.randint(0, 60, (max_batch,), dtype=torch.int32),
+        "width_odds": odds,
+        "width_runs": torch.randint(0, 12, (max_batch,), dtype=torch.int32),
+        "width_expected": poisoned(max_batch, MOST + 1),
+    }
+    features: Arrays = {f"source{number}": torch.randn(batch * rows, 8) for number in range(3)}
+    features["waiting_features"] = torch.randn(max_batch, rows + 3, 24)
+    heads = ("accepted_nodes", "commit_lens", "dense_lens", "slots")
+    told = ("slots", "accepted_lens", "num_verified", "verified_source")
+    extends = source.random() < 0.5
+
+    def parts(found: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        kept = {name: found[name] for name in (*heads, *features)}
+        publication = {name: found[name] for name in (*READS, *RINGS)}
+        return publication, {name: found[name] for name in (*told, *learnt)}, kept
+
+    def reference(found: Arrays) -> None:
+        publication, learning, kept = parts(found)
+        publish(**publication)
+        found["ring_count"] += 1
+        if keeps:
+            keep_features(**kept)
+        learn_widths(**learning, extends=extends)
+
+    def calls(found: Arrays) -> list[KernelCall]:
+        publication, learning, kept = parts(found)
+        given = {**publication, "ring_count": found["ring_count"]}
+        return kernels.end_step(given, {**learning, "extends": extends}, kept if keeps else None, loop)
+
+    bench.compare({**arrays, **learnt, **features}, reference, calls)
 
 
 def _arrays(shapes: random.Random, source: random.Random, batch: int, max_batch: int) -> Arrays:

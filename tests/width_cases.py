@@ -8,12 +8,27 @@ import torch
 from kernel_cases import Arrays, Bench, poisoned
 
 from lowlat.kernels.reference.rows import waiting
+from lowlat.kernels.reference.rows.draft_rows import draft_rows
+from lowlat.kernels.reference.step import width_odds as odds
 from lowlat.kernels.reference.step import widths
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
+from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_METHOD
+from lowlat.kernels.reference.step.width_odds import NUM_RUNS
 from lowlat.kernels.rows import waiting as waiting_kernels
+from lowlat.kernels.step import width_odds as odds_kernels
+from lowlat.kernels.step.choose_width import choose_width
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 MOST = 5
 INTS: dict[str, Any] = {"dtype": torch.int32}
+RECORD = ("extended", "width_odds", "width_runs", "width_expected")
+CHOSEN_BY = (*("active", "lengths", "extended", "slot_ints", "width_bounds", "width_costs", "width_expected"),)
+LEARNT_FROM = ("slots", "accepted_lens", "num_verified", "verified_source", "dense_lens")
+WAITED = (
+    *("slots", "lengths", "tokens", "extended"),
+    *("waiting_tokens", "counts", "firsts", "draft_live", "draft_lens"),
+)
+DRAFT_ROWS = ("row_tokens", "row_positions", "row_live", "write_lens", "live_positions")
 
 
 class Widths:
@@ -22,37 +37,45 @@ class Widths:
     def __init__(self, seed: int, most_waiting: int) -> None:
         self.source, self.most_waiting = random.Random(seed), most_waiting
         costs = [100, 130, 140, 150, 160, 170, 104] if seed % 2 else [100, 150, 180, 220, 270, 320, 130]
+        base, slope = ([cost * unit for cost in costs] for unit in (1 << 20, 1 << 16))
         self.arrays: Arrays = {
             "active": torch.tensor([1, 0, 1], **INTS),
             "lengths": torch.tensor([9, 5, 7], **INTS),
             "extended": torch.zeros(3, **INTS),
             "slot_ints": torch.zeros(3, NUM_INTS, dtype=torch.int64),
             "width_bounds": torch.tensor([0, MOST], **INTS),
-            "width_costs": torch.tensor([[1] * 7, [cost << 20 for cost in costs]], **INTS),
-            "width_odds": torch.zeros(4, MOST, 2, **INTS),
-            "width_seen": torch.zeros(3, 2, **INTS),
-            "width_policy": torch.zeros(4, **INTS),
+            "width_costs": torch.tensor([[[1] * 7] * 2, [base, slope]], **INTS),
+            "width_odds": torch.zeros(4, NUM_RUNS, MOST, 2, **INTS),
+            "width_runs": torch.zeros(3, **INTS),
+            "width_expected": torch.zeros(3, MOST + 1, **INTS),
+            "width_last": torch.zeros(1, **INTS),
+            "width_waited": torch.zeros(1, **INTS),
             "width_choice": poisoned(1),
+            "slots": torch.tensor([2, -1, 0], **INTS),
+            **{
+                name: torch.zeros(3, **INTS)
+                for name in ("accepted_lens", "num_verified", "verified_source", "dense_lens")
+            },
         }
         self.arrays["slot_ints"][:, DRAFT_LIMIT] = torch.tensor([7, 7, 2])
         self.rates = [0.9, 0.0, 0.6] if seed % 2 else [0.1, 0.0, 0.5]
 
     def join(self, slot: int) -> Arrays:
         """The arrays of `join_widths` for a slot."""
-        names = ("lengths", "extended", "width_odds", "width_seen", "width_policy")
         own = {"slots": torch.tensor([slot], **INTS), "draft_live": torch.ones(1, dtype=torch.uint8)}
-        return {**own, **{name: self.arrays[name] for name in names}}
+        return {**own, **{name: self.arrays[name] for name in ("lengths", *RECORD, "width_waited")}}
 
     def go_on(self) -> int:
-        """What a step of the width that was chosen does; returns the width."""
+        """What a step of the width that was chosen does; returns the choice."""
         arrays, choice = self.arrays, int(self.arrays["width_choice"])
         width = choice if choice <= MOST else 0
-        for slot in (0, 2):
+        for index, slot in ((0, 2), (2, 0)):
             allowed, right = min(width, int(arrays["slot_ints"][slot, DRAFT_LIMIT])), 0
             while right < allowed and self.source.random() < self.rates[slot]:
                 right += 1
-            if choice:
-                arrays["extended"][slot] = arrays["lengths"][slot] - 1
+            arrays["dense_lens"][index] = arrays["lengths"][slot] - 1
+            arrays["accepted_lens"][index], arrays["num_verified"][index] = right + 1, allowed
+            arrays["verified_source"][index] = self.source.choice((FROM_METHOD, FROM_METHOD, FORCED_DRAFTS))
             arrays["lengths"][slot] += right + 1
         if self.source.random() < 0.02:
             self.rates.reverse()
@@ -62,23 +85,24 @@ class Widths:
         return choice
 
 
-def check_widths(bench: Bench, seed: int, most_waiting: int, calls: Any, joins: Any, steps: int = 24) -> set[int]:
-    """Steps in a row, choice by choice; returns what was chosen."""
+def check_widths(bench: Bench, seed: int, most_waiting: int, steps: int = 24) -> set[int]:
+    """Steps in a row: what is chosen, then what is learnt; returns what was chosen."""
     world = Widths(seed, most_waiting)
     given: dict[str, Any] = {"row": 1, "most_waiting": most_waiting}
     chosen = set()
     for step in range(steps):
         if step % 16 == 0:
             for slot in (0, 2):
-                world.arrays |= bench.compare(
-                    world.join(slot), partial(_call, widths.join_widths), partial(_call, joins)
-                )
-        names = [name for name in world.arrays if name not in ("slots", "draft_live")]
-        arrays = {name: world.arrays[name] for name in names}
-        world.arrays = bench.compare(
-            arrays, partial(_call, widths.choose_width, **given), partial(_call, calls, **given)
-        )
-        chosen.add(world.go_on())
+                joined = bench.compare(world.join(slot), _each(odds.join_widths), _each(odds_kernels.join_widths))
+                world.arrays |= {name: joined[name] for name in (*RECORD, "width_waited")}
+        arrays = {name: world.arrays[name] for name in (*CHOSEN_BY, "width_last", "width_waited", "width_choice")}
+        world.arrays |= bench.compare(arrays, _each(widths.choose_width, **given), _each(choose_width, **given))
+        choice = world.go_on()
+        extends = bool(choice)
+        arrays = {name: world.arrays[name] for name in (*LEARNT_FROM, *RECORD)}
+        learns = (_each(part.learn_widths, extends=extends) for part in (odds, odds_kernels))
+        world.arrays |= bench.compare(arrays, *learns)
+        chosen.add(choice)
     return chosen
 
 
@@ -112,7 +136,35 @@ def check_waiting(bench: Bench, seed: int) -> None:
     features = {name: laid[name] for name in ("slots", "firsts", "counts")}
     features |= {"waiting_features": done["waiting_features"], "out": torch.full((4 * taken, sources * width), 9.0)}
     bench.compare(features, partial(_call, waiting.take_features), partial(_call, waiting_kernels.take_features))
+    together = {**rows_of, **features, **{name: poisoned(4, taken) for name in DRAFT_ROWS[:2]}}
+    together |= {"row_live": poisoned(4, taken, dtype=torch.uint8), "write_lens": poisoned(4)}
+    together |= {"live_positions": poisoned(4, 1), **{name: poisoned(4) for name in ("counts", "firsts")}}
+    bench.compare(together, _reference_rows, _rows_at_once)
+
+
+def _reference_rows(found: Arrays) -> None:
+    waiting.waiting_rows(**{name: found[name] for name in WAITED})
+    names = ("waiting_features", "slots", "firsts", "counts", "out")
+    waiting.take_features(**{name: found[name] for name in names})
+    given = {"accepted_tokens": "waiting_tokens", "commit_lens": "counts", "dense_lens": "firsts"}
+    given |= {"draft_live": "draft_live", "tokens": "row_tokens", "positions": "row_positions"}
+    given |= {name: name for name in DRAFT_ROWS[2:]}
+    draft_rows(**{argument: found[name] for argument, name in given.items()})
+
+
+def _rows_at_once(found: Arrays) -> list[KernelCall]:
+    renamed = {"row_tokens": "tokens", "row_positions": "positions"}
+    return waiting_kernels.draft_waiting_rows(
+        features={name: found[name] for name in ("waiting_features", "out")},
+        rows={renamed.get(name, name): found[name] for name in DRAFT_ROWS},
+        **{name: found[name] for name in WAITED},
+    )
 
 
 def _call(function: Any, given: Arrays, **values: Any) -> Any:
     return function(**given, **values)
+
+
+def _each(function: Any, **values: Any) -> Any:
+    """The function by arrays that are given later."""
+    return partial(_call, function, **values)

@@ -12,7 +12,7 @@ from lowlat.kernels.reference.moe import experts
 from lowlat.kernels.reference.rows import draft_block, draft_rows, elementwise, markov, rope, waiting
 from lowlat.kernels.reference.sampling import choose_drafts, draft_topk, logprobs, ngram_draft, sample, suffix_draft
 from lowlat.kernels.reference.schema import Operation, OperationSchema, operations_of
-from lowlat.kernels.reference.step import accept, publish, slots, widths
+from lowlat.kernels.reference.step import accept, publish, slots, width_odds, widths
 from lowlat.kernels.reference.trees import draft_scores, grow, hand_over
 
 __all__ = ["OPERATIONS", "Operation", "OperationSchema"]
@@ -42,5 +42,6 @@ OPERATIONS = operations_of(
     slots,
     suffix_draft,
     waiting,
+    width_odds,
     widths,
 )

@@ -1,7 +1,10 @@
 """Rows that wait for the draft model, and their features: the reference's `waiting_rows`, `take_features` and
-`keep_features`, one launch each. It knows neither model nor dtype: rows are whole multiples of 16 bytes.
+`keep_features`, each in a launch; the first two together, with the draft model's rows. It knows neither model nor
+dtype: rows are whole multiples of 16 bytes.
 """
 
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -12,20 +15,51 @@ from lowlat.kernels.common.memory import copy_row, divide, int_at, set_byte, set
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
-from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types
 
-__all__ = ["examples", "keep_features", "take_features", "waiting_rows"]
+__all__ = [
+    "MAX_SOURCES",
+    "KeepingPlan",
+    "draft_waiting_rows",
+    "examples",
+    "keep_features",
+    "keep_row",
+    "keeping_plan",
+    "take_features",
+    "waiting_rows",
+]
 
 MAX_SOURCES = 5
-MAX_WAITING = 32
+MAX_WAITING = 64
+ARGUMENTS = (
+    *("slots", "lengths", "tokens", "extended", "waiting_tokens", "counts", "firsts", "draft_live", "draft_lens"),
+    *("waiting_features", "out"),
+    *("row_tokens", "row_positions", "row_live", "write_lens", "live_positions"),
+)
+
+
+@dataclass(frozen=True)
+class WaitingPlan:
+    """The extents and operations that the kernel of waiting rows is specialised by; a block lays out a row.
+
+    most       positions of a slot
+    kept, wide of the features: positions kept, and 16 bytes of a row; 0: no features are taken
+    lays_out   `draft_rows` is done, too
+    """
+
+    context: int
+    most: int
+    kept: int = 0
+    wide: int = 0
+    lays_out: bool = False
 
 
 def waiting_rows(
     slots: torch.Tensor,
     lengths: torch.Tensor,
     tokens: torch.Tensor,
-    *,
     extended: torch.Tensor,
+    *,
     waiting_tokens: torch.Tensor,
     counts: torch.Tensor,
     firsts: torch.Tensor,
@@ -34,22 +68,71 @@ def waiting_rows(
 ) -> list[KernelCall]:
     """Lay out the waiting positions, as the reference's `waiting_rows`, whose arguments these are.
 
-    A block a slot. Raises ShapeError for shapes that do not fit.
+    Time: three trips to memory. Raises ShapeError for shapes that do not fit.
     """
-    batch, most = waiting_tokens.shape
+    return _lay_out(locals())
+
+
+def draft_waiting_rows(
+    *, features: Mapping[str, torch.Tensor] | None = None, rows: Mapping[str, torch.Tensor], **waiting: torch.Tensor
+) -> list[KernelCall]:
+    """`waiting_rows`, whose arguments these are, `take_features` and `draft_rows` over what it lays out, in one launch.
+
+    features  the `waiting_features` and `out` of `take_features`; None: there are none
+    rows      the outputs of `draft_rows` by name
+    """
+    renamed = {{"tokens": "row_tokens", "positions": "row_positions"}.get(name, name): rows[name] for name in rows}
+    return _lay_out({**waiting, **(features or {}), **renamed})
+
+
+def _lay_out(given: Mapping[str, torch.Tensor]) -> list[KernelCall]:
+    """The launch for these arguments by the kernel's names."""
+    batch, most = given["waiting_tokens"].shape
+    max_batch, context = given["tokens"].shape
     if not 1 <= most <= MAX_WAITING:
         raise ShapeError(f"from 1 to {MAX_WAITING} positions of a slot may wait for the draft model, got {most}")
-    for name, tensor in (("slots", slots), ("counts", counts), ("firsts", firsts), ("draft_live", draft_live)):
-        check_shape(name, tensor, batch)
-    check_shape("draft_lens", draft_lens, batch)
-    check_shape("lengths", lengths, tokens.shape[0])
-    check_shape("extended", extended, tokens.shape[0])
-    outs = (extended, waiting_tokens, counts, firsts, draft_live, draft_lens)
-    return [KernelCall(_make_rows(tokens.shape[1], most), (batch, 1, 1), (slots, lengths, tokens, *outs))]
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("slots", "counts", "firsts", "draft_live", "draft_lens", "write_lens"), (batch,)),
+        **dict.fromkeys(("lengths", "extended"), (max_batch,)),
+        **dict.fromkeys(("row_tokens", "row_positions", "row_live"), (batch, most)),
+        "live_positions": (batch, 1),
+    }
+    for name, tensor in given.items():
+        if name in shapes:
+            check_shape(name, tensor, *shapes[name])
+    plan = WaitingPlan(context, most, lays_out="row_tokens" in given)
+    if "out" in given:
+        _, kept, width = given["waiting_features"].shape
+        check_shape("out", given["out"], batch * most, width)
+        plan = replace(plan, kept=kept, wide=wide_count("out", given["out"]))
+        _check_taken(most, kept)
+    return [KernelCall(_make_rows(plan), (batch * most, 1, 1), tuple(given.get(name, 0) for name in ARGUMENTS))]
+
+
+def _check_taken(rows: int, kept: int) -> None:
+    if rows > kept:
+        raise ShapeError(f"{rows} rows of a slot are taken of {kept} that are kept")
+
+
+@device_function
+def _set_draft_row(index: Any, row: Any, place: Any, found: Any, token: Any, outs: Any) -> None:
+    """A row of the draft model over a waiting position, and its slot's part where it is the first."""
+    slot, first, count = found
+    row_tokens, row_positions, row_live, write_lens, live_positions = outs
+    live = slot >= 0 and place < count
+    set_int(row_tokens, row, token)
+    set_int(row_positions, row, first + place if live else int64(0))
+    set_byte(row_live, row, int64(1) if live else int64(0))
+    if place == 0:
+        set_int(write_lens, index, first + 1 if slot >= 0 else int64(0))
+        set_int(live_positions, index, first + count - 1 if slot >= 0 else int64(0))
 
 
 @cache
-def _make_rows(context: int, most: int) -> Kernel:
+def _make_rows(plan: WaitingPlan) -> Kernel:
+    context, most, kept, wide, lays_out = astuple(plan)
+    takes, threads = wide > 0, threads_for(wide) if wide else 32
+
     def kernel(
         slots: Any,
         lengths: Any,
@@ -60,31 +143,45 @@ def _make_rows(context: int, most: int) -> Kernel:
         firsts: Any,
         draft_live: Any,
         draft_lens: Any,
+        waiting_features: Any,
+        out: Any,
+        row_tokens: Any,
+        row_positions: Any,
+        row_live: Any,
+        write_lens: Any,
+        live_positions: Any,
     ) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        index, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
-        slot = int_at(slots, index)
-        length, first, count = int64(0), int64(0), int64(0)
+        row, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+        index, place = divide(row, most)
+        slot, length, first, count, token = int_at(slots, index), int64(0), int64(0), int64(0), int64(-1)
         if slot >= 0:
             length = int_at(lengths, slot)
             first = max(int_at(extended, slot), length - 1 - most, int64(0))
             count = length - 1 - first
-        cuda.syncthreads()
-        if thread < most:
-            token = int64(-1)
-            if thread < count:
-                token = int_at(tokens, slot * context + first + 1 + thread)
-            set_int(waiting_tokens, index * most + thread, token)
         if thread == 0:
-            set_int(counts, index, count)
-            set_int(firsts, index, first)
-            set_byte(draft_live, index, int64(1) if slot >= 0 else int64(0))
-            set_int(draft_lens, index, length)
-            if slot >= 0:
-                set_int(extended, slot, length - 1)
+            if place < count:
+                token = int_at(tokens, slot * context + first + 1 + place)
+            set_int(waiting_tokens, row, token)
+            if place == 0:
+                set_int(counts, index, count)
+                set_int(firsts, index, first)
+                set_byte(draft_live, index, int64(1) if slot >= 0 else int64(0))
+                set_int(draft_lens, index, length)
+            if lays_out:
+                outs = (row_tokens, row_positions, row_live, write_lens, live_positions)
+                _set_draft_row(index, row, place, (slot, first, count), token, outs)
+        if takes:
+            if slot >= 0 and place < count:
+                _, at = divide(first + place, kept)
+                source = waiting_features + (slot * kept + at) * (wide * 16)
+                copy_row(thread, threads, wide, source, out + row * (wide * 16))
+            else:
+                zero_row(thread, threads, wide, out + row * (wide * 16))
 
-    return Kernel(f"waiting_rows_{context}_{most}", kernel, (types.int64,) * 9, MAX_WAITING)
+    name = "waiting_rows_" + "_".join(map(str, astuple(plan)))
+    return Kernel(name, kernel, (types.int64,) * len(ARGUMENTS), threads)
 
 
 def take_features(
@@ -104,8 +201,7 @@ def take_features(
     check_shape("counts", counts, batch)
     rows = out.shape[0] // batch
     check_shape("out", out, batch * rows, width)
-    if rows > most:
-        raise ShapeError(f"{rows} rows of a slot are taken of {most} that are kept")
+    _check_taken(rows, most)
     kernel = _make_take(rows, most, wide_count("out", out))
     return [KernelCall(kernel, (batch * rows, 1, 1), (waiting_features, slots, firsts, counts, out))]
 
@@ -130,6 +226,49 @@ def _make_take(rows: int, most: int, width: int) -> Kernel:
     return Kernel(f"take_features_{rows}_{most}_{width}", kernel, (types.int64,) * 5, threads)
 
 
+@dataclass(frozen=True)
+class KeepingPlan:
+    """The extents that keeping features is specialised by; a block keeps a row of a source.
+
+    kept  positions of a slot that are kept
+    wide  16 bytes of a row of a source; 0: nothing is kept
+    """
+
+    batch: int = 0
+    rows: int = 0
+    kept: int = 0
+    sources: int = 0
+    wide: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that keep features."""
+        return self.batch * self.rows * self.sources
+
+
+def keeping_plan(
+    accepted_nodes: torch.Tensor,
+    commit_lens: torch.Tensor,
+    dense_lens: torch.Tensor,
+    slots: torch.Tensor,
+    waiting_features: torch.Tensor,
+    **sources: torch.Tensor,
+) -> KeepingPlan:
+    """The plan for these arguments of `keep_features`. Raises ShapeError for shapes that do not fit."""
+    batch, rows = accepted_nodes.shape
+    given = [sources[f"source{number}"] for number in range(len(sources))]
+    if not 1 <= len(given) <= MAX_SOURCES:
+        raise ShapeError(f"features have 1 to {MAX_SOURCES} sources, got {len(given)}")
+    (_, kept, width), extent = waiting_features.shape, given[0].shape[1]
+    if width != len(given) * extent or rows > kept:
+        raise ShapeError(f"{kept} kept features of {width} do not hold {rows} rows of {len(given)} times {extent}")
+    for source in given:
+        check_shape("source", source, batch * rows, extent)
+    for name, tensor in (("commit_lens", commit_lens), ("dense_lens", dense_lens), ("slots", slots)):
+        check_shape(name, tensor, batch)
+    return KeepingPlan(batch, rows, kept, len(given), wide_count("source0", given[0]))
+
+
 def keep_features(
     accepted_nodes: torch.Tensor,
     commit_lens: torch.Tensor,
@@ -143,26 +282,44 @@ def keep_features(
 
     A block for each row and source, of which there are five at most. Raises ShapeError for shapes that do not fit.
     """
-    batch, rows = accepted_nodes.shape
-    given = [sources[f"source{number}"] for number in range(len(sources))]
-    if not 1 <= len(given) <= MAX_SOURCES:
-        raise ShapeError(f"features have 1 to {MAX_SOURCES} sources, got {len(given)}")
-    (_, most, width), extent = waiting_features.shape, given[0].shape[1]
-    if width != len(given) * extent or rows > most:
-        raise ShapeError(f"{most} kept features of {width} do not hold {rows} rows of {len(given)} times {extent}")
-    for source in given:
-        check_shape("source", source, batch * rows, extent)
-    for name, tensor in (("commit_lens", commit_lens), ("dense_lens", dense_lens), ("slots", slots)):
-        check_shape(name, tensor, batch)
-    kernel = _make_keep(rows, most, len(given), wide_count("source0", given[0]))
-    padded: list[Argument] = [*given, *[0] * (MAX_SOURCES - len(given))]
-    arguments = (accepted_nodes, commit_lens, dense_lens, slots, *padded, waiting_features)
-    return [KernelCall(kernel, (batch * rows, len(given), 1), arguments)]
+    heads = (accepted_nodes, commit_lens, dense_lens, slots)
+    plan = keeping_plan(*heads, waiting_features, **sources)
+    given: list[Argument] = [sources.get(f"source{number}", 0) for number in range(MAX_SOURCES)]
+    return [KernelCall(_make_keep(plan), (plan.num_blocks, 1, 1), (*heads, *given, waiting_features))]
+
+
+@device_function
+def keep_row(
+    block: Any, thread: Any, threads: Any, sizes: Any, heads: Any, sources: Any, waiting_features: Any
+) -> None:
+    """Keep a row of a source, by a block.
+
+    sizes  of the plan, the batch left out
+    """
+    rows, kept, num_sources, wide = sizes
+    nodes, commit_lens, dense_lens, slots = heads
+    row, number = divide(block, num_sources)
+    index, place = divide(row, rows)
+    slot, count = int_at(slots, index), int_at(commit_lens, index)
+    node, root = int_at(nodes, row), int_at(dense_lens, index)
+    source = sources[0]
+    if number == 1:
+        source = sources[1]
+    elif number == 2:
+        source = sources[2]
+    elif number == 3:
+        source = sources[3]
+    elif number == 4:
+        source = sources[4]
+    if slot >= 0 and place < count:
+        _, at = divide(root + place, kept)
+        target = waiting_features + ((slot * kept + at) * num_sources + number) * (wide * 16)
+        copy_row(thread, threads, wide, source + (index * rows + node) * (wide * 16), target)
 
 
 @cache
-def _make_keep(rows: int, most: int, num_sources: int, width: int) -> Kernel:
-    threads = threads_for(width)
+def _make_keep(plan: KeepingPlan) -> Kernel:
+    sizes, threads = astuple(plan)[1:], threads_for(plan.wide)
 
     def kernel(
         nodes: Any,
@@ -178,28 +335,16 @@ def _make_keep(rows: int, most: int, num_sources: int, width: int) -> Kernel:
     ) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        row, number = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
-        index, place = divide(row, rows)
-        slot, count = int_at(slots, index), int_at(commit_lens, index)
-        node, root = int_at(nodes, row), int_at(dense_lens, index)
-        source = source0
-        if number == 1:
-            source = source1
-        elif number == 2:
-            source = source2
-        elif number == 3:
-            source = source3
-        elif number == 4:
-            source = source4
-        if slot >= 0 and place < count:
-            _, at = divide(root + place, most)
-            target = waiting_features + ((slot * most + at) * num_sources + number) * (width * 16)
-            origin = source + (index * rows + node) * (width * 16)
-            copy_row(int64(cuda.threadIdx.x), threads, width, origin, target)
+        heads, sources = (nodes, commit_lens, dense_lens, slots), (source0, source1, source2, source3, source4)
+        block, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+        keep_row(block, thread, threads, sizes, heads, sources, waiting_features)
 
-    return Kernel(f"keep_features_{rows}_{most}_{num_sources}_{width}", kernel, (types.int64,) * 10, threads)
+    name = "keep_features_" + "_".join(map(str, astuple(plan)[1:]))
+    return Kernel(name, kernel, (types.int64,) * 10, threads)
 
 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles."""
-    return [_make_rows(8192, 8), _make_take(8, 32, 1536), _make_keep(4, 32, 3, 512)]
+    together = WaitingPlan(8192, 8, 64, 1536, lays_out=True)
+    rows = [_make_rows(plan) for plan in (together, WaitingPlan(8192, 8))]
+    return [*rows, _make_take(8, 64, 1536), _make_keep(KeepingPlan(1, 4, 64, 3, 512))]

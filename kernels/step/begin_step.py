@@ -5,7 +5,9 @@ One block does all. Of a joining slot's `tokens`, the first LENGTH are copied an
 reads them. It knows no request.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -13,9 +15,10 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
 from lowlat.kernels.step.begin_step_kernel import ARGUMENTS, BeginStepPlan, begin_step_kernel
+from lowlat.kernels.step.choose_width import ChoicePlan, choice_plan
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 
-__all__ = ["apply_commands", "begin_step", "examples", "gather_rows", "list_active_slots", "publish_rows"]
+__all__ = ["Choice", "apply_commands", "begin_step", "examples", "gather_rows", "list_active_slots", "publish_rows"]
 
 THREADS = 512
 MAX_ROWS = 64
@@ -40,6 +43,29 @@ TOLD = (
     *("slots", "lengths", "slot_ints", "row_tokens", "row_masks"),
     *("grammar_tokens", "grammar_paths", "grammar_lengths"),
 )
+HANDED = (
+    *("draft_nodes", "draft_live", "slots", "topology_masks", "topology_paths"),
+    *("drafts", "num_drafts", "tree_masks", "tree_paths"),
+)
+CHOSEN = (
+    *("active", "lengths", "extended", "slot_ints", "width_bounds", "width_costs", "width_expected"),
+    *("width_last", "width_waited", "width_choice"),
+)
+CHOSEN_BY = ("active", "lengths", "extended", "width_bounds", "width_costs", "width_expected")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `choose_width` is told beside its arrays.
+
+    row           of the costs: the bucket's
+    most_waiting  positions that may wait for the draft model; 0: nothing waits
+    condition     the handle of the SWITCH node that the choice is for; None: there is none
+    """
+
+    row: int
+    most_waiting: int
+    condition: int | None = None
 
 
 def apply_commands(**arguments: torch.Tensor) -> list[KernelCall]:
@@ -66,34 +92,58 @@ def gather_rows(**arguments: torch.Tensor) -> list[KernelCall]:
     return _calls(arguments, gathers=True)
 
 
-def publish_rows(**arguments: torch.Tensor) -> list[KernelCall]:
+def publish_rows(*, most_drafts: int = 0, **arguments: torch.Tensor) -> list[KernelCall]:
     """`publish_rows` of the reference, whose arguments these are, by name. grammar_* may lie in pinned host memory."""
-    return _calls(arguments, tells=True)
+    return _calls(arguments, tells=True, most_drafts=most_drafts)
 
 
 def begin_step(
-    *, applies: bool = True, lists: bool = True, tells: bool = True, **arguments: torch.Tensor
+    arguments: Mapping[str, torch.Tensor],
+    *,
+    applies: bool = True,
+    lists: bool = True,
+    tells: bool = True,
+    hands: bool = False,
+    choice: Choice | None = None,
+    most_drafts: int = 0,
 ) -> list[KernelCall]:
-    """All four operations, by the arguments of all.
+    """`gather_rows` and operations before and behind it, by the arguments of all.
 
-    applies  False: without `apply_commands`
-    lists    False: without `list_active_slots`; `slots` says which rows are laid out
-    tells    False: without `publish_rows`
+    applies      False: without `apply_commands`
+    lists        False: without `list_active_slots`; `slots` says which rows are laid out
+    tells        False: without `publish_rows`, of which `most_drafts` is
+    hands        True: behind `tree_masks`
+    choice       with `choose_width`; None: without
     Time: two trips over memory, and a few microseconds for each slot that joins.
     """
-    return _calls(arguments, applies=applies, lists=lists, gathers=True, tells=tells)
+    return _calls(
+        arguments,
+        applies=applies,
+        lists=lists,
+        gathers=True,
+        tells=tells,
+        hands=hands,
+        choice=choice,
+        most_drafts=most_drafts,
+    )
 
 
 def _calls(
-    given: dict[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
     *,
     applies: bool = False,
     lists: bool = False,
     gathers: bool = False,
     tells: bool = False,
+    hands: bool = False,
+    choice: Choice | None = None,
+    most_drafts: int = 0,
 ) -> list[KernelCall]:
     """The launch of these operations over arguments by name."""
-    parts = ((APPLIED, applies), (LISTED, lists), (GATHERED, gathers), (TOLD, tells))
+    parts = (
+        *((APPLIED, applies), (LISTED, lists), (GATHERED, gathers), (TOLD, tells)),
+        *((("width_choice",), tells and most_drafts > 0), (HANDED, hands), (CHOSEN, choice is not None)),
+    )
     wanted = {name for names, does in parts if does for name in names}
     if given.keys() != wanted:
         raise ShapeError(f"the step's start takes {sorted(wanted)}, got {sorted(given)}")
@@ -119,12 +169,22 @@ def _calls(
         lists=lists,
         gathers=gathers,
         tells=tells,
+        most_drafts=most_drafts,
     )
+    if hands:
+        known_paths, known_width = given["topology_paths"].shape
+        plan = replace(plan, known_paths=known_paths, known_width=known_width)
+    condition = None
+    if choice is not None:
+        condition, own = choice.condition, [given[name] for name in CHOSEN_BY]
+        chosen = choice_plan(*own, row=choice.row, most_waiting=choice.most_waiting, switching=condition is not None)
+        plan = replace(plan, choice=chosen)
     _check(given, plan)
-    return [KernelCall(begin_step_kernel(plan), (1, 1, 1), tuple(given.get(name, 0) for name in ARGUMENTS))]
+    arguments = (*(given.get(name, 0) for name in ARGUMENTS[:-1]), condition or 0)
+    return [KernelCall(begin_step_kernel(plan), (1, 1, 1), arguments)]
 
 
-def _check(given: dict[str, torch.Tensor], plan: BeginStepPlan) -> None:
+def _check(given: Mapping[str, torch.Tensor], plan: BeginStepPlan) -> None:
     """Raise ShapeError for shapes that do not fit each other, or one block."""
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys((*BY_SLOT, "draft_sources"), (plan.max_batch,)),
@@ -141,6 +201,9 @@ def _check(given: dict[str, torch.Tensor], plan: BeginStepPlan) -> None:
         "paths": (plan.batch, plan.num_paths, plan.width),
         "prompt_seen": (plan.max_batch, plan.vocabulary),
         "output_counts": (plan.max_batch, plan.vocabulary),
+        "draft_nodes": (plan.batch, plan.rows),
+        "draft_live": (plan.batch,),
+        "topology_masks": (plan.rows,),
     }
     if plan.applies:
         for name, state in zip(STAGED, JOINED, strict=True):
@@ -148,6 +211,9 @@ def _check(given: dict[str, torch.Tensor], plan: BeginStepPlan) -> None:
     for name, tensor in given.items():
         if name in shapes:
             check_shape(name, tensor, *shapes[name])
+    if plan.known_paths > plan.num_paths or plan.known_width > plan.width:
+        known = f"{plan.known_paths} by {plan.known_width}"
+        raise ShapeError(f"paths of {known} do not fit {plan.num_paths} by {plan.width}")
     num_nodes = plan.batch * plan.num_paths * plan.width
     most = THREADS // 32  # a warp an entry
     if plan.max_batch > THREADS or plan.batch > most or plan.rows > MAX_ROWS or num_nodes > MAX_NODES:
@@ -156,9 +222,11 @@ def _check(given: dict[str, torch.Tensor], plan: BeginStepPlan) -> None:
 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles: a chain's bucket, a first token's, a tree's, its operations alone."""
-    parts = dict.fromkeys(("applies", "lists", "gathers", "tells"), True)
+    parts: dict[str, Any] = dict.fromkeys(("applies", "lists", "gathers", "tells"), True)
     chain = BeginStepPlan(1, 4, 1, 4, 4, 8, 8192, 128256, 513, 32, 300, 64, THREADS, **parts)
     tree = BeginStepPlan(8, 64, 42, 8, 8, 64, 32768, 201088, 2052, 32, 300, 64, THREADS, **parts)
-    lone = [replace(tree, **{other: other == part for other in parts}) for part in parts]
+    lone = [replace(tree, **{**parts, **dict.fromkeys(parts, False), part: True}) for part in parts]
     first = replace(chain, rows=1, lists=False)
-    return [begin_step_kernel(plan) for plan in (chain, first, tree, *lone)]
+    opening = replace(chain, rows=1, most_drafts=7, choice=ChoicePlan(4, 7, 0, 16, switching=True))
+    drafted = replace(chain, applies=False, lists=False, known_paths=1, known_width=4)
+    return [begin_step_kernel(plan) for plan in (chain, first, tree, opening, drafted, *lone)]

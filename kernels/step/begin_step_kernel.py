@@ -1,11 +1,14 @@
 """The kernel of a step's start: one block applies commands, lists active slots, lays out the rows to verify, and tells.
 
+Where widths are chosen, the same block chooses a step's, or first hands the drafts that it verifies to the state.
+
 The commands and what joining slots begin with lie in pinned host memory, a microsecond away. So the rows are laid out
 while the ring's tail is on its way, and once more where there are commands. A step may have been launched before the
 host has read the one ahead of it: where it verifies drafts, a slot with a grammar waits for what the host forces. It is
 specialised by a `BeginStepPlan`.
 """
 
+import re
 from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
@@ -27,7 +30,9 @@ from lowlat.kernels.reference.step.slots import (
     MAX_PATHS,
     NO_SOURCE,
 )
+from lowlat.kernels.step.choose_width import BODY, CHOICE_WORDS, ChoicePlan, choose, load_choice
 from lowlat.kernels.step.host_commands import WAITING_WORDS, apply_waiting, commands_wait
+from lowlat.kernels.step.next_drafts import hand_over
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint64
@@ -41,6 +46,9 @@ ARGUMENTS = (
     *("prompt_seen", "output_counts", "drafts", "tree_masks", "tree_paths", "slots", "row_tokens", "row_positions"),
     *("row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth", "verified_source"),
     *("draft_sources", "grammar_forced", "grammar_decided", "grammar_tokens", "grammar_paths", "grammar_lengths"),
+    *("draft_nodes", "draft_live", "topology_masks", "topology_paths"),
+    *("extended", "width_bounds", "width_costs", "width_expected", "width_last", "width_waited", "width_choice"),
+    "condition",
 )
 ACTIVE, COMMITTED, DRAFTED, DEEPEST, GUIDED, LIMIT, RECORD = (
     0,
@@ -52,6 +60,7 @@ ACTIVE, COMMITTED, DRAFTED, DEEPEST, GUIDED, LIMIT, RECORD = (
     6,
 )  # columns of a slot's record in shared memory
 FORCED_WORDS = MAX_FORCED + 1  # of an entry: a count, then tokens
+NO_CHOICE = ChoicePlan(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,9 @@ class BeginStepPlan:
     """The extents and operations that the kernel is specialised by; extents of operations that it lacks are 1.
 
     applies, lists, gathers, tells  its operations: `apply_commands`, `list_active_slots`, `gather_rows`, `publish_rows`
+    known_paths, known_width        of the topology's paths: `tree_masks` is done first; 0: it is not
+    most_drafts                     a step that was chosen to draft up to so many is not told of; 0: all are
+    choice                          that of `choose_width`, of which most is 0 where nothing is chosen
     """
 
     batch: int
@@ -78,6 +90,15 @@ class BeginStepPlan:
     lists: bool
     gathers: bool
     tells: bool
+    known_paths: int = 0
+    known_width: int = 0
+    most_drafts: int = 0
+    choice: ChoicePlan = NO_CHOICE
+
+    @property
+    def path_sizes(self) -> tuple[int, int, int, int]:
+        """The extents of a slot's paths, and of the topology's."""
+        return self.num_paths, self.width, self.known_paths, self.known_width
 
 
 @device_function
@@ -324,66 +345,55 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
     sizes, extents, ring, threads = astuple(plan)[:7], astuple(plan)[6:11], plan.ring, plan.threads
     batch, num_records, num_nodes = plan.batch, plan.max_batch * RECORD, plan.batch * plan.num_paths * plan.width
     applies, tells, parts = plan.applies, plan.tells, (plan.lists, plan.gathers, plan.tells)
+    hands, path_sizes, num_drafted = plan.known_paths > 0, plan.path_sizes, max(num_nodes, batch * rows)
+    choice, chooses, choice_sizes = astuple(plan.choice), plan.choice.most > 0, astuple(plan.choice)[:3]
+    num_costs, num_expected = plan.choice.num_costs, max(plan.choice.num_expected, 1)
+    num_facts, num_totals, most_drafts = max(plan.choice.num_facts, 1), plan.choice.num_totals, plan.most_drafts
 
     def kernel(
-        command_ring: Any,
-        command_tail: Any,
-        staged_ints: Any,
-        staged_floats: Any,
-        staged_tokens: Any,
-        staged_table: Any,
-        staged_stop_ids: Any,
-        staged_bias_ids: Any,
-        staged_bias_values: Any,
-        command_head: Any,
-        slot_ints: Any,
-        slot_floats: Any,
-        tokens: Any,
-        block_table: Any,
-        stop_ids: Any,
-        bias_ids: Any,
-        bias_values: Any,
-        lengths: Any,
-        active: Any,
-        num_drafts: Any,
-        prompt_seen: Any,
-        output_counts: Any,
-        drafts: Any,
-        tree_masks: Any,
-        tree_paths: Any,
-        slots: Any,
-        row_tokens: Any,
-        row_positions: Any,
-        row_live: Any,
-        row_masks: Any,
-        paths: Any,
-        dense_lens: Any,
-        num_verified: Any,
-        verified_depth: Any,
-        verified_source: Any,
-        draft_sources: Any,
-        grammar_forced: Any,
-        grammar_decided: Any,
-        grammar_tokens: Any,
-        grammar_paths: Any,
-        grammar_lengths: Any,
-    ) -> None:
+        command_ring: Any, command_tail: Any, staged_ints: Any, staged_floats: Any, staged_tokens: Any,
+        staged_table: Any, staged_stop_ids: Any, staged_bias_ids: Any, staged_bias_values: Any, command_head: Any,
+        slot_ints: Any, slot_floats: Any, tokens: Any, block_table: Any, stop_ids: Any, bias_ids: Any,
+        bias_values: Any, lengths: Any, active: Any, num_drafts: Any, prompt_seen: Any, output_counts: Any,
+        drafts: Any, tree_masks: Any, tree_paths: Any, slots: Any, row_tokens: Any, row_positions: Any, row_live: Any,
+        row_masks: Any, paths: Any, dense_lens: Any, num_verified: Any, verified_depth: Any, verified_source: Any,
+        draft_sources: Any, grammar_forced: Any, grammar_decided: Any, grammar_tokens: Any, grammar_paths: Any,
+        grammar_lengths: Any, draft_nodes: Any, draft_live: Any, topology_masks: Any, topology_paths: Any,
+        extended: Any, width_bounds: Any, width_costs: Any, width_expected: Any, width_last: Any, width_waited: Any,
+        width_choice: Any, condition: Any,
+    ) -> None:  # fmt: skip
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         record = cuda.shared.array(shape=num_records, dtype=int64)
         alive = cuda.shared.array(shape=batch, dtype=int64)
         depths = cuda.shared.array(shape=batch, dtype=int32)
-        nodes = cuda.shared.array(shape=num_nodes, dtype=int32)
+        nodes = cuda.shared.array(shape=num_drafted, dtype=int32)
         forced = cuda.shared.array(shape=num_forced, dtype=int32)
         others = cuda.shared.array(shape=batch, dtype=int64)
         words = cuda.shared.array(shape=WAITING_WORDS, dtype=int64)
+        facts = cuda.shared.array(shape=num_facts, dtype=int64)
+        expected = cuda.shared.array(shape=num_expected, dtype=int64)
+        costs = cuda.shared.array(shape=num_costs, dtype=int64)
+        chosen = cuda.shared.array(shape=CHOICE_WORDS, dtype=int64)
+        totals = cuda.shared.array(shape=num_totals, dtype=int64)
         thread, slot, head, tail = int64(cuda.threadIdx.x), int64(-1), int64(0), int64(0)
+        least, greatest = int64(0), int64(0)
         if applies and thread == 0:
             tail, head = ptx.load_volatile_i64(command_tail), long_at(command_head, 0)
+        if chooses and thread == 0:
+            least, greatest = int_at(width_bounds, 0), int_at(width_bounds, 1)
         state, shared = (lengths, active, num_drafts, slot_ints), (record, alive, depths, nodes, forced, others)
         row_arrays = (tokens, drafts, tree_masks, row_tokens, row_positions, row_live, row_masks)
         path_arrays = (tree_paths, paths, grammar_forced, grammar_decided, draft_sources)
         outs = (slots, dense_lens, num_verified, verified_depth, verified_source)
+        topology = (topology_masks, topology_paths)
+        known, judged = (width_costs, width_expected, width_last, width_waited), (facts, expected, costs, chosen)
+        facts_of = (active, lengths, extended, slot_ints, *known)
+        if hands:
+            handed, targets = (slots, draft_live, draft_nodes, *topology), (drafts, tree_masks, tree_paths, num_drafts)
+            hand_over(thread, threads, (batch, rows, sizes[5]), path_sizes, handed, targets, (nodes, others, depths))
+        if chooses:
+            load_choice(thread, threads, choice_sizes, facts_of, judged)
         if lays_out:
             slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, path_arrays, outs)
         if applies and commands_wait(thread, head, tail, words):
@@ -391,10 +401,20 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             joined = (slot_ints, slot_floats, tokens, block_table, stop_ids, bias_ids, bias_values)
             given, counts = ((*staged, staged_bias_values), joined), (prompt_seen, output_counts)
             apply_waiting(thread, threads, ring, extents, words, (command_ring, command_head), given, state, counts)
+            if chooses:
+                load_choice(thread, threads, choice_sizes, facts_of, judged)
             if lays_out:
                 slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, path_arrays, outs)
+        if chooses:
+            updated = (width_last, width_waited, width_choice)
+            choose(thread, choice, (least, greatest), judged, totals, updated, condition)
         if tells:
-            told = (grammar_tokens, grammar_paths, grammar_lengths)
+            told, width = (grammar_tokens, grammar_paths, grammar_lengths), int64(0)
+            if most_drafts > 0:  # of a step with drafts rows are told when those are made
+                width = chosen[BODY] if chooses else int_at(width_choice, 0)
+            slot = int64(-1) if width >= 1 and width <= most_drafts else slot
             _tell_rows(thread, slot, (rows, sizes[5]), record, (row_tokens, row_masks), told)
 
-    return Kernel("_".join(("begin_step", *map(str, astuple(plan)))), kernel, (types.int64,) * len(ARGUMENTS), threads)
+    name = "begin_step" + re.sub(r"\W+", "_", str(astuple(plan))).rstrip("_")
+    signature = (*[types.int64] * (len(ARGUMENTS) - 1), types.uint64)
+    return Kernel(name, kernel, signature, threads, linked=not plan.choice.switching)

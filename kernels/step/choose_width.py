@@ -1,49 +1,97 @@
-"""The choice of a step's width and the beginning of a slot's record: `choose_width` and `join_widths` of the reference.
+"""The choice of a step's width: `choose_width` of the reference, alone or in the kernel of a step's start.
 
-One block: a thread learns and reckons for each slot, and one of them chooses, and sets the condition of the SWITCH node
-whose bodies are the widths, where there is one. It knows no request and no model.
+A thread adds up a width, and one chooses, and sets the condition of the SWITCH node whose bodies are the widths, where
+there is one. It knows no request and no model.
 """
 
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.memory import byte_at, divide, int_at, long_at, set_int
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.common.memory import int_at, long_at, set_int, turns
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
-from lowlat.kernels.reference.step.widths import (
-    AGE,
-    ALL_DECAY,
-    BUDGET,
-    CLOSE,
-    CLOSE_INTERVAL,
-    DECAY,
-    EDGE,
-    FIRST_INTERVAL,
-    INTERVAL,
-    JOINED,
-    LAST,
-    LENGTH_SEEN,
-    MAX_INTERVAL,
-    ONE,
-    PRIOR,
-    SETTLED,
-    TRIED,
-    WAITED,
-    WEIGHT,
-    check_widths,
-)
+from lowlat.kernels.reference.step.width_odds import MAX_WAITED
+from lowlat.kernels.reference.step.widths import BASE, EDGE, FIRST_TRIAL, SLOPE, TRIAL, UNIT, check_widths
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
-from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
 
-__all__ = ["choose_width", "examples", "join_widths"]
+__all__ = [
+    "BODY",
+    "CHOICE_WORDS",
+    "FACTS",
+    "ChoicePlan",
+    "choice_plan",
+    "choose",
+    "choose_width",
+    "examples",
+    "load_choice",
+]
 
 THREADS = 128
 MAX_SLOTS = 8
-PRIORS = tuple(number for entry in PRIOR for number in entry)
+ACTIVE, COMMITTED, ALLOWED, WAITING, FACTS = 0, 1, 2, 3, 4  # columns of a slot's facts
+LAST, WAITED, BODY, CHOICE_WORDS = 0, 1, 2, 3  # of the choice's words in shared memory
+
+
+@dataclass(frozen=True)
+class ChoicePlan:
+    """The extents that the choice is specialised by.
+
+    most          the greatest width
+    row           of the costs: the bucket's
+    most_waiting  positions that may wait for the draft model; 0: nothing waits
+    switching     it sets the condition of a SWITCH node
+    """
+
+    max_batch: int
+    most: int
+    row: int
+    most_waiting: int
+    switching: bool = False
+
+    @property
+    def num_costs(self) -> int:
+        """Costs of the bucket's row."""
+        return 2 * (self.most + 2)
+
+    @property
+    def num_expected(self) -> int:
+        """Expected tokens of all slots by width."""
+        return self.max_batch * (self.most + 1)
+
+    @property
+    def num_facts(self) -> int:
+        """Facts of all slots."""
+        return self.max_batch * FACTS
+
+    @property
+    def num_totals(self) -> int:
+        """Tokens and costs by width."""
+        return 2 * (self.most + 1)
+
+
+def choice_plan(
+    active: torch.Tensor,
+    lengths: torch.Tensor,
+    extended: torch.Tensor,
+    width_bounds: torch.Tensor,
+    width_costs: torch.Tensor,
+    width_expected: torch.Tensor,
+    *,
+    row: int,
+    most_waiting: int,
+    switching: bool,
+) -> ChoicePlan:
+    """The plan of a choice. Raises ShapeError for shapes that do not fit."""
+    check_widths(active, lengths, extended, width_bounds, width_costs, width_expected, row)
+    max_batch, most = active.shape[0], width_costs.shape[2] - 2
+    if max_batch > MAX_SLOTS:
+        raise ShapeError(f"widths are chosen for at most {MAX_SLOTS} slots, got {max_batch}")
+    return ChoicePlan(max_batch, most, row, most_waiting, switching)
 
 
 def choose_width(
@@ -53,106 +101,25 @@ def choose_width(
     slot_ints: torch.Tensor,
     width_bounds: torch.Tensor,
     width_costs: torch.Tensor,
+    width_expected: torch.Tensor,
     *,
-    width_odds: torch.Tensor,
-    width_seen: torch.Tensor,
-    width_policy: torch.Tensor,
+    width_last: torch.Tensor,
+    width_waited: torch.Tensor,
     width_choice: torch.Tensor,
     row: int,
     most_waiting: int,
     condition: int | None = None,
 ) -> list[KernelCall]:
-    """Learn and choose, as the reference's `choose_width`, whose arguments these are.
+    """Choose, as the reference's `choose_width`, whose arguments these are.
 
     condition  the handle of the SWITCH node that the choice is for; None: there is none
-    Time: two trips to memory, one of them to the host's, and some 40 short divisions in a row. Raises ShapeError.
+    Time: a trip to memory and one to the host's, at once. Raises ShapeError.
     """
-    given = (width_bounds, width_costs, width_odds, width_seen, width_policy)
-    check_widths(active, lengths, extended, *given, row)
-    max_batch, most = active.shape[0], width_costs.shape[1] - 2
-    if max_batch > MAX_SLOTS:
-        raise ShapeError(f"widths are chosen for at most {MAX_SLOTS} slots, got {max_batch}")
-    kernel = _make(max_batch, most, row, most_waiting, condition is not None)
-    arguments = (active, lengths, extended, slot_ints, *given, width_choice, condition or 0)
-    return [KernelCall(kernel, (1, 1, 1), arguments)]
-
-
-@device_function
-def _learn(slot: Any, tried: Any, right: Any, odds: Any, decay: Any, age: Any, first: Any, most: Any) -> None:
-    """Count a step's drafts in a record of the shared odds; positions from `first` on that it did not see age."""
-    for position in range(most):
-        at = (slot * most + position) * 2
-        hits, tries = int64(odds[at]), int64(odds[at + 1])
-        if position < tried and position <= right:
-            hits += (int64(ONE) if position < right else int64(0)) - (hits >> decay)
-            tries += int64(ONE) - (tries >> decay)
-        elif position >= first:
-            hits -= hits >> age
-            tries -= tries >> age
-        odds[at] = int32(hits)
-        odds[at + 1] = int32(tries)
-
-
-@device_function
-def _reckon(slot: Any, allowed: Any, odds: Any, expected: Any, max_batch: Any, most: Any) -> None:
-    """Tokens of a slot's step by its width, in 1024ths."""
-    total, product, before, before_all = int64(ONE), int64(ONE), int64(ONE), int64(ONE)
-    expected[slot * (most + 1)] = int32(total)
-    for position in range(most):
-        own, every = (slot * most + position) * 2, (max_batch * most + position) * 2
-        weight = int64(WEIGHT) if position > 0 else int64(0)
-        right_all, tried_all = int64(odds[every]), int64(odds[every + 1])
-        over = max(tried_all + weight * ONE, int64(1))
-        rate_all, _ = divide((right_all + weight * before_all) * ONE, over)
-        usual, _ = divide(rate_all * before, max(before_all, int64(1)))
-        usual = min(usual, int64(ONE))
-        rate, _ = divide((int64(odds[own]) + WEIGHT * usual) * ONE, int64(odds[own + 1]) + WEIGHT * ONE)
-        rate = min(rate, int64(ONE))
-        product, _ = divide(product * rate, int64(ONE))
-        if position < allowed:
-            total += product
-        expected[slot * (most + 1) + position + 1] = int32(total)
-        before, before_all = rate, rate_all
-
-
-@device_function
-def _choose(expected: Any, costs: Any, low: Any, high: Any, policy: Any) -> Any:
-    """The width of most expected tokens by cost between two; the policy is updated."""
-    drafted = max(low, min(int64(1), high))
-    for width in range(drafted + 1, high + 1):
-        if int64(expected[width]) * int64(costs[drafted]) > int64(expected[drafted]) * int64(costs[width]):
-            drafted = width
-    best = drafted
-    drafting = int64(expected[drafted]) * int64(costs[low])
-    idle = int64(expected[low]) * int64(costs[drafted])
-    if low == 0 and idle >= drafting:
-        best = int64(0)
-    last = int64(policy[LAST])
-    if low <= last and last <= high and last != best:
-        gained, kept = int64(expected[best]) * int64(costs[last]), int64(expected[last]) * int64(costs[best])
-        if gained - kept <= (kept >> EDGE):
-            best = last
-    policy[LAST] = int32(best)
-    chosen = best
-    if best > 0:
-        settled = min(int64(policy[BUDGET]) + 1, int64(SETTLED))
-        policy[BUDGET] = int32(settled)
-        if settled == SETTLED:
-            policy[INTERVAL] = int32(FIRST_INTERVAL)
-        policy[WAITED] = int32(0)
-    else:
-        policy[BUDGET] = int32(0)
-        waited, interval = int64(policy[WAITED]) + 1, int64(policy[INTERVAL])
-        close = idle - drafting <= (idle >> CLOSE)
-        enough = int64(CLOSE_INTERVAL) if close else interval
-        if high == 0 or waited < enough:
-            policy[WAITED] = int32(waited)
-        else:
-            policy[WAITED] = int32(0)
-            chosen = drafted
-            if not close:
-                policy[INTERVAL] = int32(min(2 * max(interval, int64(1)), int64(MAX_INTERVAL)))
-    return chosen
+    given = (active, lengths, extended, width_bounds, width_costs, width_expected)
+    plan = choice_plan(*given, row=row, most_waiting=most_waiting, switching=condition is not None)
+    reads = (active, lengths, extended, slot_ints, width_bounds, width_costs, width_expected)
+    arguments = (*reads, width_last, width_waited, width_choice, condition or 0)
+    return [KernelCall(_make(plan), (1, 1, 1), arguments)]
 
 
 @device_function
@@ -161,71 +128,128 @@ def _bounded(value: Any, most: Any) -> Any:
 
 
 @device_function
-def _load(thread: Any, count: Any, source: Any, target: Any) -> None:
-    """Integers into shared memory, one a thread."""
-    if thread < count:
-        target[thread] = int32(int_at(source, thread))
+def load_choice(thread: Any, threads: Any, sizes: Any, addresses: Any, shared: Any) -> None:
+    """All that a choice is made by into shared memory.
+
+    sizes  of the plan: max_batch, most, row
+    """
+    max_batch, most, row = sizes
+    active, lengths, extended, slot_ints, costs_at, expected_at, last, waited = addresses
+    facts, expected, costs, words = shared
+    num_costs, num_expected = 2 * (most + 2), max_batch * (most + 1)
+    if thread == 0:
+        before, since = int_at(last, 0), int_at(waited, 0)
+        words[LAST], words[WAITED] = before, since
+    for turn in range(turns(num_expected, threads)):
+        place = thread + turn * threads
+        if place < num_expected:
+            expected[place] = int_at(expected_at, place)
+    for turn in range(turns(num_costs, threads)):
+        place = thread + turn * threads
+        if place < num_costs:
+            costs[place] = int_at(costs_at, row * num_costs + place)
+    if thread < max_batch:
+        going, length = int_at(active, thread), int_at(lengths, thread)
+        limit, run = long_at(slot_ints, thread * NUM_INTS + DRAFT_LIMIT), int_at(extended, thread)
+        facts[thread * FACTS + ACTIVE] = going
+        facts[thread * FACTS + COMMITTED] = length
+        facts[thread * FACTS + ALLOWED] = _bounded(limit, most)
+        facts[thread * FACTS + WAITING] = length - 1 - run
 
 
 @device_function
-def _store(thread: Any, count: Any, source: Any, target: Any) -> None:
-    """Integers out of shared memory, one a thread."""
-    if thread < count:
-        set_int(target, thread, int64(source[thread]))
-
-
-@device_function
-def _load_slot(slot: Any, most: Any, addresses: Any, found: Any, facts: Any) -> None:
-    """Whether a slot is active and its length; the drafts that it is allowed, and its positions that wait."""
-    active, lengths, extended, slot_ints = addresses
-    length = int_at(lengths, slot)
-    found[slot * 2], found[slot * 2 + 1] = int32(int_at(active, slot)), int32(length)
-    facts[slot * 2] = int32(_bounded(long_at(slot_ints, slot * NUM_INTS + DRAFT_LIMIT), most))
-    facts[slot * 2 + 1] = int32(length - 1 - int_at(extended, slot))
-
-
-@device_function
-def _learn_step(slot: Any, record: Any, found: Any, seen: Any, odds: Any, rates: Any, most: Any) -> None:
-    """Count an active slot's last step in a record: its own, or that of all requests."""
-    if found[slot * 2] != 0:
-        decay, age, first = rates
-        tried = int64(seen[slot * 2 + TRIED])
-        right = int64(found[slot * 2 + 1]) - int64(seen[slot * 2 + LENGTH_SEEN]) - 1
-        _learn(record, tried, right, odds, decay, age, first, most)
-
-
-@device_function
-def _decide(bounds: Any, sizes: Any, slots: Any, expected: Any, totals: Any, costs: Any, policy: Any) -> Any:
-    """The body of the step by what all slots expect; the drafts of each are noted."""
-    low, high = bounds
-    max_batch, most, most_waiting = sizes
-    found, facts, seen = slots
-    count, limit, waiting = int64(0), int64(0), int64(0)
-    for width in range(most + 1):
-        totals[width] = int32(0)
+def _add_up(width: Any, sizes: Any, shared: Any, totals: Any) -> None:
+    """The tokens of all active slots at a width, and what it costs."""
+    max_batch, most, _row = sizes
+    facts, expected, costs, _words = shared
+    tokens, positions = int64(0), int64(0)
     for slot in range(max_batch):
-        if found[slot * 2] != 0:
+        if facts[slot * FACTS + ACTIVE] != 0:
+            tokens += expected[slot * (most + 1) + min(width, facts[slot * FACTS + ALLOWED])]
+            positions += facts[slot * FACTS + COMMITTED]
+    base, slope = costs[BASE * (most + 2) + width], costs[SLOPE * (most + 2) + width]
+    totals[width] = tokens
+    totals[most + 1 + width] = base + ((slope * positions) >> int64(UNIT))
+
+
+@device_function
+def _best(low: Any, high: Any, last: Any, tokens: Any, first: Any) -> Any:
+    """The width of most expected tokens by cost between two, of those that draft, and how much zero is better.
+
+    tokens  by width; the costs begin at `first`
+    """
+    drafted = max(low, min(int64(1), high))
+    for width in range(drafted + 1, high + 1):
+        if tokens[width] * tokens[first + drafted] > tokens[drafted] * tokens[first + width]:
+            drafted = int64(width)
+    gap = tokens[0] * tokens[first + drafted] - tokens[drafted] * tokens[first]
+    best = int64(drafted)
+    if low == 0 and gap >= 0:
+        best = int64(0)
+    if low <= last and last <= high and last != best:
+        gained, kept = tokens[best] * tokens[first + last], tokens[last] * tokens[first + best]
+        if gained - kept <= (kept >> int64(EDGE)):
+            best = int64(last)
+    return best, drafted, max(gap, int64(0))
+
+
+@device_function
+def _decide(sizes: Any, most_waiting: Any, bounds: Any, shared: Any, totals: Any) -> Any:
+    """The body of the step; the words keep what the next choice is made by."""
+    max_batch, most, _row = sizes
+    facts, _expected, _costs, words = shared
+    low, most_allowed = _bounded(bounds[0], most), _bounded(bounds[1], most)
+    count, limit, waiting, first = int64(0), int64(0), int64(0), int64(most + 1)
+    for slot in range(max_batch):
+        if facts[slot * FACTS + ACTIVE] != 0:
             count += 1
-            limit, waiting = max(limit, int64(facts[slot * 2])), max(waiting, int64(facts[slot * 2 + 1]))
-            for width in range(most + 1):
-                totals[width] += expected[slot * (most + 1) + width]
-    chosen = low
-    if count > 0:
-        chosen = _choose(totals, costs, low, max(low, min(high, limit)), policy)
-    enough = int64(most_waiting) if chosen == 0 else int64(most + 2)
+            limit = max(limit, int64(facts[slot * FACTS + ALLOWED]))
+            waiting = max(waiting, int64(facts[slot * FACTS + WAITING]))
+    if count == 0:
+        return low
+    high = max(low, min(most_allowed, limit))
+    best, drafted, gap = _best(low, high, int64(words[LAST]), totals, first)
+    waited = int64(0)
+    if best == 0:
+        waited = min(int64(words[WAITED]) + 1, int64(MAX_WAITED))
+    idle = int64(totals[0]) * int64(totals[first + drafted])
+    tries = best == 0 and high > 0 and waited >= FIRST_TRIAL and waited * (idle >> int64(TRIAL)) >= gap
+    width = drafted if tries else best
+    enough = int64(most_waiting) if width == 0 else int64(most + 2)
     must_run = most_waiting > 0 and waiting >= enough
-    for slot in range(max_batch):
-        if found[slot * 2] != 0:
-            tried = int64(0) if must_run else min(chosen, int64(facts[slot * 2]))
-            seen[slot * 2 + LENGTH_SEEN], seen[slot * 2 + TRIED] = found[slot * 2 + 1], int32(tried)
-    return int64(most + 1) if must_run else chosen
+    words[LAST] = best
+    words[WAITED] = int64(0) if tries and not must_run else waited
+    return int64(most + 1) if must_run else width
+
+
+@device_function
+def choose(thread: Any, plan: Any, bounds: Any, shared: Any, totals: Any, outs: Any, condition: Any) -> None:
+    """Choose by what was loaded, by one block; the body stands in the words.
+
+    bounds  the least and the greatest width that the host allows, of which the first thread knows
+    """
+    sizes, most_waiting, switching = plan[:3], plan[3], plan[4]
+    most = sizes[1]
+    words, (last, waited, choice) = shared[3], outs
+    cuda.syncthreads()
+    if thread <= most:
+        _add_up(thread, sizes, shared, totals)
+    cuda.syncthreads()
+    if thread == 0:
+        body = _decide(sizes, most_waiting, bounds, shared, totals)
+        if switching:
+            ptx.set_graph_condition(condition, uint32(body))
+        words[BODY] = body
+        set_int(choice, 0, body)
+        set_int(last, 0, words[LAST])
+        set_int(waited, 0, words[WAITED])
+    cuda.syncthreads()
 
 
 @cache
-def _make(max_batch: int, most: int, row: int, most_waiting: int, switching: bool) -> Kernel:
-    """Specialised by the slots, K, the bucket, what may wait, and whether it sets a condition."""
-    num_odds, num_seen, num_expected = (max_batch + 1) * most * 2, max_batch * 2, max_batch * (most + 1)
-    columns, policies, sizes = most + 2, 4, (max_batch, most, most_waiting)
+def _make(plan: ChoicePlan) -> Kernel:
+    whole, sizes, threads = astuple(plan), astuple(plan)[:3], THREADS
+    num_costs, num_expected, num_facts, num_totals = plan.num_costs, plan.num_expected, plan.num_facts, plan.num_totals
 
     def kernel(
         active: Any,
@@ -234,110 +258,31 @@ def _make(max_batch: int, most: int, row: int, most_waiting: int, switching: boo
         slot_ints: Any,
         width_bounds: Any,
         width_costs: Any,
-        width_odds: Any,
-        width_seen: Any,
-        width_policy: Any,
+        width_expected: Any,
+        width_last: Any,
+        width_waited: Any,
         width_choice: Any,
         condition: Any,
     ) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        odds = cuda.shared.array(shape=num_odds, dtype=int32)
-        seen = cuda.shared.array(shape=num_seen, dtype=int32)
-        costs = cuda.shared.array(shape=columns, dtype=int32)
-        policy = cuda.shared.array(shape=policies, dtype=int32)
-        expected = cuda.shared.array(shape=num_expected, dtype=int32)
-        totals = cuda.shared.array(shape=columns, dtype=int32)
-        facts = cuda.shared.array(shape=num_seen, dtype=int32)
-        found = cuda.shared.array(shape=num_seen, dtype=int32)
-        thread = int64(cuda.threadIdx.x)
-        _load(thread, num_odds, width_odds, odds)
-        _load(thread, num_seen, width_seen, seen)
-        _load(thread, columns, width_costs + row * columns * 4, costs)
-        _load(thread, policies, width_policy, policy)
-        low, high = _bounded(int_at(width_bounds, 0), most), _bounded(int_at(width_bounds, 1), most)
-        if thread < max_batch:
-            _load_slot(thread, most, (active, lengths, extended, slot_ints), found, facts)
-        cuda.syncthreads()
-        if thread < max_batch:
-            _learn_step(thread, thread, found, seen, odds, (int64(DECAY), int64(AGE), int64(0)), most)
-        elif thread == THREADS - 1:
-            for slot in range(max_batch):
-                rates = (int64(ALL_DECAY), int64(ALL_DECAY), int64(1))
-                _learn_step(int64(slot), int64(max_batch), found, seen, odds, rates, most)
-        cuda.syncthreads()
-        if thread < max_batch and found[thread * 2] != 0:
-            _reckon(thread, int64(facts[thread * 2]), odds, expected, int64(max_batch), most)
-        cuda.syncthreads()
-        if thread == 0:
-            body = _decide((low, high), sizes, (found, facts, seen), expected, totals, costs, policy)
-            set_int(width_choice, 0, body)
-            if switching:
-                ptx.set_graph_condition(condition, uint32(body))
-        cuda.syncthreads()
-        _store(thread, num_odds, odds, width_odds)
-        _store(thread, num_seen, seen, width_seen)
-        _store(thread, policies, policy, width_policy)
+        facts = cuda.shared.array(shape=num_facts, dtype=int64)
+        expected = cuda.shared.array(shape=num_expected, dtype=int64)
+        costs = cuda.shared.array(shape=num_costs, dtype=int64)
+        words = cuda.shared.array(shape=CHOICE_WORDS, dtype=int64)
+        totals = cuda.shared.array(shape=num_totals, dtype=int64)
+        thread, shared = int64(cuda.threadIdx.x), (facts, expected, costs, words)
+        bounds = (int_at(width_bounds, 0), int_at(width_bounds, 1))
+        reads = (active, lengths, extended, slot_ints, width_costs, width_expected, width_last, width_waited)
+        load_choice(thread, threads, sizes, reads, shared)
+        outs = (width_last, width_waited, width_choice)
+        choose(thread, whole, bounds, shared, totals, outs, condition)
 
-    name = f"choose_width_{max_batch}_{most}_{row}_{most_waiting}" + ("_switching" if switching else "")
-    signature = (*[types.int64] * 10, types.uint64)
-    return Kernel(name, kernel, signature, THREADS, linked=not switching)
-
-
-def join_widths(
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    draft_live: torch.Tensor,
-    *,
-    extended: torch.Tensor,
-    width_odds: torch.Tensor,
-    width_seen: torch.Tensor,
-    width_policy: torch.Tensor,
-) -> list[KernelCall]:
-    """Begin a slot's record, as the reference's `join_widths`, whose arguments these are. Raises ShapeError."""
-    max_batch, most = lengths.shape[0], width_odds.shape[1]
-    check_shape("slots", slots, 1)
-    check_shape("draft_live", draft_live, 1)
-    check_shape("extended", extended, max_batch)
-    check_shape("width_odds", width_odds, max_batch + 1, most, 2)
-    check_shape("width_seen", width_seen, max_batch, 2)
-    arguments = (slots, lengths, draft_live, extended, width_odds, width_seen, width_policy)
-    return [KernelCall(_make_join(max_batch, most), (1, 1, 1), arguments)]
-
-
-@cache
-def _make_join(max_batch: int, most: int) -> Kernel:
-    def kernel(
-        slots: Any, lengths: Any, draft_live: Any, extended: Any, width_odds: Any, width_seen: Any, width_policy: Any
-    ) -> None:
-        ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
-        position, slot = int64(cuda.threadIdx.x), int_at(slots, 0)
-        if slot < 0 or byte_at(draft_live, 0) == 0:
-            return
-        length, every = int_at(lengths, slot), max_batch * most * 2
-        is_new = int_at(width_odds, every + 1) == 0
-        cuda.syncthreads()
-        if position < most:
-            right, tried = int_at(width_odds, every + position * 2), int_at(width_odds, every + position * 2 + 1)
-            if is_new:
-                right, tried = int64(PRIORS[position * 2]), int64(PRIORS[position * 2 + 1])
-                set_int(width_odds, every + position * 2, right)
-                set_int(width_odds, every + position * 2 + 1, tried)
-            rate, _ = divide(right * ONE, max(tried, int64(1)))
-            own = (slot * most + position) * 2
-            set_int(width_odds, own, rate * JOINED)
-            set_int(width_odds, own + 1, int64(ONE * JOINED))
-        if position == 0:
-            set_int(extended, slot, length - 2)
-            set_int(width_seen, slot * 2 + LENGTH_SEEN, length)
-            set_int(width_seen, slot * 2 + TRIED, int64(0))
-            set_int(width_policy, WAITED, int64(FIRST_INTERVAL))
-            set_int(width_policy, INTERVAL, int64(FIRST_INTERVAL))
-
-    return Kernel(f"join_widths_{max_batch}_{most}", kernel, (types.int64,) * 7, 32)
+    name = "choose_width_" + "_".join(map(str, astuple(plan)))
+    return Kernel(name, kernel, (*[types.int64] * 10, types.uint64), threads, linked=not plan.switching)
 
 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles."""
-    return [_make(8, 7, 7, 8, False), _make(1, 5, 0, 32, True), _make_join(8, 7)]
+    plan = ChoicePlan(8, 7, 7, 8)
+    return [_make(plan), _make(replace(plan, max_batch=1, most=5, row=0, most_waiting=64, switching=True))]

@@ -13,10 +13,18 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
-from lowlat.kernels.step.publish_kernel import ARGUMENTS, PublishPlan, publish_kernel
+from lowlat.kernels.rows.waiting import KeepingPlan, keeping_plan
+from lowlat.kernels.step.publish_kernel import (
+    ARGUMENTS,
+    NOTHING_KEPT,
+    NOTHING_LEARNT,
+    PublishPlan,
+    publish_kernel,
+)
+from lowlat.kernels.step.width_odds import LearningPlan, learning_plan
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 
-__all__ = ["LoopControl", "examples", "finish_step", "for_condition", "publish", "tree_masks"]
+__all__ = ["LoopControl", "end_step", "examples", "finish_step", "for_condition", "publish", "tree_masks"]
 
 THREADS = 512
 MAX_ROWS = 2048  # of all slots: three words of shared memory each
@@ -106,7 +114,28 @@ def finish_step(
     return _calls({**locals(), **publication}, loop)
 
 
-def _calls(arguments: Mapping[str, Any], loop: LoopControl | None = None) -> list[KernelCall]:
+def end_step(
+    publication: Mapping[str, torch.Tensor],
+    learnt: Mapping[str, Any],
+    kept: Mapping[str, torch.Tensor] | None = None,
+    loop: LoopControl | None = None,
+) -> list[KernelCall]:
+    """`publish`, `learn_widths` and maybe `keep_features` in one launch, whose arguments these are by name.
+
+    kept  None: no features are kept
+    Time: that of `publish`: the others are blocks of their own. Raises ShapeError for shapes that do not fit.
+    """
+    keeping = NOTHING_KEPT if kept is None else keeping_plan(**kept)
+    records = {name: value for name, value in learnt.items() if name != "extends"}
+    return _calls({**publication, **(kept or {}), **records}, loop, learning_plan(**learnt), keeping)
+
+
+def _calls(
+    arguments: Mapping[str, Any],
+    loop: LoopControl | None = None,
+    learning: LearningPlan = NOTHING_LEARNT,
+    keeping: KeepingPlan = NOTHING_KEPT,
+) -> list[KernelCall]:
     """The launch of `publish`, `tree_masks` or both, as the arguments by name say; others' names do not count."""
     given: dict[str, Any] = {name: value for name, value in arguments.items() if name in ARGUMENTS}
     publishing, drafting, looping = "ring_tokens" in given, "draft_nodes" in given, loop is not None
@@ -115,6 +144,7 @@ def _calls(arguments: Mapping[str, Any], loop: LoopControl | None = None) -> lis
     if batch > max_batch or rows > max_rows or batch > THREADS or batch * rows > MAX_ROWS:
         raise ShapeError(f"{batch} slots of {rows} rows do not fit a state or a ring of {max_batch} of {max_rows}")
     plan = PublishPlan(batch, rows, 0, max_batch, max_rows, 0, looping=looping, threads=THREADS)
+    plan = replace(plan, learning=learning, keeping=keeping)
     if publishing:
         plan = _publishing(plan, given)
     if drafting:
@@ -122,7 +152,8 @@ def _calls(arguments: Mapping[str, Any], loop: LoopControl | None = None) -> lis
     if loop is not None:
         check_shape("active", loop.active, max_batch)
         given |= {name: getattr(loop, name) for name in ("active", "loop_budget", "stop_flag", "condition")}
-    return [KernelCall(publish_kernel(plan), (1, 1, 1), tuple(given.get(name, 0) for name in ARGUMENTS))]
+    grid = (plan.num_blocks, 1, 1)
+    return [KernelCall(publish_kernel(plan), grid, tuple(given.get(name, 0) for name in ARGUMENTS))]
 
 
 def _publishing(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> PublishPlan:
@@ -174,5 +205,6 @@ def examples() -> list[Kernel]:
     """Specialisations that CI compiles: the baseline, a chain, a tree, its masks alone, and a loop's body."""
     baseline, chain = PublishPlan(4, 1, 64, 4, 8, 21), PublishPlan(1, 4, 64, 4, 8, 21, 1, 8, 1, 4)
     tree = PublishPlan(8, 64, 64, 8, 64, 21, 42, 8, 42, 8)
-    plans = (baseline, chain, tree, replace(tree, ring=0, columns=0), replace(chain, looping=True))
+    chosen = replace(baseline, keeping=KeepingPlan(4, 1, 64, 3, 512), learning=LearningPlan(4, 4, 7, True))
+    plans = (baseline, chain, tree, replace(tree, ring=0, columns=0), replace(chain, looping=True), chosen)
     return [publish_kernel(plan) for plan in plans]

@@ -1,14 +1,17 @@
 """The kernel of a step's end: one block hands the drafts to the next step and writes an entry of the ring.
 
-The ring lies in pinned host memory: nothing is read from there but the flag that stops a device loop, and the ring's
-head is released by one thread after all others have written. It is specialised by a `PublishPlan`.
+Where widths are chosen, other blocks keep the features of what was committed, and one counts how the drafts fared, all
+while the first waits for the host's memory. The ring lies in pinned host memory: nothing is read from there but the
+flag that stops a device loop, and the ring's head is released by one thread after all others have written. It is
+specialised by a `PublishPlan`.
 """
 
+import re
 from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
-from lowlat.kernels.common.memory import byte_at, divide, int_at, long_at, set_int, set_long, turns
+from lowlat.kernels.common.memory import divide, int_at, long_at, set_int, set_long, turns
 from lowlat.kernels.reference.step.publish import (
     ACCEPTED,
     COMMITTED,
@@ -20,11 +23,14 @@ from lowlat.kernels.reference.step.publish import (
     VERIFIED_DEPTH,
     VERIFIED_SOURCE,
 )
+from lowlat.kernels.rows.waiting import MAX_SOURCES, KeepingPlan, keep_row
+from lowlat.kernels.step.next_drafts import load_drafts, load_going, write_drafts, write_paths
+from lowlat.kernels.step.width_odds import FATES, LearningPlan, learn
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32
 
-__all__ = ["ARGUMENTS", "PublishPlan", "publish_kernel"]
+__all__ = ["ARGUMENTS", "NOTHING_KEPT", "NOTHING_LEARNT", "PublishPlan", "publish_kernel"]
 
 ARGUMENTS = (
     *("slots", "commit_lens", "accepted_lens", "accepted_tokens", "accepted_nodes", "finish", "num_verified"),
@@ -39,8 +45,12 @@ ARGUMENTS = (
         "topology_masks",
     ),
     *("topology_paths", "drafts", "num_drafts", "tree_masks", "tree_paths"),
+    *("dense_lens", *(f"source{number}" for number in range(MAX_SOURCES)), "waiting_features"),
+    *("extended", "width_odds", "width_runs", "width_expected"),
     *("active", "loop_budget", "stop_flag", "condition"),
 )
+
+NOTHING_KEPT, NOTHING_LEARNT = KeepingPlan(), LearningPlan()
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class PublishPlan:
     paths, width             of the state's tree paths
     known_paths, known_width  of the topology's; 0: nothing is drafted
     looping                  it decides whether the step is repeated
+    keeping, learning        what other blocks do of `keep_features` and `learn_widths`; without extents, nothing
     """
 
     batch: int
@@ -66,6 +77,13 @@ class PublishPlan:
     known_width: int = 0
     looping: bool = False
     threads: int = 512
+    keeping: KeepingPlan = NOTHING_KEPT
+    learning: LearningPlan = NOTHING_LEARNT
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the launch."""
+        return 1 + self.keeping.num_blocks + (1 if self.learning.most else 0)
 
 
 @device_function
@@ -147,52 +165,6 @@ def _write_logprobs(
 
 
 @device_function
-def _load_drafts(thread: Any, threads: Any, batch: Any, rows: Any, source: Any, drafted: Any, ends: Any) -> None:
-    """The drafted nodes, and no end of any slot's drafts yet."""
-    for turn in range(turns(batch * rows, threads)):
-        place = thread + turn * threads
-        if place < batch * rows:
-            drafted[place] = int_at(source, place)
-    if thread < batch:
-        ends[thread] = rows
-
-
-@device_function
-def _write_drafts(thread: Any, threads: Any, sizes: Any, going: Any, drafted: Any, ends: Any, addresses: Any) -> None:
-    """The next step's drafts and masks; the first failed draft of each slot, in `ends`."""
-    batch, rows, _max_batch, max_rows, _columns = sizes
-    topology_masks, drafts, tree_masks = addresses
-    for turn in range(turns(batch * rows, threads)):
-        place = thread + turn * threads
-        if place < batch * rows:
-            index, row = divide(place, rows)
-            slot, node = int64(going[index]), int64(drafted[place])
-            if slot >= 0:
-                mask = long_at(topology_masks, row)
-                set_int(drafts, slot * max_rows + row, node)
-                set_long(tree_masks, slot * max_rows + row, mask)
-                if row > 0 and node < 0:
-                    cuda.atomic.min(ends, index, int32(row))
-
-
-@device_function
-def _write_paths(thread: Any, threads: Any, batch: Any, sizes: Any, going: Any, source: Any, target: Any) -> None:
-    """The next step's paths; -1 past the topology's."""
-    num_paths, width, known_paths, known_width = sizes
-    for turn in range(turns(batch * num_paths * width, threads)):
-        place = thread + turn * threads
-        if place < batch * num_paths * width:
-            index, cell = divide(place, num_paths * width)
-            path, column = divide(cell, width)
-            node = int64(-1)
-            slot = int64(going[index])
-            if slot >= 0:
-                if path < known_paths and column < known_width:
-                    node = int_at(source, path * known_width + column)
-                set_int(target, slot * num_paths * width + cell, node)
-
-
-@device_function
 def _load_entry(thread: Any, threads: Any, batch: Any, rows: Any, addresses: Any, run: Any, shared: Any) -> None:
     """The fields of an entry of the ring."""
     record, tokens, nodes = shared
@@ -211,14 +183,6 @@ def _write_entry(thread: Any, threads: Any, sizes: Any, entry: Any, shared: Any,
     _write_records(thread, threads, batch, max_batch, record, records + entry * (max_batch * RECORD_WIDTH * 4))
     _write_tokens(thread, threads, sizes, record, tokens, ring_tokens + cells)
     _write_logprobs(thread, threads, sizes, record, nodes, sources, values + cells * columns, ids + cells * columns)
-
-
-@device_function
-def _load_going(thread: Any, batch: Any, slots: Any, draft_live: Any, going: Any) -> None:
-    """The slots that will verify these drafts; -1 where there is none."""
-    if thread < batch:
-        slot, live = int_at(slots, thread), byte_at(draft_live, thread)
-        going[thread] = slot if live != 0 else int64(-1)
 
 
 @device_function
@@ -246,48 +210,43 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
     batch, rows, ring, max_batch, max_rows, columns = astuple(plan)[:6]
     publishing, drafting, looping, threads = ring > 0, plan.known_paths > 0, plan.looping, plan.threads
     num_rows, num_words, path_sizes = batch * rows, batch * RECORD_WIDTH, astuple(plan)[6:10]
+    num_kept, keep_sizes, learning = plan.keeping.num_blocks, astuple(plan.keeping)[1:], plan.learning.most > 0
+    learn_sizes, extends = astuple(plan.learning)[:3], plan.learning.extends
+    num_odds, num_fates = max(plan.learning.num_odds, 1), max(plan.learning.batch * FATES, 1)
 
     def kernel(
-        slots: Any,
-        commit_lens: Any,
-        accepted_lens: Any,
-        accepted_tokens: Any,
-        accepted_nodes: Any,
-        finish: Any,
-        num_verified: Any,
-        verified_depth: Any,
-        verified_source: Any,
-        lengths: Any,
-        logprob_values: Any,
-        logprob_ids: Any,
-        ring_count: Any,
-        ring_records: Any,
-        ring_tokens: Any,
-        ring_logprob_values: Any,
-        ring_logprob_ids: Any,
-        ring_head: Any,
-        draft_nodes: Any,
-        draft_live: Any,
-        topology_masks: Any,
-        topology_paths: Any,
-        drafts: Any,
-        num_drafts: Any,
-        tree_masks: Any,
-        tree_paths: Any,
-        active: Any,
-        loop_budget: Any,
-        stop_flag: Any,
+        slots: Any, commit_lens: Any, accepted_lens: Any, accepted_tokens: Any, accepted_nodes: Any, finish: Any,
+        num_verified: Any, verified_depth: Any, verified_source: Any, lengths: Any, logprob_values: Any,
+        logprob_ids: Any, ring_count: Any, ring_records: Any, ring_tokens: Any, ring_logprob_values: Any,
+        ring_logprob_ids: Any, ring_head: Any, draft_nodes: Any, draft_live: Any, topology_masks: Any,
+        topology_paths: Any, drafts: Any, num_drafts: Any, tree_masks: Any, tree_paths: Any, dense_lens: Any,
+        source0: Any, source1: Any, source2: Any, source3: Any, source4: Any, waiting_features: Any, extended: Any,
+        width_odds: Any, width_runs: Any, width_expected: Any, active: Any, loop_budget: Any, stop_flag: Any,
         condition: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
+        thread, block = int64(cuda.threadIdx.x), int64(cuda.blockIdx.x)
+        if num_kept > 0 and block > 0 and block <= num_kept:
+            heads, five = (
+                (accepted_nodes, commit_lens, dense_lens, slots),
+                (source0, source1, source2, source3, source4),
+            )
+            keep_row(block - 1, thread, threads, keep_sizes, heads, five, waiting_features)
+            return
+        if learning and block > num_kept:
+            odds = cuda.shared.array(shape=num_odds, dtype=int32)
+            fates = cuda.shared.array(shape=num_fates, dtype=int32)
+            told, records = (slots, accepted_lens, num_verified, verified_source, dense_lens), (extended, width_odds)
+            learn(thread, threads, learn_sizes, extends, told, (*records, width_runs, width_expected), odds, fates)
+            return
         record = cuda.shared.array(shape=num_words, dtype=int32)
         tokens = cuda.shared.array(shape=num_rows, dtype=int32)
         nodes = cuda.shared.array(shape=num_rows, dtype=int32)
         drafted = cuda.shared.array(shape=num_rows, dtype=int32)
         going = cuda.shared.array(shape=batch, dtype=int32)
         ends = cuda.shared.array(shape=batch, dtype=int32)
-        thread, count, shared = int64(cuda.threadIdx.x), int64(0), (record, tokens, nodes)
+        count, shared = int64(0), (record, tokens, nodes)
         sizes = (batch, rows, max_batch, max_rows, columns)
         if publishing:
             count = long_at(ring_count, 0)
@@ -298,16 +257,17 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
             columns_of = (slots, commit_lens, accepted_lens, finish, *verified, lengths)
             _load_entry(thread, threads, batch, rows, columns_of, (accepted_tokens, accepted_nodes), shared)
         if drafting:
-            _load_going(thread, batch, slots, draft_live, going)
-            _load_drafts(thread, threads, batch, rows, draft_nodes, drafted, ends)
+            load_going(thread, batch, slots, draft_live, going)
+            load_drafts(thread, threads, batch, rows, draft_nodes, drafted, ends)
         cuda.syncthreads()
         if publishing:
             rings = (ring_records, ring_tokens, ring_logprob_values, ring_logprob_ids)
             sources = (logprob_values, logprob_ids)
             _write_entry(thread, threads, sizes, count % ring, shared, sources, rings)
         if drafting:
-            _write_drafts(thread, threads, sizes, going, drafted, ends, (topology_masks, drafts, tree_masks))
-            _write_paths(thread, threads, batch, path_sizes, going, topology_paths, tree_paths)
+            drafts_sizes = (batch, rows, max_rows)
+            write_drafts(thread, threads, drafts_sizes, going, drafted, ends, (topology_masks, drafts, tree_masks))
+            write_paths(thread, threads, batch, path_sizes, going, topology_paths, tree_paths)
         cuda.syncthreads()
         if drafting and thread < batch and going[thread] >= 0:
             set_int(num_drafts, int64(going[thread]), int64(ends[thread]) - 1)
@@ -317,6 +277,6 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
             if looping:
                 _repeat(condition, loop_budget, state)
 
-    name = "publish_" + "_".join(str(part) for part in astuple(plan))
+    name = "publish" + re.sub(r"\W+", "_", str(astuple(plan))).rstrip("_")
     signature = (*[types.int64] * (len(ARGUMENTS) - 1), types.uint64)
     return Kernel(name, kernel, signature, threads, linked=not looping)

@@ -1,6 +1,6 @@
 """The eager executor: launches issued one by one, an NVTX range a stage. For debugging and profiling."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -59,9 +59,11 @@ class EagerExecutor(KernelExecutor):
             prepared = self._prepared[size] = self.prepare(size)
         hook = self._hook if isinstance(size, Bucket) else None
         runs = [(stage, list(run)) for stage, run in groupby(prepared, key=lambda entry: entry[0].stage)]
-        begun = max((place for place, (stage, _) in enumerate(runs) if stage is Stage.ACTIVE_SLOTS), default=-1)
+        begun = max((place for place, (_, run) in enumerate(runs) if _lists_rows(run)), default=-1)
         with torch.cuda.stream(self.stream):
             stream = self.launcher.stream()
+            if meanwhile is not None and begun < 0:  # what chose this step's width has told the rows
+                meanwhile()
             for place, (stage, run) in enumerate(runs):
                 with torch.cuda.nvtx.range(str(stage)):
                     for group, launches in run:
@@ -88,3 +90,8 @@ class EagerExecutor(KernelExecutor):
         self._prepared.clear()
         self._hook = None
         super().close()
+
+
+def _lists_rows(run: Iterable[tuple[LoweredGroup, list[Launch]]]) -> bool:
+    """Whether these groups have operations of a step's beginning, alone or behind others that they are fused with."""
+    return any(op.stage is Stage.ACTIVE_SLOTS for group, _ in run for op in group.ops)

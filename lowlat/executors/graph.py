@@ -171,6 +171,12 @@ class GraphExecutor(KernelExecutor):
         """
         return self._await_ring(count, self._stop)
 
+    def mark(self) -> torch.cuda.Event:
+        """An event of the stream, behind all that was started, to time it by."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
     def forget(self) -> None:
         """Zero what steps have written and published, after all of it: for steps that were run to be timed."""
         with torch.cuda.stream(self.stream):

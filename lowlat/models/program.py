@@ -5,7 +5,7 @@ its torch meaning, the others lower runs of operations to kernels. Every operati
 `lowlat.kernels.reference`; this module knows no operation by name.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -161,6 +161,11 @@ class ProgramBuilder:
     _ops: list[Op] = field(default_factory=list)
     _buffers: dict[str, BufferSpec] = field(default_factory=dict)
     _constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    _kept: dict[str, str] = field(default_factory=dict)
+
+    def keep(self, names: Iterable[str], prefix: str) -> None:
+        """Put state in place of scratch of these names, called so behind the prefix: it is another program's, too."""
+        self._kept.update({name: prefix + name for name in names})
 
     def declare(self, spec: BufferSpec) -> str:
         """Add a buffer; declaring the same one again is harmless, another of its name raises ConfigError."""
@@ -170,7 +175,10 @@ class ProgramBuilder:
         return spec.name
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-        """Declare a scratch buffer and return its name."""
+        """Declare a scratch buffer and return its name; see `keep`."""
+        if name in self._kept:
+            self.declare(BufferSpec(self._kept[name], shape, dtype, Role.STATE))
+            return name
         return self.declare(BufferSpec(name, shape, dtype, Role.SCRATCH))
 
     def constant(self, name: str, content: torch.Tensor) -> str:
@@ -180,7 +188,7 @@ class ProgramBuilder:
 
     def spec(self, name: str) -> BufferSpec:
         """The declaration of a buffer."""
-        return self._buffers[name]
+        return self._buffers[self._kept.get(name, name)]
 
     def emit(
         self,
@@ -193,7 +201,8 @@ class ProgramBuilder:
         **params: Param,
     ) -> None:
         """Append one operation."""
-        frozen = [MappingProxyType(dict(part)) for part in (reads, writes, weights or {}, params)]
+        named = ({key: self._kept.get(name, name) for key, name in part.items()} for part in (reads, writes))
+        frozen = [MappingProxyType(dict(part)) for part in (*named, weights or {}, params)]
         self._ops.append(Op(kind, stage, *frozen))  # type: ignore[arg-type]
 
     def build(self) -> Program:

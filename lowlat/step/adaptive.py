@@ -2,8 +2,9 @@
 
 A body drafts first, then verifies, accepts, commits and publishes: so a step's width is that of its drafts and of its
 rows, and what is chosen needs one choice a step. The draft model runs over the positions committed since it last ran,
-whose features wait in state; a body of width zero runs it not at all but when too many wait. Where a prompt's first
-token is chosen, nothing is drafted.
+whose features wait in state; a body of width zero runs it not at all but when too many wait. The opening lists the
+active slots for all bodies, and lays out the only row of each for those of width zero. Where a prompt's first token is
+chosen, nothing is drafted.
 """
 
 import torch
@@ -17,7 +18,12 @@ from lowlat.step.state import StepGeometry, waiting_boundaries
 
 __all__ = ["build_adaptive"]
 
-POLICY = ("width_odds", "width_seen", "width_policy")
+SLOTS = ("slots",)
+ROWS = (
+    *("row_tokens", "row_positions", "row_live", "row_masks", "paths"),
+    *("dense_lens", "num_verified", "verified_depth", "verified_source"),
+)
+RECORD = ("width_odds", "width_runs", "width_expected")
 
 
 def build_adaptive(geometry: StepGeometry, bucket: Bucket) -> Program:
@@ -27,14 +33,22 @@ def build_adaptive(geometry: StepGeometry, bucket: Bucket) -> Program:
     return _Body(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)).build()
 
 
+def _opened(batch: int) -> str:
+    """The beginning of names of what an opening leaves to its bodies: a bucket's own, in state that they share."""
+    return f"opened.{batch}."
+
+
 class _Opening(StepBuilder):
-    """The host's commands, and the choice of the width."""
+    """The host's commands, the choice of the width, and the rows of a step without drafts."""
 
     def build(self) -> Program:
         """All operations, checked and frozen."""
+        self.width = 1
+        self.builder.keep((*SLOTS, *ROWS), _opened(self.batch))
         self._apply_commands()
-        names = ("active", "lengths", "extended", "slot_ints", "width_bounds", "width_costs")
-        written = (*POLICY, "width_choice")
+        self._list_slots()
+        names = ("active", "lengths", "extended", "slot_ints", "width_bounds", "width_costs", "width_expected")
+        written = ("width_last", "width_waited", "width_choice")
         self.builder.emit(
             "choose_width",
             Stage.ACTIVE_SLOTS,
@@ -43,6 +57,7 @@ class _Opening(StepBuilder):
             row=self.batch - 1,
             most_waiting=self.geometry.num_waiting if waiting_boundaries(self.geometry) else 0,
         )
+        self._gather_rows(self.bucket.num_speculative_tokens)
         return self.builder.build()
 
 
@@ -51,17 +66,27 @@ class _Body(StepBuilder):
 
     def build(self) -> Program:
         """All stages, checked and frozen."""
+        depth = self.bucket.num_speculative_tokens
         if self.bucket.prefilled:
             self._active_slots()
+            self._gather_rows()
         else:
-            self._list_slots()
+            self.builder.keep(SLOTS if depth else (*SLOTS, *ROWS), _opened(self.batch))
+            self._ints("slots", self.batch)
             self._draft_waiting()
-        self._gather_rows()
+            if depth:
+                self._gather_rows()
+            else:
+                self._rows()
         boundaries = self._target()
         self._accept()
         self._commit()
         self._publish()
-        self._keep(boundaries)
+        self._keep_features(boundaries)
+        if self.bucket.prefilled:
+            self._join()
+        else:
+            self._learn()
         return self.builder.build()
 
     def _draft_waiting(self) -> None:
@@ -83,9 +108,8 @@ class _Body(StepBuilder):
             "firsts": self._ints("waited.firsts", batch),
             "draft_live": self._ints("waited.live", batch, dtype=torch.uint8),
             "draft_lens": self._ints("waited.lens", batch),
-            "extended": "extended",
         }
-        reads = {name: name for name in ("slots", "lengths", "tokens")}
+        reads = {name: name for name in ("slots", "lengths", "tokens", "extended")}
         self.builder.emit("waiting_rows", Stage.EAGLE_DRAFT_FC, reads=reads, writes=outs)
         names = {
             "accepted_tokens": outs["waiting_tokens"],
@@ -103,16 +127,30 @@ class _Body(StepBuilder):
             self.builder.emit("take_features", Stage.EAGLE_DRAFT_FC, reads=reads, writes={"out": features})
         return WaitedRows(count, features, names)
 
-    def _keep(self, boundaries: list[str]) -> None:
+    def _keep_features(self, boundaries: list[str]) -> None:
         """The features of what was committed, which wait from now on."""
         captured, prefilled = waiting_boundaries(self.geometry), self.bucket.prefilled
-        if captured:
-            names = [f"prefilled_source.{each}" if prefilled else boundaries[each] for each in captured]
-            reads = {name: name for name in ("accepted_nodes", "commit_lens", "dense_lens", "slots")}
-            reads |= {f"source{number}": name for number, name in enumerate(names)}
-            writes = {"waiting_features": "waiting_features"}
-            self.builder.emit("keep_features", Stage.EAGLE_TAIL_COMMIT, reads=reads, writes=writes)
-        if prefilled:
-            reads = {name: name for name in ("slots", "lengths", "draft_live")}
-            writes = {name: name for name in ("extended", *POLICY)}
-            self.builder.emit("join_widths", Stage.EAGLE_TAIL_COMMIT, reads=reads, writes=writes)
+        if not captured:
+            return
+        names = [f"prefilled_source.{each}" if prefilled else boundaries[each] for each in captured]
+        reads = {name: name for name in ("accepted_nodes", "commit_lens", "dense_lens", "slots")}
+        reads |= {f"source{number}": name for number, name in enumerate(names)}
+        writes = {"waiting_features": "waiting_features"}
+        self.builder.emit("keep_features", Stage.PUBLISH, reads=reads, writes=writes)
+
+    def _learn(self) -> None:
+        """What the fate of this step's drafts tells of the next one's."""
+        names = ("slots", "accepted_lens", "num_verified", "verified_source", "dense_lens")
+        self.builder.emit(
+            "learn_widths",
+            Stage.PUBLISH,
+            reads={name: name for name in names},
+            writes={name: name for name in ("extended", *RECORD)},
+            extends=bool(self.bucket.num_speculative_tokens) or self.bucket.extends,
+        )
+
+    def _join(self) -> None:
+        """The record of a request that begins."""
+        reads = {name: name for name in ("slots", "lengths", "draft_live")}
+        writes = {name: name for name in ("extended", *RECORD, "width_waited")}
+        self.builder.emit("join_widths", Stage.EAGLE_TAIL_COMMIT, reads=reads, writes=writes)

@@ -85,10 +85,10 @@ class StepBuilder:
         reads, writes = {"active": "active"}, {"slots": self._ints("slots", self.batch)}
         self.builder.emit("list_active_slots", Stage.ACTIVE_SLOTS, reads=reads, writes=writes)
 
-    def _gather_rows(self) -> None:
-        """The rows to verify: each slot's last token and its drafts."""
+    def _rows(self) -> dict[str, str]:
+        """The buffers of the rows to verify, by the argument that writes them."""
         batch, rows = self.batch, self.width
-        outs = {
+        return {
             "row_tokens": self._ints("row_tokens", batch, rows),
             "row_positions": self._ints("row_positions", batch, rows),
             "row_live": self._ints("row_live", batch, rows, dtype=torch.uint8),
@@ -99,13 +99,21 @@ class StepBuilder:
             "verified_depth": self._ints("verified_depth", batch),
             "verified_source": self._ints("verified_source", batch),
         }
+
+    def _gather_rows(self, most_drafts: int = 0) -> None:
+        """The rows to verify: each slot's last token and its drafts.
+
+        most_drafts  up to so many may be chosen, and then the host is not told of these rows
+        """
+        batch, outs = self.batch, self._rows()
         state = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
         reads = {name: name for name in (*state, "grammar_forced", "grammar_decided", "draft_sources")}
         self.builder.emit("gather_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=outs)
-        asked = ("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
+        asked: tuple[str, ...] = ("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
         told = ("grammar_tokens", "grammar_paths", "grammar_lengths")
+        asked = (*asked, "width_choice") if most_drafts else asked
         reads, writes = {name: name for name in asked}, {name: name for name in told}
-        self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes)
+        self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes, most_drafts=most_drafts)
         if self.partial is not None and not self.bucket.prefilled:
             reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
             self.builder.emit(

@@ -15,6 +15,7 @@ from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
+from lowlat.kernels.reference.step.width_odds import NUM_RUNS
 from lowlat.models.decoder import kv_dtype, kv_specs, partial_specs
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, scales_name
@@ -28,7 +29,7 @@ __all__ = ["RING_ENTRIES", "StepGeometry", "declare_state", "declare_tables", "s
 
 RING_ENTRIES = 64
 EMPTY: Mapping[str, int] = MappingProxyType({})
-MAX_WAITING, MAX_PASS_ROWS = 32, 64  # positions of a slot that wait for the draft model; rows of all slots in a pass
+MAX_WAITING, MAX_PASS_ROWS = 64, 64  # positions of a slot that wait for the draft model; rows of all slots in a pass
 SHORT_STEP = 64  # positions: parts of a chunk are multiples of it
 
 
@@ -194,10 +195,12 @@ def _width_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
     boundaries = waiting_boundaries(geometry)
     specs: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("extended", (batch,), torch.int32),
-        ("width_costs", (batch, most + 2), torch.int32),  # by the bucket's slots, less one
-        ("width_odds", (batch + 1, most, 2), torch.int32),
-        ("width_seen", (batch, 2), torch.int32),
-        ("width_policy", (4,), torch.int32),
+        ("width_costs", (batch, 2, most + 2), torch.int32),  # by the bucket's slots, less one
+        ("width_odds", (batch + 1, NUM_RUNS, most, 2), torch.int32),
+        ("width_runs", (batch,), torch.int32),
+        ("width_expected", (batch, most + 1), torch.int32),
+        ("width_last", (1,), torch.int32),
+        ("width_waited", (1,), torch.int32),
         ("width_choice", (1,), torch.int32),
     ]
     floats: list[tuple[str, tuple[int, ...]]] = [

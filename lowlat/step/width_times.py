@@ -1,7 +1,8 @@
-"""The costs of steps by their width, for the choice of it: times of captured steps, or bytes of weights.
+"""The times of captured steps by their width, by which the device chooses it: measured at load, or read.
 
-Times are measured at load, on active slots of random tokens at a usual context, and kept in the user's cache: for the
-same card, models and sizes they are read there.
+Steps run one behind the other, as they do where the host is ahead, so that no launch is timed; sampled, over random
+tokens; behind few positions and behind many, between which and beyond times go by a line. They are kept in the user's
+cache: for the same card, models and sizes they are read there.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -23,24 +25,27 @@ from lowlat.kernels.reference.step.slot_record import (
     NUM_INTS,
     NUM_LOGPROBS,
     REPETITION,
+    TEMPERATURE,
     TOP_P,
 )
 from lowlat.models.program import Program
 from lowlat.options.directories import cache_directory
 from lowlat.step.state import StepGeometry, waiting_boundaries
-from lowlat.step.width_costs import Costs, by_bytes, cost_table
+from lowlat.step.width_costs import Costs, StepCosts, by_bytes, cost_table
 
 __all__ = ["by_time", "set_costs"]
 
-REPLAYS, WARM = 9, 3  # of each width
-CONTEXT = 2048  # positions of a slot while widths are timed, if the runtime has as many
-FORMAT = 1  # of the file
+STEPS = 6  # that run one behind the other and are timed together, behind one that is not timed
+LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_MS = 2, 15, 100.0  # of all widths: as many as fit into that time; medians count
+CONTEXTS = 256, 16384  # positions of a slot: few and many, if the runtime has as many
+TEMPERATURE_TIMED = 0.7
+FORMAT = 2  # of the file
 
 logger = logging.getLogger("lowlat")
 
 
-class StepTimer(Protocol):
-    """The part of an executor that steps are timed with."""
+class StepRunner(Protocol):
+    """The part of an executor that costs are given to."""
 
     name: str
     device: torch.device
@@ -56,20 +61,25 @@ class StepTimer(Protocol):
         """Wait until all that was started is done."""
 
 
-class CapturedSteps(StepTimer, Protocol):
-    """A step timer whose steps are captured.
+class Mark(Protocol):
+    """A point in the executor's stream."""
 
-    stream  on which steps run, of several ranks the first one's
-    """
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds between this and a later one, both of which the device has passed."""
 
-    stream: Any
+
+class CapturedSteps(StepRunner, Protocol):
+    """A step runner whose steps are captured."""
+
+    def mark(self) -> Mark:
+        """Put a point behind all that was started."""
 
     def forget(self) -> None:
         """Let the state be as if no step had run."""
 
 
 def set_costs(
-    executor: StepTimer,
+    executor: StepRunner,
     ladder: BucketLadder,
     geometry: StepGeometry,
     programs: Mapping[Bucket, Program],
@@ -82,19 +92,20 @@ def set_costs(
     weights  by canonical name; their content is not read
     """
     num_waiting = geometry.num_waiting if waiting_boundaries(geometry) else 0
-    costs: Costs = {bucket: by_bytes(programs, bucket, weights) for bucket in ladder.buckets}
     if executor.name == "graph":
-        costs = _kept_times(
-            cast(CapturedSteps, executor), ladder.buckets, num_waiting, _facts(executor, geometry, fuse)
-        )
+        steps = cast(CapturedSteps, executor)
+        costs: Costs = _kept_times(steps, ladder.buckets, num_waiting, _facts(executor, geometry, fuse))
+    else:
+        costs = {bucket: by_bytes(programs, bucket, weights) for bucket in ladder.buckets}
     _write_costs(executor, costs, num_waiting)
 
 
-def _write_costs(executor: StepTimer, costs: Costs, num_waiting: int) -> None:
-    executor.write_state({"width_costs": cost_table(executor.state["width_costs"].shape, costs, num_waiting)})
+def _write_costs(executor: StepRunner, costs: Costs, num_waiting: int) -> None:
+    shape, context = executor.state["width_costs"].shape, executor.state["tokens"].shape[1]
+    executor.write_state({"width_costs": cost_table(shape, costs, context, num_waiting)})
 
 
-def _facts(executor: StepTimer, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:
+def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:
     """All that times of steps depend on."""
     from lowlat.kernels.toolchain.digests import source_digest  # the compiler's imports are for machines with a card
 
@@ -112,69 +123,79 @@ def _facts(executor: StepTimer, geometry: StepGeometry, fuse: bool) -> dict[str,
     }
 
 
-def by_time(executor: CapturedSteps, buckets: Sequence[Bucket], num_waiting: int) -> dict[Bucket, list[float]]:
+def by_time(executor: CapturedSteps, buckets: Sequence[Bucket], num_waiting: int) -> dict[Bucket, StepCosts]:
     """Milliseconds of each body of each bucket, in the order of the choice; the state is zero when it returns.
 
     num_waiting  positions that may wait for the draft model; 0: nothing waits
     Nothing may be under way. Raises DeviceError where the device fails.
     """
-    _write_costs(executor, {bucket: [1.0] * len(bucket.bodies) for bucket in buckets}, 0)
-    with torch.cuda.stream(executor.stream):
-        found = {bucket: _times_of(executor, bucket, num_waiting) for bucket in buckets}
-        executor.synchronize()
-        executor.forget()
-        executor.state["width_bounds"].zero_()
+    even = {bucket: StepCosts([1.0] * len(bucket.bodies), [0.0] * len(bucket.bodies)) for bucket in buckets}
+    _write_costs(executor, even, 0)
+    most = executor.state["tokens"].shape[1] - (STEPS + 1) * executor.state["drafts"].shape[1]
+    near, far = (max(1, min(context, most)) for context in CONTEXTS)
+    found = {}
+    for bucket in buckets:
+        times = [_times_of(executor, bucket, context, num_waiting) for context in dict.fromkeys((near, far))]
+        found[bucket] = StepCosts.between(times[0], times[-1], (bucket.batch * near, bucket.batch * far))
+    executor.synchronize()
+    executor.forget()
+    executor.state["width_bounds"].zero_()
     return found
 
 
-def _times_of(executor: CapturedSteps, bucket: Bucket, num_waiting: int) -> list[float]:
-    """The times of a bucket's bodies; what the draft model has left to run over makes the last one be chosen."""
+def _times_of(executor: CapturedSteps, bucket: Bucket, context: int, num_waiting: int) -> list[float]:
+    """The times of a bucket's bodies behind so many positions of each slot."""
     most = bucket.num_speculative_tokens
-    times: list[float] = []
-    for width in range(most + 2):
-        extends = width > most
-        if extends and not num_waiting:
-            times.append(times[0])
-            continue
-        executor.state["width_bounds"].fill_(0 if extends else width)
-        slots = _slots(executor.state, bucket.batch, num_waiting if extends else 1)
-        events = []
-        for _ in range(WARM + REPLAYS):
-            executor.write_state(slots)
-            pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            pair[0].record()
-            executor.step(bucket)
-            pair[1].record()
-            events.append(pair)
-        executor.synchronize()  # bounds are the host's: the next ones must not come before
-        times.append(median(before.elapsed_time(after) for before, after in events[WARM:]))
-    return times
+    slots = {name: values.to(executor.device) for name, values in _slots(executor.state, bucket.batch, context).items()}
+    # at width zero a position more waits behind every step: the draft model runs in none of them, or in the second
+    waiting = dict.fromkeys(range(most + 1), 1) | {0: -STEPS}
+    if num_waiting:
+        waiting[most + 1] = num_waiting - 1
+    rounds: list[list[float]] = []
+    spent = 0.0
+    while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and spent < ROUNDS_MS):
+        rounds.append([])
+        for body, count in waiting.items():
+            executor.state["width_bounds"].fill_(body if body <= most else 0)
+            rounds[-1].append(_time_of(executor, bucket, {**slots, "extended": slots["lengths"] - 1 - count}))
+        spent += sum(rounds[-1]) * (STEPS + 1)
+    times = [median(each) for each in zip(*rounds, strict=True)]
+    alone = STEPS * (times[most + 1] - times[0]) if num_waiting else 0.0  # in one step of them
+    return [*times[: most + 1], times[0] + max(alone, 0.0)]
 
 
-def _slots(state: BufferSet, batch: int, num_waiting: int) -> dict[str, torch.Tensor]:
-    """State of so many active slots amid their texts, of which the draft model has not run over the last positions."""
+def _time_of(executor: CapturedSteps, bucket: Bucket, slots: Mapping[str, torch.Tensor]) -> float:
+    """The mean time of a few steps in a row, of slots in this state at first."""
+    executor.write_state(slots)
+    executor.step(bucket)  # while it runs, the host gets ahead
+    begun = executor.mark()
+    for _ in range(STEPS):
+        executor.step(bucket)
+    ended = executor.mark()
+    executor.synchronize()  # bounds are the host's: the next ones must not come before
+    return begun.elapsed_time(ended) / STEPS
+
+
+def _slots(state: BufferSet, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """State of so many active slots amid their texts."""
     max_batch, max_context = state["tokens"].shape
-    length = min(CONTEXT, max_context - 2 * state["drafts"].shape[1])
-    device, generator = state["tokens"].device, torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     vocabulary, blocks = state["prompt_seen"].shape[1], max(_num_blocks(state) - 1, 1)
     table = torch.arange(state["block_table"].numel(), dtype=torch.int32).view(max_batch, -1) % blocks + 1
     ints = torch.zeros(max_batch, NUM_INTS, dtype=torch.int64)
     ints[:, MAX_LENGTH], ints[:, DRAFT_LIMIT], ints[:, NUM_LOGPROBS] = max_context, state["drafts"].shape[1], -1
     floats = torch.zeros(state["slot_floats"].shape)
-    floats[:, REPETITION], floats[:, TOP_P] = 1.0, 1.0
-    lengths = torch.full((max_batch,), length, dtype=torch.int32)
-    made = {
+    floats[:, REPETITION], floats[:, TOP_P], floats[:, TEMPERATURE] = 1.0, 1.0, TEMPERATURE_TIMED
+    return {
         "tokens": torch.randint(vocabulary, (max_batch, max_context), generator=generator).int(),
         "active": (torch.arange(max_batch) < batch).int(),
-        "lengths": lengths,
-        "extended": (lengths - 1 - num_waiting).clamp(min=0),
+        "lengths": torch.full((max_batch,), length, dtype=torch.int32),
         "block_table": table,
         "slot_ints": ints,
         "slot_floats": floats,
         "stop_ids": torch.full(state["stop_ids"].shape, -1, dtype=torch.int32),
         "bias_ids": torch.full(state["bias_ids"].shape, -1, dtype=torch.int32),
     }
-    return {name: values.to(device) for name, values in made.items()}
 
 
 def _num_blocks(state: BufferSet) -> int:
@@ -195,21 +216,28 @@ def _kept_times(
     if known is not None:
         return known
     found = by_time(executor, buckets, num_waiting)
-    _write(path, {"facts": text, "times_ms": {str(bucket): times for bucket, times in found.items()}})
-    for bucket, times in found.items():
-        logger.info("steps of %s take %s ms by width", bucket, ", ".join(f"{each:.3f}" for each in times))
+    _write(path, {"facts": text, "times_ms": {str(bucket): asdict(times) for bucket, times in found.items()}})
     return found
 
 
-def _read(path: Path, facts: str, buckets: Sequence[Bucket]) -> dict[Bucket, list[float]] | None:
+def _read(path: Path, facts: str, buckets: Sequence[Bucket]) -> dict[Bucket, StepCosts] | None:
     """Times in a file; None where it holds none of these facts."""
     try:
         values = json.loads(path.read_text())
-        times = {bucket: [float(each) for each in values["times_ms"][str(bucket)]] for bucket in buckets}
+        parts = {bucket: values["times_ms"][str(bucket)] for bucket in buckets}
+        numbers = {
+            bucket: [[float(each) for each in part[name]] for name in ("base", "per_position")]
+            for bucket, part in parts.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    fits = all(len(each) == len(bucket.bodies) and min(each) > 0.0 for bucket, each in times.items())
-    return times if fits and values.get("facts") == facts else None
+    fits = all(
+        len(base) == len(slopes) == len(bucket.bodies) and min(base) >= 0.0 and max(base) > 0.0 and min(slopes) >= 0.0
+        for bucket, (base, slopes) in numbers.items()
+    )
+    if not fits or values.get("facts") != facts:
+        return None
+    return {bucket: StepCosts(*each) for bucket, each in numbers.items()}
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:

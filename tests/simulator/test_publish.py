@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_cases import Bench, simulate
-from publish_cases import check_publish
+from publish_cases import check_end, check_publish
 
 from lowlat.kernels.step import publish
 from lowlat.kernels.step.publish import LoopControl
@@ -17,6 +17,13 @@ def test_against_the_reference(drafting: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(publish, "THREADS", 32)
     for seed in range(0, 100, 8):
         check_publish(BENCH, seed, drafting=drafting, batch=1 + seed % 4)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_features_are_kept_and_drafts_counted_beside(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "THREADS", 64)
+    for seed in range(0, 100, 16):
+        check_end(BENCH, seed, keeps=keeps, batch=1 + seed // 16 % 3)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,11 @@ import torch
 from kernel_cases import Bench, simulate
 from width_cases import MOST, check_waiting, check_widths
 
-from lowlat.kernels.step.choose_width import choose_width, join_widths
-
 BENCH = Bench(torch.device("cpu"), simulate)
 
 
 def test_widths() -> None:
-    chosen = check_widths(BENCH, 0, 4, choose_width, join_widths) | check_widths(BENCH, 1, 8, choose_width, join_widths)
+    chosen = check_widths(BENCH, 0, 8) | check_widths(BENCH, 1, 10)
     assert {0, MOST + 1} < chosen and len(chosen) > 3
 
 

@@ -15,7 +15,7 @@ __all__ = ["keep_features", "take_features", "waiting_rows"]
     read    slots           int32  [B]
     read    lengths         int32  [max_B]     committed tokens n
     read    tokens          int32  [max_B, C]  committed tokens
-    update  extended        int32  [max_B]     positions whose features the draft model has run over; out: n - 1
+    read    extended        int32  [max_B]     positions whose features the draft model has run over
     write   waiting_tokens  int32  [B, R]      the token behind each waiting position; -1 pads
     write   counts          int32  [B]         waiting positions, 0 for a pad
     write   firsts          int32  [B]         the first of them; 0 for a pad
@@ -26,15 +26,15 @@ def waiting_rows(
     slots: torch.Tensor,
     lengths: torch.Tensor,
     tokens: torch.Tensor,
-    *,
     extended: torch.Tensor,
+    *,
     waiting_tokens: torch.Tensor,
     counts: torch.Tensor,
     firsts: torch.Tensor,
     draft_live: torch.Tensor,
     draft_lens: torch.Tensor,
 ) -> None:
-    """Lay out the positions that wait for the draft model, the last R at most, and take them for run."""
+    """Lay out the positions that wait for the draft model, the last R at most."""
     most = waiting_tokens.shape[1]
     waiting_tokens.fill_(-1)
     for out in (counts, firsts, draft_live, draft_lens):
@@ -48,7 +48,6 @@ def waiting_rows(
         waiting_tokens[index, :count] = tokens[slot, first + 1 : length]
         counts[index], firsts[index] = count, first
         draft_live[index], draft_lens[index] = 1, length
-        extended[slot] = length - 1
 
 
 @operation("""

@@ -258,6 +258,7 @@ def gather_rows(
     read    slot_ints        int64  [max_B, {NUM_INTS}]
     read    row_tokens       int32  [B, T]               as `gather_rows` wrote them
     read    row_masks        int64  [B, T]
+    read    width_choice     int32  [1]                  the width that was chosen, where a step begins with its choice
     update  grammar_tokens   int32  [max_B, max_T]       -1 where dead
     update  grammar_paths    int64  [max_B, max_T]       ancestors and self of each row; 0 where dead
     update  grammar_lengths  int64  [max_B]              n, written last
@@ -268,15 +269,20 @@ def publish_rows(
     slot_ints: torch.Tensor,
     row_tokens: torch.Tensor,
     row_masks: torch.Tensor,
+    width_choice: torch.Tensor | None = None,
     *,
     grammar_tokens: torch.Tensor,
     grammar_paths: torch.Tensor,
     grammar_lengths: torch.Tensor,
+    most_drafts: int = 0,
 ) -> None:
     """Tell the host which rows the slots with a grammar verify, so that it fills their masks while the target runs.
 
+    most_drafts  with width_choice: a step of 1 to so many drafts is not told of here, but when they are made
     What is past the step's rows is dead. Other slots are not told.
     """
+    if width_choice is not None and 1 <= int(width_choice[0]) <= most_drafts:
+        return
     rows = row_tokens.shape[1]
     for index, slot in enumerate(slots.tolist()):
         if slot >= 0 and slot_ints[slot, HAS_GRAMMAR] == MASKED:

@@ -7,7 +7,7 @@ the host writes and reads the first one's, whose commands the others read when t
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -162,10 +162,10 @@ class ParallelExecutor:
             for rank in self.ranks:
                 rank.synchronize()
 
-    @property
-    def stream(self) -> Any:
-        """The first rank's stream."""
-        return self._leader.stream
+    def mark(self) -> torch.cuda.Event:
+        """See `GraphExecutor.mark`, of the first rank."""
+        with self._leader.current():
+            return self._leader.mark()
 
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write into the state of every rank; see `Executor.write_state`."""

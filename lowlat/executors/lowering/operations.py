@@ -54,8 +54,9 @@ from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.sampling.suffix_draft import suffix_draft
 from lowlat.kernels.step.accept import accept, accept_simulated, commit, draft_rows, truncate
 from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
-from lowlat.kernels.step.choose_width import choose_width, join_widths
+from lowlat.kernels.step.choose_width import choose_width
 from lowlat.kernels.step.publish import publish, tree_masks
+from lowlat.kernels.step.width_odds import join_widths, learn_widths
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.trees.draft_scores import draft_topk_logprobs
 from lowlat.kernels.trees.grow import choose_nodes, grow_block_tree, grow_tree
@@ -123,7 +124,7 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
     given.pop("group", None)  # of torch's products alone
     buffers = binding.program.buffers
     max_batch, max_context = buffers["tokens"].shape
-    most = [given["row_masks"], buffers["row_tokens"], buffers.get("draft_nodes", buffers["row_tokens"])]
+    most = [given["row_masks"], *(buffers[name] for name in ("row_tokens", "draft_nodes") if name in buffers)]
     attend = attention if op.kind == "attention" else partial_attention
     return attend(
         **given,
@@ -221,7 +222,8 @@ _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
-    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, list_active_slots, list_lens),
+    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_widths, list_active_slots),
+    *(list_lens,),
     *(markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
     *(silu_mul, split_norms, store_boundary, suffix_draft, take_block, take_features, tree_masks, truncate),
     *(join_columns, sum_ranks, waiting_rows),

@@ -7,16 +7,18 @@ from lowlat.executors.lowering.binding import Binding, Call
 from lowlat.executors.lowering.fusion import Fusion, Run
 from lowlat.executors.lowering.operations import draft_topk_alone, left_argmax, publication
 from lowlat.kernels.attention.kv_compact import kv_compact
+from lowlat.kernels.rows.waiting import draft_waiting_rows
 from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.step.accept import accept_and_commit
-from lowlat.kernels.step.begin_step import begin_step
-from lowlat.kernels.step.publish import finish_step
+from lowlat.kernels.step.begin_step import Choice, begin_step
+from lowlat.kernels.step.publish import end_step, finish_step
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.models.program import Op
 
 __all__ = ["STEP_FUSIONS"]
 
-ROWS = ("tokens", "positions", "row_live", "write_lens", "live_positions")
+DRAFT_ROWS = ("tokens", "positions", "row_live", "write_lens", "live_positions")
+OPENING = "apply_commands list_active_slots choose_width gather_rows publish_rows"
 COMPACTED = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
 
 
@@ -38,10 +40,16 @@ def _agree(*kinds: str) -> Any:
 
 
 def _begin(binding: Binding, run: Run) -> Sequence[Call]:
-    """Commands and the list of active slots where they are, the rows to verify, and what the host is told of them."""
-    kinds = ("apply_commands", "list_active_slots", "publish_rows")
-    applies, lists, tells = (run.find(kind) is not None for kind in kinds)
-    return begin_step(**_joined(binding, run.ops), applies=applies, lists=lists, tells=tells)
+    """Commands and the list of active slots where they are, the rows to verify, and what the host is told of them;
+    before them the choice of the width, or the drafts that are handed to the state."""
+    kinds = ("apply_commands", "list_active_slots", "publish_rows", "tree_masks")
+    applies, lists, tells, hands = (run.find(kind) is not None for kind in kinds)
+    given, chosen = _joined(binding, run.ops), run.find("choose_width")
+    choice = None
+    if chosen is not None:
+        choice = Choice(given.pop("row"), given.pop("most_waiting"), 0 if binding.switches else None)
+    most = given.pop("most_drafts", 0)
+    return begin_step(given, applies=applies, lists=lists, tells=tells, hands=hands, choice=choice, most_drafts=most)
 
 
 def _begins(run: Run, card: Card) -> bool:
@@ -56,7 +64,7 @@ def _accept(binding: Binding, run: Run) -> Sequence[Call]:
     rows = run.find("draft_rows")
     if rows is not None:
         given = binding.arguments(rows)
-        arguments |= {"draft_rows": {name: given[name] for name in ROWS}, "dense_lens": given["dense_lens"]}
+        arguments |= {"draft_rows": {name: given[name] for name in DRAFT_ROWS}, "dense_lens": given["dense_lens"]}
     calls = list(accept_and_commit(**arguments))
     return [*calls, *_compacted(binding, run)] if run.find("kv_compact") else calls
 
@@ -99,6 +107,40 @@ def _assigns(run: Run, card: Card) -> bool:
     return assigning.reads["top_tokens"] == drafting.writes["out"]
 
 
+def _end(binding: Binding, run: Run) -> Sequence[Call]:
+    """The publication, the features that wait from now on, and what the fate of the drafts tells."""
+    kept = run.find("keep_features")
+    return end_step(
+        publication(binding, run.op("publish")),
+        binding.arguments(run.op("learn_widths")),
+        None if kept is None else binding.arguments(kept),
+        binding.loop,
+    )
+
+
+def _waits(run: Run, card: Card) -> bool:
+    """Whether features and the draft model's rows are those of the waiting positions."""
+    waiting, rows, taken = run.op("waiting_rows"), run.op("draft_rows"), run.find("take_features")
+    outs = waiting.writes
+    names = {"accepted_tokens": "waiting_tokens", "commit_lens": "counts", "dense_lens": "firsts"}
+    same = all(rows.reads[name] == outs[own] for name, own in {**names, "draft_live": "draft_live"}.items())
+    if taken is None:
+        return same
+    known = {**waiting.reads, **outs}
+    return same and all(taken.reads[name] == known[name] for name in ("slots", "firsts", "counts"))
+
+
+def _draft_waiting(binding: Binding, run: Run) -> Sequence[Call]:
+    """The waiting positions, their features, and the draft model's rows over them."""
+    given, taken = binding.arguments(run.op("draft_rows")), run.find("take_features")
+    features = None
+    if taken is not None:
+        own = binding.arguments(taken)
+        features = {name: own[name] for name in ("waiting_features", "out")}
+    rows = {name: given[name] for name in DRAFT_ROWS}
+    return draft_waiting_rows(**binding.arguments(run.op("waiting_rows")), features=features, rows=rows)
+
+
 def _finish(binding: Binding, run: Run) -> Sequence[Call]:
     """The next step's masks and paths, and the publication."""
     masks: Mapping[str, Any] = binding.arguments(run.op("tree_masks"))
@@ -107,10 +149,14 @@ def _finish(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 STEP_FUSIONS = (
+    Fusion("open_step", OPENING, 1, _begin, _begins),
+    Fusion("hand_over+begin_step", "tree_masks gather_rows publish_rows?", 1, _begin, _begins),
     Fusion("begin_step", "apply_commands? list_active_slots? gather_rows publish_rows?", 1, _begin, _begins),
     Fusion("accept+commit", "accept|accept_simulated truncate kv_compact* commit draft_rows?", 2, _accept, _accepts),
     Fusion("sample", "finite sample", 1, _sample, _agree()),
     Fusion("kv_compact", "kv_compact kv_compact kv_compact*", 1, _compacted, _compacts),
     Fusion("draft_topk", "draft_topk assign_drafts", 1, _draft_topk, _assigns),
+    Fusion("end_step", "publish keep_features? learn_widths", 1, _end, _agree()),
+    Fusion("waiting_rows", "waiting_rows take_features? draft_rows", 1, _draft_waiting, _waits),
     Fusion("finish_step", "tree_masks publish", 1, _finish, _agree("tree_masks", "publish")),
 )

@@ -137,7 +137,8 @@ class ReferenceExecutor:
             bucket = bucket.bodies[int(self.state["width_choice"])]
         bound = self._prepare(bucket)[1]
         if meanwhile is not None:
-            count = 1 + max(place for place, (op, _, _) in enumerate(bound) if op.stage is Stage.ACTIVE_SLOTS)
+            listing = (place for place, (op, _, _) in enumerate(bound) if op.stage is Stage.ACTIVE_SLOTS)
+            count = 1 + max(listing, default=-1)
             self._run(bound[:count])
             meanwhile()
             bound = bound[count:]
