@@ -26,7 +26,7 @@ SAME = (
     *("tokens", "lengths", "active", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints", "output_counts"),
     *("ring_head", "ring_records", "ring_tokens", "grammar_tokens", "grammar_paths", "grammar_lengths"),
 )
-WIDTHS = ("width_odds", "width_seen", "width_policy", "width_choice")
+WIDTHS = ("width_odds", "width_runs", "width_expected", "width_last", "width_waited", "width_choice")
 
 
 @pytest.fixture(scope="module")

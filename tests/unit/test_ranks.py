@@ -98,8 +98,10 @@ def test_the_number_of_ranks_changes_no_bit(
     path, sizes = None if head is None else targets[head], (1, 2, 4) if name == "odd" else (1, 2, 4, 8)
     one, *others = (Decoded(targets[name], size, path, tp_invariant=True, **options) for size in sizes)
     for found in others:
-        assert found.tokens == one.tokens and len(found.logits) == len(one.logits)
-        assert all(map(torch.equal, found.logits, one.logits)) and found.acceptance == one.acceptance
+        assert found.tokens == one.tokens
+        if "adaptive" not in options:  # whose widths depend on what a rank's steps cost
+            assert len(found.logits) == len(one.logits) and found.acceptance == one.acceptance
+            assert all(map(torch.equal, found.logits, one.logits))
         assert head != "cut" or found.num_drafted_heads == 1
     assert others[0].num_kv_heads == (3 if name == "odd" else 1) and others[-1].num_kv_heads == 1 + (name == "odd")
     if head is not None:
