@@ -128,6 +128,25 @@ def _set_draft_row(index: Any, row: Any, place: Any, found: Any, token: Any, out
         set_int(live_positions, index, first + count - 1 if slot >= 0 else int64(0))
 
 
+@device_function
+def _take_row(
+    thread: Any, threads: Any, sizes: Any, row: Any, place: Any, found: Any, waiting_features: Any, out: Any
+) -> None:
+    """The features of a waiting position, by a block; zeros where nothing waits at that place.
+
+    sizes  positions of a slot that are kept, and 16 bytes of a row
+    found  the slot, its first position that waits, and how many do
+    """
+    kept, wide = sizes
+    slot, first, count = found
+    target = out + row * (wide * 16)
+    if slot >= 0 and place < count:
+        _, at = divide(first + place, kept)
+        copy_row(thread, threads, wide, waiting_features + (slot * kept + at) * (wide * 16), target)
+    else:
+        zero_row(thread, threads, wide, target)
+
+
 @cache
 def _make_rows(plan: WaitingPlan) -> Kernel:
     context, most, kept, wide, lays_out = astuple(plan)
@@ -173,12 +192,8 @@ def _make_rows(plan: WaitingPlan) -> Kernel:
                 outs = (row_tokens, row_positions, row_live, write_lens, live_positions)
                 _set_draft_row(index, row, place, (slot, first, count), token, outs)
         if takes:
-            if slot >= 0 and place < count:
-                _, at = divide(first + place, kept)
-                source = waiting_features + (slot * kept + at) * (wide * 16)
-                copy_row(thread, threads, wide, source, out + row * (wide * 16))
-            else:
-                zero_row(thread, threads, wide, out + row * (wide * 16))
+            found = (slot, first, count)
+            _take_row(thread, threads, (kept, wide), row, place, found, waiting_features, out)
 
     name = "waiting_rows_" + "_".join(map(str, astuple(plan)))
     return Kernel(name, kernel, (types.int64,) * len(ARGUMENTS), threads)
@@ -215,13 +230,8 @@ def _make_take(rows: int, most: int, width: int) -> Kernel:
         ptx.let_next_kernel_start()
         row, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
         index, place = divide(row, rows)
-        slot, first, count = int_at(slots, index), int_at(firsts, index), int_at(counts, index)
-        target = out + row * (width * 16)
-        if slot >= 0 and place < count:
-            _, at = divide(first + place, most)
-            copy_row(thread, threads, width, waiting_features + (slot * most + at) * (width * 16), target)
-        else:
-            zero_row(thread, threads, width, target)
+        found = (int_at(slots, index), int_at(firsts, index), int_at(counts, index))
+        _take_row(thread, threads, (most, width), row, place, found, waiting_features, out)
 
     return Kernel(f"take_features_{rows}_{most}_{width}", kernel, (types.int64,) * 5, threads)
 

@@ -56,7 +56,7 @@ CHOSEN_BY = ("active", "lengths", "extended", "width_bounds", "width_costs", "wi
 
 @dataclass(frozen=True)
 class Choice:
-    """What `choose_width` is told beside its arrays.
+    """The parameters of `choose_width`, beside its arrays.
 
     row           of the costs: the bucket's
     most_waiting  positions that may wait for the draft model; 0: nothing waits

@@ -8,7 +8,6 @@ host has read the one ahead of it: where it verifies drafts, a slot with a gramm
 specialised by a `BeginStepPlan`.
 """
 
-import re
 from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
@@ -34,7 +33,7 @@ from lowlat.kernels.step.choose_width import BODY, CHOICE_WORDS, ChoicePlan, cho
 from lowlat.kernels.step.host_commands import WAITING_WORDS, apply_waiting, commands_wait
 from lowlat.kernels.step.next_drafts import hand_over
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import Kernel
+from lowlat.kernels.toolchain.kernel import Kernel, plan_name
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint64
 
 __all__ = ["ARGUMENTS", "BeginStepPlan", "begin_step_kernel"]
@@ -415,6 +414,6 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             slot = int64(-1) if width >= 1 and width <= most_drafts else slot
             _tell_rows(thread, slot, (rows, sizes[5]), record, (row_tokens, row_masks), told)
 
-    name = "begin_step" + re.sub(r"\W+", "_", str(astuple(plan))).rstrip("_")
+    name = plan_name("begin_step", plan)
     signature = (*[types.int64] * (len(ARGUMENTS) - 1), types.uint64)
     return Kernel(name, kernel, signature, threads, linked=not plan.choice.switching)

@@ -6,7 +6,6 @@ flag that stops a device loop, and the ring's head is released by one thread aft
 specialised by a `PublishPlan`.
 """
 
-import re
 from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
@@ -27,7 +26,7 @@ from lowlat.kernels.rows.waiting import MAX_SOURCES, KeepingPlan, keep_row
 from lowlat.kernels.step.next_drafts import load_drafts, load_going, write_drafts, write_paths
 from lowlat.kernels.step.width_odds import FATES, LearningPlan, learn
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import Kernel
+from lowlat.kernels.toolchain.kernel import Kernel, plan_name
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32
 
 __all__ = ["ARGUMENTS", "NOTHING_KEPT", "NOTHING_LEARNT", "PublishPlan", "publish_kernel"]
@@ -277,6 +276,6 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
             if looping:
                 _repeat(condition, loop_budget, state)
 
-    name = "publish" + re.sub(r"\W+", "_", str(astuple(plan))).rstrip("_")
+    name = plan_name("publish", plan)
     signature = (*[types.int64] * (len(ARGUMENTS) - 1), types.uint64)
     return Kernel(name, kernel, signature, threads, linked=not looping)

@@ -156,7 +156,7 @@ def _reckon(own: Any, every: Any, odds: Any, slot: Any, expected: Any, most: Any
 
 @device_function
 def _load_fate(index: Any, addresses: Any, runs: Any, fates: Any) -> Any:
-    """What became of an entry's drafts; returns its slot, -1 where there is none."""
+    """Load the fate of an entry's drafts; returns its slot, -1 where there is none."""
     slots, accepted_lens, num_verified, verified_source = addresses
     slot, accepted = int_at(slots, index), int_at(accepted_lens, index)
     tried, source = int_at(num_verified, index), int_at(verified_source, index)

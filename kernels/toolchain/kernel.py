@@ -4,15 +4,26 @@ A kernel's module makes `Kernel`s (a Python function specialised by constants) a
 and its arguments). An executor compiles, launches or captures them.
 """
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
 from lowlat.kernels.tuning.table import Planned, TuningTable
 
-__all__ = ["H200", "Argument", "Card", "Kernel", "KernelCall", "Workspace", "WorkspaceShape", "examples_for"]
+__all__ = [
+    "H200",
+    "Argument",
+    "Card",
+    "Kernel",
+    "KernelCall",
+    "Workspace",
+    "WorkspaceShape",
+    "examples_for",
+    "plan_name",
+]
 
 T = TypeVar("T")
 
@@ -124,3 +135,8 @@ class KernelCall:
             raise ValueError(
                 f"{self.kernel.name} takes {len(self.kernel.signature)} arguments, got {len(self.arguments)}"
             )
+
+
+def plan_name(kind: str, plan: Any) -> str:
+    """The name of a kernel: its kind, and all numbers of its plan, those of plans within it included."""
+    return kind + re.sub(r"\W+", "_", str(astuple(plan))).rstrip("_")

@@ -139,7 +139,7 @@ class _Body(StepBuilder):
         self.builder.emit("keep_features", Stage.PUBLISH, reads=reads, writes=writes)
 
     def _learn(self) -> None:
-        """What the fate of this step's drafts tells of the next one's."""
+        """Count the fate of this step's drafts, which tells of the next one's."""
         names = ("slots", "accepted_lens", "num_verified", "verified_source", "dense_lens")
         self.builder.emit(
             "learn_widths",

@@ -19,7 +19,7 @@ __all__ = ["Costs", "StepCosts", "by_bytes", "cost_table"]
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What the bodies of a bucket cost, in the order of the choice, in any unit.
+    """The costs of a bucket's bodies, in the order of the choice, in any unit.
 
     base          of a step whose slots have no positions
     per_position  what each position adds, whichever slot's

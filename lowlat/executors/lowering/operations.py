@@ -223,8 +223,7 @@ _BY_NAME = (
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
     *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_widths, list_active_slots),
-    *(list_lens,),
-    *(markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
+    *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
     *(silu_mul, split_norms, store_boundary, suffix_draft, take_block, take_features, tree_masks, truncate),
     *(join_columns, sum_ranks, waiting_rows),
 )

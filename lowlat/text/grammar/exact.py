@@ -1,4 +1,4 @@
-"""What the library holds too loosely in a JSON schema, made exact; what cannot be made so is refused.
+"""JSON schemas made exact where the library holds them too loosely; those that cannot be made so are refused.
 
 - Formats: it allows the 29th of February in every year, the second 60 in every minute, labels of host names that are no
   Punycode, and host names of any length. Beside the format stands what forbids these; for leap seconds and Punycode,
@@ -36,9 +36,8 @@ EXACT: Mapping[str, Mapping[str, str | int]] = MappingProxyType(
 )
 VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords that hold documents
 NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # schemas by name
-LOOSE = re.compile(
-    r'"format"|"pattern|"minProperties"|[0-9]{16}|[0-9.][eE]|\\u00|\x7f'
-)  # a text without these is exact
+# a text without these is exact
+LOOSE = re.compile(r'"format"|"pattern|"minProperties"|[0-9]{16}|[0-9.][eE]|\\u00|\x7f')
 # of Python and of ECMA: what is none of these is none to either
 WORD, DIGIT, SPACE = r"\p{L}\p{N}_", r"\p{Nd}", r"\s\uFEFF"
 NEGATED = MappingProxyType({r"\W": f"[^{WORD}]", r"\D": f"[^{DIGIT}]", r"\S": f"[^{SPACE}]"})
@@ -51,7 +50,7 @@ MOST = (1 << 63) - 1024  # of floats that are whole numbers of 64 bits
 
 
 class NotHeld(ValueError):
-    """What a schema asks for and the library would not hold."""
+    """A schema asks for something that the library would not hold."""
 
 
 def exact_text(text: str) -> str:
