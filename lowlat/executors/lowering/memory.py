@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 import torch
 
+from lowlat.executors.lowering.binding import in_parts
 from lowlat.executors.lowering.prefill_attention import attention_workspaces, refresh_bytes
 from lowlat.executors.lowering.prefill_gemm import activation_workspace, gemm_workspaces
 from lowlat.executors.lowering.weight_parts import EXPERT_GEMMS
+from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
 from lowlat.kernels.gemm.prefill.plan import MOST_ROWS
 from lowlat.kernels.moe.plan import partials_workspace
@@ -53,8 +55,10 @@ def workspace_bytes(program: Program, shape_of: ShapeOf) -> int:
 def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceShape]:
     """The workspaces that an operation asks for."""
     if op.kind == "linear":
-        rows = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS)
-        return gemm_workspaces(rows, *shape_of(op.weights["weight"]))
+        rows, parts = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS), None
+        if in_parts(op):
+            parts = KParts(int(op.params["num_parts"] or 1), 1)
+        return gemm_workspaces(rows, *shape_of(op.weights["weight"]), parts)
     if op.kind == "silu_mul":
         return [activation_workspace(*program.buffers[op.writes["out"]].shape)]
     if op.kind in ATTENTION:
