@@ -61,6 +61,7 @@ class ExpertShape:
     biased  experts have biases
     clamped gate and up values are those of the clamped SwiGLU; else of the plain one
     parts   of K, of which each is a warp's, for few rows and with DOWN alone; None: warps have runs of all steps
+    pitch   columns from a row to the next where these are some of them, whole steps, for many rows; 0: they are all
     """
 
     kind: str
@@ -71,11 +72,12 @@ class ExpertShape:
     biased: bool = True
     clamped: bool = True
     parts: KParts | None = None
+    pitch: int = 0
 
     @property
     def label(self) -> str:
         """The part of kernels' names that tells formats, epilogues and parts apart."""
-        parts = "" if self.parts is None else f"_{self.parts.name}"
+        parts = f"_of{self.pitch}" if self.pitch else "" if self.parts is None else f"_{self.parts.name}"
         return f"{self.format.name}{'' if self.biased else '_unbiased'}{'' if self.clamped else '_plain'}{parts}"
 
     @property
@@ -97,6 +99,11 @@ class ExpertShape:
     def steps(self) -> int:
         """Steps of 64 columns."""
         return -(-self.columns // 64)
+
+    @property
+    def tile_steps(self) -> int:
+        """Steps from a tile to the next."""
+        return -(-(self.pitch or self.columns) // 64)
 
     @property
     def values(self) -> int:

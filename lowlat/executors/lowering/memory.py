@@ -17,7 +17,7 @@ from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
 from lowlat.kernels.gemm.prefill.plan import MOST_ROWS
 from lowlat.kernels.moe.plan import partials_workspace
-from lowlat.kernels.moe.prefill.experts import list_workspaces
+from lowlat.kernels.moe.prefill.experts import PARTS_ROWS, list_workspaces, parts_workspace
 from lowlat.kernels.moe.prefill.warpgroup_plan import fits_warpgroups, warpgroup_workspaces
 from lowlat.kernels.moe.router import router_workspace
 from lowlat.kernels.partial.block_lists import scores_workspace
@@ -75,6 +75,9 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
         if op.kind == "experts_gate_up":
             return [*lists]
         inner = program.buffers[op.reads["activated"]].shape[-1]
+        if in_parts(op):
+            parts = KParts(int(op.params["num_parts"] or 1), 1)
+            return [*lists, partials_workspace(min(rows, PARTS_ROWS), ranks, width), parts_workspace(rows, width, parts)]
         if fits_warpgroups(width, inner, rows * ranks, num_experts):
             return [*lists, *warpgroup_workspaces(rows, ranks, num_experts, width, inner)]
         return [*lists, partials_workspace(rows, ranks, width)]

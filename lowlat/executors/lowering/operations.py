@@ -186,7 +186,10 @@ def down_alone(binding: Binding, op: Op, *, grouped: bool = False) -> Sequence[C
     """The calls of `experts_down`; grouped: the pairs of many rows were grouped by the gate-up GEMM right before."""
     given = {**binding.arguments(op), "experts": binding.weights.experts(experts_name(op))}
     bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
-    given |= {"bias": bias, "card": binding.card}
+    parts = binding.k_parts(op, given["activated"].shape[-1])
+    for name in ("num_parts", "unit"):
+        given.pop(name, None)
+    given |= {"bias": bias, "card": binding.card, "parts": parts}
     if decodes(op):
         return experts_down(**given, workspace=binding.workspace)
     return prefill_down(**given, workspace=binding.workspace, grouped=grouped)
