@@ -28,6 +28,7 @@ __all__ = ["temporary_bytes", "workspace_bytes", "workspaces_of"]
 
 ATTENTION = ("prefill_attention", "refresh_attention")
 LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
+STEP_ROWS = 64  # of a launch of a step, at most
 SUMS = 4  # float32 copies of attention's sums of weights, at most
 
 ShapeOf = Callable[[str], torch.Size]
@@ -77,7 +78,9 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
         inner = program.buffers[op.reads["activated"]].shape[-1]
         if in_parts(op):
             parts = KParts(int(op.params["num_parts"] or 1), 1)
-            return [*lists, partials_workspace(min(rows, PARTS_ROWS), ranks, width), parts_workspace(rows, width, parts)]
+            rows_at_once = max(min(rows, PARTS_ROWS), STEP_ROWS * parts.count)  # steps keep each part's apart, in it, too
+            partials = partials_workspace(rows_at_once, ranks, width)
+            return [*lists, partials, parts_workspace(rows, width, parts)]
         if fits_warpgroups(width, inner, rows * ranks, num_experts):
             return [*lists, *warpgroup_workspaces(rows, ranks, num_experts, width, inner)]
         return [*lists, partials_workspace(rows, ranks, width)]
