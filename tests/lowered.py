@@ -122,9 +122,7 @@ class Pair:
         buffers = BufferSet(specs, CPU, program.constants)
         workspace = SharedWorkspace(CPU)
         workspace.reserve(workspaces_of(program, lambda name: matrix_shape(name, self.source)))
-        binding = Binding(
-            program, buffers, self.weights, card, workspace, is_invariant=sum_in_parts([program])
-        )
+        binding = Binding(program, buffers, self.weights, card, workspace, is_invariant=sum_in_parts([program]))
         groups = lower(binding, fuse=self.fuse)
         return Lowered(program, buffers, self.weights, workspace, groups)
 

@@ -174,7 +174,8 @@ def _check(config: "ModelConfig | DraftConfig", size: int, owner: str, vocab_siz
 def _units(config: "ModelConfig | DraftConfig", invariant: bool) -> tuple[int, int]:
     """Inputs of the layers that are cut, which stay together: of the inner width, and of heads' outputs.
 
-    Where parts are summed one by one, and the inner width has whole steps for all of them, they are whole steps. The latter are a multiple of what formats hold together where so many ranks are allowed, see `_check`.
+    The inner width stays together in whole steps where parts are summed one by one, if it has some for all of them.
+    The latter are a multiple of what formats hold together where so many ranks are allowed, see `_check`.
     """
     mixture: ExpertsConfig | None = getattr(config, "experts", None)
     experts = 1 if mixture is None else FORMATS[mixture.weight_format].block

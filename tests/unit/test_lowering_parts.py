@@ -114,7 +114,7 @@ def test_what_kernels_do_not_sum_in_parts_is_refused_by_name(targets: Mapping[st
     refuse_parts(replace(graph, executor="reference"), rank_configs(narrow, 2, invariant=True)[0])
     with pytest.raises(ConfigError, match=r"whole steps of 64 columns .* target's intermediate_size 96 .*'reference'"):
         refuse_parts(graph, rank_configs(narrow, 2, invariant=True)[0])
-    with pytest.raises(ConfigError, match="tp_invariant cannot sum layers.0.down.weight by kernels: parts of K are"):
+    with pytest.raises(ConfigError, match=r"tp_invariant cannot sum layers.0.down.weight by kernels: parts of K are"):
         kernels(targets["narrow"], 1)
     with pytest.raises(ConfigError, match=r"tp_invariant needs prefill's own GEMMs, of cards of capability 9.0"):
         kernels(targets["llama"], 2, CARDS[(8, 0)])

@@ -200,8 +200,8 @@ def plans_of(
     """All plans for [M, K] by [N, K]: with as many stages as fit, first the one that should take least time, then with
     fewer. weights: how the weight is held; parts: of K, which are segments then, apart where there are several.
 
-    Raises ShapeError for M that is no multiple of 64 or above 4096, of several parts above 1024, N or K that is no multiple of 8, or a card that
-    `has_prefill_gemm` denies.
+    Raises ShapeError for M that is no multiple of 64 or above 4096, or of several parts above 1024, for N or K that is
+    no multiple of 8, or a card that `has_prefill_gemm` denies.
     """
     if not has_prefill_gemm(card):
         raise ShapeError(

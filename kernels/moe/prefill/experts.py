@@ -127,11 +127,11 @@ def _down_in_parts(
     card: Card,
 ) -> list[KernelCall]:
     """`prefill_down` of few enough rows, a part of K after the other."""
-    shape, plan, planned = _plan(DOWN, ids, experts, card)
+    (rows, ranks), (shape, plan, planned) = ids.shape, _plan(DOWN, ids, experts, card)
     lists = _lists(ids, experts, workspace, plan)
     calls = _group(ids, experts, plan, lists)
-    partials = workspace(*partials_workspace(*ids.shape, experts.rows))
-    sums = workspace(*parts_workspace(len(ids), experts.rows, parts))
+    partials = workspace(*partials_workspace(rows, ranks, experts.rows))
+    sums = workspace(*parts_workspace(rows, experts.rows, parts))
     for number, (first, end) in enumerate(itertools.pairwise(parts.ends(shape.steps))):
         if first == end:
             continue
@@ -215,9 +215,7 @@ def _group(
     return group_pairs(expert_ids=ids, num_experts=experts.num_experts, tile_pairs=plan.pairs, **lists)
 
 
-def _lists(
-    ids: torch.Tensor, experts: PackedExperts, workspace: Workspace, plan: MixturePlan
-) -> dict[str, torch.Tensor]:
+def _lists(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace, plan: MixturePlan) -> dict[str, Any]:
     order, tiles = list_workspaces(ids.shape[0], ids.shape[1], experts.num_experts)
     count = most_tiles(ids.numel(), experts.num_experts, plan.pairs)
     return {"order": workspace(*order), "tiles": workspace(*tiles)[:count]}

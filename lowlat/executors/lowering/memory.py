@@ -59,7 +59,8 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
         rows, parts = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS), None
         if in_parts(op):
             parts = KParts(int(op.params["num_parts"] or 1), 1)
-        return gemm_workspaces(rows, *shape_of(op.weights["weight"]), parts)
+        height, width = shape_of(op.weights["weight"])
+        return gemm_workspaces(rows, height, width, parts)
     if op.kind == "silu_mul":
         return [activation_workspace(*program.buffers[op.writes["out"]].shape)]
     if op.kind in ATTENTION:
@@ -78,7 +79,9 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
         inner = program.buffers[op.reads["activated"]].shape[-1]
         if in_parts(op):
             parts = KParts(int(op.params["num_parts"] or 1), 1)
-            rows_at_once = max(min(rows, PARTS_ROWS), STEP_ROWS * parts.count)  # steps keep each part's apart, in it, too
+            rows_at_once = max(
+                min(rows, PARTS_ROWS), STEP_ROWS * parts.count
+            )  # steps keep each part's apart, in it, too
             partials = partials_workspace(rows_at_once, ranks, width)
             return [*lists, partials, parts_workspace(rows, width, parts)]
         if fits_warpgroups(width, inner, rows * ranks, num_experts):

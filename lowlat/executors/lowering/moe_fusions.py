@@ -121,7 +121,9 @@ def _normed_router(binding: Binding, run: Run) -> Sequence[Call]:
 def _grouped(run: Run, card: Card) -> bool:
     gate_up, down = run.op("experts_gate_up"), run.op("experts_down")
     feeds = down.reads["activated"] == gate_up.writes["out"]
-    return not decodes(down) and not in_parts(down) and feeds and gate_up.reads["expert_ids"] == down.reads["expert_ids"]
+    return (
+        not decodes(down) and not in_parts(down) and feeds and gate_up.reads["expert_ids"] == down.reads["expert_ids"]
+    )
 
 
 def _activated(run: Run) -> list[str]:

@@ -65,8 +65,8 @@ def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
     if binding.is_invariant:
         raise ConfigError(
             f"{binding.program.name}: tp_invariant needs prefill's own GEMMs, of cards of capability 9.0, chunks of a "
-            f"multiple of {ROWS} and widths of {WIDTH}, and {name} would be multiplied by a matrix library, whose order "
-            f"of sums its width decides (capability {binding.card.capability}, prefill_chunk {chunk}, "
+            f"multiple of {ROWS} and widths of {WIDTH}, and {name} would be multiplied by a matrix library, whose "
+            f"order of sums its width decides (capability {binding.card.capability}, prefill_chunk {chunk}, "
             f"{weight.rows} x {weight.columns}); leave it out, or use executor 'reference'"
         )
     bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None

@@ -3,7 +3,6 @@ and added as a tree, however many cards have them; few rows and many.
 """
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,7 +63,9 @@ class Case:
                 "expert_weights": self.shares, "experts": of_columns(self.experts, start, stop),
                 "bias": None if number else self.experts.bias, "workspace": Poisoned(), "card": small_card(3),
             }  # fmt: skip
-            with walkable(walker := Walker(late=number % 2 == 0, may_leave=prefill), *(PREFILL if prefill else DECODE)) as modules:
+            with walkable(
+                walker := Walker(late=number % 2 == 0, may_leave=prefill), *(PREFILL if prefill else DECODE)
+            ) as modules:
                 module, parts = modules[-1], KParts(8 // size, 1)
                 if prefill:
                     walker.run(*module.prefill_down(**given, parts=parts))
