@@ -49,7 +49,6 @@ from lowlat.kernels.sampling.select import FINITE
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
-from lowlat.kernels.tuning.table import Planned
 
 NUM_BESIDE = NUM_ARGUMENTS  # arguments of a kernel that only ROTATE uses, or EXCHANGE
 NUM_NORM = 2  # and those of a norm
@@ -188,11 +187,7 @@ def decode_gemm(
     for start in range(0, count, most):
         part = slice(start, min(start + most, count))
         rows = part.stop - start
-        planned: Planned | None = None
-        if plan is None:
-            chosen, planned = choose_decode_plan(rows, shape, card, held)
-        else:
-            chosen = _given(plan, shape, held)
+        chosen, planned = (_given(plan, shape, held), None) if plan else choose_decode_plan(rows, shape, card, held)
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
         beside = columns if residual is None else residual[part]

@@ -160,15 +160,11 @@ def make_multiplying(
     tiles, steps, part, stages = shape.tiles // plan.sets, shape.steps, plan.part, plan.stages
     own, cut, steps_of = plan.steps_a_warp(shape), shape.parts is not None, _make_steps_of(shape, plan)
     words_bytes, sum_bytes, area_bytes = part * shape.step_bytes, plan.sum_bytes, plan.area_bytes
-    held = part == own  # inputs stay while a unit lasts
+    held, place_of = part == own, _make_place_of(stages * stage_bytes)  # held: inputs stay while a unit lasts
     next_part = _make_next_part(shape, plan, prefetch_behind)
     load_inputs, multiply = make_load_inputs(shape, plan, awaited=awaited), make_multiply(shape, plan)
     store_sums, await_free, give, after = _make_store_sums(plan), handover.await_free, handover.give, handover.after
     wait_for_copies = ptx.copies_wait(stages - 1)
-
-    @device_function
-    def place_of(base: Any, warp: Any, lane: Any) -> Any:
-        return uint32(base + warp * uint32(stages * stage_bytes) + lane * uint32(16))
 
     @device_function
     def fill(base: Any, lists: Any, weights: Any, ahead: Any, behind: Any, warp: Any, lane: Any) -> Any:
@@ -222,6 +218,16 @@ def make_multiplying(
         return behind, stage
 
     return fill, multiply_run
+
+
+def _make_place_of(ring_bytes: int) -> Any:
+    """A function: where a lane's bytes of the first stage of a warp are."""
+
+    @device_function
+    def place_of(base: Any, warp: Any, lane: Any) -> Any:
+        return uint32(base + warp * uint32(ring_bytes) + lane * uint32(16))
+
+    return place_of
 
 
 def _make_next_part(shape: ExpertShape, plan: ExpertPlan, prefetch_behind: Any) -> Any:
