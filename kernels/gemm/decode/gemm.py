@@ -380,6 +380,15 @@ def examples(card: Card = H200) -> list[Kernel]:
     for rows, ranks in examples_for(card, ((1, 2), (4, 8)), 1):
         summed = DecodeGemmShape(2880, 2048, EXCHANGE, True, False, ranks=ranks)
         made.append(_make(summed, plan_decode_gemm(rows, 2880, card)))
+    in_parts = (
+        (1, DecodeGemmShape(4096, 14336, ADD, False, False, parts=KParts(8, 1))),
+        (4, DecodeGemmShape(2880, 2048, EXCHANGE, True, False, ranks=2, parts=KParts(4, 8))),
+        (64, DecodeGemmShape(4096, 2048, FLOAT32, True, False, weights=FP8_TILES, parts=KParts(2, 2))),
+    )
+    for rows, shape in examples_for(card, in_parts, 1):
+        most = min(rows, rows_at_once(card))
+        plan = plan_decode_gemm(most, shape.width, card, weights=shape.weights, parts=shape.parts)
+        made.append(_make(shape, plan))
     rotated = DecodeGemmShape(6144, 4096, ROTATE, False, False, HeadsShape(32, 8, 128, 4, 32, 289))
     made.append(_make(rotated, plan_decode_gemm(4, 6144, card)))
     heads = HeadsShape(64, 8, 64, 1, 32, 1025, coded=True)
