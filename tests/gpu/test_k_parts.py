@@ -1,6 +1,7 @@
 """Products whose K is summed in parts: on a card the bits of parts summed alone and added as a tree, by any plan."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,11 @@ def test_few_rows(launcher: Launcher, name: str, width: int, depth: int) -> None
             if start == stop:
                 return out.zero_()
             parts, own = KParts(count, 1), weight.of(start, stop)
-            given = {"x": x[:, start:stop].contiguous(), "weight": own, "bias": None if start else weight.bias}
+            given: dict[str, Any] = {
+                "x": x[:, start:stop].contiguous(),
+                "weight": own,
+                "bias": None if start else weight.bias,
+            }
             launcher.run(*decode_gemm(**given, out=out, parts=parts, card=card))
             for plan in (
                 candidate_plans(rows, width, card, weights=own.tile_format, parts=parts)[1:4] if rows < 65 else ()
@@ -94,8 +99,12 @@ def test_many_rows(launcher: Launcher, name: str, width: int, depth: int) -> Non
                 arranged = torch.full(arranged_shape(rows, k), torch.nan, device="cuda", dtype=torch.bfloat16)
                 partials = torch.full(partials_shape(plan, rows, width, k, parts), torch.nan, device="cuda")
                 outs.append(torch.full((rows, width), torch.nan, device="cuda"))
-                given = {"x": x[:, start:stop].contiguous(), "weight": own, "bias": None if start else weight.bias}
-                memory = {"arranged": arranged, "partials": partials, "out": outs[-1]}
+                given: dict[str, Any] = {
+                    "x": x[:, start:stop].contiguous(),
+                    "weight": own,
+                    "bias": None if start else weight.bias,
+                }
+                memory: dict[str, Any] = {"arranged": arranged, "partials": partials, "out": outs[-1]}
                 launcher.run(*prefill_gemm(**given, **memory, card=card, parts=parts, plan=plan))
             assert all(torch.equal(out, outs[0]) for out in outs)
             return outs[0]
