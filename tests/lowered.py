@@ -14,7 +14,7 @@ import torch
 from lowlat.executors import kernel_executor
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering.binding import Binding
+from lowlat.executors.lowering.binding import Binding, sum_in_parts
 from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.executors.lowering.memory import workspaces_of
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
@@ -122,7 +122,8 @@ class Pair:
         buffers = BufferSet(specs, CPU, program.constants)
         workspace = SharedWorkspace(CPU)
         workspace.reserve(workspaces_of(program, lambda name: matrix_shape(name, self.source)))
-        groups = lower(Binding(program, buffers, self.weights, card, workspace), fuse=self.fuse)
+        binding = Binding(program, buffers, self.weights, card, workspace, is_invariant=sum_in_parts([program]))
+        groups = lower(binding, fuse=self.fuse)
         return Lowered(program, buffers, self.weights, workspace, groups)
 
 

@@ -48,7 +48,15 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, Workspace, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
-__all__ = ["attention", "attention_bytes", "choose_split", "examples", "most_positions", "partial_attention"]
+__all__ = [
+    "INVARIANT_HEADS",
+    "attention",
+    "attention_bytes",
+    "choose_split",
+    "examples",
+    "most_positions",
+    "partial_attention",
+]
 
 MANY_ITEMS = 1024
 CONVERTS_CODES = (8, 9)  # the capability from which a card makes fp16 of e4m3 itself
@@ -166,6 +174,9 @@ def _shape_of(
         plan.stages, sinks, early, work.split, work.whole, teams, blocks, coded=work.coded, few=few,
         converts=card.capability >= CONVERTS_CODES,
     )  # fmt: skip
+
+
+INVARIANT_HEADS = 8  # with which splits are chosen where ranks have parts of the heads, and must have the same splits
 
 
 def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.kernels.formats import FORMATS, WeightFormat, tiles_of
+from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import TILE_ROWS
 from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.plan import ExpertShape
@@ -90,9 +91,17 @@ def allocate_experts(
     return PackedExperts(weight_format, words, scales, num_experts, rows, columns, order, row_scales)
 
 
-def shape_of(kind: str, experts: PackedExperts, ranks: int, *, biased: bool, clamped: bool = True) -> ExpertShape:
+def shape_of(
+    kind: str,
+    experts: PackedExperts,
+    ranks: int,
+    *,
+    biased: bool,
+    clamped: bool = True,
+    parts: KParts | None = None,
+) -> ExpertShape:
     """The shape of a GEMM of experts, of which a row chooses so many; the others as `ExpertShape` has them."""
-    return ExpertShape(kind, experts.rows, experts.columns, ranks, experts.format, biased, clamped)
+    return ExpertShape(kind, experts.rows, experts.columns, ranks, experts.format, biased, clamped, parts)
 
 
 def check_expert_bias(bias: torch.Tensor | None, experts: PackedExperts, name: str = "bias") -> None:

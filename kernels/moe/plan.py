@@ -11,6 +11,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES
 from lowlat.kernels.formats import WeightFormat
+from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
@@ -19,6 +20,7 @@ __all__ = [
     "GATE_UP",
     "MAX_COLUMNS",
     "MAX_PAIRS",
+    "MAX_PARTS",
     "MOST_PART",
     "PAD",
     "ExpertPlan",
@@ -41,6 +43,7 @@ GATE_UP, DOWN = "gate_up", "down"
 MAX_PAIRS = 256  # of a row and a rank, in one launch: each has a thread while they are listed
 MAX_COLUMNS = 8  # of a tile of mma
 PAD = 20  # floats from one pair's partial sums to the next one's
+MAX_PARTS = 8  # of K, and warps where K is summed in parts
 MOST_WARPS = 15  # that multiply
 LEAST_WARPS = 7
 MOST_PART = 3  # steps whose inputs a thread holds
@@ -57,6 +60,8 @@ class ExpertShape:
     format  of the weights
     biased  experts have biases
     clamped gate and up values are those of the clamped SwiGLU; else of the plain one
+    parts   of K, of which each is a warp's, for few rows and with DOWN alone; None: warps have runs of all steps
+    pitch   columns from a row to the next where these are some of them, whole steps, for many rows; 0: they are all
     """
 
     kind: str
@@ -66,11 +71,19 @@ class ExpertShape:
     format: WeightFormat
     biased: bool = True
     clamped: bool = True
+    parts: KParts | None = None
+    pitch: int = 0
 
     @property
     def label(self) -> str:
-        """The part of kernels' names that tells formats and epilogues apart."""
-        return f"{self.format.name}{'' if self.biased else '_unbiased'}{'' if self.clamped else '_plain'}"
+        """The part of kernels' names that tells formats, epilogues and parts apart."""
+        parts = f"_of{self.pitch}" if self.pitch else "" if self.parts is None else f"_{self.parts.name}"
+        return f"{self.format.name}{'' if self.biased else '_unbiased'}{'' if self.clamped else '_plain'}{parts}"
+
+    @property
+    def outputs(self) -> int:
+        """Weighed outputs of a pair: one, or one for each part."""
+        return 1 if self.parts is None else self.parts.count
 
     @property
     def tiles(self) -> int:
@@ -86,6 +99,11 @@ class ExpertShape:
     def steps(self) -> int:
         """Steps of 64 columns."""
         return -(-self.columns // 64)
+
+    @property
+    def tile_steps(self) -> int:
+        """Steps from a tile to the next."""
+        return -(-(self.pitch or self.columns) // 64)
 
     @property
     def values(self) -> int:
@@ -115,6 +133,7 @@ class ExpertPlan:
     stages      parts under way, of each warp; and areas of sums: one is added up while the others fill
     num_blocks  of the grid
     suspends    a warp that waits for sums may be suspended, as `Card.suspends` has it
+    sets        tiles that warps multiply side by side, each set with a warp a part of K
     """
 
     columns: int
@@ -125,6 +144,7 @@ class ExpertPlan:
     stages: int
     num_blocks: int
     suspends: bool
+    sets: int = 1
 
     @property
     def knobs(self) -> Knobs:
@@ -157,12 +177,12 @@ class ExpertPlan:
         return self.shares_at + self.capacity * 4
 
     def steps_a_warp(self, shape: ExpertShape) -> int:
-        """Of a tile: warp w has the steps from w times so many on, the last ones fewer or none."""
-        return -(-shape.steps // self.warps)
+        """Of a tile: warp w has the steps from w times so many on, the last ones fewer or none; or those of a part."""
+        return steps_a_warp(shape, self.warps)
 
     def is_even(self, shape: ExpertShape) -> bool:
         """Whether every warp has the same steps, and every part is whole."""
-        return shape.steps % (self.warps * self.part) == 0
+        return shape.parts is None and shape.steps % (self.warps * self.part) == 0
 
     def stage_bytes(self, shape: ExpertShape) -> int:
         """One part of a warp's steps: their words, then their scales."""
@@ -195,6 +215,21 @@ def warps_of(steps: int) -> int:
     return max(LEAST_WARPS, -(-steps // -(-steps // MOST_WARPS)))
 
 
+def steps_a_warp(shape: ExpertShape, warps: int) -> int:
+    """The most steps of a tile that one of so many warps has."""
+    if shape.parts is None:
+        return -(-shape.steps // warps)
+    return max(stop - start for start, stop in itertools.pairwise(shape.parts.ends(shape.steps)))
+
+
+def sets_of(shape: ExpertShape) -> int:
+    """Tiles side by side: as many as there are warps for, if all groups of tiles are whole."""
+    if shape.parts is None:
+        return 1
+    fitting = (MAX_PARTS // shape.parts.count >> halvings for halvings in range(4))
+    return next((count for count in fitting if count and shape.tiles % count == 0), 1)
+
+
 def stages_wanted(shape: ExpertShape, warps: int | None = None, part: int = MOST_PART) -> int:
     """Parts under way that pay: so many that IN_FLIGHT bytes are, and MOST_STAGES at least."""
     warps = warps or warps_of(shape.steps)
@@ -221,21 +256,25 @@ def plan_experts(
     columns  the most pairs that one reading of an expert's weights serves: a power of two
     Raises ShapeError for a card whose blocks have too little shared memory, or threads that cannot list the pairs.
     """
-    capacity = max(4, next_power(rows * shape.ranks))
+    capacity, sets = max(4, next_power(rows * shape.ranks)), sets_of(shape)
+    if shape.parts is not None:
+        warps = shape.parts.count * sets
     if warps is None:
         warps = warps_of(shape.steps)
     columns = min(columns, next_power(min(rows, MAX_COLUMNS)))
     finishing = -(-columns * shape.values // 32)
     if card.capability[0] not in (9, 10):  # where 16 warps leave registers enough, and 17 do not
         finishing = 1
+    if shape.parts is not None:  # a block must list its pairs, however few of its warps multiply
+        finishing = max(finishing, MAX_PARTS - warps)
     threads = (warps + finishing) * 32
     if capacity > min(MAX_PAIRS, threads):
         raise ShapeError(f"{rows} rows of {shape.ranks} experts; {threads} threads list no more pairs than they are")
-    num_blocks, suspends = min(rows * shape.ranks * shape.tiles, card.num_multiprocessors), card.suspends
-    parts = range(min(part, MOST_PART, -(-shape.steps // warps)), 0, -1)
+    num_blocks, suspends = min(rows * shape.ranks * shape.tiles // sets, card.num_multiprocessors), card.suspends
+    parts = range(min(part, MOST_PART, steps_a_warp(shape, warps)), 0, -1)
     depths = (MOST_STAGES, 1) if stages is None else (stages,)
     for depth, part in itertools.product(depths, parts):
-        plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, suspends)
+        plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, suspends, sets)
         if plan.shared_bytes(shape) <= card.shared_bytes:
             return plan
     raise ShapeError(
@@ -265,6 +304,8 @@ def expert_plans(rows: int, shape: ExpertShape, card: Card) -> tuple[ExpertPlan,
 def choose_expert_plan(rows: int, shape: ExpertShape, card: Card, num_experts: int) -> tuple[ExpertPlan, Planned]:
     """The plan of a GEMM for M rows by a card's table, or the derived one; and its place in tables."""
     facts = {"kind": shape.kind, **facts_of(rows, shape, num_experts)}
+    if shape.parts is not None:
+        facts["parts"] = shape.parts.count
     return choose_plan(card.tuning, KIND, facts, expert_plans(rows, shape, card))
 
 
@@ -276,9 +317,12 @@ def facts_of(rows: int, shape: ExpertShape, num_experts: int) -> dict[str, int |
     }  # fmt: skip
 
 
-def partials_workspace(rows: int, ranks: int, width: int) -> WorkspaceShape:
-    """The workspace of a down GEMM [M, N] over R ranks, for few rows and many: weighed outputs [M, R, N] float32."""
-    return "experts.partials", (rows, ranks, width), torch.float32
+def partials_workspace(rows: int, ranks: int, width: int, parts: KParts | None = None) -> WorkspaceShape:
+    """The workspace of a down GEMM [M, N] over R ranks, for few rows and many: weighed outputs [M, R, N] float32.
+
+    parts  of K, of which each has outputs of its own: [M, R * P, N], a rank's behind each other
+    """
+    return "experts.partials", (rows, ranks * (1 if parts is None else parts.count), width), torch.float32
 
 
 def parts_of(rows: int, ranks: int) -> Iterator[tuple[slice, int]]:

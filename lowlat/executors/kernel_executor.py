@@ -30,7 +30,7 @@ from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.cards.watchdog import WATCHDOG, Watchdog
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.lowering.binding import Binding
+from lowlat.executors.lowering.binding import Binding, sum_in_parts
 from lowlat.executors.lowering.counts import count_launches
 from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.executors.lowering.memory import workspaces_of
@@ -95,6 +95,7 @@ class KernelExecutor(ABC):
         self.launcher = Launcher(device, cache_directory, is_shared=place is not None and place.peers.shares_cards)
         self.stream = torch.cuda.Stream(device)
         every, largest = list(self._programs.values()), prefills[max(prefills)]
+        self._is_invariant = sum_in_parts(every)
         layouts = weight_layouts(every, self.launcher.card, fuse=fuse)
         self._weights = DeviceWeights(weights, gemm_weights(every), device, layouts, expert_parts(every, weights))
         specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
@@ -136,8 +137,9 @@ class KernelExecutor(ABC):
         if place is not None:
             buffers["command_tail"] = place.command_tail
         binding = Binding(
-            program, buffers, self._weights, self.launcher.card, self.workspace, loop, self.switches, place
-        )
+            program, buffers, self._weights, self.launcher.card, self.workspace, loop, self.switches, place,
+            is_invariant=self._is_invariant,
+        )  # fmt: skip
         groups = lower(binding, fuse=self._fuse)
         return groups if place is None else place.forwarding(groups, self.state["command_tail"])
 

@@ -16,10 +16,11 @@ from lowlat.graphs import Bucket
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 from lowlat.models.program import Program
+from lowlat.models.shard import PARTS, STEP
 from lowlat.options.config import RuntimeConfig
 from lowlat.step.state import StepGeometry
 
-__all__ = ["Rank", "check_positions", "make_executor", "refuse_ranks", "settle_executor", "uncovered"]
+__all__ = ["Rank", "check_positions", "make_executor", "refuse_parts", "refuse_ranks", "settle_executor", "uncovered"]
 
 # what the kernels refuse by ShapeError; repeated here, where a machine without a GPU loads no kernel
 HEAD_SIZES = (64, 128)
@@ -75,16 +76,20 @@ def _uncovered_experts(config: ModelConfig, experts: ExpertsConfig) -> tuple[str
     return None
 
 
-def check_positions(geometry: StepGeometry) -> None:
-    """Raise ConfigError for a context that the kernels' attention does not reach, in a layer without a window."""
-    from lowlat.kernels.attention.attention import most_positions
+def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
+    """Raise ConfigError for a context that the kernels' attention does not reach, in a layer without a window.
+
+    invariant  splits are those of any number of ranks
+    """
+    from lowlat.kernels.attention.attention import INVARIANT_HEADS, most_positions
 
     windowless: list[ModelConfig | DraftConfig] = [geometry.config] if None in geometry.config.windows else []
     speculator = geometry.speculator
     if speculator is not None and speculator.draft_config is not None and speculator.attends_everything:
         windowless.append(speculator.draft_config)
     for part in windowless:
-        limit = most_positions(geometry.max_batch, geometry.max_context, part.num_kv_heads) - geometry.overhang
+        heads = INVARIANT_HEADS if invariant else part.num_kv_heads
+        limit = most_positions(geometry.max_batch, geometry.max_context, heads) - geometry.overhang
         most = limit // geometry.block_size * geometry.block_size - geometry.overhang
         if geometry.max_context > most:
             raise ConfigError(
@@ -93,13 +98,26 @@ def check_positions(geometry: StepGeometry) -> None:
             )
 
 
+def refuse_parts(choice: DeviceChoice, *parts: ModelConfig | DraftConfig | None) -> None:
+    """Raise ConfigError where kernels would sum in parts that are not made of their whole steps.
+
+    parts  geometries of a rank's part of a target, and of its draft model, if it is cut
+    """
+    for owner, part in zip(("target", "draft model"), parts, strict=False):
+        shard = None if part is None else part.shard
+        if shard is None or not shard.invariant or not choice.has_kernels:
+            continue
+        if shard.unit % STEP:
+            raise ConfigError(
+                f"tp_invariant sums {PARTS} parts of whole steps of {STEP} columns with executor {choice.executor!r}, "
+                f"and the {owner}'s intermediate_size {shard.intermediate_size} is no multiple of {STEP} and of what "
+                f"its format holds together ({shard.unit}), or has fewer steps; use executor 'reference', or leave "
+                "tp_invariant out"
+            )
+
+
 def refuse_ranks(options: RuntimeConfig, choice: DeviceChoice) -> None:
-    """Raise ConfigError where kernels would run a part of a target, or sum in parts."""
-    if choice.has_kernels and options.tp_invariant:
-        raise ConfigError(
-            "tp_invariant runs with executor 'reference' alone, and this runtime has "
-            f"{choice.executor!r}: {choice.reason}; without it another tensor_parallel_size may change bits"
-        )
+    """Raise ConfigError where kernels would run one of several parts of a target one by one."""
     if choice.executor == "eager" and options.tensor_parallel_size > 1:
         raise ConfigError(
             f"tensor_parallel_size {options.tensor_parallel_size} runs with executor 'graph', or with 'reference' on "

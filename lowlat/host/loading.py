@@ -18,7 +18,7 @@ from lowlat.checkpoint.source import JoinedWeights
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
-from lowlat.executors.make import Rank, check_positions, make_executor, refuse_ranks, settle_executor
+from lowlat.executors.make import Rank, check_positions, make_executor, refuse_parts, refuse_ranks, settle_executor
 from lowlat.graphs import Bucket, BucketLadder
 from lowlat.host.memory.held import HeldMemory, held_memory
 from lowlat.host.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
@@ -137,9 +137,11 @@ def load(
     refuse_ranks(options, choice)
     check_device(options, choice)
     if choice.has_kernels:
-        check_positions(geometry)
+        check_positions(geometry, invariant=options.tp_invariant)
     ladder = make_ladder(geometry, topologies, speculative)
     geometries = rank_geometries(geometry, options, speculative)
+    own_speculator = geometries[0].speculator
+    refuse_parts(choice, geometries[0].config, None if own_speculator is None else own_speculator.draft_config)
     ranks = [build_rank(each, ladder, topologies) for each in geometries]
     programs, prefills = ranks[0].programs, ranks[0].prefills
     own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights

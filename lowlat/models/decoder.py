@@ -134,7 +134,7 @@ def _emit_experts(emitter: Emitter, config: ModelConfig, layer: int, normed: str
     )
     output = emitter.scratch("down", count, config.hidden_size, dtype=torch.float32)
     shard, own = config.shard, dict[str, int]()
-    if shard is not None and shard.num_parts > 1:
+    if shard is not None and shard.invariant:
         own = {"num_parts": shard.num_parts, "unit": shard.unit}
     if shard is not None and shard.rank:
         parts = (*FORMATS[experts.weight_format].parts,)  # the first rank adds the bias

@@ -101,7 +101,7 @@ class Emitter:
         """
         if shard is None:
             return self.linear(x, weight, width, name, bias=bias)
-        parts = {"num_parts": shard.num_parts, "unit": unit} if shard.num_parts > 1 else {}
+        parts = {"num_parts": shard.num_parts, "unit": unit} if shard.invariant else {}
         return self.sum_ranks(self.linear(x, weight, width, name, bias=bias and not shard.rank, **parts), name, shard)
 
     def output(self, x: str, weight: str, width: int, shard: Shard | None, *, bias: bool = False) -> str:

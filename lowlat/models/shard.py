@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", "ModelConfig", "DraftConfig")
 
-__all__ = ["PARTS", "VOCABULARY_UNIT", "Shard", "rank_configs", "rank_drafts", "span"]
+__all__ = ["PARTS", "STEP", "VOCABULARY_UNIT", "Shard", "rank_configs", "rank_drafts", "span"]
 
 PARTS = 8  # that K is summed in with tp_invariant, on however many ranks
 WIDTH = 8  # numbers of a row that kernels read at once: widths are multiples
+STEP = 64  # columns of K that kernels take at once: of parts that are summed one by one they have whole steps
 VOCABULARY_UNIT = 8  # ids that stay together
 ROW = 1 << 12  # a width that every block divides
 OPTION = "tensor_parallel_size"
@@ -36,7 +37,8 @@ class Shard:
     rank       from 0
     size       ranks: 1, 2, 4 or 8
     invariant  whether what a rank sums over its part of K is cut as for PARTS ranks: bits are then those of any size
-    unit       columns of the inner width that stay together: a format's block, at least
+    unit       columns of the inner width that stay together: a format's block, at least; with `invariant` whole steps
+               of the kernels, if it has some for each part
     output_unit  the same of the output projection's inputs, which are cut by heads
     num_heads, num_kv_heads, intermediate_size  of the whole model
     draft      the same of a target's draft model; None: there is none, or it is whole on every rank
@@ -107,7 +109,7 @@ def rank_configs(config: "ModelConfig", size: int, *, invariant: bool = False) -
     """
     if size == 1 and not invariant:
         return (config,)
-    _check(config, size, "target", config.vocab_size)
+    _check(config, size, "target", config.vocab_size, invariant)
     return _cut(config, size, invariant)
 
 
@@ -118,7 +120,7 @@ def rank_drafts(
     shard = targets[0].shard
     if shard is None:
         raise ValueError("the target is whole")
-    _check(draft, shard.size, "draft model", draft.draft_vocab_size)
+    _check(draft, shard.size, "draft model", draft.draft_vocab_size, shard.invariant)
     parts = _cut(draft, shard.size, shard.invariant)
     return tuple(
         (replace(target, shard=replace(target.shard, draft=part.shard)), part)  # type: ignore[type-var]
@@ -128,7 +130,8 @@ def rank_drafts(
 
 def _cut(config: Config, size: int, invariant: bool) -> tuple[Config, ...]:
     whole = (config.num_heads, config.num_kv_heads, config.intermediate_size, config.head_dim)
-    return tuple(_part(config, Shard(rank, size, invariant, *_units(config), *whole)) for rank in range(size))
+    units = _units(config, invariant)
+    return tuple(_part(config, Shard(rank, size, invariant, *units, *whole)) for rank in range(size))
 
 
 def _part(config: Config, shard: Shard) -> Config:
@@ -148,9 +151,9 @@ def _part(config: Config, shard: Shard) -> Config:
     )
 
 
-def _check(config: "ModelConfig | DraftConfig", size: int, owner: str, vocab_size: int) -> None:
+def _check(config: "ModelConfig | DraftConfig", size: int, owner: str, vocab_size: int, invariant: bool) -> None:
     """Refuse what cannot be cut, with the sizes and the option."""
-    heads, kv_heads, (unit, output_unit) = config.num_heads, config.num_kv_heads, _units(config)
+    heads, kv_heads, (unit, output_unit) = config.num_heads, config.num_kv_heads, _units(config, invariant)
     most = heads // head_unit(heads, kv_heads)
     least = heads // size * config.head_dim if most == PARTS else output_unit
     together = math.lcm(WIDTH, _dense_block(config))
@@ -168,16 +171,19 @@ def _check(config: "ModelConfig | DraftConfig", size: int, owner: str, vocab_siz
         raise ConfigError(f"the {owner} cannot be cut: {OPTION} {size} {problem}")
 
 
-def _units(config: "ModelConfig | DraftConfig") -> tuple[int, int]:
+def _units(config: "ModelConfig | DraftConfig", invariant: bool) -> tuple[int, int]:
     """Inputs of the layers that are cut, which stay together: of the inner width, and of heads' outputs.
 
+    The inner width stays together in whole steps where parts are summed one by one, if it has some for all of them.
     The latter are a multiple of what formats hold together where so many ranks are allowed, see `_check`.
     """
     mixture: ExpertsConfig | None = getattr(config, "experts", None)
     experts = 1 if mixture is None else FORMATS[mixture.weight_format].block
     dense = _dense_block(config)
     output = config.head_dim * head_unit(config.num_heads, config.num_kv_heads)
-    return math.lcm(WIDTH, experts, dense), output
+    unit = math.lcm(WIDTH, experts, dense)
+    whole, inner = math.lcm(unit, STEP), config.intermediate_size
+    return whole if invariant and inner % whole == 0 and inner >= PARTS * whole else unit, output
 
 
 def _dense_block(config: "ModelConfig | DraftConfig") -> int:

@@ -71,7 +71,7 @@ def kernels_of(
         speculator, topologies = plan_speculator(speculative, config), make_topologies(speculative)
     pair = rounded_pair(Pair(target.resolve().name, config, speculator), options)
     geometry = make_geometry(pair.config, pair.speculator, topologies, options, speculative)
-    check_positions(geometry)
+    check_positions(geometry, invariant=options.tp_invariant)
     ladder = make_ladder(geometry, topologies, speculative)
     geometries = rank_geometries(geometry, options, speculative)
     ranks = [build_rank(each, ladder, topologies) for each in geometries]

@@ -1,13 +1,15 @@
 """A runtime of two ranks, on one card and on two: control state that stays the same, launches fused or not, loops,
-requests with a grammar, a lost rank.
+requests with a grammar, a lost rank; and one rank beside two where sums do not depend on how many there are.
 """
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_grammars import Automaton, Slow, accepts, random_edges, submit_with
+from tiny_models import make_target, mxfp4_target
 
 import lowlat
 from lowlat.errors import DeviceError
@@ -91,6 +93,39 @@ def test_ranks_agree_fused_or_not_in_steps_and_in_loops() -> None:
     assert decode(tensor_parallel_size=2, fuse=False) == two
     assert decode(tensor_parallel_size=2, adaptive_width=True) == two
     assert decode()[0][:8] == two[0][:8]  # sums of another order: equal until two tokens are nearly alike
+
+
+def test_one_card_and_two_have_the_same_tokens_where_sums_are_invariant() -> None:
+    """Of the dense pair, drafts cut too: fused and not, in steps, in loops and where the device chooses widths."""
+    one = decode(tp_invariant=True)
+    assert [len(tokens) for tokens in one] == [40] * 3
+    for size in (1, 2):
+        given = {"tensor_parallel_size": size, "tp_invariant": True}
+        for options in ({}, {"fuse": False}, {"device_loop": True}, {"adaptive_width": True}):
+            assert decode(**given, **options) == one, (size, options)
+    assert decode(tp_invariant=True, executor="eager") == one
+    assert decode()[0][:8] == one[0][:8]  # sums of another order: equal until two tokens are nearly alike
+
+
+@pytest.mark.parametrize("name", ["llama_fp8", "llama_int4", "qwen3_moe", "mxfp4"])
+def test_any_number_of_ranks_has_the_same_tokens_where_sums_are_invariant(name: str, tmp_path: Path) -> None:
+    """Weights of 8 and 4 bits, and mixtures; parts are of several sizes, and each rank has its own."""
+    sizes: dict[str, Any] = {
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 256, "num_hidden_layers": 2,
+        "intermediate_size": 1152, "vocab_size": 512,
+    }  # fmt: skip
+    if name == "mxfp4":
+        mxfp4_target(tmp_path, gain=0.45, **sizes)
+    else:
+        make_target(tmp_path, name.partition("_")[0] if name != "qwen3_moe" else name, gain=0.45, **sizes)
+    quantise = {"quantize": name.removeprefix("llama_")} if name.startswith("llama_") else {}
+    shape: dict[str, Any] = {"max_batch": 2, "max_context": 256, "device": "cuda", "executor": "graph"}
+    prompt, found = [int(token) for token in torch.randint(1, 500, (150,))], []
+    for size, options in ((1, {}), (1, {"fuse": False}), (2, {}), (2, {"fuse": False})):
+        given = {"dtype": "bfloat16", "tensor_parallel_size": size, "tp_invariant": True, **quantise, **options}
+        with lowlat.Runtime.load(tmp_path, **{**shape, **given}) as runtime:
+            found.append(run(runtime, [runtime.submit(prompt[number:], sampling_of(number)) for number in range(2)]))
+    assert all(tokens == found[0] for tokens in found[1:]) and [len(each) for each in found[0]] == [40, 40]
 
 
 def test_ranks_draw_under_the_same_masks() -> None:

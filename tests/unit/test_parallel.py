@@ -280,10 +280,9 @@ def test_what_ranks_exchange_by_is_planned(no_card: None) -> None:
 
 
 def test_what_kernels_cannot_do_is_refused() -> None:
-    for executor, options in (("graph", {"tp_invariant": True}), ("eager", {"tensor_parallel_size": 2})):
-        choice = DeviceChoice(torch.device("cuda", 0), executor, "asked for")
-        with pytest.raises(ConfigError, match=next(iter(options))):
-            refuse_ranks(RuntimeConfig(**options), choice)
+    eager = DeviceChoice(torch.device("cuda", 0), "eager", "asked for")
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2 runs with executor 'graph'"):
+        refuse_ranks(RuntimeConfig(tensor_parallel_size=2), eager)
 
 
 def test_cards_that_do_not_reach_each_other_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

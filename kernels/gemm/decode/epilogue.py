@@ -6,7 +6,7 @@ from typing import Any
 from lowlat.kernels.common.activation import silu_times
 from lowlat.kernels.common.handover import Handover
 from lowlat.kernels.common.kv_codes import encode, load_scale
-from lowlat.kernels.gemm.decode.epilogue_parts import Epilogue, make_scales, make_total
+from lowlat.kernels.gemm.decode.epilogue_parts import Epilogue, make_scales, make_total, make_value
 from lowlat.kernels.gemm.decode.exchange_epilogue import make_exchange_epilogue
 from lowlat.kernels.gemm.decode.partial_argmax import make_argmax
 from lowlat.kernels.gemm.decode.plan import (
@@ -35,6 +35,7 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
     else:
         epilogue = _make_epilogue(shape, plan, best.keep)
     weight_tiles, area_bytes, finishing = plan.weight_tiles, WARPS * plan.sum_bytes, plan.finishing * 32
+    sets, set_bytes = plan.sets, 0 if shape.parts is None else shape.parts.count * plan.sum_bytes
     rounds = -(-plan.row_tiles * plan.columns * epilogue.values // finishing)
     begin_best, end_best = best.begin, best.end
     await_full, release, after = handover.await_full, handover.release, handover.after
@@ -51,16 +52,18 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
         tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(0)
         while tile < tiles:
             for part in range(weight_tiles):
-                number, source = tile * weight_tiles + part, totals + area * uint32(area_bytes)
-                for turn in range(rounds):
-                    row, column, wanted = locate(number, uint32(thread + uint32(turn * finishing)), count)
-                    loaded = nothing()
-                    if wanted:
-                        loaded = begin(number, row, column, row_live, bias, residual, out, beside, scales)
-                    if turn == 0:
-                        await_full(barriers, area, parity)
-                    if wanted:
-                        end(source, number, row, column, loaded, out, totals, beside)
+                for own in range(sets):
+                    number = (tile * weight_tiles + part) * sets + own
+                    source = totals + area * uint32(area_bytes) + uint32(own * set_bytes)
+                    for turn in range(rounds):
+                        row, column, wanted = locate(number, uint32(thread + uint32(turn * finishing)), count)
+                        loaded = nothing()
+                        if wanted:
+                            loaded = begin(number, row, column, row_live, bias, residual, out, beside, scales)
+                        if own == 0 and turn == 0:
+                            await_full(barriers, area, parity)
+                        if wanted:
+                            end(source, number, row, column, loaded, out, totals, beside)
                 release(barriers, area, uint32(thread & uint32(31)))
                 area, parity = after(area, parity)
             tile += int64(cuda.gridDim.x)
@@ -80,7 +83,7 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
     wide, scaled = epilogue == FLOAT32, shape.weights.row_scales
     columns = 8 if silu else 16
     out_width = width // 2 if silu else width
-    total_of, load_scales = make_total(shape, plan), make_scales(shape)
+    total_of, load_scales, value_of = make_total(shape, plan), make_scales(shape), make_value(shape, plan)
 
     @device_function
     def locate(tile: Any, index: Any, count: Any) -> Any:
@@ -118,13 +121,9 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
     @device_function
     def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, out: Any, totals: Any, _beside: Any) -> None:
         own, other, alive, scale, other_scale = loaded
-        at, value = offset_of(tile, row, column), total_of(area, row, column)
-        if scaled:
-            value = ptx.mul_rn(value, scale)
+        at, value = offset_of(tile, row, column), value_of(area, row, column, scale, own)
         if scattered:
             at = int64(row) * out_width + int64(uint32(alive + (column & uint32(7))))
-        if has_bias:
-            value = ptx.add_rn(value, own)
         if silu:
             up = total_of(area, row, column + uint32(8))
             if scaled:

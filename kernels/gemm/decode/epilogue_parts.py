@@ -5,10 +5,11 @@ from typing import Any
 
 from lowlat.kernels.formats import int4_fragment
 from lowlat.kernels.gemm.decode.plan import PAD, WARPS, DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.gemm.k_parts import KParts, make_tree
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
 
-__all__ = ["Epilogue", "make_scales", "make_total"]
+__all__ = ["Epilogue", "make_scales", "make_total", "make_value"]
 
 WHOLE = 1 / int4_fragment.SHARE  # of what sums of INT4 are a share
 
@@ -45,6 +46,53 @@ def make_total(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
         return total
 
     return total_of
+
+
+def make_value(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+    """A function: a value of the output: its sum times the scale, plus the bias, each rounded by itself.
+
+    Of parts of K each is scaled by itself, and the first has the bias, before they are added as a tree.
+    """
+    if shape.parts is not None:
+        return _make_value_of_parts(shape, plan, shape.parts)
+    total_of, scaled, has_bias = make_total(shape, plan), shape.weights.row_scales, shape.bias
+
+    @device_function
+    def value_of(area: Any, row: Any, column: Any, scale: Any, own: Any) -> Any:
+        value = total_of(area, row, column)
+        if scaled:
+            value = ptx.mul_rn(value, scale)
+        if has_bias:
+            value = ptx.add_rn(value, own)
+        return value
+
+    return value_of
+
+
+def _make_value_of_parts(shape: DecodeGemmShape, plan: DecodeGemmPlan, parts: KParts) -> Any:
+    """The value whose parts the warps of a set have."""
+    sum_bytes, is_share = plan.sum_bytes, shape.weights.name == "int4"
+    scaled, has_bias = shape.weights.row_scales, shape.bias
+
+    @device_function
+    def load(place: Any, given: Any, part: Any) -> Any:
+        scale, own = given
+        value = ptx.load_shared_f32(uint32(place + uint32(part * sum_bytes)))
+        if is_share:
+            value = ptx.mul_rn(value, float32(WHOLE))
+        if scaled:
+            value = ptx.mul_rn(value, scale)
+        if has_bias and part == 0:
+            value = ptx.add_rn(value, own)
+        return value
+
+    add_up = make_tree(load, 0, parts.count)
+
+    @device_function
+    def value_of_parts(area: Any, row: Any, column: Any, scale: Any, own: Any) -> Any:
+        return add_up(uint32(area + (row * uint32(PAD) + column) * uint32(4)), (scale, own))
+
+    return value_of_parts
 
 
 def make_scales(shape: DecodeGemmShape) -> Any:

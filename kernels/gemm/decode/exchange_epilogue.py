@@ -9,7 +9,7 @@ one that waits for none of its own or later ones, however grids are cut.
 from typing import Any
 
 from lowlat.kernels.common.peers.rows import make_add_value, make_begin
-from lowlat.kernels.gemm.decode.epilogue_parts import Epilogue, make_scales, make_total
+from lowlat.kernels.gemm.decode.epilogue_parts import Epilogue, make_scales, make_value
 from lowlat.kernels.gemm.decode.plan import DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
@@ -19,8 +19,8 @@ __all__ = ["make_exchange_epilogue"]
 
 def make_exchange_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Epilogue:
     """Bias, the sum over ranks, and the residual, rounded to bf16; all but the sum as `ADD` has it."""
-    width, has_bias, scaled = shape.width, shape.bias, shape.weights.row_scales
-    total_of, load_scales = make_total(shape, plan), make_scales(shape)
+    width, has_bias = shape.width, shape.bias
+    value_of, load_scales = make_value(shape, plan), make_scales(shape)
     begin_exchange, add_value = make_begin(shape.ranks, width), make_add_value(shape.ranks)
 
     @device_function
@@ -47,11 +47,7 @@ def make_exchange_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Epil
     @device_function
     def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, out: Any, _totals: Any, beside: Any) -> None:
         own, old, scale, begun = loaded
-        value, at = total_of(area, row, column), tile * 16 + int64(column)
-        if scaled:
-            value = ptx.mul_rn(value, scale)
-        if has_bias:
-            value = ptx.add_rn(value, own)
+        value, at = value_of(area, row, column, scale, own), tile * 16 + int64(column)
         value = ptx.add_rn(add_value(value, beside, begun), old)
         ptx.store_global_u16(out + (int64(row) * width + at) * 2, ptx.bf16_bits(value))
 

@@ -40,6 +40,7 @@ from lowlat.kernels.gemm.decode.plan import (
     rows_at_once,
     steps_to_hold,
 )
+from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import RUN, PackedMatrix
 from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
 from lowlat.kernels.reference.shapes import check_shape
@@ -48,7 +49,6 @@ from lowlat.kernels.sampling.select import FINITE
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
-from lowlat.kernels.tuning.table import Planned
 
 NUM_BESIDE = NUM_ARGUMENTS  # arguments of a kernel that only ROTATE uses, or EXCHANGE
 NUM_NORM = 2  # and those of a norm
@@ -131,6 +131,7 @@ def decode_gemm(
     best: PartialArgmax | None = None,
     columns: torch.Tensor | None = None,
     peers: PeerRows | None = None,
+    parts: KParts | None = None,
     card: Card = H200,
     plan: DecodeGemmPlan | None = None,
 ) -> list[KernelCall]:
@@ -148,6 +149,8 @@ def decode_gemm(
     columns      [N / 8] int32, as `runs_of` a permuted weight's order has it: out's columns are the original ones.
                  Of a plain GEMM, without residual, silu, rotation or best; None: columns are in the weight's order
     peers        the product is summed over ranks, of which each has some columns of K, before the residual is added
+    parts        of K: each is summed by itself, the first has the bias, and they are added as `cuts.tree_sum` does;
+                 without norm, silu, rotation or best
     rotation     the GEMM is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
     card         what it runs on
     plan         how to cut it; None: by the card's table, or `plan_decode_gemm`'s
@@ -173,7 +176,9 @@ def decode_gemm(
         kept = None if best is None else _argmax_shape(best, count, epilogue)
         live, scattered = silu and row_live is not None, columns is not None
         shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
-    shape = replace(shape, weights=weight.tile_format, ranks=1 if peers is None else peers.size)
+    shape = replace(shape, weights=weight.tile_format, ranks=1 if peers is None else peers.size, parts=parts)
+    if parts is not None:
+        _check_parts(parts, shape)
     if columns is not None:
         _check_columns(columns, shape)
     calls = []
@@ -182,11 +187,7 @@ def decode_gemm(
     for start in range(0, count, most):
         part = slice(start, min(start + most, count))
         rows = part.stop - start
-        planned: Planned | None = None
-        if plan is None:
-            chosen, planned = choose_decode_plan(rows, shape, card, held)
-        else:
-            chosen = _given(plan, shape, held)
+        chosen, planned = (_given(plan, shape, held), None) if plan else choose_decode_plan(rows, shape, card, held)
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
         beside = columns if residual is None else residual[part]
@@ -198,9 +199,12 @@ def decode_gemm(
 
 
 def _given(plan: DecodeGemmPlan, shape: DecodeGemmShape, held: int) -> DecodeGemmPlan:
-    """A caller's plan with what the shape decides. Raises ShapeError where warps have no whole number of its spans."""
-    if plan.span > 1 and shape.steps % (WARPS * plan.span):
+    """A caller's plan with what the shape decides. Raises ShapeError where warps have no whole number of its spans, or
+    there are too few of them for its sets."""
+    if plan.span > 1 and (shape.parts is not None or shape.steps % (WARPS * plan.span)):
         raise ShapeError(f"a depth of {shape.depth} does not give every warp a multiple of {plan.span} steps")
+    if plan.sets * (WARPS if shape.parts is None else shape.parts.count) > WARPS:
+        raise ShapeError(f"{WARPS} warps do not multiply {plan.sets} sets of tiles side by side")
     return replace(plan, steps_held=held, keeps_argmax=shape.best is not None, tile_bytes=shape.weights.shared_bytes)
 
 
@@ -258,6 +262,13 @@ def _beside(rotation: Rotation | None, peers: PeerRows | None, part: slice) -> t
     return (0,) * NUM_BESIDE if peers is None else peers.arguments
 
 
+def _check_parts(parts: KParts, shape: DecodeGemmShape) -> None:
+    if shape.epilogue in (SILU, ROTATE) or shape.norm_eps is not None or shape.best is not None:
+        raise ShapeError(f"K is summed in parts without norm and best pairs, and not with {shape.epilogue}")
+    if parts.count not in (1, 2, 4, WARPS) or shape.depth % 64:
+        raise ShapeError(f"K is summed in 1, 2, 4 or {WARPS} parts of whole steps, not {shape.depth} in {parts.count}")
+
+
 def _check_columns(columns: torch.Tensor, shape: DecodeGemmShape) -> None:
     if shape.epilogue not in (FLOAT32, BFLOAT16) or shape.best is not None:
         raise ShapeError(f"columns are of plain GEMMs, not of {shape.epilogue} ones or those that keep best pairs")
@@ -293,8 +304,9 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     best = "" if shape.best is None else f"_best{shape.best.blocks}x{shape.best.limit:x}"
     ranks = f"_ranks{shape.ranks}" if shape.ranks > 1 else ""
     kind = "" if shape.weights == BF16_TILES else f"{shape.weights.label}_"
+    parts = "" if shape.parts is None else f"_{shape.parts.name}x{plan.sets}"
     name = (
-        f"decode_gemm_{kind}{shape.epilogue}{ranks}{heads}_{shape.width}x{shape.depth}_{flags}_"
+        f"decode_gemm_{kind}{shape.epilogue}{ranks}{parts}{heads}_{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
         f"{'x2' * (plan.span - 1)}{'_dense' * (plan.density - 1)}"
         f"{norm}{best}{'' if plan.suspends else '_awake'}"
@@ -308,7 +320,8 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
     sums_at = WARPS * ring_bytes
     barriers_at = sums_at + plan.areas * WARPS * plan.sum_bytes
     held_at = barriers_at + plan.areas * BARRIER_BYTES
-    handover = make_handover(plan.areas, WARPS, finishing, suspends=plan.suspends)
+    multiplying = WARPS if shape.parts is None else shape.parts.count * plan.sets  # warps; others are idle
+    handover = make_handover(plan.areas, multiplying, finishing, suspends=plan.suspends)
     begin_handover, fill = handover.begin, make_fill(shape, plan)
     multiply_tiles, finish = make_multiplying(shape, plan, handover), make_finishing(shape, plan, handover)
     norm, scales_at = make_norm(shape, plan), shape.scales_at
@@ -330,14 +343,14 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
         ptx.let_next_kernel_start()
         begin_norm(scales, norm_weight, thread)
         ahead = uint32(cuda.blockIdx.x), warp, 0
-        if warp < uint32(WARPS):  # weights do not depend on the kernel before
+        if warp < uint32(multiplying):  # weights do not depend on the kernel before
             ahead = fill(mine, weight, warp, lane)
         cuda.syncthreads()
         ptx.wait_for_previous_kernel()
         norm_rows(held, words, scales, x, norm_live, count, thread)
-        if warp < uint32(WARPS):
+        if warp < uint32(multiplying):
             multiply_tiles(mine, held, totals, barriers, weight, x, count, ahead, thread)
-        elif warp < uint32(WARPS + finishing):
+        elif uint32(WARPS) <= warp < uint32(WARPS + finishing):
             written = (k_cache, v_cache, table, slots, write_lens, offsets, kv_scales, first_row)
             beside = (positions, cosines, sines, *written)  # of EXCHANGE the peers', in the places of these
             finish(totals, barriers, thread, row_live, bias, residual, out, bests, count, beside, weight + scales_at)
@@ -368,6 +381,15 @@ def examples(card: Card = H200) -> list[Kernel]:
     for rows, ranks in examples_for(card, ((1, 2), (4, 8)), 1):
         summed = DecodeGemmShape(2880, 2048, EXCHANGE, True, False, ranks=ranks)
         made.append(_make(summed, plan_decode_gemm(rows, 2880, card)))
+    in_parts = (
+        (1, DecodeGemmShape(4096, 14336, ADD, False, False, parts=KParts(8, 1))),
+        (4, DecodeGemmShape(2880, 2048, EXCHANGE, True, False, ranks=2, parts=KParts(4, 8))),
+        (64, DecodeGemmShape(4096, 2048, FLOAT32, True, False, weights=FP8_TILES, parts=KParts(2, 2))),
+    )
+    for rows, shape in examples_for(card, in_parts, 1):
+        most = min(rows, rows_at_once(card))
+        plan = plan_decode_gemm(most, shape.width, card, weights=shape.weights, parts=shape.parts)
+        made.append(_make(shape, plan))
     rotated = DecodeGemmShape(6144, 4096, ROTATE, False, False, HeadsShape(32, 8, 128, 4, 32, 289))
     made.append(_make(rotated, plan_decode_gemm(4, 6144, card)))
     heads = HeadsShape(64, 8, 64, 1, 32, 1025, coded=True)

@@ -10,6 +10,7 @@ from lowlat.kernels.common.handover import Handover
 from lowlat.kernels.formats import bf16_fragment, fp8_fragment, nvfp4_fragment
 from lowlat.kernels.gemm.decode.group_product import make_group_product
 from lowlat.kernels.gemm.decode.plan import PAD, SUM_BYTES, WARPS, DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.gemm.k_parts import make_span_of
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
 
@@ -20,19 +21,23 @@ LOADS = {"bf16": bf16_fragment.load_half, "fp8": fp8_fragment.load_half, "nvfp4"
 
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """A function of a warp: fill its stages with weights, throttled; the next tile and step, and how many are full."""
-    tiles, steps, stages, throttle = plan.groups(shape.width), shape.steps, plan.stages, plan.throttle
-    stage_bytes, hold_back, stride = plan.stage_bytes, ptx.copies_wait(plan.throttle - 1), WARPS * plan.span
-    issue_weights = _issue_weights(shape, plan)
+    tiles, stages, throttle = plan.groups(shape.width), plan.stages, plan.throttle
+    stage_bytes, hold_back, stride = plan.stage_bytes, ptx.copies_wait(plan.throttle - 1), _stride(shape, plan)
+    issue_weights, steps, cut = _issue_weights(shape, plan), shape.steps, shape.parts is not None
+    steps_of = _make_steps_of(shape)
 
     @device_function
-    def fill(mine: Any, weight: Any, first: Any, lane: Any) -> Any:
+    def fill(mine: Any, weight: Any, warp: Any, lane: Any) -> Any:
+        first, end, own = warp, uint32(steps), uint32(0)
+        if cut:
+            first, end, own = steps_of(warp)
         tile, step, filled = uint32(cuda.blockIdx.x), first, 0
         for number in range(stages):
-            if step < uint32(steps) and tile < uint32(tiles):
-                issue_weights(mine + uint32(number * stage_bytes), weight, tile, step, lane)
+            if step < end and tile < uint32(tiles):
+                issue_weights(mine + uint32(number * stage_bytes), weight, tile, own, step, lane)
                 filled = number + 1
                 step = uint32(step + uint32(stride))
-                if step >= uint32(steps):
+                if step >= end:
                     step, tile = first, uint32(tile + uint32(cuda.gridDim.x))
             ptx.copies_commit()
             if throttle - 1 <= number < stages - 1:
@@ -48,7 +53,8 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
     mine, held  its stages, and the rows that the block holds, of the lane's first bytes
     ahead       the tile and the step behind what is on its way, and how many stages are
     """
-    tiles, steps, span, stride = plan.groups(shape.width), shape.steps, plan.span, WARPS * plan.span
+    tiles, span, stride, steps = plan.groups(shape.width), plan.span, _stride(shape, plan), shape.steps
+    cut, steps_of = shape.parts is not None, _make_steps_of(shape)
     stages, stage_bytes, sum_bytes, rows_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes, plan.rows_bytes
     step_bytes, next_rows = plan.step_bytes, WARPS * rows_bytes if plan.steps_held else plan.step_bytes
     issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
@@ -64,7 +70,10 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
         mine: Any, held: Any, totals: Any, barriers: Any, weight: Any, x: Any, count: Any, ahead: Any, thread: Any
     ) -> None:
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-        first, blocks = warp, uint32(cuda.gridDim.x)
+        blocks = uint32(cuda.gridDim.x)
+        first, end_step, own = warp, uint32(steps), uint32(0)
+        if cut:
+            first, end_step, own = steps_of(warp)
         ahead_tile, ahead_step, filled = ahead
         in_rows = uint32((lane >> uint32(2)) % uint32(columns)) * uint32(64) + (lane & uint32(3)) * uint32(16)
         to_rows = uint32(in_rows - lane * uint32(16))
@@ -76,7 +85,7 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
                 if number < filled:
                     issue_rows(mine + uint32(number * stage_bytes), x, step, lane, count)
                     step = uint32(step + uint32(stride))
-                    if step >= uint32(steps):
+                    if step >= end_step:
                         step = first
                 ptx.copies_commit()
         here, end = uint32(mine), uint32(mine + uint32(stages * stage_bytes))
@@ -84,7 +93,7 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
         while tile < uint32(tiles):
             sums = zeros()
             step = first
-            while step < uint32(steps):
+            while step < end_step:
                 wait()
                 if shared:
                     ptx.sync_warp()
@@ -95,11 +104,11 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
                 if shared:
                     ptx.sync_warp()
                 if ahead_tile < uint32(tiles):
-                    issue_weights(here, weight, ahead_tile, ahead_step, lane)
+                    issue_weights(here, weight, ahead_tile, own, ahead_step, lane)
                     if not holds:
                         issue_rows(here, x, ahead_step, lane, count)
                     ahead_step = uint32(ahead_step + uint32(stride))
-                    if ahead_step >= uint32(steps):
+                    if ahead_step >= end_step:
                         ahead_step, ahead_tile = first, uint32(ahead_tile + blocks)
                 ptx.copies_commit()
                 here = uint32(here + uint32(stage_bytes))
@@ -115,6 +124,31 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
             tile = uint32(tile + blocks)
 
     return multiply_tiles
+
+
+def _stride(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> int:
+    """From one step of a warp to its next."""
+    return WARPS * plan.span if shape.parts is None else plan.span
+
+
+def _make_steps_of(shape: DecodeGemmShape) -> Any:
+    """A function of a warp: its first step, the one behind its last, and the set of tiles that it has."""
+    steps, parts = shape.steps, shape.parts
+    if parts is None:
+
+        @device_function
+        def in_turn(warp: Any) -> Any:
+            return warp, uint32(steps), uint32(0)
+
+        return in_turn
+    span_of, mask, shift = make_span_of(parts, steps), parts.count - 1, parts.count.bit_length() - 1
+
+    @device_function
+    def of_part(warp: Any) -> Any:
+        first, end = span_of(uint32(warp & uint32(mask)))
+        return first, end, uint32(warp >> uint32(shift))
+
+    return of_part
 
 
 def _store(plan: DecodeGemmPlan) -> Any:
@@ -145,7 +179,7 @@ def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     weight_tiles, shared_bytes, doubled, stage_step = plan.weight_tiles, plan.tile_bytes, plan.span > 1, plan.step_bytes
     step_bytes, tile_bytes = shape.weights.step_bytes, shape.steps * shape.weights.step_bytes
     code_bytes, words, apart = shape.weights.code_bytes, shape.weights.words, WARPS * shape.weights.step_bytes
-    last, quarters = -(-shape.width // 16) - 1, shape.weights.code_bytes // 512
+    last, quarters, sets = -(-shape.width // 16) - 1, shape.weights.code_bytes // 512, plan.sets
 
     @device_function
     def issue_step(place: Any, start: Any, lane: Any) -> None:
@@ -156,10 +190,13 @@ def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
             target = place + uint32(code_bytes + word * 128) - lane * uint32(12)
             ptx.copy_async_4(uint32(target), start + code_bytes + word * 32 + int64(lane >> uint32(2)) * 4)
 
-    def issue(place: Any, weight: Any, tile: Any, step: Any, lane: Any) -> None:
+    def issue(place: Any, weight: Any, tile: Any, own: Any, step: Any, lane: Any) -> None:
         for part in range(weight_tiles):
             # the last group may lack tiles: it takes the last one again, and nobody reads those sums
-            number = min(uint32(tile * uint32(weight_tiles) + uint32(part)), uint32(last))
+            number = uint32(tile * uint32(weight_tiles) + uint32(part))
+            if sets > 1:
+                number = uint32(number * uint32(sets) + own)
+            number = min(number, uint32(last))
             start = weight + int64(number) * int64(tile_bytes) + int64(step) * int64(step_bytes)
             target = uint32(place + uint32(part * shared_bytes))
             issue_step(target, start, lane)

@@ -7,6 +7,7 @@ from itertools import product
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES
 from lowlat.kernels.common.norm_math import THREADS as NORM_THREADS
+from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.kernels.tuning.table import Fact, Knobs, Planned, choose_plan
@@ -72,6 +73,7 @@ class DecodeGemmPlan:
     tile_bytes    of a step of one weight tile in shared memory
     span          k steps that a warp copies and multiplies at once: 2 where every warp has an even number of them, or 1
     density       blocks of the grid on a multiprocessor: 1 or 2
+    sets          tiles, or weight tiles at once, that warps multiply side by side, each set with a warp a part of K
     """
 
     row_tiles: int
@@ -87,6 +89,7 @@ class DecodeGemmPlan:
     tile_bytes: int = BF16_TILES.shared_bytes
     span: int = 1
     density: int = 1
+    sets: int = 1
 
     @property
     def knobs(self) -> Knobs:
@@ -96,7 +99,7 @@ class DecodeGemmPlan:
 
     def groups(self, width: int) -> int:
         """Groups of weight tiles, which the grid walks, of a weight of so many rows."""
-        return _groups(width, self.weight_tiles)
+        return _groups(width, self.weight_tiles * self.sets)
 
     @property
     def finishing(self) -> int:
@@ -195,6 +198,7 @@ class DecodeGemmShape:
     scattered  with FLOAT32 and BFLOAT16 alone: columns are written where they lay before the weight was permuted
     weights    how the weight is held
     ranks      that add up their sums; more than one with EXCHANGE alone
+    parts      of K, of which each is a warp's; with FLOAT32, BFLOAT16, ADD and EXCHANGE alone. None: warps take turns
     """
 
     width: int
@@ -208,6 +212,7 @@ class DecodeGemmShape:
     scattered: bool = False
     weights: TileFormat = BF16_TILES
     ranks: int = 1
+    parts: KParts | None = None
 
     @property
     def scales_at(self) -> int:
@@ -254,20 +259,32 @@ def candidate_plans(
     keeps_argmax: bool = False,
     weights: TileFormat = BF16_TILES,
     depth: int = 0,
+    parts: KParts | None = None,
 ) -> tuple[DecodeGemmPlan, ...]:
     """The plans for M rows by [N, K] that fit a card, the derived one first, then those that are likely to be faster.
 
     steps_held  of the rows: what `steps_to_hold` gives, or 0
     weights     how the weight is held
     depth       K; 0: any
+    parts       of K, if it is summed in such
     Raises ShapeError for a card whose blocks have too little shared memory.
     """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
+    is_even, sets = depth > 0 and -(-depth // 64) % (2 * WARPS) == 0, 1
+    if parts is not None:
+        is_even, sets = False, _sets(width, parts, card)
+        width = 16 * _groups(width, sets)
     sizes = (row_tiles, _columns(rows), width, card, card.read_gb_s, steps_held, keeps_argmax, weights)
-    plans = _candidates(*sizes, depth > 0 and -(-depth // 64) % (2 * WARPS) == 0)
+    plans = _candidates(*sizes, is_even)
     if not plans:
         raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
-    return plans
+    return plans if sets == 1 else tuple(replace(plan, sets=sets) for plan in plans)
+
+
+def _sets(width: int, parts: KParts, card: Card) -> int:
+    """Tiles side by side: as many as there are warps for, but multiprocessors come first."""
+    fitting = (count for count in (8, 4, 2) if count * parts.count <= WARPS)
+    return next((count for count in fitting if _groups(width, count) >= card.num_multiprocessors), 1)
 
 
 def plan_decode_gemm(
@@ -279,9 +296,12 @@ def plan_decode_gemm(
     keeps_argmax: bool = False,
     weights: TileFormat = BF16_TILES,
     depth: int = 0,
+    parts: KParts | None = None,
 ) -> DecodeGemmPlan:
     """The derived plan for M rows by [N, K]: the first of `candidate_plans`, which see."""
-    return candidate_plans(rows, width, card, steps_held, keeps_argmax=keeps_argmax, weights=weights, depth=depth)[0]
+    return candidate_plans(
+        rows, width, card, steps_held, keeps_argmax=keeps_argmax, weights=weights, depth=depth, parts=parts
+    )[0]
 
 
 def choose_decode_plan(
@@ -290,14 +310,17 @@ def choose_decode_plan(
     """The plan for M rows by a card's table, or the derived one; and its place in tables. Raises as they do."""
     keeps = shape.best is not None
     plans = candidate_plans(
-        rows, shape.width, card, steps_held, keeps_argmax=keeps, weights=shape.weights, depth=shape.depth
-    )
+        rows, shape.width, card, steps_held, keeps_argmax=keeps, weights=shape.weights, depth=shape.depth,
+        parts=shape.parts,
+    )  # fmt: skip
     facts: dict[str, Fact] = {
         "rows": 8 * plans[0].row_tiles if rows > 8 else plans[0].columns, "N": shape.width, "K": shape.depth,
         "epilogue": ADD if shape.epilogue == EXCHANGE else shape.epilogue, "normed": steps_held > 0, "argmax": keeps,
     }  # fmt: skip
     if shape.weights != BF16_TILES:
         facts["weights"] = shape.weights.label
+    if shape.parts is not None:
+        facts["parts"] = shape.parts.count
     return choose_plan(card.tuning, KIND, facts, plans)
 
 

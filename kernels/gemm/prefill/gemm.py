@@ -13,21 +13,24 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import Handover, make_handover
+from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import RUN, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.gemm.prefill.gated_epilogue import make_gated_finish
 from lowlat.kernels.gemm.prefill.large_tile import make_multiply
 from lowlat.kernels.gemm.prefill.mainloop import Cut, make_consume, make_finish, make_produce
+from lowlat.kernels.gemm.prefill.parts_sum import add_parts
 from lowlat.kernels.gemm.prefill.plan import (
     ALIGNMENT,
     CONSUMERS,
+    STEP,
     PrefillGemmPlan,
     choose_prefill_plan,
+    cut_of,
     has_prefill_gemm,
     partials_shape,
     plan_prefill_gemm,
     plans_of,
-    segments_of,
 )
 from lowlat.kernels.gemm.prefill.split_k_sum import add_segments
 from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
@@ -66,6 +69,7 @@ def prefill_gemm(
     partials: torch.Tensor | None = None,
     out: torch.Tensor,
     card: Card,
+    parts: KParts | None = None,
     plan: PrefillGemmPlan | None = None,
 ) -> list[KernelCall]:
     """out = x @ weight.T + bias, in two or three launches, accumulated in float32.
@@ -78,8 +82,9 @@ def prefill_gemm(
     if x.dtype != torch.bfloat16:
         raise ShapeError(f"a prefill GEMM is of bf16, got x {x.dtype}")
     product = arranged_prefill_gemm(
-        arranged=arranged, weight=weight, bias=bias, columns=columns, partials=partials, out=out, card=card, plan=plan
-    )
+        arranged=arranged, weight=weight, bias=bias, columns=columns, partials=partials, out=out, card=card,
+        parts=parts, plan=plan,
+    )  # fmt: skip
     return arrange(x=x, out=arranged) + product
 
 
@@ -92,6 +97,7 @@ def arranged_prefill_gemm(
     partials: torch.Tensor | None = None,
     out: torch.Tensor,
     card: Card,
+    parts: KParts | None = None,
     plan: PrefillGemmPlan | None = None,
 ) -> list[KernelCall]:
     """out = x @ weight.T + bias of rows that are arranged, in one or two launches, accumulated in float32.
@@ -103,13 +109,15 @@ def arranged_prefill_gemm(
     columns   [N / 8]             int32, as `runs_of` the weight's order has it; None: rows are packed in their order
     partials  [S, M, N]           float32: workspace, as `partials_shape` has it; None where S is 0
     out       [M, N]              float32, out
+    parts     of K: each is summed by itself, scaled, the first has the bias, and they are added as `cuts.tree_sum`
+              does; of several M is at most 1024. None: K is cut by N and K
     plan      one of `plans_of`: no bit depends on it; None: by the card's table, or `plan_prefill_gemm`'s
     Time: the largest of the weight's bytes over the memory's bandwidth, what blocks read over the L2's, and 2 M N K
     operations over the tensor cores' rate. Captured: yes.
     Raises ShapeError for shapes that do not fit, or a card without such instructions.
     """
     rows = out.shape[0]
-    plan, planned = _chosen(rows, weight, card, plan)
+    plan, planned = _chosen(rows, weight, card, plan, parts)
     check_shape("out", out, rows, weight.rows)
     if bias is not None:
         check_shape("bias", bias, weight.rows)
@@ -119,11 +127,16 @@ def arranged_prefill_gemm(
     if plan.apart:
         if partials is None:
             raise ShapeError("segments that are apart need a workspace `partials`")
-        check_shape("partials", partials, *partials_shape(plan, rows, weight.rows, weight.columns))
+        check_shape("partials", partials, *partials_shape(plan, rows, weight.rows, weight.columns, parts))
         target = partials
-    kernel = _make(_cut_of(weight), plan, Beside(bias is not None, columns is not None))
-    calls = [_call(kernel, plan, planned, weight, arranged, (bias, columns), target, rows, card)]
-    if plan.apart:
+    cut = _cut_of(weight, parts)
+    kernel = _make(cut, plan, Beside(bias is not None, columns is not None))
+    calls = [_call(kernel, plan, planned, weight, arranged, (bias, columns), target, rows, card, cut.segments)]
+    if plan.apart and cut.parts is not None:
+        calls += add_parts(
+            partials=target, parts=cut.parts, steps=cut.steps, scales=weight.scales, bias=bias, columns=columns, out=out
+        )
+    elif plan.apart:
         calls += add_segments(partials=target, scales=weight.scales, bias=bias, columns=columns, out=out)
     return calls
 
@@ -136,6 +149,7 @@ def gated_prefill_gemm(
     row_live: torch.Tensor | None = None,
     out: torch.Tensor,
     card: Card,
+    parts: KParts | None = None,
     plan: PrefillGemmPlan | None = None,
 ) -> list[KernelCall]:
     """silu(gate) * up of x @ weight.T + bias, arranged, in one launch; dead rows are zero.
@@ -146,11 +160,11 @@ def gated_prefill_gemm(
     row_live  [M]                  uint8; None: all rows are live
     out       [ceil(I/64), M, 64]  bf16, out: the bits of `silu_mul` over `arranged_prefill_gemm`'s, as `arrange` leaves
                                    them
-    plan, time, errors: as `arranged_prefill_gemm`; ShapeError too where `gates` denies the weight's shape.
+    parts, plan, time, errors: as `arranged_prefill_gemm`; ShapeError too where `gates` denies the weight's shape.
     """
     rows = arranged.shape[1]
-    plan, planned = _chosen(rows, weight, card, plan)
-    if not gates(weight.rows, weight.columns) or weight.tile_format != BF16_TILES:
+    plan, planned = _chosen(rows, weight, card, plan, parts)
+    if not gates(weight.rows, weight.columns, parts) or weight.tile_format != BF16_TILES:
         raise ShapeError(
             f"a weight of {weight.rows} x {weight.columns} is not bf16, or has several segments or half a tile of gates"
         )
@@ -159,28 +173,31 @@ def gated_prefill_gemm(
         check_shape("bias", bias, weight.rows)
     if row_live is not None:
         check_shape("row_live", row_live, rows)
-    kernel = _make(_cut_of(weight), plan, Beside(bias is not None, False, True))
-    return [_call(kernel, plan, planned, weight, arranged, (bias, row_live), out, rows, card)]
+    kernel = _make(_cut_of(weight, parts), plan, Beside(bias is not None, False, True))
+    return [_call(kernel, plan, planned, weight, arranged, (bias, row_live), out, rows, card, 1)]
 
 
-def gates(weight_rows: int, columns: int) -> bool:
+def gates(weight_rows: int, columns: int, parts: KParts | None = None) -> bool:
     """Whether `gated_prefill_gemm` takes a weight of this shape: its sums are whole where its epilogue runs."""
-    return weight_rows % TILE_ROWS == 0 and segments_of(weight_rows, columns)[0] == 1
+    return weight_rows % TILE_ROWS == 0 and cut_of(weight_rows, columns, parts)[0] == 1
 
 
 def _chosen(
-    rows: int, weight: PackedMatrix, card: Card, plan: PrefillGemmPlan | None
+    rows: int, weight: PackedMatrix, card: Card, plan: PrefillGemmPlan | None, parts: KParts | None
 ) -> tuple[PrefillGemmPlan, Planned | None]:
-    """The plan, and its place in tables where it was not given."""
+    """The plan, and its place in tables where it was not given. Raises ShapeError for parts without whole steps."""
+    if parts is not None and parts.count > 1 and weight.columns % STEP:
+        raise ShapeError(f"parts of K are whole steps of {STEP} columns, which {weight.columns} are not")
     if plan is None:
-        return choose_prefill_plan(rows, weight.rows, weight.columns, card, weight.tile_format)
-    if plan not in plans_of(rows, weight.rows, weight.columns, card, weight.tile_format):
+        return choose_prefill_plan(rows, weight.rows, weight.columns, card, weight.tile_format, parts)
+    if plan not in plans_of(rows, weight.rows, weight.columns, card, weight.tile_format, parts):
         raise ShapeError(f"{plan} is no plan for {rows} rows by a weight of {weight.rows} x {weight.columns}")
     return plan, None
 
 
-def _cut_of(weight: PackedMatrix) -> Cut:
-    return Cut(weight.rows, weight.columns, *segments_of(weight.rows, weight.columns), weight.tile_format)
+def _cut_of(weight: PackedMatrix, parts: KParts | None) -> Cut:
+    sizes = cut_of(weight.rows, weight.columns, parts)
+    return Cut(weight.rows, weight.columns, *sizes, weight.tile_format, parts if sizes[0] > 1 else None)
 
 
 def _call(
@@ -193,13 +210,14 @@ def _call(
     target: torch.Tensor,
     rows: int,
     card: Card,
+    segments: int,
 ) -> KernelCall:
     """The launch of a GEMM's own kernel."""
     check_shape("arranged", arranged, *arranged_shape(rows, weight.columns))
     is_plain = weight.tile_format == BF16_TILES
     if (is_plain and weight.tiles.dtype != torch.bfloat16) or arranged.dtype != torch.bfloat16:
         raise ShapeError(f"a prefill GEMM is of bf16, got {arranged.dtype} and {weight.tiles.dtype}")
-    x_tiles, segments = rows // plan.rows, segments_of(weight.rows, weight.columns)[0]
+    x_tiles = rows // plan.rows
     units = plan.units(rows, weight.rows, segments)
     addresses = tuple(0 if each is None else each for each in (*beside, weight.scales))
     policy = READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL
@@ -233,8 +251,9 @@ def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
     make = _make_large if plan.is_large else _make_divided
     kernel = make(cut, plan, handover, finish, begin_block)
     kind = "" if cut.weights == BF16_TILES else f"{cut.weights.label}_"
+    parts = "" if cut.parts is None else f"{cut.parts.name}_"
     name = (
-        f"prefill_gemm_{kind}{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
+        f"prefill_gemm_{kind}{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_{parts}"
         f"{plan.rows}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
         f"{beside.name}"
     )
@@ -304,6 +323,10 @@ def examples(card: Card = H200) -> list[Kernel]:
     made = []
     for rows, weight_rows, columns, beside, weights in cases:
         plan = plan_prefill_gemm(rows, weight_rows, columns, card, weights)
-        cut = Cut(weight_rows, columns, *segments_of(weight_rows, columns), weights)
+        cut = Cut(weight_rows, columns, *cut_of(weight_rows, columns, None), weights)
         made.append(_make(cut, plan, beside))
+    for rows, columns, parts in ((512, 14336, KParts(8, 1)), (128, 320, KParts(8, 1)), (128, 4096, KParts(4, 4))):
+        plan = plan_prefill_gemm(rows, 4096, columns, card, parts=parts)
+        cut = Cut(4096, columns, *cut_of(4096, columns, parts), BF16_TILES, parts)
+        made.append(_make(cut, plan, Beside(False, False)))
     return made

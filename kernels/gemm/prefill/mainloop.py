@@ -6,9 +6,11 @@ the tiles of a block, and before the kernel before this one has ended they are o
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
+from lowlat.kernels.gemm.k_parts import KParts, make_span_of
 from lowlat.kernels.gemm.packing import TILE_ROWS
 from lowlat.kernels.gemm.prefill.plan import (
     BLOCK_ROWS,
@@ -35,6 +37,7 @@ class Cut:
     weight_rows, columns  N, K
     segments, length      how many, and steps of each but the last
     weights               how the weight is held
+    parts                 that the segments are, if there are several: they need not be equal
     """
 
     weight_rows: int
@@ -42,6 +45,13 @@ class Cut:
     segments: int
     length: int
     weights: TileFormat = BF16_TILES
+    parts: KParts | None = None
+
+    @property
+    def has_empty(self) -> bool:
+        """Whether some parts have no columns."""
+        ends = (0, 1) if self.parts is None else self.parts.ends(self.steps)
+        return any(start == stop for start, stop in pairwise(ends))
 
     @property
     def steps(self) -> int:
@@ -68,6 +78,11 @@ def make_unit_of(cut: Cut, plan: PrefillGemmPlan) -> Any:
         return uint32(unit - rest * x_tiles), block, uint32(rest - block * uint32(own))
 
     return unit_of
+
+
+def _make_span_of(cut: Cut) -> Any:
+    """A function of a part: its first step, and the one behind its last."""
+    return make_span_of(cut.parts or KParts(1, 1), cut.steps)
 
 
 def make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
@@ -122,6 +137,7 @@ def make_produce(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
     steps, length, apart = cut.steps, cut.length, plan.apart
     unit_of, await_free, after = make_unit_of(cut, plan), handover.await_free, handover.after
     sources_of, send_weights, send_rows = make_send(cut, plan)
+    in_parts, span_of = cut.parts is not None, _make_span_of(cut)
 
     @device_function
     def produce(
@@ -132,6 +148,8 @@ def make_produce(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
         source, x_source = sources_of(weight, x, x_tile, block, part, lane)
         step = uint32(segment * uint32(length))
         end = min(uint32(step + uint32(length)), uint32(steps)) if apart else uint32(steps)
+        if in_parts:
+            step, end = span_of(segment)
         ahead = min(uint32(uint32(end - step) // uint32(depth)), uint32(stages))
         for number in range(stages):
             if uint32(number) < ahead:
@@ -161,6 +179,8 @@ def make_produce(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
             source, x_source = sources_of(weight, x, x_tile, block, part, lane)
             step = uint32(segment * uint32(length))
             end = min(uint32(step + uint32(length)), uint32(steps)) if apart else uint32(steps)
+            if in_parts:
+                step, end = span_of(segment)
 
     return produce
 
@@ -224,6 +244,7 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
     run = _make_run(cut, plan, handover, early=plan.sums * (1 + whole) <= MOST_SUMS)
     depth, x_bytes, step_bytes = plan.depth, plan.rows * STEP_ROW_BYTES, cut.weights.step_bytes
     add, zeros = ptx_hopper.add_tiles(plan.sums), ptx.zeros(plan.sums)
+    in_parts, span_of, has_empty = cut.parts is not None, _make_span_of(cut), cut.has_empty
 
     @device_function
     def consume(
@@ -249,8 +270,12 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
                 x_tile, block, segment = unit_of(unit, x_tiles)
                 if apart:
                     number = min(uint32(length), uint32(uint32(steps) - segment * uint32(length)))
-                sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
-                finish(sums, beside, out, rows, x_tile, block, segment, uint32(0), first, lane)
+                if in_parts:
+                    begun, end = span_of(segment)
+                    number = uint32(end - begun)
+                if not has_empty or number > uint32(0):
+                    sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
+                    finish(sums, beside, out, rows, x_tile, block, segment, uint32(0), first, lane)
             unit = uint32(unit + grid)
 
     return consume

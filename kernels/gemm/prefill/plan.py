@@ -7,8 +7,10 @@ to keep a card busy, its segments are blocks' own, and their sums are added afte
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.kernels.tuning.table import Fact, Knobs, Planned, choose_plan
@@ -24,6 +26,7 @@ __all__ = [
     "STEP_ROW_BYTES",
     "PrefillGemmPlan",
     "choose_prefill_plan",
+    "cut_of",
     "has_prefill_gemm",
     "partials_shape",
     "plan_prefill_gemm",
@@ -145,35 +148,60 @@ def segments_of(weight_rows: int, columns: int) -> tuple[int, int]:
     return min(choices)[1:]
 
 
+def cut_of(weight_rows: int, columns: int, parts: KParts | None) -> tuple[int, int]:
+    """The segments, and steps of each but the last: of `segments_of`, or parts of K, of which the longest tells."""
+    if parts is None:
+        return segments_of(weight_rows, columns)
+    ends = parts.ends(-(-columns // STEP))
+    return parts.count, max(stop - start for start, stop in pairwise(ends))
+
+
 def plan_prefill_gemm(
-    rows: int, weight_rows: int, columns: int, card: Card, weights: TileFormat = BF16_TILES
+    rows: int,
+    weight_rows: int,
+    columns: int,
+    card: Card,
+    weights: TileFormat = BF16_TILES,
+    parts: KParts | None = None,
 ) -> PrefillGemmPlan:
     """The derived plan for [M, K] by [N, K]: the first of `plans_of`. Raises as that does."""
-    return plans_of(rows, weight_rows, columns, card, weights)[0]
+    return plans_of(rows, weight_rows, columns, card, weights, parts)[0]
 
 
 def choose_prefill_plan(
-    rows: int, weight_rows: int, columns: int, card: Card, weights: TileFormat = BF16_TILES
+    rows: int,
+    weight_rows: int,
+    columns: int,
+    card: Card,
+    weights: TileFormat = BF16_TILES,
+    parts: KParts | None = None,
 ) -> tuple[PrefillGemmPlan, Planned]:
     """The plan for [M, K] by [N, K] by a card's table, or the derived one; and its place in tables.
 
     Raises as `plans_of` does.
     """
-    plans = plans_of(rows, weight_rows, columns, card, weights)
+    plans = plans_of(rows, weight_rows, columns, card, weights, parts)
     facts: dict[str, Fact] = {"rows": rows, "N": weight_rows, "K": columns}
     if weights != BF16_TILES:
         facts["weights"] = weights.label
+    if parts is not None:
+        facts["parts"] = parts.count
     return choose_plan(card.tuning, KIND, facts, plans)
 
 
 def plans_of(
-    rows: int, weight_rows: int, columns: int, card: Card, weights: TileFormat = BF16_TILES
+    rows: int,
+    weight_rows: int,
+    columns: int,
+    card: Card,
+    weights: TileFormat = BF16_TILES,
+    parts: KParts | None = None,
 ) -> tuple[PrefillGemmPlan, ...]:
     """All plans for [M, K] by [N, K]: with as many stages as fit, first the one that should take least time, then with
-    fewer. weights: how the weight is held.
+    fewer. weights: how the weight is held; parts: of K, which are segments then, apart where there are several.
 
-    Raises ShapeError for M that is no multiple of 64 or above 4096, N or K that is no multiple of 8, or a card that
-    `has_prefill_gemm` denies.
+    Raises ShapeError for M that is no multiple of 64 or above 4096, or of several parts above 1024, for N or K that is
+    no multiple of 8, or a card that `has_prefill_gemm` denies.
     """
     if not has_prefill_gemm(card):
         raise ShapeError(
@@ -183,7 +211,9 @@ def plans_of(
         raise ShapeError(f"a prefill GEMM takes a multiple of 64 rows up to {MOST_ROWS}, got {rows}")
     if weight_rows % 8 or columns % 8:
         raise ShapeError(f"a prefill GEMM's weight must have multiples of 8 as sizes, got {weight_rows} x {columns}")
-    plans = _plans(rows, weight_rows, columns, card, card.read_gb_s, weights)
+    if parts is not None and parts.count > 1 and rows > APART_ROWS:
+        raise ShapeError(f"a prefill GEMM of {parts.count} parts of K takes at most {APART_ROWS} rows, got {rows}")
+    plans = _plans(rows, weight_rows, columns, card, card.read_gb_s, weights, parts)
     if not plans:
         raise ShapeError(f"a prefill GEMM does not fit the {card.shared_bytes} bytes of shared memory of a block")
     return plans
@@ -191,14 +221,23 @@ def plans_of(
 
 @cache
 def _plans(
-    rows: int, weight_rows: int, columns: int, card: Card, read_gb_s: float, weights: TileFormat
+    rows: int,
+    weight_rows: int,
+    columns: int,
+    card: Card,
+    read_gb_s: float,
+    weights: TileFormat,
+    parts: KParts | None,
 ) -> tuple[PrefillGemmPlan, ...]:
-    (segments, length), steps = segments_of(weight_rows, columns), -(-columns // STEP)
+    (segments, length), steps = cut_of(weight_rows, columns, parts), -(-columns // STEP)
+    several = parts is not None and segments > 1
+    is_even = steps % 2 == 0 and (parts.unit % 2 == 0 if parts is not None and several else length % 2 == 0)
+    aparts = (True,) if several else (False, True) if segments > 1 and rows <= APART_ROWS else (False,)
     full = [
         plan
-        for tile in (TILE_ROWS if weights == BF16_TILES else TILE_ROWS[:-1])
-        for depth in ((1, 2) if length % 2 == 0 and steps % 2 == 0 else (1,))
-        for apart in ((False, True) if segments > 1 and rows <= APART_ROWS else (False,))
+        for tile in (TILE_ROWS if weights == BF16_TILES and not several else TILE_ROWS[:-1])
+        for depth in ((1, 2) if is_even else (1,))
+        for apart in aparts
         if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card, weights)) is not None
     ]
     speeds = (card.num_multiprocessors, 1000 * read_gb_s)
@@ -207,9 +246,11 @@ def _plans(
     return tuple(dict.fromkeys((*full, *fewer)))
 
 
-def partials_shape(plan: PrefillGemmPlan, rows: int, weight_rows: int, columns: int) -> tuple[int, int, int]:
+def partials_shape(
+    plan: PrefillGemmPlan, rows: int, weight_rows: int, columns: int, parts: KParts | None = None
+) -> tuple[int, int, int]:
     """The shape of the float32 workspace for segments' sums; its first extent is 0 where none is needed."""
-    return segments_of(weight_rows, columns)[0] if plan.apart else 0, rows, weight_rows
+    return cut_of(weight_rows, columns, parts)[0] if plan.apart else 0, rows, weight_rows
 
 
 def _fitted(

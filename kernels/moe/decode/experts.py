@@ -14,6 +14,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import make_handover
 from lowlat.kernels.formats import BF16, MXFP4
+from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.moe.decode.expert_list import make_list_units
 from lowlat.kernels.moe.decode.gemm import (
@@ -23,6 +24,7 @@ from lowlat.kernels.moe.decode.gemm import (
     nothing_prefetched,
     run_of,
 )
+from lowlat.kernels.moe.decode.rank_parts import add_rank_parts
 from lowlat.kernels.moe.decode.swiglu_epilogue import make_swiglu
 from lowlat.kernels.moe.decode.weighing_epilogue import make_weighing
 from lowlat.kernels.moe.formats import tiled_format
@@ -30,6 +32,7 @@ from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_o
 from lowlat.kernels.moe.plan import (
     DOWN,
     GATE_UP,
+    MAX_PARTS,
     ExpertPlan,
     ExpertShape,
     choose_expert_plan,
@@ -90,6 +93,7 @@ def experts_down(
     bias: torch.Tensor | None = None,
     out: torch.Tensor,
     workspace: Workspace,
+    parts: KParts | None = None,
     card: Card = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
@@ -103,6 +107,7 @@ def experts_down(
     out             [M, N]     float32, out: the sum over ranks, from the first on, of share * (down @ activated +
                                bias), every product and sum rounded by itself; zero for a dead row
     workspace       is asked for `partials_workspace`
+    parts           of I: each gives such a sum, the first with the bias, and they are added as `cuts.tree_sum` does
     card, plan, time, errors  as `experts_gate_up` has them; one launch more, which adds up
     """
     rows, ranks = expert_ids.shape
@@ -113,9 +118,17 @@ def experts_down(
     check_dtype(torch.float32, expert_weights=expert_weights, out=out)
     if experts.rows % 4:
         raise ShapeError(f"experts_down: a matrix must have a multiple of 4 rows, got {experts.rows}")
-    partials = workspace(*partials_workspace(rows, ranks, experts.rows))
-    calls = _calls(DOWN, activated, expert_ids, expert_weights, experts, bias, partials, None, None, card, plan)
-    return calls + add_ranks(partials=partials, expert_ids=expert_ids, out=out)
+    if parts is not None and (experts.columns % 64 or parts.count not in (1, 2, 4, MAX_PARTS)):
+        raise ShapeError(
+            f"experts_down: K is summed in 1, 2, 4 or {MAX_PARTS} parts of whole steps of 64 columns, not "
+            f"{experts.columns} in {parts.count}"
+        )
+    partials = workspace(*partials_workspace(rows, ranks, experts.rows, parts))
+    beside = (None, None, card, plan, parts)
+    calls = _calls(DOWN, activated, expert_ids, expert_weights, experts, bias, partials, *beside)
+    if parts is None:
+        return calls + add_ranks(partials=partials, expert_ids=expert_ids, out=out)
+    return calls + add_rank_parts(partials=partials, parts=parts.count, expert_ids=expert_ids, out=out)
 
 
 def _calls(
@@ -130,13 +143,15 @@ def _calls(
     alpha: float | None,
     card: Card,
     plan: ExpertPlan | None,
+    parts: KParts | None = None,
 ) -> list[KernelCall]:
     rows, ranks = ids.shape
     check_expert_bias(bias, experts)
     check_dtype(torch.int32, expert_ids=ids)
     if experts.columns % 8:
         raise ShapeError(f"experts' columns must be a multiple of 8, got {experts.columns}")
-    shape = shape_of(kind, experts, ranks, biased=bias is not None, clamped=kind == DOWN or limit is not None)
+    clamped = kind == DOWN or limit is not None
+    shape = shape_of(kind, experts, ranks, biased=bias is not None, clamped=clamped, parts=parts)
     calls = []
     for part, count in parts_of(rows, ranks):
         cut, planned = (plan, None) if plan else choose_expert_plan(count, shape, card, experts.num_experts)
@@ -159,7 +174,7 @@ def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
 
 
 def _kernel(shape: ExpertShape, plan: ExpertPlan) -> Callable[..., None]:
-    tiles, warps, stage_bytes = shape.tiles, plan.warps, plan.stage_bytes(shape)
+    tiles, warps, stage_bytes = shape.tiles // plan.sets, plan.warps, plan.stage_bytes(shape)
     areas_at = warps * plan.ring_bytes(shape)
     lists_at = areas_at + plan.stages * plan.area_bytes
     barriers_at = lists_at + plan.list_bytes
@@ -225,5 +240,7 @@ def examples(card: Card = H200) -> list[Kernel]:
         (64, ExpertShape(DOWN, 2880, 2880, 4, MXFP4)),
         (4, ExpertShape(GATE_UP, 192, 104, 2, BF16)),
         (3, ExpertShape(DOWN, 100, 224, 1, grouped, biased=False)),
+        (4, ExpertShape(DOWN, 2880, 2880, 4, MXFP4, parts=KParts(8, 1))),
+        (1, ExpertShape(DOWN, 2048, 192, 8, BF16, biased=False, parts=KParts(2, 1))),
     )
     return [_make(shape, plan_experts(rows, shape, card)) for rows, shape in examples_for(card, cases, 2)]

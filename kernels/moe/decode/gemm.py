@@ -5,7 +5,7 @@ run a tile at a time. Its warps share a tile's steps: each has a fixed run of th
 lasts, and feeds itself through its own pipeline of copies, which runs on across tiles and units; so no warp waits for
 another. A few more add up their sums of a tile in order while they multiply the next ones. The order of
 accumulation depends on the weight's shape alone, and a pair has the same bits whoever shares its expert, in whatever
-column of a unit it stands.
+column of a unit it stands. Where K is summed in parts each is a warp's, and has outputs of its own.
 
 An expert that more than eight pairs chose is several units. Their tiles are read at about the same time: the memory
 delivers them once and the L2 the other times.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowlat.kernels.common.handover import Handover
+from lowlat.kernels.gemm.k_parts import make_span_of
 from lowlat.kernels.moe.decode.copies import make_fetch, make_load_inputs
 from lowlat.kernels.moe.decode.expert_list import make_expert_of, make_members_of
 from lowlat.kernels.moe.decode.mainloop import make_multiply
@@ -60,14 +61,35 @@ def run_of(units: Any, tiles: Any, block: Any, blocks: Any) -> Any:
     return unit, uint32(first - unit * uint32(tiles)), left
 
 
+def _make_steps_of(shape: ExpertShape, plan: ExpertPlan) -> Any:
+    """A function of a warp: its first step of a tile, the one behind its last, and which of the tiles side by side."""
+    steps, own, parts = shape.steps, plan.steps_a_warp(shape), shape.parts
+    if parts is None:
+
+        @device_function
+        def in_runs(warp: Any) -> Any:
+            return uint32(warp * uint32(own)), uint32(steps), uint32(0)
+
+        return in_runs
+    span_of, mask, shift = make_span_of(parts, steps), parts.count - 1, parts.count.bit_length() - 1
+
+    @device_function
+    def of_part(warp: Any) -> Any:
+        first, end = span_of(uint32(warp & uint32(mask)))
+        return first, end, uint32(warp >> uint32(shift))
+
+    return of_part
+
+
 def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
     """Two functions of a warp: where its copies begin in a run, and prefetch the next part, if there is one.
 
     Where copies are: the number of the warp's first step of a tile, tiles left of the unit, the unit, tiles of the run
     behind it, and the steps of the tile that are behind.
     """
-    tiles, steps, part, own = shape.tiles, shape.steps, plan.part, plan.steps_a_warp(shape)
+    tiles, steps, part, own = shape.tiles // plan.sets, shape.steps, plan.part, plan.steps_a_warp(shape)
     expert_of, fetch, held = make_expert_of(plan), make_fetch(shape, plan), part == own
+    cut, apart, steps_of = shape.parts is not None, steps * plan.sets, _make_steps_of(shape, plan)
 
     @device_function
     def begin(lists: Any, run: Any, warp: Any) -> Any:
@@ -75,7 +97,10 @@ def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
         count, number = min(left, uint32(uint32(tiles) - inner)), uint32(0)
         if left > uint32(0):
             tile = uint32(expert_of(lists, unit) * uint32(tiles) + inner)
-            number = uint32(tile * uint32(steps) + warp * uint32(own))
+            number = uint32(tile * uint32(apart) + warp * uint32(own))
+            if cut:
+                first, _, place = steps_of(warp)
+                number = uint32(tile * uint32(apart) + place * uint32(steps) + first)
         return number, count, unit, uint32(left - count), uint32(0)
 
     @device_function
@@ -84,11 +109,14 @@ def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
         if count > uint32(0):
             along = int64(lane * uint32(16))
             rest = _left_of(uint32(warp * uint32(own)), done, steps, own)
+            if cut:
+                first, end, _ = steps_of(warp)
+                rest = _left_of(first, done, end, own)
             fetch(place, words + along, scales + along, uint32(number + done), rest, lane)
             if not held:
                 done = uint32(done + uint32(part))
             if held or done >= uint32(own):
-                number, count, done = uint32(number + uint32(steps)), uint32(count - uint32(1)), uint32(0)
+                number, count, done = uint32(number + uint32(apart)), uint32(count - uint32(1)), uint32(0)
                 if count == uint32(0):
                     unit = ptx.varying(uint32(unit + uint32(1)))
                     number, count, unit, left, done = begin(lists, (unit, uint32(0), left), warp)
@@ -129,17 +157,14 @@ def make_multiplying(
     prefetch_behind  as `make_prefetching` makes it, of the GEMM behind; or `nothing_prefetched`
     awaited        other blocks write the inputs meanwhile, as `sentinels` has it
     """
-    tiles, steps, part, own, stages = shape.tiles, shape.steps, plan.part, plan.steps_a_warp(shape), plan.stages
+    tiles, steps, part, stages = shape.tiles // plan.sets, shape.steps, plan.part, plan.stages
+    own, cut, steps_of = plan.steps_a_warp(shape), shape.parts is not None, _make_steps_of(shape, plan)
     words_bytes, sum_bytes, area_bytes = part * shape.step_bytes, plan.sum_bytes, plan.area_bytes
-    held = part == own  # inputs stay while a unit lasts
+    held, place_of = part == own, _make_place_of(stages * stage_bytes)  # held: inputs stay while a unit lasts
     next_part = _make_next_part(shape, plan, prefetch_behind)
     load_inputs, multiply = make_load_inputs(shape, plan, awaited=awaited), make_multiply(shape, plan)
     store_sums, await_free, give, after = _make_store_sums(plan), handover.await_free, handover.give, handover.after
     wait_for_copies = ptx.copies_wait(stages - 1)
-
-    @device_function
-    def place_of(base: Any, warp: Any, lane: Any) -> Any:
-        return uint32(base + warp * uint32(stages * stage_bytes) + lane * uint32(16))
 
     @device_function
     def fill(base: Any, lists: Any, weights: Any, ahead: Any, behind: Any, warp: Any, lane: Any) -> Any:
@@ -154,7 +179,9 @@ def make_multiplying(
         base: Any, areas: Any, barriers: Any, lists: Any, weights: Any, x: Any, run: Any, ahead: Any, behind: Any,
         stage: Any, warp: Any, lane: Any,
     ) -> Any:  # fmt: skip
-        none, mine, first = uint32(0), place_of(base, warp, lane), uint32(warp * uint32(own))
+        none, mine, first, end = uint32(0), place_of(base, warp, lane), uint32(warp * uint32(own)), uint32(steps)
+        if cut:
+            first, end, _ = steps_of(warp)
         to_scales = uint32((lane >> uint32(2)) * uint32(4) + uint32(words_bytes) - lane * uint32(16))
         place = uint32((lane & uint32(3)) * uint32(2 * PAD * 4) + (lane >> uint32(2)) * uint32(4))
         sums_at = uint32(areas + warp * uint32(sum_bytes) + place)
@@ -174,7 +201,7 @@ def make_multiplying(
                     here = uint32(mine + stage * uint32(stage_bytes))
                     wait_for_copies()
                     ptx.sync_warp()
-                    rest = _left_of(first, done, steps, own)
+                    rest = _left_of(first, done, end, own)
                     sums = multiply(sums, here, uint32(here + to_scales), inputs, rest)
                     ptx.sync_warp()
                     ahead, behind = next_part(here, lists, weights, ahead, behind, warp, lane)
@@ -191,6 +218,16 @@ def make_multiplying(
         return behind, stage
 
     return fill, multiply_run
+
+
+def _make_place_of(ring_bytes: int) -> Any:
+    """A function: where a lane's bytes of the first stage of a warp are."""
+
+    @device_function
+    def place_of(base: Any, warp: Any, lane: Any) -> Any:
+        return uint32(base + warp * uint32(ring_bytes) + lane * uint32(16))
+
+    return place_of
 
 
 def _make_next_part(shape: ExpertShape, plan: ExpertPlan, prefetch_behind: Any) -> Any:
@@ -214,7 +251,8 @@ def make_finishing(
     shape: ExpertShape, plan: ExpertPlan, epilogue: Epilogue, handover: Handover, first_thread: int
 ) -> Any:
     """A function of the warps that finish: add up the others' sums, and hand each pair's values to the epilogue."""
-    tiles, values, area_bytes = shape.tiles, shape.values, plan.area_bytes
+    sets, values, area_bytes = plan.sets, shape.values, plan.area_bytes
+    tiles, set_bytes = shape.tiles // sets, plan.warps // sets * plan.sum_bytes
     members_of, begin, finish = make_members_of(plan), epilogue.begin, epilogue.finish
     await_full, release, after = handover.await_full, handover.release, handover.after
     lanes = plan.finishing * 32
@@ -229,16 +267,18 @@ def make_finishing(
         area, parity = uint32(0), uint32(0)
         while left > uint32(0):
             members, source = members_of(lists, unit), uint32(areas + area * uint32(area_bytes))
-            for turn in range(rounds):
-                number = uint32(index + uint32(turn * lanes))
-                value, place = uint32(number % uint32(values)), uint32(number // uint32(values))
-                held = (uint32(0), uint32(0), uint32(0), uint32(0))
-                if place < members:
-                    held = begin(lists, beside, unit, inner, place, value)
-                if turn == 0:
-                    await_full(barriers, area, parity)
-                if place < members:
-                    finish(lists, source, out, unit, inner, place, value, held, limit, alpha)
+            for own in range(sets):
+                tile, here = uint32(inner * uint32(sets) + uint32(own)), uint32(source + uint32(own * set_bytes))
+                for turn in range(rounds):
+                    number = uint32(index + uint32(turn * lanes))
+                    value, place = uint32(number % uint32(values)), uint32(number // uint32(values))
+                    held = (uint32(0), uint32(0), uint32(0), uint32(0))
+                    if place < members:
+                        held = begin(lists, beside, unit, tile, place, value)
+                    if own == 0 and turn == 0:
+                        await_full(barriers, area, parity)
+                    if place < members:
+                        finish(lists, here, out, unit, tile, place, value, held, limit, alpha)
             release(barriers, area, uint32(index & uint32(31)))
             area, parity = after(area, parity)
             inner, left = uint32(inner + uint32(1)), uint32(left - uint32(1))

@@ -4,7 +4,7 @@ from typing import Any
 
 from lowlat.kernels.moe.decode.expert_list import make_chosen, make_expert_of, make_pair_of, make_share_of
 from lowlat.kernels.moe.decode.gemm import Epilogue, make_total
-from lowlat.kernels.moe.plan import ExpertPlan, ExpertShape
+from lowlat.kernels.moe.plan import PAD, ExpertPlan, ExpertShape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
 
@@ -12,10 +12,27 @@ __all__ = ["make_weighing"]
 
 
 def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
-    """The epilogue of down's values: outputs [M, R, N] float32 times their shares, which other blocks may await."""
+    """The epilogue of down's values: outputs [M, R, N] float32 times their shares, which other blocks may await.
+
+    Of parts of K each has an output, [M, R, P, N], the first with the bias.
+    """
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
     share_of, padded = make_share_of(plan), shape.padded_rows
-    biased, scaled = shape.biased, shape.format.row_scales
+    biased, scaled, outputs, in_parts = shape.biased, shape.format.row_scales, shape.outputs, shape.parts is not None
+    sum_bytes = plan.sum_bytes
+
+    @device_function
+    def finish_parts(area: Any, out: Any, pair: Any, row: Any, place: Any, value: Any, held: Any) -> None:
+        """A value of each part, of which a warp each has the sum."""
+        source = uint32(area + (place * uint32(PAD) + value) * uint32(4))
+        for part in range(outputs):
+            total = ptx.load_shared_f32(uint32(source + uint32(part * sum_bytes)))
+            if scaled:
+                total = ptx.mul_rn(total, ptx.float_of_bits(held[2]))
+            if biased and part == 0:
+                total = ptx.add_rn(total, ptx.float_of_bits(held[0] << uint32(16)))
+            at = out + ((int64(pair) * outputs + part) * rows + row) * 4
+            ptx.store_relaxed_gpu_f32(at, ptx.mul_rn(ptx.float_of_bits(held[1]), total))
 
     @device_function
     def begin(lists: Any, beside: Any, unit: Any, tile: Any, place: Any, value: Any) -> Any:
@@ -37,6 +54,9 @@ def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
         row = int64(tile) * 16 + int64(value)
         if row < rows:
             pair = pair_of(lists, unit, place)
+            if in_parts:
+                finish_parts(area, out, pair, row, place, value, held)
+                return
             total = total_of(area, place, value)
             if scaled:
                 total = ptx.mul_rn(total, ptx.float_of_bits(held[2]))
@@ -49,8 +69,15 @@ def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
 
 
 def _make_clear(shape: ExpertShape, threads: int) -> Any:
-    """A function: store zeros for the dead pairs, each from one block."""
+    """A function: store zeros for the dead pairs, each from one block; of parts none, as nobody reads them."""
     rows, chosen = shape.rows, make_chosen()
+    if shape.parts is not None:
+
+        @device_function
+        def nothing(_lists: Any, _out: Any, _count: Any, _thread: Any) -> None:
+            pass
+
+        return nothing
 
     @device_function
     def clear(lists: Any, out: Any, count: Any, thread: Any) -> None:

@@ -4,13 +4,16 @@ Each operation groups its pairs for itself, so that it may stand alone; a down G
 same pairs takes the lists that it left in the workspace. What they ask workspaces for follows from shapes alone.
 """
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
+from lowlat.kernels.gemm.prefill.parts_sum import add_parts
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, partials_workspace
 from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
@@ -24,7 +27,9 @@ from lowlat.kernels.moe.rank_sum import add_placed_ranks, add_ranks
 from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace, WorkspaceShape
 from lowlat.kernels.tuning.table import Planned
 
-__all__ = ["list_workspaces", "prefill_down", "prefill_experts", "prefill_gate_up"]
+__all__ = ["PARTS_ROWS", "list_workspaces", "parts_workspace", "prefill_down", "prefill_experts", "prefill_gate_up"]
+
+PARTS_ROWS = 1024  # whose sums of parts of K take memory at a time
 
 
 def list_workspaces(rows: int, ranks: int, num_experts: int) -> tuple[WorkspaceShape, WorkspaceShape]:
@@ -75,6 +80,7 @@ def prefill_down(
     workspace: Workspace,
     card: Card,
     grouped: bool = False,
+    parts: KParts | None = None,
 ) -> list[KernelCall]:
     """Group pairs by expert, multiply them by the down matrices, weigh the outputs and add them up by rank.
 
@@ -88,8 +94,16 @@ def prefill_down(
     workspace       is asked for `list_workspaces` and `partials_workspace`
     grouped         the workspace has the lists of these very ids: `prefill_gate_up` of them, with as many experts,
                     comes right before. Two launches then, else three
+    parts           of I: each gives such a sum, the first with the bias, and they are added as `cuts.tree_sum` does,
+                    1024 rows at a time, in two launches a part; the workspace is asked for `parts_workspace`, too
     Captured: yes. Raises ShapeError for shapes that do not fit.
     """
+    if parts is not None:
+        calls = []
+        for some in (slice(first, first + PARTS_ROWS) for first in range(0, len(out), PARTS_ROWS)):
+            given = (activated[some], expert_ids[some], expert_weights[some])
+            calls += _down_in_parts(*given, experts, bias, out[some], parts, workspace, card)
+        return calls
     shape, plan, planned = _plan(DOWN, expert_ids, experts, card)
     lists = _lists(expert_ids, experts, workspace, plan)
     calls = [] if grouped else _group(expert_ids, experts, plan, lists)
@@ -99,6 +113,39 @@ def prefill_down(
         plan=plan.of(shape, card),
     )  # fmt: skip
     return calls + _marked(product, planned) + add_ranks(partials=partials, expert_ids=expert_ids, out=out)
+
+
+def _down_in_parts(
+    activated: torch.Tensor,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    experts: PackedExperts,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    parts: KParts,
+    workspace: Workspace,
+    card: Card,
+) -> list[KernelCall]:
+    """`prefill_down` of few enough rows, a part of K after the other."""
+    (rows, ranks), (shape, plan, planned) = ids.shape, _plan(DOWN, ids, experts, card)
+    lists = _lists(ids, experts, workspace, plan)
+    calls = _group(ids, experts, plan, lists)
+    partials = workspace(*partials_workspace(rows, ranks, experts.rows))
+    sums = workspace(*parts_workspace(rows, experts.rows, parts))
+    for number, (first, end) in enumerate(itertools.pairwise(parts.ends(shape.steps))):
+        if first == end:
+            continue
+        product = grouped_down(
+            activated=activated, **lists, expert_weights=shares, weight=experts, bias=None if number else bias,
+            out=partials, steps=(first, end), plan=plan.of(shape, card),
+        )  # fmt: skip
+        calls += _marked(product, planned) + add_ranks(partials=partials, expert_ids=ids, out=sums[number])
+    return calls + add_parts(partials=sums, parts=parts, steps=shape.steps, out=out)
+
+
+def parts_workspace(rows: int, width: int, parts: KParts) -> WorkspaceShape:
+    """The workspace of sums [P, M, N] of parts of K, of as many rows as are summed at a time."""
+    return "experts.parts", (parts.count, min(rows, PARTS_ROWS), width), torch.float32
 
 
 def prefill_experts(
@@ -168,9 +215,7 @@ def _group(
     return group_pairs(expert_ids=ids, num_experts=experts.num_experts, tile_pairs=plan.pairs, **lists)
 
 
-def _lists(
-    ids: torch.Tensor, experts: PackedExperts, workspace: Workspace, plan: MixturePlan
-) -> dict[str, torch.Tensor]:
+def _lists(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace, plan: MixturePlan) -> dict[str, Any]:
     order, tiles = list_workspaces(ids.shape[0], ids.shape[1], experts.num_experts)
     count = most_tiles(ids.numel(), experts.num_experts, plan.pairs)
     return {"order": workspace(*order), "tiles": workspace(*tiles)[:count]}

@@ -5,6 +5,7 @@ tiles: what they share is in the L2. `grouping` lists the pairs; the grid depend
 that there are not leave at once.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -70,6 +71,7 @@ def grouped_down(
     weight: PackedExperts,
     bias: torch.Tensor | None = None,
     out: torch.Tensor,
+    steps: tuple[int, int] | None = None,
     plan: GroupedPlan,
 ) -> list[KernelCall]:
     """Multiply grouped pairs by down matrices, each product times its share, in one launch.
@@ -81,6 +83,7 @@ def grouped_down(
     bias            [E, N]     bf16; None: none
     out             [M, R, N]  float32, out: share * (down @ activated + bias), every product and sum rounded by itself;
                                dead pairs' are not written
+    steps           the first of K's steps of 64 columns that are multiplied, and the one behind the last; None: all
     Time, errors: as `grouped_gate_up`. Captured: yes.
     """
     rows, ranks = activated.shape[:2]
@@ -89,7 +92,8 @@ def grouped_down(
     check_shape("expert_weights", expert_weights, rows, ranks)
     if weight.rows % 4:
         raise ShapeError(f"a down matrix must have a multiple of 4 rows, got {weight.rows}")
-    return _calls(DOWN, ranks, activated, order, tiles, weight, bias, expert_weights, out, None, None, plan)
+    beside = (None, None, plan, steps)
+    return _calls(DOWN, ranks, activated, order, tiles, weight, bias, expert_weights, out, *beside)
 
 
 def _calls(
@@ -105,6 +109,7 @@ def _calls(
     limit: float | None,
     alpha: float | None,
     plan: GroupedPlan,
+    steps: tuple[int, int] | None = None,
 ) -> list[KernelCall]:
     num_pairs = out.shape[0] * ranks
     check_shape("order", order, num_pairs)
@@ -114,7 +119,16 @@ def _calls(
         raise ShapeError(f"experts' columns must be a multiple of 8, got {weight.columns}")
     shape = shape_of(kind, weight, ranks, biased=bias is not None, clamped=kind == DOWN or limit is not None)
     beside: tuple[Argument, ...] = (shares, 0 if bias is None else bias, out, limit or 0.0, alpha or 0.0)
-    arguments = (*weight.arguments, inputs, order, tiles, *beside)
+    words, scales, row_scales = weight.arguments
+    if steps is not None:
+        first, end = steps
+        if weight.columns % 64 or not 0 <= first < end <= shape.steps:
+            raise ShapeError(f"steps {first} to {end} are not some of {weight.columns} columns, whole steps of 64")
+        shape = replace(shape, columns=64 * (end - first), pitch=weight.columns)
+        words, inputs = words.view(-1)[first * weight.words.shape[-1] :], inputs.view(-1)[64 * first :]
+        if isinstance(scales, torch.Tensor):
+            scales = scales.view(-1)[first * scales.shape[-1] :]
+    arguments = (words, scales, row_scales, inputs, order, tiles, *beside)
     return [KernelCall(_make(shape, plan), (tiles.shape[0] * plan.row_blocks(shape), 1, 1), arguments)]
 
 
@@ -299,5 +313,6 @@ def examples(card: Card = H200) -> list[Kernel]:
     shape in bf16."""
     up, blocks = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), TileFormat("fp8", 1024, groups=1, wide=True)
     down = ExpertShape(DOWN, 2048, 768, 8, tiled_format("fp8_block", blocks), biased=False)
-    cases = ((up, 96), (down, 32), (ExpertShape(DOWN, 100, 72, 2, BF16), 16))
+    cases = ((up, 96), (down, 32), (ExpertShape(DOWN, 100, 72, 2, BF16), 16),
+             (ExpertShape(DOWN, 2880, 384, 4, MXFP4, pitch=2880), 32))  # fmt: skip
     return [_make(shape, plan_grouped(pairs, shape, card)) for shape, pairs in cases]

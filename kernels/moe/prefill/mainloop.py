@@ -62,7 +62,7 @@ def make_begin(shape: ExpertShape, plan: GroupedPlan) -> Any:
     Tiles that there are not are the last one instead, and nobody stores their sums. Addresses are made so that the
     assembler keeps them: it would make each anew in every step.
     """
-    tiles, steps, step_bytes, warps = shape.tiles, shape.steps, shape.step_bytes, plan.warps
+    tiles, steps, step_bytes, warps = shape.tiles, shape.tile_steps, shape.step_bytes, plan.warps
     pitch = _scale_pitch(shape)
     scale_pieces = pitch // 16
     paired = tiles % WARP_TILES == 0
@@ -143,7 +143,7 @@ def _make_issue(shape: ExpertShape, plan: GroupedPlan) -> Any:
 def _make_find_inputs(shape: ExpertShape, plan: GroupedPlan) -> Any:
     """A function: of each input of which a thread copies a piece where that is, in pieces, from the list of pairs."""
     turns, rows_a_turn = -(-plan.pairs * ROW_PIECES // plan.threads), plan.threads // ROW_PIECES
-    row_pieces, ranks = shape.columns // 8, shape.ranks if shape.kind == GATE_UP else 1
+    row_pieces, ranks = (shape.pitch or shape.columns) // 8, shape.ranks if shape.kind == GATE_UP else 1
 
     @device_function
     def find_inputs(inputs: Any, pairs: Any, live: Any, thread: Any) -> None:

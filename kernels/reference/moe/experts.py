@@ -200,7 +200,7 @@ def experts_down(
     `experts_gate_up`.
 
     num_parts  of I, cut in whole units as `linear` cuts K: each gives such a sum, the bias in the first, and these are
-               added by `exchange.cuts.tree_sum`
+               added by `exchange.cuts.tree_sum`; given, even as 1, kernels sum in that order, too
     Raises ShapeError for shapes that do not fit.
     """
     rows, count = expert_ids.shape

@@ -1,22 +1,23 @@
 """The memory that a program is lowered onto, and the kinds of calls that it becomes. It knows no operation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, ShapeError
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.kernels.common.peers.rows import PeerRows
+from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.rows.ranks.exchange import Channel
 from lowlat.kernels.rows.ranks.shares import RowShares
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace
 from lowlat.models.program import Op, Program, Stage
 
-__all__ = ["Binding", "Call", "Exchanges", "LeftArgmax", "LibraryCall", "decodes"]
+__all__ = ["Binding", "Call", "Exchanges", "LeftArgmax", "LibraryCall", "decodes", "in_parts", "sum_in_parts"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,16 @@ def decodes(op: Op) -> bool:
     return op.stage is not Stage.PREFILL
 
 
+def in_parts(op: Op) -> bool:
+    """Whether an operation sums K in parts, as `tp_invariant` asks; on one of 8 ranks it has one."""
+    return "num_parts" in op.params
+
+
+def sum_in_parts(programs: Iterable[Program]) -> bool:
+    """Whether some operation of the programs does."""
+    return any(in_parts(op) for program in programs for op in program.ops)
+
+
 @dataclass(frozen=True)
 class LeftArgmax:
     """The best pair of each row and block of a GEMM's logits.
@@ -83,6 +94,7 @@ class Binding:
     num_awaited     mixtures of experts so far whose logits are awaited; each fills the next one's with sentinels
     exchanges       the memory by which this rank exchanges rows with others; None: it is the only one
     left            the partial argmax that the last GEMM left beside its logits, if it did
+    is_invariant    no bit may depend on how many ranks there are: not on extents of which each has a part
     """
 
     program: Program
@@ -95,6 +107,7 @@ class Binding:
     exchanges: Exchanges | None = None
     num_awaited: int = 0
     left: LeftArgmax | None = None
+    is_invariant: bool = False
 
     def arguments(self, op: Op) -> dict[str, Any]:
         """The buffers and parameters of an operation by argument name; its weights are left out."""
@@ -128,6 +141,21 @@ class Binding:
         if self.exchanges is None:
             raise ConfigError(f"{self.program.name} exchanges rows among ranks, and its executor has no others")
         return self.exchanges
+
+    def k_parts(self, op: Op, depth: int) -> KParts | None:
+        """The parts of K in which an operation sums; None: its kernels cut K as they like.
+
+        Raises ConfigError where parts are not made of whole steps of kernels.
+        """
+        if not in_parts(op):
+            return None
+        try:
+            return KParts.of(int(op.params["num_parts"] or 1), int(op.params["unit"] or 1), depth)
+        except ShapeError as error:
+            raise ConfigError(
+                f"{self.program.name}: tp_invariant cannot sum {next(iter(op.weights.values()))} by kernels: {error}; "
+                "leave it out, or use executor 'reference'"
+            ) from None
 
     @cached_property
     def max_context(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lowlat.executors.lowering.binding import Binding, Call, LeftArgmax, decodes
+from lowlat.executors.lowering.binding import Binding, Call, LeftArgmax, decodes, in_parts
 from lowlat.executors.lowering.fusion import Fusion, Run
 from lowlat.executors.lowering.row_fusions import adds_ranks, gathered
 from lowlat.kernels.gemm.decode.gemm import NormPrologue, PartialArgmax, Rotation, decode_gemm, steps_to_hold
@@ -29,9 +29,12 @@ def _product(run: Run) -> str:
 
 
 def _fits(run: Run, card: Card) -> bool:
-    """Whether the GEMM is one of few rows and, with a norm before it, its blocks can hold what they norm."""
+    """Whether the GEMM is one of few rows and, with a norm before it, its blocks can hold what they norm.
+
+    One that sums in parts has neither norm nor activation or rotation.
+    """
     norm, linear = run.find("rms_norm"), run.op("linear")
-    if not decodes(linear):
+    if not decodes(linear) or (in_parts(linear) and run.find("rms_norm", "silu_mul", "rope") is not None):
         return False
     if norm is None:
         return True
@@ -68,6 +71,7 @@ def _prologue(binding: Binding, run: Run) -> dict[str, Any]:
         "bias": binding.bias(linear),
         "card": binding.card,
     }
+    options["parts"] = binding.k_parts(linear, options["x"].shape[1])
     if norm is not None:
         given = binding.arguments(norm)
         weight = binding.weights.vector(norm.weights["weight"])
@@ -164,7 +168,7 @@ def _limit(run: Run) -> int | None:
 
 
 def _chosen_from(run: Run, card: Card) -> bool:
-    return _fits(run, card) and _limit(run) is not None
+    return _fits(run, card) and not in_parts(run.op("linear")) and _limit(run) is not None
 
 
 def _with_argmax(binding: Binding, run: Run) -> Sequence[Call]:

@@ -9,13 +9,15 @@ from collections.abc import Callable
 
 import torch
 
+from lowlat.executors.lowering.binding import in_parts
 from lowlat.executors.lowering.prefill_attention import attention_workspaces, refresh_bytes
 from lowlat.executors.lowering.prefill_gemm import activation_workspace, gemm_workspaces
 from lowlat.executors.lowering.weight_parts import EXPERT_GEMMS
+from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
 from lowlat.kernels.gemm.prefill.plan import MOST_ROWS
 from lowlat.kernels.moe.plan import partials_workspace
-from lowlat.kernels.moe.prefill.experts import list_workspaces
+from lowlat.kernels.moe.prefill.experts import PARTS_ROWS, list_workspaces, parts_workspace
 from lowlat.kernels.moe.prefill.warpgroup_plan import fits_warpgroups, warpgroup_workspaces
 from lowlat.kernels.moe.router import router_workspace
 from lowlat.kernels.partial.block_lists import scores_workspace
@@ -26,6 +28,7 @@ __all__ = ["temporary_bytes", "workspace_bytes", "workspaces_of"]
 
 ATTENTION = ("prefill_attention", "refresh_attention")
 LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
+STEP_ROWS = 64  # of a launch of a step, at most
 SUMS = 4  # float32 copies of attention's sums of weights, at most
 
 ShapeOf = Callable[[str], torch.Size]
@@ -53,8 +56,11 @@ def workspace_bytes(program: Program, shape_of: ShapeOf) -> int:
 def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceShape]:
     """The workspaces that an operation asks for."""
     if op.kind == "linear":
-        rows = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS)
-        return gemm_workspaces(rows, *shape_of(op.weights["weight"]))
+        rows, parts = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS), None
+        if in_parts(op):
+            parts = KParts(int(op.params["num_parts"] or 1), 1)
+        height, width = shape_of(op.weights["weight"])
+        return gemm_workspaces(rows, height, width, parts)
     if op.kind == "silu_mul":
         return [activation_workspace(*program.buffers[op.writes["out"]].shape)]
     if op.kind in ATTENTION:
@@ -71,6 +77,13 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
         if op.kind == "experts_gate_up":
             return [*lists]
         inner = program.buffers[op.reads["activated"]].shape[-1]
+        if in_parts(op):
+            parts = KParts(int(op.params["num_parts"] or 1), 1)
+            rows_at_once = max(
+                min(rows, PARTS_ROWS), STEP_ROWS * parts.count
+            )  # steps keep each part's apart, in it, too
+            partials = partials_workspace(rows_at_once, ranks, width)
+            return [*lists, partials, parts_workspace(rows, width, parts)]
         if fits_warpgroups(width, inner, rows * ranks, num_experts):
             return [*lists, *warpgroup_workspaces(rows, ranks, num_experts, width, inner)]
         return [*lists, partials_workspace(rows, ranks, width)]

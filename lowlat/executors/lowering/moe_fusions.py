@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lowlat.executors.lowering.binding import Binding, Call, decodes
+from lowlat.executors.lowering.binding import Binding, Call, decodes, in_parts
 from lowlat.executors.lowering.fusion import Fusion, Run
 from lowlat.executors.lowering.row_fusions import adds_ranks, gathered
 from lowlat.executors.lowering.weight_parts import experts_name
@@ -28,7 +28,7 @@ LOGITS = ("moe.logits.even", "moe.logits.odd")
 
 
 def _mixes(run: Run, card: Card) -> bool:
-    """Whether each operation reads those before it, by the argument that it must."""
+    """Whether each operation reads those before it, by the argument that it must, and K is not summed in parts."""
     norm, routing, gate_up, down, *exchange, total = run.ops
     summed = down
     if exchange:
@@ -38,6 +38,7 @@ def _mixes(run: Run, card: Card) -> bool:
     chosen = [routing.writes[name] for name in ("expert_ids", "expert_weights")]
     return (
         decodes(routing)
+        and not in_parts(down)
         and routing.reads["x"] == gate_up.reads["x"] == norm.writes["out"]
         and routing.reads.get("row_live") == norm.reads.get("row_live")
         and gate_up.reads["expert_ids"] == chosen[0]
@@ -120,7 +121,9 @@ def _normed_router(binding: Binding, run: Run) -> Sequence[Call]:
 def _grouped(run: Run, card: Card) -> bool:
     gate_up, down = run.op("experts_gate_up"), run.op("experts_down")
     feeds = down.reads["activated"] == gate_up.writes["out"]
-    return not decodes(down) and feeds and gate_up.reads["expert_ids"] == down.reads["expert_ids"]
+    return (
+        not decodes(down) and not in_parts(down) and feeds and gate_up.reads["expert_ids"] == down.reads["expert_ids"]
+    )
 
 
 def _activated(run: Run) -> list[str]:

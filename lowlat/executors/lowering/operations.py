@@ -15,7 +15,7 @@ from lowlat.executors.lowering.binding import Binding, Call, decodes
 from lowlat.executors.lowering.prefill_attention import prefill_attention, refresh_attention
 from lowlat.executors.lowering.prefill_gemm import prefill_linear
 from lowlat.executors.lowering.weight_parts import experts_name
-from lowlat.kernels.attention.attention import attention, choose_split, partial_attention
+from lowlat.kernels.attention.attention import INVARIANT_HEADS, attention, choose_split, partial_attention
 from lowlat.kernels.attention.kv_compact import kv_compact_layer
 from lowlat.kernels.attention.kv_write import kv_write, prefill_kv_write
 from lowlat.kernels.gemm.decode.gemm import decode_gemm
@@ -115,7 +115,7 @@ def _linear(binding: Binding, op: Op) -> Sequence[Call]:
     given, name = binding.arguments(op), op.weights["weight"]
     return decode_gemm(
         x=given["x"], weight=binding.weights.matrix(name), bias=binding.bias(op), out=given["out"],
-        columns=binding.weights.runs(name), card=binding.card,
+        columns=binding.weights.runs(name), parts=binding.k_parts(op, given["x"].shape[1]), card=binding.card,
     )  # fmt: skip
 
 
@@ -124,11 +124,12 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
     given.pop("group", None)  # of torch's products alone
     buffers = binding.program.buffers
     max_batch, max_context = buffers["tokens"].shape
+    heads = INVARIANT_HEADS if binding.is_invariant else given["k_cache"].shape[1]
     most = [given["row_masks"], *(buffers[name] for name in ("row_tokens", "draft_nodes") if name in buffers)]
     attend = attention if op.kind == "attention" else partial_attention
     return attend(
         **given,
-        split=choose_split(max_batch, max_context, given["k_cache"].shape[1]),
+        split=choose_split(max_batch, max_context, heads),
         sinks=binding.sinks(op),
         workspace=binding.workspace,
         card=binding.card,
@@ -186,7 +187,10 @@ def down_alone(binding: Binding, op: Op, *, grouped: bool = False) -> Sequence[C
     """The calls of `experts_down`; grouped: the pairs of many rows were grouped by the gate-up GEMM right before."""
     given = {**binding.arguments(op), "experts": binding.weights.experts(experts_name(op))}
     bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
-    given |= {"bias": bias, "card": binding.card}
+    parts = binding.k_parts(op, given["activated"].shape[-1])
+    for name in ("num_parts", "unit"):
+        given.pop(name, None)
+    given |= {"bias": bias, "card": binding.card, "parts": parts}
     if decodes(op):
         return experts_down(**given, workspace=binding.workspace)
     return prefill_down(**given, workspace=binding.workspace, grouped=grouped)

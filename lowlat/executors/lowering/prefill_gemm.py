@@ -12,12 +12,14 @@ from math import prod
 
 import torch
 
-from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
+from lowlat.errors import ConfigError
+from lowlat.executors.lowering.binding import Binding, Call, LibraryCall, in_parts
 from lowlat.executors.lowering.fusion import Fusion, Run
+from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import arranged_prefill_gemm, gated_prefill_gemm, gates, prefill_gemm
-from lowlat.kernels.gemm.prefill.plan import APART_ROWS, MOST_ROWS, has_prefill_gemm, segments_of
+from lowlat.kernels.gemm.prefill.plan import APART_ROWS, MOST_ROWS, cut_of, has_prefill_gemm
 from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
 from lowlat.kernels.rows.elementwise import silu_mul
@@ -28,14 +30,15 @@ __all__ = ["PREFILL_FUSIONS", "activation_workspace", "gemm_workspaces", "prefil
 
 ROWS = 64  # a GEMM of ours has a multiple of so many rows
 WIDTH = 8  # and of so many weight rows and columns
+AT_ONCE = KParts(1, 1)  # all of K: where no bit may depend on ranks, who have parts of a weight's rows
 
 
-def gemm_workspaces(rows: int, height: int, width: int) -> list[WorkspaceShape]:
+def gemm_workspaces(rows: int, height: int, width: int, parts: KParts | None = None) -> list[WorkspaceShape]:
     """The workspaces of our GEMM of rows with a weight [height, width]: activations, and sums of segments of K.
 
-    These are of as many rows as may have them apart.
+    These are of as many rows as may have them apart. parts: of K, if it is summed in such
     """
-    segments = segments_of(height, width)[0]
+    segments = cut_of(height, width, parts)[0]
     partials = (segments if segments > 1 else 0, min(rows, APART_ROWS), height)
     arranged = arranged_shape(rows, width)
     return [("prefill.arranged", arranged, torch.bfloat16), ("prefill.partials", partials, torch.float32)]
@@ -59,6 +62,13 @@ def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
     weight, chunk = binding.weights.matrix(name), binding.prefill_chunk
     if takes(chunk, weight, binding.card):
         return _by_packed(binding, op, weight)
+    if binding.is_invariant:
+        raise ConfigError(
+            f"{binding.program.name}: tp_invariant needs prefill's own GEMMs, of cards of capability 9.0, chunks of a "
+            f"multiple of {ROWS} and widths of {WIDTH}, and {name} would be multiplied by a matrix library, whose "
+            f"order of sums its width decides (capability {binding.card.capability}, prefill_chunk {chunk}, "
+            f"{weight.rows} x {weight.columns}); leave it out, or use executor 'reference'"
+        )
     bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
     calls: list[Call] = []
     unpacked: torch.Tensor | None = None
@@ -83,16 +93,22 @@ def _most_unpacked(binding: Binding) -> int:
 
 def _by_packed(binding: Binding, op: Op, weight: PackedMatrix) -> Sequence[Call]:
     given, calls = binding.arguments(op), []
-    columns = binding.weights.runs(op.weights["weight"])
-    for rows, results in zip(given["x"].split(MOST_ROWS), given["out"].split(MOST_ROWS), strict=True):
+    columns, parts = binding.weights.runs(op.weights["weight"]), _parts_of(binding, op, weight)
+    most = APART_ROWS if parts is not None and parts.count > 1 else MOST_ROWS
+    for rows, results in zip(given["x"].split(most), given["out"].split(most), strict=True):
         count = rows.shape[0]
-        asked = gemm_workspaces(count, weight.rows, weight.columns)
+        asked = gemm_workspaces(count, weight.rows, weight.columns, parts)
         arranged, partials = (binding.workspace(*each) for each in asked)
         calls += prefill_gemm(
             x=rows, weight=weight, bias=binding.bias(op), columns=columns, arranged=arranged, partials=partials,
-            out=results, card=binding.card,
+            out=results, card=binding.card, parts=parts,
         )  # fmt: skip
     return calls
+
+
+def _parts_of(binding: Binding, op: Op, weight: PackedMatrix) -> KParts | None:
+    """The parts of K in which a GEMM sums: its operation's, or all of K at once; None: as its kernels like."""
+    return binding.k_parts(op, weight.columns) or (AT_ONCE if binding.is_invariant else None)
 
 
 def _feeds(run: Run, card: Card) -> bool:
@@ -108,7 +124,8 @@ def _feeds(run: Run, card: Card) -> bool:
         and rows % ROWS == 0
         and rows <= MOST_ROWS
         and width % WIDTH == depth % WIDTH == 0
-        and gates(2 * width, depth)
+        and (gates(2 * width, depth) or (in_parts(down) and gates(2 * width, depth, AT_ONCE)))
+        and (rows <= APART_ROWS or down.params.get("num_parts", 1) == 1)
     )
 
 
@@ -125,22 +142,24 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
     gate_up, silu, down = run.ops
     first, second = (binding.weights.matrix(op.weights["weight"]) for op in (gate_up, down))
     given, activation = binding.arguments(gate_up), binding.arguments(silu)
+    parts = [_parts_of(binding, op, weight) for op, weight in ((gate_up, first), (down, second))]
     taken = all(takes(binding.prefill_chunk, weight, binding.card) for weight in (first, second))
     if not taken or first.tile_format != BF16_TILES:
         return [*prefill_linear(binding, gate_up), *silu_mul(**activation), *prefill_linear(binding, down)]
     rows, out = given["x"].shape[0], binding.arguments(down)["out"]
     arranged = binding.workspace(*gemm_workspaces(rows, first.rows, first.columns)[0])
     activated = binding.workspace(*activation_workspace(rows, second.columns))
-    partials = binding.workspace(*gemm_workspaces(rows, second.rows, second.columns)[1])
+    partials = binding.workspace(*gemm_workspaces(rows, second.rows, second.columns, parts[1])[1])
     return [
         *arrange(x=given["x"], out=arranged),
         *gated_prefill_gemm(
             arranged=arranged, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
-            out=activated, card=binding.card,
+            out=activated, card=binding.card, parts=parts[0],
         ),
         *arranged_prefill_gemm(
             arranged=activated, weight=second, bias=binding.bias(down),
             columns=binding.weights.runs(down.weights["weight"]), partials=partials, out=out, card=binding.card,
+            parts=parts[1],
         ),
     ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering.binding import Binding
+from lowlat.executors.lowering.binding import Binding, sum_in_parts
 from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.make import uncovered
@@ -201,7 +201,12 @@ class LoweredPrograms:
             buffers = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs}
             self._buffers[id(program)] = buffers
         place = self._place
-        groups = lower(Binding(program, buffers, self.weights, card, self.workspace, loop, switches, place))
+        is_invariant = sum_in_parts(self.programs)
+        groups = lower(
+            Binding(
+                program, buffers, self.weights, card, self.workspace, loop, switches, place, is_invariant=is_invariant
+            )
+        )
         return groups if place is None else place.forwarding(groups, torch.empty(1, dtype=torch.int64, device=META))
 
 

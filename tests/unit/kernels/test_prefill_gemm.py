@@ -121,7 +121,7 @@ def test_products_walked(
     arranged = torch.full(arranged_shape(rows, depth), torch.nan, dtype=torch.bfloat16)
     with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
         for each in (plans, module):
-            monkeypatch.setattr(each, "segments_of", lambda *_: segments)
+            monkeypatch.setattr(each, "cut_of", lambda *_: segments)
         plan = plans.PrefillGemmPlan(*cut, packed.tile_format.step_bytes)
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
         partials = torch.full((segments[0] if plan.apart else 0, rows, width), torch.nan)
@@ -147,7 +147,7 @@ def test_gated_products_walked(
     product, out = torch.full((rows, 2 * inner), torch.nan), torch.full(arranged_shape(rows, inner), torch.nan)
     out = out.bfloat16()
     with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
-        monkeypatch.setattr(module, "segments_of", lambda *_: (1, 2))
+        monkeypatch.setattr(module, "cut_of", lambda *_: (1, 2))
         plan = plans.PrefillGemmPlan(*cut)
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
         given = {"arranged": arranged, "weight": pack(weight, order), "bias": bias[order], "card": TWO_BLOCKS}

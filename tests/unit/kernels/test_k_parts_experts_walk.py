@@ -1,0 +1,116 @@
+"""Down GEMMs of a mixture whose K is summed in parts, walked thread by thread on a CPU: the bits of parts summed alone
+and added as a tree, however many cards have them; few rows and many.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from exchange_cases import tree_sum
+from expert_cases import Experts, choices, make_experts, shares_of
+from kernel_walk import Walker, walkable
+from mixture_cases import Poisoned
+from mixture_walk import ALONE, FRAGMENTS, small_card
+from stages import later
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.gemm.k_parts import KParts
+from lowlat.kernels.moe.decode.experts import experts_down
+from lowlat.kernels.moe.packing import PackedExperts, pack_experts
+from lowlat.kernels.reference.exchange.cuts import bounds
+from lowlat.kernels.reference.moe.experts import experts_down as reference
+
+DECODE = (*ALONE[:-1], "gemm.k_parts", "moe.decode.rank_parts", *ALONE[-1:])
+COMMON = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", "moe.plan", "moe.decode.mainloop")
+PREFILL = (
+    *(*COMMON, *FRAGMENTS, "gemm.k_parts", "moe.rank_sum", "gemm.prefill.parts_sum"),
+    *(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm", "experts")),
+)
+NUM_EXPERTS = 3
+
+
+def of_columns(experts: Experts, start: int, stop: int) -> PackedExperts:
+    """Some columns of all matrices, packed."""
+    if "weight" in experts.matrices:
+        return pack_experts({"weight": experts.matrices["weight"][:, :, start:stop].contiguous()})
+    own = {name: part[:, :, start // 32 : stop // 32].contiguous() for name, part in experts.matrices.items()}
+    return pack_experts(own)
+
+
+class Case:
+    """Random rows with experts of a mixture, summed by so many ranks."""
+
+    def __init__(self, rows: int, ranks: int, width: int, steps: int, quantised: bool, kind: str = "random") -> None:
+        self.steps, self.width = steps, width
+        self.experts = make_experts(NUM_EXPERTS, width, 64 * steps, quantised=quantised, gated=False)
+        self.ids = choices(kind, rows, ranks, NUM_EXPERTS)
+        self.ids[1::3] = -1
+        self.shares = shares_of(self.ids)
+        self.activated = torch.randn(rows, ranks, 64 * steps).bfloat16()
+        self.activated[self.ids < 0] = torch.nan
+
+    def by_ranks(self, size: int, prefill: bool, **changes: int) -> list[torch.Tensor]:
+        """What each of so many ranks has; the first has the biases."""
+        found, ends = [], [64 * end for end in bounds(self.steps, size, 1)]
+        for number, (start, stop) in enumerate(itertools.pairwise(ends)):
+            out = torch.full((len(self.ids), self.width), torch.nan)
+            if start == stop:
+                found.append(out.zero_())
+                continue
+            given: dict[str, Any] = {
+                "activated": self.activated[:, :, start:stop].contiguous(), "expert_ids": self.ids, "out": out,
+                "expert_weights": self.shares, "experts": of_columns(self.experts, start, stop),
+                "bias": None if number else self.experts.bias, "workspace": Poisoned(), "card": small_card(3),
+            }  # fmt: skip
+            with walkable(
+                walker := Walker(late=number % 2 == 0, may_leave=prefill), *(PREFILL if prefill else DECODE)
+            ) as modules:
+                module, parts = modules[-1], KParts(8 // size, 1)
+                if prefill:
+                    walker.run(*module.prefill_down(**given, parts=parts))
+                else:
+                    calls = module.experts_down(**given, parts=parts)
+                    walker.run(*calls)
+            found.append(out)
+        return found
+
+    def check(self, prefill: bool) -> None:
+        """The tree over eight parts that are summed alone, by any number of ranks, near what the reference has."""
+        whole, expected = tree_sum(self.by_ranks(8, prefill)), torch.empty(len(self.ids), self.width)
+        live = self.activated.masked_fill(self.ids[..., None] < 0, 0)
+        given: Any = {"bias": self.experts.bias, **self.experts.matrices, "out": expected}
+        reference(live, self.ids, self.shares, **given, num_parts=8, unit=64)
+        assert float((whole - expected).norm() / expected.norm()) < 1e-5
+        assert bool(whole[self.ids[:, 0] < 0].eq(0).all())
+        for size in (1, 2, 4):
+            assert torch.equal(tree_sum(self.by_ranks(size, prefill)), whole), size
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "width", "steps", "quantised", "kind"),
+    [
+        (1, 2, 64, 9, False, "random"),
+        (4, 2, 32, 33, True, "random"),  # parts of more steps than are copied at once
+        (3, 2, 48, 5, True, "random"),  # some parts have no columns, and tiles come alone
+        later(11, 1, 128, 12, False, "shared"),
+    ],
+)
+def test_few_rows(rows: int, ranks: int, width: int, steps: int, quantised: bool, kind: str) -> None:
+    Case(rows, ranks, width, steps, quantised, kind).check(prefill=False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "width", "steps", "quantised"),
+    [(5, 2, 32, 9, True), later(17, 1, 36, 5, False), later(40, 2, 64, 11, True)],
+)
+def test_many_rows(rows: int, ranks: int, width: int, steps: int, quantised: bool) -> None:
+    Case(rows, ranks, width, steps, quantised).check(prefill=True)
+
+
+def test_parts_without_whole_steps_are_refused() -> None:
+    experts = make_experts(2, 32, 96, quantised=False, gated=False).packed
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    given: dict[str, Any] = {"experts": experts, "out": torch.empty(1, 32), "workspace": Poisoned()}
+    with pytest.raises(ShapeError, match="whole steps of 64 columns, not 96 in 8"):
+        experts_down(torch.zeros(1, 1, 96).bfloat16(), ids, torch.ones(1, 1), **given, parts=KParts(8, 1))
