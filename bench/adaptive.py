@@ -43,12 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the rows."""
     options = _options(arguments)
     sizes = {"max_batch": 1, "max_context": options.context + 2 * options.max_tokens + 64, "prefix_reuse": False}
-    rows: list[dict[str, Any]] = []
-    lengths = [None] if options.geometry is None else options.accept_length
-    for length in lengths:
-        subject_of = open_subject({"device": options.device}, geometry=options.geometry, accept_length=length)
-        with subject_of as subject:
-            rows += _rows(subject, options, sizes, length)
+    with open_subject({"device": options.device}, geometry=options.geometry) as subject:
+        rows = list(_rows(subject, options, sizes))
     known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     rows = [row for row in known if not any(_same(row, new) for new in rows)] + rows
     write_json(options.out, {"rows": rows})
@@ -71,32 +67,32 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _rows(
-    subject: Subject, options: argparse.Namespace, sizes: dict[str, Any], length: float | None
-) -> Iterator[dict[str, Any]]:
-    """The rows of a pair at one imposed acceptance, or at its own: one load for S = 0, for fixed S, for chosen ones."""
-    chosen = replace(subject, speculation={**(subject.speculation or {}), "adaptive_width": True})
-    loads: Sequence[tuple[Subject, int, Settings]] = (
-        (subject, 0, [(0, None)]),
-        (subject, MOST, [(depth, depth) for depth in FIXED]),
-        (chosen, MOST, [(AUTO, None)]),
-    )
+def _rows(subject: Subject, options: argparse.Namespace, sizes: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of a pair: one load for S = 0; for fixed S and for chosen ones one each, of every imposed acceptance."""
+    lengths = [None] if options.geometry is None else options.accept_length
     baselines: dict[tuple[str, float], float] = {}
-    for part, depth, settings in loads:
-        with part.load(depth, **sizes) as runtime:
+    loads: list[tuple[float | None, bool, int, Settings]] = [(None, False, 0, [(0, None)])]
+    for length in lengths:
+        loads.append((length, False, MOST, [(depth, depth) for depth in FIXED]))
+        loads.append((length, True, MOST, [(AUTO, None)]))
+    for length, adaptive, most, settings in loads:
+        imposed = {} if length is None else {"simulated_accept_length": length}
+        part = replace(subject, speculation={**(subject.speculation or {}), **imposed})
+        with part.load(most, adaptive=adaptive, **sizes) as runtime:
             stamps = stamps_of(runtime.device_choice.device, options.commit)
             for work in _works(subject, options):
                 for name, asked in settings:
                     row = _row(runtime, work, name, asked, options.repeats)
                     baselines.setdefault((work.domain, work.temperature), row["tokens_per_s"])
                     row["tokens_per_s_without_drafts"] = baselines[work.domain, work.temperature]
-                    yield {
-                        "pair": options.geometry or "bundled",
-                        "simulated_accept_length": length,
-                        "context": options.context if options.geometry else None,
-                        **row,
-                        **stamps,
-                    }
+                    for of in [length] if most else lengths:  # without drafts nothing is imposed
+                        yield {
+                            "pair": options.geometry or "bundled",
+                            "simulated_accept_length": of,
+                            "context": options.context if options.geometry else None,
+                            **row,
+                            **stamps,
+                        }
 
 
 def _works(subject: Subject, options: argparse.Namespace) -> Iterator[Work]:

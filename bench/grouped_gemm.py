@@ -157,7 +157,7 @@ class _Mixture:
             plan=plan,
         )  # fmt: skip
 
-    def down(self, copy: int, lists: Mapping[str, torch.Tensor], plan: GroupedPlan) -> list[KernelCall]:
+    def down(self, copy: int, lists: Mapping[str, Any], plan: GroupedPlan) -> list[KernelCall]:
         """The second one."""
         weight = self._packed[DOWN][copy % len(self._packed[DOWN])]
         return grouped_down(

@@ -68,7 +68,7 @@ def run_down(
     packed = experts.packed
     out = torch.full((*ids.shape, packed.rows), float(FILL), device="cuda")
     plan = plan_of(launcher, DOWN, experts, ids, tile_pairs, **changes)
-    lists = groups(launcher, ids, packed.num_experts, tile_pairs)
+    lists: dict[str, Any] = groups(launcher, ids, packed.num_experts, tile_pairs)
     calls = grouped_down(
         activated=activated, **lists, expert_weights=shares_of(ids), weight=packed, bias=experts.bias, out=out,
         plan=plan,
