@@ -46,27 +46,30 @@ class ParallelCase:
     """One measured step of a geometry in `lowlat/tools/bench/geometries.toml`, on so many cards.
 
     draft_size  cards that a draft model is cut for
+    invariant   with `tp_invariant`
     """
 
     model: str
     size: int
     step: Case
     draft_size: int = 1
+    invariant: bool = False
 
     @property
     def name(self) -> str:
         """For instance `llama-8b, 1 x 8K, S=3, 2 cards, draft on 1`."""
         draft = f", draft on {self.draft_size}" if self.step.num_speculative_tokens and self.size > 1 else ""
-        return f"{self.model}, {self.step.name}, {self.size} cards{draft}"
+        kind = ", tp_invariant" if self.invariant else ""
+        return f"{self.model}, {self.step.name}, {self.size} cards{draft}{kind}"
 
 
-def _cases(*given: tuple[str, Case, tuple[int, ...]]) -> tuple[ParallelCase, ...]:
+def _cases(*given: tuple[str, Case, tuple[int, ...]], invariant: bool = False) -> tuple[ParallelCase, ...]:
     """Each step on all its numbers of cards; one that drafts on several cards with the draft model cut and whole."""
     found = []
     for model, step, sizes in given:
         for size in sizes:
             drafts = (size, 1) if step.num_speculative_tokens and size > 1 else (size,)
-            found += [ParallelCase(model, size, step, draft) for draft in drafts]
+            found += [ParallelCase(model, size, step, draft, invariant) for draft in drafts]
     return tuple(found)
 
 
@@ -77,11 +80,16 @@ CASES = _cases(
     ("gpt-oss-120b", Case(1, 4096, 0), (1, 2)),
     ("gpt-oss-120b", Case(1, 32768, 3), (1, 2)),
     ("llama-70b", Case(1, 8192, 0), (2,)),
+) + _cases(
+    ("llama-8b", Case(1, 8192, 0), (1, 2)),
+    ("llama-8b", Case(1, 8192, 3), (1, 2)),
+    ("gpt-oss-120b", Case(1, 4096, 0), (1, 2)),
+    invariant=True,
 )
 PROMPTS = (("llama-8b", (1, 2), (2048, 8192)), ("llama-70b", (2,), (2048,)))
 SMALL_CASES = _cases(
     ("tiny", Case(1, 40, 0), (1, 2)), ("tiny", Case(2, 24, 3), (2,)), ("tiny-experts", Case(1, 40, 0), (2,))
-)
+) + _cases(("tiny", Case(1, 40, 0), (2,)), invariant=True)
 SMALL_PROMPTS = (("tiny", (1, 2), (300,)),)
 
 
@@ -142,6 +150,8 @@ def _work(options: argparse.Namespace, device: torch.device, wall: Wall) -> list
     for case in SMALL_CASES if options.small else CASES:
         if case.size <= options.cards:
             row = {"model": case.model, "tensor_parallel_size": case.size, **asdict(case.step)}
+            if case.invariant:
+                row["tp_invariant"] = True
             if case.step.num_speculative_tokens:
                 row |= {"draft_tensor_parallel_size": case.draft_size, "imposed_accept_length": case.step.accept_length}
             key = case.model, *asdict(case.step).values()
@@ -161,7 +171,7 @@ def _work(options: argparse.Namespace, device: torch.device, wall: Wall) -> list
 
 def _measure_step(options: argparse.Namespace, case: ParallelCase, device: torch.device, wall: Wall) -> dict[str, Any]:
     begin = time.perf_counter()
-    model = ParallelModel(case.model, devices_of(device, case.size), case.draft_size)
+    model = ParallelModel(case.model, devices_of(device, case.size), case.draft_size, case.invariant)
     step = ParallelStep(model, case.step)
     made_in = time.perf_counter() - begin
     try:
@@ -175,8 +185,9 @@ def _measure_step(options: argparse.Namespace, case: ParallelCase, device: torch
             print("\n".join(step.list_kernels(options.kernels, wall.gb_per_s)), flush=True)
     finally:
         step.close()
-    alone = _alone(options, model, case, device) if exchanges else {}
-    if exchanges:
+    compared = exchanges and not case.invariant  # a model of one rank's widths has no parts of K
+    alone = _alone(options, model, case, device) if compared else {}
+    if compared:
         alone["exchanges"] = exchanges
         alone["exchange_us"] = round(1e3 * (percentile(ms, 50) - alone["alone_ms_p50"]) / exchanges, 3)
     floor = moved / wall.gb_per_s / 1e6
@@ -213,14 +224,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         whole = "" if draft is None else f", the draft model {'cut, too' if draft > 1 else 'whole on both'}"
         cells = [
             _figure(alone.get("ms_p50"), 2), _figure(row["ms_p50"], 2), _figure(row["floor_ms"], 2),
-            _figure(row["exchange_us"], 1), _figure(others, 2),
+            _figure(row.get("exchange_us"), 1), _figure(others, 2),
         ]  # fmt: skip
-        lines.append(f"| {row['model']}, {step.name}{whole} | {' | '.join(cells)} |")
+        kind = ", `tp_invariant`" if row.get("tp_invariant") else ""
+        lines.append(f"| {row['model']}, {step.name}{whole}{kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(str(row.get(name)) for name in ("model", "batch", "context", "num_speculative_tokens", "prompts"))
+    return tuple(
+        str(row.get(name))
+        for name in ("model", "batch", "context", "num_speculative_tokens", "tp_invariant", "prompts")
+    )
 
 
 def _figure(value: float | None, digits: int) -> str:

@@ -51,15 +51,18 @@ class ParallelModel:
     """A geometry by its name in the table, cut for devices.
 
     draft_size  1, or as many devices as a draft model is cut for
+    invariant   K is summed in the parts of `tp_invariant`
     """
 
     name: str
     devices: Sequence[torch.device]
     draft_size: int = 1
+    invariant: bool = False
     options: RuntimeConfig = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", RuntimeConfig(tensor_parallel_size=len(self.devices)))
+        options = RuntimeConfig(tensor_parallel_size=len(self.devices), tp_invariant=self.invariant)
+        object.__setattr__(self, "options", options)
 
     @cached_property
     def geometry(self) -> Geometry:
