@@ -43,8 +43,8 @@ from bench.gpt_oss_cases import (
     step_bytes,
 )
 from bench.gpt_oss_report import show_kernels, write_report
-from bench.gpt_oss_soak import soak
-from bench.gpt_oss_step import Weights, make_step, make_weights, with_experts
+from bench.gpt_oss_step import OssStep, Weights, make_step, make_weights, with_experts
+from bench.soak import soak
 from bench.wall import Wall, measure_wall
 
 __all__ = ["beside_wall", "main", "measure_case"]
@@ -102,7 +102,10 @@ def _soak(options: argparse.Namespace, device: torch.device) -> int:
             if options.out is not None:
                 write_json(options.out, rows)
 
-        soak(model, case, weights, device, options.soak, progress)
+        def step(case: OssCase = case) -> OssStep:
+            return OssStep(model, case, weights, device, simulated=None)
+
+        soak(step, options.soak, progress)
         release(device)
     return int(any(row["problems"] for row in rows))
 

@@ -27,7 +27,7 @@ from lowlat.tools.profile.report import Summary, summarise
 from lowlat.tools.profile.sites import call_sites
 from lowlat.tools.profile.times import CallSite, attribute
 
-__all__ = ["BLOCK_SIZE", "ROOM", "ExecutorStep", "GraphStep", "fill_state", "make_step", "step_geometry"]
+__all__ = ["BLOCK_SIZE", "ROOM", "ExecutorStep", "GraphStep", "fill_state", "make_step", "sound_rows", "step_geometry"]
 
 ROOM = 1024  # tokens past the case's context that replays between resets may add
 BLOCK_SIZE = 32
@@ -122,6 +122,11 @@ def fill_state(state: BufferSet, shapes: StepGeometry, case: Case, seed: int = 0
     state["active"].fill_(1)
 
 
+def sound_rows(scratch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Of each row whether it is dead or has finite logits, by a step's scratch buffers."""
+    return (scratch["finite"] != 0) | (scratch["row_live"] == 0)
+
+
 class ExecutorStep:
     """One bucket's graph, with every slot active at the case's context; its `close` releases the graph.
 
@@ -189,6 +194,12 @@ class ExecutorStep:
         state = self.executor.state
         state["lengths"].fill_(self.case.context)
         state["active"].fill_(1)
+
+    def looks(self) -> list[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
+        """See `bench.soak.Soaked`."""
+        if self.executor.device.type == "cuda":
+            torch.cuda.synchronize(self.executor.device)  # replays may be under way on another stream
+        return [(self.executor.state, sound_rows(self.executor.scratch(self.bucket)))]
 
     def sites(self, num_experts: float = 0.0) -> Sequence[CallSite]:
         """The launches of a step at the case's context, with the bytes that each must read.

@@ -3,6 +3,7 @@
     python -m bench.parallel --out bench/results/h200x2/parallel.json
     python -m bench.parallel --out /tmp/parallel.json --only "llama-8b, 1 x 8K, S=0" --kernels 12
     python -m bench.parallel --out /tmp/parallel.json --small --device cpu
+    python -m bench.parallel --out bench/results/h200x2/soak.json --soak 2000
 
 Weights are random, drawn on the first card and cut as a checkpoint's are; routers spread their rows. Steps that draft
 have imposed acceptance. A floor counts the bytes of the card that reads most, over the wall of the first card in the
@@ -10,7 +11,8 @@ same run. Steps are started as a runtime starts them, one behind the other, and 
 stream. `exchange_us` is by how much an exchange makes a step longer: its time beyond that of the same GEMMs, attention
 and rows on one card, where nothing is exchanged (`alone_ms_p50`), by the exchanges of a step. vLLM's figures on two
 such cards were measured elsewhere (0.24.0, two H200s), and stand beside for comparison. Rows are written after each
-case. Run it from the root of a checkout.
+case. `--soak` runs steps on all cards with real acceptance and checks after every few what must hold on each rank and
+between them; it measures nothing. Run it from the root of a checkout.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from bench.clock import Timed, own_stream, percentile, round_robin
 from bench.conditions import release, stamps_of, write_json
 from bench.dense_cases import Case
 from bench.parallel_step import ParallelModel, ParallelPrompts, ParallelStep, alone_step, devices_of
+from bench.soak import soak
 from bench.wall import Wall, measure_wall
 
 __all__ = ["CASES", "PROMPTS", "ParallelCase", "main", "table"]
@@ -87,6 +90,12 @@ CASES = _cases(
     invariant=True,
 )
 PROMPTS = (("llama-8b", (1, 2), (2048, 8192)), ("llama-70b", (2,), (2048,)))
+SOAKS = (
+    *(ParallelCase("llama-8b", 2, Case(1, 32768, depth), 2) for depth in (0, 3)),
+    *(ParallelCase("gpt-oss-120b", 2, Case(1, 32768, depth), 1) for depth in (0, 3)),
+    ParallelCase("llama-8b", 2, Case(1, 32768, 3), 2, invariant=True),
+)
+SMALL_SOAKS = (ParallelCase("tiny", 2, Case(2, 24, 3), 2), ParallelCase("tiny", 2, Case(1, 24, 0), invariant=True))
 SMALL_CASES = _cases(
     ("tiny", Case(1, 40, 0), (1, 2)), ("tiny", Case(2, 24, 3), (2,)), ("tiny-experts", Case(1, 40, 0), (2,))
 ) + _cases(("tiny", Case(1, 40, 0), (2,)), invariant=True)
@@ -97,11 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every case and write the rows after each; returns 1 if a case failed."""
     options, begin = _options(arguments), time.perf_counter()
     device = torch.device(options.device)
-    wall = _wall(device)
-    stamps = {"replays": options.replays, "weights": "random", "wall_gb_per_s": round(wall.gb_per_s, 1)}
+    if options.soak:
+        stamps, work = {"asked_steps": options.soak, "weights": "random"}, _soaks(options, device)
+    else:
+        wall = _wall(device)
+        stamps = {"replays": options.replays, "weights": "random", "wall_gb_per_s": round(wall.gb_per_s, 1)}
+        work = _work(options, device, wall)
     stamps |= stamps_of(device, options.commit)
     rows: list[dict[str, Any]] = []
-    for name, row, measure in _work(options, device, wall):
+    for name, row, measure in work:
         start = time.perf_counter()
         if options.only and not any(part in name for part in options.only):
             continue
@@ -118,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(options.out, rows)
         for each in devices_of(device, options.cards):
             release(each)
-    return int(any("error" in row for row in rows))
+    return int(any("error" in row or row.get("problems") for row in rows))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -131,6 +144,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--turn", type=int, default=50, help="replays between resets")
     parser.add_argument("--runs", type=int, default=5, help="of a prompt")
     parser.add_argument("--kernels", type=int, default=0, help="kernels to list for each step, those that take most")
+    parser.add_argument("--soak", type=int, default=0, metavar="N", help="run N steps of each case with checks")
     parser.add_argument("--small", action="store_true", help="tiny models, to try everything")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--device", default="cuda:0")
@@ -167,6 +181,22 @@ def _work(options: argparse.Namespace, device: torch.device, wall: Wall) -> list
                 )
                 found.append((f"{model}, prompts, {size} cards", row, measure))
     return found
+
+
+def _soaks(options: argparse.Namespace, device: torch.device) -> list[tuple[str, dict[str, Any], Any]]:
+    """The name, the described row and the run of every soak, on all cards."""
+    found: list[tuple[str, dict[str, Any], Any]] = []
+    for case in SMALL_SOAKS if options.small else SOAKS:
+        if case.size <= options.cards:
+            row = {"model": case.model, "tensor_parallel_size": case.size, **asdict(case.step)}
+            row |= {"draft_tensor_parallel_size": case.draft_size, "tp_invariant": case.invariant}
+            found.append((case.name, row, lambda case=case: _soak(options, case, device)))
+    return found
+
+
+def _soak(options: argparse.Namespace, case: ParallelCase, device: torch.device) -> dict[str, Any]:
+    model = ParallelModel(case.model, devices_of(device, case.size), case.draft_size, case.invariant)
+    return soak(lambda: ParallelStep(model, case.step, imposed=False), options.soak)
 
 
 def _measure_step(options: argparse.Namespace, case: ParallelCase, device: torch.device, wall: Wall) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A step, and prompts, of a geometry with random weights on one card or several, made as a runtime makes them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 
 from bench.clock import LEAD, time_replays
 from bench.dense_cases import Case
-from bench.lowlat_step import BLOCK_SIZE, ROOM, ExecutorStep, fill_state
+from bench.lowlat_step import BLOCK_SIZE, ROOM, ExecutorStep, fill_state, sound_rows
 from bench.prompts import measure_prompt
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.executors.cards.parallel import ParallelExecutor
@@ -121,13 +121,18 @@ class ParallelModel:
 
 
 class ParallelStep:
-    """One bucket's step on all devices, with every slot active at the case's context."""
+    """One bucket's step on all devices, with every slot active at the case's context.
 
-    def __init__(self, model: ParallelModel, case: Case) -> None:
+    imposed  whether acceptance is imposed where the step drafts
+    """
+
+    def __init__(self, model: ParallelModel, case: Case, *, imposed: bool = True) -> None:
         target, chain = model.target(), TreeTopology.chain(case.num_speculative_tokens)
         self.case, self.config = case, target.config
         self.bucket = Bucket(case.batch, chain.num_nodes, chain.depth)
         shapes = model.shapes(target.config, case)
+        if not imposed:
+            shapes = replace(shapes, simulated_accept_length=None)
         own = model.rank_shapes(shapes)
         programs = [{self.bucket: build_step(each, self.bucket, chain)} for each in own]
         ranks = [Rank(each.config, made, build_prefills(each)) for each, made in zip(own, programs, strict=True)]
@@ -151,7 +156,19 @@ class ParallelStep:
             return [peers(rank) for rank in range(len(self._configs))]
         return [rank.state for rank in self._ranks]
 
-    def _reset(self) -> None:
+    def replay(self) -> None:
+        """See `bench.soak.Soaked`."""
+        self.executor.step(self.bucket)
+
+    def looks(self) -> list[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
+        """See `bench.soak.Soaked`."""
+        self.executor.synchronize()
+        sound = [sound_rows(rank.scratch(self.bucket)) for rank in self._ranks]
+        states = self._states()
+        return list(zip(states, sound if len(sound) == len(states) else sound * len(states), strict=True))
+
+    def reset(self) -> None:
+        """Put every slot's length on every rank back to the case's context, behind all steps."""
         self.executor.synchronize()
         for state in self._states():
             state["lengths"].fill_(self.case.context)
@@ -161,7 +178,7 @@ class ParallelStep:
 
     def times(self, count: int) -> list[float]:
         """Milliseconds of so many steps, on the first device."""
-        self._reset()
+        self.reset()
         device = self.executor.device
         if device.type != "cuda":
             return time_replays(lambda: self.executor.step(self.bucket), count, device, LEAD)
@@ -198,7 +215,7 @@ class ParallelStep:
 
     def list_kernels(self, count: int, wall_gb_per_s: float) -> list[str]:
         """Lines of the kernels that take most, as the profiler saw them on the first device."""
-        self._reset()
+        self.reset()
         rank = self._ranks[0]
 
         def run() -> None:

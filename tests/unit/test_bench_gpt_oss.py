@@ -28,9 +28,9 @@ from bench.gpt_oss_cases import (
     model_config,
     step_bytes,
 )
-from bench.gpt_oss_soak import check_state
 from bench.gpt_oss_step import make_weights, shapes_of, with_experts
 from bench.grouped_gemm import Choices, product_entries
+from bench.soak import check_state
 from bench.wall import Wall
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.device_weights import DeviceWeights
@@ -54,7 +54,7 @@ from lowlat.tools.profile.sites import call_sites
 from lowlat.tools.profile.times import CallSite, KernelEvent, attribute
 
 CPU = torch.device("cpu")
-gpt_oss, gpt_oss_soak = bench("gpt_oss"), bench("gpt_oss_soak")
+gpt_oss = bench("gpt_oss")
 
 
 def test_bytes_are_those_of_the_parts() -> None:
@@ -246,7 +246,7 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
 
 
 def test_a_soak_sees_what_is_wrong() -> None:
-    case = SMALL_CASES[1]
+    case = SMALL_CASES[1].step
     state = {
         "lengths": torch.tensor([192 + 10, 192 + 40]),
         "active": torch.tensor([1, 1]),
@@ -268,19 +268,18 @@ class SoakedStep:
     strange = 0
 
     def __init__(self, model: Any, case: Any, *_: Any, **__: Any) -> None:
-        self.case, self.bucket, self.passes = case, None, 0
+        self.case, self.passes = case.step, 0
         self.state = {
-            "tokens": torch.zeros(1, case.step.context + 2048, dtype=torch.int32),
+            "tokens": torch.zeros(1, self.case.context + 2048, dtype=torch.int32),
             "lengths": torch.tensor([0]), "active": torch.tensor([1]), "num_drafts": torch.tensor([1]),
         }  # fmt: skip
-        self.executor = self
 
-    def scratch(self, bucket: Any) -> dict[str, torch.Tensor]:
-        return {"finite": torch.ones(4), "row_live": torch.ones(4)}
+    def looks(self) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        return [(self.state, torch.ones(4, dtype=torch.bool))]
 
     def reset(self) -> None:
         self.passes += 1
-        self.state["lengths"].fill_(self.case.step.context)
+        self.state["lengths"].fill_(self.case.context)
 
     def replay(self) -> None:
         length = int(self.state["lengths"])
@@ -295,7 +294,7 @@ class SoakedStep:
 def test_a_soak_s_rows_are_written_after_each_pass(
     strange: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpt_oss_soak, "OssStep", SoakedStep)
+    monkeypatch.setattr(gpt_oss, "OssStep", SoakedStep)
     monkeypatch.setattr(SoakedStep, "strange", strange)
     out = tmp_path / "results" / "soak.json"
     arguments = ["--small", "--device", "cpu", "--soak", "600", "--context", "192", "320", "--out", str(out)]
