@@ -307,7 +307,7 @@ def _options(given: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every subject, print its rows, and write the file."""
+    """Measure every subject, print its rows, and write the file after each."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(given)
     if options.device == "cpu":
@@ -318,18 +318,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         geometry = geometries[int(place)]
         with _subject(options, geometry, imposed=geometry is not None) as subject:
             return _serve(subject, int(depth), endpoint, options)
-    subjects = []
+    settings = {name: getattr(options, name) for name in ("context", "window", "steps")}
+    settings |= {"row_us": ROW_US, "allowed": ALLOWED}
+    result = {**stamps_of(torch.device(options.device), options.commit), "settings": settings}
+    subjects: list[dict[str, Any]] = []
     for place, geometry in enumerate(geometries):
         imposed = geometry is not None
         with _subject(options, geometry, imposed=imposed) as subject:
-            rows = list(_rows(subject, place, options, given))
+            found: dict[str, Any] = {"subject": subject.name, "imposed_acceptance": imposed, "rows": [], "forced": []}
+            subjects.append(found)
+            for row in _rows(subject, place, options, given):
+                found["rows"].append(row)
+                write_json(options.out, {**result, "subjects": subjects})
         with _subject(options, geometry, imposed=False) as subject:
-            forced = _forced(subject, options)
-        subjects.append({"subject": subject.name, "imposed_acceptance": imposed, "rows": rows, "forced": forced})
-    settings = {name: getattr(options, name) for name in ("context", "window", "steps")}
-    settings |= {"row_us": ROW_US, "allowed": ALLOWED}
-    stamps = stamps_of(torch.device(options.device), options.commit)
-    write_json(options.out, {**stamps, "settings": settings, "subjects": subjects})
+            found["forced"] = _forced(subject, options)
+        write_json(options.out, {**result, "subjects": subjects})
     return 0
 
 
