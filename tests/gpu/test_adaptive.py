@@ -31,7 +31,7 @@ MODES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("seed", range(4))
 def test_widths_are_the_reference_s(seed: int, bench: Bench) -> None:
-    chosen = check_widths(bench, seed, 8 + 4 * (seed % 2), steps=200)
+    chosen = check_widths(bench, seed, 8 + 4 * (seed % 2), steps=400)
     assert {0, MOST + 1} <= chosen and len(chosen) > 3
 
 

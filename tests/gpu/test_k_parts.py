@@ -20,7 +20,10 @@ from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
 from lowlat.kernels.gemm.prefill.plan import has_prefill_gemm, partials_shape, plans_of
 from lowlat.kernels.reference.exchange.cuts import bounds
 
-SHAPES = ((4096, 14336), (2880, 2880), (320, 320))  # parts of one size, of two, and some without columns
+PARTS_OF_TWO_SIZES = (2880, 2880)
+SHAPES = ((4096, 14336), PARTS_OF_TWO_SIZES, (320, 320))  # parts of one size, of two, and some without columns
+# every plan is a compilation of its own, and of these each span has several
+CASES = [*(("bf16", *shape) for shape in SHAPES), ("fp8", *PARTS_OF_TWO_SIZES), ("nvfp4", *PARTS_OF_TWO_SIZES)]
 
 
 class Weight:
@@ -50,11 +53,10 @@ def spans(depth: int, size: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(64 * end for end in bounds(depth // 64, size, 1)))
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8", "nvfp4"])
-@pytest.mark.parametrize(("width", "depth"), SHAPES)
+@pytest.mark.parametrize(("name", "width", "depth"), CASES)
 def test_few_rows(launcher: Launcher, name: str, width: int, depth: int) -> None:
     weight, card = Weight(name, width, depth), launcher.card
-    for rows in (1, 4, 17, 70):
+    for rows in (1, 17, 70):
         x = torch.randn(rows, depth, device="cuda").bfloat16()
 
         def multiply(start: int, stop: int, count: int, x: torch.Tensor = x, rows: int = rows) -> torch.Tensor:
@@ -69,7 +71,7 @@ def test_few_rows(launcher: Launcher, name: str, width: int, depth: int) -> None
             }
             launcher.run(*decode_gemm(**given, out=out, parts=parts, card=card))
             for plan in (
-                candidate_plans(rows, width, card, weights=own.tile_format, parts=parts)[1:4] if rows < 65 else ()
+                candidate_plans(rows, width, card, weights=own.tile_format, parts=parts)[1:2] if rows < 65 else ()
             ):
                 again = torch.full_like(out, torch.nan)
                 launcher.run(*decode_gemm(**given, out=again, parts=parts, card=card, plan=plan))
@@ -81,13 +83,12 @@ def test_few_rows(launcher: Launcher, name: str, width: int, depth: int) -> None
             assert torch.equal(tree_sum([multiply(*span, 8 // size) for span in spans(depth, size)]), whole)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8", "nvfp4"])
-@pytest.mark.parametrize(("width", "depth"), SHAPES)
+@pytest.mark.parametrize(("name", "width", "depth"), CASES)
 def test_many_rows(launcher: Launcher, name: str, width: int, depth: int) -> None:
     weight, card = Weight(name, width, depth), launcher.card
     if not has_prefill_gemm(card):
         pytest.skip("prefill's GEMMs are for cards of capability 9.0")
-    for rows in (64, 512, 1024):
+    for rows in (64, 1024):
         x = torch.randn(rows, depth, device="cuda").bfloat16()
 
         def multiply(start: int, stop: int, count: int, x: torch.Tensor = x, rows: int = rows) -> torch.Tensor:
@@ -95,7 +96,7 @@ def test_many_rows(launcher: Launcher, name: str, width: int, depth: int) -> Non
             if start == stop:
                 return torch.zeros(rows, width, device="cuda")
             parts, own, k = KParts(count, 1), weight.of(start, stop), stop - start
-            for plan in plans_of(rows, width, k, card, own.tile_format, parts)[:4]:
+            for plan in plans_of(rows, width, k, card, own.tile_format, parts)[:2]:
                 arranged = torch.full(arranged_shape(rows, k), torch.nan, device="cuda", dtype=torch.bfloat16)
                 partials = torch.full(partials_shape(plan, rows, width, k, parts), torch.nan, device="cuda")
                 outs.append(torch.full((rows, width), torch.nan, device="cuda"))

@@ -87,6 +87,7 @@ def load(name: str, pairs: dict[str, PairPaths], executor: str, **options: Any) 
     head = None if name == "mxfp4" else SpeculativeConfig(model=pairs[name].head, num_speculative_tokens=3, strict=True)
     shape: dict[str, Any] = {"max_batch": 2, "max_context": CONTEXT, "block_size": 16, "prefill_chunk": CHUNK}
     common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "executor": executor}
+    common["max_stall_ms"] = 10_000.0  # how many chunks run at once, and so who comes first, is no matter of time
     return Runtime.load(pairs[name].target, head, **{**shape, **common, **options})
 
 

@@ -1,6 +1,7 @@
 """SpecPV on a card: its kernels against the reference, and whole runs in every executor."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,16 +155,14 @@ def test_every_group_does_what_its_operations_mean(pair: PairPaths) -> None:
         draft = load_speculator(SpeculativeConfig(model=pair.head), load_target(pair.target, dtype="bfloat16").config)
         weights = {**load_target(pair.target, dtype="bfloat16").weights, **draft.weights}
         lockstep = Lockstep(executor, {name: tensor.cuda() for name, tensor in weights.items()})
-        run = executor._run
+        step = executor.step
 
-        def followed(size: Any) -> None:
-            executor.set_hook(lockstep._after if isinstance(size, Bucket) else None)
-            if isinstance(size, Bucket):
-                executor.synchronize()
-                lockstep.begin(size)
-            run(size)
+        def followed(bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
+            executor.synchronize()
+            lockstep.begin(bucket)
+            step(bucket, meanwhile)
 
-        executor._run = followed  # type: ignore[method-assign]
+        executor.step = followed  # type: ignore[method-assign]
         tokens_of(runtime, 4, 40)
         assert runtime.summary()["specpv"]["partial_steps"] > 20
         assert not lockstep.problems, "\n".join(lockstep.problems[:20])
