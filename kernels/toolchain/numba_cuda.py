@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 with warnings.catch_warnings():
@@ -39,12 +39,39 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 HOPPER = (9, 0)
 NUMBERS = (types.Number, types.Boolean, types.Literal)
 RARELY = (100_000, 50, 1000)  # Numba makes millions of small objects and keeps most: to look for cycles is in vain
+_functions: dict[Hashable, Any] = {}  # what `device_function` has made
 _compiling = threading.Lock()  # Numba's compiler is not re-entrant, and the device is replaced while it runs
 
 
 def device_function(function: Callable[..., Any]) -> Any:
-    """A function that kernels call; it is inlined where the compiler sees fit."""
-    return cuda.jit(device=True)(function)
+    """A function that kernels call; it is inlined where the compiler sees fit.
+
+    Functions of one code that close over the same constants and functions are one, however many kernels make them: each
+    is typed and lowered once a process.
+    """
+    made = cuda.jit(device=True)(function)
+    key = None if SIMULATED else _meaning(function)
+    return made if key is None else _functions.setdefault(key, made)
+
+
+def _meaning(function: Callable[..., Any]) -> Hashable | None:
+    """Equal for functions that compile to the same; None where that cannot be told."""
+    if function.__kwdefaults__:
+        return None
+    try:
+        cells = tuple(_typed(cell.cell_contents) for cell in function.__closure__ or ())
+        key = (function.__code__, function.__module__, function.__defaults__, cells)
+        hash(key)
+    except (TypeError, ValueError):  # a cell that cannot be hashed, or is not yet filled
+        return None
+    return key
+
+
+def _typed(value: Any) -> Hashable:
+    """A value that differs from an equal one that is something else, as 1 is from True and 1.0, and 0.0 from -0.0."""
+    if isinstance(value, tuple):
+        return (tuple, *map(_typed, value))
+    return type(value), value.hex() if isinstance(value, float) else value
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:

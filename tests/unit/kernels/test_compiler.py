@@ -16,7 +16,16 @@ from lowlat.errors import DeviceError
 from lowlat.kernels.toolchain import compiler
 from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_ahead, compile_kernel, link
 from lowlat.kernels.toolchain.kernel import Kernel
-from lowlat.kernels.toolchain.numba_cuda import compile_ptx, cuda, float32, fork_compiler, int64, types, uint32
+from lowlat.kernels.toolchain.numba_cuda import (
+    compile_ptx,
+    cuda,
+    device_function,
+    float32,
+    fork_compiler,
+    int64,
+    types,
+    uint32,
+)
 
 HOPPER = (9, 0)
 
@@ -280,3 +289,28 @@ def test_launch_bounds_and_capability_reach_the_ptx() -> None:
     assert ".maxntid 96" in ptx
     assert ".minnctapersm 3" in ptx
     assert f".entry {entry}(" in ptx
+
+
+def test_functions_that_mean_the_same_are_one() -> None:
+    """However many kernels make them; a constant of another type or sign is another one."""
+
+    def make(constant: Any) -> Any:
+        @device_function
+        def add(x: Any) -> Any:
+            return x + constant
+
+        return add
+
+    def calling(inner: Any) -> Any:
+        @device_function
+        def call(x: Any) -> Any:
+            return inner(x)
+
+        return call
+
+    constants = (1, True, 1.0, 0.0, -0.0, (1,), (True,), (1, (0.0,)), (1, (-0.0,)))
+    made = [make(constant) for constant in constants]
+    assert len({id(each) for each in made}) == len(constants)
+    assert all(make(constant) is each for constant, each in zip(constants, made, strict=True))
+    assert calling(make(1)) is calling(make(1)) and calling(make(1)) is not calling(make(2))
+    assert make([1]) is not make([1])  # it may change
