@@ -181,9 +181,9 @@ class ParallelStep:
         self.reset()
         device = self.executor.device
         if device.type != "cuda":
-            return time_replays(lambda: self.executor.step(self.bucket), count, device, LEAD)
+            return time_replays(self.replay, count, device, LEAD)
         with torch.cuda.device(device), torch.cuda.stream(self._ranks[0].stream):
-            found = time_replays(lambda: self.executor.step(self.bucket), count, device, LEAD)
+            found = time_replays(self.replay, count, device, LEAD)
         self.executor.synchronize()
         return found
 

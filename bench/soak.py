@@ -60,9 +60,10 @@ def soak(
             for number in range(1, count + 1):
                 step.replay()
                 if number % CHECKED == 0 or number == count:
-                    problems += _problems(step.looks(), case, number)
+                    looks = step.looks()
+                    problems += _problems(looks, case, number)
             done, passes = done + count, passes + 1
-            state, _ = step.looks()[0]
+            state, _ = looks[0]
             tokens, lengths = state["tokens"], state["lengths"].tolist()
             committed += sum(length - case.context for length in lengths)
             known = tokens[:, case.context : min(lengths)].cpu().clone()

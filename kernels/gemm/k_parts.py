@@ -4,7 +4,7 @@ A part is whole steps of 64 columns, and its sum begins at zero: its bits depend
 It knows no product.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from lowlat.kernels.reference.exchange.cuts import bounds
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
-__all__ = ["KParts", "make_span_of", "make_tree"]
+__all__ = ["KParts", "add_four", "load_four", "make_part_of_warp", "make_span_of", "make_tree"]
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,44 @@ def make_span_of(parts: KParts, steps: int) -> Any:
     return span_of
 
 
-def make_tree(load: Any, first: int, last: int) -> Any:
+def make_part_of_warp(parts: KParts, steps: int) -> Any:
+    """A device function of a warp: the first step of its part, the one behind its last, and its set of warps."""
+    span_of, mask, shift = make_span_of(parts, steps), parts.count - 1, parts.count.bit_length() - 1
+
+    @device_function
+    def of_part(warp: Any) -> Any:
+        first, end = span_of(uint32(warp & uint32(mask)))
+        return first, end, uint32(warp >> uint32(shift))
+
+    return of_part
+
+
+def make_tree(make_part: Callable[[int], Any], first: int, last: int, add: Any = ptx.add_rn) -> Any:
     """A device function (place, given): the sum of parts `first` to `last` - 1 by neighbouring pairs.
 
-    load  a device function (place, given, part): the value of a part
+    make_part  from a part's number, a device function (place, given): its value
+    add        a device function: the sum of two values
     """
     if last - first == 1:
-
-        @device_function
-        def one(place: Any, given: Any) -> Any:
-            return load(place, given, first)
-
-        return one
+        return make_part(first)
     half = (first + last) // 2
-    low, high = make_tree(load, first, half), make_tree(load, half, last)
+    low, high = make_tree(make_part, first, half, add), make_tree(make_part, half, last, add)
 
     @device_function
     def both(place: Any, given: Any) -> Any:
-        return ptx.add_rn(low(place, given), high(place, given))
+        return add(low(place, given), high(place, given))
 
     return both
+
+
+@device_function
+def add_four(a: Any, b: Any) -> Any:
+    """The sums of two times four float32."""
+    return ptx.add_rn(a[0], b[0]), ptx.add_rn(a[1], b[1]), ptx.add_rn(a[2], b[2]), ptx.add_rn(a[3], b[3])
+
+
+@device_function
+def load_four(place: Any) -> Any:
+    """Four float32 at an address of a multiple of 16."""
+    a, b, c, d = ptx.load_global_128(place)
+    return ptx.float_of_bits(a), ptx.float_of_bits(b), ptx.float_of_bits(c), ptx.float_of_bits(d)

@@ -74,19 +74,22 @@ def _make_value_of_parts(shape: DecodeGemmShape, plan: DecodeGemmPlan, parts: KP
     sum_bytes, is_share = plan.sum_bytes, shape.weights.name == "int4"
     scaled, has_bias = shape.weights.row_scales, shape.bias
 
-    @device_function
-    def load(place: Any, given: Any, part: Any) -> Any:
-        scale, own = given
-        value = ptx.load_shared_f32(uint32(place + uint32(part * sum_bytes)))
-        if is_share:
-            value = ptx.mul_rn(value, float32(WHOLE))
-        if scaled:
-            value = ptx.mul_rn(value, scale)
-        if has_bias and part == 0:
-            value = ptx.add_rn(value, own)
-        return value
+    def make_part(part: int) -> Any:
+        @device_function
+        def load(place: Any, given: Any) -> Any:
+            scale, own = given
+            value = ptx.load_shared_f32(uint32(place + uint32(part * sum_bytes)))
+            if is_share:
+                value = ptx.mul_rn(value, float32(WHOLE))
+            if scaled:
+                value = ptx.mul_rn(value, scale)
+            if has_bias and part == 0:
+                value = ptx.add_rn(value, own)
+            return value
 
-    add_up = make_tree(load, 0, parts.count)
+        return load
+
+    add_up = make_tree(make_part, 0, parts.count)
 
     @device_function
     def value_of_parts(area: Any, row: Any, column: Any, scale: Any, own: Any) -> Any:

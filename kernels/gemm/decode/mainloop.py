@@ -10,7 +10,7 @@ from lowlat.kernels.common.handover import Handover
 from lowlat.kernels.formats import bf16_fragment, fp8_fragment, nvfp4_fragment
 from lowlat.kernels.gemm.decode.group_product import make_group_product
 from lowlat.kernels.gemm.decode.plan import PAD, SUM_BYTES, WARPS, DecodeGemmPlan, DecodeGemmShape
-from lowlat.kernels.gemm.k_parts import make_span_of
+from lowlat.kernels.gemm.k_parts import make_part_of_warp
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
 
@@ -141,14 +141,7 @@ def _make_steps_of(shape: DecodeGemmShape) -> Any:
             return warp, uint32(steps), uint32(0)
 
         return in_turn
-    span_of, mask, shift = make_span_of(parts, steps), parts.count - 1, parts.count.bit_length() - 1
-
-    @device_function
-    def of_part(warp: Any) -> Any:
-        first, end = span_of(uint32(warp & uint32(mask)))
-        return first, end, uint32(warp >> uint32(shift))
-
-    return of_part
+    return make_part_of_warp(parts, steps)
 
 
 def _store(plan: DecodeGemmPlan) -> Any:

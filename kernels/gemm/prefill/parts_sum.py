@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.gemm.k_parts import KParts
+from lowlat.kernels.gemm.k_parts import KParts, add_four, load_four, make_tree
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
@@ -56,54 +56,30 @@ def add_parts(
 
 
 @device_function
-def _added(a: Any, b: Any) -> Any:
-    return ptx.add_rn(a[0], b[0]), ptx.add_rn(a[1], b[1]), ptx.add_rn(a[2], b[2]), ptx.add_rn(a[3], b[3])
-
-
-@device_function
 def _times(a: Any, b: Any) -> Any:
     return ptx.mul_rn(a[0], b[0]), ptx.mul_rn(a[1], b[1]), ptx.mul_rn(a[2], b[2]), ptx.mul_rn(a[3], b[3])
-
-
-@device_function
-def _load_four(place: Any) -> Any:
-    a, b, c, d = ptx.load_global_128(place)
-    return ptx.float_of_bits(a), ptx.float_of_bits(b), ptx.float_of_bits(c), ptx.float_of_bits(d)
 
 
 def _make_part(part: int, is_held: bool, with_bias: bool, with_scales: bool) -> Any:
     """A function: a part's four numbers as they are added; zeros where the part has no columns."""
 
     @device_function
-    def load_part(place: Any, pitch: Any, scales: Any, bias: Any) -> Any:
+    def load_part(place: Any, given: Any) -> Any:
+        pitch, scales, bias = given
         zero = float32(0)
         sums = (zero, zero, zero, zero)
         if is_held:
-            sums = _load_four(place + int64(part) * pitch)
+            sums = load_four(place + int64(part) * pitch)
             if with_scales:
-                sums = _times(sums, _load_four(scales))
+                sums = _times(sums, load_four(scales))
         if with_bias and part == 0:
             low, high = ptx.load_global_64(bias)
             first = ptx.float_of_bits(uint32(low << uint32(16))), ptx.float_of_bits(uint32(low & uint32(0xFFFF0000)))
             last = ptx.float_of_bits(uint32(high << uint32(16))), ptx.float_of_bits(uint32(high & uint32(0xFFFF0000)))
-            sums = _added(sums, (first[0], first[1], last[0], last[1]))
+            sums = add_four(sums, (first[0], first[1], last[0], last[1]))
         return sums
 
     return load_part
-
-
-def _make_tree(first: int, last: int, held: tuple[int, ...], with_bias: bool, with_scales: bool) -> Any:
-    """A function: the sum of parts `first` to `last` - 1."""
-    if last - first == 1:
-        return _make_part(first, first in held, with_bias, with_scales)
-    half = (first + last) // 2
-    low, high = (_make_tree(*ends, held, with_bias, with_scales) for ends in ((first, half), (half, last)))
-
-    @device_function
-    def both(place: Any, pitch: Any, scales: Any, bias: Any) -> Any:
-        return _added(low(place, pitch, scales, bias), high(place, pitch, scales, bias))
-
-    return both
 
 
 @cache
@@ -111,7 +87,12 @@ def _make(
     width: int, count: int, held: tuple[int, ...], with_bias: bool, with_columns: bool, with_scales: bool
 ) -> Kernel:
     """A thread has four columns of a row."""
-    chunks, add_up = width // 4, _make_tree(0, count, held, with_bias, with_scales)
+    chunks = width // 4
+
+    def make_part(part: int) -> Any:
+        return _make_part(part, part in held, with_bias, with_scales)
+
+    add_up = make_tree(make_part, 0, count, add_four)
 
     def sum_parts(partials: Any, scales: Any, bias: Any, columns: Any, out: Any, rows: Any) -> None:
         number = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
@@ -123,7 +104,7 @@ def _make(
             column = uint32(chunk * uint32(4))
             at = partials + (int64(row) * int64(width) + int64(column)) * int64(4)
             pitch = int64(rows) * int64(4 * width)
-            a, b, c, d = add_up(at, pitch, scales + int64(column) * int64(4), bias + int64(column) * int64(2))
+            a, b, c, d = add_up(at, (pitch, scales + int64(column) * int64(4), bias + int64(column) * int64(2)))
             if with_columns:
                 run = ptx.load_global_i32(columns + int64(uint32(chunk >> uint32(1))) * int64(4))
                 column = uint32(uint32(run) + uint32(column & uint32(4)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowlat.kernels.common.handover import Handover
-from lowlat.kernels.gemm.k_parts import make_span_of
+from lowlat.kernels.gemm.k_parts import make_part_of_warp
 from lowlat.kernels.moe.decode.copies import make_fetch, make_load_inputs
 from lowlat.kernels.moe.decode.expert_list import make_expert_of, make_members_of
 from lowlat.kernels.moe.decode.mainloop import make_multiply
@@ -71,14 +71,7 @@ def _make_steps_of(shape: ExpertShape, plan: ExpertPlan) -> Any:
             return uint32(warp * uint32(own)), uint32(steps), uint32(0)
 
         return in_runs
-    span_of, mask, shift = make_span_of(parts, steps), parts.count - 1, parts.count.bit_length() - 1
-
-    @device_function
-    def of_part(warp: Any) -> Any:
-        first, end = span_of(uint32(warp & uint32(mask)))
-        return first, end, uint32(warp >> uint32(shift))
-
-    return of_part
+    return make_part_of_warp(parts, steps)
 
 
 def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:

@@ -3,12 +3,13 @@
 It knows neither who writes the outputs nor what becomes of the sum.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.gemm.k_parts import add_four, load_four, make_tree
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
@@ -42,43 +43,25 @@ def add_rank_parts(
     return [KernelCall(_make(width, ranks, parts), (blocks, 1, 1), (partials, expert_ids, out, rows))]
 
 
-@device_function
-def _added(a: Any, b: Any) -> Any:
-    return ptx.add_rn(a[0], b[0]), ptx.add_rn(a[1], b[1]), ptx.add_rn(a[2], b[2]), ptx.add_rn(a[3], b[3])
-
-
-def _make_tree(width: int, ranks: int, parts: int, first: int, last: int) -> Any:
-    """A function: four columns of parts `first` to `last` - 1 of a row, by the addresses of its outputs and its ids."""
-    if last - first == 1:
-
-        @device_function
-        def one(place: Any, ids: Any) -> Any:
-            zero = float32(0)
-            sums = (zero, zero, zero, zero)
-            for rank in range(ranks):
-                if ptx.load_global_i32(ids + int64(rank * 4)) >= 0:
-                    a, b, c, d = ptx.load_global_128(place + int64((rank * parts + first) * 4 * width))
-                    values = (
-                        ptx.float_of_bits(a), ptx.float_of_bits(b), ptx.float_of_bits(c), ptx.float_of_bits(d),
-                    )  # fmt: skip
-                    sums = _added(sums, values)
-            return sums
-
-        return one
-    half = (first + last) // 2
-    low, high = (_make_tree(width, ranks, parts, *ends) for ends in ((first, half), (half, last)))
+def _make_part(width: int, ranks: int, parts: int, part: int) -> Any:
+    """A function: four columns of a part of a row, by the addresses of its outputs and its ids."""
 
     @device_function
-    def both(place: Any, ids: Any) -> Any:
-        return _added(low(place, ids), high(place, ids))
+    def add_ranks(place: Any, ids: Any) -> Any:
+        zero = float32(0)
+        sums = (zero, zero, zero, zero)
+        for rank in range(ranks):
+            if ptx.load_global_i32(ids + int64(rank * 4)) >= 0:
+                sums = add_four(sums, load_four(place + int64((rank * parts + part) * 4 * width)))
+        return sums
 
-    return both
+    return add_ranks
 
 
 @cache
 def _make(width: int, ranks: int, parts: int) -> Kernel:
     """A thread has four columns of a row."""
-    chunks, add_up = width // 4, _make_tree(width, ranks, parts, 0, parts)
+    chunks, add_up = width // 4, make_tree(partial(_make_part, width, ranks, parts), 0, parts, add_four)
 
     def add_rank_parts_kernel(partials: Any, ids: Any, out: Any, rows: Any) -> None:
         ptx.wait_for_previous_kernel()

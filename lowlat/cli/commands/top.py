@@ -166,7 +166,7 @@ def _kv(kv: dict[str, Any]) -> "RenderableType":
 
 
 def _memory(held: dict[str, Any]) -> "RenderableType":
-    """What a device held when all was loaded; nothing is allocated behind that."""
+    """The memory that a device held when all was loaded; nothing is allocated behind that."""
     from rich.text import Text
 
     total, free = held["total_bytes"], held["free_bytes"]

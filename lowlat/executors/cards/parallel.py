@@ -102,7 +102,7 @@ class ParallelExecutor:
             rank.settle(patient)
 
     def _ask_each(self, ask: Callable[[GraphExecutor], Answer]) -> list[Answer]:
-        """What every rank answers, its device being the thread's own meanwhile."""
+        """The answers of all ranks, each asked while its device is the thread's own."""
         with self._together():
             answers = []
             for rank in self.ranks:

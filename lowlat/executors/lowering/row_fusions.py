@@ -77,7 +77,7 @@ def _norms_ranks(run: Run, card: Card) -> bool:
 
 
 def gathered(run: Run) -> list[str]:
-    """What an exchange keeps to itself: the parts, and their sum where it is added to the residual stream."""
+    """Buffers that an exchange keeps to itself: the parts, and their sum where it is added to the residual stream."""
     hidden = [run.op("gather_ranks").writes["out"]]
     return hidden if run.find("add") is None else [*hidden, run.op("sum_ranks").writes["out"]]
 
