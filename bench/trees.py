@@ -1,29 +1,40 @@
 """Real acceptance of chains, static and dynamic trees at equal rows, greedy and sampled: the bundled pair's, or yours.
 
     python -m bench.trees --out bench/results/cpu/trees.json
+    python -m bench.trees --out bench/results/h200/trees.json --max-tokens 128
+    python -m bench.trees --geometry llama-8b --context 8192 --acceptance bench/results/h200/trees.json \
+        --temperature 0 --out bench/results/h200/trees_llama_8b.json
 
 First a probe decodes prompts that are not measured, with a tree that has the eight likeliest tokens behind each draft
 of the likeliest chain: how often the target draws the draft of each rank. From that the planner makes the best static
 tree for each number of rows, one for each temperature. Then every shape decodes the same prompts; tokens are compared
-with those without drafts. Nothing is simulated. What a shape costs is not measured here: a level of a draft model is a
-pass, and a dynamic tree's takes K rows.
+with those without drafts. Nothing is simulated. On a card rows also have tokens/s, and those of S = 0 in the same load;
+the reference executor's speed tells nothing of what rows cost a card.
+
+With `--geometry` the shapes of such a file, and S = 0, are timed at that geometry's size, random weights, one request
+behind `--context` tokens. A shape's accept length is imposed, and is what the file's pair had with it.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.acceptance import DEMO, Baselines, Sum, conditions_of, decode, listed, runs_on, write_result
-from lowlat import Runtime, SpeculativeConfig
+from bench.conditions import stamps_of
+from bench.subjects import open_subject
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.models.program import Op
 from lowlat.speculators.methods import draft_method
 from lowlat.speculators.tree.topology import TreeTopology, what_if
+from lowlat.tools.bench.scenarios import Case
+from lowlat.tools.bench.subject import Subject
 
 SHAPES = ("chain", "static", "dynamic")
 DEPTH, RANKS = 7, 8
@@ -34,6 +45,9 @@ SIZES: dict[str, Any] = {"max_batch": 1, "max_context": 512, "prefix_reuse": Fal
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write one JSON file."""
     options = _options(arguments)
+    if options.geometry is not None:
+        write_result(options.out, _timed(options))
+        return
     domains = listed(json.loads(options.prompts.read_text(encoding="utf-8")))
     measured = [prompt for prompts in domains.values() for prompt in prompts[: options.limit]]
     others = [prompt for prompts in domains.values() for prompt in prompts[options.limit :][: options.probes]]
@@ -47,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for prompt in measured:
                     total.add(_both(runtime, baselines, prompt, temperature, shape.depth))
                 row = {**shape.labels(), **total.row("all", temperature)}
-                rows.append({name: value for name, value in row.items() if not name.endswith("tokens_per_s")})
+                on_card = runtime.device_choice.device.type == "cuda"
+                kept = [name for name in row if on_card or not name.endswith("tokens_per_s")]
+                rows.append({name: row[name] for name in kept})
                 print(json.dumps(rows[-1]), file=sys.stderr)
             where = runs_on(runtime)
     result = {
@@ -77,10 +93,18 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chains", type=int, nargs="*", default=[3, 5, 7], help="depths")
     parser.add_argument("--rows", type=int, nargs="*", default=[8, 16, 32], help="of trees")
     parser.add_argument("--dynamic", nargs="*", default=["4x5", "4x7", "8x7"], help="K x depth of dynamic trees")
+    parser.add_argument("--geometry", help="time shapes at its size, with random weights")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of a geometry's prompt")
+    parser.add_argument(
+        "--acceptance", type=Path, help="a file of this program: shapes of a geometry, and what is imposed"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.geometry is not None and options.acceptance is None:
+        parser.error("--geometry needs --acceptance, a file of this program about a pair that was trained")
+    return options
 
 
 @dataclass(frozen=True)
@@ -117,6 +141,70 @@ def _shapes(options: argparse.Namespace, tables: dict[float, list[list[float]]])
             if rows > depth:
                 own = {"dynamic_tree_max_topk": top_k, "max_total_draft_tokens": rows - 1}
                 yield _Shape("dynamic", rows, depth, temperatures, {"num_speculative_tokens": depth, **own})
+
+
+def _timed(options: argparse.Namespace) -> dict[str, Any]:
+    """Rows of a geometry: what a step of each shape takes, beside S = 0, with the accept length of a trained pair."""
+    known = json.loads(options.acceptance.read_text(encoding="utf-8"))
+    tables = {float(name): table for name, table in known["conditions"]["acceptance_by_rank"].items()}
+    sizes = {"max_batch": 1, "max_context": options.context + 8 * options.max_tokens + 64, "prefix_reuse": False}
+    rows: list[dict[str, Any]] = []
+    with open_subject({"device": options.device}, geometry=options.geometry) as subject:
+        (prompt,) = subject.prompts.of(Case(options.context, 1, 0))
+        with subject.load(0, **sizes) as runtime:
+            none = _time(runtime, prompt, options.max_tokens)
+            stamps = {**stamps_of(runtime.device_choice.device, options.commit), "runs_on": runs_on(runtime)}
+        for row in filter(partial(_is_asked, options), known["rows"]):
+            imposed = {**_drafts(row, tables), "simulated_accept_length": row["mean_acceptance_length"]}
+            with _subject(subject, imposed).load(row["num_speculative_tokens"], **sizes) as runtime:
+                found = _time(runtime, prompt, options.max_tokens)
+            names = ("shape", "rows", "num_speculative_tokens", "dynamic_tree_max_topk", "temperature")
+            labels = {name: row[name] for name in names if name in row}
+            before = {f"baseline_{name}": value for name, value in none.items()}
+            rows.append({**labels, "imposed_accept_length": row["mean_acceptance_length"], **found, **before})
+            print(json.dumps(rows[-1]), file=sys.stderr)
+    simulated = f"random weights and tokens; accept lengths imposed, those of {known['conditions']['target']}"
+    conditions = {"geometry": options.geometry, "context": options.context, "batch": 1, **stamps}
+    return {"conditions": {**conditions, "max_tokens": options.max_tokens, "simulated": simulated}, "rows": rows}
+
+
+def _is_asked(options: argparse.Namespace, row: dict[str, Any]) -> bool:
+    depth, top_k = row["num_speculative_tokens"], row.get("dynamic_tree_max_topk")
+    asked = row["shape"] in options.shapes and row["temperature"] in options.temperature
+    if row["shape"] == "chain":
+        return asked and depth in options.chains
+    return asked and row["rows"] in options.rows and (top_k is None or f"{top_k}x{depth}" in options.dynamic)
+
+
+def _drafts(row: dict[str, Any], tables: dict[float, list[list[float]]]) -> dict[str, Any]:
+    """The options of a row's shape: a static tree is planned again, from the same table."""
+    if row["shape"] == "static":
+        return {"tree": what_if(tables[row["temperature"]], [row["rows"]]).recommended.choices}
+    if row["shape"] == "dynamic":
+        return {"dynamic_tree_max_topk": row["dynamic_tree_max_topk"], "max_total_draft_tokens": row["rows"] - 1}
+    return {}
+
+
+def _subject(subject: Subject, speculation: dict[str, Any]) -> Subject:
+    return replace(subject, speculation={**(subject.speculation or {}), **speculation})
+
+
+def _time(runtime: Runtime, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    """Of the better of two requests: milliseconds a step, tokens a step, and tokens/s."""
+    rows = []
+    for _ in range(2):
+        name = runtime.submit(list(prompt), SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1))
+        while runtime.busy:
+            runtime.step()
+        found = runtime.metrics(name)
+        seconds = found.decode_s or 0.0
+        rows.append((seconds / found.num_steps, found.decoded_tokens / found.num_steps))
+    step_s, tokens = min(rows)
+    return {
+        "ms_a_step": round(1000 * step_s, 4),
+        "tokens_a_step": round(tokens, 3),
+        "tokens_per_s": round(tokens / step_s, 1),
+    }
 
 
 def _load(options: argparse.Namespace, shape: dict[str, Any]) -> Runtime:

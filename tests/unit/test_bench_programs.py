@@ -133,6 +133,16 @@ def test_shapes_of_drafts_stand_side_by_side(tmp_path: Path) -> None:
         assert row["identical"] and row["tokens"] == 16
         assert 1 < row["mean_acceptance_length"] <= row["num_speculative_tokens"] + 1
         assert not any(name.endswith("tokens_per_s") for name in row)
+    given = ["--geometry", "tiny", "--context", "40", "--acceptance", str(out)]
+    trees.main([*SHORT.split(), "--max-tokens", "24", *given, "--device", "cpu", "--out", str(tmp_path / "timed.json")])
+    timed = json.loads((tmp_path / "timed.json").read_text())
+    assert timed["conditions"]["context"] == 40 and "imposed" in timed["conditions"]["simulated"]
+    for row, real in zip(timed["rows"], found["rows"], strict=True):
+        assert (row["shape"], row["rows"]) == (real["shape"], real["rows"])
+        assert row["imposed_accept_length"] == real["mean_acceptance_length"]
+        assert row["tokens_a_step"] == pytest.approx(row["imposed_accept_length"], rel=0.4)
+        assert row["tokens_per_s"] == pytest.approx(1000 * row["tokens_a_step"] / row["ms_a_step"], rel=0.01)
+        assert row["baseline_tokens_a_step"] == 1
 
 
 def test_schemas_are_counted_by_keyword(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
