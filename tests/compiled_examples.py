@@ -34,8 +34,15 @@ EXAMPLES = {
         if capability not in (H200.capability, *ENDS)
     },
 }
-# One of each kind for the usual card; the other sizes and capabilities are left to the second stage.
-FIRST_STAGE = {(H200.capability, kernel.name) for _, kernel in first_examples(H200)}
+# One of each kind that a dense model's decode step launches, for the usual card; the others, other sizes and other
+# capabilities are left to the second stage.
+DENSE_STEP = ("attention.", "gemm.decode.", "rows.", "sampling.", "step.")
+ELSEWHERE = ("attention.prefill.", "rows.ranks.")
+FIRST_STAGE = {
+    (H200.capability, kernel.name)
+    for module, kernel in first_examples(H200)
+    if module.startswith(DENSE_STEP) and not module.startswith(ELSEWHERE)
+}
 
 
 @contextmanager

@@ -54,6 +54,7 @@ def test_not_finite_fails_that_request_by_position_and_its_neighbours_are_identi
     assert not runtime.busy
 
 
+@pytest.mark.second
 def test_kv_blocks_cannot_run_out_in_a_step(tmp_path: Path) -> None:
     runtime = load_bundled(max_batch=3, max_context=128, kv_blocks=6, block_size=8, prefill_chunk=8)
     sampling = {**SAMPLING, "max_tokens": 20}  # four blocks of the five, speculation included: one at a time

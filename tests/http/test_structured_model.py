@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cli_calls import lowlat
 from door import Doored, door_at
 from jsonschema import validate
@@ -62,6 +63,7 @@ async def over_asyncio(endpoint: str) -> list[str]:
         return list(await asyncio.gather(*(ask(client, options) for options in ASKED)))
 
 
+@pytest.mark.second
 def test_documents_are_the_same_through_every_door(tmp_path: Path) -> None:
     """Speculation is on, requests are beside each other, and each text is that of plain decoding."""
     tmp_path.chmod(0o700)

@@ -76,6 +76,7 @@ def test_a_live_endpoint_is_refused_and_a_dead_ones_socket_is_taken_over(folder:
     assert not Path(server.endpoint.removeprefix("ipc://")).exists()
 
 
+@pytest.mark.second
 def test_two_ranks_answer_as_one_does(folder: Path) -> None:
     """Requests side by side, sampled and greedy, one bound to a choice; and the figures of all ranks."""
     asked: list[dict[str, Any]] = [

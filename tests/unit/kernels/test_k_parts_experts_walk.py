@@ -91,7 +91,7 @@ class Case:
     ("rows", "ranks", "width", "steps", "quantised", "kind"),
     [
         (1, 2, 64, 9, False, "random"),
-        (4, 2, 32, 33, True, "random"),  # parts of more steps than are copied at once
+        later(4, 2, 32, 33, True, "random"),  # parts of more steps than are copied at once
         (3, 2, 48, 5, True, "random"),  # some parts have no columns, and tiles come alone
         later(11, 1, 128, 12, False, "shared"),
     ],

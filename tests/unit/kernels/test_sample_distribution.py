@@ -33,7 +33,7 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
         later(4_000, {"temperature": 0.6, "top_k": 11}),
         later(4_000, {"temperature": 1.4, "top_p": 0.85}),
         later(4_000, {"temperature": 2.0, "min_p": 0.1}),
-        (4_000, {"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.03}),
+        later(4_000, {"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.03}),
     ],
 )
 def test_draws_follow_the_processed_distribution(draws: int, options: dict[str, float]) -> None:
@@ -64,6 +64,7 @@ def check_draws_under_a_mask(draw: Callable[[World, torch.Tensor], torch.Tensor]
     assert p_value(counts, torch.softmax(left.double(), 0)) > 1e-3
 
 
+@pytest.mark.second
 def test_draws_under_a_mask_follow_what_it_leaves() -> None:
     check_draws_under_a_mask(lambda world, logits: torch.tensor(world.draw(logits, [0])[0]), seed=11)
 

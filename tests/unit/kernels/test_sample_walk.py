@@ -69,6 +69,7 @@ def test_tokens_of_the_reference(vocabulary: int) -> None:
         assert memory.at_rest()
 
 
+@pytest.mark.second
 def test_rows_that_are_not_finite_and_rows_without_a_choice_leave_memory_at_rest() -> None:
     """Greedy and drawn, plain and with wishes; and a row in which every token is banned."""
     world, slots, memory = make_world(4104, OPTIONS, [4]), [0, 1, 3, 4], Memory("cpu")
