@@ -1,14 +1,15 @@
 """Real acceptance of chains, static and dynamic trees at equal rows, greedy and sampled: the bundled pair's, or yours.
 
     python -m bench.trees --out bench/results/cpu/trees.json
-    python -m bench.trees --out bench/results/h200/trees.json --max-tokens 128
+    python -m bench.trees --acceptance bench/results/cpu/trees.json --out bench/results/h200/trees.json
     python -m bench.trees --geometry llama-8b --context 8192 --acceptance bench/results/h200/trees.json \
         --temperature 0 --out bench/results/h200/trees_llama_8b.json
 
 First a probe decodes prompts that are not measured, with a tree that has the eight likeliest tokens behind each draft
 of the likeliest chain: how often the target draws the draft of each rank. From that the planner makes the best static
 tree for each number of rows, one for each temperature. Then every shape decodes the same prompts; tokens are compared
-with those without drafts. Nothing is simulated. On a card rows also have tokens/s, and those of S = 0 in the same load;
+with those without drafts. Nothing is simulated. `--acceptance` takes the probe's figures from a file of this program,
+as on a card it must: graphs cannot be looked into. There rows have tokens/s, too, and those of S = 0 in the first load;
 the reference executor's speed tells nothing of what rows cost a card.
 
 With `--geometry` the shapes of such a file, and S = 0, are timed at that geometry's size, random weights, one request
@@ -53,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     others = [prompt for prompts in domains.values() for prompt in prompts[options.limit :][: options.probes]]
     rows, baselines = [], Baselines(options.max_tokens)
     probed = options.temperature if "static" in options.shapes else ()
-    tables = {temperature: _acceptance_by_rank(options, others, temperature) for temperature in probed}
+    if options.acceptance is None:
+        tables = {temperature: _acceptance_by_rank(options, others, temperature) for temperature in probed}
+    else:
+        tables = {temperature: _known(options)[1][temperature] for temperature in probed}
     for shape in _shapes(options, tables):
         with _load(options, shape.options) as runtime:
             for temperature in shape.temperatures:
@@ -72,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "runs_on": where,
             "head": options.head.name,
             "prompts": len(measured),
-            "probed_prompts": len(others),
+            "probed_prompts": len(others) if options.acceptance is None else options.acceptance.name,
             "acceptance_by_rank": {str(temperature): table for temperature, table in tables.items()},
         },
         "rows": rows,
@@ -145,8 +149,7 @@ def _shapes(options: argparse.Namespace, tables: dict[float, list[list[float]]])
 
 def _timed(options: argparse.Namespace) -> dict[str, Any]:
     """Rows of a geometry: what a step of each shape takes, beside S = 0, with the accept length of a trained pair."""
-    known = json.loads(options.acceptance.read_text(encoding="utf-8"))
-    tables = {float(name): table for name, table in known["conditions"]["acceptance_by_rank"].items()}
+    known, tables = _known(options)
     sizes = {"max_batch": 1, "max_context": options.context + 8 * options.max_tokens + 64, "prefix_reuse": False}
     rows: list[dict[str, Any]] = []
     with open_subject({"device": options.device}, geometry=options.geometry) as subject:
@@ -166,6 +169,12 @@ def _timed(options: argparse.Namespace) -> dict[str, Any]:
     simulated = f"random weights and tokens; accept lengths imposed, those of {known['conditions']['target']}"
     conditions = {"geometry": options.geometry, "context": options.context, "batch": 1, **stamps}
     return {"conditions": {**conditions, "max_tokens": options.max_tokens, "simulated": simulated}, "rows": rows}
+
+
+def _known(options: argparse.Namespace) -> tuple[dict[str, Any], dict[float, list[list[float]]]]:
+    """The file of --acceptance, and its acceptance by rank, for each temperature."""
+    found = json.loads(options.acceptance.read_text(encoding="utf-8"))
+    return found, {float(name): table for name, table in found["conditions"]["acceptance_by_rank"].items()}
 
 
 def _is_asked(options: argparse.Namespace, row: dict[str, Any]) -> bool:

@@ -133,6 +133,18 @@ def test_shapes_of_drafts_stand_side_by_side(tmp_path: Path) -> None:
         assert row["identical"] and row["tokens"] == 16
         assert 1 < row["mean_acceptance_length"] <= row["num_speculative_tokens"] + 1
         assert not any(name.endswith("tokens_per_s") for name in row)
+    again = [
+        "--prompts",
+        str(prompts),
+        "--acceptance",
+        str(out),
+        "--shapes",
+        "static",
+        "--out",
+        str(tmp_path / "again.json"),
+    ]
+    trees.main([*SHORT.split(), *again])
+    assert json.loads((tmp_path / "again.json").read_text())["rows"] == found["rows"][1:2]
     given = ["--geometry", "tiny", "--context", "40", "--acceptance", str(out)]
     trees.main([*SHORT.split(), "--max-tokens", "24", *given, "--device", "cpu", "--out", str(tmp_path / "timed.json")])
     timed = json.loads((tmp_path / "timed.json").read_text())
