@@ -3,6 +3,7 @@ what the buffers held before it, and every buffer that is live afterwards is com
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ SHARES = 1e-2  # of experts: the norm that their logits are made of is rounded t
 
 
 class Lockstep:
-    """Hooks into an eager executor; `compared` counts buffers, `problems` names those that differ.
+    """Follows the steps of an eager executor, and the programs that choose first tokens; `compared` counts buffers,
+    `problems` names those that differ.
 
     weights  canonical, as the checkpoint has them, on the executor's device
     """
@@ -31,10 +33,17 @@ class Lockstep:
         self._before: dict[str, torch.Tensor] = {}
         self._groups: list[LoweredGroup] = []
         self._place, self._seen = 0, 0
+        self._issue = executor._issue
+        executor._issue = self._followed  # type: ignore[method-assign]
         executor.set_hook(self._after)
 
-    def begin(self, bucket: Bucket) -> None:
-        """To be called before a step in a bucket."""
+    def _followed(self, size: Any, meanwhile: Any) -> None:
+        if isinstance(size, Bucket):
+            self.executor.synchronize()
+            self._begin(size)
+        self._issue(size, meanwhile)
+
+    def _begin(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._groups = list(self.executor.groups(bucket))
         self._place = self._seen = 0

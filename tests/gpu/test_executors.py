@@ -16,7 +16,6 @@ from tiny_models import PairPaths, copying_draft_model, make_pair, make_target, 
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.eager import EagerExecutor
-from lowlat.graphs import Bucket
 from lowlat.models.target import load_target
 from lowlat.speculators.methods import draft_method, load_speculator
 
@@ -163,15 +162,6 @@ def test_every_group_does_what_its_operations_mean(name: str, tree: Any, pairs: 
         executor = runtime.executor
         assert isinstance(executor, EagerExecutor)
         lockstep = Lockstep(executor, canonical_weights(pairs[name]))
-        issue = executor._issue
-
-        def followed(size: Any, meanwhile: Any) -> None:
-            if isinstance(size, Bucket):  # a step, or a first token behind a chunk
-                executor.synchronize()
-                lockstep.begin(size)
-            issue(size, meanwhile)
-
-        executor._issue = followed  # type: ignore[method-assign]
         for number, mode in enumerate(MODES):
             runtime.submit(prompt_of(20 + 13 * number, number), params(mode, max_tokens=12))
         run_all(runtime, lambda number: (depth, 0, depth)[number % 3])
