@@ -113,7 +113,7 @@ class SpeculativeConfig:
         None, "Depth of a dynamic tree.", 2, MAX_SPECULATIVE_TOKENS, otherwise="num_speculative_tokens"
     )
     max_total_draft_tokens: int | None = declare(
-        None, "Drafts of a dynamic tree that a slot verifies.", 2, MAX_DRAFT_TOKENS, otherwise="15"
+        None, "Drafts of a dynamic tree that a slot verifies.", 2, MAX_DRAFT_TOKENS, otherwise="7"
     )
     draft_quantize: Literal["fp8", "int4"] | None = declare(
         None, "Round a plain draft model's linear layers at load, as quantize does a target's."

@@ -14,7 +14,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 
 __all__ = ["DEFAULT_DRAFT_TOKENS", "DynamicTree", "Topology"]
 
-DEFAULT_DRAFT_TOKENS = 15
+DEFAULT_DRAFT_TOKENS = 7
 MAX_DRAFTED_ROWS = 64  # of the draft model behind a slot's last token: a mask is one word
 
 
