@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from serving_process import serving
 
 import lowlat
@@ -20,11 +21,17 @@ def sampling(number: int) -> dict[str, Any]:
     return {"max_tokens": 120, "seed": number, "temperature": 0.8 * (number % 2)}
 
 
+@pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("device_loop", [False, True])
-def test_streams_are_the_runtime_s_tokens(tmp_path: Path, device_loop: bool) -> None:
-    """More clients than slots at once, one that leaves early among them."""
+def test_streams_are_the_runtime_s_tokens(tmp_path: Path, device_loop: bool, cards: int) -> None:
+    """More clients than slots at once, one that leaves early among them; by two cards what one card has."""
+    if torch.cuda.device_count() < cards:
+        pytest.skip(f"needs {cards} CUDA devices, and {torch.cuda.device_count()} is there")
     options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     options.append("--device-loop" if device_loop else "--no-device-loop")
+    invariant = cards > 1
+    if invariant:
+        options += [f"--tensor-parallel={cards}", "--tp-invariant"]
     got: dict[int, list[int]] = {}
 
     with serving(tmp_path, [*options, "--num-speculative-tokens=3"]) as server:
@@ -44,7 +51,7 @@ def test_streams_are_the_runtime_s_tokens(tmp_path: Path, device_loop: bool) -> 
             thread.join()
 
     head = lowlat.SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=3)
-    with lowlat.Runtime.load(DEMO / "target", speculative=head, **OPTIONS) as runtime:
+    with lowlat.Runtime.load(DEMO / "target", speculative=head, tp_invariant=invariant, **OPTIONS) as runtime:
         for number, prompt in enumerate(PROMPTS):
             runtime.submit(prompt, lowlat.SamplingParams(**sampling(number)))
             own: list[int] = []
