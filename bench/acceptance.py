@@ -9,9 +9,9 @@
         --num-speculative-tokens 3 5 --limit 3 --max-tokens 64 --out bench/results/cpu/drafters.json
 
 Decodes every prompt at S = 0 and at each S, compares the tokens, and writes rows with the commit, the machine and the
-conditions. Nothing is simulated. Prompts whose greedy text repeats itself are also left out in rows of their own,
-since a small model's loops are easy to draft. A repeating text is the prompt, the prompt again, and half of it; a
-copying one has what the target says of the prompt behind it, and the prompt again.
+conditions. Nothing is simulated. Further rows leave out prompts whose completion repeats itself, since a small model's
+loops are easy to draft. A repeating text is the prompt, the prompt again, and half of it; a copying text is the prompt,
+the target's answer to it, and the prompt again.
 """
 
 import argparse
@@ -142,14 +142,14 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Baselines:
-    """Prompts decoded without drafts, each once at a temperature, whatever else is asked of the runtime."""
+    """Prompts decoded without drafts, each once at a temperature; the results are kept for all methods."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self._known: dict[tuple[float, tuple[int, ...] | str], tuple[list[int], float, RequestMetrics]] = {}
 
     def params(self, temperature: float) -> SamplingParams:
-        """How a prompt is continued."""
+        """The sampling of a prompt's completion."""
         return SamplingParams(max_tokens=self.max_tokens, temperature=temperature, seed=1)
 
     def of(
@@ -174,7 +174,7 @@ class _Bench:
     temperature: float
 
     def rows(self, domains: dict[str, Any] | list[str]) -> list[dict[str, Any]]:
-        """Over all prompts, over those whose text does not loop, and by domain."""
+        """Rows over all prompts, over those whose completion does not loop, and by domain."""
         rows, every, straight = [], Sum(), Sum()
         for domain, prompts in listed(domains).items():
             own = Sum()

@@ -3,8 +3,8 @@
     python -m bench.adaptive --out adaptive.json                       the bundled pair on its prompts, by domain
     python -m bench.adaptive --geometry llama-8b --accept-length 1,1.5,2,3,4 --context 4096 --out adaptive.json
 
-Of the bundled pair acceptance is real, greedy and at temperature 0.7; of a geometry weights are random and the tokens a
-step are imposed. S = 0 has no draft model loaded. Rows are added to a file that is there, in place of their like.
+The bundled pair has real acceptance, greedy and at temperature 0.7; a geometry has random weights and imposed tokens a
+step. S = 0 has no draft model loaded. Rows are added to an existing file, and replace its rows of the same conditions.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def _works(subject: Subject, options: argparse.Namespace) -> Iterator[Work]:
 
 
 def _row(runtime: Runtime, work: Work, name: int | str, asked: int | None, repeats: int) -> dict[str, Any]:
-    """A row: tokens/s over all requests, the median of the repeats behind one that is not timed."""
+    """A row: tokens/s over all requests, the median of the repeats after one that is not timed."""
     if asked is not None:
         runtime.speculate(asked)
     speeds, steps_ms, tokens, steps = [], [], 0, 0

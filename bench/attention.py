@@ -3,7 +3,7 @@
     python -m bench.attention --case llama-1x8k llama-4x16k gpt-oss-1x32k --kv bf16 fp8 --drafts 0 3 --plans 4
 
 Layers' caches are read in turn, so that none is in the L2 when it is read again; the floor is their bytes at the rate
-of streaming reads. `--plans` asks for so many of the candidates, the derived one first; a row's digest is of the first
+of streaming reads. `--plans` is the number of candidates to time, the derived one first; a row's digest is of the first
 layer's results, which no plan may change.
 """
 
@@ -104,14 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plans_of(case: Case, rows: int, coded: bool, card: Card, count: int) -> Sequence[AttentionPlan]:
-    """The first of a case's plans."""
+    """The first `count` candidate plans of a case."""
     return candidate_plans(case.work(rows, coded), card)[:count]
 
 
 def measure(
     launcher: Launcher, layers: "Layers", rows: int, num_plans: int, launches: int, replays: int, wall: float
 ) -> Iterator[dict[str, Any]]:
-    """A row a plan."""
+    """Time the plans; one row for each."""
     case, entries = layers.case, []
     case_bytes = attention_bytes(
         [case.context] * case.batch, kv_heads=case.kv_heads, head_dim=case.head_dim, window=case.window,
@@ -134,9 +134,9 @@ def measure(
 
 
 class Layers:
-    """The caches of so many layers that they do not fit the L2, of random numbers or codes.
+    """Caches of random numbers or codes, of so many layers that they do not fit the L2.
 
-    context  positions that are kept; None: the case's own
+    context  positions that are kept, of one layer alone; None: the case's own
     """
 
     def __init__(self, case: Case, coded: bool, device: torch.device, context: int | None = None) -> None:

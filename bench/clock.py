@@ -60,7 +60,7 @@ def time_replays(replay: Callable[[], None], count: int, device: torch.device, l
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """A stream of its own for what is measured, where there is a GPU: the default one waits for others."""
+    """Measure on a new stream, where there is a GPU: the default stream waits for others."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 

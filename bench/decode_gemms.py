@@ -59,7 +59,7 @@ class Operands:
     rows: int
 
     def new(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Ones; on a CPU, where nothing is launched, whatever there is."""
+        """A tensor of ones; uninitialised on a CPU, where nothing is launched."""
         empty = torch.empty(shape, dtype=dtype, device=self.device)
         return empty if self.device.type == "cpu" else empty.fill_(1)
 

@@ -119,7 +119,7 @@ def measure_case(
     device: torch.device,
     ours: StepFactory | None,
 ) -> dict[str, Any]:
-    """One row, but for what depends on the wall. Fields of ours are None without ours, of torch's without torch's."""
+    """One row, without the fields that depend on the wall. Our fields are None without ours, torch's without torch."""
     entries, row = [], _described(geometry, case)
     step: StepUnderTest | None = None
     baseline: TorchStep | None = None
@@ -215,7 +215,7 @@ def _write(
 
 
 class StandIn:
-    """In place of ours in a dry run: one matrix product."""
+    """The step of a dry run, in place of ours: one matrix product."""
 
     def __init__(
         self, geometry: DenseGeometry, case: Case, weights: Mapping[str, torch.Tensor], device: torch.device
@@ -227,15 +227,15 @@ class StandIn:
         self._x = torch.ones(case.batch * case.rows, geometry.hidden_size, dtype=self._weight.dtype, device=device)
 
     def replay(self) -> None:
-        """One product."""
+        """Run the product."""
         torch.mm(self._x, self._weight.t())
 
     def reset(self) -> None:
-        """Counted."""
+        """Count the reset."""
         self.resets += 1
 
     def measure_device_loop(self, steps: int) -> list[float]:
-        """Made up."""
+        """Return made-up times."""
         return [1.0] * steps
 
 

@@ -1,4 +1,4 @@
-"""Times of a mixture of experts inside a graph, over experts that have left the L2, and of ways to cut its products.
+"""Times of a mixture of experts inside a graph, for several ways to cut its products, with experts read from memory.
 
     python -m bench.experts --out /tmp/experts.json
     python -m bench.experts --stages 1 2 3 4 --warps 9 15
@@ -36,7 +36,7 @@ CASES = ((1, 4), (4, 4), (4, 16), (16, 4), (16, 40), (64, 110))  # rows, distinc
 
 
 def _experts(rows: int, num_experts: int, weight_format: WeightFormat, device: torch.device) -> PackedExperts:
-    """Random codes; the order of rows is of no matter here."""
+    """Experts of random codes or numbers; the order of their rows does not matter here."""
     packed = allocate_experts(weight_format, num_experts=num_experts, rows=rows, columns=HIDDEN, device=device)
     if packed.scales is None:
         packed.words.normal_()

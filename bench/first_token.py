@@ -7,7 +7,7 @@ Llama-3.1-8B's shape with its head, random weights, written to the directory onc
 request has a prompt of its own of random tokens and is alone; nothing of it is cached. `process`: from `Runtime.submit`
 to the step that returns its first token. `socket`: the same through `lowlat serve` in another process and the blocking
 client over ipc, from `generate` to the first chunk. `next_ms_p50` is from there to the next tokens: a whole step. It
-asks public names alone, so a commit before this file was there can be measured by a copy of it.
+uses public names alone, so that a copy of this file can measure a commit that lacks it.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def _in_process(target: Path, head: Path | None, depth: int, options: argparse.N
 
 
 def asking(runtime: "Runtime") -> Ask:
-    """The times of a request of a runtime here, which decodes nothing else."""
+    """A function that times a request of a runtime in this process, which decodes nothing else."""
     from lowlat import SamplingParams
 
     sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -133,7 +133,7 @@ def _by_socket(target: Path, head: Path | None, depth: int, options: argparse.Na
 
 @contextmanager
 def asking_server(target: Path, head: Path | None, depth: int, *, max_context: int, device: str) -> Iterator[Ask]:
-    """The times of a request of the blocking client, whose server `lowlat serve` runs in another process."""
+    """A function that times a request of the blocking client, with `lowlat serve` in another process."""
     from lowlat.ipc import Client
 
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@
     python -m bench.gpt_oss --out /tmp/oss.json --small
 
 Weights are made on the device. Routers spread rows evenly, or let all rows of a layer choose alike; how many experts a
-layer's rows really chose is counted and stands in each row. Acceptance is imposed where steps drafts; tokens/s at other
+layer's rows really chose is counted and stands in each row. Acceptance is imposed where steps draft; tokens/s at other
 accept lengths follow from the same times. `--small` runs all of it on a tiny geometry, whose figures mean little.
 `--soak` repeats a step and checks what must hold: lengths, flags, and that every pass over the same context gives the
 same tokens; its rows are written after each pass over the room behind the context. Run it from the root of a checkout.
@@ -150,7 +150,7 @@ def measure_case(
     device: torch.device,
     gb_per_s: float,
 ) -> dict[str, Any]:
-    """One row, but for what depends on the wall."""
+    """One row, without the fields that depend on the wall."""
     step = make_step(model, case, weights, device)
     try:
         entry = Timed("ours", step.replay, step.reset)

@@ -182,9 +182,9 @@ def expected_experts(model: OssModel, rows: int) -> float:
 
 
 def bound_speedup(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """The most that speculation can gain, by accept length: the floors' ratio to S = 0 at the same place.
+    """The most that speculation can gain, by accept length: that length times the floor at S = 0 over the row's floor.
 
-    None at S = 0, and where that was not measured.
+    None at S = 0, and where S = 0 was not measured for the same model, batch and context.
     """
     if not row["num_speculative_tokens"]:
         return None

@@ -158,7 +158,7 @@ class _Mixture:
         )  # fmt: skip
 
     def down(self, copy: int, lists: Mapping[str, Any], plan: GroupedPlan) -> list[KernelCall]:
-        """The second one."""
+        """The second product, by the weights of a layer."""
         weight = self._packed[DOWN][copy % len(self._packed[DOWN])]
         return grouped_down(
             activated=self._activated, **lists, expert_weights=self._shares, weight=weight, bias=self._bias[DOWN],

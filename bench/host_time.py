@@ -2,8 +2,8 @@
 
     python -m bench.host_time
 
-Where a device works, this is what a step's time must exceed: then the next step is always launched in time (`ahead`),
-and the device waits for nobody. `in_turn` is an executor whose steps have ended when they return; there `gap_us` passes
+A device's step must take longer than this: then the next step is always launched in time (`ahead`), and the device
+never waits for the host. `in_turn` is an executor whose steps have ended when they return; there `gap_us` passes
 between the end of a step and the next launch. On a GPU also the time to launch a step of the bundled pair. One line of
 JSON. `bench.tails` measures the steps of a whole model, the host idle and busy.
 """
@@ -36,7 +36,7 @@ PROMPT = list(range(300, 364))
 
 
 class Stopwatch:
-    """Wraps an executor's `step` and `wait_published`: us from the end of a wait to the next launch, us of a launch."""
+    """Times an executor's `step` and `wait_published`: us from the end of a wait to the next launch, us of a launch."""
 
     def __init__(self, executor: Any) -> None:
         self.gaps_us: list[float] = []
@@ -87,30 +87,30 @@ class FreeExecutor:
             self._ready[slot, LENGTH_AFTER] = len(PROMPT)
 
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
-        """Nothing to do before somebody waits."""
+        """Do nothing: the entry is made by `wait_published`."""
 
     def wait_until(self, seen: Callable[[], bool]) -> None:
-        """Nobody has a grammar."""
+        """Return at once: no request has a grammar."""
 
     def wait_for_ranks(self, count: int) -> None:
-        """There is one."""
+        """Return at once: there is one rank."""
 
     def wait_published(self, count: int) -> None:
-        """Publish."""
+        """Publish entries up to this count."""
         while self._head[0] < count:
             self._records[int(self._head[0]) % len(self._records)] = self._ready
             self._head[0] += 1
 
     def prefill(self, size: int, first: Bucket | None = None) -> None:
-        """Publish, where a first token is asked for."""
+        """Publish an entry, where a first token is asked for."""
         if first is not None:
             self.wait_published(int(self._head[0]) + 1)
 
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Nothing is there."""
+        """Do nothing: no step reads the state."""
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
         """Release the buffers."""
@@ -135,7 +135,7 @@ def loaded_demo(config: RuntimeConfig) -> tuple[Loaded, SpeculativeConfig]:
 
 
 def measure_host(num_slots: int, steps: int, *, asynchronous: bool) -> dict[str, Any]:
-    """us of `Runtime.step` over a step that costs nothing, and us to the next launch where that waits for its end."""
+    """us of `Runtime.step` over a step that costs nothing; in turn, also us from a step's end to the next launch."""
     config = config_of("cpu")
     loaded, speculative = loaded_demo(config)
     free = FreeExecutor(loaded.executor, asynchronous=asynchronous)

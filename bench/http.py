@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m bench.http --out bench/results/cpu/http.json
 
 The server is another process, the door a third. The engine's steps take a constant time, without the GIL, as a device's
-do, and a token's text is the time at which its step ended: so whoever reads it knows how long it has been under way.
+do, and a token's text is the time at which its step ended: so the reader knows how long it was under way.
 The reader of the stream is a bare socket that looks for the text alone; over ipc it is the blocking client. A round
 asks in both ways, in an order by chance. It knows no model.
 """
@@ -46,7 +46,7 @@ class StampingEngine(FakeEngine):
     """A FakeEngine whose tokens say when their step ended, in seconds of the system's monotonic clock."""
 
     def step(self) -> list[FakeOutput]:
-        """One step; the stamp is its last deed."""
+        """Run one step, then stamp its tokens with the time."""
         outputs = super().step()
         stamp = f"{time.monotonic():.6f} "
         return [replace(output, text=stamp) if output.token_ids else output for output in outputs]
@@ -71,12 +71,12 @@ class Ways:
         self._address = url.removeprefix("http://")
 
     def ipc(self, _: int) -> list[float]:
-        """Over ipc."""
+        """Ask over ipc."""
         chunks = self._client.generate(PROMPT, max_tokens=TOKENS)
         return [time.monotonic() - float(stamp) for chunk in chunks for stamp in chunk.text.split()]
 
     def http(self, _: int) -> list[float]:
-        """Through the door."""
+        """Ask through the HTTP door."""
         connection = http.client.HTTPConnection(self._address)
         connection.connect()
         body = json.dumps({"model": "fake", "prompt": PROMPT, "max_tokens": TOKENS, "stream": True})

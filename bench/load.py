@@ -5,12 +5,12 @@
     python -m bench.load --shape 120b --part 4 --runs warm    the same from the page cache alone
     python -m bench.load --directory DIR             a model that is there
 
-Weights are streamed as a runtime streams them: on a machine with an NVIDIA card to it, elsewhere to nowhere (a device
-without memory), which leaves reading, arranging and checking, and the first touch of the memory between. Every run is
-made twice: `cold` after the files were dropped from the page cache (as far as the system lets a process do that), and
-`warm` from it. Beside each stands how fast one thread reads the same files into a small buffer afterwards and does
-nothing with them: what the disk or the page cache gives. Parts are told on stderr as they end. Every run of this adds
-one object to the list in --out; without it, it is printed.
+Weights are streamed as a runtime streams them: to the NVIDIA card where there is one, elsewhere to a device without
+memory, which leaves reading, arranging and checking, and the first touch of the memory between. There are two runs:
+`cold`, after the files were dropped from the page cache (as far as the system lets a process do that), and `warm`, from
+it. Beside each stands how fast one thread then reads the same files into a small buffer, which is the speed of the disk
+or the page cache. Each part is reported on stderr as it ends. The program adds one object to the list in --out, or
+prints it.
 """
 
 import argparse

@@ -36,7 +36,7 @@ BLOCK_SIZE = 32
 def make_step(
     geometry: DenseGeometry, case: Case, weights: Mapping[str, torch.Tensor], device: torch.device
 ) -> "GraphStep":
-    """A `StepFactory`."""
+    """Make the step of a case; a `StepFactory`."""
     return GraphStep(geometry, case, weights, device)
 
 
@@ -123,7 +123,7 @@ def fill_state(state: BufferSet, shapes: StepGeometry, case: Case, seed: int = 0
 
 
 def sound_rows(scratch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Of each row whether it is dead or has finite logits, by a step's scratch buffers."""
+    """Whether each row is dead or has finite logits, by a step's scratch buffers."""
     return (scratch["finite"] != 0) | (scratch["row_live"] == 0)
 
 

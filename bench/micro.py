@@ -3,7 +3,7 @@
 It knows no kernel. `bench/test_kernels.py` times those of a step, `bench.experts` and others sweep their own.
 
 Copies work on buffers of their own, so that what they read has left the L2 by the time it is read again, as it has in
-a step; an entry whose buffers are small in the step too says so by making the same calls for every copy.
+a step; an entry whose buffers are small in the step, too, makes the same calls for every copy.
 """
 
 import json
@@ -81,7 +81,7 @@ def describe(entry: Entry, ms: Sequence[float], wall_gb_per_s: float | None) -> 
 
 
 def capture(launcher: "Launcher", entry: Entry) -> Callable[[], None]:
-    """The entry's copies as one graph; launched once before, so that nothing is loaded while capturing."""
+    """Capture the entry's copies as one graph; they run once before, so that nothing is loaded while capturing."""
     calls = [call for copy in range(entry.copies) for call in entry.calls(copy)]
     launches = [launcher.prepare(call) for call in calls]
     stream = launcher.stream()

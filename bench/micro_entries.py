@@ -36,7 +36,7 @@ def chain(launcher: Launcher) -> list[Entry]:
 
 
 def tree(launcher: Launcher) -> list[Entry]:
-    """Those groups of a tree's step that a chain has not, or has of another size; of a dynamic tree's its own."""
+    """The groups of a tree's step that a chain lacks or has in another size, and those of dynamic trees alone."""
     kinds = ((TreeTopology.from_choices(TREE), "tree: ", TREES_OWN), (DYNAMIC, "dynamic: ", DYNAMICS_OWN))
     return [
         entry
@@ -66,9 +66,9 @@ def _without_layer(weight: str) -> str:
 
 
 def groups_by_name(groups: Iterable[LoweredGroup]) -> dict[str, list[LoweredGroup]]:
-    """Groups of the same operations and kernels, of all layers together: they differ in what they read.
+    """Groups by name; one name's have the same operations and kernels, in all layers, and differ in what they read.
 
-    The same operations by other kernels have a number behind the name.
+    Where other kernels run the same operations, a number follows the name.
     """
     found: dict[str, dict[tuple[str, ...], list[LoweredGroup]]] = {}
     for group in groups:

@@ -8,8 +8,8 @@
 Weights are random, drawn on the first card and cut as a checkpoint's are; routers spread their rows. Steps that draft
 have imposed acceptance. A floor counts the bytes of the card that reads most, over the wall of the first card in the
 same run. Steps are started as a runtime starts them, one behind the other, and timed by events on the first card's
-stream. `exchange_us` is by how much an exchange makes a step longer: its time beyond that of the same GEMMs, attention
-and rows on one card, where nothing is exchanged (`alone_ms_p50`), by the exchanges of a step. vLLM's figures on two
+stream. `exchange_us` is the time that an exchange adds to a step: the step's time less that of the same GEMMs,
+attention and rows on one card without exchanges (`alone_ms_p50`), over the number of exchanges. vLLM's figures on two
 such cards were measured elsewhere (0.24.0, two H200s), and stand beside for comparison. Rows are written after each
 case. `--soak` runs steps on all cards with real acceptance and checks after every few what must hold on each rank and
 between them; it measures nothing. Run it from the root of a checkout.

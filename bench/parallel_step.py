@@ -66,7 +66,7 @@ class ParallelModel:
 
     @cached_property
     def geometry(self) -> Geometry:
-        """Its entry."""
+        """The geometry's entry in the table."""
         return read_geometries()[self.name]
 
     def target(self) -> Any:
@@ -168,7 +168,7 @@ class ParallelStep:
         return list(zip(states, sound if len(sound) == len(states) else sound * len(states), strict=True))
 
     def reset(self) -> None:
-        """Put every slot's length on every rank back to the case's context, behind all steps."""
+        """Put every slot's length on every rank back to the case's context, once all steps have ended."""
         self.executor.synchronize()
         for state in self._states():
             state["lengths"].fill_(self.case.context)
@@ -197,7 +197,7 @@ class ParallelStep:
         return float(experts.num_experts * (1 - share**rows))
 
     def bytes(self, distinct_experts: float | None) -> int:
-        """Bytes that the card must read that reads most."""
+        """Bytes that a step must read on the card that reads most."""
         experts, lengths = self.config.experts, [float(self.case.context)] * self.case.batch
         share = 1.0 if experts is None else (distinct_experts or 0.0) / experts.num_experts
         program, found = self.executor.program(self.bucket), 0
@@ -274,7 +274,7 @@ class ParallelPrompts:
                     rank.state[name].zero_()
 
     def times(self, length: int, runs: int) -> list[float]:
-        """Milliseconds of each of so many times that a prompt of random tokens was prefilled."""
+        """Milliseconds of each of `runs` prefills of a prompt of random tokens."""
         return measure_prompt(self._executor, self._shapes, length, self._shapes.max_prefill_chunks, runs)
 
     def close(self) -> None:

@@ -4,9 +4,9 @@
     python -m bench.positions --model DIR --draft-model DIR --prompts FILE --positions 512,8192,32768,131072 \\
         --draft-window 0,2048 --out positions.json
 
-A row is a place and a window: drafts that were right by position of the draft, and tokens a step, of `--requests` texts
-that begin elsewhere in the file. Nothing is imposed. A text that the file does not fill is begun anew, which flatters
-acceptance: `distinct_tokens` tells the file's length. The bundled target has 2048 positions.
+A row is a place and a window: acceptance by position of the draft, and tokens a step, over `--requests` texts that
+begin at different places of the file. Nothing is imposed. A text that the file does not fill is begun anew, which
+flatters acceptance: `distinct_tokens` tells the file's length. The bundled target has 2048 positions.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""The price of an attack by other clients to a client: its first token with the attack and without it, by turns.
+"""The cost of other clients' attacks to a client: its time to a first token with the attack and without it, in turns.
 
     python -m bench.pricing --out bench/results/cpu/pricing.json
     python -m bench.pricing --only texts,stops --rounds 2
 
-The server is `lowlat serve` with the bundled pair, a process of its own; each attack has as many processes as it says
-and comes again when the server drops it. A client asks for "Hi" every 50 ms and notes when the first token comes.
+The server is `lowlat serve` with the bundled pair, a process of its own; an attack is `attackers` processes, and comes
+again when the server drops it. A client asks for "Hi" every 50 ms and notes when the first token comes.
 Rounds with and without an attack alternate. Beside the times stands by how much the server's memory grew in the
-rounds with the attack. What is no attack stands beside them: `idle_cores` is a process that computes and asks the
+rounds with the attack. Two controls are no attacks: `idle_cores` is a process that computes and asks the
 server nothing, which takes from a machine of few cores what attackers take as well; `plain` asks for as many tokens
 as `stops` and `deadlines` do, and takes slots.
 """
@@ -45,7 +45,7 @@ STOPS = tuple(chr(0x61 + place) * 1000 + f" the end of answer {place:05d}" for p
 
 
 class Attacker:
-    """A DEALER that says what it likes; `hear` ends the attack's turn when the server has dropped it."""
+    """A DEALER that sends any message; `hear` ends the attack's turn by an error when the server has dropped it."""
 
     def __init__(self, endpoint: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -77,7 +77,7 @@ class Attacker:
         return message
 
     def hear_ends(self, count: int) -> None:
-        """Until so many requests have ended."""
+        """Hear messages until so many requests have ended, or none comes."""
         while count:
             message = self.hear()
             if message is None:
@@ -129,7 +129,7 @@ def stops(attacker: Attacker) -> None:
 
 
 def deadlines(attacker: Attacker) -> None:
-    """Requests that end long before their deadline: with stop strings of 16 kB each."""
+    """Requests that end long before their deadline, each with 16 kB of stop strings."""
     sampling = Sampling(max_tokens=2, stop=tuple(f"{place:04d}" * 256 for place in range(16)))
     while True:
         for _ in range(3):
@@ -138,7 +138,7 @@ def deadlines(attacker: Attacker) -> None:
 
 
 def malformed(attacker: Attacker) -> None:
-    """Requests with what is no JSON, and messages of no kind, until dropped."""
+    """Requests with values that JSON lacks, and messages of no kind, until dropped."""
     while True:
         for _ in range(8):
             attacker.submit(messages=[Message("user", tool_calls=[{"x": float("nan")}])])
@@ -147,7 +147,7 @@ def malformed(attacker: Attacker) -> None:
 
 
 def strangers(attacker: Attacker) -> None:
-    """Sixteen connections that never say HELLO: half of them most of a message, half a byte of one now and then."""
+    """Sixteen connections that never say HELLO: half send most of a message, half a byte of one every 10 ms."""
     attacker.close()
     said = _GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     frame = b"\x02" + struct.pack(">Q", 8 << 20)
@@ -167,7 +167,7 @@ def strangers(attacker: Attacker) -> None:
 
 
 def idle_cores(attacker: Attacker) -> None:
-    """Nothing that the server hears of."""
+    """Compute, and send the server nothing."""
     attacker.close()
     while True:
         sum(range(1000))

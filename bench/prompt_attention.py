@@ -1,7 +1,7 @@
 """Attention of a prompt's rows beside torch's flash attention, both behind a gather of the paged cache: TFLOP/s.
 
 Rows see the positions before them and their own; what is hidden of a tile counts for nothing. Each entry is copies of
-its calls in one CUDA graph, in turns with the others. `difference`: of ours and torch's results, a part of the norm.
+its calls in one CUDA graph, in turns with the others. `difference` is that of ours and torch's results, over the norm.
 
     python -m bench.prompt_attention --out /tmp/attention.json
 """

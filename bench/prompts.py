@@ -105,7 +105,7 @@ def _executor(shapes: StepGeometry, weights: Mapping[str, Any], device: torch.de
 
 
 def measure_prompt(executor: Executor, shapes: StepGeometry, length: int, at_once: int, runs: int) -> list[float]:
-    """Milliseconds of each of `runs` times that a prompt of so many random tokens was prefilled."""
+    """Milliseconds of each of `runs` prefills of a prompt of so many random tokens."""
     run, found = _prompt(executor, shapes, length, at_once), []
     for _ in range(WARM_UP + runs):
         executor.synchronize()

@@ -2,10 +2,10 @@
 
     python bench/reference.py --out bench/results/cpu/reference.json
 
-Decodes the prompts one at a time, greedily, by lowlat at S = 0 and by transformers, in turns, so that what else the
-machine does meets all; each prompt's best of the rounds counts. Prefill is in the times. All have every core; the
-target is the chat pair's where the cache has it or `--target` names it. lowlat's reference reads weights as bf16 and
-multiplies and adds in float32; transformers is timed with the weights in either.
+Decodes the prompts one at a time, greedily, by lowlat at S = 0 and by transformers, in turns, so that other
+work of the machine slows all alike; each prompt's best of the rounds counts. Prefill is in the times. All have every
+core; the target is the chat pair's where the cache has it or `--target` names it. lowlat's reference reads weights as
+bf16 and multiplies and adds in float32; transformers is timed with the weights in either.
 """
 
 import argparse

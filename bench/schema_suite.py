@@ -1,4 +1,4 @@
-"""JSON-Schema-Test-Suite through the grammars of structured output: what is served is held, the rest refused by name.
+"""JSON-Schema-Test-Suite through the grammars of structured output: a schema is enforced, or refused by name.
 
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite DIR
     PYTHONPATH=.:tests python -P -m bench.schema_suite DIR --out bench/results/cpu/schema_suite.json

@@ -69,7 +69,7 @@ def served(folder: Path, step_s: float) -> Iterator[str]:
 
 @contextmanager
 def bare_echo(folder: Path, step_s: float = 0.0) -> Iterator[Callable[[], float]]:
-    """A function that sends a message to a bare ROUTER in another process, which sleeps so long, and back: us."""
+    """A function that gives the us of a message to a bare ROUTER in another process, which sleeps, and back."""
     endpoint = f"ipc://{folder}/e{step_s:g}.sock"
     echoing = ready_process("-c", ECHO, endpoint, step_s, stderr=subprocess.DEVNULL)
     with echoing, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -137,14 +137,14 @@ class Case:
         self.times: dict[str, list[Times]] = {name: [] for name in names}
 
     def round(self) -> None:
-        """Ask in every way, in an order by chance: whoever comes after another finds the server's caches warm."""
+        """Ask in every way, in an order by chance: a way that follows another finds the server's caches warm."""
         for name, way in self._random.sample(self._ways, len(self._ways)):
             self.times[name] += [way() for _ in range(self.in_a_row)]
 
     def row(self) -> dict[str, Any]:
         """The measurement, us: p50 and p99 of each way, and of what the clients add, round by round.
 
-        first_ratio is what a client's first token adds over what the bare pair adds to a sleep as long, at the median.
+        first_ratio is the median time that a client adds to a first token, over what the bare pair adds to a step.
         """
         times = self.times
         row: dict[str, Any] = {

@@ -27,7 +27,7 @@ class Soaked(Protocol):
         """Put every slot's length back to the case's context."""
 
     def looks(self) -> Sequence[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
-        """Wait for all steps; each rank's state, and of its rows whether they are dead or have finite logits."""
+        """Wait for all steps; gives each rank's state, and for each row whether it is dead or has finite logits."""
 
     def close(self) -> None:
         """Release everything."""
@@ -38,13 +38,13 @@ def soak(
     num_steps: int,
     progress: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Run `num_steps` steps from the case's context on, back to it whenever the room behind is used up.
+    """Run `num_steps` steps from the case's context on, and go back to it whenever the room behind it is used up.
 
-    Acceptance is to be real: drafts of the pass before are verified in the next one, and may not change a token.
+    Acceptance must be real: drafts of the pass before are verified in the next one, and may not change a token.
     Returns the steps and passes that were run, tokens a step, seconds to make the step and to run it, and the problems
     found, at most ten.
 
-    progress  is given the same of what was run so far, after each pass
+    progress  called after each pass with the same figures of the run so far
     """
     start = time.perf_counter()
     step = make()

@@ -4,9 +4,9 @@
     python -m bench.specpv --model bundled --context 512 1024 --retrieval 4 8 16 --refresh 8 32 --threshold 64 \\
         --out specpv.json
 
-SpecPV is lossy but for `--lossless`, of which a step is a cycle: what is proposed, and its verification. `bundled` is
-the bundled pair, greedy, on its own texts: rows say which share of the tokens is the same, by place, as with full
-attention, and where each prompt's first other token comes. Other models are geometries with random weights: acceptance
+SpecPV is lossy, except with `--lossless`, where a step is a cycle of proposals and their verification. `bundled` is the
+bundled pair, greedy, on its own texts: rows give the share of tokens that equal those of full attention at the same
+place, and the place of each prompt's first different token. Other models are geometries with random weights: acceptance
 is imposed, in tokens a step, and the tokens mean nothing, so nothing is said of them. A row is a context, a budget
 (`specpv_n_retrieval_blocks`), a number of partial steps between refreshes and a buffer; the first of each context is
 full attention, by a runtime without SpecPV. One request at a time; times are the host's, from one step's tokens to the

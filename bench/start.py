@@ -3,10 +3,11 @@
     python -m bench.start --directory /tmp/checkpoint --out bench/results/h200/start.json
 
 Random weights are written to the directory once (17 GB; `--tiny` a few kilobytes), by the public names of both
-formats. Then processes load them, each with an empty kernel cache or with the one that the run before filled: `read_s`
-until the last byte of the weights was read (from the page cache, where it has room), `prepare_s` from there to the
-first captured graph (placing and packing weights, lowering, compiling), `capture_s` until the last, `ready_s` from the
-start of the process until a request could be submitted, `first_token_s` until one of 16 tokens had its first token.
+formats. Then processes load them, each with an empty kernel cache or with the one that the run before filled:
+`import_s` from the start of the process, `read_s` from there until the last byte of the weights was read (from the page
+cache, where it has room), `prepare_s` until the first captured graph (placing and packing weights, lowering,
+compiling), `capture_s` until the last one. `ready_s` is from the start of the process until a request could be
+submitted, `first_token_s` until a request with a prompt of 16 tokens had its first token.
 """
 
 import argparse

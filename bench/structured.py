@@ -67,7 +67,7 @@ class StandIn:
         self._forced, self._offers, self._place = tuple(forced), offers, 0
 
     def fill(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
-        """Copy a mask for each row, and take the time."""
+        """Copy a mask for each row, and spend the imposed time."""
         places: list[int] = []
         for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             end = time.perf_counter() + self._times[token % POOL]
@@ -82,21 +82,21 @@ class StandIn:
                 pass
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Count them: imposed acceptance takes what is forbidden, too."""
+        """Count the tokens; imposed acceptance takes forbidden ones, too."""
         self._place += len(tokens)
 
     @property
     def active(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     @property
     def terminated(self) -> bool:
-        """Never."""
+        """Always false."""
         return False
 
     def forced(self, limit: int) -> list[int]:
-        """The rest of a run."""
+        """The rest of a run of forced tokens, where they are offered."""
         place = self._place % PERIOD
         return list(self._forced[place : place + limit]) if self._offers else []
 

@@ -9,7 +9,7 @@ them, or --limit-s seconds are over. The first token and the three arrivals behi
 drives the steps (--through), whether the device repeats them by itself (--loops), and what else the host does (--host);
 `bench.tails_result` says what its row holds. The device's own time of a step is measured in the same load of the model,
 over the same positions, by events around steps that are queued one behind the other. Rows are written as they are made:
-a run that was interrupted goes on, and measures again what an earlier limit cut short of a longer one.
+an interrupted run goes on where it was, and measures again the cases that a shorter limit has cut short.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cases_of(through: Sequence[str], loops: Sequence[bool], hosts: Sequence[str]) -> list[Case]:
-    """Every case, those that one load serves side by side; the device's own time is the last of its load."""
+    """Every case, those of one load next to each other; the device's own time is the last of its load."""
     found = []
     for way in through:
         for device_loop in loops:

@@ -30,7 +30,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """In words."""
+        """For instance `process, loops, idle`."""
         return f"{self.through}, {'loops' if self.device_loop else 'steps'}, {self.host}"
 
 
@@ -64,7 +64,7 @@ class Tails(msgspec.Struct, frozen=True, kw_only=True):
     num_arrivals  times at which one step or several together came; the percentiles are of the times between two
     mean_us       of a step: all the time over all steps
     own_us        the device's own mean time of a step over the same positions, from the case "device"; None without it
-    host_share    by which part of it the mean step is longer
+    host_share    how much longer than that the mean step is, as a part of it
     limit_s       seconds that the case was given; None: as many as it took
     """
 
@@ -117,7 +117,7 @@ class Tails(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def beside(self, own: "Tails | None") -> "Tails":
-        """The same beside the device's own time."""
+        """This row, with the device's own time and the host's share."""
         if own is None or self.case.through == "device":
             return self
         share = round(self.mean_us / own.mean_us - 1, 5)

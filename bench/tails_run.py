@@ -48,8 +48,8 @@ def max_context(context: int, window: int) -> int:
 class Arrivals:
     """Takes the times of one case's arrivals, request by request.
 
-    steps    that are wanted
-    limit_s  after so long a request is left where it is; None: none is
+    steps    timed steps that are wanted
+    limit_s  seconds after which a request is given up; None: never
     """
 
     def __init__(self, case: Case, steps: int, limit_s: float | None) -> None:
@@ -142,7 +142,7 @@ def steps_through_socket(client: Client, prompt: Sequence[int], window: int) -> 
 def own_times(case: Case, runtime: Runtime, prompt: Sequence[int], window: int) -> Tails:
     """The device's own time of the steps of a window, queued one behind the other, by its own clock.
 
-    The runtime cannot be used any more: its executor is driven past it.
+    The runtime cannot be used afterwards: its executor has run without it.
     """
     executor: Any = runtime.executor
     cuda = executor.device.type == "cuda"

@@ -2,7 +2,7 @@
 
     python -m pytest bench/test_first_token.py --context 128,2048,8192 --geometry llama-8b
 
-Every prompt is of new random tokens, so that none is cached. A geometry lies in no files, and no server can load it:
+Every prompt is of new random tokens, so that none is cached. A geometry has no files, so no server can load it:
 the socket is for the bundled pair and for `--model`; `python -m bench.first_token` writes a checkpoint for it.
 """
 

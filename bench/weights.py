@@ -7,9 +7,9 @@
 
 Weights are drawn on the device in the format's own parts, and packed as a runtime packs them; bfloat16 runs beside the
 others. `--geometry` measures any geometry of `lowlat/tools/bench/geometries.toml` in place of the listed cases, without
-drafts but for Llama-3.1-8B's. A row's floor is its bytes over the wall of the same run; what it is predicted to take is
-that, and what the bfloat16 step of the same case took beyond its own floor. Rows are written after each case. Run it
-from the root of a checkout.
+drafts but for Llama-3.1-8B's. A row's floor is its bytes over the wall of the same run; its predicted time is that
+floor plus the time that the bfloat16 step of the same case took beyond its own. Rows are written after each case. Run
+it from the root of a checkout.
 """
 
 import argparse
@@ -53,8 +53,9 @@ GEOMETRIES: dict[str, DenseGeometry] = {LLAMA: LLAMA_8B, "tiny": TINY}
 class WeightsCase:
     """One measured step.
 
-    weights, lm_head  formats of the layers' matrices and of the LM head; those of a draft model's are `draft`
+    weights, lm_head  formats of the target's layers and of its LM head
     kv                of the KV cache: "bf16" or "fp8"
+    draft             of the draft model's matrices
     """
 
     model: str

@@ -1,6 +1,6 @@
 """Wide products beside torch's: of Llama-3.1-8B's and gpt-oss's matrices, in one CUDA graph each, weights from memory.
 
-Torch multiplies by a matrix that lies unpacked, and by one that is unpacked before. `--plans` times every plan.
+Torch is timed with a matrix that is stored unpacked, and with one that it unpacks first. `--plans` times every plan.
 
     python -m bench.wide --out /tmp/wide.json
 """
@@ -40,7 +40,7 @@ COPIES = 16
 
 @dataclass
 class _Weights:
-    """Copies of one matrix, packed; unpacked they are the same memory, and other numbers."""
+    """Packed copies of one matrix; `plain` takes the same memory for an unpacked matrix, of other values."""
 
     packed: list[PackedMatrix]
 
@@ -93,7 +93,7 @@ def measure(
 
 
 def _all_calls(launcher: Launcher, names: Sequence[str], rows: Sequence[int], all_plans: bool) -> Iterator[KernelCall]:
-    """Of tensors without memory, for what is compiled of them."""
+    """The calls over tensors without memory, to compile their kernels."""
     for name in names:
         weights = _Weights(*MATRICES[name], torch.device("meta"))
         for count in rows:

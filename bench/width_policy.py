@@ -1,4 +1,4 @@
-"""The choice of widths replayed: which widths it takes on recorded texts, and how that compares with one width for all.
+"""A replay of the choice of widths on recorded texts: the widths that it takes, and its speed beside one fixed width.
 
     python -m bench.width_policy record --limit 8 --max-tokens 192 --out tests/data/right_drafts.json
     python -m bench.width_policy replay --texts tests/data/right_drafts.json \\
@@ -6,7 +6,7 @@
 
 A recorded text says of each position how many drafts made there would have been right: it was decoded one token a step,
 at S = 7, by the reference executor. A replay runs the operations of the reference over such texts and charges each step
-what its width takes; no model runs. `--table-us` gives the device other times to choose by than those that are charged.
+what its width takes; no model runs. `--table-us` has it choose by other times than those that are charged.
 """
 
 import argparse
@@ -103,10 +103,10 @@ def _right_drafts(runtime: Runtime, prompt: str, params: SamplingParams) -> str:
 
 @dataclass
 class Replay:
-    """A slot whose widths are chosen by the reference, of which it is known where drafts are right.
+    """A slot whose widths the reference chooses, on texts that say where drafts are right.
 
-    step_us   of a step of each body: width 0 to 7, and zero with the draft model
-    table_us  what the device is told that they take
+    step_us   times of a step of each body: width 0 to 7, and zero with the draft model
+    table_us  the times of them by which widths are chosen
     """
 
     step_us: Sequence[float]

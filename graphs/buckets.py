@@ -21,7 +21,7 @@ class Bucket:
                comes out of prefill
     chooses    the step chooses among `bodies`, on the device; S is the most that it may choose
     extends    the body of S = 0 in which the draft model runs over what waits for it
-    verifies   the step of more rows that verifies over all of the cache what steps over a part of it have proposed
+    verifies   the step of more rows that verifies, over all of the cache, the proposals of steps over a part of it
     """
 
     batch: int

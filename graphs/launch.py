@@ -36,7 +36,7 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class LibraryLaunch:
-    """A call of torch's operations, which go to torch's current stream: it must be the one that is issued to.
+    """A call of torch's operations on torch's current stream, which must be the stream given to `issue`.
 
     function  called with `arguments`; it must not wait for the device
     """

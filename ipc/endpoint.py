@@ -1,8 +1,8 @@
-"""Where a server is reached: the default endpoint, what an endpoint may look like, the lock beside a socket file.
+"""Endpoints of servers: the default one, how one is parsed and checked, the lock beside a socket file.
 
 A socket file outlives its server, and whoever removes it may bind its path: so a server holds a lock file first, and
-watches that the socket file stays its own. Who may connect is a question of the folder's mode, the file's mode, and
-of the peer's uid, which the server checks. It knows no message.
+watches that the socket file stays its own. Who may connect is decided by the folder's mode, the file's mode, and
+the peer's uid, which the server checks. It knows no message.
 """
 
 import fcntl
@@ -45,8 +45,8 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
     """LOWLAT_ENDPOINT, else lowlat/default.sock in XDG_RUNTIME_DIR, else lowlat/run/default.sock in the user's cache.
 
     The cache holds other things of lowlat's, too, and may be open to others: there the socket has its own folder. A
-    library's choice of a runtime directory would not do: it falls back to a temporary one that all users share. Where
-    the cache is, is this process's own environment's to say, whatever `environ` is.
+    library's choice of a runtime directory would not do: it falls back to a temporary one that all users share. The
+    place of the cache follows from this process's own environment, whatever `environ` is.
     """
     chosen = environ.get("LOWLAT_ENDPOINT")
     if chosen:
@@ -97,9 +97,9 @@ def _parse_tcp(url: str, address: str) -> Endpoint:
 
 
 def check_owner(path: Path, trusted: Collection[int]) -> None:
-    """Refuse a socket file, for a client, that none of these users has made, or that another user could replace.
+    """Refuse, for a client, a socket file that none of the trusted users owns, or that another user could replace.
 
-    Raises ConfigError; OSError where it cannot be looked at, as when it is not there.
+    Raises ConfigError; OSError where the file cannot be looked at, as when it is missing.
     """
     for place in (path, path.parent):
         found = place.stat()
@@ -116,10 +116,11 @@ def check_owner(path: Path, trusted: Collection[int]) -> None:
 
 
 class EndpointLock:
-    """A server's hold on the path of an ipc:// endpoint: the folder checked, the lock file taken, its own inode known.
+    """A server's hold on the path of an ipc:// endpoint: the folder checked, the lock file taken, its socket known.
 
-    shared   users other than this one are let in: the folder may be open to them, and the socket file is
-    Raises ConfigError when another server holds the path (with its pid), or the folder is not this user's alone.
+    shared   users other than this one are let in: the folder may be readable to them, and the socket file is open
+    Raises ConfigError when another server holds the path (with its pid), the folder is not this user's or has too
+    open a mode, or the path is something else than a socket.
     """
 
     def __init__(self, path: Path, *, shared: bool = False) -> None:
@@ -135,7 +136,7 @@ class EndpointLock:
             raise
 
     def listen(self) -> socket.socket:
-        """A socket that listens on the path, its file with the mode that fits; remembers whose file it is.
+        """Make a socket that listens on the path, its file with the mode that fits, and remember the file's inode.
 
         Raises ConfigError when the path cannot be bound.
         """
@@ -164,7 +165,7 @@ class EndpointLock:
         return "own" if (found.st_dev, found.st_ino) == self._inode else "stolen"
 
     def release(self) -> None:
-        """Remove the socket file if it is the own one, and let go of the lock; harmless when repeated."""
+        """Remove the socket file if it is still this server's, and release the lock; harmless when repeated."""
         if self._descriptor < 0:
             return
         if self._inode is not None and self.state() == "own":
@@ -210,7 +211,7 @@ class EndpointLock:
         return descriptor
 
     def _remove_stale(self) -> None:
-        """A socket file that a dead server left is removed; anything else in its place is not ours to remove."""
+        """Remove a socket file that a dead server left. Raises ConfigError for anything else in its place."""
         try:
             found = self.path.lstat()
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The server's Protocols for an engine that decodes and a codec that knows the text: it knows no model.
+"""Protocols of what a server uses: an engine that decodes, and a codec from text to token ids. It knows no model.
 
 An engine is driven by the decode thread alone, but for `validate` and `compile`, which any thread may call. A codec is
 called from the text threads.
@@ -63,7 +63,7 @@ class EngineOutput(Protocol):
     """The output of a step for one request; a request may be in a step's outputs several times, in order.
 
     num_accepted           of token_ids, how many at the front were accepted drafts
-    reasoning, tool_calls  what text is not, of an answer that is parsed
+    reasoning, tool_calls  of an answer that is parsed, the parts that are not in text
     """
 
     @property
@@ -103,9 +103,9 @@ class Engine(Protocol):
         """Refuse what can never be served. Any thread. Raises RequestError naming value, limit and knob."""
 
     def compile(self, sampling: Sampling, patience_s: float | None) -> object:
-        """Make the grammar of a request ready, for `submit` to find while what this returns is held.
+        """Compile the grammar of a request; `submit` finds it while the caller holds what this returns.
 
-        patience_s  return None or False where it takes longer; None: as long as the engine allows any, which is 2 s
+        patience_s  return None or False where it takes longer; None: as long as the engine allows, which is 2 s
         Any thread. Raises RequestError for one that cannot be served.
         """
 

@@ -1,4 +1,4 @@
-"""Both sides' use of a socket of libzmq: its version, options, and sending without waiting.
+"""Sockets of libzmq as both sides use them: version, options, and sending without waiting.
 
 It knows nothing of what is in a message.
 """
@@ -50,7 +50,7 @@ def has_message(socket: "zmq.Socket[bytes]") -> bool:
 
 
 def send_frames(socket: "zmq.Socket[bytes]", frames: tuple[bytes, ...]) -> None:
-    """Send a message, for a ROUTER behind the routing id of its peer.
+    """Send a message; a ROUTER's begins with a frame that holds the peer's routing id.
 
     Raises zmq.Again when the queue is full, zmq.ZMQError when the peer is gone; the first frame is then refused, and
     never a later one.

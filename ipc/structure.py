@@ -1,4 +1,4 @@
-"""How many values a msgpack value holds, counted before a decoder builds them; it knows no message.
+"""The count of the values inside a msgpack value, taken before a decoder builds them; it knows no message.
 
 A decoder works through a frame in one go and keeps the GIL: 30 ms for 8 MiB of empty maps. This count is Python, which
 lets go of the GIL, passes over a text in one turn however long it is, and ends at its bound.
@@ -30,11 +30,11 @@ for _first in _LENGTHS:
 
 
 def count_values(data: memoryview, max_values: int, key: bytes) -> tuple[int, slice | None]:
-    """Values of a msgpack value, itself, keys and all that is inside; and where the value of a key lies.
+    """Count a msgpack value with all that is inside, keys too, and find where the value of a key lies.
 
-    data        uint8 [n]; what is broken in it is the decoder's to find, and a container counts by what it promises
+    data        uint8 [n]; broken data is left to the decoder, and a container counts by the length that it states
     max_values  where to stop: then the count is above it
-    key         encoded, of the outermost map; None for the place where it did not come until then
+    key         an encoded key of the outermost map; its place is None where the key did not come until then
     Time: max_values turns at most.
     """
     left, counted, place, end = 1, 0, 0, len(data)

@@ -182,8 +182,8 @@ def encode(header: Struct) -> bytes:
 def decode_client(frames: Sequence[bytes]) -> tuple[Struct, bytes]:
     """A client's message, checked, and its body (b"" without one): the server's side.
 
-    The decoder works for 2 ms at most, which it spends with the GIL; what would take longer it is not given. Raises
-    WireError, and nothing else, for any bytes.
+    The decoder keeps the GIL, for 2 ms at most: a frame that would take longer is refused before. Raises WireError, and
+    nothing else, for any bytes.
     """
     if not 1 <= len(frames) <= 2:
         raise WireError(f"a message has 1 frame or 2, got {len(frames)}")

@@ -6,8 +6,8 @@ LowlatError
 ├── RequestError     one request is wrong; that request alone fails
 │   └── GrammarError a request's grammar forbids what was committed, or cannot go on
 ├── CapacityError    the request is right but there is no capacity for it now; try later
-│   └── Busy         a server says so, and when to try again
-├── StreamError      a request to a server broke off; what had come of it is kept
+│   └── Busy         a server has none, and says when to try again
+├── StreamError      a request to a server broke off; the tokens received before are kept
 │   └── ServerGone   because the server ended, was killed, is silent, or was never there
 └── DeviceError      the device failed; the process cannot go on
 
@@ -62,10 +62,10 @@ class Busy(CapacityError):
 
 
 class StreamError(LowlatError):
-    """A request ended otherwise than by its own means; it cannot be resumed.
+    """A request to a server broke off before its own end; it cannot be resumed.
 
-    token_ids   all tokens that came before
-    text        and their text, as far as it came
+    token_ids   all tokens received before
+    text        their text, as far as it was received
     code        why: the wire's code ("not_finite", "slow_consumer", ...), "timeout" or "lost"
     """
 

@@ -3,9 +3,9 @@
     serve run lowlat.ray:app
     serve run lowlat.ray:build model=ORG/NAME num_replicas=2 num_gpus=1
 
-Ray places replicas, restarts them and sends them requests; those of one session (header x-session-id) go to one,
-whose prefix cache then knows their conversation. A replica that is taken away finishes what runs. This module knows
-neither models nor sockets: it starts `lowlat serve` and speaks to it as any client does.
+Ray places replicas, restarts them and sends them requests; those of one session (header x-session-id) go to the same
+replica, whose prefix cache then holds their conversation. A replica that is taken away finishes its running requests.
+This module knows neither models nor sockets: it starts `lowlat serve` and speaks to it as any client does.
 """
 
 import json
@@ -44,7 +44,7 @@ class Replica:
     """One server and its door, in the process of a Ray Serve replica.
 
     settings  settings of `lowlat serve` by name, as in its environment
-    key       that every request must carry as a bearer; None: none is asked for
+    key       the bearer token that every request must carry; None: none is required
     Raises ConfigError where the server refuses to start, with the last line that it wrote.
     """
 

@@ -1,17 +1,17 @@
-"""What a slow, a killed and a malicious client cost the others: their inter-token p99, with and without them.
+"""The cost of a slow, a killed and a malicious client to the others: their inter-token p99 with and without them.
 
 python bad_clients.py --rounds 5 --json FILE. Steps take 20 ms. Rounds of three kinds alternate in one server, which
 begins anew with none; the good streams hold their slots all the time.
 
 without    no bad ones
-elsewhere  the bad ones do to a second server what they do to this one in the next round: what their own processes, and
-           the server that bears them, take from a machine of few cores, they take in both
+elsewhere  the bad ones attack a second server as they attack this one in the next round: so their own processes, and
+           the attacked server, take as much from a machine of few cores in both rounds
 with       the bad ones are this server's clients
 
-So p99_change_in_all, of `with` over `without`, is what they cost the others in all, and p99_change, of `with` over
-`elsewhere`, what of it comes through the server. The bad ones and the second server have the last core, this server and
-the good ones the others: where they share one, the system's scheduler lets any busy program delay another by its time
-slice, whatever the server does (--any-core lets all run everywhere).
+So p99_change_in_all, of `with` over `without`, is their whole cost to the others, and p99_change, of `with` over
+`elsewhere`, the part of it that comes through the server. The bad ones and the second server have the last core, this
+server and the good ones the others: where they share one, the system's scheduler lets any busy program delay another by
+its time slice, whatever the server does (--any-core lets all run everywhere).
 
 slow       reads a chunk of its four streams every 100 ms, with a window of 4 tokens; another reads nothing at all
 killed     a process that submits, and is killed, again and again (forked, so that starting Python costs nobody)

@@ -1,4 +1,4 @@
-"""Benchmark results that are made up, for tests of what is made of them."""
+"""Made-up benchmark results, for tests of reports and comparisons of them."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a card's instructions make of numbers and bits, for kernels that are walked on a CPU."""
+"""A card's instructions on numbers and bits in NumPy, for kernels that are walked on a CPU."""
 
 from functools import lru_cache
 from typing import Any

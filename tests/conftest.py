@@ -1,4 +1,4 @@
-"""What every test shares: no network, one thread, what markers need, whose turn it is, the list of the tree's files."""
+"""Setup and fixtures of all tests: no network, one thread, markers, turns between workers, the tree's files."""
 
 import fcntl
 import gc

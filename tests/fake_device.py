@@ -1,8 +1,8 @@
 """A device that does its work later: the reference executor behind a queue, with loops as the kernels make them.
 
-Work is done when somebody waits for it, or at random before. It checks what a runtime must keep to: no entry of the
-ring is written over before it was read, prefill starts when nothing else is under way, and only a loop stands behind a
-loop, which was not told to stop.
+Work is done when the host waits for it, or at random before. The device checks what a runtime must keep to: no entry of
+the ring is written over before it was read, prefill starts when nothing else is under way, and only another loop is
+queued behind a loop, if that was not told to stop.
 """
 
 import random

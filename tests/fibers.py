@@ -1,7 +1,7 @@
 """The threads of CUDA blocks as fibers of one thread: each runs until it waits for others, and nothing is timed.
 
-Which of those that may go on does so next is drawn from a seed: who reads too early is found out, and found out again
-in the next run.
+The next fiber, of those that may go on, is drawn from a seed: a read that comes too early is found, and found again in
+the next run.
 """
 
 import random

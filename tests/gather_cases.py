@@ -1,4 +1,4 @@
-"""Slots whose keys and values are gathered for a chunk of prefill, and what is to come of it."""
+"""Slots whose keys and values are gathered for a chunk of prefill, and the expected result."""
 
 from dataclasses import dataclass
 from typing import Any

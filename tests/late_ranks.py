@@ -1,7 +1,7 @@
-"""Ranks on one device that are no further than they must be: what others than the first do waits until it is needed.
+"""Ranks on one device of which all but the first lag: their operations wait until another rank or the host needs them.
 
-What the first rank publishes, the host sees while the others still stand before the last exchange of that step, as
-cards that are stopped for a moment might. It says whether the host writes over what they have yet to read.
+So the host sees what the first rank publishes while the others may still stand right after that step's last exchange,
+as cards that are stopped for a moment might. It shows whether the host writes over what they have yet to read.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Random mixtures of experts, rows that choose them in particular ways, and what they must come to."""
+"""Random mixtures of experts, rows that choose them in particular ways, and their expected results."""
 
 import math
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Random texts for n-gram drafts, and what to draft from them as plainly as it can be said."""
+"""Random texts for n-gram drafts, and the expected drafts, found in the plainest way."""
 
 import random
 from typing import Any

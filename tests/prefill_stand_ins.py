@@ -1,4 +1,4 @@
-"""What stands for a card in attention of prefill on a CPU: the gathering kernel, and torch's flash attention."""
+"""Stand-ins for a card in attention of prefill on a CPU: the gathering kernel, and torch's flash attention."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Random ends of a step: what is drafted, and what goes into the ring."""
+"""Random states at the end of a step: its drafts, and the entry that goes into the ring."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What the tests of kernels that choose tokens share: memory for calls, and near-ties of the reference's draw."""
+"""Helpers of the tests of kernels that choose tokens: memory for calls, and near-ties of the reference's draw."""
 
 import math
 from collections.abc import Sequence

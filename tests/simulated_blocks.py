@@ -1,5 +1,5 @@
-"""Runs blocks in Numba's simulator as fibers: its own way is a thread of the system for each of theirs, asked in turn
-whether it waits. Blocks still run one after the other."""
+"""Runs blocks in Numba's simulator as fibers; the simulator itself has a thread of the system for each CUDA thread,
+which it asks in turn whether it waits. Blocks still run one after the other."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""What long runs against a server share: figures of a process, percentiles, and the record that a run leaves."""
+"""Helpers of long runs against a server: figures of a process, percentiles, and the record that a run leaves."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""Which cases of a parametrised test the second stage runs: those that cost much and rarely tell more than others.
+"""Marks cases of a parametrised test for the second stage: those that cost much and rarely tell more than others.
 
-And which files take longest, with both stages: workers begin with them.
+It also lists the files that take longest with both stages: workers begin with them.
 """
 
 from collections.abc import Container, Iterable

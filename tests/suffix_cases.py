@@ -1,4 +1,4 @@
-"""Texts for suffix drafts, and what to draft from them as plainly as it can be said."""
+"""Texts for suffix drafts, and the expected drafts, found in the plainest way."""
 
 import random
 from fractions import Fraction

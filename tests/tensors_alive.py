@@ -1,4 +1,4 @@
-"""Which memory tensors occupy, and which tensors still lie in it."""
+"""The memory that tensors occupy, and the tensors that still lie in it."""
 
 import gc
 from collections.abc import Iterable

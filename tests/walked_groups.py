@@ -1,6 +1,6 @@
-"""What stands for `ptx_hopper` where a kernel is walked: bulk copies that count at a barrier, products of a warpgroup.
+"""A stand-in for `ptx_hopper` where a kernel is walked: bulk copies that count at a barrier, products of a warpgroup.
 
-Products are done at once, and sums that nobody has awaited are hidden: whoever uses them too early gets no numbers.
+Products are done at once, but their sums are hidden until they are awaited: an earlier use gets no numbers.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What the threads of a kernel's run share while it is walked: its launch, its blocks, barriers of arrivals."""
+"""State that the threads of a walked kernel share: its launch, its blocks, barriers of arrivals."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the lanes of a warp do together where a kernel is walked: shuffles, votes, matrix loads, tensor cores."""
+"""Operations of a warp's lanes together where a kernel is walked: shuffles, votes, matrix loads, tensor cores."""
 
 from collections.abc import Callable
 from typing import Any

@@ -115,7 +115,7 @@ def found_package(module: str, distribution: str = "") -> Found:
 
 
 def without_draft_model(job: Job) -> str:
-    """Why a depth of speculation cannot be measured by those who need a draft model; empty where it can."""
+    """Why an engine that needs a draft model cannot measure this depth; empty where it can."""
     return "no draft model" if job.depth and job.draft_directory is None else ""
 
 
@@ -129,8 +129,8 @@ def prompts_of(job: Job) -> list[list[int]]:
 class Arrivals:
     """Tokens of requests that decode side by side, as they come into the caller's hands.
 
-    A step is complete when every request has had its tokens, or one has its next ones. Steps count from the first
-    one after all requests had a token, without those that warm up. The clock starts with the object.
+    A step is complete when every request has its tokens of it, or one has tokens of the next step. Steps count from the
+    first one after all requests had a token, without those that warm up. The clock starts with the object.
     """
 
     def __init__(self, job: Job, names: Sequence[str]) -> None:

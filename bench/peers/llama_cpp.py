@@ -38,7 +38,7 @@ class LlamaCpp:
         return Found(found.group(1) if found else "unknown")
 
     def refusal(self, job: Job) -> str:
-        """It measures no speculation, needs a GGUF, and for several requests its other benchmark."""
+        """Why a case cannot be measured: speculation, no GGUF, or several requests without the other benchmark."""
         if job.depth:
             return f"{ONE} measures no speculation, and llama.cpp has no EAGLE3 checkpoint of this layout"
         if job.gguf is None:
@@ -50,7 +50,7 @@ class LlamaCpp:
     def commands(self, job: Job) -> list[list[str]]:
         """The runs: of one request, the prompt and then the steps behind it; of several, all repeats and one more.
 
-        The one more is for the log of `llama-batched-bench`, whose last lines are lost where it ends too soon.
+        The additional one is for the log of `llama-batched-bench`, whose last lines are lost where it ends too soon.
         """
         model, context, steps, batch = ["-m", str(job.gguf)], job.case.context, job.steps, job.case.batch
         on_card = job.device.startswith("cuda")

@@ -16,11 +16,11 @@ class Own:
     name = "lowlat"
 
     def available(self) -> Found:
-        """Always."""
+        """This version of lowlat, which is always there."""
         return Found(__version__)
 
     def refusal(self, job: Job) -> str:
-        """A depth asks for a draft model."""
+        """Why a case cannot be measured: drafts without a draft model."""
         return without_draft_model(job)
 
     def measure(self, job: Job, mark: Mark) -> Measured:

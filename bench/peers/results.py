@@ -16,9 +16,9 @@ VERSION = 1
 class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
     """One case of one engine.
 
-    settings              of the engine that its figures depend on, as it was given them
+    settings              the engine's settings that its figures depend on, as they were given to it
     num_steps             timed, over all repeats
-    steps_a_sample        1, or how many steps each sample of an engine that tells totals alone is the mean of
+    steps_a_sample        steps that a sample is the mean of: 1, or more for an engine that reports totals alone
     ms_per_step           from a step's tokens in the caller's hands to the next one's
     ms_per_token          of one request: a step over the tokens that it brought an active request
     first_token_ms        from submission, the requests of a batch together
@@ -42,7 +42,7 @@ class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotCompared(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure, or all of a case's or an engine's, that does not stand beside lowlat's."""
+    """Figures of an engine, or of one of its cases, that cannot be compared with lowlat's, and the reason."""
 
     engine: str
     case: Case | None

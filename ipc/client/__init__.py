@@ -13,7 +13,7 @@ __all__ = ["AsyncClient", "AsyncGeneration", "Chunk", "Client", "ClientCurve", "
 
 
 def __getattr__(name: str) -> Any:
-    """asyncio is loaded for those who want it."""
+    """Load the asyncio client, and asyncio with it, on first use."""
     if name in ("AsyncClient", "AsyncGeneration"):
         from lowlat.ipc.client import asynchronous
 

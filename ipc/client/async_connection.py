@@ -43,7 +43,7 @@ class AsyncConnection:
                 return
 
     def check_news(self) -> None:
-        """Check, if anything has happened: whatever happens makes a descriptor readable."""
+        """Call `check` if a descriptor is readable, as it is when anything has happened."""
         if not self._shut and self._news.poll(0):
             self.check()
 

@@ -23,9 +23,9 @@ _starting: set["asyncio.Task[None]"] = set()  # an event loop does not keep its 
 
 
 class AsyncGeneration(BaseGeneration[AsyncConnection]):
-    """The chunks of one request, in order; see BaseGeneration. The cancellation of a task that waits for it leaves it.
+    """The chunks of one request, in order; see BaseGeneration. Cancelling a task that waits for a chunk cancels it.
 
-    starting  the task that connects and sends it; None where it is sent
+    starting  the task that connects and sends the request; None once it is sent
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
     ) -> AsyncGeneration:
         """Send a request, and iterate over what comes of it; see Client.generate.
 
-        Where the client has yet to connect, a task does so and sends it; then what Client.generate raises of the
-        server is raised when the first chunk is asked for. Raises LowlatError outside an event loop.
+        Where the client has yet to connect, a task connects and sends the request; then errors that come from the
+        server are raised when the first chunk is asked for. Raises LowlatError outside an event loop.
         """
         deadline = deadline_of(timeout_s)
         request = make_request(
@@ -147,7 +147,7 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         return AsyncGeneration(self, submission, deadline, starting)
 
     async def health(self, timeout_s: float = 5.0) -> Pong:
-        """Whether it serves, and the age of its last step while requests run."""
+        """Whether the server serves, and the age of its last step while requests run."""
         return await self._ask(ClientProtocol.health, timeout_s)
 
     async def stats(self, timeout_s: float = 5.0) -> dict[str, Any]:

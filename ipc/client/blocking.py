@@ -133,7 +133,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         return Generation(self, submission, deadline)
 
     def health(self, timeout_s: float = 5.0) -> Pong:
-        """Whether it serves, and the age of its last step while requests run."""
+        """Whether the server serves, and the age of its last step while requests run."""
         return self._ask(ClientProtocol.health, timeout_s)
 
     def stats(self, timeout_s: float = 5.0) -> dict[str, Any]:

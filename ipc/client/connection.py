@@ -1,9 +1,9 @@
-"""A connection that several threads share and none owns: whoever waits first listens for all.
+"""A connection that several threads share and none owns: the first thread that waits listens for all.
 
-All that touches the sockets happens under one lock, but for the waiting itself: the leader, one of those who wait,
-polls bare descriptors without it. So others can send meanwhile. A send may swallow the signal that a message has come;
-so whoever sends looks for messages afterwards, hands them out, and wakes whom they are for. While nobody waits nobody
-listens: libzmq answers the server's heartbeats.
+The sockets are used under one lock, except for waiting: the leader, one of the threads that wait, polls bare
+descriptors without it, so that others can send meanwhile. A send may swallow the signal that a message has come; so
+the sender looks for messages afterwards, hands them out, and wakes the threads that they are for. While no thread
+waits, none listens: libzmq answers the server's heartbeats.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Connection:
             self._sweep()
 
     def send(self) -> None:
-        """Under the lock: send what is to be sent; if nobody listens, who waits next looks for what has come."""
+        """Under the lock: send what is to be sent; without a leader, the next thread that waits looks for messages."""
         if self._leader is not None or self._shut or self.protocol.failure is not None:
             self.pump()
             return
@@ -73,7 +73,7 @@ class Connection:
     def pump(self, until: Waiter | None = None) -> None:
         """Under the lock: send what is to be sent, and hand out what has come.
 
-        until   the descriptor says that something has come, and more than what makes this one ready may wait
+        until   set after the descriptor has reported a message: pumping may stop once this waiter has something
         """
         if self._shut:
             return

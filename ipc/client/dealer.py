@@ -75,7 +75,7 @@ class Dealer:
         """The first frame of the next message, None without one; this version's messages have no other.
 
         told   the descriptor was readable, and nothing has been received since: then it receives without asking first,
-               as asking costs more than receiving, and an answer of nothing most
+               as asking costs more than receiving; receiving where there is nothing costs most
         """
         if self._may_follow:
             self._skip()

@@ -14,7 +14,7 @@ __all__ = ["BaseGeneration", "Driver", "Submission"]
 
 
 class Driver(Protocol):
-    """A connection, as far as a request needs it."""
+    """The part of a connection that a request needs."""
 
     protocol: ClientProtocol
 
@@ -31,8 +31,8 @@ DriverType = TypeVar("DriverType", bound=Driver)
 class Submission(Generic[DriverType]):
     """A request on its way to a connection, which may be still to be made.
 
-    left     nobody wants it any more
-    failure  why it never came to a connection
+    left     the caller does not want it any more
+    failure  why it was never sent
     """
 
     __slots__ = ("connection", "failure", "left", "stream")
@@ -44,7 +44,7 @@ class Submission(Generic[DriverType]):
         self.left = False
 
     def submit(self, connection: DriverType, request: Request) -> None:
-        """Put it among what the connection is to send. Raises what ClientProtocol.submit does."""
+        """Queue the request on a connection. Raises as ClientProtocol.submit."""
         self.stream = connection.protocol.submit(request)
         self.connection = connection
 
@@ -52,8 +52,8 @@ class Submission(Generic[DriverType]):
 class BaseGeneration(Generic[DriverType]):
     """The chunks of one request, in order; the last one has a finish_reason.
 
-    It is sent by the call that makes it. Leaving it before its end (break, close, the end of a `with`, or dropping it,
-    read or not) cancels it. One thread or task at a time may read it. Raises what Client.generate says.
+    The request is sent by the call that makes it. Leaving it before its end (break, close, the end of a `with`, or
+    dropping it, read or not) cancels it. One thread or task at a time may read it. Raises what Client.generate says.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""One connection as a client sees it, without any input or output: what to send, what a message means, what is lost.
+"""The client's side of one connection, without any input or output: messages to send, messages received, the end.
 
-Whoever drives it sends what stands in `outgoing`, hands in every frame that comes, calls `tick` in time while somebody
+Its driver sends the messages in `outgoing`, hands in every frame that comes, calls `tick` in time while somebody
 waits, and `fail` when the connection breaks. It knows no socket, no clock, no thread: its driver sees to it that one
 thread at a time is inside.
 
-A request's tokens come as fast as its reader takes them: the first grant is the window, and what was taken is granted
-again by halves of it. So at most a window of tokens, and one step's more, waits unread in a client.
+A request's tokens come as fast as its reader takes them: the first grant is the window, and tokens that were taken are
+granted again, half a window at a time. So at most a window of tokens, and one step's more, waits unread in a client.
 """
 
 from abc import ABC, abstractmethod
@@ -45,7 +45,7 @@ Value = TypeVar("Value")
 
 
 class Waiter(ABC):
-    """Something that a caller can wait for; `failure` is what it gets in place of it."""
+    """Something that a caller can wait for; `failure` is the error that comes in place of it."""
 
     __slots__ = ("failure",)
 
@@ -110,7 +110,7 @@ class Stream(Waiter):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All that came."""
+        """All token ids that came."""
         return tuple(self._token_ids)
 
     @property
@@ -286,14 +286,14 @@ class ClientProtocol:
         return reply
 
     def drain(self, deadline_s: float) -> Reply[Pong]:
-        """Ask the server to finish and end; the PONG that follows says that it took it."""
+        """Ask the server to finish and end; the PONG that follows confirms it."""
         if self.failure is None:
             self._send(Drain(deadline_s))
         self._draining = self.health()
         return self._draining
 
     def attend(self, now: float) -> None:
-        """Somebody begins to wait: silence while nobody listened says nothing."""
+        """Note that a caller begins to wait: silence before that, while nobody listened, does not count."""
         if now - self._attended > HEARTBEAT_INTERVAL_S:
             self._heard = self._probed = now
         self._attended = now
@@ -312,7 +312,7 @@ class ClientProtocol:
         return max(0.0, max(self._heard, self._probed) + HEARTBEAT_INTERVAL_S - now)
 
     def receive(self, frame: bytes, now: float) -> Waiter | None:
-        """Take a message of the server; returns whoever it is for. After a failure everybody has something."""
+        """Take a message of the server; returns the waiter that it is for. After a failure every waiter is ready."""
         self._heard = now
         try:
             message = decode_server(frame)
@@ -324,7 +324,7 @@ class ClientProtocol:
             return None
 
     def fail(self, reason: str, error: LowlatError | None = None) -> None:
-        """The connection is lost, or was refused by the error: everything under way ends by it."""
+        """End everything under way, because the connection is lost, or was refused with this error."""
         if self.failure is not None:
             return
         self.failure = error or ServerGone(f"{self.endpoint}: {reason}", code="gone")

@@ -27,7 +27,7 @@ class Request(Struct, frozen=True):
     body: bytes | None
 
     def frames(self, number: int, credit: int, max_message_bytes: int) -> tuple[bytes, ...]:
-        """SUBMIT. Raises RequestError for one that the server's limit does not let through."""
+        """The frames of SUBMIT. Raises RequestError where they are longer than the server allows."""
         self.submit.number, self.submit.credit = number, credit
         try:
             header = encode(self.submit)

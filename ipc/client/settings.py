@@ -21,7 +21,7 @@ _MAX_WINDOW = (1 << 31) - 1
 
 
 class Settings:
-    """A client's options. Raises ConfigError for one that cannot be."""
+    """A client's options. Raises ConfigError for an invalid one."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ def _server_uids(server_uid: int | None) -> tuple[int, ...]:
 
 
 def deadline_of(timeout_s: float | None) -> float | None:
-    """When a wait that begins now ends (monotonic); None: never. Raises RequestError for what is no time."""
+    """The end of a wait that begins now (monotonic); None: never. Raises RequestError for an invalid time."""
     if timeout_s is None:
         return None
     if not _is_seconds(timeout_s):

@@ -1,8 +1,8 @@
 """The right to talk to a server: the user behind a connection, and CURVE for tcp://. It knows no message.
 
 libzmq asks its process about every connection before it lets a message of it through (ZAP): over ipc:// it names the
-user and the process that the kernel saw at the other end, over tcp:// the CURVE key that was proven. What is answered
-stands in the properties of every message of the connection.
+user and the process that the kernel saw at the other end, over tcp:// the CURVE key that was proven. The user id
+in the answer stands in the properties of every message of the connection.
 Source: https://rfc.zeromq.org/spec/27/.
 """
 
@@ -39,7 +39,7 @@ class User:
 
     @property
     def id(self) -> str:
-        """As libzmq keeps it."""
+        """The user id that libzmq attaches to messages: the account, and over ipc:// the process."""
         return self.account if self.uid is None else f"{self.account} {self.pid}"
 
     @cached_property
@@ -51,7 +51,7 @@ class User:
 
     @classmethod
     def of(cls, id: str) -> "User":
-        """Of what `id` has given."""
+        """The user that has this `id`."""
         kind, *words = id.split(" ")
         if kind == "uid":
             return cls(uid=int(words[0]), pid=int(words[1]))
@@ -60,7 +60,7 @@ class User:
 
 @dataclass(frozen=True)
 class Users:
-    """Whom a server lets in over ipc://.
+    """The users that a server lets in over ipc://.
 
     own      the server's own user, who alone may end it
     others   users that are let in beside it
@@ -86,7 +86,7 @@ class Curve:
     clients: Path
 
     def protect(self, socket: "zmq.Socket[bytes]") -> frozenset[str]:
-        """Have a socket speak CURVE; the keys (Z85) that are let in. Raises ConfigError for what cannot be read."""
+        """Have a socket speak CURVE; returns the clients' keys (Z85). Raises ConfigError for what cannot be read."""
         try:
             public, secret = zmq.auth.load_certificate(self.certificate)
         except (OSError, ValueError) as error:
@@ -106,8 +106,8 @@ class Curve:
 class Admission:
     """Answers libzmq's questions about the connections of a ROUTER, in the thread that owns it; made before its bind.
 
-    users   over ipc://: who is let in
-    curve   over tcp://: keys; None lets in anybody
+    users   those that are let in over ipc://; None for tcp://
+    curve   keys for tcp://; None lets in anybody
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Admission:
         self.descriptor = int(self._socket.FD)
 
     def answer(self) -> bool:
-        """Answer what was asked; False when more may have been."""
+        """Answer the questions that wait; False when more may wait."""
         for _ in range(MAX_ANSWERS):
             try:
                 question = self._socket.recv_multipart(_NOBLOCK)

@@ -16,7 +16,7 @@ BAD_MESSAGES_WINDOW_S = 60.0
 
 
 class Rate:
-    """Counts what comes in a window of time, and asks for the time only where that is too much."""
+    """Counts events in a window of time, and reads the clock only where they exceed their limit."""
 
     __slots__ = ("_count", "_end", "_window_s")
 
@@ -26,7 +26,7 @@ class Rate:
         self._end = time.monotonic() + window_s
 
     def exceeds(self, limit: int, cost: int = 1) -> bool:
-        """Count one, or what it costs; whether there were more than so many in this window."""
+        """Add an event's cost; returns whether this window now has more than `limit`."""
         self._count += cost
         if self._count <= limit:
             return False
@@ -44,8 +44,8 @@ class Peer:
     descriptor  its socket in libzmq
     user        who is at its other end
     greeted     HELLO came, in a version that is spoken
-    dropped     said BYE to; nothing it sends is read any more
-    gone        it is over
+    dropped     BYE was said to it; nothing that it sends is read any more
+    gone        the connection is over
     full        the socket's queue to it had no room a moment ago
     unsent      messages that this queue had no room for, in order; while there are any, it is blocked
     """

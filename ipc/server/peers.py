@@ -19,7 +19,7 @@ MAX_UNSENT_CONTROL = 256
 
 
 class Listener(Protocol):
-    """A listener that is told of peers' ends and room."""
+    """An object that is told when peers end, and when their queues have room again."""
 
     def peer_gone(self, peer: Peer) -> None:
         """Called once for a peer that is gone or dropped, when nothing can be sent to it any more."""
@@ -38,7 +38,7 @@ class Peers:
         self._listener: Listener
 
     def tell(self, listener: Listener) -> None:
-        """Before the first peer: who is told."""
+        """Set the listener; called before the first peer."""
         self._listener = listener
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class Peers:
         return sum(peer.greeted and not peer.dropped for peer in self._router.peers.values())
 
     def num_greeted_of(self, account: str) -> int:
-        """Those of a user."""
+        """The greeted peers of a user's account."""
         return sum(
             peer.greeted and not peer.dropped and peer.user.account == account for peer in self._router.peers.values()
         )
@@ -91,13 +91,13 @@ class Peers:
         self._listener.peer_gone(peer)
 
     def ended(self, peer: Peer) -> None:
-        """Its connection is over."""
+        """Handle the end of a peer's connection."""
         peer.unsent.clear()
         if not peer.dropped:
             self._listener.peer_gone(peer)
 
     def unblocked(self, peer: Peer) -> None:
-        """There is room again in the queue to a peer."""
+        """Send what waited for a peer, whose queue has room again."""
         if peer.dropped:
             return
         while peer.unsent:

@@ -1,11 +1,11 @@
 """The server's socket: a ROUTER of libzmq, over ipc:// and tcp:// alike. It knows no message but HELLO.
 
-A message tells its connection's routing id, which libzmq makes, and who is at the other end (`Admission`). ROUTER tells
-nobody when a connection begins or ends, and has no call that ends one: its monitor reports the descriptors of those
-that come and go, whoever came through one that went is tried by a PONG that nobody asked for, which fails when the
-connection is over (ROUTER_MANDATORY), and a connection is ended by shutting down its descriptor.
+A message carries its connection's routing id, which libzmq makes, and the user at the other end (`Admission`). A ROUTER
+does not say when a connection begins or ends, and has no call that ends one. So its monitor reports the descriptors of
+connections that come and go; the peer of a descriptor that went is sent a PONG that it did not ask for, which fails
+when the connection is over (ROUTER_MANDATORY); and a connection is ended by shutting down its descriptor.
 
-Several threads may use it, one at a time; the owner may sleep meanwhile, as it polls descriptors alone. libzmq's
+Several threads may use it, one at a time; its owner may sleep meanwhile, as it polls descriptors alone. libzmq's
 descriptors become readable when something happens, and not because something is left to read: so `unread` asks.
 """
 
@@ -55,9 +55,9 @@ _EVENT = struct.Struct("=Hi")  # a monitor's event, and its descriptor
 
 
 class Handlers(Struct, frozen=True):
-    """Whom the router calls, from within `receive` and its timers.
+    """The functions that the router calls, from within `receive` and its timers.
 
-    message     frames came of a peer: a new one, where it was not named before
+    message     frames of a message came from a peer; a peer that was not named before is new
     ended       a peer is gone, and is not named again
     unblocked   there may be room again in a queue that was full
     """
@@ -79,7 +79,7 @@ class _Connection:
 
 
 class Router:
-    """Binds an endpoint. Raises ConfigError when it cannot, or keys cannot be read.
+    """The socket, bound to an endpoint. Raises ConfigError when it cannot be bound, or keys cannot be read.
 
     lock      of an ipc:// endpoint's path
     users     who is let in over ipc://
@@ -124,7 +124,7 @@ class Router:
         self._asked = self._changed = True  # questions to the admission, and the monitor's events, may wait untold of
 
     def serve(self, wake: int, handlers: Handlers) -> None:
-        """Before anything else: who is told, and a descriptor that ends a `wait` when it is readable."""
+        """Set the handlers, and a descriptor that ends a `wait` when it is readable; called before anything else."""
         self._wake = wake
         self._handlers = handlers
         self._changes = int(self._monitor.FD)
@@ -134,19 +134,19 @@ class Router:
 
     @property
     def unread(self) -> bool:
-        """Whether something may be left to receive that no descriptor tells of; asked after any use of the socket."""
+        """Whether something may be left to receive that no descriptor reports; asked after any use of the socket."""
         return self._asked or self._changed or has_message(self._router)
 
     def wait(self, timeout_ms: int) -> bool:
-        """Wait for something to receive or the wake descriptor, -1 for ever; whether that is readable.
+        """Wait for something to receive or the wake descriptor (-1: for ever); returns whether that one is readable.
 
-        The only method that may be called while another thread is in one.
+        The only method that may be called while another thread is inside a method of the router.
         """
         self._found = dict(self._poll.poll(timeout_ms))
         return self._wake in self._found
 
     def receive(self, enough: Callable[[], bool]) -> None:
-        """Call the handlers for what has come: a bounded number of messages, and at most one after `enough`."""
+        """Call the handlers for what has come: a bounded number of messages, fewer if `enough` after one."""
         found, self._found = self._found, {}
         self._asked = self._asked or self._admission.descriptor in found
         self._changed = self._changed or self._changes in found
@@ -175,7 +175,7 @@ class Router:
     def send(self, peer: Peer, frame: bytes) -> bool:
         """Send a message of one frame without waiting; False when there is no room: then `unblocked` follows.
 
-        To a peer that is gone it goes nowhere, and `ended` says so soon.
+        A message to a peer that is gone is dropped, and `ended` is called soon unless it was.
         """
         if peer.full:
             return False
@@ -200,7 +200,7 @@ class Router:
             self._shut(peer.descriptor, connection)
 
     def close(self, linger_s: float) -> None:
-        """End all connections; what was sent has so long to leave."""
+        """End all connections; messages that were sent have `linger_s` to leave."""
         self._router.disable_monitor()
         self._router.close(linger=int(linger_s * 1000))
         self._context.destroy(linger=int(linger_s * 1000))
@@ -283,7 +283,7 @@ class Router:
             self._log.info("ended a connection", extra={"reason": reason})
 
     def _shut(self, descriptor: int, connection: _Connection | None) -> bool:
-        """Shut a connection's socket down, unless the descriptor has become another's; whether it was."""
+        """Shut a connection's socket down, unless the descriptor has become another's; returns whether it was shut."""
         if connection is None or self._connections.get(descriptor) is not connection:
             return False
         try:
@@ -330,7 +330,7 @@ def _is_newer(routing_id: bytes, other: bytes) -> bool:
 
 
 def _inode(descriptor: int) -> int:
-    """Of the socket that a descriptor is of; 0 where it is none any more."""
+    """The inode of a descriptor's socket; 0 where the descriptor is closed."""
     try:
         return os.fstat(descriptor).st_ino
     except OSError:
@@ -338,9 +338,9 @@ def _inode(descriptor: int) -> int:
 
 
 def _forget_routing_ids() -> None:
-    """Make a ROUTER that is made now count its routing ids from where nobody knows.
+    """Seed C's rand(), so that the next ROUTER counts its routing ids from an unpredictable number.
 
-    libzmq begins at a number of C's rand(), unseeded, and ends the process where a peer has chosen the next one.
+    libzmq begins at a number of rand(), unseeded, and ends the process where a peer has chosen the next routing id.
     """
     ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
 

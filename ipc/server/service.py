@@ -86,7 +86,7 @@ class Service:
         }
 
     def receive(self, peer: Peer, frames: Sequence[bytes]) -> None:
-        """Take one message and answer it; what is wrong with it is answered, too."""
+        """Take one message and answer it; a wrong message is answered by an ERROR."""
         if peer.dropped:
             return
         if not self._affords(peer, 1):
@@ -106,7 +106,7 @@ class Service:
             self._wrong(peer, "internal", "the server failed on this message; its log says more")
 
     def _affords(self, peer: Peer, cost: int) -> bool:
-        """Count a message's cost; whether the peer may still be heard, who is dropped otherwise."""
+        """Count a message's cost; returns whether the peer keeps to its rate, and drops it otherwise."""
         limit = self._limits.max_messages_per_s
         if not peer.messages.exceeds(limit, cost):
             return True

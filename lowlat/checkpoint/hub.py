@@ -68,7 +68,7 @@ class _Listing:
 def fetch(
     model: str | Path, *, check: Callable[[Path], object] | None = None, progress: Progress | None = None
 ) -> Path:
-    """The directory of a model, which is fetched where it is a repository's name and not in the cache.
+    """The directory of a model; a repository that is not in the cache is fetched.
 
     check      called with the directory when config.json and what stands beside it are there, and no weight; raises
                ConfigError for what should not be downloaded

@@ -1,9 +1,9 @@
 """Scales of a KV cache of 8 bits, as quantised checkpoints store them beside the weights of attention.
 
 Names: `self_attn.k_scale` and `self_attn.v_scale` (compressed-tensors), `self_attn.k_proj.k_scale` and
-`self_attn.v_proj.v_scale` (ModelOpt), of older exports of both `self_attn.k_proj.output_scale` and
-`self_attn.v_proj.output_scale`; a single `self_attn.kv_scale` is of both. One number of a layer is every KV head's. A
-number of the cache is its code times the scale.
+`self_attn.v_proj.v_scale` (ModelOpt), `self_attn.k_proj.output_scale` and `self_attn.v_proj.output_scale` (older
+exports of both); a single `self_attn.kv_scale` holds for keys and values. A layer with one scale has it for all KV
+heads. A cached value is its code times the scale.
 """
 
 import torch

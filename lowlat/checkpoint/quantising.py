@@ -41,7 +41,7 @@ class Quantiser:
     group: int = GROUPS[-1]
 
     def fitted(self, *widths: int) -> "Quantiser":
-        """The same with the largest groups into which layers of so many inputs can be cut; the smallest if none."""
+        """The same with the largest group size that divides all these numbers of inputs; the smallest if none does."""
         common = math.gcd(*widths)
         return replace(self, group=max((group for group in GROUPS if common % group == 0), default=GROUPS[0]))
 

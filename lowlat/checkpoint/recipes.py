@@ -1,7 +1,7 @@
 """From checkpoint tensors to canonical weights: recipes, checked as a whole before the first byte is read.
 
 A recipe says which stored tensors make one weight, and how; rows of a stored tensor can be placed without the rest of
-it. It knows neither configs nor families, and it reads nothing: that is `stored`'s.
+it. It knows neither configs nor families, and it reads nothing: `stored` does.
 """
 
 import math
@@ -28,7 +28,7 @@ FLOATS = tuple(FLOAT_NAMES)
 
 @dataclass(frozen=True)
 class Piece:
-    """One stored tensor: its name, the shape that the config makes it have, and how it becomes rows where it must."""
+    """One stored tensor: its name, the shape that the config implies, and its conversion to rows where it needs one."""
 
     name: str
     shape: tuple[int, ...]
@@ -105,7 +105,7 @@ class Recipe:
 
 
 def check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe], ignored: Collection[str] = ()) -> None:
-    """Compare recipes with headers: what is missing, ill-shaped, ill-typed or surplus is refused, with its file.
+    """Compare recipes with headers; refuse tensors that are missing, surplus, or of another shape or dtype.
 
     ignored names stored tensors that are not read; every other tensor without a recipe is surplus. Raises ConfigError
     naming file, tensor, expected and found.

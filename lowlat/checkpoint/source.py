@@ -1,6 +1,6 @@
-"""Weights on their way to an executor: a mapping that may have nothing in memory yet, handed on one tensor at a time.
+"""Weights for an executor: a mapping whose tensors need not be in memory yet, and are streamed one at a time.
 
-The code that places weights asks `streamed` for them and keeps copies of its own; the original is then let go, so a
+The code that places weights asks `streamed` for them and keeps copies of its own; the original is then freed, so a
 model larger than the host's memory reaches a device. It knows neither files nor kernels.
 """
 
@@ -17,7 +17,7 @@ Named = tuple[tuple[str, ...], torch.Tensor]  # one tensor under all its names
 
 
 class WeightSource(Mapping[str, torch.Tensor]):
-    """Canonical weights of which any may be made anew each time that it is asked for: two are never one by `is`."""
+    """Canonical weights, any of which may be made anew at each look-up: tensors cannot be compared by `is`."""
 
     @abstractmethod
     def stream(self, arena: torch.Tensor | None = None) -> Generator[Named, None, None]:
@@ -35,11 +35,11 @@ class WeightSource(Mapping[str, torch.Tensor]):
     @property
     @abstractmethod
     def arena_bytes(self) -> int:
-        """Host memory in which a stream reads ahead without waiting for what it handed out last."""
+        """Size of the arena in which a stream reads ahead while its caller still uses the last tensor handed out."""
 
     @property
     def made_bytes(self) -> int:
-        """Host memory in which a stream makes tensors, at most, beside the arena; 0 where all are read."""
+        """The most host memory beside the arena that a stream takes to make tensors; 0 where all are read."""
         return 0
 
 
@@ -86,7 +86,7 @@ class JoinedWeights(WeightSource):
 
 
 class PlacedWeights(WeightSource):
-    """Weights that lie where they are wanted, and are let go as they are handed on: they can be streamed once."""
+    """Weights that are already on their device, and are dropped as they are streamed: they can be streamed once."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, torch.Tensor] = {}

@@ -73,7 +73,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; what it raises ends as a line on stderr and an exit code."""
+        """Run the command; an error that it raises becomes a line on stderr and an exit code."""
         from lowlat.cli.console import log_to_stderr
 
         try:

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def server_options(function: F) -> F:
-    """Add --endpoint, which --connect means as well, and --curve-keys; "" is the default endpoint, None: not given."""
+    """Add --endpoint, with the alias --connect, and --curve-keys; "" is the default endpoint, None: not given."""
     function = click.option("--curve-keys", type=DIRECTORY, metavar="DIR", help=CURVE_HELP)(function)
     help_text = "The running server to ask; without ENDPOINT: LOWLAT_ENDPOINT, or your own default socket."
     names = ("--endpoint", "--connect", "endpoint")
@@ -58,7 +58,7 @@ def connected(endpoint: str | None, curve_keys: Path | None, name: str) -> Itera
 
 @dataclass(frozen=True)
 class _Output:
-    """A chunk as a step's output: without a tokenizer there is no text, not an empty one."""
+    """A chunk as a step's output; without a tokenizer its text is None, not empty."""
 
     chunk: Chunk
     text: str | None
@@ -85,7 +85,7 @@ class _Output:
 
 
 class Asked:
-    """One request to the server; `generation` is what has come of it, also where it was interrupted."""
+    """One request to the server; `generation` is its outcome so far, also where it was interrupted."""
 
     def __init__(self, client: Client, prompt: Any, sampling: Mapping[str, Any]) -> None:
         self.generation = Generation()
@@ -93,7 +93,7 @@ class Asked:
         self._chunks = client.generate(prompt, **sampling)
 
     def run(self, on_output: Callable[[Output], None] | None = None) -> Generation:
-        """Take it to its end, handing on what comes; one that breaks off is kept, with `error`.
+        """Run the request to its end, handing on each output; one that breaks off keeps its outcome, with `error`.
 
         Raises RequestError, Busy for a request that was not taken.
         """

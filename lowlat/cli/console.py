@@ -72,7 +72,7 @@ def print_json(value: object) -> None:
 
 
 def check_json_file(file: str | None) -> None:
-    """Raise ConfigError for a file that `write_json` could not write, before what it is to hold is measured."""
+    """Raise ConfigError for a file that `write_json` could not write: a check to be made before measuring."""
     if file is None or file == "-":
         return
     path = Path(file)

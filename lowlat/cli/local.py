@@ -1,4 +1,4 @@
-"""A model of this process to chat with: as `lowlat.cli.connecting` has one of a server."""
+"""A model loaded in this process to chat with, the counterpart of a server's in `lowlat.cli.connecting`."""
 
 import signal
 import threading
@@ -52,14 +52,14 @@ class LocalModel:
 
 
 class _LocalAsked:
-    """One request; `generation` is what has come of it, also where it was interrupted."""
+    """One request; `generation` is its outcome so far, also where it was interrupted."""
 
     def __init__(self, runtime: Runtime, prompt: Any, params: SamplingParams) -> None:
         self.generation = Generation()
         self._runtime, self._prompt, self._params = runtime, prompt, params
 
     def run(self, on_output: Callable[[Output], None]) -> Generation:
-        """Take it to its end, handing on what comes. Ctrl-C cancels it between two steps. Raises RequestError."""
+        """Run the request to its end, handing on each output. Ctrl-C cancels it between steps. Raises RequestError."""
         runtime, generation = self._runtime, self.generation
         name = runtime.submit(self._prompt, self._params)
         with _held_interrupts() as interrupted:

@@ -1,4 +1,4 @@
-"""Models that commands are given: brought to this machine behind a bar, or looked at without their weights."""
+"""Models named on the command line: downloaded with a progress bar, or inspected without their weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

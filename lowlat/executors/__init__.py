@@ -23,7 +23,7 @@ class LaunchCounts:
     """The launches of all programs of an executor, counted when they were lowered, and its waits and copies.
 
     launches          of our kernels
-    planned           of these, launches that are cut by the card: GEMMs, attention, experts
+    planned           of these, launches whose plan depends on the card: GEMMs, attention, experts
     tuned             of these, launches whose plans are entries of the card's tuning table
     library_calls     calls of torch's operations; with the reference executor every operation is one
     fallbacks         of these, calls in place of a kernel of ours, as `KIND in PROGRAM's STAGE`
@@ -108,7 +108,7 @@ class LoopingExecutor(Executor, Protocol):
         """Start at most `budget` steps in the bucket, 1 at least; fewer when no slot is active any more.
 
         The ring must hold all of them. Behind another loop that is under way, it runs one step at least, even where
-        that one ends because no slot is active; behind one that was told to stop none may be started.
+        that one ends because no slot is active. No loop may be started behind one that was told to stop.
         """
 
     def stop_loop(self) -> None:

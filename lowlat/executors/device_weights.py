@@ -145,14 +145,14 @@ class DeviceWeights:
         return None if packed is None else packed.order
 
     def places(self, name: str) -> torch.Tensor | None:
-        """Where the rows of a packed matrix stand in it, [N] int64 on the device; None: where they stood before.
+        """The packed place of each original row of a packed matrix, [N] int64 on the device; None: its own.
 
         Raises ConfigError as `matrix` does.
         """
         return self._once(self._places, name, torch.argsort)
 
     def runs(self, name: str) -> torch.Tensor | None:
-        """Where each run of eight rows of a packed matrix stood before, [N / 8] int32 on the device; None: there.
+        """The original place of each run of eight packed rows, [N / 8] int32 on the device; None: its own.
 
         Raises ConfigError as `matrix` does, ShapeError for an order that is not made of such runs.
         """
@@ -202,7 +202,7 @@ def _tensors(source: Mapping[str, torch.Tensor | PackedExperts]) -> Mapping[str,
 
 
 class _Waiting:
-    """Parts of experts' matrices until those of a GEMM are together, which are then packed at once."""
+    """Collects parts of experts' matrices, and packs the experts of a GEMM when all their parts have come."""
 
     def __init__(
         self, experts: Mapping[str, Mapping[str, str]], orders: Mapping[str, torch.Tensor], device: torch.device
@@ -214,7 +214,7 @@ class _Waiting:
         self._found: dict[str, dict[str, torch.Tensor]] = {}
 
     def take(self, weight: str, tensor: torch.Tensor, packed: dict[str, PackedExperts]) -> bool:
-        """Whether a weight is a part of experts; the last of its GEMM's puts these among the packed."""
+        """Whether a weight is a part of experts; the last part of a GEMM adds its packed experts to `packed`."""
         if weight not in self._owner:
             return False
         name, part = self._owner[weight]

@@ -1,4 +1,4 @@
-"""Which device and executor a runtime gets, and why: said aloud, never guessed silently."""
+"""The choice of a runtime's device and executor, with its reason: logged, never made silently."""
 
 import os
 import shutil
@@ -91,7 +91,7 @@ def leave_a_core() -> int:
 
 
 def make_current(device: torch.device) -> None:
-    """Make a device the calling thread's own: launches need a CUDA context, and that is current in a thread."""
+    """Make a device current in the calling thread: launches need a CUDA context, which is current per thread."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # an allocation and a launch: set_device alone may put the context off

@@ -40,7 +40,7 @@ class EagerExecutor(KernelExecutor):
         self._hook: OpHook | None = None
 
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
-        """Issue one step; `meanwhile` is called behind its beginning: a hook waits for each group behind it.
+        """Issue one step; `meanwhile` is called right after its beginning, since a hook waits for each group.
 
         Where the step chooses its width, the host waits for the choice and issues that body.
         """
@@ -82,7 +82,7 @@ class EagerExecutor(KernelExecutor):
             hook(op, {argument: buffers[name] for argument, name in names.items() if name not in group.hidden})
 
     def set_hook(self, hook: OpHook | None) -> None:
-        """Call `hook(op, arguments)` for the operations of a step's group after it, without what the group hides."""
+        """Call `hook(op, arguments)` after each group of a step for its operations, buffers that it hides left out."""
         self._hook = hook
 
     def close(self) -> None:

@@ -178,7 +178,7 @@ class GraphExecutor(KernelExecutor):
         return event
 
     def forget(self) -> None:
-        """Zero what steps have written and published, after all of it: for steps that were run to be timed."""
+        """Wait for all steps, then zero what they have written and published: for steps that were only timed."""
         with torch.cuda.stream(self.stream):
             self._synchronize()
             for name, spec in self.state.specs.items():

@@ -1,4 +1,4 @@
-"""The part that the eager and the graph executor share: buffers, weights, lowered programs, the wait for the ring.
+"""The common part of the eager and the graph executor: buffers, weights, lowered programs, the wait for the ring.
 
 Everything that programs touch is allocated here, before the first step: state on the device, the host's commands and
 the publications in pinned memory, one arena of scratch for all programs, workspaces. A library's operations, in
@@ -163,7 +163,7 @@ class KernelExecutor(ABC):
         """Issue a program's launches on the executor's stream, in order."""
 
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
-        """Issue one step; its publication may come later, see `wait_published`. `meanwhile` is called behind it."""
+        """Issue one step, then call `meanwhile`; the step's publication may come later, see `wait_published`."""
         self._run(bucket)
         if meanwhile is not None:
             meanwhile()
@@ -184,7 +184,7 @@ class KernelExecutor(ABC):
         self.wait_for_prefill(self.start_prefill(size, first))
 
     def start_prefill(self, size: int, first: Bucket | None = None) -> Callable[[], bool]:
-        """Start what `prefill` runs; returns the question whether it has ended."""
+        """Start what `prefill` runs; returns a function that says whether it has ended."""
         entry = int(self._ring_head[0])
         with self._failures(), torch.cuda.stream(self.stream):
             self._arguments.send()
@@ -195,7 +195,7 @@ class KernelExecutor(ABC):
             return lambda: bool(self._ring_head[0] > entry)
 
     def wait_for_prefill(self, ended: Callable[[], bool]) -> None:
-        """Return when it has ended: the host may write the next arguments then. Raises DeviceError where it hangs."""
+        """Return when a prefill has ended: the host may then write the next arguments. Raises DeviceError in a hang."""
         self._num_prefills += 1
         polls, since, watchdog = 0, 0.0, self._prefill_watchdog
         with self._failures():
@@ -218,7 +218,7 @@ class KernelExecutor(ABC):
             raise DeviceError(f"the device is idle and has published {int(self._ring_head[0])} of {count} steps")
 
     def wait_for_ranks(self, count: int) -> None:
-        """It is the only one: what its ring shows, it has published."""
+        """Return when the only rank has published `count` steps, see `wait_published`."""
         self.wait_published(count)
 
     def _await_ring(self, count: int, stopping: Any = (0,)) -> bool:
@@ -252,7 +252,7 @@ class KernelExecutor(ABC):
         return DeviceError(f"the device {self.device} hangs: {problem}")
 
     def look_at_others(self, look: Callable[[], None]) -> None:
-        """Call `look` whenever a long wait looks at the device: it raises DeviceError where another rank has failed."""
+        """Call `look` whenever a long wait checks the device; it raises DeviceError where another rank has failed."""
         self._look_at_others = look
 
     @property

@@ -79,7 +79,7 @@ def _uncovered_experts(config: ModelConfig, experts: ExpertsConfig) -> tuple[str
 def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
     """Raise ConfigError for a context that the kernels' attention does not reach, in a layer without a window.
 
-    invariant  splits are those of any number of ranks
+    invariant  splits of positions do not depend on the number of ranks
     """
     from lowlat.kernels.attention.attention import INVARIANT_HEADS, most_positions
 
@@ -166,8 +166,8 @@ def make_executor(
 ) -> Executor:
     """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
 
-    ranks      of several all, in order, programs and prefills being the first one's; weights are whole
-    devices    of several ranks, each its own
+    ranks      where there are several: all, in order; programs and prefills are the first one's, weights whole
+    devices    where there are several ranks: each rank's own
     fuse       False: every operation has launches of its own, on a device
     hooks      False: the reference executor takes none
     watchdog   its factor and min_s, see `lowlat.executors.cards.watchdog`: for work on a device

@@ -1,17 +1,17 @@
 """The host's part of a step whose requests have grammars: the masks of the rows that the step verifies.
 
 The device tells the rows when a step begins, the host fills their masks while the target runs, and the draw of each
-slot waits for its own. A step may be launched before the one ahead of it was read: it begins when the host says, behind
-the tokens of that one, what the grammar forces, if it verifies drafts at all. What a slot's masks and rows are written
-over with is of a later step: that begins when all draws of the one before it had their masks, for which their rows had
-been read, and the host fills masks behind tokens that it has read, which come after the draws. The device alone repeats
-no step while a grammar is active.
+slot waits for its own. A step may be launched before the host has read the one ahead of it. If it verifies drafts, it
+then waits until the host has read that one's tokens and said what the grammar forces behind them. A slot's masks and
+rows are safe to overwrite: the next step writes rows after all draws of this one, which needed masks and so had their
+rows read; and the host writes the next masks after it has read this step's tokens, which come after its draws. No loop
+on the device runs while a grammar is active.
 
-Several cards read the same pinned memory, each at its own pace, and must read the same. So for a step that follows,
-masks, forced tokens and their words are written only when every rank has published all steps that the host has seen
-(`Executor.wait_for_ranks`): a rank publishes behind its draws, so nobody reads for those steps any more, and of what
-follows nobody reads before the words say so. A slot that is given up has its words raised while ranks may be anywhere
-in a step, and nothing else is written: whoever looks later reads the same.
+Several cards read the same pinned memory, each at its own pace, and must read the same. So the host writes the next
+step's masks, forced tokens and the words that announce them only when every rank has published all steps that the host
+has seen (`Executor.wait_for_ranks`): a rank publishes after its draws, so no rank still reads for those steps, and none
+reads for the next before the words say so. For a slot that is given up only its words are raised, wherever ranks are in
+a step: masks and tokens stay, so that all ranks read the same.
 
 It knows no library of grammars.
 """
@@ -43,7 +43,7 @@ class GrammarStats:
     num_requests         requests that began to decode
     num_mask_steps       steps of slots whose masks were filled, first tokens among them
     num_mask_rows        masks filled
-    mask_s, max_mask_s   seconds in which they were, in all, and of one slot's step at most
+    mask_s, max_mask_s   seconds of filling masks, in all and at most for one slot's step
     rows_wait_s          seconds in which the host waited for a launched step to tell its rows
     num_forced_drafts    tokens handed over to be verified because nothing else may follow
     num_forced_accepted  of those, tokens committed; some are dropped by limits of a step or of the request
@@ -110,7 +110,7 @@ class GrammarMasks:
             self.leave(slot)
 
     def advance(self, publications: Iterable[SlotPublication]) -> None:
-        """Take the tokens of steps that go on, and let the next begin, launched or not, with what must follow them.
+        """Advance grammars by the tokens of requests that go on, and let their next steps begin, with forced tokens.
 
         Raises DeviceError when a device has failed.
         """
@@ -144,9 +144,9 @@ class GrammarMasks:
         self._forced[slot] = tokens
 
     def judge(self, publication: SlotPublication) -> tuple[SlotPublication, str | None]:
-        """A publication as its slot's grammar has it, and what is wrong, if that is the grammar's.
+        """A publication with the end that its grammar gives it, and the grammar's error, if there is one.
 
-        A request that ends because no token may follow has stopped where its grammar is complete.
+        Where no token may follow a complete grammar, the request ends by a stop, not by an error.
         """
         slot = publication.slot
         if slot in self._complaints:

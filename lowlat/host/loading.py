@@ -309,7 +309,7 @@ def make_geometry(
 def rank_geometries(
     geometry: StepGeometry, options: RuntimeConfig, speculative: SpeculativeConfig | None
 ) -> list[StepGeometry]:
-    """The shapes of each rank's programs. Raises ConfigError for a target that cannot be cut, and what is not cut.
+    """The shapes of each rank's programs. Raises ConfigError for a target, or options, that do not allow them.
 
     A draft model that cannot be cut is whole on every rank, unless it was asked for.
     """

@@ -191,7 +191,7 @@ class Mailbox:
     def bound_widths(self, least: int, most: int) -> None:
         """Bound the widths that steps choose from the next one on; where none is chosen, nothing is written.
 
-        A request's own limit of drafts goes before `least`.
+        A request's own limit of drafts takes precedence over `least`.
         """
         if (least, most) == self._widths or "width_bounds" not in self._arrays:
             return
@@ -237,7 +237,7 @@ class Mailbox:
         return masks
 
     def send_masks(self, slot: int, length: int) -> None:
-        """The masks of a slot's rows behind so many committed tokens are there."""
+        """Tell the device that the masks of a slot's rows behind so many committed tokens are written."""
         self._host.send(MASKS[:1])
         self._arrays["grammar_ready"][slot] = length  # the last: a draw may be waiting
         self._host.send(MASKS[1:])
@@ -254,9 +254,9 @@ class Mailbox:
         self._host.send(FORCED[1:])
 
     def release(self, slot: int) -> None:
-        """Let a slot's steps wait for nothing of its grammar's: nobody wants their tokens.
+        """Let a slot's steps wait for its grammar no more: their tokens are dropped.
 
-        Its masks and forced tokens stay as they are: of several cards one may have read them, and another will.
+        Its masks and forced tokens stay as they are: some cards may have read them, and others still will.
         """
         released = (*MASKS[1:], *FORCED[1:])
         for name in released:

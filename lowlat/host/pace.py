@@ -5,7 +5,7 @@ core for milliseconds at a time: among processes that spin on every core, the en
 late at p99 and 13.9 at p99.9 by a thread that polls, 3.8 and 4.0 by one that sleeps through half of it; at the
 median neither was late by a microsecond (two cores of an AMD EPYC). It knows no device.
 
-And the pace of prefill: how many chunks of a prompt take as long as those who decode may be held up.
+The pace of prefill likewise: how many chunks of a prompt fit in the time that decoding requests may be held up.
 """
 
 import time
@@ -59,8 +59,8 @@ class Pace:
 class PrefillPace:
     """Learns how many chunks of prefill take no longer than `max_stall_ms`, from the last that ran.
 
-    Few take more time a chunk than many do, and chunks behind a long text more than its first: what is reckoned from
-    fewer is too low, and the next that run put it right.
+    A chunk takes longer when few run at once, and behind a long text. An estimate from few chunks is therefore too low,
+    and is corrected by the next that run.
     """
 
     def __init__(self, max_stall_ms: float) -> None:
@@ -75,6 +75,6 @@ class PrefillPace:
         self.saw(num_chunks, time.monotonic() - begun)
 
     def saw(self, num_chunks: float, seconds: float) -> None:
-        """So many chunks at once took so long; parts of one say nothing."""
+        """Learn from so many chunks that ran at once; less than a whole one is ignored."""
         if num_chunks >= 1:
             self.num_chunks = max(1, int(self._max_stall_ms * num_chunks / max(1e3 * seconds, 1e-3)))

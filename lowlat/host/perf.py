@@ -9,7 +9,7 @@ Two things need no check: a step's shapes are those of its bucket, and a size wi
 A captured step holds kernels alone, as the audit of its capture says, and the host reads its publications from pinned
 memory; the counters of waits and copies are of what is done between steps. A loop on the device begins with a fill of
 its budget, eight bytes, which neither waits nor copies and is not counted. Masks are made on the device, from a tree
-that was checked when it was read. Attention of a prompt is a library's in every mode: no kernel of ours does it.
+that was checked when it was read. A library's attention in prefill, where no kernel of ours takes it, is never refused.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class PerfCounters:
     """Launches of a runtime, and its waits, copies and steps without drafts.
 
     launches          of our kernels, over the programs of all buckets, first tokens and prefill
-    planned_launches  of these, launches that are cut by the card: GEMMs, attention, experts
+    planned_launches  of these, launches whose plan depends on the card: GEMMs, attention, experts
     tuned_launches    of these, launches by plans of the card's tuning table
     library_calls     calls of torch's operations in these programs; with the reference executor all operations are
     fallback_calls    of these, calls in place of a kernel of ours

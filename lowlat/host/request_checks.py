@@ -1,6 +1,6 @@
-"""Checks of a request that one model makes, known from its load on: any thread may ask, for nothing here changes.
+"""Checks of a request against the fixed limits of a loaded model: any thread may ask, for nothing here changes.
 
-The scheduler refuses for reasons of the moment: a full queue, a request's name.
+The scheduler makes the checks that depend on the moment: a full queue, an id in use.
 """
 
 from collections.abc import Sequence

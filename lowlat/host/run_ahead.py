@@ -1,4 +1,4 @@
-"""Which steps the device has been given: the one that runs and the one behind it, or loops. It knows no request.
+"""The launches that are under way: the step that runs and the one queued behind it, or loops. It knows no request.
 
 Everything is launched on one stream, so whatever is launched later runs later. What is under way may still end, or
 publish for, a slot that the host has given up meanwhile: the caller drops such publications.

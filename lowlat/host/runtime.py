@@ -176,7 +176,7 @@ class Runtime:
         num_speculative_tokens   depth S of this step; None: the configured one, 0 without a speculator. Only steps of
                                  the configured depth are run ahead of the caller
         Returns what each request gained, ends included; steps that ran meanwhile are in it, too, so a request may be
-        there several times, in order. Where such steps are all that it returns, nobody was admitted yet.
+        there several times, in order. Where it returns such steps alone, this call has admitted no request.
         Raises ConfigError for a depth without a bucket, DeviceError when the device has failed.
         """
         self._check_open()
@@ -275,7 +275,7 @@ class Runtime:
         return [session.describe(str(phase(session.request_id))) for _, session in sorted(self._slots.items())]
 
     def adopt_thread(self) -> None:
-        """Hand the runtime to the calling thread; the one before must be done with it. A CUDA context is a thread's."""
+        """Hand the runtime to the calling thread; the one before must be done with it. Makes its device current."""
         make_current(self.device_choice.device)
 
     def close(self) -> None:

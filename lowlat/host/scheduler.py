@@ -246,7 +246,7 @@ class Scheduler:
         num_written: int | None = None,
         poisoned: bool = False,
     ) -> Phase:
-        """Take a request out wherever it is, ended or not, and return where it was; the rest is `KVCache.release`'s.
+        """Take a request out wherever it is, ended or not; return its phase. Other arguments are `KVCache.release`'s.
 
         The device must write to its blocks no more. Raises RequestError for one that is unknown or was taken out.
         """

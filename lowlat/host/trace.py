@@ -29,7 +29,7 @@ class Tracer:
     def step(
         self, bucket: Bucket, publications: Sequence[SlotPublication], executor: Executor, kvcache: KVCache
     ) -> None:
-        """Log one step; what is read of the device's state is that after all of it."""
+        """Log one step; state of the device is read after all work that was started."""
         self._steps += 1
         if self._config.kv or self._config.tree:
             executor.synchronize()

@@ -33,7 +33,7 @@ class Rows:
     write      buffers of the KV write: row_live, slots, write_lens, offsets, block_table; or chunk, for prefill
     chunk      positions of a chunk of prefill, of which there may be several; None: no prefill
     partial    SpecPV's sizes, where a step's rows may attend to a part of the cache; None: they attend to all of it
-    refresh    they are a refresh's, by the operations of prefill
+    refresh    the rows are a refresh's, run by the operations of prefill
     """
 
     prefix: str
@@ -61,7 +61,7 @@ class Emitter:
         return {} if self.rows.live is None else {"row_live": self.rows.live}
 
     def wanted(self) -> dict[str, str]:
-        """The row_live argument, for what need not be made of rows that nobody reads, also where all are processed."""
+        """The row_live argument of operations that may skip rows nobody reads, also where other operations take all."""
         return self.live() or {"row_live": self.rows.write["row_live"]}
 
     def scratch(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str:

@@ -51,7 +51,7 @@ class PartialKV:
     lossless: bool = False
 
     def shift(self, num_positions: int) -> int:
-        """The positions that lists chosen behind so many exact ones leave out; above 0 from the threshold on."""
+        """Positions that lists leave out when chosen behind so many exact ones; above 0 from the threshold on."""
         first_of_window = num_positions // self.block - self.num_window
         return (first_of_window - self.num_sinks - self.num_retrieved) * self.block
 
@@ -61,7 +61,7 @@ def lossless_gain(sizes: PartialKV, positions: int, weight_bytes: float, positio
 
     weight_bytes    that every step reads
     position_bytes  keys and values of a position, of layers without windows and of all slots that decode
-    A step brings a token and half of its drafts; of what is proposed the first AGREEMENT ** n should hold.
+    A step is taken to bring a token and half of its drafts, and n proposals to be right with chance AGREEMENT ** n.
     """
     listed = min(positions, (sizes.num_sinks + sizes.num_retrieved + sizes.num_window) * sizes.block)
     whole = weight_bytes + positions * position_bytes

@@ -164,7 +164,7 @@ class ProgramBuilder:
     _kept: dict[str, str] = field(default_factory=dict)
 
     def keep(self, names: Iterable[str], prefix: str) -> None:
-        """Put state in place of scratch of these names, called so behind the prefix: it is another program's, too."""
+        """Let `scratch` declare these names as state, called `prefix` + name, since other programs share it."""
         self._kept.update({name: prefix + name for name in names})
 
     def declare(self, spec: BufferSpec) -> str:

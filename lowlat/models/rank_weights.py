@@ -31,7 +31,7 @@ Span = tuple[int, int]
 class RankCuts:
     """The parts of canonical weights that a rank has.
 
-    config  the rank's geometry; that it says of the draft model, too
+    config  the rank's geometry, with the draft model's cuts in `shard.draft`
     """
 
     config: ModelConfig

@@ -95,7 +95,7 @@ def span(total: int, size: int, rank: int, unit: int = 1) -> tuple[int, int]:
 def head_unit(num_heads: int, num_kv_heads: int) -> int:
     """Query heads that stay together: an eighth of all, if these are whole groups or parts of one; else a group.
 
-    Those of a single group need not.
+    Heads of the only group need not stay together.
     """
     if num_heads % PARTS == 0 and num_kv_heads & (num_kv_heads - 1) == 0:
         return num_heads // PARTS

@@ -24,9 +24,9 @@ def weight_plan(config: ModelConfig) -> WeightPlan:
 
 
 def rounded_plan(plan: WeightPlan, quantiser: Quantiser | None, *, tied: bool = False) -> WeightPlan:
-    """A plan with the linear layers that are rounded at load by part; tied: the LM head is the embedding before.
+    """A plan with linear layers that are rounded at load listed by part; tied: the LM head was the embedding.
 
-    Of layers that files have quantised, scales of groups are taken for what most files store: float32 beside zero
+    Group scales of layers that files have quantised are assumed to be as most files store them: float32 beside zero
     points, else bfloat16.
     """
     if quantiser is None:

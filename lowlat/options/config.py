@@ -45,7 +45,7 @@ class SpeculativeConfig:
     `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
     followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts beside it: each step
     verifies, by slot, those of which more should be accepted.
-    num_speculative_tokens is S, the depth; "auto", for which there is no type, is `adaptive_width` with S up to 7. A
+    num_speculative_tokens is S, the depth; the string "auto" is taken too: `adaptive_width` with S up to 7. A
     chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
     `dynamic_tree_max_topk` makes a tree whose contents are chosen in each step: at each of `max_draft_len` levels (S)

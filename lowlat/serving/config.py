@@ -1,7 +1,7 @@
 """The settings of `lowlat serve`: options before the environment before a TOML file before defaults, every name known.
 
 A setting has one name everywhere: `max_queue` is --max-queue, LOWLAT_MAX_QUEUE, and `max_queue = 256` in the file.
-Checked without torch: whether a directory or a device is any good is the loader's to say.
+Checks need no torch: whether a directory or a device can be used is found by the loader.
 """
 
 import tomllib
@@ -29,7 +29,7 @@ _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false"
 
 @dataclass(frozen=True)
 class _Server:
-    """Where and to whom."""
+    """Where to listen, and whom to serve."""
 
     endpoint: str | None = declare(None, "Where to listen: ipc://PATH or tcp://ADDRESS:PORT.")
     allow_uid: tuple[int, ...] = declare((), "User ids that may connect beside the server's own.")
@@ -197,7 +197,7 @@ def speculative_config(
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Variables that begin like ours and are none: likely a slip of the pen."""
+    """Environment variables with our prefix that name no setting: probably misspelt."""
     known = {_variable(name) for name in _KEYS} | OTHERS_VARIABLES
     return sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
 

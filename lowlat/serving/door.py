@@ -1,4 +1,4 @@
-"""The HTTP door of `lowlat serve`: a process of its own, which ends with the server, and without which it goes on."""
+"""The HTTP door of `lowlat serve`: a process of its own, which ends with the server; the server survives its end."""
 
 import json
 import logging

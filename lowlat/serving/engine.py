@@ -20,7 +20,7 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
 
 
 class RuntimeEngine:
-    """Drives a Runtime for `lowlat.ipc.engine.Engine`; what it takes it also closes.
+    """Drives a Runtime for `lowlat.ipc.engine.Engine`, and closes it in the end.
 
     name   what clients are told the model is called; None: its directory's name, or its repository's
     The first call from another thread than the last hands the runtime to that thread.

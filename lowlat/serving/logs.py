@@ -59,7 +59,7 @@ class TextFormatter(logging.Formatter):
     """A line for people: time, level, message, the record's own fields; a traceback's lines follow."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; what a peer may have chosen cannot begin another."""
+        """The line; text that a peer has chosen cannot begin another."""
         message = record.getMessage().replace("\n", "\\n").replace("\r", "\\r")
         fields = "".join(f" {name}={value!r}" for name, value in _fields(record).items())
         if getattr(record, "suppressed", 0):

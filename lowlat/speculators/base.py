@@ -200,9 +200,9 @@ class Speculator(ABC):
 
     @property
     def waiting_boundaries(self) -> tuple[int, ...] | None:
-        """Boundaries of accepted rows by which it can run over them in a later step; None: it cannot wait.
+        """The boundaries that it needs to run over accepted rows in a later step; () for none; None: it cannot wait.
 
-        Where it can, drafting may open a step, of a width that is chosen anew each time; () if it reads none.
+        Where it can, drafting may open a step, of a width that is chosen anew each time.
         """
         return None
 

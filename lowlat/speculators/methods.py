@@ -39,7 +39,7 @@ METHODS: Mapping[str, type[Speculator]] = MappingProxyType({each.method: each fo
 def draft_method(model: str | Path) -> str:
     """The method that a draft model is for, as its config.json says; `model` is a directory or `ORG/NAME`.
 
-    One that says nothing of itself is taken for EAGLE3's; its loader then refuses by name what is none. Raises
+    A config that names no method is taken for EAGLE3's, whose loader refuses by name what does not fit. Raises
     ConfigError for a config that cannot be read.
     """
     with hub.outline(model) as found:

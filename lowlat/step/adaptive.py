@@ -1,8 +1,8 @@
 """Steps whose width is chosen on the device: an opening that chooses, and a body for each width.
 
 A body drafts first, then verifies, accepts, commits and publishes: so a step's width is that of its drafts and of its
-rows, and what is chosen needs one choice a step. The draft model runs over the positions committed since it last ran,
-whose features wait in state; a body of width zero runs it not at all but when too many wait. The opening lists the
+rows, and one choice a step is enough. The draft model runs over the positions committed since it last ran,
+whose features wait in state; a body of width zero runs it only when too many wait. The opening lists the
 active slots for all bodies, and lays out the only row of each for those of width zero. Where a prompt's first token is
 chosen, nothing is drafted.
 """

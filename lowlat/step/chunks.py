@@ -11,10 +11,10 @@ def chunk_counts(most: int) -> tuple[int, ...]:
 
 
 def chunks_at_once(left: int, most: int, counts: Sequence[int]) -> int:
-    """How many of the chunks that are left run next: at most so many, by programs of `counts`, of which one is 1.
+    """How many of the `left` chunks run next: at most `most`, by programs for `counts` chunks, of which one is 1.
 
-    A program of a chunk more is taken for all that are left, and else one that they fill: to read the weights once more
-    takes less than to multiply two chunks of nothing.
+    All run by a program with room for at most one chunk more; else as many as fill a program, since reading the weights
+    once more takes less than multiplying two empty chunks.
     """
     fitting = [count for count in counts if count <= most]
     least = min((count for count in fitting if count >= left), default=left + 2)

@@ -1,8 +1,8 @@
 """The decode step as a Program, for one bucket: verify, accept, commit, draft, masks, publish.
 
-Behind a prompt's last chunk stands the same with one difference (a `prefilled` bucket): the target's row is there, and
-is the slot's only one. Its publication does not wait for the drafts. So the first token is a step's, with the same
-sampling, and the first step verifies drafts.
+Behind a prompt's last chunk the same step runs with one difference (a `prefilled` bucket): prefill has run the target
+over the slot's only row. The step also publishes before it drafts. So the first token is a step's, with the same
+sampling, and the first decode step verifies drafts.
 
 Source of the order and of the rows' meaning: EAGLE-3, arXiv 2503.01840. How drafts are made is the speculator's; how
 they are verified, accepted and committed is the same for all.

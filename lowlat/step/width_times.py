@@ -1,8 +1,8 @@
 """The times of captured steps by their width, by which the device chooses it: measured at load, or read.
 
-Steps run one behind the other, as they do where the host is ahead, so that no launch is timed; sampled, over random
-tokens; behind few positions and behind many, between which and beyond times go by a line. They are kept in the user's
-cache: for the same card, models and sizes they are read there.
+Steps are timed back to back, as they run where the host is ahead, so that launches do not count; with sampling, over
+random tokens; at a short and a long context, between and beyond which times are taken as linear. Times are kept in the
+user's cache, and read there for the same card, models and sizes.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Processes that do what no thread could be stopped in, and how they end."""
+"""Child processes, for work that could not be stopped in a thread, and how they are ended."""
 
 import subprocess
 

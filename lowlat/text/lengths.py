@@ -1,4 +1,4 @@
-"""The fewest tokens that a text can be, known without tokenizing it: for tokenizers that lose none of its bytes."""
+"""A lower bound of a text's tokens, found without tokenizing it: for tokenizers that lose none of its bytes."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Text that spells special tokens and means none: what callers write stays text, what a template writes does not.
+"""Spellings of special tokens in text: in a caller's strings they stay text, in a template's they are the tokens.
 
 It shares the model's tokenizer but for the added tokens: in a second one, made of the same parts, special tokens are
 spelled by placeholders that nobody can guess. So no text of a caller becomes one, and normalizer, pre-tokenizer and
@@ -66,7 +66,7 @@ class LiteralTokenizer:
         return ids
 
     def check(self, text: str) -> None:
-        """Raise RequestError where the text spells a special token that the model itself makes of these letters."""
+        """Raise RequestError for a special token's spelling that the tokenizer cannot encode as plain text."""
         for content in self._unspeakable:
             if content in text:
                 raise RequestError(

@@ -37,9 +37,9 @@ EPS = 1e-5
 class ExchangeTime:
     """The times of one launch among many of its kind in a graph, in microseconds, medians.
 
-    add_us    rows are exchanged and the residual stream added
-    norm_us   and they are normed
-    local_us  the last two alone, of what is there
+    add_us    an exchange of rows, with the residual stream added
+    norm_us   the same, with a norm
+    local_us  addition and norm of local rows, without an exchange
     """
 
     ranks: int

@@ -14,7 +14,7 @@ NOTHING: Mapping[Any, int] = MappingProxyType({})
 class FairQueue(Generic[Item]):
     """First in, first out for each client; round robin between a user's clients, and between users.
 
-    So nobody's many delay another's one, over however many connections they come.
+    So a user's many items do not delay another user's one, over however many connections they come.
 
     num_items   those that wait, of all users
     """
@@ -24,14 +24,14 @@ class FairQueue(Generic[Item]):
         self.num_items = 0
 
     def push(self, user: Hashable, client: Hashable, item: Item) -> None:
-        """Append to the client's; a user or a client who had none comes last in turn."""
+        """Append to a client's items; a user or a client that had none comes last in turn."""
         self._users.setdefault(user, {}).setdefault(client, deque()).append(item)
         self.num_items += 1
 
     def pop(self, served: Mapping[Any, int] = NOTHING) -> Item:
-        """The oldest of the client whose turn it is; somebody must wait.
+        """Take the oldest item of the client whose turn it is; the queue must not be empty.
 
-        served   how much each user has already: who has least is first
+        served   how much each user has already: the user that has least is first
         """
         user = min(self._users, key=lambda user: served.get(user, 0))  # of several the first
         clients = self._users.pop(user)

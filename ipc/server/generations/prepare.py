@@ -35,7 +35,7 @@ def prepare(
 ) -> Prepared | None:
     """Token ids of a request, or the reason why it cannot be served; never an exception.
 
-    patience_s  for its grammar, as in `Engine.compile`; None comes of one that takes longer
+    patience_s  for compiling its grammar, as in `Engine.compile`; returns None for one that takes longer
     """
     try:
         max_context = engine.info.max_context
@@ -129,8 +129,8 @@ class _TextThread(threading.Thread):
 class TextThreads:
     """Run templates and tokenizers, so that neither sockets nor steps wait for them.
 
-    Short requests have a thread of their own: none waits for a long one's tokens. So have those with grammars, and
-    among them those whose grammars compile for long. What they hold is what the I/O thread admitted, which bounds it.
+    Short requests have a thread of their own, so that none waits for a long one's tokens. Requests with grammars have
+    another, and those of them that are long or compile for long a third. The I/O thread bounds what is queued here.
     """
 
     def __init__(self, engine: Engine, codec: Codec | None, offer: Post, log: logging.Logger) -> None:
@@ -149,17 +149,17 @@ class TextThreads:
             (self._short if is_short else self._long).jobs.put(job)
 
     def start(self) -> None:
-        """Take jobs."""
+        """Start the threads."""
         for thread in self.threads:
             thread.start()
 
     def stop(self) -> None:
-        """End after what is under way; what is queued is left."""
+        """End each thread after the job under way; queued jobs are left."""
         for thread in self.threads:
             thread.jobs.put(_Stop())
 
     def close(self) -> None:
-        """Give back what wakes the threads that have ended."""
+        """Close the inboxes of the threads that have ended."""
         for thread in self.threads:
             if not thread.is_alive():
                 thread.jobs.close()

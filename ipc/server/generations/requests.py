@@ -27,11 +27,11 @@ MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
 
 
 class Requests:
-    """Every request under way; the I/O thread's own.
+    """Every request under way; used under the I/O thread's lock alone.
 
     At most `info.max_running` are inside the engine, so that bounds, turns and `busy` never wait for a step. Those
-    that end early (cancelled, gone, late) stay counted until the engine says that it has given them up. Turns, and
-    shares of the places where several users are let in, are a user's over all its connections.
+    that end early (cancelled, gone, late) stay counted until the engine says that it has given them up. Turns are a
+    user's, over all its connections, and so are shares of the places where several users are let in.
 
     shared   several users are let in
     """
@@ -126,7 +126,7 @@ class Requests:
         self._peers.send(peer, Error(code, message, number=number, field=field, retry_after_ms=retry_after_ms))
 
     def cancel(self, stream: Stream) -> None:
-        """The client wants it to end; twice is once."""
+        """End a request for its client; a second call changes nothing."""
         if stream.phase is Phase.RUNNING:
             if not stream.cancelled:
                 stream.cancelled = True
@@ -135,20 +135,20 @@ class Requests:
             self._end(stream, "cancelled")
 
     def credit(self, stream: Stream, tokens: int) -> None:
-        """The client grants so many tokens more."""
+        """Add tokens that the client grants, and send what may be sent."""
         stream.balance += tokens
         self._fed(stream)
         if stream.waiting and not stream.peer.unsent:
             self._pump(stream)
 
     def peer_gone(self, peer: Peer) -> None:
-        """Nobody is there any more to read these."""
+        """Give up the requests of a peer that is gone."""
         for stream in list(peer.streams.values()):
             self._statistics.end("gone")
             self._leave(stream)
 
     def peer_unblocked(self, peer: Peer) -> None:
-        """There is room again in the queue to this peer."""
+        """Send what waited for a peer, whose queue has room again."""
         for stream in list(peer.streams.values()):
             if peer.unsent or peer.gone:
                 return
@@ -156,7 +156,7 @@ class Requests:
                 self._pump(stream)
 
     def prepared(self, event: Prepared) -> None:
-        """A request came back with its token ids, or with the reason why not."""
+        """Take a request that was prepared: it has its token ids, or the reason why it cannot be served."""
         stream = event.stream
         if stream.over:
             return
@@ -175,7 +175,7 @@ class Requests:
                 self._admit()
 
     def refused(self, event: Refused) -> None:
-        """The engine did not take a request after all."""
+        """End a request that the engine has refused."""
         stream = self._come_out(event.request_id)
         if stream is not None and not stream.over:
             self._fail_early(stream, event.code, event.message)
@@ -242,7 +242,7 @@ class Requests:
         }
 
     def _room_for_prompts(self, account: str) -> int:
-        """Bytes of prompts that may come of a user."""
+        """Bytes of prompts that a user may still send."""
         num_free = MAX_PROMPTS * self._limits.max_message_bytes - self._prompt_bytes
         if not self._shared:
             return num_free
@@ -284,13 +284,13 @@ class Requests:
         stream.handed = time.monotonic()
 
     def _let_go(self, stream: Stream) -> None:
-        """Its prompt lies here no more."""
+        """Drop a request's prompt, and count its bytes as free."""
         self._prompt_bytes -= stream.num_bytes
         _count_down(self._bytes_of, stream.peer.user.account, stream.num_bytes)
         stream.prompt = ()
 
     def _come_out(self, request_id: str) -> Stream | None:
-        """The engine has given a request up."""
+        """Count a request that the engine has given up as outside; None where it was not inside."""
         stream = self._inside.pop(request_id, None)
         if stream is not None:
             _count_down(self._inside_of, stream.peer.user.account)

@@ -45,7 +45,7 @@ class Histogram:
     def to_dict(self) -> dict[str, Any]:
         """Count, sum, percentiles and maximum, in milliseconds.
 
-        octaves  counts of those up to 1 us, 2 us, 4 us, ..., each without those before
+        octaves  counts of times up to 1 us, from there to 2 us, from there to 4 us, ...
         """
         counts = self._counts
         begins = range(1, NUM_BUCKETS, BUCKETS_PER_OCTAVE)
@@ -85,11 +85,11 @@ class _Rate:
 
 
 class Statistics:
-    """Counters of the I/O thread, which alone writes and reads them.
+    """Counters of the requests, written and read under the I/O thread's lock alone.
 
     time_to_first_token   from a SUBMIT's arrival to its first token's leaving
     inter_token           between a request's tokens, as they leave; a chunk's time is shared by its tokens
-    queued                from a SUBMIT's arrival to its going to the engine, of those that brought a token
+    queued                from a SUBMIT's arrival to its handover to the engine, of requests that brought a token
     """
 
     def __init__(self) -> None:
@@ -107,16 +107,16 @@ class Statistics:
         self._rate = _Rate()
 
     def tokens(self, count: int, now: float) -> None:
-        """Tokens that leave."""
+        """Count tokens that leave."""
         self.num_tokens += count
         self._rate.add(count, now)
 
     def end(self, name: str) -> None:
-        """A request ended: its finish reason, or the code of why."""
+        """Count a request that ended, by its error's code or its finish reason."""
         self.ends[name] = self.ends.get(name, 0) + 1
 
     def refuse(self, code: str) -> None:
-        """A request was refused."""
+        """Count a request that was refused, by the error's code."""
         self.refusals[code] = self.refusals.get(code, 0) + 1
 
     def to_dict(self, now: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One request on its way: what was asked, what may be sent, what waits for credit. It knows no socket."""
+"""A request under way: its options, its credit, and its outputs that wait to be sent. It knows no socket."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -34,9 +34,9 @@ class Stream(Struct, eq=False):
 
     balance    tokens that may be sent; negative by less than a step
     waiting    outputs that were not sent, in order
-    cache_salt  its user, and what the request says: only those of the same share cached prefixes
-    grammar    what the engine gave for its grammar: held, it stays compiled
-    job        at the text thread's, while it is prepared there
+    cache_salt  its user and the request's own salt: only requests with the same share cached prefixes
+    grammar    the engine's compiled grammar, which stays compiled while it is held here
+    job        its job in a text thread, while that prepares it
     deadline   ends it when its time has passed
     starving   ends it when it has been without credit for too long; None while it has credit
     over       END or ERROR went out, or nobody is there to read it
@@ -124,7 +124,7 @@ class Stream(Struct, eq=False):
         code: str | None = None,
         message: str | None = None,
     ) -> End:
-        """Its END, with the engine's figures and the server's own times, in seconds from the SUBMIT's arrival."""
+        """The END, with the engine's figures and the server's own times, in seconds from the SUBMIT's arrival."""
         times = {
             "queued_s": self.handed - self.arrived if self.handed else None,
             "time_to_first_token_s": self.first - self.arrived if self.first else None,

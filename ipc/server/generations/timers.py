@@ -1,4 +1,4 @@
-"""Things to do at a later time, for the I/O thread."""
+"""Timers of the I/O thread: calls to make at a later time."""
 
 import heapq
 import math
@@ -26,7 +26,7 @@ class Timer:
 
 
 class Timers:
-    """Calls by time. Those cancelled are taken out when they are half of all: each costs constant time, amortised."""
+    """A heap of calls by time. Cancelled ones are removed when they are half of it: constant time each, amortised."""
 
     def __init__(self) -> None:
         self._heap: list[Timer] = []
@@ -42,7 +42,7 @@ class Timers:
         return timer
 
     def cancel(self, timer: Timer | None) -> None:
-        """Let go of a call and its arguments; harmless for one that was made, or None."""
+        """Cancel a call and release its arguments; harmless for a call that was made, and for None."""
         if timer is None or timer.call is None:
             return
         timer.call, timer.arguments = None, ()

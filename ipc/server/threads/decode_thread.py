@@ -55,7 +55,7 @@ class DecodeThread(threading.Thread):
         self._commands.put(command)
 
     def close(self) -> None:
-        """Give back what wakes it, once it has ended."""
+        """Close the inbox, once the thread has ended."""
         self._commands.close()
 
     def run(self) -> None:

@@ -94,7 +94,7 @@ Command = DecodeSubmit | DecodeCancel | DecodeStop
 
 
 class Prepare(Struct):
-    """To a text thread: make token ids of a request, and check it. What was asked is let go of by `take` or `drop`."""
+    """To a text thread: make token ids of a request, and check it. `take` and `drop` release what was asked."""
 
     stream: Stream
     submit: Submit | None
@@ -102,20 +102,20 @@ class Prepare(Struct):
     dropped: bool = False
 
     def take(self) -> tuple[Stream, Submit | None, bytes]:
-        """The text thread: the request, and None for one that was dropped."""
+        """By the text thread: take the request; None in place of one that was dropped."""
         submit, body = self.submit, self.body
         self.submit, self.body = None, b""
         return self.stream, submit, body
 
     def put_back(self, submit: Submit, body: bytes) -> bool:
-        """The text thread that took it: another is to take it; False where it was dropped meanwhile."""
+        """By the text thread that took it: leave it to another one; False where it was dropped meanwhile."""
         self.submit, self.body = submit, body
         if self.dropped:  # looked at behind the write, as `drop` sets it before its own
             self.drop()
         return not self.dropped
 
     def drop(self) -> None:
-        """The I/O thread: the request has ended."""
+        """By the I/O thread: release the request, which has ended."""
         self.dropped = True
         self.submit, self.body = None, b""
 

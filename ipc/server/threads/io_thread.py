@@ -1,9 +1,9 @@
 """The thread that owns the sockets: it never waits on anything but its router, and nobody waits for it.
 
-Waking it takes long. So while it sleeps others do its work where a first token waits for it, under the lock that it
-holds but for its sleep: the text thread hands a request over, the decode thread sends a request's first tokens (45 us
-sooner on two cores of a virtual machine; as soon where cores wake fast). Later tokens are posted: an engine whose next
-step is not under way yet begins it by as much later as sending takes, and all that follow come later.
+Waking it takes long. So while it sleeps, other threads do the work that a first token waits for, under a lock that the
+I/O thread holds unless it sleeps: a text thread hands a request over, the decode thread sends a request's first tokens
+(45 us sooner on two cores of a virtual machine; as soon where cores wake fast). Later tokens are posted, as sending
+them would delay the next step of an engine that has not begun it yet, and with it all that follow.
 """
 
 import logging
@@ -29,7 +29,7 @@ WATCH_EVERY_S = 1.0
 class IoThread(threading.Thread):
     """Reads what clients say, sends what the engine brings, and ends the server.
 
-    check      called once a second; a text says why the server must end
+    check      called once a second; returns why the server must end, or None
     spin       says when to poll without sleeping
     on_end     called when the last messages have left, or had their time to
     exit_code  0 after a drain, 1 after a failure; read it when the thread has ended
@@ -91,7 +91,7 @@ class IoThread(threading.Thread):
             self._on_end()
 
     def do_now(self, event: Event) -> bool:
-        """From another thread: handle an event if this thread sleeps. False: nothing was done, post it."""
+        """Handle an event in the calling thread if this one sleeps. False: nothing was done, and it must be posted."""
         if not self._awake.acquire(blocking=False):
             return False
         try:

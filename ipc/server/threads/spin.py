@@ -1,4 +1,4 @@
-"""Whether the I/O thread polls on for a moment rather than sleep: a thread that sleeps takes long to wake."""
+"""Polling by the I/O thread for a moment before it sleeps, because a thread that sleeps takes long to wake."""
 
 import math
 import os
@@ -8,12 +8,12 @@ __all__ = ["Spin"]
 
 
 class Spin:
-    """After the last request has ended, for a client that asks one after another.
+    """Decides about polling after the last request has ended, for a client that asks one after another.
 
-    It spins only where that would have paid the last time: a request came so soon after another's end. In every turn
-    it leaves its core to whoever wants it; a process that has one core never spins.
+    The thread spins only where that would have paid the last time: a request came within `seconds` of the last one's
+    end. In every turn it yields its core to other threads; a process that has one core never spins.
 
-    seconds   how long; 0.0 never
+    seconds   how long; 0.0: never
     """
 
     def __init__(self, seconds: float) -> None:
@@ -23,7 +23,7 @@ class Spin:
         self._idle_since = -math.inf
 
     def note(self, idle: bool) -> None:
-        """After whatever may have changed it: whether no request is under way."""
+        """Note whether no request is under way; called after anything that may have changed it."""
         if idle is not self._idle:
             self._idle = idle
             now = time.monotonic()
@@ -38,7 +38,7 @@ class Spin:
         return self._idle and self._pays
 
     def goes_on(self) -> bool:
-        """In every turn: whether to poll without sleeping, still."""
+        """Whether to go on polling without sleeping; asked in every turn."""
         if not self.due:
             return False
         os.sched_yield()

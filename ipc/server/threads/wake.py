@@ -1,4 +1,4 @@
-"""How other threads hand something to the thread that owns the sockets, and wake it, without waiting for it."""
+"""The inbox of a thread: other threads put items and wake it, and never wait for it."""
 
 import os
 import select
@@ -16,9 +16,9 @@ class Inbox(Generic[Item]):
     Any thread puts; one thread takes. The reader says `sleep` before it polls the descriptor and `awake` after: only
     then does a put cost a system call. What is put is bounded by the putters: a step's outputs, a request's ends.
 
-    A put that wakes lets go of the GIL in its system call, and the reader takes it: a lock's release, or a queue of
-    Python's, keeps it, and the reader would wait until the putter has nothing left to do (63 us against 13 where that
-    is 50 us of work).
+    A put that wakes releases the GIL in its system call, and the reader takes it. A lock's release, or one of Python's
+    queues, keeps the GIL: the reader would wait until the putter has nothing left to do (63 us in place of 13, where
+    the putter has 50 us of work left).
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Inbox(Generic[Item]):
             os.eventfd_write(self.descriptor, 1)
 
     def take(self) -> Item | None:
-        """The oldest, or None."""
+        """Take the oldest item, or None."""
         return self._items.popleft() if self._items else None
 
     def any(self) -> bool:
@@ -49,7 +49,7 @@ class Inbox(Generic[Item]):
         return bool(self._items)
 
     def sleep(self) -> bool:
-        """Before polling: whether there is nothing to take. A put after this wakes the poll."""
+        """Announce a poll; returns whether there is nothing to take. A put after this wakes the poll."""
         if self._signalled:
             self._signalled = False
             os.eventfd_read(self.descriptor)
@@ -60,12 +60,12 @@ class Inbox(Generic[Item]):
         return True
 
     def awake(self, signalled: bool) -> None:
-        """After polling; signalled says whether the descriptor was readable, which it stays until the next `sleep`."""
+        """Note that the poll is over; signalled: the descriptor was readable, which it stays until the next `sleep`."""
         self._asleep = False
         self._signalled = signalled
 
     def wait(self, timeout_s: float | None = None) -> Item | None:
-        """The oldest, when it comes; None when the time has passed."""
+        """Wait for the oldest item and take it; None when the time has passed."""
         while (item := self.take()) is None:
             if not self.sleep():
                 continue

@@ -14,10 +14,10 @@ ENOUGH = 4096  # bytes in the pipe that are read at once
 
 
 class Attention:
-    """Raised once; waiting for it lets signals' handlers run.
+    """A flag that is raised once; handlers of signals run while the main thread waits for it.
 
     The kernel may give a signal to any thread of the process, such as one of a device's driver; a main thread that
-    waits for a lock would not learn of it. So this one polls a pipe, into which Python writes at every signal.
+    waits for a lock would not learn of it. So `wait` polls a pipe, into which Python writes at every signal.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Attention:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def set(self) -> None:
-        """Raise it; any thread, and any number of times."""
+        """Raise the flag, from any thread and any number of times."""
         self._raised = True
         with self._lock:
             if not self._closed:
@@ -34,7 +34,7 @@ class Attention:
                     os.write(self._writer, b"\0")
 
     def wait(self) -> None:
-        """Return when it is raised; one thread at a time."""
+        """Wait until the flag is raised; one thread at a time."""
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
         while not self._raised:
@@ -45,7 +45,7 @@ class Attention:
     def signals(
         self, numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
     ) -> Iterator[None]:
-        """In the main thread: signals are handled, and end a `wait` for as long as their handler takes."""
+        """Handle signals in the main thread; each interrupts a `wait` for as long as its handler takes."""
         before = {number: signal.signal(number, handler) for number in numbers}
         descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         try:
@@ -56,7 +56,7 @@ class Attention:
                 signal.signal(number, old)
 
     def close(self) -> None:
-        """Raise it and give the pipe back; nobody may wait any more."""
+        """Raise the flag and close the pipe; no thread may wait any more."""
         self._raised = True
         with self._lock:
             if not self._closed:

@@ -1,4 +1,4 @@
-"""How long steps take, and the thread that notices one that never ends."""
+"""The durations of steps, and the thread that notices a step that never ends."""
 
 import faulthandler
 import sys
@@ -31,14 +31,14 @@ class StepClock:
         self.completed = 0.0  # when the last step ended, or the first began; 0.0 while nothing runs
 
     def begin(self) -> None:
-        """The engine is about to be told something, or to step."""
+        """Start the clock: the engine is about to take a command, or to step."""
         now = time.monotonic()
         if not self.completed:
             self.completed = now
         self.started = now
 
     def step(self, num_running: int, joining: bool) -> None:
-        """The kind of the step."""
+        """Set the kind of the step that begins."""
         self._kind = (num_running, joining)
 
     def end(self, now: float) -> None:
@@ -52,7 +52,7 @@ class StepClock:
         self.all.record(seconds)
 
     def rest(self) -> None:
-        """Nothing is left to step for."""
+        """Stop the clock: nothing is left to step for."""
         self.started = self.completed = 0.0
 
     def age_s(self) -> float:
@@ -86,7 +86,7 @@ class Watchdog(threading.Thread):
         self.dumped = threading.Event()
 
     def stop(self) -> None:
-        """End."""
+        """End the thread."""
         self._stopped.set()
 
     def run(self) -> None:

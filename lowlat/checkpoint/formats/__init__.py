@@ -2,7 +2,7 @@
 
 `STORED_FORMATS` is the table of experts' formats, whose other side, packed and decoded in kernels, is in
 `lowlat.kernels.formats` under the same name. Linear layers are stored in the layouts of `linear`; `methods` reads from
-configs which layers are, and `quantisation` applies that to recipes. They know neither families nor operations.
+configs which layers are quantised, `quantisation` applies that to recipes. None of them knows families or operations.
 """
 
 from collections.abc import Mapping, Sequence

@@ -25,7 +25,7 @@ class Matrices:
     weight       canonical name, without the part
     stored       name in the checkpoint, without what a format appends
     interleaved  gate and up rows alternate; canonical are all gate rows, then all up rows
-    transposed   plain matrices are stored [E, K, N]; formats that hold numbers of a row together have rows all the same
+    transposed   plain matrices are stored [E, K, N]; formats that pack numbers of a row together still store rows
     """
 
     weight: str

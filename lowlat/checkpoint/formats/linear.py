@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 
 class StoredLinear(ABC):
-    """One layout.
+    """A layout of linear layers in files.
 
     spare_biases  layers that have no bias are stored with one of zeros
     """
@@ -80,7 +80,7 @@ class Fp8Linear(StoredLinear):
 
 @dataclass(frozen=True)
 class PackedLinear(StoredLinear):
-    """compressed-tensors' `pack-quantized`: eight numbers along inputs in a word, less 8, and zero points likewise."""
+    """compressed-tensors' `pack-quantized`: words of eight inputs' codes, and of eight outputs' zero points."""
 
     group: int
     symmetric: bool
@@ -166,7 +166,7 @@ class Nvfp4Linear(StoredLinear):
     """Two E2M1 numbers a byte, an e4m3 scale for 16, and one number for the tensor, which divides or multiplies.
 
     codes, factor  names of the first tensor and the last one
-    divides        compressed-tensors' number is what the scales were multiplied by, ModelOpt's is to be multiplied
+    divides        the number divides the scales (compressed-tensors); else it multiplies them (ModelOpt)
     """
 
     codes: str

@@ -1,7 +1,7 @@
 """Spellings of quantisation in configs, by quant_method: keys that are read, refused by name, or of no effect.
 
-Weights alone are quantised here: what a config says of activations, which stay bfloat16, is of no effect, nor what it
-says of the KV cache, for which the option kv_cache_dtype asks. GPTQ's and AutoAWQ's own keys are in `group_methods`.
+Only weights are quantised here: a config's keys for activations, which stay bfloat16, have no effect, nor those for
+the KV cache, which the option kv_cache_dtype decides. GPTQ's and AutoAWQ's own keys are in `group_methods`.
 """
 
 from collections.abc import Callable, Mapping

@@ -91,8 +91,8 @@ class Quantisation:
     """The quantised layers of a checkpoint.
 
     label   of the config, for messages
-    rules   the first that names a layer holds
-    plain   layers that no rule holds for
+    rules   the first that names a layer applies to it
+    plain   layers that no rule applies to
     """
 
     label: str
@@ -101,7 +101,7 @@ class Quantisation:
 
     @property
     def format_names(self) -> frozenset[str]:
-        """The formats of its layers, those of rules that name none included."""
+        """The formats of all rules, those of rules that match no layer included."""
         return frozenset(rule.stored.packed.name for rule in self.rules)
 
     def stored(self, module: str) -> StoredLinear | None:
@@ -161,7 +161,7 @@ def part_recipes(
 
 
 def narrowed(recipes: Sequence[Recipe], entries: Mapping[str, TensorEntry]) -> list[Recipe]:
-    """The recipes, scales that are stored in bfloat16 left so: kernels hold these in half the bytes."""
+    """The recipes, with scales that are stored in bfloat16 kept in it: kernels then hold them in half the bytes."""
     return [
         replace(recipe, dtype=torch.bfloat16)
         if recipe.weight.endswith(SCALES) and all(entries[piece.name].dtype == "BF16" for piece in recipe.pieces)

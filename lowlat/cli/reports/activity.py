@@ -120,7 +120,7 @@ def _report(
 
 
 def guess_rate(texts: Sequence[Sequence[int]]) -> float | None:
-    """How often two tokens drawn at random from all texts are the same: what drafts without any skill reach."""
+    """How often two tokens drawn at random from all texts are the same: the acceptance of random drafts."""
     counts = Counter(token for text in texts for token in text)
     total = counts.total()
     return sum((count / total) ** 2 for count in counts.values()) if total else None

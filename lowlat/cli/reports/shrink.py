@@ -38,7 +38,7 @@ def shrink_report(
     keep: Sequence[int],
     keep_chat_tokens: bool,
 ) -> dict[str, Any]:
-    """Count, choose, write; and say what came of it. Raises ConfigError."""
+    """Count tokens, choose the ids, write the draft model, and report the result. Raises ConfigError."""
     vocab = head_vocabulary(directory, target)
     codec = None if target is None else TextCodec.load(target)
     kept = set(keep)
@@ -95,8 +95,8 @@ def measure(
 ) -> dict[str, Any]:
     """Decode the prompts greedily without a draft model and with each; acceptance, times, and whether the tokens agree.
 
-    Time of drafting is told where operations run one by one and are waited for, on the reference executor of a CPU;
-    elsewhere the change of a step's time is that of drafting, for all else in it is the same. Raises ConfigError.
+    The time of drafting is measured on the reference executor of a CPU alone, where operations run one by one.
+    Elsewhere a change of the step time is one of drafting, since the rest of a step is the same. Raises ConfigError.
     """
     params = SamplingParams(max_tokens=max_tokens)
     found = read_prompts(prompts, num_prompts)

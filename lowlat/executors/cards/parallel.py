@@ -1,7 +1,7 @@
-"""Several graph executors, one a rank of a step, run as one by one thread: their graphs are started back to back.
+"""Several graph executors, one for each rank, run as one executor by one thread, which starts graphs back to back.
 
 Every rank has a device of its own, its part of the weights, and control state of its own, which is the same on all:
-the host writes and reads the first one's, whose commands the others read when they are told to. It knows no kernel.
+the host writes and reads the first one's, whose commands the others read as rank 0 forwards them. It knows no kernel.
 """
 
 import time
@@ -38,7 +38,7 @@ def exchanged_rows(programs: Iterable[Program], kind: str = EXCHANGE) -> dict[in
 
 
 def exchange_bytes(programs: Sequence[Program]) -> int:
-    """Bytes on a rank's device of what its programs exchange by, at most; 0 where they exchange nothing."""
+    """The most bytes on a rank's device of memory for its programs' exchanges; 0 where they exchange nothing."""
     outs = [program.buffers[op.writes["out"]] for program in programs for op in program.ops if op.kind == EXCHANGE]
     if not outs:
         return 0
@@ -48,8 +48,8 @@ def exchange_bytes(programs: Sequence[Program]) -> int:
 class ParallelExecutor:
     """Ranks as one executor, see `lowlat.executors.LoopingExecutor`.
 
-    make   a rank's executor by its number, the first one's being given to the others: nothing of it may wait for them
-    peers  what they exchange by
+    make   makes a rank's executor by its number, given the first one's (None for itself); it may not wait for others
+    peers  the memory by which they exchange
     A failure of one ends the waits of all, and is a DeviceError that names its device.
     """
 
@@ -188,7 +188,7 @@ class ParallelExecutor:
         self._leader.set_hook(hook)
 
     def close(self) -> None:
-        """Close all ranks, then let go of what they exchange by. Where one has failed, nothing of the others is freed
+        """Close all ranks, then free the memory of exchanges. Where one has failed, nothing of the others is freed
         either: torch frees what it keeps on all cards at once."""
         failed = any(rank.failed for rank in self.ranks)
         if failed:

@@ -1,4 +1,4 @@
-"""Memory by which the ranks of a step reach each other: access between cards, and what their exchanges need on each.
+"""Memory by which the ranks of a step exchange: access between cards, and the memory that exchanges take on each.
 
 Ranks may share a card, as in tests, or have no card at all. It knows no program and no weight.
 """
@@ -185,7 +185,7 @@ class PeerMemory:
         return f"rank {rank} ({self.devices[rank]}) waited in vain for rank {awaited} ({self.devices[awaited]})"
 
     def reset(self) -> None:
-        """Begin anew, after launches that ran for themselves; nothing may be under way."""
+        """Zero all exchange memory after launches outside of steps; nothing may be under way."""
         for tensor in self.tensors():
             tensor.zero_()
         for device in {device for device in self.devices if device.type == "cuda"}:

@@ -1,6 +1,6 @@
-"""The place of an executor among the ranks of a step: what it exchanges by, and the commands that it shares.
+"""The place of an executor among the ranks of a step: its memory of exchanges, and the commands that ranks share.
 
-It knows no graph. One executor alone has no place.
+It knows no graph. A runtime of one rank has no place.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ COMMANDS = "apply_commands"  # the operation that takes them
 
 @dataclass
 class RankPlace:
-    """One rank.
+    """One rank's place.
 
     leader  the executor of rank 0, whose commands the others read; None: it is this one
     """

@@ -1,6 +1,6 @@
 """The watchdog of a device: it tells work that hangs from work that is slow, by how long such work took before.
 
-It knows neither steps nor devices, and costs nothing where work ends within a millisecond: nobody asks it then.
+It knows neither steps nor devices, and is not asked, so costs nothing, where work ends within a millisecond.
 """
 
 import time
@@ -18,9 +18,8 @@ MEMORY = 0.99  # how much of the slowest wait is remembered at each further one
 class Watchdog:
     """Judges waits for one kind of work, in seconds of the host's clock.
 
-    factor  a wait so many times longer than usual is a hang (`watchdog_factor`)
-    min_s   but none of fewer seconds (`watchdog_min_s`)
-    Usual is the slowest wait of late.
+    factor  a wait of more than so many times the slowest recent one is a hang (`watchdog_factor`)
+    min_s   a shorter wait is never one (`watchdog_min_s`)
     """
 
     def __init__(self, factor: float = WATCHDOG[0], min_s: float = WATCHDOG[1]) -> None:

@@ -47,7 +47,7 @@ class Exchanges(Protocol):
     """The memory by which a rank exchanges with the others; see `PeerMemory`."""
 
     def channel(self, width: int, whole: bool) -> Channel:
-        """The memory of launches that exchange rows of a width, a block having whole rows or not."""
+        """The memory of launches that exchange rows of a width; `whole`: each row is one block's, as norms need it."""
 
     def rows(self, width: int, kind: str) -> PeerRows:
         """The memory of one kind of kernel that adds up rows of a width over ranks as it makes them."""
@@ -62,12 +62,12 @@ def decodes(op: Op) -> bool:
 
 
 def in_parts(op: Op) -> bool:
-    """Whether an operation sums K in parts, as `tp_invariant` asks; on one of 8 ranks it has one."""
+    """Whether an operation sums K in parts, as `tp_invariant` asks; each of 8 ranks has a single part."""
     return "num_parts" in op.params
 
 
 def sum_in_parts(programs: Iterable[Program]) -> bool:
-    """Whether some operation of the programs does."""
+    """Whether any operation of the programs sums K in parts."""
     return any(in_parts(op) for program in programs for op in program.ops)
 
 

@@ -47,7 +47,7 @@ class Run:
         return next((op for op in self.ops if op.kind in kinds), None)
 
     def op(self, *kinds: str) -> Op:
-        """The first operation of one of these kinds, which a pattern promises."""
+        """The first operation of one of these kinds; the pattern says that there is one."""
         return next(op for op in self.ops if op.kind in kinds)
 
     def all(self, kind: str) -> list[Op]:
@@ -59,7 +59,7 @@ class Run:
         return self.program.buffers[buffer].shape
 
     def ends(self, buffer: str) -> bool:
-        """Whether nothing reads a scratch buffer after this run, before it is written anew."""
+        """Whether a scratch buffer is dead after this run: nothing reads it before it is written anew."""
         if self.program.buffers[buffer].role is not Role.SCRATCH:
             return False
         uses = self.program.uses.get(buffer, ())
@@ -85,8 +85,8 @@ class Fusion:
 
     pattern  kinds of operations in order, by spaces: `a|b` is either, `a?` may be absent, `a*` may come any number of
              times; the longest match is tried first
-    saves    launches fewer than the operations would take by their own kernels, at least; none where the gain is an
-             operation's behind the run
+    saves    launches saved against the operations' own kernels, at least; 0 where the gain is in the operation
+             behind the run
     lower    the calls that cover a run
     applies  the precondition beside the pattern: what the operations read of each other, sizes, the card
     hides    buffers of the run that the calls leave unwritten; nothing may read them after it
@@ -104,7 +104,7 @@ class Fusion:
     def match(self, program: Program, start: int, card: Card, layout_of: LayoutOf | None) -> Run | None:
         """The longest run from `start` on that this fusion covers; None where it covers none.
 
-        layout_of  the permutation of a weight's rows as they are packed; None: weights may be packed as it likes
+        layout_of  the permutation of a weight's rows as they are packed; None: the fusion's layouts are free to choose
         """
         for count in _counts(_tokens(self.pattern), program.ops, start):
             run = Run(program, start, count)

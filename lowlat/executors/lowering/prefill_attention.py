@@ -1,13 +1,13 @@
 """Attention of a chunk of prefill: keys and values gathered side by side, then flash attention.
 
-That is a kernel of ours on cards of capability 9.0, for heads of 64 and 128, and torch's elsewhere, and for a refresh.
-How much a chunk sees is read on the device, so one captured chunk serves every start, in time that grows with what it
-sees. Flash attention takes keys in blocks of a fixed size, counted from the first that was gathered, the last block
-first; blocks that a row does not see change nothing of its sums. So a row's bits depend neither on the chunk's size nor
-on the rows beside it. It knows no model.
+Flash attention is a kernel of ours on cards of capability 9.0, for heads of 64 and 128; elsewhere, and for a refresh,
+it is torch's. How much a chunk sees is read on the device, so one captured chunk serves every start, in time that grows
+with what it sees. Flash attention takes keys in blocks of a fixed size, counted from the first that was gathered, the
+last block first; blocks that a row does not see change nothing of its sums. So a row's bits depend neither on the
+chunk's size nor on the rows beside it. It knows no model.
 
-A refresh has few rows behind a long text: a block a head would read it all alone. So the positions before the rows are
-taken in parts, as sequences of their own, and the results are added by the logarithms of their sums of weights.
+A refresh has few rows behind a long text, which one thread block a head would have to read alone. So the positions
+before the rows are taken in parts, as sequences of their own, and the results are combined by their log-sum-exps.
 """
 
 from collections.abc import Sequence
@@ -206,7 +206,7 @@ def flash_attention(
     keys, values  [n, G, D]  bf16
     lengths       [2, 2]     int32  (0, c) and (0, keys that there are), read on the device
     longest       more than any window; the choice of torch's kernel depends on it and on the shapes alone
-    Returns [c, H, D] bf16 and the logarithms of the sums of weights, [H, c] float32: 0 and inf where nothing is seen.
+    Returns [c, H, D] bf16 and the log-sum-exps of the scores, [H, c] float32: 0 and inf where nothing is seen.
     """
     left = -1 if window is None else window - 1  # keys that a row sees before its own
     attended, logarithms, *_ = torch.ops.aten._flash_attention_forward(

@@ -3,8 +3,8 @@
 Numbers of a quantised matrix are rounded to bf16, in registers or by the launch that unpacks it; FP8 by row and NVFP4
 are exact, as the scales of their rows multiply what comes out.
 
-A row's bits depend on the row and the weight alone: ours because rows do not know of each other, torch's because it
-multiplies a whole chunk at a time, padded where there are fewer rows.
+A row's bits depend on the row and the weight alone: in our GEMM because rows are computed independently, in torch's
+because it always multiplies a whole chunk, padded where there are fewer rows.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,8 @@ AT_ONCE = KParts(1, 1)  # all of K: where no bit may depend on ranks, who have p
 def gemm_workspaces(rows: int, height: int, width: int, parts: KParts | None = None) -> list[WorkspaceShape]:
     """The workspaces of our GEMM of rows with a weight [height, width]: activations, and sums of segments of K.
 
-    These are of as many rows as may have them apart. parts: of K, if it is summed in such
+    The sums cover at most APART_ROWS rows: more rows never keep segments apart.
+    parts  the parts in which K is summed, if it is
     """
     segments = cut_of(height, width, parts)[0]
     partials = (segments if segments > 1 else 0, min(rows, APART_ROWS), height)

@@ -52,7 +52,7 @@ def _add_norm(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def adds_ranks(run: Run) -> bool:
-    """Whether ranks' parts, whole rows of them, are added up, to the residual stream if at all, by more than one."""
+    """Whether whole rows of several ranks are summed, and the sum, if added at all, added to the residual stream."""
     gather, total, added = run.op("gather_ranks"), run.op("sum_ranks"), run.find("add")
     ranks, _, width = run.shape(gather.writes["out"])
     return (

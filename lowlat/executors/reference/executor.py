@@ -74,8 +74,8 @@ class ReferenceExecutor:
 
     programs  the step's programs by bucket
     prefills  the prefill programs by the positions that they take, ascending
-    weights   canonical weights; on a CPU they are expanded to float32, integers excepted, and quantised matrices are
-              everywhere
+    weights   canonical weights; expanded to float32 on a CPU, integers excepted; quantised matrices are expanded on
+              every device
     hooks     False: hooks are refused
     given     buffers of the state that are another's; None: all are its own
     """
@@ -145,13 +145,13 @@ class ReferenceExecutor:
         self._run(bound)
 
     def wait_until(self, seen: Callable[[], bool]) -> None:
-        """A step has written all that it tells before the host is asked for its part."""
+        """Return at once: a step has written all that it tells the host before it calls `meanwhile`."""
 
     def wait_published(self, count: int) -> None:
-        """A step is published when it returns."""
+        """Return at once: a step is published when `step` returns."""
 
     def wait_for_ranks(self, count: int) -> None:
-        """All ranks of a device are one executor."""
+        """Return at once: all ranks of a device are one executor."""
 
     @torch.inference_mode()
     def prefill(self, size: int, first: Bucket | None = None) -> None:

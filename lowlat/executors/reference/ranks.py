@@ -121,7 +121,7 @@ def _together(ranks: Sequence[Bound]) -> Bound:
 def cut_weights(
     weights: Mapping[str, torch.Tensor], configs: Sequence[ModelConfig], device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
-    """Each rank's weights, the files read once; what ranks have whole is one tensor, of a CPU in float32."""
+    """Each rank's weights, the files read once; ranks share one tensor of an uncut weight, in float32 on a CPU."""
     found: list[dict[str, torch.Tensor]] = [{} for _ in configs]
     with streamed(weights, torch.device("cpu")) as stream:
         for names, parts in cut_stream(stream, configs):

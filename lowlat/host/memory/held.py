@@ -1,6 +1,6 @@
-"""The memory that a runtime holds, by device: planned parts of its ranks there, and what the device had left then.
+"""The memory that a runtime holds, by device: planned parts of its ranks there, and free memory after the load.
 
-Nothing is allocated once a runtime is loaded, so it is looked at once.
+Nothing is allocated once a runtime is loaded, so one look is enough.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ PARTS = ("weights_bytes", "kv_bytes", "state_bytes", "scratch_bytes", "prefill_b
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """One device's.
+    """The memory held on one device.
 
     ranks        that run there
     need         of these, as `memory_need` counts it

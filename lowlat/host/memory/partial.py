@@ -1,4 +1,4 @@
-"""When the slots' lists of blocks are chosen anew: SpecPV's schedule, from counts that the host knows for certain.
+"""SpecPV's schedule: when each slot's list of blocks is chosen anew, from counts that the host knows for certain.
 
 A slot attends to everything until its text reaches the threshold. Then a refresh chooses its blocks, and again when
 its partial steps are used up, or the next step might write past what a refresh can recompute. Each decision rests on
@@ -78,7 +78,7 @@ class PartialSlots:
         return is_partial
 
     def propose(self, slot: int, tokens: Sequence[int], *, ended: bool) -> bool:
-        """Keep what a step brought a slot, to be verified; returns whether it is that, or was exact already."""
+        """Keep a step's tokens for a slot as proposals; False where they need no verification, and are not kept."""
         state = self._slots[slot]
         if self.sizes is None or not self.sizes.lossless or state.num_exact is None:
             return False
@@ -97,7 +97,7 @@ class PartialSlots:
         return bool(state.proposed or state.has_ended) and self._is_full(state, len(state.proposed) + most, 0)
 
     def verified(self, slot: int, num_accepted: int) -> None:
-        """Take it that a slot's proposals were verified, and so many tokens of them were right."""
+        """Record that a slot's proposals were verified, and how many of their tokens were accepted."""
         state = self._slots[slot]
         self._counts.verified_tokens += len(state.proposed)
         self._counts.accepted_tokens += num_accepted

@@ -24,7 +24,7 @@ class MemoryNeed:
 
     prefill_bytes    what torch's operations take while a chunk of prefill runs, in a pool of their own
     loading_bytes    what packing the largest matrix takes beyond all that is allocated once weights are in place
-    host_load_bytes  what weights in files pass through, beside Python and its libraries; on a CPU it comes on top
+    host_load_bytes  host memory that reading weights takes, Python and its libraries left out; on a CPU it comes on top
     """
 
     weights_bytes: int

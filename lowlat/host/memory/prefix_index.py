@@ -51,7 +51,7 @@ class PrefixIndex:
         return len(self._unused)
 
     def root(self, salt: str) -> bytes:
-        """The parent of the first chunks of requests with this salt: they are found by none with another."""
+        """The parent digest of first chunks of requests with this salt; requests with another never find them."""
         return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32, person=b"salt").digest()
 
     def digest(self, parent: bytes, token_ids: Sequence[int]) -> bytes:

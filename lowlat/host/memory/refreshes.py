@@ -69,7 +69,7 @@ class Refreshes:
     def next_step(self, depth: int) -> tuple[Bucket, int | None]:
         """The bucket of the next step, and how many like it are certain; nothing may be under way. Raises DeviceError.
 
-        It verifies what is proposed, of all slots, where some must be; else slots for which that is due are refreshed.
+        Where a slot's proposals must be verified, the step verifies all slots'; else slots that are due are refreshed.
         """
         self._verifying.clear()
         if self._verify(self._most(depth)):
@@ -94,7 +94,7 @@ class Refreshes:
         return True
 
     def judge(self, session: Session, publication: SlotPublication) -> SlotPublication | None:
-        """A publication of a request as it is to be taken; None where its tokens are proposed, and to be verified."""
+        """A request's publication as its session takes it; None where its tokens are proposals, yet to be verified."""
         slot = session.slot
         if not self._is_lossless or not session.has_begun:
             return publication
@@ -111,7 +111,7 @@ class Refreshes:
         return publication
 
     def count_step(self, session: Session) -> None:
-        """A publication of a request is about to be taken; its first token is no step's."""
+        """Count the step of a publication that is about to be taken; a request's first token is not counted."""
         if self._is_lossless and session.has_begun and session.slot not in self._verifying:
             self.slots.count_step(session.slot)
         elif self._is_on and not self._is_lossless and session.has_begun:

@@ -13,7 +13,7 @@ __all__ = ["parse"]
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     """The geometry of a Qwen2. Raises ConfigError for what lowlat does not implement.
 
-    Its configs name a window's size where no layer has one: that is `use_sliding_window`'s to say.
+    Its configs name a window's size even where no layer has a window: `use_sliding_window` says whether one does.
     Source: transformers models/qwen2.
     """
     refuse_windows(fields, off_by_default=True)

@@ -1,4 +1,4 @@
-"""The right to ask: a Host header that names this machine, and the key; checked before anything of a request is read.
+"""Access control: a Host header that names this machine, and the key; checked before anything of a request is read.
 
 The Host is checked because a page of another site can have its own name resolve to this machine (DNS rebinding): its
 requests then carry that name. An address in digits cannot be rebound.

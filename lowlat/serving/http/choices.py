@@ -19,7 +19,7 @@ class Choices:
         self._num_open = len(self._generations)
 
     async def next(self) -> tuple[int, Chunk] | None:
-        """The next chunk and whose it is; None when all have ended. Raises what a generation raises."""
+        """The number of a choice and its next chunk; None when all have ended. Raises what a generation raises."""
         if not self._num_open:
             return None
         if len(self._generations) == 1:

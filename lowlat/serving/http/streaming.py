@@ -1,4 +1,4 @@
-"""The body of a request and its caller's patience, and answers that come as server-sent events."""
+"""Reading a request's body, watching whether its caller disconnects, and answers as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -85,7 +85,7 @@ class Caller:
                     await task
 
     def leave(self) -> None:
-        """Stop looking for its going away."""
+        """Stop watching for the caller's disconnect."""
         self._gone.cancel()
 
 
@@ -97,8 +97,8 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as they come until they end, fail, or nobody reads them any more.
 
-    events  made already; their first one has come, so that what is refused at once is refused by its status
-    close   ends what the events are made of
+    events  begun only when the first chunk has come, so that a refusal before it can still set the HTTP status
+    close   ends the generations behind the events
     """
 
     def __init__(self, events: AsyncIterator[bytes], caller: Caller, close: Callable[[], Awaitable[None]]) -> None:
@@ -126,7 +126,7 @@ class EventStream(Response):
 
 
 async def respond(request: Request, choices: Choices, answer: Answer, *, stream: bool) -> Response:
-    """Answer with what the server generates, as it comes or as a whole; who goes away cancels it."""
+    """Answer with what the server generates, as it comes or as a whole; a caller that disconnects cancels it."""
     caller = Caller(request.receive)
     streaming = False
     try:

@@ -2,9 +2,9 @@
 
 Keys and values of every position that the target has run are made of its features alone: the norm of fc of captured
 residual streams, projected by each layer, stored at the position. Queries come from a block of rows: the last known
-token, and the mask's behind it, each at its position. Every row of the block sees all that is stored and the whole
-block, those behind it, too; the block's own keys and values are overwritten by the next step. The row at a position
-drafts the token that stands there.
+token, followed by mask tokens, each at its position. Every row of the block attends to all stored positions and to the
+whole block, later rows included; the next step overwrites the block's keys and values. The row at a position drafts the
+token that stands there.
 """
 
 import torch

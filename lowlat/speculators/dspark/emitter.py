@@ -1,6 +1,6 @@
 """The choice of DSpark's drafts, level by level, behind DFlash's block. Source: DSpark, arXiv 2607.05147.
 
-The logits of a row know no draft. To those of the row of a depth comes a bias by the token that was drafted before:
+A row's logits do not depend on drafts. To those of the row at each depth a bias by the token drafted before is added:
 W2 W1[token], of low rank; where the head is gated, W1[token] is scaled by a sigmoid of the row's state and that vector.
 A tree's nodes each have the bias of their parent's token. The likeliest tokens of a level are the parents of the next.
 """

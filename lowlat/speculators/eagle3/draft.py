@@ -46,9 +46,9 @@ class Drafter:
         return emitter, "prefilled_feature" if self.scope.bucket.prefilled else self._features(emitter)
 
     def rows_before(self, name: str, count: int) -> dict[str, str]:
-        """The reads of attention of `count` rows a slot from the first accepted one on: those before each, and itself.
+        """Attention's reads of `count` rows a slot from the first accepted one on: each sees those before, and itself.
 
-        name  of the constant that says so
+        name  of the constant with the row masks
         """
         if self.draft_config.num_layers == 1:
             return {}  # keys and values alone are made of them

@@ -1,6 +1,6 @@
 """EAGLE3 draft models: canonical weights, and the map from draft ids to target ids, checked.
 
-It knows the normalised names of head tensors; config and layouts are `draft_config`'s.
+It knows the normalised names of head tensors; `config` and `draft_file` read configs and layouts.
 """
 
 from collections.abc import Mapping

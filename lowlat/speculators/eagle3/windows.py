@@ -8,8 +8,7 @@ layers have one is told by, in this order:
 3. `sliding_window` alone: all layers; none in Qwen's, where the switch is off unless it is given.
 
 `draft_window`, the caller's option, and a layer's own window: the smaller holds. A layer without one of its own then
-keeps its first rows in sight, to which attention without a window gives what it has no use for; one that was trained
-with a window never saw them, and does not.
+keeps its first rows in sight as attention sinks; one that was trained with a window never saw them, and does not.
 """
 
 from lowlat.errors import ConfigError

@@ -31,12 +31,12 @@ class TextBeside(Speculator):
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
-        """It is made of a planned speculator, by `beside`; no options name it. Raises ConfigError."""
+        """Always raises ConfigError: no option names it, `beside` makes it from a planned speculator."""
         raise ConfigError("text_drafts is an option beside a method, and no method of its own")
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
-        """As `plan`. Raises ConfigError."""
+        """Always raises ConfigError, see `plan`."""
         raise ConfigError("text_drafts is an option beside a method, and no method of its own")
 
     @classmethod

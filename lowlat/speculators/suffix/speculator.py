@@ -1,4 +1,4 @@
-"""The speculator of method "suffix": drafts continue an ending of the text as it mostly went on before.
+"""The speculator of method "suffix": drafts continue the text's ending as it most often went on before.
 
 It reads the committed tokens that the step keeps anyway, so it has no state, no weights and nothing to do in prefill.
 Source: SuffixDecoding, G. Oliaro and others, arXiv 2411.04975; here on the device, over a request's own text.
@@ -19,7 +19,7 @@ __all__ = ["SuffixSpeculator"]
 
 @dataclass(frozen=True)
 class SuffixSpeculator(Speculator):
-    """Drafts by endings of up to max_depth tokens, up to max_spec_factor a token of the ending, down to a share."""
+    """Drafts by endings of up to max_depth tokens, max_spec_factor drafts a token of the ending, to min_token_prob."""
 
     method: ClassVar[str] = "suffix"
     max_depth: int

@@ -23,7 +23,7 @@ class DynamicTree:
     """The shape of a dynamic tree of T nodes, S deep; node 0, the root, is the last committed token.
 
     depth      S
-    top_k      K: drafts that are looked at behind one, and drafts of a level that are gone on from
+    top_k      K: candidates behind one draft, and drafts of a level that are expanded
     num_nodes  T, root included: the rows that a slot verifies
     Raises ConfigError, naming the options, for a shape that cannot be.
     """
@@ -49,7 +49,7 @@ class DynamicTree:
 
     @property
     def is_chain(self) -> bool:
-        """Never: a chain is what it may come to."""
+        """Never, whatever nodes a step chooses."""
         return False
 
     @cached_property
@@ -64,7 +64,7 @@ class DynamicTree:
 
     @property
     def num_paths(self) -> int:
-        """The most leaves that it may have: as few nodes as can be have children."""
+        """The most leaves that the tree can have: as few of its nodes as possible then have children."""
         drafts = self.num_nodes - 1
         return drafts - max(0, -(-drafts // self.top_k) - 1)
 

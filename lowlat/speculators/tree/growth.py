@@ -1,6 +1,6 @@
 """The operations that grow a dynamic tree, level by level or from the lists of a block, appended to a step.
 
-It knows no speculator: what a draft model is, and what it is run over, are its own.
+It knows no speculator, which has the draft model and the rows that it runs over.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Compiled grammars of one model: tried first where a hostile one harms nobody, cached, opened for each request."""
+"""Compiled grammars of one model: tried first in an isolated process, cached, opened for each request."""
 
 import threading
 import weakref
@@ -79,7 +79,7 @@ class GrammarCompiler:
     def compile(self, params: SamplingParams, patience_s: float | None = None) -> object:
         """Make the grammar of a request ready, where it has one; None where that takes longer than patience_s.
 
-        Who holds what it returns finds the grammar ready, however many others come meanwhile.
+        While the caller holds the result, the grammar stays ready, however many others come meanwhile.
         Raises RequestError for one that cannot be served, naming what is wrong or which limit it breaks.
         """
         spec = spec_of(params)

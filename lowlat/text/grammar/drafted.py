@@ -1,13 +1,13 @@
-"""A request's second matcher, which goes along drafted paths and comes back in time proportional to what it took.
+"""A request's second matcher, which follows drafted paths and rolls back in time proportional to the tokens taken.
 
 A copy of a matcher has all of its document, so that copies for each step would cost ever more. A rollback costs what it
-takes back, with two faults of the library that are mended here:
+takes back, but the library has two faults there, which are worked around here:
 
-- It keeps the last mask of a place whose next byte is free, and takes it for another path's where that looks alike by
-  the number of its lexemes and the state of its lexer. So before another path is taken than the one on which that place
-  lies, the mask of a place above both is computed anew.
-- It takes back the bytes of a token, where a grammar that names the token by its number took others. Such grammars, and
-  those that cannot be rolled back at all, have a copy of the request's own matcher, which is never rolled back.
+- The library caches the last mask of a place whose next byte is free, and reuses it on another path whose lexeme count
+  and lexer state are equal. So before the matcher leaves the path of that place, the mask of a place above both paths
+  is computed anew.
+- Its rollback takes back the bytes of a token, where a grammar that names the token by its number took others. Such
+  grammars, and those that cannot be rolled back at all, get fresh copies of the request's own matcher instead.
 """
 
 from typing import TYPE_CHECKING

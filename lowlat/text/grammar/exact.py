@@ -1,4 +1,4 @@
-"""JSON schemas made exact where the library holds them too loosely; those that cannot be made so are refused.
+"""JSON schemas made exact where the library enforces them too loosely; those that cannot be made so are refused.
 
 - Formats: it allows the 29th of February in every year, the second 60 in every minute, labels of host names that are no
   Punycode, and host names of any length. Beside the format stands what forbids these; for leap seconds and Punycode,
@@ -50,7 +50,7 @@ MOST = (1 << 63) - 1024  # of floats that are whole numbers of 64 bits
 
 
 class NotHeld(ValueError):
-    """A schema asks for something that the library would not hold."""
+    """A schema asks for something that the library would not enforce."""
 
 
 def exact_text(text: str) -> str:

@@ -32,7 +32,7 @@ class Phase(Enum):
 
 
 class Place(NamedTuple):
-    """The phase that an answer is in; of a thought the last bytes, in which its end may have begun."""
+    """The phase that an answer is in; in a thought also its last bytes, which may begin its closing tag."""
 
     phase: Phase
     tail: bytes = b""

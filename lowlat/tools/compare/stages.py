@@ -56,9 +56,9 @@ class StageDifference:
     top_k_overlap: float | None
 
     def within(self, min_cosine: float) -> bool:
-        """Whether the cosine is large enough, and the distance no larger than it is between rows of equal length with
-        that cosine: so a wrong scale is seen, too. Both up to the rounding of equal rows; a cosine of 0 or less asks
-        for no distance.
+        """Whether the cosine is at least `min_cosine`, and the distance at most that of rows of equal length with that
+        cosine, so that a wrong scale is seen, too. Both allow ROUNDING; a `min_cosine` of 0 or less does not bound the
+        distance.
         """
         farthest = math.sqrt(2 * (1 - min_cosine)) if min_cosine > 0 else math.inf
         return self.cosine >= min_cosine - ROUNDING and self.distance <= farthest + ROUNDING

@@ -41,7 +41,7 @@ class StageRow:
 class KernelRow:
     """One kernel in one stage, all its launches of a step together.
 
-    time_us      a step: by how much the launches moved on the latest end
+    time_us      a step: how far the launches moved the latest end, see `times`
     duration_us  one launch, from its start to its end: waiting for others included
     """
 

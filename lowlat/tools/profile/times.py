@@ -1,9 +1,9 @@
 """The time of every call, stage and step, from the starts and ends of recorded kernels.
 
 Kernels overlap: a dependent launch starts early and waits for the one before it, so durations do not add up. A call's
-time is by how much it moves on the latest end so far; the calls' times of a step add up to the step. The time that
-a call waits because nothing was launched counts to it as well, and the idle share tells how much of that there is. This
-module knows no device and no profiler.
+time is how far it moves the latest end so far, so that the times of calls add up to the step. Time in
+which a call waits because nothing was launched counts to it as well; the idle share tells how much that is. This module
+knows no device and no profiler.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ class CallTime:
 
     @property
     def time_us(self) -> float:
-        """By how much it moved on the latest end; 0 where it ended before another that started earlier."""
+        """How far it moved the latest end; 0 where it ended before another that started earlier."""
         return self.end_us - self.begin_us
 
 

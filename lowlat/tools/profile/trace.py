@@ -1,7 +1,7 @@
 """Recorded steps as a trace for ui.perfetto.dev or chrome://tracing: tracks of steps, of stages and of kernels.
 
 Slices of one track must not cross, and kernels overlap: as many tracks of kernels are made as run at once. Stages are
-drawn by the times that count for them (see `profiling_times`), so that they neither overlap nor leave anything out.
+drawn by the times that count for them (see `times`), so that they neither overlap nor leave anything out.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Memory for calls whose arguments have none: aliased as before, filled so that a launch does what a step's does.
+"""Memory for calls whose arguments have none: aliases kept, filled so that a launch does the work of a step's.
 
 Weights are given several places, which are used in turn, so that a launch finds none of them in the L2 that would not
 be there in a step either. What a kind of launch wants in its arguments beyond numbers is in `cases`.
@@ -53,7 +53,7 @@ class Places:
         return max(1, min(MOST_PLACES, math.ceil(rotated / moved))) if moved else 1
 
     def place(self, calls: Sequence[KernelCall], copy: int) -> tuple[KernelCall, ...]:
-        """The calls with arguments on the device, zero at first; weights are in their place of this number."""
+        """The calls with arguments on the device, zero at first; weights are in the copy of this number."""
         return tuple(
             replace(call, arguments=tuple(self._placed(each, copy) for each in call.arguments)) for call in calls
         )

@@ -1,4 +1,4 @@
-"""Launches that a card cuts, collected by lowering programs; and the calls of each under any of its plans.
+"""Launches whose plan depends on the card, collected by lowering programs; and the calls of each under any plan.
 
 A launch is timed with the calls that its plan brings along: those of its group, as a GEMM whose segments are added up
 by another kernel. Where a group has several such launches, each is timed with the calls behind it alone, unless they
@@ -35,7 +35,7 @@ KERNELS = {
 
 @dataclass
 class Shape:
-    """A launch that a card cuts.
+    """A launch whose plan depends on the card.
 
     kind, key   its place in tables
     candidates  plans that it may have, the derived one first

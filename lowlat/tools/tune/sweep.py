@@ -1,4 +1,4 @@
-"""The sweep: every launch's plans are compiled, the likeliest of all launches first, and timed, until a time."""
+"""The sweep within a budget: plans are compiled, the likeliest of every launch first, and then timed."""
 
 import logging
 import math

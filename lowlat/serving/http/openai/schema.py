@@ -34,7 +34,7 @@ Body = TypeVar("Body", bound=Struct)
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """The parts of a stream beside the answer; obfuscation, random filling against who counts bytes, is never sent."""
+    """The parts of a stream beside the answer; obfuscation (random padding against traffic analysis) is never sent."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -119,8 +119,8 @@ class Choosing(Generating, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """See Generating; and the fields of this one. Raises ApiError for a bias of what is no token id, and for
-        options of a stream where none is asked for.
+        """See Generating; adds the fields of this class. Raises ApiError for a logit_bias key that is no token id, and
+        for stream_options without `stream`.
         """
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
