@@ -1,10 +1,10 @@
-"""Attention of a step's rows over the paged cache, in two launches: over splits of the positions, and their sum. Short
-windows need no splits, and one launch.
+"""Attention of a step's rows over the paged cache, in two launches: one computes each split
+of the positions, the other combines the splits. Short windows need no splits, and one launch.
 
-A grid of fixed size walks items (slot, key-value head, query rows, 256 positions), listed on the device. Each of a
+A grid of fixed size walks items (slot, key-value head, query rows, a split), listed on the device. Each of a
 block's four warps owns 16 of a tile's 64 positions and feeds itself through its own pipeline of copies, which runs on
-across items; the block meets only at an item's end, and parks the split's sums for `attention_combine`. A row's bits
-depend on its own positions alone: see `attention_tile` for how masked positions leave no trace. Tiles with positions
+across items; the block meets only at an item's end, and parks the split's sums for `combine`. A row's bits
+depend on its own positions alone: see `tile` for how masked positions leave no trace. Tiles with positions
 of the tree run once for each of its rows, over the row's own ancestors in order; a chain's rows share them. It knows
 nothing of requests, and of drafts only their masks.
 """
@@ -97,7 +97,7 @@ def attention(
     k_cache, v_cache  [P, G, block, D]     bf16, or with kv_scales uint8; block a power of two from 16 to 256
     block_table       [max B, C / block]   int32; with `parts` above 0 lists, see `partial_attention`
     slots             [B]                  int32; -1 pads
-    dense_lens        [B]                  int32  positions [first, dense) are everybody's
+    dense_lens        [B]                  int32  all rows of a slot see positions [first, dense)
     row_live          [B * R]              uint8
     row_masks         [B, R]               int64  bit a: sees node a, stored at dense + a, itself included
     sinks             [H]                  float32 or None
@@ -180,7 +180,7 @@ INVARIANT_HEADS = 8  # with which splits are chosen where ranks have parts of th
 
 
 def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
-    """Positions of a split, from what never changes while a model is loaded: its bits may depend on nothing else.
+    """Positions of a split, from sizes that stay fixed while a model is loaded: results' bits depend on the split.
 
     Short splits spread a short context over all multiprocessors; long ones halve the sums that are parked and combined
     (4 slots at 16K on an H200: 83 us with 256, 76 with 512; 1 slot at 8K: 14.7 and 16.9).

@@ -49,7 +49,7 @@ def combine_splits(
     tail: int,
     capacity: int,
 ) -> KernelCall:
-    """Combine what the first launch left.
+    """Combine the partial sums that the first launch left.
 
     partials  [owners, row tiles, capacity, parked, D]  float32  weighted values of each split
     sums      [owners, row tiles, capacity, parked, 2]  float32  peak (times log2 e) and sum of weights

@@ -1,7 +1,7 @@
-"""How a launch of attention is cut: which of its numbers change no bit, all plans that fit a card, the choice of one.
+"""How a launch of attention is cut: the numbers that change no bit, all plans that fit a card, the choice of one.
 
-What decides bits (the split, teams of warps, whether a block has a whole window) follows from shapes alone and is no
-plan's. It knows no kernel.
+The numbers that decide bits (the split, teams of warps, whether a block has a whole window) follow from shapes alone
+and belong to no plan. It knows no kernel.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""From a block's warps' sums of a split to its part, parked for `attention_combine`; or, of a whole row, to its result.
+"""The merge of a block's warps' sums into a split's partial sum, parked for `combine`, or into a whole row's result.
 
 The warps are merged in order: the largest peak is taken, and each warp's sums are added times the power of two of its
 peak's distance from it. A warp that saw nothing of a row has factor 0, which changes no bit.

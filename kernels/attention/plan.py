@@ -48,7 +48,7 @@ class AttentionShape:
     block      positions of a block of the cache
     row_tiles  tiles of 16 query rows that share one reading of keys and values
     stages     tiles of positions under way in each block
-    sinks      whether there are any
+    sinks      whether heads have attention sinks
     early      whether the plan may be read before the kernel before this one ends
     split      positions of a split
     whole      an item has all positions of its rows, and writes their results itself: short windows without others
@@ -102,7 +102,7 @@ class AttentionShape:
 
     @property
     def split_shift(self) -> int:
-        """Its logarithm."""
+        """The binary logarithm of `split`."""
         return self.split.bit_length() - 1
 
     @property

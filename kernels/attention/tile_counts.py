@@ -17,10 +17,10 @@ __all__ = ["TileCounts", "count_tiles"]
 class TileCounts:
     """Steps of a launch's blocks, all key-value heads together.
 
-    total     whose keys and values are copied
-    empty     of which nobody sees anything: they end before any product
-    masked    that are multiplied under a mask
-    executed  that are multiplied, masked ones included
+    total     steps whose keys and values are copied
+    empty     steps of which no row sees a position: they end before any product
+    masked    steps that are multiplied under a mask
+    executed  steps that are multiplied, masked ones included
     """
 
     total: int

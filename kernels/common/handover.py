@@ -1,7 +1,7 @@
-"""How warps that multiply hand a tile's partial sums to warps that finish it, who work while the first go on.
+"""How warps that multiply hand a tile's partial sums to warps that finish it, while the first go on multiplying.
 
-Sums lie in areas of shared memory that are used in turn. An area has two barriers: that it is full, where all who give
-arrive, and that it is free, where all who take do. It knows nothing of what is in an area.
+Sums lie in areas of shared memory that are used in turn. An area has two barriers: that it is full, where all warps
+that give arrive, and that it is free, where all warps that take arrive. It knows nothing of what is in an area.
 """
 
 from dataclasses import dataclass

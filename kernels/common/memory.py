@@ -82,14 +82,14 @@ def threads_for(count: int) -> int:
 
 @device_function
 def divide(value: Any, divisor: Any) -> Any:
-    """Quotient and remainder of what is not negative and below 2**32: by a constant, one product and one difference."""
+    """Quotient and remainder of a number from 0 to 2**32 - 1: by a constant, one product and one difference."""
     quotient = int64(uint32(value) // uint32(divisor))
     return quotient, int64(value) - quotient * divisor
 
 
 @device_function
 def turns(count: Any, threads: Any) -> Any:
-    """How often all threads together must take one of `count` things each: of constants a constant.
+    """How often all threads together must take one of `count` things each: a constant for constants.
 
     A loop whose number of turns is known costs nothing where it is one; else the compiler unrolls it fourfold.
     """

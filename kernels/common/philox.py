@@ -1,4 +1,4 @@
-"""Philox4x32-10 and its uniform numbers as device functions, bit for bit those of `kernels.reference.random`.
+"""Philox4x32-10 and its uniform numbers as device functions, bit for bit those of `kernels.reference.sampling.random`.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. It knows neither seeds
 nor streams: the caller makes counters and keys.

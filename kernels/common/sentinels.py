@@ -1,6 +1,6 @@
 """Numbers that some blocks of a launch leave in global memory for others of it, without a barrier between them.
 
-Before the launch their place is filled with a NaN that arithmetic never gives; whoever reads asks again until none of
+Before the launch their place is filled with a NaN that arithmetic never gives; a reader loads again until none of
 it is left. Every number says for itself whether it is there, so that nobody needs a fence, which would wait for all
 copies that a block has under way. It knows nothing of what the numbers are.
 

@@ -1,7 +1,7 @@
-"""Read memory once and fold it into a few words: what a card's memory can deliver to a kernel, its wall.
+"""Read memory once and fold it into a few words: the bandwidth that a card's memory can deliver to a kernel.
 
 It knows nothing of what it reads. The words are written, so that no load can be left out, and their exclusive or is
-that of all that was read, so that a caller can check it.
+that of all words read, so that a caller can check it.
 """
 
 from functools import cache

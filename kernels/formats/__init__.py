@@ -55,7 +55,7 @@ def matrix_format(parts: Parts) -> MatrixFormat:
 
 
 def matrix_parts(name: str, held: Container[str]) -> dict[str, str]:
-    """The weights that hold a matrix, by part: itself, or those that stand in its place; empty where it is missing.
+    """The weights that hold a matrix, by part: itself, or its quantised parts; empty where it is missing.
 
     name  of the matrix as operations have it, `layers.0.qkv.weight`
     held  names of all weights

@@ -1,7 +1,7 @@
 """Parts of K that are summed one by one and added as a tree, so that any number of cards has the same bits.
 
-A part is whole steps of 64 columns, and its sum begins at zero: its bits depend on its columns alone, whoever sums it.
-It knows no product.
+A part is whole steps of 64 columns, and its sum begins at zero: its bits depend on its columns alone, whichever warp or
+card sums it. It knows no product.
 """
 
 from collections.abc import Callable, Sequence

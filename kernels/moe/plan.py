@@ -206,7 +206,7 @@ def rows_a_launch(ranks: int, limit: int = 64) -> int:
 
 
 def next_power(count: int) -> int:
-    """The power of two that is no less."""
+    """The least power of two that is no less than `count`."""
     return 1 << (count - 1).bit_length()
 
 

@@ -3,8 +3,8 @@
 A block has four experts and a few rows. It fetches its experts' weights before the kernel before it has ended, norms
 its rows in the order of `norm_math` where it is asked to, and multiplies: four warps share an expert, each with a
 quarter of the columns, so a logit's order of accumulation depends on the width alone. Rows are multiplied as bf16, as
-they are stored: the bits of a row do not depend on who normed it. It knows nothing of top-k routing (`topk_routing`),
-nor of what the experts compute.
+they are stored: the bits of a row do not depend on which kernel normed it. It knows nothing of top-k routing
+(`topk_routing`), nor of what the experts compute.
 """
 
 from functools import cache

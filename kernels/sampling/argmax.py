@@ -32,7 +32,7 @@ def argmax(
 ) -> list[KernelCall]:
     """The name of the index of each row's largest logit, the lowest index among equals.
 
-    best      [R, B, 2]   int32    what the GEMM left: see `decode_gemm.PartialArgmax`
+    best      [R, B, 2]   int32    the GEMM's best pairs: see `decode_gemm.PartialArgmax`
     row_live  [R] or [..] uint8    R entries; None: all live
     out       [R]         int32    out: the name; -1 in a dead row and in one that is broken
     names     [V]         int32    what to write in place of an index

@@ -1,6 +1,7 @@
 """Penalties, biases and banned stops on a chunk of logits in shared memory: a device function of `sample`.
 
-Penalties, biases and bans, in the order and with the roundings of `kernels.reference.sample`. It draws nothing.
+Penalties, biases and bans, in the order and with the roundings of `kernels.reference.sampling.sample`. It draws
+nothing.
 """
 
 import functools

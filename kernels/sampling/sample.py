@@ -2,10 +2,9 @@
 
 A row's largest logit comes from the best pairs that the logits' GEMM left (or `row_pairs` makes), and ends a greedy row
 in its first block, whose others leave at once. Where a slot wishes for another order (penalties, biases, bans, the
-masks of a grammar, for which it waits), each
-block processes its chunk, and the row's largest is the best of theirs. A row that is drawn has its blocks find the
-bounds of top_k and top_p where they are set, add noise, and find the largest. Order and roundings are those of
-`kernels.reference.sample`.
+masks of a grammar, for which it waits), each block processes its chunk, and the row's largest is the best of theirs.
+Where a row is drawn, its blocks find the bounds of top_k and top_p where they are set, add noise, and find the largest.
+Order and roundings are those of `kernels.reference.sampling.sample`.
 A draw depends on nothing but its own row, its slot's state and its position. The state that the step's first
 kernel settled (slots and their parameters) is read before the kernel before this one has ended.
 """

@@ -1,4 +1,4 @@
-"""The end of a step: the drafts go to the next step, and what the host must know into the ring that it polls.
+"""The end of a step: the drafts go to the next step, and its results into the ring that the host polls.
 
 `tree_masks` and `publish` of the reference, each alone or both in one launch. A publication may decide whether a loop
 on the device goes on. It knows no request.

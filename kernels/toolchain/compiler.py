@@ -50,7 +50,7 @@ class CompiledKernel:
 def compile_kernel(kernel: Kernel, capability: tuple[int, int], cache_directory: Path | None = None) -> CompiledKernel:
     """Compile, or take from `cache_directory` what an earlier run compiled from the same sources.
 
-    What another machine compiled is taken too, by the same compilers: of NVVM, by any version where one is not known.
+    Code that another machine compiled with the same compilers is taken too; an unknown version of NVVM equals any.
 
     Raises DeviceError when the linker refuses the PTX, with its log, and for machine code that is known to be wrong.
     """

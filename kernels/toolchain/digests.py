@@ -89,7 +89,7 @@ def _digest_of(files: frozenset[Path]) -> str:
 def sources_of(files: Iterable[Path]) -> set[Path]:
     """The files, and those of all modules below the package that they import, however far away.
 
-    What only describes kernels is left out, with what it imports.
+    Modules that only describe kernels are left out, with those that they import.
     """
     found, ahead = set[Path](), list(files)
     while ahead:

@@ -94,7 +94,7 @@ class Kernel:
     shared_bytes  dynamic shared memory a block, beside what it declares itself
     linked        False: the driver links it when it is loaded (it calls a function of the driver's)
     most_blocks   blocks of it that may meet on a multiprocessor; 0: as many as fit. A launch that starts while others'
-                  blocks leave would crowd where they left first, and all would wait for the crowded ones
+                  blocks leave would else crowd the multiprocessors that empty first, and wait for those
     specific      it has instructions of one capability alone, which no later one has: assembled for that (sm_90a)
     """
 

@@ -1,4 +1,4 @@
-"""The table of the card that is there: the user's own before the shipped one, said aloud once. It measures nothing."""
+"""The table of the card that is there: the user's own before the shipped one, logged once. It measures nothing."""
 
 import logging
 import re
@@ -42,7 +42,7 @@ def find_table(card_name: str, card: Card, own: Path | None, shipped: Path = SHI
 
 
 def tuned_card(card_name: str, card: Card, own: Path | None, shipped: Path = SHIPPED) -> Card:
-    """The card with its table; which it is, or that plans are derived, is logged once for each card and folder."""
+    """The card with its table; its commit, or the lack of a table, is logged once for each card and folder."""
     table = find_table(card_name, card, own, shipped)
     if (card_name, own) not in _said:
         _said.add((card_name, own))

@@ -169,7 +169,7 @@ def choose_plan(
 ) -> tuple[P, Planned]:
     """The plan of a launch, and its place in tables: the candidate with an entry's knobs, else the first.
 
-    An entry whose knobs are no candidate's, as of an older version, is none.
+    An entry whose knobs match no candidate, as of an older version, is ignored.
     """
     key = key_of(facts)
     knobs = None if table is None else table.find(kind, key)

@@ -2,7 +2,7 @@
 
 A block has 128 or 64 rows of a head, 64 a warpgroup. Keys and values lie in tiles of 128 positions, see `gather_kv`; a
 block takes those that its rows see, the last one first. While the tensor cores multiply a tile's queries and keys, and
-the weights and values of the tile before, nobody waits but for the scores. No warp is there to copy alone: nine warps
+the weights and values of the tile before, warps wait for the scores alone. There is no producer warp: nine warps
 leave a thread fewer registers than its sums, scores and weights take.
 
 Tiles stand at multiples of 128 from position 0, and one that a row sees nothing of adds zeros to its sums, or scales

@@ -1,7 +1,7 @@
 """Keys and values of the positions that a chunk of prefill sees, copied from the paged caches to rows side by side.
 
-Which positions those are is told by the chunk's start, read on the device. A thread copies 16 bytes of four keys and of
-four values at a time; the work is in proportion to what is seen. Codes become the numbers that everybody reads. Rows
+The chunk's start, read on the device, determines those positions. A thread copies 16 bytes of four keys and of
+four values at a time; the work is in proportion to what is seen. Codes are decoded to bf16. Rows
 lie one behind the other, or in a head's tiles of 128 positions as a warpgroup's products take them: halves of 64
 columns, whose rows of 128 bytes are swizzled. It knows nothing of what attention makes of the rows.
 """

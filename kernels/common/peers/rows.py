@@ -72,7 +72,7 @@ class PeerRows:
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """Those of a kernel: rank, abort, rows, and every rank's area, 0 for ranks that there are not."""
+        """The kernel's arguments: rank, abort, rows, and every rank's area, 0 for ranks that do not exist."""
         return (self.rank, self.abort, self.rows, *self.areas, *[0] * (MAX_RANKS - self.size))
 
 
@@ -84,7 +84,7 @@ def area_shape(ranks: int, rows: int, width: int) -> tuple[int, ...]:
 def make_begin(ranks: int, width: int) -> Any:
     """A device function (given, row, column): an exchange of one place of a row, begun before its number is there.
 
-    given  what `PeerRows.arguments` are
+    given  the tuple `PeerRows.arguments`
     """
 
     @device_function

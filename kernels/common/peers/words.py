@@ -2,7 +2,7 @@
 
 Every word says for itself whether it is there, so nobody needs a flag, a fence or a barrier. Two slots take turns. A
 rank pushes to a slot again only after it has taken the exchange in between from all peers, who began that one when
-they had read this slot: so no word is overwritten that anybody still awaits, and what a slot holds of before is always
+they had read this slot: so no word is overwritten that a rank still awaits, and the old words of a slot are always
 two epochs old. Ranks read their own memory alone while they wait.
 
 A wait ends without its words when the word `abort`, which all ranks and the host share, is not zero, or after so many
@@ -45,7 +45,7 @@ def check_rank(rank: int, count: int) -> None:
 
 
 def awaited_code(code: int) -> tuple[int, int]:
-    """The rank that gave up and the rank that it waited for, of what `abort` holds."""
+    """The rank that gave up and the rank that it waited for, decoded from the word `abort`."""
     return (code & 0xFF) - 1, (code >> 8 & 0xFF) - 1
 
 

@@ -2,8 +2,8 @@
 to the residual stream.
 
 A tile is awaited by the warps that finish it, while others multiply on: but for a block's last tiles an exchange hides
-behind the weights. A block finishes its tiles in ascending order, on all ranks: so whoever waits for a tile waits for
-one that waits for none of its own or later ones, however grids are cut.
+behind the weights. A block finishes its tiles in ascending order, on all ranks: so a peer that a wait for a
+tile depends on can itself wait for earlier tiles alone, however grids are cut.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The list of a step's distinct experts and of who chose them, made by every block for itself.
+"""The list of a step's distinct experts and of the pairs that chose them, made by every block for itself.
 
 A unit is an expert and up to `columns` pairs of a row and a rank that chose it: so many as one tile of mma takes.
 Units come in the order of their first pairs; the list is the same in every block.

@@ -73,8 +73,8 @@ def experts_gate_up(
                             dead
     card        what it runs on
     plan        how to cut the GEMM; None: by the card's table, or `plan_experts`'
-    One launch for each 64 rows. Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
-    Raises ShapeError for shapes that do not fit.
+    A launch for every `rows_a_launch` rows. Time: the distinct experts' bytes over the memory's bandwidth. Captured:
+    yes. Raises ShapeError for shapes that do not fit.
     """
     check_shape("x", x, expert_ids.shape[0], experts.columns)
     check_shape("out", out, *expert_ids.shape, experts.rows // 2)

@@ -4,8 +4,8 @@ A persistent grid shares out the tiles of all units (an expert and up to eight o
 run a tile at a time. Its warps share a tile's steps: each has a fixed run of them, whose inputs it holds while a unit
 lasts, and feeds itself through its own pipeline of copies, which runs on across tiles and units; so no warp waits for
 another. A few more add up their sums of a tile in order while they multiply the next ones. The order of
-accumulation depends on the weight's shape alone, and a pair has the same bits whoever shares its expert, in whatever
-column of a unit it stands. Where K is summed in parts each is a warp's, and has outputs of its own.
+accumulation depends on the weight's shape alone, and a pair has the same bits whichever pairs share its expert, in
+whatever column of a unit it stands. Where K is summed in parts each is a warp's, and has outputs of its own.
 
 An expert that more than eight pairs chose is several units. Their tiles are read at about the same time: the memory
 delivers them once and the L2 the other times.

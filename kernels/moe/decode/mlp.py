@@ -66,7 +66,8 @@ def experts_mlp(
     card: Card = H200,
     plan: MlpPlan | None = None,
 ) -> list[KernelCall]:
-    """Choose each row's experts, and add what they give to the residual stream, in one launch for each 64 rows.
+    """Choose each row's experts, and add what they give to the residual stream, a launch for every `rows_a_launch`
+    rows.
 
     x               [M, K]      bf16; with MXFP4 magnitudes below 2**64
     routing         the logits by which rows choose their experts

@@ -1,7 +1,7 @@
 """The GEMMs of a mixture of experts for many rows: pairs of a row and a rank grouped by expert, then grouped GEMMs.
 
 Each operation groups its pairs for itself, so that it may stand alone; a down GEMM right behind the gate_up GEMM of the
-same pairs takes the lists that it left in the workspace. What they ask workspaces for follows from shapes alone.
+same pairs takes the lists that it left in the workspace. The sizes of workspaces follow from shapes alone.
 """
 
 import itertools

@@ -296,7 +296,7 @@ def refresh_attention(
     scale: float,
     chunk_size: int | None = None,
 ) -> None:
-    """`prefill_attention` of few rows far behind a text's start: whoever runs it may take the positions before them in
+    """`prefill_attention` of few rows far behind a text's start: an executor may take the positions before them in
     parts, whose sums are added, and so round otherwise than for a prompt's rows."""
     prefill_attention(
         q, k_cache, v_cache, block_table, chunk, sinks, kv_scales, out=out, scale=scale, chunk_size=chunk_size

@@ -20,7 +20,7 @@ __all__ = ["exchange_parts", "gather_ranks", "join_columns", "sum_ranks"]
     write   out  float32  [R, M, W]  every rank's, by rank; W is the widest one's N, and columns past a rank's own zero
 """)
 def gather_ranks(x: torch.Tensor, *, out: torch.Tensor, rank: int) -> None:
-    """Hand this rank's part to all ranks; it is complete when all have.
+    """Hand this rank's part to all ranks; the gathering is complete when all ranks have.
 
     rank  this one, from 0
     By itself this is a rank's part of the exchange alone; `exchange_parts` is the whole of it. Raises ShapeError for a

@@ -43,7 +43,7 @@ def router(
     over_all: bool = False,
     row_block: int = ROW_BLOCK,
 ) -> None:
-    """Choose each row's experts, and their shares by softmax over the chosen, which is that over all made to sum to 1.
+    """Choose each row's experts, and their shares by softmax over the chosen (that over all, renormalised to sum to 1).
 
     over_all  shares are those of the softmax over all experts, and sum to less
     Logits are float32, never rounded to the compute dtype. Raises ShapeError for shapes that do not fit.

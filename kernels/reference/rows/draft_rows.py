@@ -1,6 +1,6 @@
 """The rows that the EAGLE3 draft model runs over: accepted rows, the live one among them, and the tree's levels.
 
-The head's row for the token at index i uses the target's feature at i - 1 and is stored at index i, so that a
+The draft model's row for the token at index i uses the target's feature at i - 1 and is stored at index i, so that a
 cached block depends on its own prefix alone; index 0 is never used.
 """
 
@@ -109,7 +109,7 @@ def store_boundary(
     block_features: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Keep the feature of each block's last position: a reused prefix has nobody else to give it."""
+    """Keep the feature of each block's last position: a reused prefix has no other source of it."""
     rows = positions.shape[1]
     ends = (row_live != 0) & ((positions + 1) % block_size == 0)
     owner, row = ends.nonzero(as_tuple=True)

@@ -70,8 +70,9 @@ def choose_drafts(
     """Learn from the last proposals, and take the drafts of which more should be accepted; a tie is the model's.
 
     fresh  the slots' requests are new: nothing is known of them but the odds in general
-    Expected of a source is the sum over its drafts of the products of the odds up to each; the odds of a text's draft
-    are its share of the places with its predecessors, times how often such shares kept their promise.
+    A source's expected number of accepted drafts is the sum over its drafts of the products of the odds up to each; the
+    odds of a text's draft are its share of the places with its predecessors, times how often such shares kept their
+    promise.
     Time: some dozen integers a slot. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     given = (tokens, slots, draft_live, draft_lens, text_nodes, draft_shares, match_lens)

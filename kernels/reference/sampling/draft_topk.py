@@ -1,4 +1,4 @@
-"""The head's proposals: the likeliest draft ids of a row, as target ids."""
+"""The draft model's proposals: the likeliest draft ids of a row, as target ids."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Acceptance: follow the drafted children that equal the target's draw, and commit what was followed.
+"""Acceptance: follow the drafted children that equal the target's draw, and commit the path.
 
 Source: EAGLE-3, arXiv 2503.01840, section 3; sample-and-match: the draw at every node is the target's own, so the
 committed tokens are those of decoding without drafts, whatever was drafted.

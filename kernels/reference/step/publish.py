@@ -1,4 +1,4 @@
-"""The end of a step: what the host must know goes into a ring that it polls."""
+"""The end of a step: its results go into a ring that the host polls."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The columns of a slot's record: what the host writes once when a request joins, and every operation reads.
+"""The columns of a slot's record: written once by the host when a request joins, and read by every operation.
 
 `slot_ints` [max B, NUM_INTS] int64 and `slot_floats` [max B, NUM_FLOATS] float32 hold one row a slot. This module
 is numbers only, so that kernels, operations and the host agree on them.

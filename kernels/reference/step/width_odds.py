@@ -4,8 +4,9 @@ A slot's drafts are a chain. Odds by position say how often a draft whose predec
 They are kept apart by the run of right drafts behind which a step begins, which tells more than anything else: behind a
 long run the next drafts are nearly always right, behind a wrong one often not. There are odds of each slot, which
 forget what is old, and of all requests, from which a new request begins. What a slot has not seen lately is taken from
-the position before it, in the proportion that holds over all requests. Expected of a width is a token and the sum over
-its drafts of the products of the odds up to each. All numbers are integers, so that every executor counts alike.
+the position before it, in the proportion that holds over all requests. The expected tokens of a width are one plus the
+sum over its drafts of the products of the odds up to each. All numbers are integers, so that every executor counts
+alike.
 """
 
 import torch

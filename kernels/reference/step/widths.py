@@ -1,10 +1,10 @@
 """The width of a step: how many drafts are made and verified, by what they should bring against what they cost.
 
-Expected of a width are the tokens of all slots by their odds, see `width_odds`; a width costs what a step of it takes,
-and more the more positions are attended to. The width of most expected tokens by its cost is chosen, but the last one
-stays unless another is better by more than a 256th. At width zero nothing is learnt: so a draft is tried now and then,
-as often as costs at most a 512th of the time by what is known. The same seed gives the same tokens whatever is chosen.
-All numbers are integers, so that every executor chooses alike.
+The expected tokens of a width are those of all slots by their odds, see `width_odds`; a width costs what a step of it
+takes, and more the more positions are attended to. The width of most expected tokens by its cost is chosen, but the
+last one stays unless another is better by more than a 256th. At width zero nothing is learnt: so a draft is tried now
+and then, as often as costs at most a 512th of the time by what is known. The same seed gives the same tokens whatever
+is chosen. All numbers are integers, so that every executor chooses alike.
 """
 
 import torch
