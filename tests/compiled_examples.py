@@ -34,15 +34,13 @@ EXAMPLES = {
         if capability not in (H200.capability, *ENDS)
     },
 }
-# One of each kind that a dense model's decode step launches, for the usual card; the others, other sizes and other
-# capabilities are left to the second stage.
-DENSE_STEP = ("attention.", "gemm.decode.", "rows.", "sampling.", "step.")
-ELSEWHERE = ("attention.prefill.", "rows.ranks.")
-FIRST_STAGE = {
-    (H200.capability, kernel.name)
-    for module, kernel in first_examples(H200)
-    if module.startswith(DENSE_STEP) and not module.startswith(ELSEWHERE)
-}
+# What a small model's step without drafts launches, for the usual card; other kinds, sizes and capabilities are left to
+# the second stage.
+PLAIN_STEP = (
+    *("attention.attention", "attention.combine", "attention.kv_write", "gemm.decode.gemm", "rows.embed", "rows.norm"),
+    *("rows.rotate", "sampling.argmax", "sampling.sample", "step.accept", "step.begin_step", "step.publish"),
+)
+FIRST_STAGE = {(H200.capability, kernel.name) for module, kernel in first_examples(H200) if module in PLAIN_STEP}
 
 
 @contextmanager

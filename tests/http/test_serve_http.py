@@ -50,6 +50,7 @@ def door_of(server: int) -> int:
     raise AssertionError("no door")
 
 
+@pytest.mark.second
 def test_a_server_opens_a_door_and_outlives_it(tmp_path: Path, repository: Path) -> None:
     with serving(tmp_path, ["--http", "0"]) as server:
         facts = server.ready["http"]

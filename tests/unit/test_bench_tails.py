@@ -22,6 +22,7 @@ def run(out: Path, *more: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.second
 def test_a_row_for_each_case_and_none_is_measured_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,6 +137,7 @@ def test_memory_that_only_torch_s_cache_holds_counts_as_free(monkeypatch: pytest
     assert available_bytes(torch.device("cuda", 0)) == 4 << 30
 
 
+@pytest.mark.second
 def test_alive_tensors_are_found_behind_views_and_arrays() -> None:
     tensor = torch.zeros(8)
     held = storages([tensor])

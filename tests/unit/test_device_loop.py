@@ -138,7 +138,7 @@ class Script:
     [
         *(later(*way, number % 2) for number, way in enumerate(WAYS) if number != 1),
         later(*WAYS[1], 1),
-        (*WAYS[-1], 1),
+        later(*WAYS[-1], 1),
     ],
 )
 def test_any_order_gives_the_tokens_of_each_request_alone(
@@ -230,6 +230,7 @@ def test_a_full_house_keeps_looping_while_others_wait(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("device_loop", "lead"), staged(WAYS, first=[WAYS[1], WAYS[3]]))
+@pytest.mark.second
 def test_nothing_comes_after_a_cancel(device_loop: bool, lead: int, make: Make) -> None:
     runtime, device = make(device_loop=device_loop, lead=lead)
     with runtime:
@@ -268,6 +269,7 @@ def test_the_last_one_s_cancel_ends_the_loop(make: Make) -> None:
         assert device.idle
 
 
+@pytest.mark.second
 def test_a_smaller_bucket_replaces_the_loop(make: Make) -> None:
     runtime, device = make()
     with runtime:

@@ -145,6 +145,7 @@ def late_runtime(
         later(2, 0.0, {"tree": [[0], [1], [0, 0]]}),
     ],
 )
+@pytest.mark.second
 def test_a_rank_that_is_late_reads_what_the_first_has_read(
     depth: int, chance: float, options: dict[str, Any], pair: PairPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_rank_that_is_late_reads_what_the_first_has_read(
 
 
 @pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.second
 def test_a_late_rank_has_drawn_before_its_slot_has_another_request(
     depth: int, pair: PairPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

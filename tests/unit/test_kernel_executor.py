@@ -46,6 +46,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Car
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.second
 def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, card: Card, tmp_path: Path) -> None:
     """And with multiples of 64 rows, by wide products where the card has them."""
     pair = make_named(name, tmp_path)
@@ -103,6 +104,7 @@ def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
         assert old != new, place
 
 
+@pytest.mark.second
 def test_kernels_compiled_ahead_are_those_of_a_runtime(
     card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def outputs_of(runtime: Runtime, name: str, depth: int | None = None) -> list[St
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.second
 def test_stop_tokens_end_a_run_wherever_they_stand_in_it(temperature: float, pair: PairPaths) -> None:
     prompt, sampling = prompt_of(11, seed=2), SamplingParams(max_tokens=24, seed=5, temperature=temperature)
     inside = 0
@@ -72,6 +73,7 @@ def test_stop_tokens_end_a_run_wherever_they_stand_in_it(temperature: float, pai
 
 
 @pytest.mark.parametrize("tree", [None, TREE])
+@pytest.mark.second
 def test_max_tokens_cut_a_run_wherever_they_fall_in_it(tree: Any, pair: PairPaths) -> None:
     prompt = prompt_of(11, seed=2)
     inside = 0
@@ -208,6 +210,7 @@ def test_nan_in_a_shared_prefix_is_not_shared_any_further(pair: PairPaths) -> No
 
 @pytest.mark.parametrize("kind", ["head.k_cache", "head.v_cache", "block_features"])
 @pytest.mark.parametrize("tree", [None, TREE, {"dynamic_tree_max_topk": 3}], ids=["chain", "tree", "dynamic"])
+@pytest.mark.second
 def test_nan_in_the_head_costs_drafts_and_nothing_else(kind: str, tree: Any, pair: PairPaths) -> None:
     prompt, sampling = prompt_of(14, seed=9), SamplingParams(max_tokens=24, temperature=1.0, seed=2)
     with load(pair, depth=3, tree=tree) as runtime:

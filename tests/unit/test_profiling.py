@@ -309,6 +309,7 @@ def test_steps_are_those_that_were_recorded(covered: Covered, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.second
 def test_every_rank_tells_what_it_exchanges(fused: bool, covered: Covered, monkeypatch: pytest.MonkeyPatch) -> None:
     """GEMMs that exchange their sums as they finish, or launches of their own; and waits for the other one."""
     runtime, _ = covered

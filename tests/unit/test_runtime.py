@@ -133,6 +133,7 @@ def _all_steps(runtime: Runtime) -> Iterator[StepOutput]:
         yield from runtime.step()
 
 
+@pytest.mark.second
 def test_what_decoding_wrote_is_shared_only_when_asked_for() -> None:
     prompt = list(range(300, 340))
     cached = {}
@@ -158,6 +159,7 @@ def test_given_ids_do_not_meet_made_ones() -> None:
         assert len(set(names)) == 2
 
 
+@pytest.mark.second
 def test_simulated_acceptance_is_marked_everywhere() -> None:
     config = SpeculativeConfig(
         model=DEMO / "head", num_speculative_tokens=3, simulated_accept_length=2.5, simulated_seed=1

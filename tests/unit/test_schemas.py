@@ -67,6 +67,7 @@ def test_a_schema_has_its_functions_arguments(kind: str) -> None:
     assert any(argument.access in ("write", "update") for argument in found.schema.arguments.values())
 
 
+@pytest.mark.second
 def test_all_programs_fit_down_to_the_shapes_of_their_weights(pairs: Mapping[str, Pair]) -> None:
     """Programs know no weights' shapes, but here they are known: they must unify, too."""
     kinds = set()

@@ -58,6 +58,7 @@ def speeds(replay: Any, texts: list[list[int]]) -> tuple[float, list[float]]:
     return chosen, [policy.tokens_per_us(texts, us, width) for width, us in enumerate(steps_us)]
 
 
+@pytest.mark.second
 def test_on_recorded_texts_it_is_as_fast_as_the_best_width() -> None:
     """The bundled pair's, by domain and temperature: a runtime serves one after the other, and learns meanwhile."""
     steps, texts = STEPS_US["bundled"], policy.read_texts(TEXTS)

@@ -214,6 +214,7 @@ def mutate(draw: Any, value: Any) -> Any:
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4"])
 @given(data=st.data())
+@pytest.mark.second
 def test_mutated_configs_load_or_are_refused(
     family: str, made: dict[str, Path], tmp_path: Path, data: st.DataObject
 ) -> None:

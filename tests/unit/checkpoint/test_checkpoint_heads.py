@@ -467,6 +467,7 @@ def test_weights_that_are_pickled_are_named(tmp_path: Path) -> None:
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("layout", ["modelopt", "speculators"])
+@pytest.mark.second
 def test_mutated_configs_load_or_are_refused(layout: str, tmp_path: Path, data: st.DataObject) -> None:
     """Whatever one key holds, nothing but ConfigError comes out, and what is accepted loads."""
     write_draft_layout(tmp_path, layout, eagle={IDS: [2, 4, 5]} if layout == "modelopt" else None)

@@ -37,6 +37,7 @@ def last_line(*arguments: object, code: int = 0) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.second
 def test_the_bundled_pair_runs_and_its_file_keeps_the_schema(tmp_path: Path) -> None:
     strict = ("--device", "cpu", "--executor", "reference", "--perf-mode", "strict", "--quantize", "fp8")
     rounded = ("--draft-quantize", "fp8", "--repeats", 2)

@@ -99,6 +99,7 @@ def test_a_wrong_shift_is_seen() -> None:
     assert not unshifted_is_best([ShiftResult(0, (1,), 0, 0)])
 
 
+@pytest.mark.second
 def test_doctor_finds_a_head_that_is_off_by_one(tmp_path: Path) -> None:
     head = tmp_path / "head"
     shutil.copytree(bundled("head"), head)
@@ -196,6 +197,7 @@ def test_demo_compares_and_ends_with_one_json_object() -> None:
     assert "accepted length" in result.stdout and "running on cpu" in result.stderr
 
 
+@pytest.mark.second
 def test_demo_takes_a_prompt_and_samples_the_same_twice() -> None:
     arguments = ("demo", "--prompt", "The sea was", "--max-tokens", 16, "--temperature", 0.7, "--seed", 3, "-S", 2)
     first, second = lowlat(*arguments), lowlat(*arguments)

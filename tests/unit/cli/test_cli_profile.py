@@ -107,6 +107,7 @@ def test_json_is_the_whole_profile(card: dict[str, Any]) -> None:
     assert card["max_batch"] == 2 and card["speculative"].num_speculative_tokens == 1
 
 
+@pytest.mark.second
 def test_of_several_cards_each_tells_what_it_exchanges(card: dict[str, Any]) -> None:
     shown = lowlat(*SMALL, "--tensor-parallel", 2, "--devices", "2,3")
     assert shown.exit_code == 0, shown.output
@@ -137,6 +138,7 @@ def test_trace_without_a_directory_is_refused_before_anything_runs(card: dict[st
     assert "max_batch" not in card
 
 
+@pytest.mark.second
 def test_a_long_context_is_shortened_and_said(card: dict[str, Any]) -> None:
     shown = lowlat("profile", "--context", 5000, "--steps", 2, "--json")
     assert shown.exit_code == 0, shown.output

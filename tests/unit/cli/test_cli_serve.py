@@ -59,6 +59,7 @@ def test_without_arguments_the_bundled_model_is_served_on_the_default_endpoint(f
     assert any(line["message"] == "serving" for line in lines) and "secretly" not in server.log.read_text()
 
 
+@pytest.mark.second
 def test_a_live_endpoint_is_refused_and_a_dead_ones_socket_is_taken_over(folder: Path, talker: Path) -> None:
     common = ("--model", talker, "--max-context", 64, "-S", 0)
     with serving(folder, common) as server:

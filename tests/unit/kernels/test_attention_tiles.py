@@ -68,6 +68,7 @@ def walked(case: Case, plan: AttentionPlan, tail: int | None) -> tuple[torch.Ten
     ],
     ids=str,
 )
+@pytest.mark.second
 def test_tiles_are_counted_as_the_kernel_walks_them_and_no_plan_changes_a_bit(
     lengths: list[int], masks: list[int], options: dict[str, Any]
 ) -> None:

@@ -44,6 +44,7 @@ PREFILL = (
         (True, "none", 2, 2, True, 64, 32, 2, {"warps": 2}),
     ],
 )
+@pytest.mark.second
 def test_gemms_alone_have_the_bits_of_the_one_launch(
     late: bool, kind: str, rows: int, ranks: int, quantised: bool, hidden: int, inner: int, blocks: int,
     cut: dict[str, int] | None,

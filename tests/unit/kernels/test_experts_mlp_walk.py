@@ -54,6 +54,7 @@ def test_it_is_the_reference_s(
     assert walker.bytes_copied == units * parts * step
 
 
+@pytest.mark.second
 def test_cards_add_up_their_parts_of_every_expert() -> None:
     """Two cards with other weights and the same choice, twice: each has the sum of both, by its own partials' bits."""
     rows, ranks, cards, hidden = 3, 2, 2, 72
@@ -80,6 +81,7 @@ def test_cards_add_up_their_parts_of_every_expert() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", later("int4_32_zeros")])
+@pytest.mark.second
 def test_experts_of_dense_formats_without_biases(name: str) -> None:
     """Plain SwiGLU, scales of rows and of groups; shares of the softmax over all experts."""
     mixture, logits = make_mixture(5, 192, 64, quantised=name, biased=False), make_logits("random", 2, 5)

@@ -75,6 +75,7 @@ def test_products_are_the_reference_s(
         (False, 32, 160, {"part": 1}),
     ],
 )
+@pytest.mark.second
 def test_units_begin_and_end_inside_of_runs(late: bool, hidden: int, inner: int, cut: dict[str, int]) -> None:
     """By every pipeline; three steps of columns of either product shared by more warps than there are steps, by fewer,
     and taken in parts of all of a warp's steps, of some, of one."""
@@ -99,12 +100,14 @@ def test_warps_that_only_one_product_has(up_warps: int, down_warps: int) -> None
 
 
 @pytest.mark.parametrize("kind", ["random", "shared", "dead"])
+@pytest.mark.second
 def test_pairs_for_more_than_a_warp_are_listed(kind: str) -> None:
     """In memory that looks as if pairs that are not there had chosen expert 0."""
     mixture = make_mixture(6, 32, 32)
     mixture.check(run(Walker(rest=0), mixture, mixture.rows(11), make_topk_routing(kind, 11, 4, 6), 4))
 
 
+@pytest.mark.second
 def test_a_row_has_the_same_bits_in_any_company() -> None:
     """Beside rows that hold NaN, whoever shares its experts, and however the products are cut."""
     mixture, ids = make_mixture(4, 160, 32), torch.tensor([[2, 1]], dtype=torch.int32)

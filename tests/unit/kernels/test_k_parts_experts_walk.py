@@ -92,7 +92,7 @@ class Case:
     [
         (1, 2, 64, 9, False, "random"),
         later(4, 2, 32, 33, True, "random"),  # parts of more steps than are copied at once
-        (3, 2, 48, 5, True, "random"),  # some parts have no columns, and tiles come alone
+        later(3, 2, 48, 5, True, "random"),  # some parts have no columns, and tiles come alone
         later(11, 1, 128, 12, False, "shared"),
     ],
 )
@@ -104,6 +104,7 @@ def test_few_rows(rows: int, ranks: int, width: int, steps: int, quantised: bool
     ("rows", "ranks", "width", "steps", "quantised"),
     [(5, 2, 32, 9, True), later(17, 1, 36, 5, False), later(40, 2, 64, 11, True)],
 )
+@pytest.mark.second
 def test_many_rows(rows: int, ranks: int, width: int, steps: int, quantised: bool) -> None:
     Case(rows, ranks, width, steps, quantised).check(prefill=True)
 

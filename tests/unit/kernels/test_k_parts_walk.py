@@ -66,7 +66,7 @@ def cut_weight(name: str, rows: int, columns: int) -> Any:
         later("bf16", 2, 40, 22, 2, {"areas": 1, "num_blocks": 1}),
         later("fp8", 2, 48, 11, 1, {}),
         later("fp8_block", 1, 32, 16, 2, {"weight_tiles": 1}),
-        ("int4_128", 3, 48, 16, 2, {}),
+        later("int4_128", 3, 48, 16, 2, {}),
         later("nvfp4", 1, 48, 9, 1, {"stages": 1}),
     ],
 )

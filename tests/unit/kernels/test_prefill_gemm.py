@@ -109,6 +109,7 @@ def packed_weight(name: str, width: int, depth: int, order: torch.Tensor) -> tup
         ("bf16", 512, 24, 136, (2, 2), (256, 1, 2, False)),
     ],
 )
+@pytest.mark.second
 def test_products_walked(
     held: str, rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[int, int, int, bool],
     monkeypatch: pytest.MonkeyPatch,

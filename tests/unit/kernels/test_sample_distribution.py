@@ -80,6 +80,7 @@ def test_many_noise_vectors_draw_a_steep_softmax() -> None:
     assert p_value(torch.bincount(tokens, minlength=8), torch.softmax(logits.double(), 0)) > 1e-3
 
 
+@pytest.mark.second
 def test_neighbouring_positions_and_seeds_draw_independently() -> None:
     world, logits = World(4, 1), torch.zeros(ROWS, 4)
     pairs = torch.zeros(2, 16, dtype=torch.int64)
