@@ -161,6 +161,19 @@ class Baselines:
             self._known[key] = decode(runtime, prompt, self.params(temperature), 0)
         return self._known[key]
 
+    def both(
+        self, runtime: Runtime, prompt: str | list[int], temperature: float, depth: int
+    ) -> tuple["Sum", list[int]]:
+        """A prompt decoded with drafts, its figures beside those at S = 0; and the tokens, which are compared."""
+        one = Sum()
+        expected, one.baseline_seconds, before = self.of(runtime, prompt, temperature)
+        tokens, one.seconds, after = decode(runtime, prompt, self.params(temperature), depth)
+        one.baseline_decode_seconds, one.decode_seconds = before.decode_s or 0.0, after.decode_s or 0.0
+        one.prompts, one.tokens, one.steps, one.identical = 1, len(tokens), after.num_steps, tokens == expected
+        if after.speculation is not None:
+            one.stats.merge(after.speculation)
+        return one, tokens
+
 
 @dataclass(frozen=True)
 class _Bench:
@@ -201,16 +214,8 @@ class _Bench:
         return [*tokens, *answer, *tokens]
 
     def _decode_both(self, prompt: str | list[int]) -> "Sum":
-        one = Sum()
-        baseline, one.baseline_seconds, before = self.baselines.of(self.runtime, prompt, self.temperature)
-        params = self.baselines.params(self.temperature)
-        tokens, one.seconds, after = decode(self.runtime, prompt, params, self.depth)
-        one.baseline_decode_seconds, one.decode_seconds = before.decode_s or 0.0, after.decode_s or 0.0
-        one.prompts, one.tokens, one.steps = 1, len(tokens), after.num_steps
-        one.identical = tokens == baseline
+        one, tokens = self.baselines.both(self.runtime, prompt, self.temperature, self.depth)
         one.loops = _loops(tokens)
-        if after.speculation is not None:
-            one.stats.merge(after.speculation)
         return one
 
 

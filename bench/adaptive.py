@@ -10,7 +10,7 @@ step. S = 0 has no draft model loaded. Rows are added to an existing file, and r
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,8 +77,7 @@ def _rows(subject: Subject, options: argparse.Namespace, sizes: dict[str, Any]) 
         loads.append((length, True, MOST, [(AUTO, None)]))
     for length, adaptive, most, settings in loads:
         imposed = {} if length is None else {"simulated_accept_length": length}
-        part = replace(subject, speculation={**(subject.speculation or {}), **imposed})
-        with part.load(most, adaptive=adaptive, **sizes) as runtime:
+        with subject.drafting(**imposed).load(most, adaptive=adaptive, **sizes) as runtime:
             stamps = stamps_of(runtime.device_choice.device, options.commit)
             for work in _works(subject, options):
                 for name, asked in settings:

@@ -12,7 +12,6 @@ flatters acceptance: `distinct_tokens` tells the file's length. The bundled targ
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _rows(subject: Subject, window: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of all places, by one runtime."""
     if window:
-        subject = replace(subject, speculation={**(subject.speculation or {}), "draft_window": window})
+        subject = subject.drafting(draft_window=window)
     sizes = {"max_batch": 1, "max_context": max(options.positions) + options.tokens + options.depth + 1}
     with subject.load(options.depth, **sizes) as runtime:
         stamps = stamps_of(runtime.device_choice.device, options.commit)

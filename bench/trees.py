@@ -21,8 +21,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from lowlat.models.program import Op
 from lowlat.speculators.methods import draft_method
 from lowlat.speculators.tree.topology import TreeTopology, what_if
 from lowlat.tools.bench.scenarios import Case
-from lowlat.tools.bench.subject import Subject
 
 SHAPES = ("chain", "static", "dynamic")
 DEPTH, RANKS = 7, 8
@@ -54,17 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured = [prompt for prompts in domains.values() for prompt in prompts[: options.limit]]
     others = [prompt for prompts in domains.values() for prompt in prompts[options.limit :][: options.probes]]
     rows, baselines = [], Baselines(options.max_tokens)
-    probed = options.temperature if "static" in options.shapes else ()
     if options.acceptance is None:
+        probed = options.temperature if "static" in options.shapes else ()
         tables = {temperature: _acceptance_by_rank(options, others, temperature) for temperature in probed}
     else:
-        tables = {temperature: _known(options)[1][temperature] for temperature in probed}
+        tables = _tables(options, json.loads(options.acceptance.read_text(encoding="utf-8")))
     for shape in _shapes(options, tables):
-        with _load(options, shape.options) as runtime:
+        with _load(options, shape.depth, **shape.options) as runtime:
             for temperature in shape.temperatures:
                 total = Sum()
                 for prompt in measured:
-                    total.add(_both(runtime, baselines, prompt, temperature, shape.depth))
+                    total.add(baselines.both(runtime, prompt, temperature, shape.depth)[0])
                 row = {**shape.labels(), **total.row("all", temperature)}
                 on_card = runtime.device_choice.device.type == "cuda"
                 kept = [name for name in row if on_card or not name.endswith("tokens_per_s")]
@@ -101,7 +99,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--geometry", help="time shapes at its size, with random weights")
     parser.add_argument("--context", type=int, default=8192, help="tokens of a geometry's prompt")
     parser.add_argument(
-        "--acceptance", type=Path, help="a file of this program: shapes of a geometry, and what is imposed"
+        "--acceptance", type=Path, help="a file of this program, in place of a probe; a geometry's accept lengths"
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
@@ -114,7 +112,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A shape of drafts. temperatures  at which it is measured: a static tree at the one that it was planned for."""
+    """A shape of drafts.
+
+    temperatures  at which it is measured: a static tree at the one that it was planned for
+    options       fields of SpeculativeConfig beside the depth
+    """
 
     name: str
     rows: int
@@ -131,7 +133,7 @@ class _Shape:
 def _shapes(options: argparse.Namespace, tables: dict[float, list[list[float]]]) -> Iterator[_Shape]:
     temperatures = options.temperature
     for depth in options.chains if "chain" in options.shapes else ():
-        yield _Shape("chain", depth + 1, depth, temperatures, {"num_speculative_tokens": depth})
+        yield _Shape("chain", depth + 1, depth, temperatures)
     for rows in options.rows:
         for temperature in tables:
             choices = what_if(tables[temperature], [rows]).recommended.choices
@@ -140,32 +142,33 @@ def _shapes(options: argparse.Namespace, tables: dict[float, list[list[float]]])
                     f"the probe saw no {rows - 1} drafts that may be accepted: raise --probes or --max-tokens"
                 )
             depth = max(map(len, choices))
-            yield _Shape("static", rows, depth, [temperature], {"num_speculative_tokens": depth, "tree": choices})
+            yield _Shape("static", rows, depth, [temperature], {"tree": choices})
         for text in options.dynamic if "dynamic" in options.shapes else ():
             top_k, depth = map(int, text.split("x"))
             if rows > depth:
                 own = {"dynamic_tree_max_topk": top_k, "max_total_draft_tokens": rows - 1}
-                yield _Shape("dynamic", rows, depth, temperatures, {"num_speculative_tokens": depth, **own})
+                yield _Shape("dynamic", rows, depth, temperatures, own)
 
 
 def _timed(options: argparse.Namespace) -> dict[str, Any]:
     """Rows of a geometry: what a step of each shape takes, beside S = 0, with the accept length of a trained pair."""
-    known, tables = _known(options)
+    known = json.loads(options.acceptance.read_text(encoding="utf-8"))
     sizes = {"max_batch": 1, "max_context": options.context + 8 * options.max_tokens + 64, "prefix_reuse": False}
     rows: list[dict[str, Any]] = []
     with open_subject({"device": options.device}, geometry=options.geometry) as subject:
         (prompt,) = subject.prompts.of(Case(options.context, 1, 0))
         with subject.load(0, **sizes) as runtime:
-            none_ms = _time(runtime, prompt, options.max_tokens)
+            none_ms = _time(runtime, prompt, options.max_tokens, 0)
             stamps = {**stamps_of(runtime.device_choice.device, options.commit), "runs_on": runs_on(runtime)}
-        for row in filter(partial(_is_asked, options), known["rows"]):
-            imposed = {**_drafts(row, tables), "simulated_accept_length": row["mean_acceptance_length"]}
-            with _subject(subject, imposed).load(row["num_speculative_tokens"], **sizes) as runtime:
-                time_ms = _time(runtime, prompt, options.max_tokens)
-            names = ("shape", "rows", "num_speculative_tokens", "dynamic_tree_max_topk", "temperature")
-            labels = {name: row[name] for name in names if name in row}
-            rows.append({**labels, **_speeds(row["mean_acceptance_length"], time_ms, none_ms)})
-            print(json.dumps(rows[-1]), file=sys.stderr)
+        for shape in _shapes(options, _tables(options, known)):
+            for temperature in shape.temperatures:
+                labels = {**shape.labels(), "temperature": temperature}
+                for length in _lengths(known, labels):
+                    part = subject.drafting(**shape.options, simulated_accept_length=length)
+                    with part.load(shape.depth, **sizes) as runtime:
+                        time_ms = _time(runtime, prompt, options.max_tokens, shape.depth)
+                    rows.append({**labels, **_speeds(length, time_ms, none_ms)})
+                    print(json.dumps(rows[-1]), file=sys.stderr)
     simulated = f"random weights and tokens; accept lengths imposed, those that {options.acceptance.name} measured"
     conditions = {"geometry": options.geometry, "context": options.context, "batch": 1, **stamps}
     return {"conditions": {**conditions, "max_tokens": options.max_tokens, "simulated": simulated}, "rows": rows}
@@ -181,47 +184,29 @@ def _speeds(length: float, time_ms: float, none_ms: float) -> dict[str, float]:
     }
 
 
-def _known(options: argparse.Namespace) -> tuple[dict[str, Any], dict[float, list[list[float]]]]:
-    """The file of --acceptance, and its acceptance by rank, for each temperature."""
-    found = json.loads(options.acceptance.read_text(encoding="utf-8"))
-    return found, {float(name): table for name, table in found["conditions"]["acceptance_by_rank"].items()}
+def _tables(options: argparse.Namespace, known: dict[str, Any]) -> dict[float, list[list[float]]]:
+    """A file's acceptance by rank at the temperatures that are asked for; none where no static tree is."""
+    probed = options.temperature if "static" in options.shapes else ()
+    return {temperature: known["conditions"]["acceptance_by_rank"][str(temperature)] for temperature in probed}
 
 
-def _is_asked(options: argparse.Namespace, row: dict[str, Any]) -> bool:
-    depth, top_k = row["num_speculative_tokens"], row.get("dynamic_tree_max_topk")
-    asked = row["shape"] in options.shapes and row["temperature"] in options.temperature
-    if row["shape"] == "chain":
-        return asked and depth in options.chains
-    return asked and row["rows"] in options.rows and (top_k is None or f"{top_k}x{depth}" in options.dynamic)
+def _lengths(known: dict[str, Any], labels: dict[str, Any]) -> list[float]:
+    """The accept length that a file has for a shape at a temperature, if it has one."""
+    rows = (row for row in known["rows"] if all(row.get(name) == value for name, value in labels.items()))
+    return [row["mean_acceptance_length"] for row in rows]
 
 
-def _drafts(row: dict[str, Any], tables: dict[float, list[list[float]]]) -> dict[str, Any]:
-    """The options of a row's shape: a static tree is planned again, from the same table."""
-    if row["shape"] == "static":
-        return {"tree": what_if(tables[row["temperature"]], [row["rows"]]).recommended.choices}
-    if row["shape"] == "dynamic":
-        return {"dynamic_tree_max_topk": row["dynamic_tree_max_topk"], "max_total_draft_tokens": row["rows"] - 1}
-    return {}
-
-
-def _subject(subject: Subject, speculation: dict[str, Any]) -> Subject:
-    return replace(subject, speculation={**(subject.speculation or {}), **speculation})
-
-
-def _time(runtime: Runtime, prompt: Sequence[int], max_tokens: int) -> float:
+def _time(runtime: Runtime, prompt: Sequence[int], max_tokens: int, depth: int) -> float:
     """Milliseconds a step, of the better of two requests."""
-    times: list[float] = []
-    for _ in range(2):
-        name = runtime.submit(list(prompt), SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1))
-        while runtime.busy:
-            runtime.step()
-        found = runtime.metrics(name)
-        times.append(1000 * (found.decode_s or 0.0) / found.num_steps)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
+    found = (decode(runtime, list(prompt), params, depth)[2] for _ in range(2))
+    times: list[float] = [1000 * (each.decode_s or 0.0) / each.num_steps for each in found]
     return round(min(times), 4)
 
 
-def _load(options: argparse.Namespace, shape: dict[str, Any]) -> Runtime:
-    config = SpeculativeConfig(model=options.head, method=draft_method(options.head), strict=True, **shape)
+def _load(options: argparse.Namespace, depth: int, **shape: Any) -> Runtime:
+    own = {"model": options.head, "method": draft_method(options.head), "strict": True, **shape}
+    config = SpeculativeConfig(num_speculative_tokens=depth, **own)
     return Runtime.load(options.target, config, device=options.device, **SIZES)
 
 
@@ -238,23 +223,11 @@ def _acceptance_by_rank(options: argparse.Namespace, prompts: Sequence[str], tem
             if node >= 0:
                 drawn[depth][tree.ranks[node]] += 1
 
-    with _load(options, {"num_speculative_tokens": DEPTH, "tree": SPINE}) as runtime:
+    with _load(options, DEPTH, tree=SPINE) as runtime:
         runtime.executor.set_hook(look)
         for prompt in prompts:
             decode(runtime, prompt, Baselines(options.max_tokens).params(temperature), DEPTH)
     return [[round(count / max(1, all_), 4) for count in row] for all_, row in zip(tried, drawn, strict=True)]
-
-
-def _both(runtime: Runtime, baselines: Baselines, prompt: str, temperature: float, depth: int) -> Sum:
-    """A prompt decoded with drafts, its tokens compared with those without."""
-    one = Sum()
-    expected, one.baseline_seconds, before = baselines.of(runtime, prompt, temperature)
-    tokens, one.seconds, after = decode(runtime, prompt, baselines.params(temperature), depth)
-    one.baseline_decode_seconds, one.decode_seconds = before.decode_s or 0.0, after.decode_s or 0.0
-    one.prompts, one.tokens, one.steps, one.identical = 1, len(tokens), after.num_steps, tokens == expected
-    if after.speculation is not None:
-        one.stats.merge(after.speculation)
-    return one
 
 
 if __name__ == "__main__":

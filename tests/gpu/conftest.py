@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_cases import Bench
+from needed_cards import need_cards
 from rowwise_cases import Lab
 
 from lowlat.executors.launcher import Launcher
@@ -28,8 +29,7 @@ def launcher() -> Launcher:
 def rank_cards(request: pytest.FixtureRequest) -> Iterator[list[torch.device]]:
     """The cards of two ranks: the first one for both, or the first two."""
     cards = [torch.device("cuda", 0), torch.device("cuda", int(request.param == "two cards"))]
-    if cards[1].index >= torch.cuda.device_count():
-        pytest.skip(f"needs two CUDA devices, and {torch.cuda.device_count()} is there")
+    need_cards(cards[1].index + 1)
     yield cards
     for card in cards:
         torch.cuda.synchronize(card)

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from cli_calls import answer, lowlat
+from needed_cards import need_cards
 
 from lowlat.cli.options import bundled
 from lowlat.models.program import Stage
@@ -38,8 +38,7 @@ def test_every_stage_has_its_time_and_all_add_up(executor: str, tmp_path: Path) 
 
 
 def test_of_two_cards_each_has_its_time_and_what_it_exchanges() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two CUDA devices, and {torch.cuda.device_count()} is there")
+    need_cards(2)
     found = answer("profile", "--tensor-parallel", 2, "--steps", STEPS, "--json")
     exchange, (first, second) = found["exchange"], found["cards"]
     assert (first["device"], second["device"]) == ("cuda:0", "cuda:1")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from needed_cards import need_cards
 from serving_process import serving
 
 import lowlat
@@ -25,8 +25,7 @@ def sampling(number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("device_loop", [False, True])
 def test_streams_are_the_runtime_s_tokens(tmp_path: Path, device_loop: bool, cards: int) -> None:
     """More clients than slots at once, one that leaves early among them; by two cards what one card has."""
-    if torch.cuda.device_count() < cards:
-        pytest.skip(f"needs {cards} CUDA devices, and {torch.cuda.device_count()} is there")
+    need_cards(cards)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     options.append("--device-loop" if device_loop else "--no-device-loop")
     invariant = cards > 1

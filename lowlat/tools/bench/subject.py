@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ class Subject:
     options: Mapping[str, Any]
     prompts: Prompts
     temperature: float = 0.0
+
+    def drafting(self, **fields: Any) -> "Subject":
+        """The same subject, with these fields of SpeculativeConfig beside or in place of its own."""
+        return replace(self, speculation={**(self.speculation or {}), **fields})
 
     def speculative(self, depth: int, *, adaptive: bool = False) -> SpeculativeConfig | None:
         """The configuration at one depth, or of chosen ones up to it; None at 0.

@@ -6,7 +6,6 @@ import pytest
 import torch
 from kernel_walk import Walker, walkable
 from selection_cases import Memory, best_pairs, make_world
-from stages import later
 from unit.kernels.sampling import World
 
 from lowlat.kernels.reference.sampling import sample as reference
@@ -55,7 +54,8 @@ def expected(world: World, logits: torch.Tensor, slots: list[int], live: torch.T
     return out
 
 
-@pytest.mark.parametrize("vocabulary", [later(97), later(4104)])
+@pytest.mark.second
+@pytest.mark.parametrize("vocabulary", [97, 4104])
 def test_tokens_of_the_reference(vocabulary: int) -> None:
     """Plain rows, and rows whose wishes touch one chunk of two, or both; drawn ones; a pad and a dead row."""
     world, slots = make_world(vocabulary, OPTIONS, [4]), [*range(len(OPTIONS)), -1, 3]
