@@ -75,8 +75,9 @@ class Walker:
         for number, (place, call) in enumerate(ordered):
             previous = Launch(number, call, previous if place else None)
             body = self._body_of(call)
-            homes = [Home(previous, block, call.kernel.shared_bytes, self._rest) for block in range(previous.grid)]
-            fibers += [_Thread(home, place, body) for home in homes for place in range(previous.threads)]
+            shared = call.kernel.shared_bytes
+            previous.homes = [Home(previous, block, shared, self._rest) for block in range(previous.grid)]
+            fibers += [_Thread(home, place, body) for home in previous.homes for place in range(previous.threads)]
         self._fibers = Fibers(fibers)
         self._fibers.run()
 
@@ -203,9 +204,16 @@ class Walker:
         self._near(address + size - start.size, start.size)
         return _this().home.shared[address : address + size]
 
-    def arrive(self, address: int) -> None:
-        """At a barrier of the block."""
+    def cluster(self) -> list[Home]:
+        """The blocks of the thread's cluster."""
         home = _this().home
+        size = home.launch.cluster
+        first = home.block // size * size
+        return home.launch.homes[first : first + size]
+
+    def arrive(self, address: int, other: Home | None = None) -> None:
+        """At a barrier of the block, or of another of its cluster."""
+        home = _this().home if other is None else other
         if home.arrivals[int(address)].arrive():
             self._fibers.wake((f"phase at {int(address)}", home.key))
 
@@ -410,6 +418,9 @@ class Walker:
             "bf16_bits": bf16_bits,
             "bf16_pair": lambda low, high: bf16_bits(low) | bf16_bits(high) << 16,
             "rcp_approx": lambda value: plain(np.float32(1) / np.float32(value)),
+            "rcp_approx_ftz": lambda value: (
+                np.float32(0) if value > 2.0**126 else plain(np.float32(1) / np.float32(value))
+            ),
             "exp2_approx": lambda value: plain(np.exp2(np.float32(value))),
             "exp2_approx_ftz": lambda value: np.float32(0) if value < -126 else plain(np.exp2(np.float32(value))),
             "mul_rn": lambda a, b: plain(np.float32(a) * np.float32(b)),

@@ -33,22 +33,42 @@ class _Groups:
 
     def expect(self, barrier: int, count: int) -> None:
         """An arrival that holds when the bytes are there."""
-        self._add((this_thread().home.key, int(barrier)), int(count), 1)
+        self._add(this_thread().home, int(barrier), int(count), 1)
 
     def copy(self, place: int, source: int, count: int, barrier: int, policy: int = known.KEPT_AS_USUAL) -> None:
         assert policy in (known.KEPT_AS_USUAL, known.READ_ONCE)
         assert not (int(place) | int(source) | int(count)) % 16
         for piece in range(0, int(count), 16):
             self._walker.near(int(place) + piece, 16)[:] = self._walker.at(int(source) + piece, 16)
-        self._add((this_thread().home.key, int(barrier)), -int(count), 0)
+        self._add(this_thread().home, int(barrier), -int(count), 0)
 
-    def _add(self, key: Any, count: int, arrivals: int) -> None:
-        waiting, held = self._awaited.get(key, (0, 0))
+    def copy_to_pair(self, place: int, source: int, count: int, barrier: int) -> None:
+        """To both blocks of a cluster; the other's bytes may come before it expects them."""
+        assert not (int(place) | int(source) | int(count)) % 16
+        pieces = np.concatenate([self._walker.at(int(source) + piece, 16) for piece in range(0, int(count), 16)])
+        for home in self._walker.cluster():
+            assert home.num_bytes >= int(place) + int(count)
+            home.shared[int(place) : int(place) + int(count)] = pieces
+            self._add(home, int(barrier), -int(count), 0)
+
+    def arrive_at(self, barrier: int, rank: int) -> None:
+        self._walker.arrive(barrier, self._walker.cluster()[int(rank)])
+
+    def rank(self) -> int:
+        """The block's place in its cluster."""
+        return self._walker.cluster().index(this_thread().home)
+
+    def sync_cluster(self) -> None:
+        homes = self._walker.cluster()
+        self._walker.meet(("cluster", homes[0].key), len(homes) * homes[0].launch.threads, None, None)
+
+    def _add(self, home: Any, barrier: int, count: int, arrivals: int) -> None:
+        waiting, held = self._awaited.get((home.key, barrier), (0, 0))
         waiting, held = waiting + count, held + arrivals
-        assert waiting >= 0, "more bytes than were expected"
-        self._awaited[key] = (waiting, 0 if waiting == 0 else held)
+        assert waiting >= 0 or home.launch.cluster > 1, "more bytes than were expected"
+        self._awaited[home.key, barrier] = (waiting, 0 if waiting == 0 else held)
         for _ in range(held if waiting == 0 else 0):
-            self._walker.arrive(key[1])
+            self._walker.arrive(barrier, home)
 
     def multiply_group(self, rows: int, held: int | None = None, slices: int = SLICES) -> Callable[..., Any]:
         def multiply(every: Any, words: Any, address: int, go_on: int) -> Any:
@@ -87,27 +107,17 @@ class _Groups:
 
         return store
 
-    def add_group_half(self, rows: int, half: int, pitch: int) -> Callable[..., None]:
-        store = self.store_group_half(rows, half, pitch, is_scaled=False)
-
-        def add(address: int, extra: Any, sums: Any) -> None:
-            there = [0.0] * len(sums)
-            for number in range(rows // 4):
-                at = self._walker.at(int(address) + (8 * (number // 2) + number % 2) * pitch, 4)
-                there[4 * (number // 2) + 2 * half + number % 2] = at.view(np.float32)[0]
-            store(address, 1.0, extra, [plain(np.float32(a) + np.float32(b)) for a, b in zip(there, sums, strict=True)])
-
-        return add
-
     def module(self) -> Any:
         made: Any = ModuleType(NAME)
         made.KEPT_AS_USUAL, made.READ_ONCE, made.SLICES = known.KEPT_AS_USUAL, known.READ_ONCE, SLICES
         made.await_turn = made.give_turn = lambda number: None  # turns save time, and change nothing
         made.fence_barriers, made.barrier_expect = lambda: None, self.expect
         made.copy_bulk = made.copy_bulk_hinted = self.copy
+        made.copy_bulk_to_pair, made.barrier_arrive_at = self.copy_to_pair, self.arrive_at
+        made.give_registers = made.take_registers = lambda count: lambda: None
+        made.cluster_rank, made.sync_cluster = self.rank, self.sync_cluster
         made.multiply_group, made.await_group = self.multiply_group, self.await_group
         made.store_group_half = self.store_group_half
-        made.add_group_half = self.add_group_half
         made.replace_words = lambda count: lambda words, others, number: others if number else words
         made.take_sums = lambda _, first, count: lambda sums: sums[first : first + count]
         made.add_tiles = lambda count: (

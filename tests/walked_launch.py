@@ -27,6 +27,8 @@ class Launch:
 
     width     blocks in x; a block's number counts these first
     grid      blocks in all
+    cluster   neighbouring blocks that reach each other's shared memory
+    homes     what each block has, by its number
     early     blocks that let the next kernel start, or have ended
     num_left  threads that have not ended
     """
@@ -36,6 +38,8 @@ class Launch:
         self.width: int = call.grid[0]
         self.grid: int = call.grid[0] * call.grid[1]
         self.threads: int = call.kernel.threads
+        self.cluster: int = call.kernel.cluster
+        self.homes: list[Home] = []
         self.dependent: bool = call.dependent
         self.early: set[int] = set()
         self.num_left = self.grid * self.threads

@@ -7,7 +7,7 @@ that give arrive, and that it is free, where all warps that take arrive. It know
 from dataclasses import dataclass
 from typing import Any
 
-from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
 __all__ = ["BARRIER_BYTES", "Handover", "make_handover"]
@@ -24,7 +24,7 @@ class Handover:
     await_free  (barriers, area, parity) of a warp that gives; the first parity is 1
     give        (barriers, area, lane) of a warp whose lanes have stored
     await_full  (barriers, area, parity) of a warp that takes; the first parity is 0
-    release     (barriers, area, lane) of a warp whose lanes have read
+    release     (barriers, area, lane) of a warp whose lanes have read; it tells every block of a cluster
     after       (area, parity) -> the next area's
     """
 
@@ -36,8 +36,12 @@ class Handover:
     after: Any
 
 
-def make_handover(areas: int, givers: int, takers: int, *, suspends: bool) -> Handover:
-    """A handover for so many areas and warps. suspends: a waiting warp may be suspended, as `Card.suspends` has it."""
+def make_handover(areas: int, givers: int, takers: int, *, suspends: bool, cluster: int = 1) -> Handover:
+    """A handover for so many areas and warps.
+
+    suspends  a waiting warp may be suspended, as `Card.suspends` has it
+    cluster   blocks, in each of which an area is free when the takers of all have read theirs
+    """
     is_over = ptx.barrier_is_over_soon if suspends else ptx.barrier_is_over
 
     @device_function
@@ -45,7 +49,7 @@ def make_handover(areas: int, givers: int, takers: int, *, suspends: bool) -> Ha
         for area in range(areas):
             at = uint32(barriers + uint32(area * BARRIER_BYTES))
             ptx.barrier_init(at, uint32(givers))
-            ptx.barrier_init(uint32(at + uint32(FREE)), uint32(takers))
+            ptx.barrier_init(uint32(at + uint32(FREE)), uint32(takers * cluster))
 
     @device_function
     def await_full(barriers: Any, area: Any, parity: Any) -> None:
@@ -66,7 +70,13 @@ def make_handover(areas: int, givers: int, takers: int, *, suspends: bool) -> Ha
 
     @device_function
     def release(barriers: Any, area: Any, lane: Any) -> None:
-        give(uint32(barriers + uint32(FREE)), area, lane)
+        free = uint32(barriers + uint32(FREE))
+        if cluster == 1:
+            give(free, area, lane)
+        else:
+            ptx.sync_warp()
+            if lane < uint32(cluster):
+                ptx_hopper.barrier_arrive_at(uint32(free + area * uint32(BARRIER_BYTES)), lane)
 
     @device_function
     def after(area: Any, parity: Any) -> Any:

@@ -17,11 +17,18 @@ from lowlat.errors import DeviceError
 from lowlat.kernels.toolchain.digests import UNKNOWN, assembler, kernel_digest
 from lowlat.kernels.toolchain.kernel import Kernel
 from lowlat.kernels.toolchain.link_checks import check_linked
-from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler, target_of
+from lowlat.kernels.toolchain.numba_cuda import compile_lto, compile_ptx, fork_compiler, target_of
 
 __all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "link"]
 
 WORTH_FORKING = 4  # kernels
+# what the linker says of a kernel, and the assembler of a whole program
+LINKED = re.compile(r"used (?P<registers>\d+) registers.*?(?P<stack>\d+) stack(?:, (?P<shared>\d+) bytes smem)?")
+WHOLE = re.compile(
+    r"Compiling entry function '(?P<entry>[\w$]+)'.*?(?P<stack>\d+) bytes stack frame.*?"
+    r"Used (?P<registers>\d+) registers(?:, used \d+ barriers)?(?:, (?P<shared>\d+) bytes smem)?",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -104,21 +111,25 @@ def _compile(kernel: Kernel, capability: tuple[int, int]) -> CompiledKernel:
     ptx, entry = compile_ptx(kernel.function, kernel.signature, capability, bounds, kernel.specific)
     if not kernel.linked:
         return CompiledKernel(entry, ptx.encode(), 0, 0, 0)
-    return link(ptx, entry, capability, kernel.name, kernel.specific)
+    lto = compile_lto(kernel.function, kernel.signature, capability, bounds) if kernel.whole else None
+    return link(ptx, entry, capability, kernel.name, kernel.specific, lto)
 
 
-def link(ptx: str, entry: str, capability: tuple[int, int], name: str, specific: bool = False) -> CompiledKernel:
+def link(
+    ptx: str, entry: str, capability: tuple[int, int], name: str, specific: bool = False, lto: bytes | None = None
+) -> CompiledKernel:
     """Assemble PTX to a cubin. Raises DeviceError with the assembler's log, or for an error of the assembler's own.
 
     specific  with the instructions that no later capability has
+    lto       the same kernel as `compile_lto` gives it, to be assembled in place of the PTX, as a whole program
     """
     from cuda.bindings import nvjitlink
 
-    options = [f"-arch={target_of(capability, specific)}", "-verbose", "-O3"]
+    options = [f"-arch={target_of(capability, specific)}", "-verbose", "-O3", *(["-lto"] if lto else [])]
+    kinds, source = nvjitlink.InputType, lto or ptx.encode()
     handle = nvjitlink.create(len(options), options)
     try:
-        source = ptx.encode()
-        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, source, len(source), f"{name}.ptx")
+        nvjitlink.add_data(handle, kinds.LTOIR if lto else kinds.PTX, source, len(source), name)
         nvjitlink.complete(handle)
         code = bytearray(nvjitlink.get_linked_cubin_size(handle))
         nvjitlink.get_linked_cubin(handle, code)
@@ -130,12 +141,13 @@ def link(ptx: str, entry: str, capability: tuple[int, int], name: str, specific:
         raise DeviceError(f"kernel {name} does not link: {problem.decode(errors='replace')}") from error
     finally:
         nvjitlink.destroy(handle)
-    used = re.search(r"used (\d+) registers.*?(\d+) stack(?:, (\d+) bytes smem)?", log.decode(errors="replace"))
-    if used is None:
+    found = (WHOLE if lto else LINKED).search(log.decode(errors="replace"))
+    if found is None:
         raise DeviceError(f"kernel {name}: the linker's log tells no registers: {log.decode(errors='replace')}")
     check_linked(name, ptx, bytes(code))
-    registers, stack, shared = (int(part or 0) for part in used.groups())
-    return CompiledKernel(entry, bytes(code), registers, stack, shared)
+    used = found.groupdict()
+    registers, stack, shared = (int(used[part] or 0) for part in ("registers", "stack", "shared"))
+    return CompiledKernel(used.get("entry", entry), bytes(code), registers, stack, shared)
 
 
 def _is_known(path: Path) -> bool:

@@ -65,7 +65,7 @@ def kernel_digest(kernel: Kernel) -> str:
     """
     modules: set[str] = set()
     meaning = _meaning(kernel.function, set(), modules)
-    sizes = (kernel.threads, kernel.min_blocks, kernel.linked, kernel.specific)
+    sizes = (kernel.threads, kernel.min_blocks, kernel.linked, kernel.specific, kernel.whole)
     files = {COMPILER, *(file for name in modules if (file := _file_of(name)) is not None)}
     facts = (kernel.name, str(kernel.signature), sizes, meaning, _digest_of(frozenset(files)), compilers())
     return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -96,6 +96,10 @@ class Kernel:
     most_blocks   blocks of it that may meet on a multiprocessor; 0: as many as fit. A launch that starts while others'
                   blocks leave would else crowd the multiprocessors that empty first, and wait for those
     specific      it has instructions of one capability alone, which no later one has: assembled for that (sm_90a)
+    whole         its warpgroups hand registers to each other (`ptx_hopper.give_registers`), which is assembled in whole
+                  programs alone: by the linker, from the compiler's intermediate code
+    cluster       neighbouring blocks in x that run together and reach each other's shared memory (9.0 on); a grid is a
+                  multiple of it
     """
 
     name: str
@@ -107,6 +111,8 @@ class Kernel:
     linked: bool = True
     most_blocks: int = 0
     specific: bool = False
+    whole: bool = False
+    cluster: int = 1
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -134,6 +140,10 @@ class KernelCall:
         if len(self.arguments) != len(self.kernel.signature):
             raise ValueError(
                 f"{self.kernel.name} takes {len(self.kernel.signature)} arguments, got {len(self.arguments)}"
+            )
+        if self.grid[0] % self.kernel.cluster:
+            raise ValueError(
+                f"{self.kernel.name} has clusters of {self.kernel.cluster} blocks, got {self.grid[0]} blocks"
             )
 
 

@@ -20,6 +20,7 @@ with warnings.catch_warnings():
 
 __all__ = [
     "SIMULATED",
+    "compile_lto",
     "compile_ptx",
     "cuda",
     "device_function",
@@ -191,3 +192,16 @@ def compile_ptx(
     if entry is None:
         raise ValueError(f"{function.__name__}: the PTX has no entry")
     return ptx, entry.group(1)
+
+
+def compile_lto(
+    function: Callable[..., None], signature: tuple[Any, ...], capability: tuple[int, int], launch_bounds: Any = None
+) -> bytes:
+    """Compile a kernel to the intermediate code that a linker optimises and assembles; arguments as `compile_ptx`."""
+    with _compiling, _pretend_device(capability), _rare_collections(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        code, _ = cuda.compile(
+            function, types.void(*signature), device=False, abi="numba", output="ltoir", cc=capability, fastmath=False,
+            launch_bounds=launch_bounds,
+        )  # fmt: skip
+    return bytes(code)

@@ -22,7 +22,8 @@ __all__ = [
     "load_relaxed_system_word", "load_relaxed_system_words", "load_shared_128", "load_shared_f32",
     "load_shared_matrix_x4_transposed", "load_shared_tiles", "load_shared_u32", "load_volatile_i32",
     "load_volatile_i64", "max_bf16_pair", "mma_bf16", "mma_bf16_tiles", "mma_f16", "mul_rn", "rcp_approx",
-    "set_graph_condition", "shared_address", "stay_here", "store_global_64", "store_global_128", "store_global_f32",
+    "rcp_approx_ftz", "set_graph_condition", "shared_address", "stay_here", "store_global_64", "store_global_128",
+    "store_global_f32",
     "store_global_i32", "store_global_i64", "store_global_u8", "store_global_u16", "store_global_u32",
     "store_relaxed_gpu_f32", "store_relaxed_gpu_u16", "store_relaxed_system_word", "store_relaxed_system_words",
     "store_release_system", "store_shared_64", "store_shared_128", "store_shared_f32", "store_shared_tiles",
@@ -209,6 +210,7 @@ add_rn = instruction("add.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 div_rn = instruction("div.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 fma_rn = instruction("fma.rn.f32 $0, $1, $2, $3;", f32, (f32, f32, f32), pure=True)
 rcp_approx = instruction("rcp.approx.f32 $0, $1;", f32, (f32,), pure=True)
+rcp_approx_ftz = instruction("rcp.approx.ftz.f32 $0, $1;", f32, (f32,), pure=True)  # of what is above 2**126: 0
 exp2_approx = instruction("ex2.approx.f32 $0, $1;", f32, (f32,), pure=True)
 exp2_approx_ftz = instruction("ex2.approx.ftz.f32 $0, $1;", f32, (f32,), pure=True)  # what is below 2**-126 is 0
 bf16_bits = instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)

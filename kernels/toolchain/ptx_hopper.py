@@ -15,18 +15,23 @@ __all__ = [
     "KEPT_AS_USUAL",
     "READ_ONCE",
     "SLICES",
-    "add_group_half",
     "add_tiles",
     "await_group",
     "await_turn",
+    "barrier_arrive_at",
     "barrier_expect",
+    "cluster_rank",
     "copy_bulk",
     "copy_bulk_hinted",
+    "copy_bulk_to_pair",
     "fence_barriers",
+    "give_registers",
     "give_turn",
     "multiply_group",
     "replace_words",
     "store_group_half",
+    "sync_cluster",
+    "take_registers",
     "take_sums",
 ]
 
@@ -46,10 +51,35 @@ _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 copy_bulk = instruction(f"{_BULK} [$0], [$1], $2, [$3];", None, (u32, i64, u32, u32))
 # and with one of these policies of the L2: what is read once is evicted first (its number as in `ptx`)
 copy_bulk_hinted = instruction(f"{_BULK}.L2::cache_hint [$0], [$1], $2, [$3], $4;", None, (u32, i64, u32, u32, i64))
+# to the same place of both blocks of a cluster of two, each of whose barriers at the same place counts the bytes
+copy_bulk_to_pair = instruction(
+    f"{{ .reg .b16 m; mov.b16 m, 3; {_BULK}.multicast::cluster [$0], [$1], $2, [$3], m; }}", None, (u32, i64, u32, u32)
+)
+# a block's place in its cluster
+cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", u32, (), pure=True)
+# all threads of a cluster's blocks have come by; of memory it orders nothing
+sync_cluster = instruction("barrier.cluster.arrive.relaxed; barrier.cluster.wait;", None, (), together=True)
+# at the barrier at this address of the block with this place in the cluster. It publishes no writes to that block,
+# which would take a fence of all memory: it tells that reads are over, whose values have been used
+barrier_arrive_at = instruction(
+    "{ .reg .b32 t; mapa.shared::cluster.u32 t, $0, $1; mbarrier.arrive.shared::cluster.b64 _, [t]; }",
+    None,
+    (u32, u32),
+)
 # of two warpgroups: one waits at a numbered barrier of the block until the other has come by there, who goes on
 await_turn = instruction("bar.sync $0, 256;", None, (u32,), together=True)
 give_turn = instruction("bar.arrive $0, 256;", None, (u32,), together=True)
 KEPT_AS_USUAL, READ_ONCE = 0x1000000000000000, 0x12F0000000000000
+
+
+def give_registers(kept: int) -> Any:
+    """An intrinsic of a warpgroup: keep so many registers a thread, a multiple of 8, and leave the others to others."""
+    return instruction(f"setmaxnreg.dec.sync.aligned.u32 {kept};", None, (), together=True)
+
+
+def take_registers(wanted: int) -> Any:
+    """An intrinsic of a warpgroup: wait until others have left it so many registers a thread, a multiple of 8."""
+    return instruction(f"setmaxnreg.inc.sync.aligned.u32 {wanted};", None, (), together=True)
 
 
 def multiply_group(rows: int, held: int | None = None, slices: int = SLICES) -> Any:
@@ -215,38 +245,6 @@ def store_group_half(rows: int, half: int, pitch: int, *, is_scaled: bool = Fals
         return signature, codegen
 
     return store
-
-
-ADDED_AT_ONCE = 32  # loads under way
-
-
-def add_group_half(rows: int, half: int, pitch: int) -> Any:
-    """An intrinsic: as `store_group_half`, of what is at these places plus the sums, and the number to that."""
-
-    @intrinsic
-    def add(context: Any, address: Any, extra: Any, sums: Any) -> Any:
-        signature = types.void(i64, f32, types.UniTuple(f32, rows // 2))
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            function = ir.FunctionType(ir.VoidType(), [ir_type(i64), *[ir_type(f32)] * (1 + ADDED_AT_ONCE)])
-            constraints = ",".join(["l", *["f"] * (1 + ADDED_AT_ONCE), "~{memory}"])
-            numbers = [4 * tile + 2 * half + part for tile in range(rows // 8) for part in range(2)]
-            places = [(8 * tile + part) * pitch for tile in range(rows // 8) for part in range(2)]
-            for first in range(0, len(numbers), ADDED_AT_ONCE):
-                each = range(ADDED_AT_ONCE)
-                at = places[first : first + ADDED_AT_ONCE]
-                lines = [f"ld.global.f32 t{one}, [$0+{at[one]}];" for one in each]
-                lines += [f"add.rn.f32 t{one}, t{one}, ${one + 2}; add.rn.f32 t{one}, t{one}, $1;" for one in each]
-                lines += [f"st.global.f32 [$0+{at[one]}], t{one};" for one in each]
-                text = f"{{ .reg .f32 t<{ADDED_AT_ONCE}>; {' '.join(lines)} }}"
-                assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
-                values = [builder.extract_value(args[2], numbers[first + one]) for one in each]
-                builder.call(assembly, [args[0], args[1], *values])
-            return context.get_dummy_value()
-
-        return signature, codegen
-
-    return add
 
 
 def take_sums(rows_sums: int, first: int, count: int) -> Any:

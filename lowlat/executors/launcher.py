@@ -70,8 +70,10 @@ class Launcher:
         if isinstance(call, LibraryCall):
             return LibraryLaunch(call.name, call.function, call.arguments)
         kernel = call.kernel
+        blocks, *others = call.grid
         config = LaunchConfig(
-            grid=call.grid,
+            grid=(blocks // kernel.cluster, *others),  # of clusters, where there are any
+            cluster=kernel.cluster if kernel.cluster > 1 else None,
             block=kernel.threads,
             shmem_size=kernel.shared_bytes_on(self.card),
             programmatic_stream_serialization=call.dependent and self.capability >= HOPPER,

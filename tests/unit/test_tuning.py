@@ -38,7 +38,7 @@ FEW = Sizes((1, 4), (0, 3))
 # all that a table may choose; what decides bits is none of it
 KNOBS = {
     "decode_gemm": {"weight_tiles", "stages", "areas"},
-    "prefill_gemm": {"rows", "depth", "stages", "apart"},
+    "prefill_gemm": {"rows", "depth", "stages", "apart", "cluster"},
     "attention": {"row_tiles", "stages", "blocks"},
     "experts": {"stages", "part", "columns"},
     "experts_mlp": {"stages", "part", "columns", "overlaps"},

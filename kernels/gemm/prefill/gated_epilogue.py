@@ -6,66 +6,68 @@ step of 64 columns of the rows that it leaves. It knows no product.
 
 from typing import Any
 
-from lowlat.kernels.common.activation import silu_times_uncalled
+from lowlat.kernels.common.activation import silu_times
 from lowlat.kernels.gemm.packing import RUN, TILE_ROWS
 from lowlat.kernels.gemm.prefill.mainloop import Cut
 from lowlat.kernels.gemm.prefill.plan import BLOCK_ROWS, STEP_ROW_BYTES, PrefillGemmPlan
 from lowlat.kernels.toolchain import ptx, ptx_hopper
-from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
+from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
 
 __all__ = ["make_gated_finish"]
 
-FULL_WARP = 0xFFFFFFFF
-AT_ONCE = 8  # sums: of two runs of eight rows of x
+AT_ONCE = 16  # sums: of four runs of eight rows of x, whose chains of instructions go side by side
+BOTH_LIVE = 0x0101  # the flags of two neighbouring rows
 
 
 @device_function
-def _word(gates: Any, ups: Any, biases: Any, odd: Any) -> Any:
-    """Two neighbouring channels of one row of x: the first of the lane's two rows where it is even, else the second."""
+def _live(places: Any, after: Any) -> Any:
+    """The flags of the lane's two rows of x in a run, so many rows after the first; of no channel none is live."""
+    row_live, has_flags, has_channel = places[2], places[3], places[4]
+    live = uint32(BOTH_LIVE) if has_channel else uint32(0)
+    if has_flags and has_channel:
+        live = ptx.load_global_u16(row_live + int64(after))
+    return live
+
+
+@device_function
+def _store_run(places: Any, after: Any, live: Any, gates: Any, ups: Any, biases: Any) -> None:
+    """The lane's channel of its two rows of x in a run."""
     gate_bias, up_bias = biases
-    first = silu_times_uncalled(ptx.add_rn(gates[0], gate_bias), ptx.add_rn(ups[0], up_bias))
-    second = silu_times_uncalled(ptx.add_rn(gates[1], gate_bias), ptx.add_rn(ups[1], up_bias))
-    own = ptx.bf16_pair(first, second)
-    other = uint32(int32(cuda.shfl_xor_sync(FULL_WARP, int32(own), 4)))
-    if odd:
-        return uint32(uint32(other >> uint32(16)) | uint32(own & uint32(0xFFFF0000)))
-    return uint32(uint32(own & uint32(0xFFFF)) | uint32(other << uint32(16)))
+    first = ptx.bf16_bits(silu_times(ptx.add_rn(gates[0], gate_bias), ptx.add_rn(ups[0], up_bias)))
+    second = ptx.bf16_bits(silu_times(ptx.add_rn(gates[1], gate_bias), ptx.add_rn(ups[1], up_bias)))
+    at = int64(after * STEP_ROW_BYTES)
+    ptx.store_global_u16(places[0] + at, first if (live & uint32(0xFF)) != uint32(0) else uint32(0))
+    ptx.store_global_u16(places[1] + at, second if (live >> uint32(8)) != uint32(0) else uint32(0))
 
 
-@device_function
-def _store(places: Any, after: Any, has_channels: Any, word: Any) -> None:
-    """So many rows after the lane's first."""
-    target, row_live, has_flags = places
-    is_live = has_channels
-    if has_flags:
-        is_live = is_live and ptx.load_global_u8(row_live + int64(after)) != uint32(0)
-    ptx.store_global_u32(target + int64(after * STEP_ROW_BYTES), word if is_live else uint32(0))
-
-
-def _make_store_two(count: int, begin: int) -> Any:
-    """A function of a thread: two runs of eight rows of x, of each two gates and two ups, from sum `begin` on."""
+def _make_store_runs(count: int, begin: int) -> Any:
+    """A function of a thread: four runs of eight rows of x, of each two gates and two ups, from sum `begin` on."""
     take, after = ptx_hopper.take_sums(count, begin, AT_ONCE), 2 * begin
 
     @device_function
-    def store(all_sums: Any, places: Any, has_channels: Any, biases: Any, odd: Any) -> None:
+    def store(all_sums: Any, places: Any, biases: Any) -> None:
         sums = take(all_sums)
-        _store(places, after, has_channels, _word((sums[0], sums[1]), (sums[2], sums[3]), biases, odd))
-        _store(places, after + RUN, has_channels, _word((sums[4], sums[5]), (sums[6], sums[7]), biases, odd))
+        a, b = _live(places, after), _live(places, after + RUN)
+        c, d = _live(places, after + 2 * RUN), _live(places, after + 3 * RUN)
+        _store_run(places, after, a, (sums[0], sums[1]), (sums[2], sums[3]), biases)
+        _store_run(places, after + RUN, b, (sums[4], sums[5]), (sums[6], sums[7]), biases)
+        _store_run(places, after + 2 * RUN, c, (sums[8], sums[9]), (sums[10], sums[11]), biases)
+        _store_run(places, after + 3 * RUN, d, (sums[12], sums[13]), (sums[14], sums[15]), biases)
 
     return store
 
 
 def _make_store_up_to(count: int, end: int) -> Any:
     """A function of a thread: the sums before `end` of its so many."""
-    last = _make_store_two(count, end - AT_ONCE)
+    last = _make_store_runs(count, end - AT_ONCE)
     if end == AT_ONCE:
         return last
     before = _make_store_up_to(count, end - AT_ONCE)
 
     @device_function
-    def store(sums: Any, places: Any, has_channels: Any, biases: Any, odd: Any) -> None:
-        before(sums, places, has_channels, biases, odd)
-        last(sums, places, has_channels, biases, odd)
+    def store(sums: Any, places: Any, biases: Any) -> None:
+        before(sums, places, biases)
+        last(sums, places, biases)
 
     return store
 
@@ -88,21 +90,22 @@ def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool) -> Any:
 
     @device_function
     def finish(
-        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, part: Any, first: Any,
-        lane: Any,
-    ) -> None:  # fmt: skip
+        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, first: Any, lane: Any
+    ) -> None:
         bias, row_live, _ = beside
         tile, channel = uint32(block * uint32(block_tiles) + first), uint32(lane >> uint32(2))
-        has_channels, odd = tile * uint32(TILE_ROWS) < uint32(weight_rows), (channel & uint32(1)) != uint32(0)
         biases = (float32(0), float32(0))
+        has_channels = tile * uint32(TILE_ROWS) < uint32(weight_rows)
         if has_channels:
             biases = biases_of(bias, tile, channel)
-        within = uint32(uint32(lane & uint32(3)) * uint32(2) + uint32(channel & uint32(1)))  # of eight rows, the lane's
+        within = uint32(uint32(lane & uint32(3)) * uint32(2))  # of eight rows, the lane's first
         piece = uint32(uint32(first >> uint32(2)) * uint32(4) + uint32(channel >> uint32(1)))
-        place = uint32(uint32(piece ^ within) * uint32(16) + uint32(first & uint32(3)) * uint32(4))
+        in_piece = uint32(uint32(first & uint32(3)) * uint32(4) + uint32(channel & uint32(1)) * uint32(2))
         row = uint32(x_tile * uint32(x_rows) + within)
-        target = out + (int64(block) * int64(rows) + int64(row)) * int64(STEP_ROW_BYTES) + int64(place)
-        places = (target, row_live + int64(row), row_live != int64(0))
-        store_all(sums, places, has_channels, biases, odd)
+        target = out + (int64(block) * int64(rows) + int64(row)) * int64(STEP_ROW_BYTES) + int64(in_piece)
+        upper = target + int64(uint32(piece ^ within) * uint32(16))
+        lower = target + int64(uint32(uint32(piece ^ uint32(within + uint32(1))) * uint32(16) + uint32(STEP_ROW_BYTES)))
+        places = (upper, lower, row_live + int64(row), row_live != int64(0), has_channels)
+        store_all(sums, places, biases)
 
     return finish

@@ -12,17 +12,19 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.handover import Handover, make_handover
+from lowlat.kernels.common.handover import make_handover
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import RUN, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.gemm.prefill.gated_epilogue import make_gated_finish
-from lowlat.kernels.gemm.prefill.large_tile import make_multiply
 from lowlat.kernels.gemm.prefill.mainloop import Cut, make_consume, make_finish, make_produce
 from lowlat.kernels.gemm.prefill.parts_sum import add_parts
 from lowlat.kernels.gemm.prefill.plan import (
     ALIGNMENT,
     CONSUMERS,
+    COPYING_REGISTERS,
+    MULTIPLYING_REGISTERS,
+    PRODUCERS,
     STEP,
     PrefillGemmPlan,
     choose_prefill_plan,
@@ -218,22 +220,26 @@ def _call(
     if (is_plain and weight.tiles.dtype != torch.bfloat16) or arranged.dtype != torch.bfloat16:
         raise ShapeError(f"a prefill GEMM is of bf16, got {arranged.dtype} and {weight.tiles.dtype}")
     x_tiles = rows // plan.rows
-    units = plan.units(rows, weight.rows, segments)
+    units, cluster = plan.units(rows, weight.rows, segments), plan.cluster
     addresses = tuple(0 if each is None else each for each in (*beside, weight.scales))
     policy = READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL
     arguments = (weight.memory, arranged, *addresses, target, rows, x_tiles, units, policy)
-    return KernelCall(kernel, (min(units, card.num_multiprocessors), 1, 1), arguments, planned=planned)
+    blocks = cluster * min(units, card.num_multiprocessors // cluster)
+    return KernelCall(kernel, (blocks, 1, 1), arguments, planned=planned)
 
 
 @cache
 def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
-    """Grid: as many blocks as the card has multiprocessors, or units where those are fewer."""
-    handover = make_handover(plan.stages, plan.producers, 4 * CONSUMERS, suspends=True)
+    """Grid: as many blocks as the card has multiprocessors, or fewer where there are fewer units."""
+    handover = make_handover(plan.stages, PRODUCERS, 4 * CONSUMERS, suspends=True, cluster=plan.cluster)
     if beside.gated:
         finish = make_gated_finish(cut, plan, beside.bias)
     else:
         finish = make_finish(cut, plan, beside.bias, beside.columns)
-    begin, barriers_at = handover.begin, plan.stages * plan.stage_bytes
+    begin, barriers_at, cluster = handover.begin, plan.stages * plan.stage_bytes, plan.cluster
+    produce, consume = make_produce(cut, plan, handover), make_consume(cut, plan, handover, finish)
+    last_warp, moves_registers = 4 * CONSUMERS, plan.by_halves
+    give, take = ptx_hopper.give_registers(COPYING_REGISTERS), ptx_hopper.take_registers(MULTIPLYING_REGISTERS)
 
     @device_function
     def begin_block(thread: Any) -> Any:
@@ -245,61 +251,50 @@ def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
         if thread == uint32(0):
             begin(barriers)
             ptx_hopper.fence_barriers()
-        cuda.syncthreads()
+        if cluster > 1:
+            ptx_hopper.sync_cluster()
+        else:
+            cuda.syncthreads()
         return base, barriers
-
-    make = _make_large if plan.is_large else _make_divided
-    kernel = make(cut, plan, handover, finish, begin_block)
-    kind = "" if cut.weights == BF16_TILES else f"{cut.weights.label}_"
-    parts = "" if cut.parts is None else f"{cut.parts.name}_"
-    name = (
-        f"prefill_gemm_{kind}{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_{parts}"
-        f"{plan.rows}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
-        f"{beside.name}"
-    )
-    return Kernel(name, kernel, (types.int64,) * 10, plan.threads, 1, plan.shared_bytes, specific=True)
-
-
-def _make_divided(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Any, begin_block: Any) -> Any:
-    """Warps that copy beside warps that multiply."""
-    produce, consume = make_produce(cut, plan, handover), make_consume(cut, plan, handover, finish)
-    last_warp = 4 * CONSUMERS
 
     def prefill_gemm_kernel(
         weight: Any, x: Any, bias: Any, columns: Any, scales: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
         policy: Any,
     ) -> None:  # fmt: skip
-        thread, unit, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
+        thread = uint32(cuda.threadIdx.x)
+        unit = uint32(uint32(cuda.blockIdx.x) // uint32(cluster))
+        grid = uint32(uint32(cuda.gridDim.x) // uint32(cluster))
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         base, barriers = begin_block(thread)
         if warp >= uint32(last_warp):
+            if moves_registers:
+                give()
             part = uint32(warp - uint32(last_warp))
             produce(
                 base, barriers, weight, x, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, part, lane, policy
             )  # fmt: skip
         else:
+            if moves_registers:
+                take()
             beside = (bias, columns, scales)
             consume(
                 base, barriers, beside, out, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, warp, lane
             )  # fmt: skip
+        if cluster > 1:  # until the other block has no more to copy here, and nothing to tell
+            ptx_hopper.sync_cluster()
 
-    return prefill_gemm_kernel
-
-
-def _make_large(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Any, begin_block: Any) -> Any:
-    """Warps that multiply and copy."""
-    multiply_all = make_multiply(cut, plan, handover, finish)
-
-    def prefill_gemm_kernel(
-        weight: Any, x: Any, bias: Any, columns: Any, scales: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
-        policy: Any,
-    ) -> None:  # fmt: skip
-        thread, unit, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
-        given = (weight, x, uint32(rows), uint32(x_tiles), uint32(units), grid, policy)
-        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-        multiply_all(begin_block(thread), given, (bias, columns, scales), out, unit, warp, lane)
-
-    return prefill_gemm_kernel
+    kind = "" if cut.weights == BF16_TILES else f"{cut.weights.label}_"
+    parts = "" if cut.parts is None else f"{cut.parts.name}_"
+    name = (
+        f"prefill_gemm_{kind}{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_{parts}"
+        f"{plan.rows}x{plan.depth}x{plan.stages}_{'pairs_' if plan.cluster > 1 else ''}"
+        f"{'apart' if plan.apart else 'whole'}_{beside.name}"
+    )
+    signature = (types.int64,) * 10
+    return Kernel(
+        name, prefill_gemm_kernel, signature, plan.threads, 1, plan.shared_bytes, specific=True,
+        whole=moves_registers, cluster=cluster,
+    )  # fmt: skip
 
 
 def examples(card: Card = H200) -> list[Kernel]:

@@ -1,7 +1,8 @@
-"""The main loop of a prefill GEMM: four warps copy steps to shared memory, two warpgroups multiply them.
+"""The main loop of a prefill GEMM: warps that copy steps to shared memory, and two warpgroups that multiply them.
 
 A stage holds the rows of x, as `arrange` left them, then the tiles of the weights. Copies run on across
-the tiles of a block, and before the kernel before this one has ended they are of weights alone.
+the tiles of a block, and before the kernel before this one has ended they are of weights alone. The blocks of a cluster
+multiply the same rows: each copies a half of them to both.
 """
 
 from collections.abc import Callable
@@ -12,10 +13,12 @@ from typing import Any
 from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
 from lowlat.kernels.gemm.k_parts import KParts, make_span_of
 from lowlat.kernels.gemm.packing import TILE_ROWS
+from lowlat.kernels.gemm.prefill.half_steps import make_run_by_halves
 from lowlat.kernels.gemm.prefill.plan import (
     BLOCK_ROWS,
     GROUP_ROWS,
     MOST_SUMS,
+    PRODUCERS,
     STEP,
     STEP_ROW_BYTES,
     PrefillGemmPlan,
@@ -28,6 +31,7 @@ from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64,
 __all__ = ["Cut", "make_consume", "make_finish", "make_produce", "make_send", "make_unit_of"]
 
 GROUP_TILES = GROUP_ROWS // TILE_ROWS
+HELD_BYTES = 30 << 20  # of x, that stay in the L2 while weights pass by
 
 
 @dataclass(frozen=True)
@@ -65,17 +69,26 @@ class Cut:
 
 
 def make_unit_of(cut: Cut, plan: PrefillGemmPlan) -> Any:
-    """A function of a unit's number and the tiles of x: its tile of x, its block of weight rows, its first segment.
+    """A function of a unit's number and the tiles of x: the tile of x, the block's weight rows, the first segment.
 
-    Units of the same weights stand side by side.
+    Units of as many tiles of x as the L2 holds come before the others; of these, those of the same weights stand side
+    by side. Blocks of a cluster have the same unit, and weight rows side by side.
     """
-    own = cut.segments if plan.apart else 1
+    own, cluster = cut.segments if plan.apart else 1, plan.cluster
+    most = max(HELD_BYTES // (plan.rows * 2 * cut.columns), 1)  # tiles of x
+    units_a_tile = plan.units(plan.rows, cut.weight_rows, cut.segments)
 
     @device_function
     def unit_of(unit: Any, x_tiles: Any) -> Any:
-        rest = uint32(unit // x_tiles)
+        first = uint32(uint32(unit // uint32(most * units_a_tile)) * uint32(most))
+        within = uint32(unit - first * uint32(units_a_tile))
+        held = min(uint32(most), uint32(x_tiles - first))
+        rest = uint32(within // held)
         block = uint32(rest // uint32(own))
-        return uint32(unit - rest * x_tiles), block, uint32(rest - block * uint32(own))
+        segment = uint32(rest - block * uint32(own))
+        if cluster > 1:
+            block = uint32(block * uint32(cluster) + ptx_hopper.cluster_rank())
+        return uint32(first + within - rest * held), block, segment
 
     return unit_of
 
@@ -88,10 +101,20 @@ def _make_span_of(cut: Cut) -> Any:
 def make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
     """Functions of a copying warp: where a unit's weights and rows begin, and the copy of a stage of each."""
     x_bytes, depth = plan.rows * STEP_ROW_BYTES, plan.depth
-    block_tiles, tiles = BLOCK_ROWS // TILE_ROWS, BLOCK_ROWS // TILE_ROWS // plan.producers
+    block_tiles, tiles = BLOCK_ROWS // TILE_ROWS, BLOCK_ROWS // TILE_ROWS // PRODUCERS
     step_bytes = cut.weights.step_bytes
     weight_bytes = tiles * depth * step_bytes
-    steps, last_tile, x_rows = cut.steps, cut.tiles - 1, plan.rows
+    steps, last_tile, x_rows, cluster = cut.steps, cut.tiles - 1, plan.rows, plan.cluster
+    x_part = x_bytes // cluster
+
+    @device_function
+    def send_step(place: Any, source: Any, full: Any) -> None:
+        """The rows of one step: all of them, or the block's half of them to both blocks of its cluster."""
+        if cluster > 1:
+            own = uint32(ptx_hopper.cluster_rank() * uint32(x_part))
+            ptx_hopper.copy_bulk_to_pair(uint32(place + own), source + int64(own), uint32(x_part), full)
+        else:
+            ptx_hopper.copy_bulk(place, source, uint32(x_part), full)
 
     @device_function
     def sources_of(weight: Any, x: Any, x_tile: Any, block: Any, part: Any, lane: Any) -> Any:
@@ -119,10 +142,9 @@ def make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
     def send_rows(place: Any, full: Any, source: Any, rows: Any, step: Any, part: Any, lane: Any) -> None:
         if part == uint32(0) and lane == uint32(tiles):
             source = source + int64(step) * int64(rows) * int64(STEP_ROW_BYTES)
-            ptx_hopper.copy_bulk(place, source, uint32(x_bytes), full)
+            send_step(place, source, full)
             if depth == 2:
-                source = source + int64(rows) * int64(STEP_ROW_BYTES)
-                ptx_hopper.copy_bulk(uint32(place + uint32(x_bytes)), source, uint32(x_bytes), full)
+                send_step(uint32(place + uint32(x_bytes)), source + int64(rows) * int64(STEP_ROW_BYTES), full)
 
     return sources_of, send_weights, send_rows
 
@@ -241,7 +263,10 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
     """A function of a warpgroup: multiply all steps of a block's units, and hand each unit's sums to `finish`."""
     steps, length, segments, apart = cut.steps, cut.length, cut.segments, plan.apart
     whole, unit_of = segments > 1 and not apart, make_unit_of(cut, plan)
-    run = _make_run(cut, plan, handover, early=plan.sums * (1 + whole) <= MOST_SUMS)
+    if plan.by_halves:
+        run = make_run_by_halves(plan, handover)
+    else:
+        run = _make_run(cut, plan, handover, early=plan.sums * (1 + whole) <= MOST_SUMS)
     depth, x_bytes, step_bytes = plan.depth, plan.rows * STEP_ROW_BYTES, cut.weights.step_bytes
     add, zeros = ptx_hopper.add_tiles(plan.sums), ptx.zeros(plan.sums)
     in_parts, span_of, has_empty = cut.parts is not None, _make_span_of(cut), cut.has_empty
@@ -264,7 +289,7 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
                     sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
                     total = add(total, sums)
                 x_tile, block, segment = unit_of(unit, x_tiles)
-                finish(total, beside, out, rows, x_tile, block, segment, uint32(0), first, lane)
+                finish(total, beside, out, rows, x_tile, block, segment, first, lane)
             else:
                 number = uint32(steps)
                 x_tile, block, segment = unit_of(unit, x_tiles)
@@ -275,7 +300,7 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
                     number = uint32(end - begun)
                 if not has_empty or number > uint32(0):
                     sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
-                    finish(sums, beside, out, rows, x_tile, block, segment, uint32(0), first, lane)
+                    finish(sums, beside, out, rows, x_tile, block, segment, first, lane)
             unit = uint32(unit + grid)
 
     return consume
@@ -286,8 +311,6 @@ def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: 
     weight_rows, block_tiles = cut.weight_rows, BLOCK_ROWS // TILE_ROWS
     pitch, plain, x_rows, scaled = 4 * weight_rows, plan.apart, plan.rows, cut.weights.row_scales and not plan.apart
     store0, store1 = (ptx_hopper.store_group_half(plan.rows, half, pitch, is_scaled=scaled) for half in (0, 1))
-    adds, last = plan.is_large and cut.segments > 1 and not plan.apart, cut.segments - 1
-    add0, add1 = (ptx_hopper.add_group_half(plan.rows, half, pitch) for half in (0, 1))
 
     @device_function
     def place_of(beside: Any, run: Any, row: Any) -> Any:
@@ -302,34 +325,20 @@ def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: 
             column = uint32(ptx.load_global_i32(columns + int64(run) * int64(4)))
         return scale, extra, int64(uint32(column + row)) * int64(4)
 
-    def make_store(store_half: Any, add_half: Any) -> Any:
-        @device_function
-        def store(out: Any, sums: Any, beside: Any, run: Any, row: Any, part: Any) -> None:
-            scale, extra, at = place_of(beside, run, row)
-            if adds and part < uint32(last):
-                extra = float32(0)
-            if adds and part > uint32(0):
-                add_half(out + at, extra, sums)
-            else:
-                store_half(out + at, scale, extra, sums)
-
-        return store
-
-    first_half, second_half = make_store(store0, add0), make_store(store1, add1)
-
     @device_function
     def finish(
-        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, part: Any, first: Any,
-        lane: Any,
-    ) -> None:  # fmt: skip
-        """segment: of a unit whose sums are no totals; part: the segments that are in the output already."""
+        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, first: Any, lane: Any
+    ) -> None:
+        """segment: of a unit whose sums are no totals."""
         corner = uint32(x_tile * uint32(x_rows) + uint32((lane & uint32(3)) * uint32(2)))
         target = out + (int64(segment) * int64(rows) + int64(corner)) * int64(pitch)
         run, row = uint32(uint32(block * uint32(block_tiles) + first) * uint32(2)), uint32(lane >> uint32(2))
         if uint32(run * uint32(8)) < uint32(weight_rows):
-            first_half(target, sums, beside, run, row, part)
+            scale, extra, at = place_of(beside, run, row)
+            store0(target + at, scale, extra, sums)
         run = uint32(run + uint32(1))
         if uint32(run * uint32(8)) < uint32(weight_rows):
-            second_half(target, sums, beside, run, row, part)
+            scale, extra, at = place_of(beside, run, row)
+            store1(target + at, scale, extra, sums)
 
     return finish

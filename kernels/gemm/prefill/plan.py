@@ -1,7 +1,8 @@
 """The plan of a prefill GEMM: segments of K, which decide its bits, and tiles, stages and blocks, which do not.
 
 A block multiplies 128 weight rows by a tile of x's rows, step by step. Of L2 to multiprocessors it moves what
-every block reads: weights once for each tile of x, x once for each tile of weights. Where a GEMM has too few tiles
+every block reads: weights once for each tile of x, x once for each tile of weights, or once for two neighbouring tiles
+where their blocks are a cluster, each of which copies half of the rows to both. Where a GEMM has too few tiles
 to keep a card busy, its segments are blocks' own, and their sums are added afterwards. It knows no kernel.
 """
 
@@ -19,8 +20,10 @@ __all__ = [
     "APART_ROWS",
     "BLOCK_ROWS",
     "CONSUMERS",
+    "COPYING_REGISTERS",
     "GROUP_ROWS",
     "MOST_ROWS",
+    "MULTIPLYING_REGISTERS",
     "PRODUCERS",
     "STEP",
     "STEP_ROW_BYTES",
@@ -41,7 +44,8 @@ GROUP_ROWS = 64  # weight rows that a warpgroup multiplies at once
 STEP_ROW_BYTES = 2 * STEP
 CONSUMERS = 2  # warpgroups that multiply
 PRODUCERS = 4  # warps that copy: one alone takes as long to begin a step's copies as it takes to multiply them
-LARGE = 256  # rows of a tile whose sums want the registers of warps that copy: those that multiply copy for themselves
+WIDE, LARGE = 128, 256  # rows of a tile that may be multiplied by halves of steps; and beside whose sums no totals fit
+COPYING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232  # a thread, then: of 168 that all begin with
 MOST_ROWS = 4096
 APART_ROWS = 1024  # up to so many segments may be apart: more rows have tiles enough, and their sums would take memory
 TILE_ROWS = (64, 128, LARGE)  # of x
@@ -57,21 +61,23 @@ BLOCK_ROWS = CONSUMERS * GROUP_ROWS  # of weights
 MULTIPROCESSORS = 132
 SEGMENT_ROWS = 128  # of x: where segments matter most
 # a step, by a tile's rows and a stage's depth
-STEP_US = {(64, 1): 0.34, (64, 2): 0.315, (128, 1): 0.49, (128, 2): 0.49, (256, 1): 0.75}
+STEP_US = {(64, 1): 0.34, (64, 2): 0.315, (128, 1): 0.44, (128, 2): 0.46, (256, 1): 0.80}
+PAIRED = 0.97  # of that, where blocks are paired, which takes START_US to begin
 MEMORY_BYTES_A_US = 4_500_000  # of the card's memory
 SUM_BYTES_A_US = 8_000_000  # of segments' sums, written and read
-TILE_ROW_US, ADD_US = 0.01, 3.0  # to end a tile, a row of x; to begin the kernel that adds segments up
+TILE_ROW_US, ADD_US, START_US = 0.01, 3.0, 1.5  # to end a tile, a row of x; to begin the kernel that adds segments up
 
 
 @dataclass(frozen=True)
 class PrefillGemmPlan:
     """Tiles and stages of a GEMM, which change no bit of the result. Raises ShapeError for what does not fit.
 
-    rows    of x, of a tile: 64, 128 or 256, the last with weights in bf16 alone
+    rows    of x, of a tile: 64, 128 or, with weights in bf16 and sums that are whole or apart, 256
     depth   steps of 64 columns of a stage: 1 or, of tiles of less than 256 rows, 2
     stages  under way or multiplied
-    apart   segments are blocks' own, and another kernel adds them up
+    apart   segments are blocks' own, and another kernel adds them up; else a thread has their total beside its sums
     tile_bytes  of a step of one tile of weights
+    cluster     blocks that share rows of x: 1 or, of tiles of more than 64 rows, 2
     """
 
     rows: int
@@ -79,6 +85,7 @@ class PrefillGemmPlan:
     stages: int
     apart: bool
     tile_bytes: int = BF16_TILES.step_bytes
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         if (self.rows, self.depth) not in STEP_US or self.stages < 2:
@@ -87,7 +94,13 @@ class PrefillGemmPlan:
     @property
     def knobs(self) -> Knobs:
         """The numbers that a table may choose."""
-        return {"rows": self.rows, "depth": self.depth, "stages": self.stages, "apart": self.apart}
+        return {
+            "rows": self.rows,
+            "depth": self.depth,
+            "stages": self.stages,
+            "apart": self.apart,
+            "cluster": self.cluster,
+        }
 
     @property
     def sums(self) -> int:
@@ -97,17 +110,12 @@ class PrefillGemmPlan:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 128 * CONSUMERS + (0 if self.is_large else 32 * PRODUCERS)
+        return 128 * CONSUMERS + 32 * PRODUCERS
 
     @property
-    def producers(self) -> int:
-        """Warps that copy."""
-        return 4 * CONSUMERS if self.is_large else PRODUCERS
-
-    @property
-    def is_large(self) -> bool:
-        """Whether the warps that multiply copy for themselves, and keep totals of segments in the output."""
-        return self.rows == LARGE
+    def by_halves(self) -> bool:
+        """Whether a step is multiplied half by half, for which warps that copy leave registers."""
+        return self.rows >= WIDE and self.depth == 1 and self.tile_bytes == BF16_TILES.step_bytes
 
     @property
     def stage_bytes(self) -> int:
@@ -121,8 +129,8 @@ class PrefillGemmPlan:
         return ALIGNMENT + self.stages * self.stage_bytes + BARRIER_BYTES
 
     def units(self, rows: int, weight_rows: int, segments: int) -> int:
-        """The units that blocks take one by one: tiles, or segments of them."""
-        blocks = -(-weight_rows // BLOCK_ROWS)
+        """The units that clusters of blocks take one by one: a tile for each block, or segments of them."""
+        blocks = -(-weight_rows // (BLOCK_ROWS * self.cluster))
         return rows // self.rows * blocks * (segments if self.apart else 1)
 
 
@@ -232,13 +240,15 @@ def _plans(
     (segments, length), steps = cut_of(weight_rows, columns, parts), -(-columns // STEP)
     several = parts is not None and segments > 1
     is_even = steps % 2 == 0 and (parts.unit % 2 == 0 if parts is not None and several else length % 2 == 0)
+    is_narrow = weight_rows <= BLOCK_ROWS
     aparts = (True,) if several else (False, True) if segments > 1 and rows <= APART_ROWS else (False,)
     full = [
         plan
         for tile in (TILE_ROWS if weights == BF16_TILES and not several else TILE_ROWS[:-1])
         for depth in ((1, 2) if is_even else (1,))
         for apart in aparts
-        if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card, weights)) is not None
+        for cluster in ((1, 2) if tile >= WIDE and not is_narrow else (1,))
+        if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card, weights, cluster)) is not None
     ]
     speeds = (card.num_multiprocessors, 1000 * read_gb_s)
     full.sort(key=lambda plan: _time_us(plan, rows, weight_rows, steps, (segments, length), *speeds))
@@ -254,13 +264,13 @@ def partials_shape(
 
 
 def _fitted(
-    tile: int, depth: int, apart: bool, segments: int, card: Card, weights: TileFormat
+    tile: int, depth: int, apart: bool, segments: int, card: Card, weights: TileFormat, cluster: int
 ) -> PrefillGemmPlan | None:
     """With as many stages as fit; None where not even two do, or registers lack for totals beside the sums."""
-    has_totals = tile == 128 and segments > 1 and not apart
-    if (tile, depth) not in STEP_US or (has_totals and (depth == 2 or weights.zeros)):
+    has_totals = tile >= WIDE and segments > 1 and not apart
+    if (tile, depth) not in STEP_US or (has_totals and (tile == LARGE or depth == 2 or weights.zeros)):
         return None
-    plans = (PrefillGemmPlan(tile, depth, stages, apart, weights.step_bytes) for stages in STAGE_COUNTS)
+    plans = (PrefillGemmPlan(tile, depth, stages, apart, weights.step_bytes, cluster) for stages in STAGE_COUNTS)
     return next((plan for plan in plans if plan.shared_bytes <= card.shared_bytes), None)
 
 
@@ -275,10 +285,12 @@ def _time_us(
 ) -> float:
     """A rough time, to choose by: steps as they were measured, but no faster than the memory."""
     count, length = segments
-    turns = -(-plan.units(rows, weight_rows, count) // multiprocessors)
+    turns = -(-plan.units(rows, weight_rows, count) // (multiprocessors // plan.cluster))
     own = length if plan.apart else steps
-    ends = count if plan.is_large and not plan.apart else 1  # of segments that are added up in the output
-    time = turns * (own * STEP_US[plan.rows, plan.depth] + TILE_ROW_US * plan.rows * ends)
+    step, start = STEP_US[plan.rows, plan.depth], 0.0
+    if plan.cluster > 1:
+        step, start = PAIRED * step, START_US
+    time = start + turns * (own * step + TILE_ROW_US * plan.rows)
     time = max(time, weight_rows * steps * plan.tile_bytes / (16 * memory_bytes_a_us))
     if plan.apart:
         time += ADD_US + 8 * count * rows * weight_rows / SUM_BYTES_A_US

@@ -7,7 +7,7 @@ up row, or two rows of the output. Outputs are not yet times their shares: who a
 from collections.abc import Callable
 from typing import Any
 
-from lowlat.kernels.common.activation import clamped_swiglu_uncalled, silu_times_uncalled
+from lowlat.kernels.common.activation import clamped_swiglu, silu_times
 from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES
 from lowlat.kernels.moe.plan import ExpertShape
 from lowlat.kernels.moe.prefill.warpgroup_plan import MOST_PAIRS, RUN
@@ -82,8 +82,8 @@ def make_gated_finish(shape: ExpertShape) -> Any:
     def activated(gate: Any, up: Any, numbers: Any) -> Any:
         gate, up = finished(gate, numbers[0], numbers[1]), finished(up, numbers[2], numbers[3])
         if clamped:
-            return clamped_swiglu_uncalled(gate, up, numbers[4], numbers[5])
-        return silu_times_uncalled(gate, up)
+            return clamped_swiglu(gate, up, numbers[4], numbers[5])
+        return silu_times(gate, up)
 
     @device_function
     def store_run(sums: Any, target: Any, pairs: Any, numbers: Any) -> None:

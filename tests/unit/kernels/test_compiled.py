@@ -43,6 +43,7 @@ NARROW = re.compile(
 )
 PRODUCTS = re.compile(r"decode_gemm|attention_\d|experts_(grouped_|gemm_|mlp)")
 CODES = re.compile(r"attention_\d.*_[cd]$")
+ACTIVATING = re.compile(r"silu|swiglu|gated|gate_up|experts_(grouped|gemm|mlp)|expert")
 # 8.x lacks registers for attention's tiles and for the widest router's weights: some hundred bytes a thread, once
 SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144"), 256
 # double precision is rare on most cards; here it turns exact integers into thresholds, some a row
@@ -108,12 +109,11 @@ def test_a_kernel_has_the_instructions_that_were_meant(
         assert any(each.startswith("cp.async.cg.shared.global") for each in used)  # of 16 bytes: they know no others
     doubles = {each for each in used if ".f64" in each}
     assert not doubles or DOUBLES.match(kernel.name), f"integers of mixed signs become doubles: {doubles}"
-    # fast-math: everything but the one approximation that has its meaning in the reference too, and one put right
+    # fast-math: everything but exponentials, the reciprocals of gated activations, and one that is put right
     approximations = {each for each in used if ".approx" in each or ".full" in each}
-    put_right = (
-        {"rcp.approx.f32"} if re.search(r"gated$|^prefill_flash|^experts_warpgroups_gate_up", kernel.name) else set()
-    )
-    assert approximations <= {"ex2.approx.f32", "ex2.approx.ftz.f32", *put_right}
+    put_right = {"rcp.approx.f32"} if kernel.name.startswith("prefill_flash") else set()
+    activating = {"rcp.approx.ftz.f32"} if ACTIVATING.search(kernel.name) else set()
+    assert approximations <= {"ex2.approx.f32", "ex2.approx.ftz.f32", *put_right, *activating}
     assert any(each.startswith("call") for each in used) == (not kernel.linked), "a function that was not inlined"
     # a vote of a block's threads where lanes of a warp come from different branches is an instruction no card executes
     for block in re.split(r"^\$L__\w+:", ptx, flags=re.MULTILINE):
@@ -176,8 +176,9 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
         0xDF0,
         0x9F0,
     )  # to begin or await products of a warpgroup; one; one of shared memory
-    # registers that are loaded, moved (by two kinds), selected; results of arithmetic
-    writers = {0x984: 4, **dict.fromkeys((0x202, 0x224, 0x207, 0x208, 0x209, 0x220, 0x221, 0x223, 0x23E, 0x308), 1)}
+    load, loaded = 0x984, {6: 4, 5: 2}  # registers by the load's size; else one
+    # registers that are moved (by two kinds), selected; results of arithmetic
+    writers = {load: 1, **dict.fromkeys((0x202, 0x224, 0x207, 0x208, 0x209, 0x220, 0x221, 0x223, 0x23E, 0x308), 1)}
     kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith(("prefill_gemm", "prefill_flash"))]
     assert kernels
     for kernel in kernels:
@@ -199,7 +200,8 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
             elif opcode == group:
                 steps.append(set())
             elif opcode in writers:
-                written = set(range(target, target + writers[opcode]))
+                count = loaded.get(high >> 9 & 7, 1) if opcode == load else writers[opcode]
+                written = set(range(target, target + count))
                 assert not scores.union(*steps) & written, f"{kernel.name}: {low:#x}"
         found = count_opcodes(code.code)
         assert found[group] == ptx.count("wgmma.fence.sync") + ptx.count("wgmma.wait_group.sync")

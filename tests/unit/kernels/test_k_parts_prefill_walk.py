@@ -24,7 +24,7 @@ from lowlat.kernels.reference.exchange.cuts import bounds
 from lowlat.kernels.toolchain.kernel import H200, Card
 
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("mxfp4", "fp8", "int4", "nvfp4"))
-PARTS = ("activation_layout", "split_k_sum", "parts_sum", "weight_steps", "plan", "mainloop", "large_tile")
+PARTS = ("activation_layout", "split_k_sum", "parts_sum", "weight_steps", "plan", "mainloop", "half_steps")
 ENDS = ("gated_epilogue", "gemm")
 NAMES = (
     *("common.handover", "common.activation", *FRAGMENTS, "gemm.k_parts"),
@@ -122,7 +122,7 @@ def test_the_order_of_sums_does_not_depend_on_the_width() -> None:
     for parts in (KParts(1, 1), KParts(8, 1), KParts(4, 2)):
         assert len({cut_of(width, 4096, parts) for width in (1024, 4096, 28672)}) == 1
     plans = plans_of(1024, 4096, 14336, H200, parts=KParts(8, 1))
-    assert all(plan.apart and not plan.is_large for plan in plans)
+    assert all(plan.apart and plan.rows < 256 for plan in plans)
     assert all(not plan.apart for plan in plans_of(2048, 4096, 14336, H200, parts=KParts(1, 1)))
     assert all(plan.depth == 1 for plan in plans_of(512, 4096, 2944, H200, parts=KParts(8, 1)))
     assert PrefillGemmPlan(128, 2, 2, True) not in plans

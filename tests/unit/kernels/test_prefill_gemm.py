@@ -75,7 +75,7 @@ def test_arranging_walked(rows: int, columns: int) -> None:
 
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("mxfp4", "fp8", "int4", "nvfp4"))
 PARTS = (
-    *("activation_layout", "split_k_sum", "weight_steps", "plan", "mainloop", "large_tile", "gated_epilogue", "gemm"),
+    *("activation_layout", "split_k_sum", "weight_steps", "plan", "mainloop", "half_steps", "gated_epilogue", "gemm"),
 )
 NAMES = ("common.handover", "common.activation", *FRAGMENTS, *(f"gemm.prefill.{part}" for part in PARTS))
 TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
@@ -103,15 +103,17 @@ def packed_weight(name: str, width: int, depth: int, order: torch.Tensor) -> tup
         later("fp8", 128, 136, 200, (2, 2), (128, 1, 3, False)),
         later("bf16", 256, 264, 72, (1, 2), (128, 1, 2, False)),
         ("fp8_block", 128, 136, 120, (1, 2), (128, 2, 2, False)),
-        later("bf16", 512, 24, 200, (2, 2), (256, 1, 3, False)),
+        later("bf16", 256, 24, 200, (2, 2), (128, 1, 3, False)),
         later("bf16", 256, 24, 248, (2, 2), (256, 1, 2, True)),
         later("bf16", 256, 264, 72, (1, 3), (256, 1, 2, False)),
-        ("bf16", 512, 24, 136, (2, 2), (256, 1, 2, False)),
+        ("bf16", 512, 264, 136, (1, 3), (256, 1, 2, False, 2)),
+        later("bf16", 512, 264, 136, (2, 2), (256, 1, 2, True, 2)),
+        later("bf16", 256, 264, 200, (2, 2), (128, 1, 2, False, 2)),
     ],
 )
 @pytest.mark.second
 def test_products_walked(
-    held: str, rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[int, int, int, bool],
+    held: str, rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[Any, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """On a card of two multiprocessors, so that blocks have several units; numbers of a quantised weight in bf16."""
@@ -123,7 +125,7 @@ def test_products_walked(
     with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
         for each in (plans, module):
             monkeypatch.setattr(each, "cut_of", lambda *_: segments)
-        plan = plans.PrefillGemmPlan(*cut, packed.tile_format.step_bytes)
+        plan = plans.PrefillGemmPlan(*cut[:4], packed.tile_format.step_bytes, *cut[4:])
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
         partials = torch.full((segments[0] if plan.apart else 0, rows, width), torch.nan)
         calls = module.prefill_gemm(

@@ -1,0 +1,59 @@
+"""The main loop of a prefill GEMM's wide tiles with weights in bf16, half a step at a time.
+
+The tensor cores never wait for a warp, as long as steps are there; it takes registers that warps which copy leave. It
+knows neither copies nor units.
+"""
+
+from typing import Any
+
+from lowlat.kernels.common.handover import Handover
+from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES, PrefillGemmPlan
+from lowlat.kernels.gemm.prefill.weight_steps import load_half
+from lowlat.kernels.toolchain import ptx_hopper
+from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
+
+__all__ = ["make_run_by_halves"]
+
+HALF, HALF_BYTES = ptx_hopper.SLICES // 2, STEP_ROW_BYTES // 2  # of a step: slices, and of a row of the second matrix
+
+
+def make_run_by_halves(plan: PrefillGemmPlan, handover: Handover) -> Any:
+    """A function of a warpgroup: the sums of so many steps, from zero.
+
+    The tensor cores have half a step before them when they end another, so they wait for no warp, though both
+    warpgroups' may end at once. A half's weights are loaded while they have the half before.
+    """
+    stage_bytes = plan.stage_bytes
+    await_full, release, after = handover.await_full, handover.release, handover.after
+    multiply = ptx_hopper.multiply_group(plan.rows, slices=HALF)
+    await_all, await_former = (ptx_hopper.await_group(plan.rows, words=4 * HALF, under_way=number) for number in (0, 1))
+
+    @device_function
+    def run(
+        sums: Any, base: Any, barriers: Any, within: Any, stage: Any, parity: Any, number: Any, lane: Any, rows: Any
+    ) -> Any:
+        """within: the warp's tile in a stage; parity: of the stage's phase; rows: not asked for."""
+        here, done = uint32(base + stage * uint32(stage_bytes)), uint32(1)
+        await_full(barriers, stage, parity)
+        first, second = load_half(uint32(here + within), lane, 0), load_half(uint32(here + within), lane, 1)
+        sums = multiply(sums, first, here, uint32(0))
+        while done < number:
+            sums = multiply(sums, second, uint32(here + uint32(HALF_BYTES)), uint32(1))
+            sums = await_former(sums, first)
+            later, later_parity = after(stage, parity)
+            await_full(barriers, later, later_parity)
+            here = uint32(base + later * uint32(stage_bytes))
+            first = load_half(uint32(here + within), lane, 0)
+            sums = multiply(sums, first, here, uint32(1))
+            sums = await_former(sums, second)
+            release(barriers, stage, lane)
+            second = load_half(uint32(here + within), lane, 1)
+            stage, parity, done = later, later_parity, uint32(done + uint32(1))
+        sums = multiply(sums, second, uint32(here + uint32(HALF_BYTES)), uint32(1))
+        sums = await_former(sums, first)
+        sums = await_all(sums, second)
+        release(barriers, stage, lane)
+        stage, parity = after(stage, parity)
+        return sums, stage, parity
+
+    return run
