@@ -101,7 +101,7 @@ def packed_weight(name: str, width: int, depth: int, order: torch.Tensor) -> tup
         later("nvfp4", 128, 264, 240, (2, 2), (64, 2, 2, False)),
         ("bf16", 128, 136, 256, (2, 2), (128, 2, 2, True)),
         later("fp8", 128, 136, 200, (2, 2), (128, 1, 3, False)),
-        later("bf16", 256, 264, 72, (1, 2), (128, 1, 2, False)),
+        later("bf16", 512, 264, 72, (1, 2), (128, 1, 2, False)),
         ("fp8_block", 128, 136, 120, (1, 2), (128, 2, 2, False)),
         later("bf16", 256, 24, 200, (2, 2), (128, 1, 3, False)),
         later("bf16", 256, 24, 248, (2, 2), (256, 1, 2, True)),
@@ -122,9 +122,10 @@ def test_products_walked(
     packed, weight = packed_weight(held, width, depth, order)
     bias, walker, out = bias.bfloat16(), Walker(), torch.full((rows, width), torch.nan)
     arranged = torch.full(arranged_shape(rows, depth), torch.nan, dtype=torch.bfloat16)
-    with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
+    with walkable_groups(walker, *NAMES) as (*_, plans, mainloop, _, _, module):
         for each in (plans, module):
             monkeypatch.setattr(each, "cut_of", lambda *_: segments)
+        monkeypatch.setattr(mainloop, "HELD_BYTES", 3 * cut[0] * 2 * depth)  # of four tiles of x the last comes later
         plan = plans.PrefillGemmPlan(*cut[:4], packed.tile_format.step_bytes, *cut[4:])
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
         partials = torch.full((segments[0] if plan.apart else 0, rows, width), torch.nan)
