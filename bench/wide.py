@@ -20,10 +20,10 @@ from lowlat.executors.launcher import Launcher
 from lowlat.kernels.gemm.packing import PackedMatrix, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
-from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, partials_shape, plan_prefill_gemm, plans_of
+from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, choose_prefill_plan, partials_shape, plans_of
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-__all__ = ["MATRICES", "main", "measure"]
+__all__ = ["COPIES", "MATRICES", "Weights", "label_of", "main", "measure"]
 
 MATRICES = {
     "llama qkv": (6144, 4096),
@@ -39,7 +39,7 @@ COPIES = 16
 
 
 @dataclass
-class _Weights:
+class Weights:
     """Packed copies of one matrix; `plain` takes the same memory for an unpacked matrix, of other values."""
 
     packed: list[PackedMatrix]
@@ -78,7 +78,7 @@ def measure(
     launcher.compile_ahead(_all_calls(launcher, names, rows, all_plans))
     found = []
     for name in names:
-        weights = _Weights(*MATRICES[name], launcher.device)
+        weights = Weights(*MATRICES[name], launcher.device)
         for count in rows:
             cases = list(_cases(launcher, name, weights, count, all_plans))
             timed = [Timed(case.name, case.replay) for case in cases]
@@ -95,7 +95,7 @@ def measure(
 def _all_calls(launcher: Launcher, names: Sequence[str], rows: Sequence[int], all_plans: bool) -> Iterator[KernelCall]:
     """The calls over tensors without memory, to compile their kernels."""
     for name in names:
-        weights = _Weights(*MATRICES[name], torch.device("meta"))
+        weights = Weights(*MATRICES[name], torch.device("meta"))
         for count in rows:
             x, out = (torch.empty(count, size, device="meta") for size in reversed(MATRICES[name]))
             for plan in _plans(launcher, name, count, all_plans):
@@ -104,26 +104,31 @@ def _all_calls(launcher: Launcher, names: Sequence[str], rows: Sequence[int], al
 
 def _plans(launcher: Launcher, name: str, rows: int, all_plans: bool) -> list[PrefillGemmPlan]:
     shape = MATRICES[name]
-    best = plan_prefill_gemm(rows, *shape, launcher.card)
+    best, _ = choose_prefill_plan(rows, *shape, launcher.card)
     return [best, *(plan for plan in plans_of(rows, *shape, launcher.card) if all_plans and plan != best)]
 
 
-def _cases(launcher: Launcher, name: str, weights: _Weights, rows: int, all_plans: bool) -> Iterator[_Case]:
+def label_of(plan: PrefillGemmPlan) -> str:
+    """Rows, depth and stages, whether blocks are paired, and where segments of K are added up."""
+    cut = f"{plan.rows}x{plan.depth}x{plan.stages} {'pairs ' if plan.cluster > 1 else ''}"
+    return cut + ("apart" if plan.apart else "whole")
+
+
+def _cases(launcher: Launcher, name: str, weights: Weights, rows: int, all_plans: bool) -> Iterator[_Case]:
     width, depth = MATRICES[name]
     device, shape = launcher.device, MATRICES[name]
     x, out = torch.randn(rows, depth, device=device).bfloat16(), torch.empty(rows, width, device=device)
     plans = _plans(launcher, name, rows, all_plans)
     for plan in plans:
         calls = _wide(launcher, weights, x, out, plan)
-        cut = f"{plan.rows}x{plan.depth}x{plan.stages} {'apart' if plan.apart else 'whole'}"
-        label = f"{name}, {rows} rows, wide, {cut}{', the plan' if plan == plans[0] else ''}"
+        label = f"{name}, {rows} rows, wide, {label_of(plan)}{', the plan' if plan == plans[0] else ''}"
         yield _Case(label, rows, shape, capture(launcher, Entry(label, calls, COPIES)))
     yield _Case(f"{name}, {rows} rows, torch", rows, shape, _torch(weights, x, out, unpacking=False))
     yield _Case(f"{name}, {rows} rows, torch and unpacking", rows, shape, _torch(weights, x, out, unpacking=True))
 
 
 def _wide(
-    launcher: Launcher, weights: _Weights, x: torch.Tensor, out: torch.Tensor, plan: PrefillGemmPlan
+    launcher: Launcher, weights: Weights, x: torch.Tensor, out: torch.Tensor, plan: PrefillGemmPlan
 ) -> Callable[[int], list[KernelCall]]:
     arranged = torch.empty(arranged_shape(*x.shape), device=x.device, dtype=torch.bfloat16)
     first = weights.packed[0]
@@ -138,7 +143,7 @@ def _wide(
     return calls
 
 
-def _torch(weights: _Weights, x: torch.Tensor, out: torch.Tensor, *, unpacking: bool) -> Callable[[], None]:
+def _torch(weights: Weights, x: torch.Tensor, out: torch.Tensor, *, unpacking: bool) -> Callable[[], None]:
     def run() -> None:
         for copy in range(COPIES):
             packed = weights.packed[copy % len(weights.packed)]

@@ -24,6 +24,7 @@ GEOMETRY = replace(cases.TINY, capture_boundaries=(2, 3, 4))  # SpecForge cannot
 structured = bench("structured")
 SHORT = "--limit 1 --probes 1 --max-tokens 16 --temperature 0 --chains 2 --rows 4 --dynamic 2x2"
 schema_suite = bench("schema_suite")
+sustained = bench("sustained")
 prompts = bench("prompts")
 weights = bench("weights")
 
@@ -39,6 +40,16 @@ def test_first_tokens_have_a_row_for_each_prompt_depth_and_way(tmp_path: Path) -
     assert cases == [(depth, way, length) for depth in (0, 3) for way in ("process", "socket") for length in (5, 140)]
     assert all(0 < row["ms_least"] <= row["ms_p50"] <= row["ms_p99"] for row in found["rows"])
     assert all(row["next_ms_p50"] > 0 and row["runs"] == 2 for row in found["rows"])
+
+
+def test_cycles_are_those_of_a_step_of_the_largest_tile() -> None:
+    """Where all multiprocessors multiply all the time: 224 by 8 tiles are 14 turns of 132, of 64 steps each."""
+    clock, power, heat = sustained.read_sample("1410, 723.45, 51")
+    assert (clock, power, heat) == (1410, 723.45, 51)
+    found = sustained.reckoned({"rows": 2048, "us": 724.9, "sm_mhz": clock}, 28672, 4096, 132)
+    assert found == {"tflop_per_s": 663.6, "cycles_a_step": round(724.9 * 1410 / 14 / 64)}
+    with pytest.raises(ValueError, match="N/A"):
+        sustained.read_sample("[N/A]")
 
 
 def test_agreement_is_by_place() -> None:
