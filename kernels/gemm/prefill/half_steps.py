@@ -1,4 +1,4 @@
-"""The main loop of a prefill GEMM's wide tiles with weights in bf16, half a step at a time.
+"""The main loop of a prefill GEMM's wide tiles, half a step at a time.
 
 The tensor cores never wait for a warp, as long as steps are there; it takes registers that warps which copy leave. It
 knows neither copies nor units.
@@ -8,7 +8,8 @@ from typing import Any
 
 from lowlat.kernels.common.handover import Handover
 from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES, PrefillGemmPlan
-from lowlat.kernels.gemm.prefill.weight_steps import load_half
+from lowlat.kernels.gemm.prefill.weight_steps import make_halves
+from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.toolchain import ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
@@ -17,13 +18,13 @@ __all__ = ["make_run_by_halves"]
 HALF, HALF_BYTES = ptx_hopper.SLICES // 2, STEP_ROW_BYTES // 2  # of a step: slices, and of a row of the second matrix
 
 
-def make_run_by_halves(plan: PrefillGemmPlan, handover: Handover) -> Any:
+def make_run_by_halves(weights: TileFormat, plan: PrefillGemmPlan, handover: Handover) -> Any:
     """A function of a warpgroup: the sums of so many steps, from zero.
 
     The tensor cores have half a step before them when they end another, so they wait for no warp, though both
-    warpgroups' may end at once. A half's weights are loaded while they have the half before.
+    warpgroups' may end at once. A half's weights are loaded, and decoded, while they have the half before.
     """
-    stage_bytes = plan.stage_bytes
+    stage_bytes, (load, half_of) = plan.stage_bytes, make_halves(weights)
     await_full, release, after = handover.await_full, handover.release, handover.after
     multiply = ptx_hopper.multiply_group(plan.rows, slices=HALF)
     await_all, await_former = (ptx_hopper.await_group(plan.rows, words=4 * HALF, under_way=number) for number in (0, 1))
@@ -35,7 +36,8 @@ def make_run_by_halves(plan: PrefillGemmPlan, handover: Handover) -> Any:
         """within: the warp's tile in a stage; parity: of the stage's phase; rows: not asked for."""
         here, done = uint32(base + stage * uint32(stage_bytes)), uint32(1)
         await_full(barriers, stage, parity)
-        first, second = load_half(uint32(here + within), lane, 0), load_half(uint32(here + within), lane, 1)
+        kept = load(uint32(here + within), lane)
+        first, second = half_of(kept, 0), half_of(kept, 1)
         sums = multiply(sums, first, here, uint32(0))
         while done < number:
             sums = multiply(sums, second, uint32(here + uint32(HALF_BYTES)), uint32(1))
@@ -43,11 +45,12 @@ def make_run_by_halves(plan: PrefillGemmPlan, handover: Handover) -> Any:
             later, later_parity = after(stage, parity)
             await_full(barriers, later, later_parity)
             here = uint32(base + later * uint32(stage_bytes))
-            first = load_half(uint32(here + within), lane, 0)
+            kept = load(uint32(here + within), lane)
+            first = half_of(kept, 0)
             sums = multiply(sums, first, here, uint32(1))
             sums = await_former(sums, second)
             release(barriers, stage, lane)
-            second = load_half(uint32(here + within), lane, 1)
+            second = half_of(kept, 1)
             stage, parity, done = later, later_parity, uint32(done + uint32(1))
         sums = multiply(sums, second, uint32(here + uint32(HALF_BYTES)), uint32(1))
         sums = await_former(sums, first)

@@ -264,7 +264,7 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
     steps, length, segments, apart = cut.steps, cut.length, cut.segments, plan.apart
     whole, unit_of = segments > 1 and not apart, make_unit_of(cut, plan)
     if plan.by_halves:
-        run = make_run_by_halves(plan, handover)
+        run = make_run_by_halves(cut.weights, plan, handover)
     else:
         run = _make_run(cut, plan, handover, early=plan.sums * (1 + whole) <= MOST_SUMS)
     depth, x_bytes, step_bytes = plan.depth, plan.rows * STEP_ROW_BYTES, cut.weights.step_bytes

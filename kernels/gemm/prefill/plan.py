@@ -72,7 +72,7 @@ TILE_ROW_US, ADD_US, START_US = 0.01, 3.0, 1.5  # to end a tile, a row of x; to 
 class PrefillGemmPlan:
     """Tiles and stages of a GEMM, which change no bit of the result. Raises ShapeError for what does not fit.
 
-    rows    of x, of a tile: 64, 128 or, with weights in bf16 and sums that are whole or apart, 256
+    rows    of x, of a tile: 64, 128 or, with sums that are whole or apart, 256
     depth   steps of 64 columns of a stage: 1 or, of tiles of less than 256 rows, 2
     stages  under way or multiplied
     apart   segments are blocks' own, and another kernel adds them up; else a thread has their total beside its sums
@@ -115,7 +115,7 @@ class PrefillGemmPlan:
     @property
     def by_halves(self) -> bool:
         """Whether a step is multiplied half by half, for which warps that copy leave registers."""
-        return self.rows >= WIDE and self.depth == 1 and self.tile_bytes == BF16_TILES.step_bytes
+        return self.rows >= WIDE and self.depth == 1
 
     @property
     def stage_bytes(self) -> int:
@@ -244,7 +244,7 @@ def _plans(
     aparts = (True,) if several else (False, True) if segments > 1 and rows <= APART_ROWS else (False,)
     full = [
         plan
-        for tile in (TILE_ROWS if weights == BF16_TILES and not several else TILE_ROWS[:-1])
+        for tile in (TILE_ROWS[:-1] if several else TILE_ROWS)
         for depth in ((1, 2) if is_even else (1,))
         for apart in aparts
         for cluster in ((1, 2) if tile >= WIDE and not is_narrow else (1,))

@@ -13,7 +13,7 @@ from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 
-__all__ = ["load_half", "make_load_step"]
+__all__ = ["make_halves", "make_load_step"]
 
 PIECE_BYTES = 512  # a lane's 16 bytes, of all lanes
 WORD_BYTES = 32  # a word behind the codes, of the eight pairs of rows
@@ -33,9 +33,15 @@ def make_load_step(tiles: TileFormat, *, is_shared: bool) -> Any:
         if not is_shared:
             raise ShapeError("steps of bf16 are in registers what they are in memory: only those in shared memory load")
         return _make_bf16()
-    if tiles.name == "nvfp4":
-        return _make_nvfp4(tiles, is_shared)
-    return _make_fp8(tiles, is_shared) if tiles.name == "fp8" else _make_int4(tiles, is_shared)
+    load, half_of = _HALVES[tiles.name](tiles, is_shared)
+
+    @device_function
+    def load_step(step: Any, lane: Any) -> Any:
+        kept = load(step, lane)
+        first, second = half_of(kept, 0), half_of(kept, 1)
+        return first[:4] + second[:4] + first[4:] + second[4:]
+
+    return load_step
 
 
 def _loads(is_shared: bool) -> tuple[Any, Any]:
@@ -73,10 +79,25 @@ def _make_bf16() -> Any:
     return load_bf16
 
 
+def make_halves(tiles: TileFormat) -> tuple[Any, Any]:
+    """Two functions for a step in shared memory, of which a lane wants the halves one after the other.
+
+    load  (address, lane): what is kept of the step; of bf16 its address alone
+    half  (kept, 0 or 1): the lane's eight words of a half, of row g, then of row g + 8
+    """
+    if tiles.name == "bf16":
+        return _keep_address, _load_half
+    return _HALVES[tiles.name](tiles, True)
+
+
 @device_function
-def load_half(step: Any, lane: Any, half: Any) -> Any:
-    """A lane's eight words of half a step of bf16 at a shared address, of row g, then of row g + 8."""
-    at = uint32(step + uint32(lane * uint32(16)) + uint32(half * PIECE_BYTES))
+def _keep_address(step: Any, lane: Any) -> Any:
+    return uint32(step + uint32(lane * uint32(16)))
+
+
+@device_function
+def _load_half(kept: Any, half: Any) -> Any:
+    at = uint32(kept + uint32(half * PIECE_BYTES))
     return ptx.load_shared_128(at) + ptx.load_shared_128(uint32(at + uint32(2 * PIECE_BYTES)))
 
 
@@ -118,31 +139,33 @@ def _make_scales(tiles: TileFormat, one: Any) -> Any:
     return scales
 
 
-def _make_fp8(tiles: TileFormat, is_shared: bool) -> Any:
+def _make_fp8_halves(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any]:
     (four, one), grouped = _loads(is_shared), tiles.groups > 0
     times, scales = _make_times(tiles), _make_scales(tiles, one)
 
     @device_function
-    def load_row(step: Any, at: Any) -> Any:
-        a, b, c, d = four(step, at)
-        return expand_fp8(a) + expand_fp8(b), expand_fp8(c) + expand_fp8(d)
+    def load(step: Any, lane: Any) -> Any:
+        """Codes of row g and of row g + 8, and the scales of both."""
+        at, scale = uint32(lane * uint32(16)), (uint32(0), uint32(0))
+        if grouped:
+            scale = scales(step, uint32(uint32(lane >> uint32(2)) * uint32(4)), 0)
+        return four(step, at), four(step, uint32(at + uint32(PIECE_BYTES))), scale
 
     @device_function
-    def load_fp8(step: Any, lane: Any) -> Any:
-        at = uint32(lane * uint32(16))
-        a, b = load_row(step, at)
-        if not grouped:
-            c, d = load_row(step, uint32(at + uint32(PIECE_BYTES)))
-            return a + b + c + d
-        top, low = scales(step, uint32(uint32(lane >> uint32(2)) * uint32(4)), 0)
-        a, b = times(a, top), times(b, top)
-        c, d = load_row(step, uint32(at + uint32(PIECE_BYTES)))
-        return a + b + times(c, low) + times(d, low)
+    def half_of(kept: Any, half: Any) -> Any:
+        top, low, scale = kept
+        a, b, c, d = top[0], top[1], low[0], low[1]
+        if half == 1:
+            a, b, c, d = top[2], top[3], low[2], low[3]
+        above, below = expand_fp8(a) + expand_fp8(b), expand_fp8(c) + expand_fp8(d)
+        if grouped:
+            return times(above, scale[0]) + times(below, scale[1])
+        return above + below
 
-    return load_fp8
+    return load, half_of
 
 
-def _make_int4(tiles: TileFormat, is_shared: bool) -> Any:
+def _make_int4_halves(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any]:
     (four, one), last, has_zeros = _loads(is_shared), tiles.groups - 1, tiles.zeros
     times, scales = _make_times(tiles), _make_scales(tiles, one)
     zeros_at, group_bytes = tiles.code_bytes + WORD_BYTES * tiles.scale_words, WORD_BYTES * (1 + tiles.scale_words)
@@ -156,33 +179,49 @@ def _make_int4(tiles: TileFormat, is_shared: bool) -> Any:
         return uint32((both & uint32(LOW)) * uint32(TWICE)), uint32(uint32(both >> uint32(16)) * uint32(TWICE))
 
     @device_function
-    def load_int4(step: Any, lane: Any) -> Any:
-        a, b, c, d = four(step, uint32(lane * uint32(16)))
+    def load(step: Any, lane: Any) -> Any:
+        """Codes, and for either half the scales and zeros of row g and of row g + 8."""
         row = uint32(uint32(lane >> uint32(2)) * uint32(4))
-        top, low = scales(step, row, 0)
-        minus, low_minus = zeros(step, row, 0)
-        a, c = times(expand_int4(a, minus), top), times(expand_int4(c, low_minus), low)
+        first = scales(step, row, 0), zeros(step, row, 0)
+        second = first
         if last == 1:
-            top, low = scales(step, row, 1)
-            minus, low_minus = zeros(step, row, 1)
-        b, d = times(expand_int4(b, minus), top), times(expand_int4(d, low_minus), low)
-        return a + b + c + d
-
-    return load_int4
-
-
-def _make_nvfp4(tiles: TileFormat, is_shared: bool) -> Any:
-    (four, one), codes = _loads(is_shared), tiles.code_bytes
+            second = scales(step, row, 1), zeros(step, row, 1)
+        return four(step, uint32(lane * uint32(16))), first, second
 
     @device_function
-    def load_nvfp4(step: Any, lane: Any) -> Any:
-        """Of the two blocks of a half a lane's columns are in the first for the first two lanes of a row."""
-        a, b, c, d = four(step, uint32(lane * uint32(16)))
-        at = uint32(uint32(codes) + uint32(uint32(lane >> uint32(2)) * uint32(4)))
-        top, low = one(step, at), one(step, uint32(at + uint32(WORD_BYTES)))
-        block = uint32((lane & uint32(2)) << uint32(2))
-        later = uint32(block + uint32(16))
-        a, b = expand_nvfp4(a, scale_of(top, block)), expand_nvfp4(b, scale_of(top, later))
-        return a + b + expand_nvfp4(c, scale_of(low, block)) + expand_nvfp4(d, scale_of(low, later))
+    def half_of(kept: Any, half: Any) -> Any:
+        codes, (scale, minus), _ = kept
+        above, below = codes[0], codes[2]
+        if half == 1:
+            above, below = codes[1], codes[3]
+            scale, minus = kept[2]
+        return times(expand_int4(above, minus[0]), scale[0]) + times(expand_int4(below, minus[1]), scale[1])
 
-    return load_nvfp4
+    return load, half_of
+
+
+def _make_nvfp4_halves(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any]:
+    (four, one), codes_end = _loads(is_shared), tiles.code_bytes
+
+    @device_function
+    def load(step: Any, lane: Any) -> Any:
+        """Codes, the scales of row g and of row g + 8, and the place of the lane's block among those of a half.
+
+        Of the two blocks of a half a lane's columns are in the first for the first two lanes of a row.
+        """
+        at = uint32(uint32(codes_end) + uint32(uint32(lane >> uint32(2)) * uint32(4)))
+        scale = one(step, at), one(step, uint32(at + uint32(WORD_BYTES)))
+        return four(step, uint32(lane * uint32(16))), scale, uint32((lane & uint32(2)) << uint32(2))
+
+    @device_function
+    def half_of(kept: Any, half: Any) -> Any:
+        codes, scale, block = kept
+        above, below = codes[0], codes[2]
+        if half == 1:
+            above, below, block = codes[1], codes[3], uint32(block + uint32(16))
+        return expand_nvfp4(above, scale_of(scale[0], block)) + expand_nvfp4(below, scale_of(scale[1], block))
+
+    return load, half_of
+
+
+_HALVES = {"fp8": _make_fp8_halves, "int4": _make_int4_halves, "nvfp4": _make_nvfp4_halves}
