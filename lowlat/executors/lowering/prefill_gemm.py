@@ -6,8 +6,8 @@ are exact, as the scales of their rows multiply what comes out.
 A row's bits depend on the row and the weight alone: in our GEMM because rows are computed independently, in torch's
 because it always multiplies a whole chunk, padded where there are fewer rows.
 
-Our GEMM reads rows that are arranged. Its fusions let the operation before it leave them so: a norm, or a GEMM of gates
-and ups. Else a launch arranges them.
+Our GEMM reads rows that are arranged. Its fusions let the operation before it leave them so: a norm, attention, or a
+GEMM of gates and ups. Else a launch arranges them.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,8 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.executors.lowering.binding import Binding, Call, LibraryCall, in_parts
 from lowlat.executors.lowering.fusion import Fusion, Run
+from lowlat.executors.lowering.prefill_attention import prefill_attention
+from lowlat.kernels.attention.prefill.flash import has_prefill_flash
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
@@ -136,6 +138,19 @@ def _norms_for(run: Run, card: Card) -> bool:
     )
 
 
+def _attends_for(run: Run, card: Card) -> bool:
+    """Whether a GEMM reads the result of our own flash attention, in sizes that it takes."""
+    attention, linear = run.ops
+    rows, width = run.shape(attention.writes["out"])
+    return (
+        linear.reads["x"] == attention.writes["out"]
+        and attention.stage is Stage.PREFILL
+        and has_prefill_flash(card, run.shape(attention.reads["k_cache"])[-1])
+        and _is_one_gemm(rows, linear, card)
+        and width % WIDTH == 0
+    )
+
+
 def _feeds(run: Run, card: Card) -> bool:
     """Whether a FFN's GEMMs and activation take each other's results, in sizes that our kernels have."""
     gate_up, silu, down = run.ops[-3:]
@@ -158,6 +173,10 @@ def _norms_and_feeds(run: Run, card: Card) -> bool:
 
 def _normed(run: Run) -> list[str]:
     return [run.op("rms_norm").writes["out"]]
+
+
+def _attended(run: Run) -> list[str]:
+    return [run.op("prefill_attention").writes["out"]]
 
 
 def _fed(run: Run) -> list[str]:
@@ -210,6 +229,16 @@ def _normed_linear(binding: Binding, run: Run) -> Sequence[Call]:
         return [*_norm(binding, run), *prefill_linear(binding, linear)]
     arranged = _arranged_rows(binding, linear, weight)
     return [*_norm(binding, run, arranged), *_of_arranged(binding, linear, weight, arranged)]
+
+
+def _attended_linear(binding: Binding, run: Run) -> Sequence[Call]:
+    """Attention leaves its rows as the GEMM reads them."""
+    attention, linear = run.ops
+    weight = binding.weights.matrix(linear.weights["weight"])
+    if not takes(binding.prefill_chunk, weight, binding.card):
+        return [*prefill_attention(binding, attention), *prefill_linear(binding, linear)]
+    arranged = _arranged_rows(binding, linear, weight)
+    return [*prefill_attention(binding, attention, arranged), *_of_arranged(binding, linear, weight, arranged)]
 
 
 def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
@@ -286,4 +315,5 @@ PREFILL_FUSIONS = (
     ),
     Fusion("gated ffn", "linear silu_mul linear", 2, _gated_ffn, _feeds, _fed, _gates_first),
     Fusion("norm+prefill gemm", "add? rms_norm linear", 1, _normed_linear, _norms_for, _normed),
+    Fusion("attention+prefill gemm", "prefill_attention linear", 1, _attended_linear, _attends_for, _attended),
 )  # fmt: skip
