@@ -100,13 +100,22 @@ class _Softmax:
             _both(sums) * np.array([[top], [low]], np.float32)
         ).reshape(-1)  # fmt: skip
         made.pack_rows = lambda count: _pack
-        made.store_row = self._store_row
+        made.store_row, made.store_pieces = self._store_row, self._store_pieces
         return made
 
     def _store_row(self, words: int, half: int) -> Any:
         def store(address: int, values: Any) -> None:
             for tile in range(words // 2):
                 self._walker.at(int(address) + 16 * tile, 4).view(np.uint32)[0] = values[2 * tile + half]
+
+        return store
+
+    def _store_pieces(self, words: int, half: int) -> Any:
+        def store(addresses: Any, values: Any) -> None:
+            assert 8 * len(addresses) == words
+            for piece, address in enumerate(addresses):
+                pieces = [values[2 * (4 * piece + tile) + half] for tile in range(4)]
+                self._walker.at(int(address), 16).view(np.uint32)[:] = pieces
 
         return store
 

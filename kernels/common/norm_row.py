@@ -17,6 +17,8 @@ from lowlat.kernels.common.norm_math import (
 )
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
 from lowlat.kernels.toolchain.ptx import (
+    add_rn,
+    bf16_pair,
     float_of_bits,
     load_global_128,
     load_global_nc_128,
@@ -25,12 +27,14 @@ from lowlat.kernels.toolchain.ptx import (
 )
 
 __all__ = [
+    "add_row",
     "chunk_address",
     "chunk_values",
     "finish_norm",
     "is_live",
     "load_first",
     "load_first_weights",
+    "row_inverse",
     "store_row",
     "table_row",
 ]
@@ -133,6 +137,49 @@ def chunk_values(row: Any, chunk: Any, wide: Any) -> Any:
 
 
 @device_function
+def add_row(a: Any, b: Any, wide: Any, target: Any, width: Any) -> Any:
+    """Store the sum of two rows, rounded to bf16; this thread's first chunk of it is returned, zeros past the end.
+
+    a     bf16
+    b     float32 (wide) or bf16
+    """
+    thread = uint32(cuda.threadIdx.x)
+    first = (uint32(0), uint32(0), uint32(0), uint32(0))
+    chunk = thread
+    while chunk < uint32(width // 8):
+        x = chunk_values(a, chunk, False)
+        y = chunk_values(b, chunk, wide)
+        words = (
+            bf16_pair(add_rn(x[0], y[0]), add_rn(x[1], y[1])),
+            bf16_pair(add_rn(x[2], y[2]), add_rn(x[3], y[3])),
+            bf16_pair(add_rn(x[4], y[4]), add_rn(x[5], y[5])),
+            bf16_pair(add_rn(x[6], y[6]), add_rn(x[7], y[7])),
+        )
+        store_global_128(target + int64(chunk) * int64(16), words[0], words[1], words[2], words[3])
+        if chunk == thread:
+            first = words
+        chunk = uint32(chunk + uint32(THREADS))
+    return first
+
+
+@device_function
+def row_inverse(first: Any, source: Any, tiled: Any, sums: Any, width: Any, eps: Any) -> Any:
+    """1 / rms of a row whose first chunks are held, with the row's other chunks read from `source`.
+
+    sums  [WARPS] float32, shared; all threads of the block must come here, once
+    """
+    thread, chunks = uint32(cuda.threadIdx.x), uint32(width // 8)
+    more = width > 8 * THREADS  # a constant: rows of one chunk a thread compile without the loads below
+    total = add_squares(float32(0.0), first[0], first[1], first[2], first[3])
+    chunk = uint32(thread + uint32(THREADS))
+    while more and chunk < chunks:
+        a, b, c, d = load_global_128(chunk_address(source, chunk, tiled))
+        total = add_squares(total, a, b, c, d)
+        chunk = uint32(chunk + uint32(THREADS))
+    return inverse_rms(block_sum(total, sums), width, eps)
+
+
+@device_function
 def finish_norm(
     first: Any,
     first_weights: Any,
@@ -151,16 +198,10 @@ def finish_norm(
     target, copy  addresses of the result and of a second one, 0 for none; zeros for a dead row
     sums          [WARPS] float32, shared; all threads of the block must come here, once
     """
-    thread, chunks = uint32(cuda.threadIdx.x), uint32(width // 8)
+    chunk, chunks = uint32(cuda.threadIdx.x), uint32(width // 8)
     more = width > 8 * THREADS  # a constant: rows of one chunk a thread compile without the loads below
-    total = add_squares(float32(0.0), first[0], first[1], first[2], first[3])
-    chunk = uint32(thread + uint32(THREADS))
-    while more and chunk < chunks:
-        a, b, c, d = load_global_128(chunk_address(source, chunk, tiled))
-        total = add_squares(total, a, b, c, d)
-        chunk = uint32(chunk + uint32(THREADS))
-    inverse = inverse_rms(block_sum(total, sums), width, eps)
-    words, weights, chunk = first, first_weights, thread
+    inverse = row_inverse(first, source, tiled, sums, width, eps)
+    words, weights = first, first_weights
     while chunk < chunks:
         a = normalised_pair(words[0], inverse, weights[0])
         b = normalised_pair(words[1], inverse, weights[1])

@@ -12,7 +12,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.norm_math import THREADS, WARPS
 from lowlat.kernels.common.norm_row import (
-    chunk_values,
+    add_row,
     finish_norm,
     is_live,
     load_first,
@@ -21,7 +21,7 @@ from lowlat.kernels.common.norm_row import (
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
-from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int64, types, uint32
+from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int64, types
 
 __all__ = [
     "MAX_WIDTH",
@@ -89,29 +89,14 @@ def _make_add_norm(width: int, eps: float, wide: bool) -> Kernel:
 
     def add_norm(a: Any, b: Any, weight: Any, row_live: Any, total: Any, out: Any) -> None:
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
-        thread, row = uint32(cuda.threadIdx.x), int64(cuda.blockIdx.x)
+        row = int64(cuda.blockIdx.x)
         weights = load_first_weights(weight, width)
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         offset = row * int64(width * 2)
         other = row * int64(width * (4 if wide else 2))
         live = is_live(row_live, row)
-        first = (uint32(0), uint32(0), uint32(0), uint32(0))
-        chunk = thread
-        while chunk < uint32(width // 8):
-            x = chunk_values(a + offset, chunk, False)
-            y = chunk_values(b + other, chunk, wide)
-            words = (
-                ptx.bf16_pair(ptx.add_rn(x[0], y[0]), ptx.add_rn(x[1], y[1])),
-                ptx.bf16_pair(ptx.add_rn(x[2], y[2]), ptx.add_rn(x[3], y[3])),
-                ptx.bf16_pair(ptx.add_rn(x[4], y[4]), ptx.add_rn(x[5], y[5])),
-                ptx.bf16_pair(ptx.add_rn(x[6], y[6]), ptx.add_rn(x[7], y[7])),
-            )
-            place = total + offset + int64(chunk) * int64(16)
-            ptx.store_global_128(place, words[0], words[1], words[2], words[3])
-            if chunk == thread:
-                first = words
-            chunk = uint32(chunk + uint32(THREADS))
+        first = add_row(a + offset, b + other, wide, total + offset, width)
         finish_norm(first, weights, total + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
 
     signature = (types.int64,) * 6

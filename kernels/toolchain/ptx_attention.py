@@ -25,6 +25,7 @@ __all__ = [
     "multiply_values",
     "pack_rows",
     "scale_rows",
+    "store_pieces",
     "store_row",
     "sync_group",
     "weigh_rows",
@@ -219,3 +220,14 @@ def store_row(words: int, half: int) -> Any:
     """An intrinsic: a lane's words of the upper row (half 0) or the lower one, 16 bytes apart, to a global address."""
     lines = [f"st.global.u32 [$0+{16 * tile}], ${1 + 2 * tile + half};" for tile in range(words // 2)]
     return _statement(" ".join(lines), None, [(i64, 0), (u32, words)])
+
+
+def store_pieces(words: int, half: int) -> Any:
+    """An intrinsic: a lane's words of the upper row (half 0) or the lower one, 16 bytes to each of several addresses.
+
+    Every four tiles of 8 columns are the lane's piece of 32 columns as `arrange` leaves them.
+    """
+    count = words // 8
+    operands = [[f"${count + 2 * (4 * piece + tile) + half}" for tile in range(4)] for piece in range(count)]
+    lines = [f"st.global.v4.u32 [${piece}], {{{', '.join(each)}}};" for piece, each in enumerate(operands)]
+    return _statement(" ".join(lines), None, [(i64, count), (u32, words)])

@@ -9,11 +9,14 @@ from rowwise_cases import (
     check_norms,
     check_permutation,
     check_split_norms,
+    flags,
     poison,
     same_bits,
     weights,
 )
 
+from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
+from lowlat.kernels.rows.arranged_norm import arranged_add_norm, arranged_rms_norm
 from lowlat.kernels.rows.norm import MAX_WIDTH, add_norm, rms_norm, split_norms
 
 
@@ -71,3 +74,22 @@ def test_zeros_infinities_and_nan_stay_in_their_rows(lab: Lab) -> None:
     assert not bool(found[0].any())
     assert bool(found[1, 5].isnan()) and bool(found[2].isnan().all())
     assert bool(found[3].isfinite().all())
+
+
+@pytest.mark.parametrize("rows", [1, 64, 320])
+@pytest.mark.parametrize("width", [8, 72, 200, 2880, 4096, 5120, 12296, MAX_WIDTH])
+def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(lab: Lab, width: int, rows: int) -> None:
+    """Of norms and of sums, with dead rows and without; sums stay rows."""
+    x, b, weight = torch.randn(rows, width).bfloat16(), torch.randn(rows, width), weights(width)
+    room = poison(*arranged_shape(rows, width))
+    for live in (None, flags(rows)):
+        normed = lab.launch(rms_norm, {"out": poison(rows, width)}, x=x, weight=weight, row_live=live, eps=EPS)["out"]
+        want = lab.launch(arrange, {"out": room}, x=normed)["out"]
+        found = lab.launch(arranged_rms_norm, {"out": room}, x=x, weight=weight, row_live=live, eps=EPS)["out"]
+        assert same_bits(found, want) and bool(found.isfinite().all())
+    for added in (b, b.bfloat16()):
+        given = {"a": x, "b": added, "weight": weight, "row_live": flags(rows), "eps": EPS}
+        plain = lab.launch(add_norm, {"total": poison(rows, width), "out": poison(rows, width)}, **given)
+        want = lab.launch(arrange, {"out": room}, x=plain["out"])["out"]
+        sums = lab.launch(arranged_add_norm, {"total": poison(rows, width), "out": room}, **given)
+        assert same_bits(sums["total"], plain["total"]) and same_bits(sums["out"], want)

@@ -20,6 +20,7 @@ from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, HALF, tile
 from lowlat.kernels.attention.prefill.softmax import GROUP_ROWS, make_begin, make_finish, make_multiply, make_place
 from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
 from lowlat.kernels.common.memory import int_at
+from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
@@ -55,6 +56,7 @@ def prefill_flash(
     scale: float,
     card: Card,
     groups: int | None = None,
+    arranged: bool = False,
 ) -> list[KernelCall]:
     """Causal attention of c rows in one launch, accumulated in float32, weights rounded to bf16.
 
@@ -62,11 +64,13 @@ def prefill_flash(
     keys, values  [G, tiles, D / 64, 128, 64] bf16, as `gather_kv` leaves them for the same chunk, window and size
     chunk         [2]                         int32: start, live rows, of which start is read
     sinks         [H]                         bf16 or float32: one more score a head, of no value; None: none
-    out           [c, H, D] or [c, H * D]     bf16, out; a row that sees nothing is zero
+    out           [c, H, D] or [c, H * D]     bf16, out; a row that sees nothing is zero; arranged: as `arrange` leaves
+                                              it, [H * D / 64, c, 64]
     window        positions that a row sees, its own included; None: all
     first         the first position that is seen
     scale         above 0: scores are multiplied by it
     groups        one of GROUPS: no bit depends on it; None: by the shape
+    arranged      the result's rows are left as a prefill GEMM reads them
     Time: 4 * H * D times what rows see, in whole tiles, over the tensor cores' rate. Captured: yes.
     Raises ShapeError for shapes, dtypes or a scale that do not fit.
     """
@@ -77,7 +81,10 @@ def prefill_flash(
     for name, tensor in (("keys", keys), ("values", values)):
         check_shape(name, tensor, *tiles_shape(keys.shape[1] * TILE_KEYS, num_heads, dim))
     check_shape("chunk", chunk, 2)
-    check_shape("out", out.view(q.shape), rows, heads, dim)
+    if arranged:
+        check_shape("out", out, *arranged_shape(rows, heads * dim))
+    else:
+        check_shape("out", out.view(q.shape), rows, heads, dim)
     if {each.dtype for each in (q, keys, values, out)} != {torch.bfloat16}:
         raise ShapeError(f"attention of prefill is of bf16, got {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype}")
     if not q.is_contiguous() or not out.is_contiguous() or not scale > 0:
@@ -92,7 +99,7 @@ def prefill_flash(
         groups = _groups_of(rows, heads, window, card)
     if groups not in GROUPS:
         raise ShapeError(f"a block has {GROUPS} warpgroups that multiply, got {groups}")
-    kernel = _make(heads, num_heads, dim, sink_bytes, groups)
+    kernel = _make(heads, num_heads, dim, sink_bytes, groups, arranged)
     arguments = (
         q, keys, values, chunk, 0 if sinks is None else sinks, out, rows, keys.shape[1], window or 0, first,
         scale * LOG2_E,
@@ -119,7 +126,7 @@ def _seen_tiles(start: Any, begin: Any, end: Any, window: Any, first: Any) -> An
 
 
 @cache
-def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int) -> Kernel:
+def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, arranged: bool = False) -> Kernel:
     """Grid: the heads of 64 rows a warpgroup, those of the last rows first, which see most."""
     shared, tile_bytes = heads // num_heads, TILE_KEYS * dim * 2
     block_rows, area = groups * GROUP_ROWS, STAGES * tile_bytes
@@ -129,7 +136,7 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int) ->
     place_queries = make_place(heads, dim)
     begin_copies = make_begin(tile_bytes, handover, area)
     multiply = make_multiply(dim, TILE_KEYS, handover, area)
-    finish = make_finish(heads, dim, sink_bytes)
+    finish = make_finish(heads, dim, sink_bytes, arranged)
     group_bytes = GROUP_ROWS * dim * 2
 
     def prefill_flash_kernel(
@@ -173,6 +180,7 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int) ->
 
     name = f"prefill_flash_{heads}_{num_heads}_{dim}x{groups}"
     name += f"_sinks{8 * sink_bytes}" if sink_bytes else ""
+    name += "_arranged" if arranged else ""
     shared_bytes = SWIZZLE_BYTES + barriers_at + 2 * STAGES * BARRIER_BYTES
     signature = (*(types.int64,) * 10, types.float32)
     return Kernel(name, prefill_flash_kernel, signature, 128 * groups, 1, shared_bytes, specific=True)
@@ -180,4 +188,7 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int) ->
 
 def examples(card: Card = H200) -> list[Kernel]:
     """Specialisations that CI compiles, for a card that has the instructions: Llama-8B's heads, and gpt-oss's."""
-    return [_make(32, 8, 128, 0, 2), _make(64, 8, 64, 2, 1)] if has_prefill_flash(card, HALF) else []
+    made = [(32, 8, 128, 0, 2), (64, 8, 64, 2, 1)]
+    return (
+        [_make(*each, arranged) for each in made for arranged in (False, True)] if has_prefill_flash(card, HALF) else []
+    )

@@ -7,6 +7,7 @@ sums of those before are scaled when both are there, so that a tile's sums are a
 from typing import Any
 
 from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
+from lowlat.kernels.gemm.prefill.activation_layout import STEP
 from lowlat.kernels.toolchain import ptx, ptx_attention, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
@@ -210,14 +211,73 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int) -> Any:
     return multiply
 
 
-def make_finish(heads: int, dim: int, sink_bytes: int) -> Any:
+def _make_store(heads: int, dim: int) -> Any:
+    """A function of a warpgroup: store a lane's words of its two rows, row by row."""
+    pitch = heads * dim * 2
+    store, store_low = (ptx_attention.store_row(dim // 4, half) for half in (0, 1))
+
+    @device_function
+    def store_rows(out: Any, head: Any, row: Any, rows: Any, lane: Any, words: Any) -> None:
+        column = uint32(head * uint32(2 * dim) + uint32(lane & uint32(3)) * uint32(4))
+        at = out + row * int64(pitch) + int64(column)
+        if row < rows:
+            store(at, words)
+        if row + int64(8) < rows:
+            store_low(at + int64(8 * pitch), words)
+
+    return store_rows
+
+
+def _make_places(dim: int) -> Any:
+    """A function of a lane: the addresses of its pieces of a row, two a step.
+
+    at     of the row in a head's first step
+    piece  bytes to its first piece there
+    pitch  bytes from step to step
+    """
+
+    @device_function
+    def places_of_one(at: Any, piece: Any, pitch: Any) -> Any:
+        return at + int64(piece), at + int64(uint32(piece ^ uint32(4 * PIECE_BYTES)))
+
+    @device_function
+    def places_of_two(at: Any, piece: Any, pitch: Any) -> Any:
+        first, second = places_of_one(at, piece, pitch)
+        return first, second, first + pitch, second + pitch
+
+    return places_of_one if dim == STEP else places_of_two
+
+
+def _make_store_arranged(dim: int) -> Any:
+    """A function of a warpgroup: store a lane's words of its two rows as `arrange` leaves them, a head in whole steps.
+
+    Of every 32 columns a lane has just the words of one piece.
+    """
+    store, store_low = (ptx_attention.store_pieces(dim // 4, half) for half in (0, 1))
+    places_of, steps = _make_places(dim), dim // STEP
+
+    @device_function
+    def store_rows(out: Any, head: Any, row: Any, rows: Any, lane: Any, words: Any) -> None:
+        pitch = rows * int64(ROW_BYTES)
+        at = out + int64(uint32(head * uint32(steps))) * pitch + row * int64(ROW_BYTES)
+        swizzled = uint32(uint32(uint32(row) & uint32(7)) ^ uint32(lane & uint32(3)))  # of the row 8 below, too
+        piece = uint32(swizzled * uint32(PIECE_BYTES))
+        if row < rows:
+            store(places_of(at, piece, pitch), words)
+        if row + int64(8) < rows:
+            store_low(places_of(at + int64(8 * ROW_BYTES), piece, pitch), words)
+
+    return store_rows
+
+
+def make_finish(heads: int, dim: int, sink_bytes: int, arranged: bool) -> Any:
     """A function of a warpgroup: divide its sums by those of the weights, and store them as bf16.
 
     sink_bytes  of a head's sink; 0: there are none
+    arranged    rows are stored as a prefill GEMM reads them
     """
-    pitch = heads * dim * 2
     scale_sums, pack = ptx_attention.scale_rows(dim // 2), ptx_attention.pack_rows(dim // 2)
-    store, store_low = (ptx_attention.store_row(dim // 4, half) for half in (0, 1))
+    store_rows = _make_store_arranged(dim) if arranged else _make_store(heads, dim)
 
     @device_function
     def share(total: Any, peak: Any, sink: Any, scale: Any) -> Any:
@@ -240,11 +300,6 @@ def make_finish(heads: int, dim: int, sink_bytes: int) -> Any:
             sink = ptx.load_global_bf16(sinks + int64(head) * int64(2))
         sink = ptx.mul_rn(sink, float32(LOG2_E))
         words = pack(scale_sums(sums, share(totals[0], peaks[0], sink, scale), share(totals[1], peaks[1], sink, scale)))
-        column = uint32(head * uint32(2 * dim) + uint32(lane & uint32(3)) * uint32(4))
-        at = out + row * int64(pitch) + int64(column)
-        if row < rows:
-            store(at, words)
-        if row + int64(8) < rows:
-            store_low(at + int64(8 * pitch), words)
+        store_rows(out, head, row, rows, lane, words)
 
     return finish

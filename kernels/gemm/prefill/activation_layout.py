@@ -18,7 +18,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32
 
-__all__ = ["STEP", "arrange", "arranged_shape", "examples", "place_of", "transposed"]
+__all__ = ["STEP", "arrange", "arranged_shape", "examples", "piece_address", "place_of", "transposed"]
 
 STEP = 64  # columns
 HALF = 32
@@ -86,6 +86,13 @@ def transposed(words: Any, lane: Any) -> Any:
     return a, b, c, d
 
 
+@device_function
+def piece_address(out: Any, row: Any, rows: Any, piece: Any) -> Any:
+    """The address of 16 bytes of an arranged row, by their number after `transposed`, eight a step."""
+    step, place = int64(uint32(piece >> uint32(3))), int64(uint32(uint32(piece ^ uint32(row)) & uint32(7)))
+    return out + (step * int64(rows) + int64(row)) * int64(2 * STEP) + place * int64(16)
+
+
 @cache
 def _make(columns: int) -> Kernel:
     """A lane loads 16 bytes and stores 16 bytes; four neighbours have 32 columns of a row."""
@@ -103,9 +110,7 @@ def _make(columns: int) -> Kernel:
             a, b, c, d = ptx.load_global_128(x + (int64(row) * int64(columns) + int64(column)) * int64(2))
         a, b, c, d = transposed((a, b, c, d), uint32(cuda.threadIdx.x))
         if row < uint32(rows):
-            step, place = uint32(piece >> uint32(3)), uint32((piece ^ row) & uint32(7))
-            target = out + (int64(step) * int64(rows) + int64(row)) * int64(2 * STEP)
-            ptx.store_global_128(target + int64(place) * int64(16), a, b, c, d)
+            ptx.store_global_128(piece_address(out, row, rows, piece), a, b, c, d)
 
     return Kernel(f"arrange_activations_{columns}", arrange_activations, (types.int64,) * 3, THREADS)
 

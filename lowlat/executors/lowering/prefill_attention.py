@@ -49,9 +49,11 @@ def attention_workspaces(cache: BufferSpec, size: int, longest: int, window: int
     return [*gathered, ("prefill.lengths", (2, 2), torch.int32)]
 
 
-def prefill_attention(binding: Binding, op: Op) -> Sequence[Call]:
+def prefill_attention(binding: Binding, op: Op, arranged: torch.Tensor | None = None) -> Sequence[Call]:
     """The calls of the reference's `prefill_attention`; queries and caches are bf16.
 
+    arranged  where the result's rows are left as a prefill GEMM reads them, in place of the operation's buffer; of our
+              own flash attention alone
     Rows past the live ones see zeros in place of what was not written: they are finite wherever q is. Raises ShapeError
     for dtypes that do not fit.
     """
@@ -62,8 +64,12 @@ def prefill_attention(binding: Binding, op: Op) -> Sequence[Call]:
         gather, attended = _gathered(binding, op, window, tiled=True)
         del attended["lengths"]
         given = binding.arguments(op)
-        own = {"chunk": given["chunk"], "first": given.get("first", 0)}
+        own = {"chunk": given["chunk"], "first": given.get("first", 0), "arranged": arranged is not None}
+        if arranged is not None:
+            attended["out"] = arranged
         return [*gather, *prefill_flash(**attended, **own, window=window, card=binding.card)]
+    if arranged is not None:
+        raise ShapeError("torch's flash attention leaves its result row by row")
     gather, attended = _gathered(binding, op, window)
     return [*gather, LibraryCall("flash_attention", _attend, {**attended, "longest": longest, "window": window})]
 

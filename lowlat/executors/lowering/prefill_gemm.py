@@ -5,6 +5,9 @@ are exact, as the scales of their rows multiply what comes out.
 
 A row's bits depend on the row and the weight alone: in our GEMM because rows are computed independently, in torch's
 because it always multiplies a whole chunk, padded where there are fewer rows.
+
+Our GEMM reads rows that are arranged. Its fusions let the operation before it leave them so: a norm, attention, or a
+GEMM of gates and ups. Else a launch arranges them.
 """
 
 from collections.abc import Sequence
@@ -15,6 +18,8 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.executors.lowering.binding import Binding, Call, LibraryCall, in_parts
 from lowlat.executors.lowering.fusion import Fusion, Run
+from lowlat.executors.lowering.prefill_attention import prefill_attention
+from lowlat.kernels.attention.prefill.flash import has_prefill_flash
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
@@ -22,7 +27,9 @@ from lowlat.kernels.gemm.prefill.gemm import arranged_prefill_gemm, gated_prefil
 from lowlat.kernels.gemm.prefill.plan import APART_ROWS, MOST_ROWS, cut_of, has_prefill_gemm
 from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
+from lowlat.kernels.rows.arranged_norm import arranged_add_norm, arranged_rms_norm
 from lowlat.kernels.rows.elementwise import silu_mul
+from lowlat.kernels.rows.norm import add_norm, rms_norm
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 from lowlat.models.program import Op, Stage
 
@@ -112,56 +119,150 @@ def _parts_of(binding: Binding, op: Op, weight: PackedMatrix) -> KParts | None:
     return binding.k_parts(op, weight.columns) or (AT_ONCE if binding.is_invariant else None)
 
 
+def _is_one_gemm(rows: int, linear: Op, card: Card) -> bool:
+    """Whether one GEMM of ours takes so many rows of an operation, whatever its weight is."""
+    most = MOST_ROWS if (linear.params.get("num_parts") or 1) == 1 else APART_ROWS
+    return linear.stage is Stage.PREFILL and has_prefill_gemm(card) and rows % ROWS == 0 and rows <= most
+
+
+def _norms_for(run: Run, card: Card) -> bool:
+    """Whether a GEMM reads the norm's rows, in sizes that our kernels have, and the norm reads the sum before it."""
+    added, norm, linear = run.find("add"), run.op("rms_norm"), run.op("linear")
+    rows, width = run.shape(norm.writes["out"])
+    return (
+        linear.reads["x"] == norm.writes["out"]
+        and (added is None or norm.reads["x"] == added.writes["out"])
+        and all(op.stage is Stage.PREFILL for op in run.ops)
+        and _is_one_gemm(rows, linear, card)
+        and width % WIDTH == 0
+    )
+
+
+def _attends_for(run: Run, card: Card) -> bool:
+    """Whether a GEMM reads the result of our own flash attention, in sizes that it takes."""
+    attention, linear = run.ops
+    rows, width = run.shape(attention.writes["out"])
+    return (
+        linear.reads["x"] == attention.writes["out"]
+        and attention.stage is Stage.PREFILL
+        and has_prefill_flash(card, run.shape(attention.reads["k_cache"])[-1])
+        and _is_one_gemm(rows, linear, card)
+        and width % WIDTH == 0
+    )
+
+
 def _feeds(run: Run, card: Card) -> bool:
     """Whether a FFN's GEMMs and activation take each other's results, in sizes that our kernels have."""
-    gate_up, silu, down = run.ops
+    gate_up, silu, down = run.ops[-3:]
     rows, width = run.shape(silu.writes["out"])
     depth = run.shape(gate_up.reads["x"])[1]
     return (
-        gate_up.stage is silu.stage is down.stage is Stage.PREFILL
+        silu.stage is Stage.PREFILL
         and silu.reads["gate_up"] == gate_up.writes["out"]
         and down.reads["x"] == silu.writes["out"]
-        and has_prefill_gemm(card)
-        and rows % ROWS == 0
-        and rows <= MOST_ROWS
+        and _is_one_gemm(rows, gate_up, card)
+        and _is_one_gemm(rows, down, card)
         and width % WIDTH == depth % WIDTH == 0
         and (gates(2 * width, depth) or (in_parts(down) and gates(2 * width, depth, AT_ONCE)))
-        and (rows <= APART_ROWS or down.params.get("num_parts", 1) == 1)
     )
+
+
+def _norms_and_feeds(run: Run, card: Card) -> bool:
+    return _norms_for(run, card) and _feeds(run, card)
+
+
+def _normed(run: Run) -> list[str]:
+    return [run.op("rms_norm").writes["out"]]
+
+
+def _attended(run: Run) -> list[str]:
+    return [run.op("prefill_attention").writes["out"]]
 
 
 def _fed(run: Run) -> list[str]:
     return [run.op("linear").writes["out"], run.op("silu_mul").writes["out"]]
 
 
+def _normed_and_fed(run: Run) -> list[str]:
+    return [*_normed(run), *_fed(run)]
+
+
 def _gates_first(run: Run) -> dict[str, torch.Tensor]:
     return {run.op("linear").weights["weight"]: gate_up_permutation(run.shape(run.op("silu_mul").writes["out"])[1])}
 
 
+def _norm(binding: Binding, run: Run, arranged: torch.Tensor | None = None) -> Sequence[Call]:
+    """The norm, with the residual sum before it where the run has one; as rows where they are not to be arranged."""
+    norm, added = run.op("rms_norm"), run.find("add")
+    given = {**binding.arguments(norm), **binding.vectors(norm)}
+    if arranged is not None:
+        given["out"] = arranged
+    if added is None:
+        return rms_norm(**given) if arranged is None else arranged_rms_norm(**given)
+    del given["x"]
+    parts = binding.arguments(added)
+    add = add_norm if arranged is None else arranged_add_norm
+    return add(parts["a"], parts["b"], total=parts["out"], **given)
+
+
+def _arranged_rows(binding: Binding, op: Op, weight: PackedMatrix) -> torch.Tensor:
+    """The workspace of a GEMM's arranged rows."""
+    rows = binding.buffers[op.reads["x"]].shape[0]
+    return binding.workspace(*gemm_workspaces(rows, weight.rows, weight.columns)[0])
+
+
+def _of_arranged(binding: Binding, op: Op, weight: PackedMatrix, arranged: torch.Tensor) -> Sequence[Call]:
+    """The calls of `linear` over rows that are arranged, which one GEMM takes."""
+    out, parts = binding.buffers[op.writes["out"]], _parts_of(binding, op, weight)
+    partials = binding.workspace(*gemm_workspaces(out.shape[0], weight.rows, weight.columns, parts)[1])
+    return arranged_prefill_gemm(
+        arranged=arranged, weight=weight, bias=binding.bias(op), columns=binding.weights.runs(op.weights["weight"]),
+        partials=partials, out=out, card=binding.card, parts=parts,
+    )  # fmt: skip
+
+
+def _normed_linear(binding: Binding, run: Run) -> Sequence[Call]:
+    """The norm leaves its rows as the GEMM reads them."""
+    linear = run.op("linear")
+    weight = binding.weights.matrix(linear.weights["weight"])
+    if not takes(binding.prefill_chunk, weight, binding.card):
+        return [*_norm(binding, run), *prefill_linear(binding, linear)]
+    arranged = _arranged_rows(binding, linear, weight)
+    return [*_norm(binding, run, arranged), *_of_arranged(binding, linear, weight, arranged)]
+
+
+def _attended_linear(binding: Binding, run: Run) -> Sequence[Call]:
+    """Attention leaves its rows as the GEMM reads them."""
+    attention, linear = run.ops
+    weight = binding.weights.matrix(linear.weights["weight"])
+    if not takes(binding.prefill_chunk, weight, binding.card):
+        return [*prefill_attention(binding, attention), *prefill_linear(binding, linear)]
+    arranged = _arranged_rows(binding, linear, weight)
+    return [*prefill_attention(binding, attention, arranged), *_of_arranged(binding, linear, weight, arranged)]
+
+
 def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
-    """Both GEMMs: the first one's epilogue leaves the activation as the second one reads it."""
-    gate_up, silu, down = run.ops
+    """Both GEMMs: the first one's epilogue leaves the activation as the second one reads it; behind a norm, if any."""
+    gate_up, silu, down = run.ops[-3:]
     first, second = (binding.weights.matrix(op.weights["weight"]) for op in (gate_up, down))
-    given, activation = binding.arguments(gate_up), binding.arguments(silu)
-    parts = [_parts_of(binding, op, weight) for op, weight in ((gate_up, first), (down, second))]
-    taken = all(takes(binding.prefill_chunk, weight, binding.card) for weight in (first, second))
-    if not taken or first.tile_format != BF16_TILES:
-        return [*prefill_linear(binding, gate_up), *silu_mul(**activation), *prefill_linear(binding, down)]
-    rows, out = given["x"].shape[0], binding.arguments(down)["out"]
-    arranged = binding.workspace(*gemm_workspaces(rows, first.rows, first.columns)[0])
-    activated = binding.workspace(*activation_workspace(rows, second.columns))
-    partials = binding.workspace(*gemm_workspaces(rows, second.rows, second.columns, parts[1])[1])
+    activation, normed = binding.arguments(silu), run.find("rms_norm") is not None
+    takes_first, takes_second = (takes(binding.prefill_chunk, each, binding.card) for each in (first, second))
+    if not takes_first:
+        before = _norm(binding, run) if normed else ()
+        return [*before, *prefill_linear(binding, gate_up), *silu_mul(**activation), *prefill_linear(binding, down)]
+    arranged = _arranged_rows(binding, gate_up, first)
+    before = _norm(binding, run, arranged) if normed else arrange(x=binding.arguments(gate_up)["x"], out=arranged)
+    if not takes_second or first.tile_format != BF16_TILES:
+        product = _of_arranged(binding, gate_up, first, arranged)
+        return [*before, *product, *silu_mul(**activation), *prefill_linear(binding, down)]
+    activated = binding.workspace(*activation_workspace(activation["out"].shape[0], second.columns))
     return [
-        *arrange(x=given["x"], out=arranged),
+        *before,
         *gated_prefill_gemm(
             arranged=arranged, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
-            out=activated, card=binding.card, parts=parts[0],
+            out=activated, card=binding.card, parts=_parts_of(binding, gate_up, first),
         ),
-        *arranged_prefill_gemm(
-            arranged=activated, weight=second, bias=binding.bias(down),
-            columns=binding.weights.runs(down.weights["weight"]), partials=partials, out=out, card=binding.card,
-            parts=parts[1],
-        ),
+        *_of_arranged(binding, down, second, activated),
     ]  # fmt: skip
 
 
@@ -207,4 +308,12 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tens
         torch.mm(rows, weight.t(), out_dtype=torch.float32, out=results)
 
 
-PREFILL_FUSIONS = (Fusion("gated ffn", "linear silu_mul linear", 2, _gated_ffn, _feeds, _fed, _gates_first),)
+PREFILL_FUSIONS = (
+    Fusion(
+        "norm+gated ffn", "add? rms_norm linear silu_mul linear", 3, _gated_ffn, _norms_and_feeds, _normed_and_fed,
+        _gates_first,
+    ),
+    Fusion("gated ffn", "linear silu_mul linear", 2, _gated_ffn, _feeds, _fed, _gates_first),
+    Fusion("norm+prefill gemm", "add? rms_norm linear", 1, _normed_linear, _norms_for, _normed),
+    Fusion("attention+prefill gemm", "prefill_attention linear", 1, _attended_linear, _attends_for, _attended),
+)  # fmt: skip

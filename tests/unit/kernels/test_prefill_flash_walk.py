@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_walk import Walker
+from kernel_walk import Walker, walkable
 from prefill_slots import Shape, Slot, close
 from stages import later
 from walked_softmax import walkable_softmax
@@ -13,6 +13,7 @@ from walked_softmax import walkable_softmax
 from lowlat.errors import ShapeError
 from lowlat.kernels.attention.prefill.flash import has_prefill_flash, prefill_flash
 from lowlat.kernels.attention.prefill.gathered_rows import gathered_rows, tiles_shape
+from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.toolchain.kernel import H200, Card
 
 PARTS = ("gather_kv", "softmax", "flash")
@@ -22,9 +23,12 @@ SMALL = Shape(64, 2, 1, 64, 16, 500)
 
 def walked(
     slot: Slot, sinks: torch.Tensor | None, part: tuple[int, int] | None = None, *, window: int | None = None,
-    first: int = 0, groups: int = 2,
+    first: int = 0, groups: int = 2, arranged: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """The kernels' results of all rows, or of a part as a launch alone; NaN where nothing is written."""
+    """The kernels' results of all rows, or of a part as a launch alone; NaN where nothing is written.
+
+    arranged  as the kernel leaves them, then
+    """
     shape, chunk = slot.shape, slot.chunk
     offset, size = part or (0, shape.size)
     if part is not None:
@@ -32,7 +36,9 @@ def walked(
     q = slot.q[offset : offset + size].contiguous()
     room = tiles_shape(gathered_rows(size, shape.longest, window), shape.groups, shape.dim)
     keys, values = (torch.full(room, torch.nan).bfloat16() for _ in range(2))
-    out, lengths = torch.full_like(q, torch.nan), torch.zeros(2, 2, dtype=torch.int32)
+    room_of_rows = arranged_shape(size, q[0].numel()) if arranged else q.shape
+    out, lengths = torch.full(room_of_rows, torch.nan).bfloat16(), torch.zeros(2, 2, dtype=torch.int32)
+    given = {"sinks": sinks, "out": out, "scale": slot.scale, "card": H200, "groups": groups, "arranged": arranged}
     gathering = {"k_cache": slot.caches[0], "v_cache": slot.caches[1], "block_table": slot.table, "size": size}
     with walkable_softmax(walker := Walker(), *NAMES) as modules:
         gather, flash = modules[-3], modules[-1]
@@ -40,9 +46,9 @@ def walked(
         seen = {"keys": keys, "values": values, "chunk": chunk, "window": window, "first": first}
         walker.run(
             *gather.gather_kv(**gathering, **seen, lengths=lengths, card=card),
-            *flash.prefill_flash(q=q, **seen, sinks=sinks, out=out, scale=slot.scale, card=H200, groups=groups),
+            *flash.prefill_flash(q=q, **seen, **given),
         )
-    return out.view(size, -1)
+    return out if arranged else out.view(size, -1)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +82,27 @@ def test_bits_of_rows_do_not_depend_on_the_launch() -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize(
+    ("shape", "start", "count", "groups"),
+    [
+        (replace(SMALL, size=40), 250, 33, 1),
+        (replace(SMALL, dim=128, size=72), 128, 72, 2),
+        later(replace(SMALL, size=130), 0, 100, 2),
+    ],
+)
+def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(
+    shape: Shape, start: int, count: int, groups: int
+) -> None:
+    """Dead rows too."""
+    slot = Slot(start, count, shape=shape)
+    rows, found = walked(slot, None, groups=groups), walked(slot, None, groups=groups, arranged=True)
+    want = torch.full(arranged_shape(*rows.shape), torch.nan).bfloat16()
+    with walkable(walker := Walker(), "gemm.prefill.activation_layout") as (layout,):
+        walker.run(*layout.arrange(x=rows, out=want))
+    assert torch.equal(found.view(torch.int16), want.view(torch.int16)) and bool(found.isfinite().all())
+    assert bool(found.any())
+
+
 def test_what_does_not_fit_is_refused() -> None:
     q, tiles = torch.zeros(8, 4, 64).bfloat16(), torch.zeros(tiles_shape(8, 2, 64)).bfloat16()
     given: dict[str, Any] = {"q": q, "keys": tiles, "values": tiles, "chunk": torch.zeros(2).int(), "out": q.clone()}
@@ -88,6 +115,7 @@ def test_what_does_not_fit_is_refused() -> None:
         {"values": tiles[:1]},
         {"scale": 0.0},
         {"groups": 3},
+        {"arranged": True},
         {"sinks": torch.zeros(3)},
         {"sinks": torch.zeros(4).half()},
         {"q": q.transpose(0, 1).contiguous().transpose(0, 1)},

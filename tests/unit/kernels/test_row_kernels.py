@@ -12,13 +12,15 @@ from compiled_examples import Compiled, staged_cases
 from lowlat.errors import ShapeError
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
+from lowlat.kernels.rows import arranged_norm, elementwise, embed, norm, qk_norm, rotate
 from lowlat.kernels.rows import draft_input as draft_input
-from lowlat.kernels.rows import elementwise, embed, norm, qk_norm, rotate
 from lowlat.kernels.toolchain.kernel import Kernel
 
 BF16 = torch.bfloat16
 KERNELS = [
-    kernel for module in (elementwise, embed, draft_input, norm, qk_norm, rotate) for kernel in module.examples()
+    kernel
+    for module in (arranged_norm, elementwise, embed, draft_input, norm, qk_norm, rotate)
+    for kernel in module.examples()
 ]
 
 

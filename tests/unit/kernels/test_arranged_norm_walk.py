@@ -1,0 +1,69 @@
+"""Norms that leave their rows arranged, walked thread by thread: the bits of a norm and of `arrange` behind it."""
+
+import pytest
+import torch
+from kernel_walk import Walker, walkable
+from rowwise_cases import EPS, flags, poison, same_bits, weights
+from stages import later
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
+from lowlat.kernels.rows.arranged_norm import arranged_add_norm, arranged_rms_norm
+
+COMMON = ("common.norm_math", "common.norm_row")
+NAMES = (*COMMON, "gemm.prefill.activation_layout", "rows.norm", "rows.arranged_norm")
+WIDTHS = [(3, 72), (9, 200), (2, 64), (1, 8), later(3, 2880), (2, 4096), later(2, 4096 + 40), later(1, 8192)]
+
+
+@pytest.mark.parametrize("with_dead", [False, True])
+@pytest.mark.parametrize(("rows", "width"), WIDTHS)
+def test_norms_have_the_bits_of_norm_and_arrangement(rows: int, width: int, with_dead: bool) -> None:
+    x, weight, live = torch.randn(rows, width).bfloat16() * 3, weights(width), flags(rows) if with_dead else None
+    normed, want, found = poison(rows, width), *(poison(*arranged_shape(rows, width)) for _ in range(2))
+    with walkable(walker := Walker(), *NAMES) as (_, _, layout, norm, arranged):
+        walker.run(*norm.rms_norm(x, weight, live, out=normed, eps=EPS), *layout.arrange(x=normed, out=want))
+        calls = arranged.arranged_rms_norm(x, weight, live, out=found, eps=EPS)
+        assert len(calls) == 1
+        walker.run(*calls)
+    assert same_bits(found, want) and bool(found.isfinite().all())
+    assert bool(found.any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), WIDTHS)
+def test_sums_stay_rows_and_their_norms_are_arranged(rows: int, width: int, dtype: torch.dtype) -> None:
+    a, b, weight, live = torch.randn(rows, width).bfloat16(), torch.randn(rows, width).to(dtype), weights(width), None
+    live = flags(rows) if dtype == torch.float32 else None
+    sums = [poison(rows, width) for _ in range(2)]
+    normed, want, found = poison(rows, width), *(poison(*arranged_shape(rows, width)) for _ in range(2))
+    with walkable(walker := Walker(), *NAMES) as (_, _, layout, norm, arranged):
+        calls = norm.add_norm(a, b, weight, live, total=sums[0], out=normed, eps=EPS)
+        walker.run(*calls, *layout.arrange(x=normed, out=want))
+        walker.run(*arranged.arranged_add_norm(a, b, weight, live, total=sums[1], out=found, eps=EPS))
+    assert same_bits(found, want) and same_bits(*sums)
+    assert bool(found.isfinite().all()) and bool(sums[1].isfinite().all())
+
+
+def test_a_row_of_nan_leaves_zeros_past_its_end() -> None:
+    x, found = torch.randn(3, 72).bfloat16(), poison(*arranged_shape(3, 72))
+    x[1, 5] = torch.nan
+    with walkable(walker := Walker(), *NAMES) as (*_, arranged):
+        walker.run(*arranged.arranged_rms_norm(x, weights(72), out=found, eps=EPS))
+    assert int(found[:, 1].isnan().sum()) == 72 and bool(found[:, [0, 2]].isfinite().all())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, weight, out = poison(3, 72), poison(72), poison(*arranged_shape(3, 72))
+    arranged_rms_norm(x, weight, out=out, eps=EPS)
+    with pytest.raises(ShapeError, match="out must have shape"):
+        arranged_rms_norm(x, weight, out=x, eps=EPS)
+    with pytest.raises(ShapeError, match="multiple of 8"):
+        arranged_rms_norm(poison(3, 63), poison(63), out=out, eps=EPS)
+    with pytest.raises(ShapeError, match="x must be"):
+        arranged_rms_norm(x.float(), weight, out=out, eps=EPS)
+    with pytest.raises(ShapeError, match="row_live"):
+        arranged_rms_norm(x, weight, flags(2), out=out, eps=EPS)
+    with pytest.raises(ShapeError, match="total must have shape"):
+        arranged_add_norm(x, x, weight, total=poison(2, 72), out=out, eps=EPS)
+    with pytest.raises(ShapeError, match="b must be"):
+        arranged_add_norm(x, x.half(), weight, total=x, out=out, eps=EPS)
