@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from kernel_cases import unwritten
+from kv_write_cases import Chunk
 
+from lowlat.kernels.attention import kv_write
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
 from lowlat.kernels.reference import OPERATIONS
@@ -443,3 +445,33 @@ def check_write(lab: Lab, outs: Arrays, found: Arrays, block: int, **options: An
     OPERATIONS["kv_write"](found["k"].cpu(), found["v"].cpu(), row_live=live, **write, **expected)
     written = lab.launch(rotate.rotate, outs | codes, **options, **write)
     assert all(same_bits(written[key], expected[key]) for key in codes)
+
+
+def check_chunk_write(
+    lab: Lab, heads: tuple[int, int, int], eps: float | None, chunk: tuple[int, int, int], *, coded: bool = False
+) -> None:
+    """A chunk of prefill has the bits of norm, rotation and KV write one by one, dead rows' queries too.
+
+    chunk  rows, start and live rows
+    """
+    queries, groups, dim = heads
+    rows, contexts = chunk[0], 64
+    write = Chunk(*chunk, heads=groups, block=8, dim=dim, coded=coded).arrays()
+    caches = {key: write.pop(key) for key in ("k_cache", "v_cache")}
+    del write["k"], write["v"]
+    qkv, angles = torch.randn(rows, (queries + 2 * groups) * dim), torch.rand(contexts, dim // 2) * 6
+    options: dict[str, Any] = {
+        "positions": torch.randint(0, contexts, (rows,)).int(), "cos": angles.cos(), "sin": angles.sin()
+    }  # fmt: skip
+    norms, product = {"q_weight": weights(dim), "k_weight": weights(dim)}, qkv
+    if eps is not None:
+        sizes: dict[str, Any] = {"num_heads": queries, "num_kv_heads": groups, "head_dim": dim, "eps": eps}
+        wide = {"out": poison(*qkv.shape, dtype=torch.float32)}
+        product = lab.launch(qk_norm.qk_norm, wide, qkv=qkv, **norms, **sizes)["out"]
+    outs = {"q": poison(rows, queries, dim)} if queries else {}
+    kept = {"k": poison(rows, groups, dim), "v": poison(rows, groups, dim)}
+    alone = lab.launch(rotate.rotate, outs | kept, qkv=product, **options)
+    want = lab.launch(kv_write.prefill_kv_write, caches, k=alone["k"], v=alone["v"], **write)
+    found = lab.launch(rotate.rotate, outs | caches, qkv=qkv, **options, **norms, **write, eps=eps)
+    for key, each in {**want, **{key: alone[key] for key in outs}}.items():
+        assert torch.equal(found[key].cpu().view(torch.uint8), each.cpu().view(torch.uint8)), key

@@ -39,7 +39,8 @@ class _Heads:
     queries, keys, values  heads of each kind in a row of the GEMM's output, in this order
     dim                    elements of a head
     eps                    of the norm of queries and keys; None: they are not normalised
-    rows, block_size       rows a slot and positions a KV block; 0 where keys and values go to buffers
+    rows, block_size       rows a slot, 0 for those of a chunk of prefill, and positions a KV block; 0 where keys and
+                           values go to buffers
     coded                  keys and values go to caches of e4m3 codes
     """
 
@@ -59,7 +60,8 @@ class _Heads:
     @property
     def name(self) -> str:
         normed = "" if self.eps is None else f"_eps{self.eps!r}"
-        cached = f"_rows{self.rows}_block{self.block_size}" if self.block_size else ""
+        cached = f"_rows{self.rows}" if self.rows else "_chunk"
+        cached = f"{cached}_block{self.block_size}" if self.block_size else ""
         cached += "_coded" if self.coded else ""
         return f"rotate_q{self.queries}_k{self.keys}_v{self.values}_d{self.dim}{normed}{cached}"
 
@@ -102,12 +104,19 @@ def _cache_row(
     write_lens: Any,
     offsets: Any,
 ) -> Any:
-    """The block that takes a row's keys and values, and the place in it; those of slot 0's start for a dead row."""
-    owner = int64(uint32(row) // uint32(rows))
-    place = int64(row) - owner * int64(rows)
-    slot = int64(ptx.load_global_i32(slots + owner * int64(4)))
-    start = int64(ptx.load_global_i32(write_lens + owner * int64(4)))
-    position = start + int64(ptx.load_global_i32(offsets + place * int64(4)))
+    """The block that takes a row's keys and values, and the place in it; those of slot 0's start for a dead row.
+
+    rows   of a slot; 0: a chunk's
+    slots  of a step, or a chunk's start
+    """
+    if rows > 0:
+        owner = int64(uint32(row) // uint32(rows))
+        place = int64(row) - owner * int64(rows)
+        slot = int64(ptx.load_global_i32(slots + owner * int64(4)))
+        start = int64(ptx.load_global_i32(write_lens + owner * int64(4)))
+        position = start + int64(ptx.load_global_i32(offsets + place * int64(4)))
+    else:
+        slot, position = int64(0), int64(ptx.load_global_i32(slots)) + int64(row)
     if not live:
         slot, position = int64(0), int64(0)
     index = int64(uint32(position) // uint32(block_size))
@@ -127,6 +136,7 @@ def _make_rotate(heads: _Heads) -> Kernel:
         heads.block_size,
     )
     rotated, normed, eps, coded = queries + keys, heads.eps is not None, heads.eps or 0.0, heads.coded
+    norms_all = block_size > 0 and rows == 0  # of a chunk dead rows are no other ones until they are written
 
     def rotate(
         qkv: Any,
@@ -176,7 +186,7 @@ def _make_rotate(heads: _Heads) -> Kernel:
             angle = position * int64(2 * dim) + lane * int64(16)
             c, s = load_four(cos + angle, active), load_four(sin + angle, active)
             if normed:
-                low, high = normed_head(low, high, low_weights, high_weights, live, dim, eps)
+                low, high = normed_head(low, high, low_weights, high_weights, live or norms_all, dim, eps)
             low, high = _turned(low, c, _negative(high), s), _turned(high, c, low, s)
         if coded and head >= int64(queries):
             if written:
@@ -205,6 +215,7 @@ def rotate(
     write_lens: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
+    chunk: torch.Tensor | None = None,
     *,
     q: torch.Tensor | None = None,
     k: torch.Tensor | None = None,
@@ -215,13 +226,18 @@ def rotate(
 ) -> list[KernelCall]:
     """`qk_norm` if eps is given, `rope`, and `kv_write` if caches are given, of the parts that are asked for.
 
+    With chunk it is `prefill_kv_write`.
+
     qkv                 [M, (H + 2G) * D]   float32: queries, keys, values, as far as they are asked for
     positions           [M] or [B, T]       int32, below C
     cos, sin            [C, D / 2]          float32
     q_weight, k_weight  [D]                 bf16, with eps, for the parts that are there
     row_live            [M]                 uint8: with eps dead rows' queries and keys are zero (None: all are live);
-                                            with the caches, which need it, dead rows write no keys and values
+                                            with the caches, which need it, dead rows write no keys and values;
+                                            with chunk that is all that it means
     block_table         [max B, C / block]  int32  with the caches, as slots [B], write_lens [B], offsets [R] int32
+    chunk               [2]                 int32  start, live rows: in place of slots, write_lens and offsets, with a
+                                            table [1, C / block]; live row i is stored at position start + i
     q                   [M, H, D]           bf16   out
     k, v                [M, G, D]           bf16   out, in place of the caches
     kv_scales           [2, G]              float32  the caches are uint8, for codes; None: they are bf16
@@ -245,7 +261,7 @@ def rotate(
     check_shape("sin", sin, cos.shape[0], dim // 2)
     check_row_live(row_live, rows)
     check_dtype(torch.float32, qkv=qkv, cos=cos, sin=sin)
-    check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets)
+    check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets, chunk=chunk)
     check_dtype(torch.bfloat16, q=q, k=k, v=v)
     check_dtype(torch.bfloat16 if kv_scales is None else torch.uint8, k_cache=k_cache, v_cache=v_cache)
     if kv_scales is not None:
@@ -258,7 +274,7 @@ def rotate(
     per_slot, block_size, write = 0, 0, (0, 0, 0, 0, 0)
     if caches:
         per_slot, block_size, write = _write_arguments(  # type: ignore[assignment]
-            rows, caches, row_live, block_table, slots, write_lens, offsets
+            rows, caches, row_live, block_table, slots, write_lens, offsets, chunk
         )
     kernel = _make_rotate(_Heads(queries, groups, groups, dim, eps, per_slot, block_size, kv_scales is not None))
     targets = (0 if q is None else q, *(kept or (0, 0)))
@@ -285,8 +301,17 @@ def _write_arguments(
     slots: torch.Tensor | None,
     write_lens: torch.Tensor | None,
     offsets: torch.Tensor | None,
+    chunk: torch.Tensor | None,
 ) -> tuple[int, int, tuple[Argument, ...]]:
-    """Rows a slot, positions a block, and the arguments of the KV write."""
+    """Rows a slot, positions a block, and the arguments of the KV write; rows of a chunk are of no slot."""
+    if chunk is not None:
+        if row_live is None or block_table is None or not (slots is write_lens is offsets is None):
+            raise ShapeError(
+                "a KV write of a chunk needs row_live and block_table, and no slots, write_lens or offsets"
+            )
+        check_shape("chunk", chunk, 2)
+        check_shape("block_table", block_table, 1, block_table.shape[-1])
+        return 0, caches[0].shape[2], (block_table, 0, chunk, 0, 0)
     if row_live is None or block_table is None or slots is None or write_lens is None or offsets is None:
         raise ShapeError("a KV write needs row_live, block_table, slots, write_lens and offsets")
     batch, per_slot = slots.shape[0], offsets.shape[0]
@@ -306,4 +331,7 @@ def examples() -> list[Kernel]:
         _make_rotate(_Heads(0, 8, 8, 128, None, 8, 24)),
         _make_rotate(_Heads(6, 2, 2, 40, 1e-5, 0, 0)),
         _make_rotate(_Heads(32, 8, 8, 128, 1e-6, 4, 32, True)),
+        _make_rotate(_Heads(32, 8, 8, 128, None, 0, 32)),
+        _make_rotate(_Heads(32, 8, 8, 128, 1e-6, 0, 32)),
+        _make_rotate(_Heads(0, 8, 8, 64, None, 0, 16, True)),
     ]

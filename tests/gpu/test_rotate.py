@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rowwise_cases import Lab, check_rotate, poison, same_bits, weights
+from rowwise_cases import Lab, check_chunk_write, check_rotate, poison, same_bits, weights
 
 from lowlat.kernels.rows.rotate import rotate
 
@@ -14,6 +14,16 @@ HEADS = [(32, 8, 128), (64, 8, 64), (4, 2, 256), (6, 2, 40), (3, 1, 8), (32, 0, 
 def test_against_the_reference(lab: Lab, heads: tuple[int, int, int], eps: float | None) -> None:
     check_rotate(lab, heads, eps, batch=3, rows=4, block=12)
     check_rotate(lab, heads, eps, batch=1, rows=1, block=32)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("eps", [None, 1e-6])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (64, 8, 64), (6, 2, 40), (0, 8, 128)])
+def test_rows_of_a_chunk_are_stored_as_one_by_one(
+    lab: Lab, heads: tuple[int, int, int], eps: float | None, coded: bool
+) -> None:
+    for chunk in ((64, 0, 64), (64, 32, 17), (128, 96, 0)):
+        check_chunk_write(lab, heads, eps, chunk, coded=coded)
 
 
 def test_a_row_has_the_same_bits_in_any_company(lab: Lab) -> None:

@@ -58,11 +58,14 @@ def count(made: Lowered, kind: str) -> int:
 
 def test_kernels_of_a_layer(pair_of: Made) -> None:
     """From rotation on, and to the next layer's: their number is pinned."""
-    attention = ["rotate", "prefill_kv_write", "gather_kv", "prefill_flash"]
-    layer = [*attention, GEMM, NORM, GEMM, GEMM, NORM, GEMM]
+    attention = ["gather_kv", "prefill_flash"]
+    layer = ["rotate", *attention, GEMM, NORM, GEMM, GEMM, NORM, GEMM]
     kinds = kinds_of(lowered(pair_of("llama")), Stage.PREFILL)
     assert kinds[: 3 + len(layer)] == ["embed_norm", ARRANGING, GEMM, *layer]
-    alone = [*attention, ARRANGING, GEMM, *ADD, ARRANGING, GEMM, "silu_mul", ARRANGING, GEMM, *ADD, ARRANGING, GEMM]
+    ffn = [ARRANGING, GEMM, "silu_mul", ARRANGING, GEMM]
+    alone = ["rotate", "prefill_kv_write", *attention, ARRANGING, GEMM, *ADD, *ffn, *ADD, ARRANGING, GEMM]
+    qwen = kinds_of(lowered(pair_of("qwen3")), Stage.PREFILL)
+    assert qwen[: len(kinds)] == kinds  # heads are normed where they are rotated
     kinds = kinds_of(lowered(pair_of("llama", fuse=False)), Stage.PREFILL)
     assert kinds[: 4 + len(alone)] == ["embed", "norms", ARRANGING, GEMM, *alone]
 

@@ -20,6 +20,8 @@ from lowlat.models.program import Op
 
 __all__ = ["ROW_FUSIONS", "adds_ranks", "gathered"]
 
+KV_WRITES = ("kv_write", "prefill_kv_write")
+
 
 def _normed(binding: Binding, run: Run) -> dict[str, Any]:
     norm = run.op("rms_norm")
@@ -157,17 +159,22 @@ def _draft_level_input(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _rotates(run: Run, card: Card) -> bool:
-    """Whether each operation reads those before it, and the heads are rotated as they come from their norms."""
-    norm, rope, write = run.find("qk_norm"), run.op("rope"), run.find("kv_write")
+    """Whether each operation reads those before it, and the heads are rotated as they come from their norms.
+
+    Dead rows are the same to norm and write; in a chunk of prefill to the write alone.
+    """
+    norm, rope, write = run.find("qk_norm"), run.op("rope"), run.find(*KV_WRITES)
     if norm is not None and rope.reads["qkv"] != norm.writes["out"]:
         return False
-    if norm is not None and write is not None and norm.reads.get("row_live") != write.reads["row_live"]:
-        return False
+    if norm is not None and write is not None:
+        live = None if write.kind == "prefill_kv_write" else write.reads["row_live"]
+        if norm.reads.get("row_live") != live:
+            return False
     return write is None or all(write.reads[part] == rope.writes.get(part) for part in ("k", "v"))
 
 
 def _rotated(run: Run) -> list[str]:
-    norm, write = run.find("qk_norm"), run.find("kv_write")
+    norm, write = run.find("qk_norm"), run.find(*KV_WRITES)
     normed = [] if norm is None else [norm.writes["out"]]
     return normed if write is None else [*normed, write.reads["k"], write.reads["v"]]
 
@@ -180,7 +187,7 @@ def _head_weights(binding: Binding, norm: Op) -> dict[str, torch.Tensor | None]:
 
 
 def _rotate(binding: Binding, run: Run) -> Sequence[Call]:
-    norm, rope, write = run.find("qk_norm"), run.op("rope"), run.find("kv_write")
+    norm, rope, write = run.find("qk_norm"), run.op("rope"), run.find(*KV_WRITES)
     given = binding.arguments(rope)
     if norm is not None:
         heads = binding.arguments(norm)
@@ -212,7 +219,7 @@ ROW_FUSIONS = (
     Fusion("draft_input", "embed concat_norms", 1, _draft_input, _embeds_for_norms, _embedded),
     Fusion("embed+norm", "embed rms_norm", 1, _embed_norm, _norms_result),
     Fusion("add+norm", "add rms_norm", 1, _add_norm, _norms_result),
-    Fusion("qk_norm+rope", "qk_norm rope kv_write?", 1, _rotate, _rotates, _rotated),
-    Fusion("rope+kv_write", "rope kv_write", 1, _rotate, _rotates, _rotated),
+    Fusion("qk_norm+rope", f"qk_norm rope {'|'.join(KV_WRITES)}?", 1, _rotate, _rotates, _rotated),
+    Fusion("rope+kv_write", f"rope {'|'.join(KV_WRITES)}", 1, _rotate, _rotates, _rotated),
     Fusion("take_last", "take_last take_last", 1, _take_both, _same_lengths),
 )

@@ -111,6 +111,9 @@ def main() -> None:
     cases.check_draft_input(lab, 1, 1, 4096 + 8, packed=True)
     cases.check_level_input(lab, 2, 2, 3, 24, packed=True)
     cases.check_level_input(lab, 1, 1, 1, 4096 + 8, packed=False)
+    cases.check_chunk_write(lab, (2, 1, 16), None, (6, 8, 5))
+    cases.check_chunk_write(lab, (3, 2, 8), 1e-5, (4, 0, 3))
+    cases.check_chunk_write(lab, (0, 1, 16), None, (3, 16, 3), coded=True)
     for heads, eps in (((3, 1, 64), None), ((2, 1, 40), 1e-6), ((0, 1, 128), 1e-6), ((5, 0, 8), None)):
         cases.check_rotate(lab, heads, eps)
     print("all passed")
