@@ -13,7 +13,7 @@ from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 
-__all__ = ["load_half", "make_load_step"]
+__all__ = ["load_half", "make_load_halves", "make_load_step"]
 
 PIECE_BYTES = 512  # a lane's 16 bytes, of all lanes
 WORD_BYTES = 32  # a word behind the codes, of the eight pairs of rows
@@ -33,6 +33,24 @@ def make_load_step(tiles: TileFormat, *, is_shared: bool) -> Any:
         if not is_shared:
             raise ShapeError("steps of bf16 are in registers what they are in memory: only those in shared memory load")
         return _make_bf16()
+    hold, first, second = make_load_halves(tiles, is_shared=is_shared)
+
+    @device_function
+    def load_step(step: Any, lane: Any) -> Any:
+        held = hold(step, lane)
+        a, b = first(held), second(held)
+        return a[:4] + b[:4] + a[4:] + b[4:]
+
+    return load_step
+
+
+def make_load_halves(tiles: TileFormat, *, is_shared: bool) -> tuple[Any, Any, Any]:
+    """Functions: what a lane holds of the step at an address; of that its eight words of either half.
+
+    A half's words are of row g, then of row g + 8. Raises ShapeError for bf16, which is loaded half by half.
+    """
+    if tiles.name == "bf16":
+        raise ShapeError("halves of bf16 are loaded when they are wanted: there is nothing to hold")
     if tiles.name == "nvfp4":
         return _make_nvfp4(tiles, is_shared)
     return _make_fp8(tiles, is_shared) if tiles.name == "fp8" else _make_int4(tiles, is_shared)
@@ -118,31 +136,37 @@ def _make_scales(tiles: TileFormat, one: Any) -> Any:
     return scales
 
 
-def _make_fp8(tiles: TileFormat, is_shared: bool) -> Any:
+def _make_fp8(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any, Any]:
     (four, one), grouped = _loads(is_shared), tiles.groups > 0
     times, scales = _make_times(tiles), _make_scales(tiles, one)
 
     @device_function
-    def load_row(step: Any, at: Any) -> Any:
-        a, b, c, d = four(step, at)
-        return expand_fp8(a) + expand_fp8(b), expand_fp8(c) + expand_fp8(d)
+    def hold_fp8(step: Any, lane: Any) -> Any:
+        at = uint32(lane * uint32(16))
+        top, low = four(step, at), four(step, uint32(at + uint32(PIECE_BYTES)))
+        if not grouped:
+            return top, low
+        return top, low, scales(step, uint32(uint32(lane >> uint32(2)) * uint32(4)), 0)
 
     @device_function
-    def load_fp8(step: Any, lane: Any) -> Any:
-        at = uint32(lane * uint32(16))
-        a, b = load_row(step, at)
+    def half(held: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        top, low = expand_fp8(a) + expand_fp8(b), expand_fp8(c) + expand_fp8(d)
         if not grouped:
-            c, d = load_row(step, uint32(at + uint32(PIECE_BYTES)))
-            return a + b + c + d
-        top, low = scales(step, uint32(uint32(lane >> uint32(2)) * uint32(4)), 0)
-        a, b = times(a, top), times(b, top)
-        c, d = load_row(step, uint32(at + uint32(PIECE_BYTES)))
-        return a + b + times(c, low) + times(d, low)
+            return top + low
+        return times(top, held[2][0]) + times(low, held[2][1])
 
-    return load_fp8
+    @device_function
+    def first_half(held: Any) -> Any:
+        return half(held, held[0][0], held[0][1], held[1][0], held[1][1])
+
+    @device_function
+    def second_half(held: Any) -> Any:
+        return half(held, held[0][2], held[0][3], held[1][2], held[1][3])
+
+    return hold_fp8, first_half, second_half
 
 
-def _make_int4(tiles: TileFormat, is_shared: bool) -> Any:
+def _make_int4(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any, Any]:
     (four, one), last, has_zeros = _loads(is_shared), tiles.groups - 1, tiles.zeros
     times, scales = _make_times(tiles), _make_scales(tiles, one)
     zeros_at, group_bytes = tiles.code_bytes + WORD_BYTES * tiles.scale_words, WORD_BYTES * (1 + tiles.scale_words)
@@ -156,33 +180,49 @@ def _make_int4(tiles: TileFormat, is_shared: bool) -> Any:
         return uint32((both & uint32(LOW)) * uint32(TWICE)), uint32(uint32(both >> uint32(16)) * uint32(TWICE))
 
     @device_function
-    def load_int4(step: Any, lane: Any) -> Any:
-        a, b, c, d = four(step, uint32(lane * uint32(16)))
+    def hold_int4(step: Any, lane: Any) -> Any:
+        codes = four(step, uint32(lane * uint32(16)))
         row = uint32(uint32(lane >> uint32(2)) * uint32(4))
-        top, low = scales(step, row, 0)
-        minus, low_minus = zeros(step, row, 0)
-        a, c = times(expand_int4(a, minus), top), times(expand_int4(c, low_minus), low)
+        factors, minus = scales(step, row, 0), zeros(step, row, 0)
         if last == 1:
-            top, low = scales(step, row, 1)
-            minus, low_minus = zeros(step, row, 1)
-        b, d = times(expand_int4(b, minus), top), times(expand_int4(d, low_minus), low)
-        return a + b + c + d
+            return codes, factors, minus, scales(step, row, 1), zeros(step, row, 1)
+        return codes, factors, minus, factors, minus
 
-    return load_int4
+    @device_function
+    def half(top: Any, low: Any, factors: Any, minus: Any) -> Any:
+        return times(expand_int4(top, minus[0]), factors[0]) + times(expand_int4(low, minus[1]), factors[1])
+
+    @device_function
+    def first_half(held: Any) -> Any:
+        return half(held[0][0], held[0][2], held[1], held[2])
+
+    @device_function
+    def second_half(held: Any) -> Any:
+        return half(held[0][1], held[0][3], held[3], held[4])
+
+    return hold_int4, first_half, second_half
 
 
-def _make_nvfp4(tiles: TileFormat, is_shared: bool) -> Any:
+def _make_nvfp4(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any, Any]:
     (four, one), codes = _loads(is_shared), tiles.code_bytes
 
     @device_function
-    def load_nvfp4(step: Any, lane: Any) -> Any:
+    def hold_nvfp4(step: Any, lane: Any) -> Any:
         """Of the two blocks of a half a lane's columns are in the first for the first two lanes of a row."""
-        a, b, c, d = four(step, uint32(lane * uint32(16)))
+        words = four(step, uint32(lane * uint32(16)))
         at = uint32(uint32(codes) + uint32(uint32(lane >> uint32(2)) * uint32(4)))
         top, low = one(step, at), one(step, uint32(at + uint32(WORD_BYTES)))
-        block = uint32((lane & uint32(2)) << uint32(2))
-        later = uint32(block + uint32(16))
-        a, b = expand_nvfp4(a, scale_of(top, block)), expand_nvfp4(b, scale_of(top, later))
-        return a + b + expand_nvfp4(c, scale_of(low, block)) + expand_nvfp4(d, scale_of(low, later))
+        return words, top, low, uint32((lane & uint32(2)) << uint32(2))
 
-    return load_nvfp4
+    @device_function
+    def first_half(held: Any) -> Any:
+        words, top, low, block = held
+        return expand_nvfp4(words[0], scale_of(top, block)) + expand_nvfp4(words[2], scale_of(low, block))
+
+    @device_function
+    def second_half(held: Any) -> Any:
+        words, top, low, block = held
+        later = uint32(block + uint32(16))
+        return expand_nvfp4(words[1], scale_of(top, later)) + expand_nvfp4(words[3], scale_of(low, later))
+
+    return hold_nvfp4, first_half, second_half

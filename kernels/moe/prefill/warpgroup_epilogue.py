@@ -10,13 +10,12 @@ from typing import Any
 from lowlat.kernels.common.activation import clamped_swiglu, silu_times
 from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES
 from lowlat.kernels.moe.plan import ExpertShape
-from lowlat.kernels.moe.prefill.warpgroup_plan import MOST_PAIRS, RUN
+from lowlat.kernels.moe.prefill.warpgroup_plan import RUN
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
 
 __all__ = ["make_gated_finish", "make_outputs_finish"]
 
-SUMS = MOST_PAIRS // 2
 AT_ONCE = 4  # runs of eight pairs, whose chains of instructions go side by side
 
 
@@ -54,24 +53,35 @@ def _make_finished(shape: ExpertShape) -> Any:
     return finished
 
 
-def _make_store_from(store_runs: Callable[..., Any], runs: int, first: int) -> Any:
-    """A function of a thread: hand `store_runs` the sums of so many runs at once, from a pair on, while pairs live."""
-    take, pairs, after = ptx_hopper.take_sums(SUMS, first // 2, 4 * runs), first, first + RUN * runs
-    store_rest: Any = None if after == MOST_PAIRS else _make_store_from(store_runs, runs, after)
-    is_last = after == MOST_PAIRS
+def _make_store_from(make_store_runs: Callable[[int], Any], at_once: int, most: int, first: int = 0) -> Any:
+    """A function of a thread: store the sums of up to `most` pairs from the first on, so many runs at once, while they
+    live.
+
+    make_store_runs  makes a function of that thread: store so many runs, which begin behind so many pairs
+    """
+    runs = min(at_once, (most - first) // RUN)
+    take, after, store_runs = (
+        ptx_hopper.take_sums(most // 2, first // 2, 4 * runs),
+        first + RUN * runs,
+        make_store_runs(runs),
+    )
+    is_last = after == most
+    store_rest: Any = None if is_last else _make_store_from(make_store_runs, at_once, most, after)
 
     @device_function
     def store(sums: Any, target: Any, numbers: Any, live: Any) -> None:
-        if live > uint32(pairs):
-            store_runs(take(sums), target, uint32(pairs), numbers, live)
+        if live > uint32(first):
+            store_runs(take(sums), target, uint32(first), numbers, live)
             if not is_last:
                 store_rest(sums, target, numbers, live)
 
     return store
 
 
-def make_gated_finish(shape: ExpertShape) -> Any:
+def make_gated_finish(shape: ExpertShape, most: int) -> Any:
     """A function of a warp: store a tile's activations [pairs, 8] of bf16 to rows arranged in steps of 64 columns.
+
+    most: pairs that were multiplied.
 
     `beside` is a bias, rows' scales, the clamped SwiGLU's limit and alpha, and how many rows are arranged.
     """
@@ -94,20 +104,16 @@ def make_gated_finish(shape: ExpertShape) -> Any:
         ptx.store_global_u16_if(targets[0] + at, first, lives)
         ptx.store_global_u16_if(targets[1] + at, second, lives)
 
-    @device_function
-    def store_runs(sums: Any, targets: Any, pairs: Any, numbers: Any, live: Any) -> None:
-        a, b, c, d = (
-            pairs,
-            uint32(pairs + uint32(RUN)),
-            uint32(pairs + uint32(2 * RUN)),
-            uint32(pairs + uint32(3 * RUN)),
-        )
-        store_run((sums[0], sums[1], sums[2], sums[3]), targets, a, numbers, live)
-        store_run((sums[4], sums[5], sums[6], sums[7]), targets, b, numbers, live)
-        store_run((sums[8], sums[9], sums[10], sums[11]), targets, c, numbers, live)
-        store_run((sums[12], sums[13], sums[14], sums[15]), targets, d, numbers, live)
+    def make_store_runs(runs: int) -> Any:
+        @device_function
+        def store_runs(sums: Any, targets: Any, pairs: Any, numbers: Any, live: Any) -> None:
+            for run in range(runs):
+                own = (sums[4 * run], sums[4 * run + 1], sums[4 * run + 2], sums[4 * run + 3])
+                store_run(own, targets, uint32(pairs + uint32(RUN * run)), numbers, live)
 
-    store_all = _make_store_from(store_runs, AT_ONCE, 0)
+        return store_runs
+
+    store_all = _make_store_from(make_store_runs, AT_ONCE, most)
 
     @device_function
     def finish(sums: Any, beside: Any, out: Any, expert: Any, tile: Any, start: Any, live: Any, lane: Any) -> None:
@@ -129,7 +135,7 @@ def make_gated_finish(shape: ExpertShape) -> Any:
     return finish
 
 
-def make_outputs_finish(shape: ExpertShape) -> Any:
+def make_outputs_finish(shape: ExpertShape, most: int) -> Any:
     """A function of a warp: store a tile's outputs [pairs, 16] of float32 to the pairs' places; `beside` as above."""
     load_beside, finished, num_tiles = _make_beside(shape), _make_finished(shape), shape.tiles
     pitch = 4 * shape.rows
@@ -143,7 +149,7 @@ def make_outputs_finish(shape: ExpertShape) -> Any:
         ptx.store_global_f32(at + int64(pitch), finished(sums[1], scale, bias))
         ptx.store_global_f32(at + int64(pitch + 32), finished(sums[3], below_scale, below_bias))
 
-    store_all = _make_store_from(store_run, 1, 0)
+    store_all = _make_store_from(lambda _: store_run, 1, most)
 
     @device_function
     def finish(sums: Any, beside: Any, out: Any, expert: Any, tile: Any, start: Any, live: Any, lane: Any) -> None:
