@@ -380,6 +380,9 @@ class Walker:
             "store_global_u8": store(at, np.uint8, 1),
             "store_relaxed_gpu_f32": store(at, np.float32, 4),
             "store_global_u16": store(at, np.uint16, 2),
+            "store_global_u16_if": lambda address, value, wanted: (
+                store(at, np.uint16, 2)(address, value) if wanted else None
+            ),
             "store_relaxed_gpu_u16": store(at, np.uint16, 2),
             "store_global_u32": store(at, np.uint32, 4),
             "copy_async_16": self._copy(16),

@@ -70,27 +70,24 @@ class _Groups:
         for _ in range(held if waiting == 0 else 0):
             self._walker.arrive(barrier, home)
 
-    def multiply_group(self, rows: int, held: int | None = None, slices: int = SLICES) -> Callable[..., Any]:
+    def multiply_group(self, rows: int, slices: int = SLICES) -> Callable[..., Any]:
         def multiply(every: Any, words: Any, address: int, go_on: int) -> Any:
             assert go_on or not isinstance(every, _Flying), "sums that were not awaited"
-            sums, others = every[: rows // 2], tuple(every[rows // 2 :])
             step, first = int(address) // 1024 * 1024, int(address) % 1024 // SLICE_BYTES
-            assert len(every) == (held or rows // 2) and len(words) == 4 * slices and first + slices <= SLICES
+            assert len(every) == rows // 2 and len(words) == 4 * slices and first + slices <= SLICES
             thread = this_thread()
 
             def combine(values: list[Any]) -> list[Any]:
                 return _multiplied(values, self._walker.near(step, rows * ROW_BYTES), rows, first, bool(go_on))
 
             place = (f"product at {address}", thread.home.key, thread.warp // 4)
-            return _Flying((*self._walker.meet(place, GROUP, (sums, words), combine), *others))
+            return _Flying(self._walker.meet(place, GROUP, (tuple(every), words), combine))
 
         return multiply
 
-    def await_group(
-        self, rows: int, held: int | None = None, words: int = 4 * SLICES, under_way: int = 0
-    ) -> Callable[..., Any]:
+    def await_group(self, rows: int, words: int = 4 * SLICES, under_way: int = 0) -> Callable[..., Any]:
         def wait(sums: Any, used: Any) -> Any:
-            assert isinstance(sums, _Flying) and len(sums) == (held or rows // 2) and len(used) == words
+            assert isinstance(sums, _Flying) and len(sums) == rows // 2 and len(used) == words
             return sums if under_way else tuple(sums)
 
         return wait
@@ -110,7 +107,6 @@ class _Groups:
     def module(self) -> Any:
         made: Any = ModuleType(NAME)
         made.KEPT_AS_USUAL, made.READ_ONCE, made.SLICES = known.KEPT_AS_USUAL, known.READ_ONCE, SLICES
-        made.await_turn = made.give_turn = lambda number: None  # turns save time, and change nothing
         made.fence_barriers, made.barrier_expect = lambda: None, self.expect
         made.copy_bulk = made.copy_bulk_hinted = self.copy
         made.copy_bulk_to_pair, made.barrier_arrive_at = self.copy_to_pair, self.arrive_at
@@ -119,6 +115,7 @@ class _Groups:
         made.multiply_group, made.await_group = self.multiply_group, self.await_group
         made.store_group_half = self.store_group_half
         made.replace_words = lambda count: lambda words, others, number: others if number else words
+        made.use_words = lambda slices: lambda words, never: None
         made.take_sums = lambda _, first, count: lambda sums: sums[first : first + count]
         made.add_tiles = lambda count: (
             lambda one, other: tuple(plain(np.float32(a) + np.float32(b)) for a, b in zip(one, other, strict=True))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from kernel_walk import Walker, this_thread
 from walked_groups import GROUP, walkable_groups
-from walked_launch import Arrivals
 
 from lowlat.kernels.toolchain import ptx_attention as known
 
@@ -67,16 +66,6 @@ class _Softmax:
 
         return multiply
 
-    def give_turn(self, number: int) -> None:
-        this_thread().home.arrivals.setdefault(-int(number), Arrivals(2 * GROUP))
-        self._walker.arrive(-int(number))
-
-    def await_turn(self, number: int) -> None:
-        barrier = this_thread().home.arrivals.setdefault(-int(number), Arrivals(2 * GROUP))
-        parity = barrier.phase % 2
-        self.give_turn(number)
-        self._walker.await_phase(-int(number), parity)
-
     def module(self) -> Any:
         made: Any = ModuleType(NAME)
 
@@ -86,7 +75,6 @@ class _Softmax:
 
         made.fence_copies = lambda: None
         made.sync_group = lambda number: self._together(f"barrier {number}", None, lambda values: values)
-        made.await_turn, made.give_turn = self.await_turn, self.give_turn
         made.multiply_scores, made.multiply_values = self.multiply_scores, self.multiply_values
         made.await_scores = lambda keys, pending: awaited
         made.await_products = lambda dim, keys: awaited

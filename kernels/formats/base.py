@@ -162,9 +162,10 @@ class WeightFormat(MatrixFormat):
         """
 
     @abstractmethod
-    def prefill_step(self) -> Any:
-        """A device function of a warpgroup's lane: its sixteen words of bf16 pairs of a step of a tile.
+    def prefill_halves(self) -> tuple[Any, Any, Any]:
+        """Device functions of a warpgroup's lane: what it holds of a step of a tile, and either half of its words.
 
-        They are those that packed bf16 has: of row g the eight columns of either half, then of row g + 8, g a quarter
-        of the lane. It takes the shared address of the step, whose scales lie behind its words, and the lane.
+        The first takes the shared address of the step, whose scales lie behind its words, and the lane; the others take
+        what it returns. A half's eight words of bf16 pairs are those that packed bf16 has: of row g its eight columns,
+        then of row g + 8, g a quarter of the lane.
         """

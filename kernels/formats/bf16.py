@@ -58,11 +58,11 @@ class _Bf16(WeightFormat):
 
         return bf16_fragment.make_multiply_tiles(multiply)
 
-    def prefill_step(self) -> Any:
-        """See `WeightFormat.prefill_step`."""
+    def prefill_halves(self) -> tuple[Any, Any, Any]:
+        """See `WeightFormat.prefill_halves`."""
         from lowlat.kernels.formats import bf16_fragment
 
-        return bf16_fragment.load_step
+        return bf16_fragment.hold_step, bf16_fragment.first_half, bf16_fragment.second_half
 
 
 BF16 = _Bf16()

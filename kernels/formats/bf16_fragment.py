@@ -6,7 +6,15 @@ from lowlat.kernels.formats.bf16 import BF16
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
-__all__ = ["as_multiplied", "load_half", "load_step", "make_multiply_tiles", "multiply_step"]
+__all__ = [
+    "as_multiplied",
+    "first_half",
+    "hold_step",
+    "load_half",
+    "make_multiply_tiles",
+    "multiply_step",
+    "second_half",
+]
 
 TILE_BYTES = BF16.tile_bytes
 
@@ -42,12 +50,21 @@ def multiply_step(sums: Any, words: Any, _scales: Any, x: Any) -> Any:
 
 
 @device_function
-def load_step(step: Any, lane: Any) -> Any:
-    """A lane's sixteen words of a step: see `WeightFormat.prefill_step`."""
-    own = uint32(step + uint32(lane * uint32(16)))
-    a, b = ptx.load_shared_128(own), ptx.load_shared_128(uint32(own + uint32(512)))
-    c, d = ptx.load_shared_128(uint32(own + uint32(1024))), ptx.load_shared_128(uint32(own + uint32(1536)))
-    return a + b + c + d
+def hold_step(step: Any, lane: Any) -> Any:
+    """Where a lane's words of a step are, which are loaded when they are wanted: see `WeightFormat.prefill_halves`."""
+    return uint32(step + uint32(lane * uint32(16)))
+
+
+@device_function
+def first_half(held: Any) -> Any:
+    """A lane's words of the first half of a step."""
+    return load_half(held, 0, held)
+
+
+@device_function
+def second_half(held: Any) -> Any:
+    """A lane's words of the second half of a step."""
+    return load_half(held, 1, held)
 
 
 def make_multiply_tiles(multiply: Any) -> Any:

@@ -169,11 +169,11 @@ class _Mxfp4(WeightFormat):
 
         return mxfp4_fragment.make_multiply_tiles(multiply)
 
-    def prefill_step(self) -> Any:
-        """See `WeightFormat.prefill_step`."""
+    def prefill_halves(self) -> tuple[Any, Any, Any]:
+        """See `WeightFormat.prefill_halves`."""
         from lowlat.kernels.formats import mxfp4_fragment
 
-        return mxfp4_fragment.load_step
+        return mxfp4_fragment.hold_step, mxfp4_fragment.first_half, mxfp4_fragment.second_half
 
 
 MXFP4 = _Mxfp4()

@@ -13,7 +13,16 @@ from lowlat.kernels.formats.mxfp4 import MXFP4
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, uint32
 
-__all__ = ["as_multiplied", "decode", "load_step", "make_multiply_tiles", "multiply_step", "scaled"]
+__all__ = [
+    "as_multiplied",
+    "decode",
+    "first_half",
+    "hold_step",
+    "make_multiply_tiles",
+    "multiply_step",
+    "scaled",
+    "second_half",
+]
 
 TILE_BYTES, SCALE_BYTES = MXFP4.tile_bytes, MXFP4.scale_bytes
 TWO_TO_63 = 0x5F005F00  # twice, in bf16
@@ -112,18 +121,34 @@ def _expanded_twice(word: Any, stored: Any) -> Any:
 
 
 @device_function
-def load_step(step: Any, lane: Any) -> Any:
-    """A lane's sixteen words of a step: see `WeightFormat.prefill_step`."""
+def hold_step(step: Any, lane: Any) -> Any:
+    """A lane's four words of codes of a step, and their blocks' scales: see `WeightFormat.prefill_halves`."""
     w0, w1, w2, w3 = ptx.load_shared_128(uint32(step + uint32(lane * uint32(16))))
     row = uint32(uint32(lane >> uint32(2)) * uint32(4))
-    p = ptx.load_shared_u32(uint32(uint32(step + uint32(TILE_BYTES)) + row))
-    if uint32(p & (p << uint32(1)) & uint32(TOP_BITS)) != uint32(0):
-        a, b = _expanded_twice(w0, p), _expanded_twice(w1, uint32(p >> uint32(8)))
-        c, d = _expanded_twice(w2, uint32(p >> uint32(16))), _expanded_twice(w3, uint32(p >> uint32(24)))
+    return w0, w1, w2, w3, ptx.load_shared_u32(uint32(uint32(step + uint32(TILE_BYTES)) + row))
+
+
+@device_function
+def _half(top: Any, low: Any, powers: Any, later: Any) -> Any:
+    """The words of half a step, of a row and of the row 8 below; later: bits to the scale of the half's first block."""
+    if uint32(powers & (powers << uint32(1)) & uint32(TOP_BITS)) != uint32(0):
+        a = _expanded_twice(top, uint32(powers >> uint32(later)))
+        b = _expanded_twice(low, uint32(powers >> uint32(later + 16)))
     else:
-        a, b = _expanded(w0, p), _expanded(w1, uint32(p >> uint32(8)))
-        c, d = _expanded(w2, uint32(p >> uint32(16))), _expanded(w3, uint32(p >> uint32(24)))
-    return a + b + c + d
+        a, b = _expanded(top, uint32(powers >> uint32(later))), _expanded(low, uint32(powers >> uint32(later + 16)))
+    return a + b
+
+
+@device_function
+def first_half(held: Any) -> Any:
+    """A lane's words of the first half of a step."""
+    return _half(held[0], held[2], held[4], 0)
+
+
+@device_function
+def second_half(held: Any) -> Any:
+    """A lane's words of the second half of a step."""
+    return _half(held[1], held[3], held[4], 8)
 
 
 def make_multiply_tiles(multiply: Any) -> Any:

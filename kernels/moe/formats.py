@@ -110,8 +110,8 @@ class _TiledFormat(WeightFormat):
 
         return fragments.make_multiply_tiles(self._tiles, multiply)
 
-    def prefill_step(self) -> Any:
-        """See `WeightFormat.prefill_step`."""
-        from lowlat.kernels.gemm.prefill.weight_steps import make_load_step
+    def prefill_halves(self) -> tuple[Any, Any, Any]:
+        """See `WeightFormat.prefill_halves`."""
+        from lowlat.kernels.gemm.prefill.weight_steps import make_load_halves
 
-        return make_load_step(self._tiles, is_shared=True)
+        return make_load_halves(self._tiles, is_shared=True)

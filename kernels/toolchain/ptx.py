@@ -23,12 +23,11 @@ __all__ = [
     "load_shared_matrix_x4_transposed", "load_shared_tiles", "load_shared_u32", "load_volatile_i32",
     "load_volatile_i64", "max_bf16_pair", "mma_bf16", "mma_bf16_tiles", "mma_f16", "mul_rn", "rcp_approx",
     "rcp_approx_ftz", "set_graph_condition", "shared_address", "stay_here", "store_global_64", "store_global_128",
-    "store_global_f32",
-    "store_global_i32", "store_global_i64", "store_global_u8", "store_global_u16", "store_global_u32",
-    "store_relaxed_gpu_f32", "store_relaxed_gpu_u16", "store_relaxed_system_word", "store_relaxed_system_words",
-    "store_release_system", "store_shared_64", "store_shared_128", "store_shared_f32", "store_shared_tiles",
-    "store_shared_u32", "swap_middle_bytes", "sync_warp", "trap", "varying", "varying_long",
-    "wait_for_previous_kernel", "warp_max", "warp_sum", "zeros",
+    "store_global_f32", "store_global_i32", "store_global_i64", "store_global_u8", "store_global_u16",
+    "store_global_u16_if", "store_global_u32", "store_relaxed_gpu_f32", "store_relaxed_gpu_u16",
+    "store_relaxed_system_word", "store_relaxed_system_words", "store_release_system", "store_shared_64",
+    "store_shared_128", "store_shared_f32", "store_shared_tiles", "store_shared_u32", "swap_middle_bytes", "sync_warp",
+    "trap", "varying", "varying_long", "wait_for_previous_kernel", "warp_max", "warp_sum", "zeros",
 ]  # fmt: skip
 
 i32, i64, u16, u32, u64, f32 = types.int32, types.int64, types.uint16, types.uint32, types.uint64, types.float32
@@ -133,6 +132,12 @@ store_global_i64 = instruction("st.global.s64 [$0], $1;", None, (i64, i64))
 store_global_u8 = instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u8 [$0], t; }", None, (i64, u32))
 store_global_u32 = instruction("st.global.u32 [$0], $1;", None, (i64, u32))
 store_global_u16 = instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t; }", None, (i64, u32))
+# where the last number is not zero, without a branch: chains of instructions before several go side by side
+store_global_u16_if = instruction(
+    "{ .reg .u16 t; .reg .pred p; setp.ne.u32 p, $2, 0; cvt.u16.u32 t, $1; @p st.global.u16 [$0], t; }",
+    None,
+    (i64, u32, u32),
+)
 
 # shared memory
 load_shared_128 = instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,))

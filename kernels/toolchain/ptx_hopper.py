@@ -17,7 +17,6 @@ __all__ = [
     "SLICES",
     "add_tiles",
     "await_group",
-    "await_turn",
     "barrier_arrive_at",
     "barrier_expect",
     "cluster_rank",
@@ -26,13 +25,13 @@ __all__ = [
     "copy_bulk_to_pair",
     "fence_barriers",
     "give_registers",
-    "give_turn",
     "multiply_group",
     "replace_words",
     "store_group_half",
     "sync_cluster",
     "take_registers",
     "take_sums",
+    "use_words",
 ]
 
 SLICES = 4  # of 16 columns, of a step
@@ -66,9 +65,6 @@ barrier_arrive_at = instruction(
     None,
     (u32, u32),
 )
-# of two warpgroups: one waits at a numbered barrier of the block until the other has come by there, who goes on
-await_turn = instruction("bar.sync $0, 256;", None, (u32,), together=True)
-give_turn = instruction("bar.arrive $0, 256;", None, (u32,), together=True)
 KEPT_AS_USUAL, READ_ONCE = 0x1000000000000000, 0x12F0000000000000
 
 
@@ -82,23 +78,22 @@ def take_registers(wanted: int) -> Any:
     return instruction(f"setmaxnreg.inc.sync.aligned.u32 {wanted};", None, (), together=True)
 
 
-def multiply_group(rows: int, held: int | None = None, slices: int = SLICES) -> Any:
+def multiply_group(rows: int, slices: int = SLICES) -> Any:
     """An intrinsic of a warpgroup: let 64 weight rows be multiplied by `rows` rows of the second matrix.
 
-    held: sums of a lane, of which the first rows / 2 are multiplied, and the others passed on; None: rows / 2.
     slices: of 16 columns; all are a step.
     It takes the sums, float32; a lane's words of the weights, two a slice: of all columns for row g, then
     for row g + 8, g a quarter of the lane; the shared address of the second matrix; and a number: zero where the sums
     begin anew. The accumulators that it returns hold sums when `await_group` has had them; until then nothing else may.
     """
-    count, total, held_words = rows // 2, held or rows // 2, 4 * slices
+    count, held_words = rows // 2, 4 * slices
     text = _multiply_text(rows, count, slices)
     tied = [str(number) for number in range(count)]
     constraints = ",".join(["=f"] * count + tied + ["r"] * (held_words + 2) + ["~{memory}"])
 
     @intrinsic
     def multiply(context: Any, sums: Any, words: Any, address: Any, go_on: Any) -> Any:
-        kinds = types.UniTuple(f32, total)
+        kinds = types.UniTuple(f32, count)
         signature = kinds(kinds, types.UniTuple(u32, held_words), u32, u32)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -109,7 +104,6 @@ def multiply_group(rows: int, held: int | None = None, slices: int = SLICES) -> 
             values += [builder.extract_value(args[1], number) for number in range(held_words)]
             call = builder.call(assembly, [*values, args[2], args[3]], attrs=("convergent",))
             found = [builder.extract_value(call, number) for number in range(count)]
-            found += [builder.extract_value(args[0], number) for number in range(count, total)]
             return context.make_tuple(builder, signature.return_type, found)
 
         return signature, codegen
@@ -141,19 +135,19 @@ def _multiply_text(rows: int, count: int, slices: int) -> str:
     return " ".join(lines)
 
 
-def await_group(rows: int, held: int | None = None, words: int = 4 * SLICES, under_way: int = 0) -> Any:
+def await_group(rows: int, words: int = 4 * SLICES, under_way: int = 0) -> Any:
     """An intrinsic of a warpgroup: wait for all `wgmma` under way, but so many that began last.
 
-    held: as `multiply_group` takes it; words: that it took. The sums go through it, and the words of what was waited
-    for go in: until then nothing may be written where they stand.
+    words: that `multiply_group` took. The sums go through it, and the words of what was waited for go in: until then
+    nothing may be written where they stand.
     """
-    count, total = rows // 2, held or rows // 2
+    count = rows // 2
     tied = [str(number) for number in range(count)]
     constraints = ",".join(["=f"] * count + tied + ["r"] * words + ["~{memory}"])
 
     @intrinsic
     def wait(context: Any, sums: Any, used: Any) -> Any:
-        kinds = types.UniTuple(f32, total)
+        kinds = types.UniTuple(f32, count)
         signature = kinds(kinds, types.UniTuple(u32, words))
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -165,7 +159,6 @@ def await_group(rows: int, held: int | None = None, words: int = 4 * SLICES, und
             values += [builder.extract_value(args[1], number) for number in range(words)]
             call = builder.call(assembly, values, attrs=("convergent",))
             found = [builder.extract_value(call, number) for number in range(count)]
-            found += [builder.extract_value(args[0], number) for number in range(count, total)]
             return context.make_tuple(builder, signature.return_type, found)
 
         return signature, codegen
@@ -196,6 +189,36 @@ def replace_words(count: int) -> Any:
         return signature, codegen
 
     return replace
+
+
+def use_words(slices: int) -> Any:
+    """An intrinsic: store the words of a product of so many slices where a number is not zero, as it never is.
+
+    Behind the wait for the product it keeps its words where they stand until then. And the words of a product that is
+    awaited in the next turn of a loop are in registers that the loop begins with: to the assembler they otherwise come
+    from anywhere, and it reserves registers for those of each loop in all others.
+    """
+    own = 2 * slices
+
+    @intrinsic
+    def use(context: Any, words: Any, never: Any) -> Any:
+        signature = types.void(types.UniTuple(u32, 4 * slices), u32)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            lines = ["{ .reg .pred p;", f"setp.ne.u32 p, ${4 * slices}, 0;"]
+            for first in range(0, own, 2):
+                operands = f"${first},${first + own},${first + 1},${first + own + 1}"
+                lines.append(f"@p st.shared.v4.u32 [${4 * slices}], {{{operands}}};")
+            function = ir.FunctionType(ir.VoidType(), [ir_type(u32)] * (4 * slices + 1))
+            constraints = ",".join([*["r"] * (4 * slices + 1), "~{memory}"])
+            assembly = ir.InlineAsm(function, " ".join([*lines, "}"]), constraints, side_effect=True)
+            values = [builder.extract_value(args[0], number) for number in range(4 * slices)]
+            builder.call(assembly, [*values, args[1]])
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return use
 
 
 def add_tiles(count: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowlat.kernels.common.handover import Handover
 from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES, PrefillGemmPlan
-from lowlat.kernels.gemm.prefill.weight_steps import make_halves
+from lowlat.kernels.gemm.prefill.weight_steps import make_load_halves
 from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.toolchain import ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
@@ -24,7 +24,7 @@ def make_run_by_halves(weights: TileFormat, plan: PrefillGemmPlan, handover: Han
     The tensor cores have half a step before them when they end another, so they wait for no warp, though both
     warpgroups' may end at once. A half's weights are loaded, and decoded, while they have the half before.
     """
-    stage_bytes, (load, half_of) = plan.stage_bytes, make_halves(weights)
+    stage_bytes, (hold, first_half, second_half) = plan.stage_bytes, make_load_halves(weights, is_shared=True)
     await_full, release, after = handover.await_full, handover.release, handover.after
     multiply = ptx_hopper.multiply_group(plan.rows, slices=HALF)
     await_all, await_former = (ptx_hopper.await_group(plan.rows, words=4 * HALF, under_way=number) for number in (0, 1))
@@ -36,8 +36,8 @@ def make_run_by_halves(weights: TileFormat, plan: PrefillGemmPlan, handover: Han
         """within: the warp's tile in a stage; parity: of the stage's phase; rows: not asked for."""
         here, done = uint32(base + stage * uint32(stage_bytes)), uint32(1)
         await_full(barriers, stage, parity)
-        kept = load(uint32(here + within), lane)
-        first, second = half_of(kept, 0), half_of(kept, 1)
+        held = hold(uint32(here + within), lane)
+        first, second = first_half(held), second_half(held)
         sums = multiply(sums, first, here, uint32(0))
         while done < number:
             sums = multiply(sums, second, uint32(here + uint32(HALF_BYTES)), uint32(1))
@@ -45,12 +45,12 @@ def make_run_by_halves(weights: TileFormat, plan: PrefillGemmPlan, handover: Han
             later, later_parity = after(stage, parity)
             await_full(barriers, later, later_parity)
             here = uint32(base + later * uint32(stage_bytes))
-            kept = load(uint32(here + within), lane)
-            first = half_of(kept, 0)
+            held = hold(uint32(here + within), lane)
+            first = first_half(held)
             sums = multiply(sums, first, here, uint32(1))
             sums = await_former(sums, second)
             release(barriers, stage, lane)
-            second = half_of(kept, 1)
+            second = second_half(held)
             stage, parity, done = later, later_parity, uint32(done + uint32(1))
         sums = multiply(sums, second, uint32(here + uint32(HALF_BYTES)), uint32(1))
         sums = await_former(sums, first)

@@ -8,12 +8,12 @@ knows neither copies nor products.
 from typing import Any
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.formats import fp8_fragment, int4_fragment, nvfp4_fragment
+from lowlat.kernels.formats import bf16_fragment, fp8_fragment, int4_fragment, nvfp4_fragment
 from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 
-__all__ = ["make_halves", "make_load_step"]
+__all__ = ["make_load_halves", "make_load_step"]
 
 PIECE_BYTES = 512  # a lane's 16 bytes, of all lanes
 WORD_BYTES = 32  # a word behind the codes, of the eight pairs of rows
@@ -30,18 +30,36 @@ def make_load_step(tiles: TileFormat, *, is_shared: bool) -> Any:
     Raises ShapeError for bf16 in global memory.
     """
     if tiles.name == "bf16":
-        if not is_shared:
-            raise ShapeError("steps of bf16 are in registers what they are in memory: only those in shared memory load")
+        _check_is_shared(is_shared)
         return _make_bf16()
-    load, half_of = _HALVES[tiles.name](tiles, is_shared)
+    hold, first, second = make_load_halves(tiles, is_shared=is_shared)
 
     @device_function
     def load_step(step: Any, lane: Any) -> Any:
-        kept = load(step, lane)
-        first, second = half_of(kept, 0), half_of(kept, 1)
-        return first[:4] + second[:4] + first[4:] + second[4:]
+        held = hold(step, lane)
+        a, b = first(held), second(held)
+        return a[:4] + b[:4] + a[4:] + b[4:]
 
     return load_step
+
+
+def make_load_halves(tiles: TileFormat, *, is_shared: bool) -> tuple[Any, Any, Any]:
+    """Functions: what a lane holds of the step at an address; of that its eight words of either half.
+
+    A half's words are of row g, then of row g + 8; of bf16 they are loaded when they are wanted. Raises ShapeError for
+    bf16 in global memory.
+    """
+    if tiles.name == "bf16":
+        _check_is_shared(is_shared)
+        return bf16_fragment.hold_step, bf16_fragment.first_half, bf16_fragment.second_half
+    if tiles.name == "nvfp4":
+        return _make_nvfp4(tiles, is_shared)
+    return _make_fp8(tiles, is_shared) if tiles.name == "fp8" else _make_int4(tiles, is_shared)
+
+
+def _check_is_shared(is_shared: bool) -> None:
+    if not is_shared:
+        raise ShapeError("steps of bf16 are in registers what they are in memory: only those in shared memory load")
 
 
 def _loads(is_shared: bool) -> tuple[Any, Any]:
@@ -77,28 +95,6 @@ def _make_bf16() -> Any:
         return load(uint32(step + uint32(lane * uint32(16))))
 
     return load_bf16
-
-
-def make_halves(tiles: TileFormat) -> tuple[Any, Any]:
-    """Two functions for a step in shared memory, of which a lane wants the halves one after the other.
-
-    load  (address, lane): what is kept of the step; of bf16 its address alone
-    half  (kept, 0 or 1): the lane's eight words of a half, of row g, then of row g + 8
-    """
-    if tiles.name == "bf16":
-        return _keep_address, _load_half
-    return _HALVES[tiles.name](tiles, True)
-
-
-@device_function
-def _keep_address(step: Any, lane: Any) -> Any:
-    return uint32(step + uint32(lane * uint32(16)))
-
-
-@device_function
-def _load_half(kept: Any, half: Any) -> Any:
-    at = uint32(kept + uint32(half * PIECE_BYTES))
-    return ptx.load_shared_128(at) + ptx.load_shared_128(uint32(at + uint32(2 * PIECE_BYTES)))
 
 
 def _make_times(tiles: TileFormat) -> Any:
@@ -139,33 +135,37 @@ def _make_scales(tiles: TileFormat, one: Any) -> Any:
     return scales
 
 
-def _make_fp8_halves(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any]:
+def _make_fp8(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any, Any]:
     (four, one), grouped = _loads(is_shared), tiles.groups > 0
     times, scales = _make_times(tiles), _make_scales(tiles, one)
 
     @device_function
-    def load(step: Any, lane: Any) -> Any:
-        """Codes of row g and of row g + 8, and the scales of both."""
-        at, scale = uint32(lane * uint32(16)), (uint32(0), uint32(0))
-        if grouped:
-            scale = scales(step, uint32(uint32(lane >> uint32(2)) * uint32(4)), 0)
-        return four(step, at), four(step, uint32(at + uint32(PIECE_BYTES))), scale
+    def hold_fp8(step: Any, lane: Any) -> Any:
+        at = uint32(lane * uint32(16))
+        top, low = four(step, at), four(step, uint32(at + uint32(PIECE_BYTES)))
+        if not grouped:
+            return top, low
+        return top, low, scales(step, uint32(uint32(lane >> uint32(2)) * uint32(4)), 0)
 
     @device_function
-    def half_of(kept: Any, half: Any) -> Any:
-        top, low, scale = kept
-        a, b, c, d = top[0], top[1], low[0], low[1]
-        if half == 1:
-            a, b, c, d = top[2], top[3], low[2], low[3]
-        above, below = expand_fp8(a) + expand_fp8(b), expand_fp8(c) + expand_fp8(d)
-        if grouped:
-            return times(above, scale[0]) + times(below, scale[1])
-        return above + below
+    def half(held: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        top, low = expand_fp8(a) + expand_fp8(b), expand_fp8(c) + expand_fp8(d)
+        if not grouped:
+            return top + low
+        return times(top, held[2][0]) + times(low, held[2][1])
 
-    return load, half_of
+    @device_function
+    def first_half(held: Any) -> Any:
+        return half(held, held[0][0], held[0][1], held[1][0], held[1][1])
+
+    @device_function
+    def second_half(held: Any) -> Any:
+        return half(held, held[0][2], held[0][3], held[1][2], held[1][3])
+
+    return hold_fp8, first_half, second_half
 
 
-def _make_int4_halves(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any]:
+def _make_int4(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any, Any]:
     (four, one), last, has_zeros = _loads(is_shared), tiles.groups - 1, tiles.zeros
     times, scales = _make_times(tiles), _make_scales(tiles, one)
     zeros_at, group_bytes = tiles.code_bytes + WORD_BYTES * tiles.scale_words, WORD_BYTES * (1 + tiles.scale_words)
@@ -179,49 +179,49 @@ def _make_int4_halves(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any]:
         return uint32((both & uint32(LOW)) * uint32(TWICE)), uint32(uint32(both >> uint32(16)) * uint32(TWICE))
 
     @device_function
-    def load(step: Any, lane: Any) -> Any:
-        """Codes, and for either half the scales and zeros of row g and of row g + 8."""
+    def hold_int4(step: Any, lane: Any) -> Any:
+        codes = four(step, uint32(lane * uint32(16)))
         row = uint32(uint32(lane >> uint32(2)) * uint32(4))
-        first = scales(step, row, 0), zeros(step, row, 0)
-        second = first
+        factors, minus = scales(step, row, 0), zeros(step, row, 0)
         if last == 1:
-            second = scales(step, row, 1), zeros(step, row, 1)
-        return four(step, uint32(lane * uint32(16))), first, second
+            return codes, factors, minus, scales(step, row, 1), zeros(step, row, 1)
+        return codes, factors, minus, factors, minus
 
     @device_function
-    def half_of(kept: Any, half: Any) -> Any:
-        codes, (scale, minus), _ = kept
-        above, below = codes[0], codes[2]
-        if half == 1:
-            above, below = codes[1], codes[3]
-            scale, minus = kept[2]
-        return times(expand_int4(above, minus[0]), scale[0]) + times(expand_int4(below, minus[1]), scale[1])
-
-    return load, half_of
-
-
-def _make_nvfp4_halves(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any]:
-    (four, one), codes_end = _loads(is_shared), tiles.code_bytes
+    def half(top: Any, low: Any, factors: Any, minus: Any) -> Any:
+        return times(expand_int4(top, minus[0]), factors[0]) + times(expand_int4(low, minus[1]), factors[1])
 
     @device_function
-    def load(step: Any, lane: Any) -> Any:
-        """Codes, the scales of row g and of row g + 8, and the place of the lane's block among those of a half.
-
-        Of the two blocks of a half a lane's columns are in the first for the first two lanes of a row.
-        """
-        at = uint32(uint32(codes_end) + uint32(uint32(lane >> uint32(2)) * uint32(4)))
-        scale = one(step, at), one(step, uint32(at + uint32(WORD_BYTES)))
-        return four(step, uint32(lane * uint32(16))), scale, uint32((lane & uint32(2)) << uint32(2))
+    def first_half(held: Any) -> Any:
+        return half(held[0][0], held[0][2], held[1], held[2])
 
     @device_function
-    def half_of(kept: Any, half: Any) -> Any:
-        codes, scale, block = kept
-        above, below = codes[0], codes[2]
-        if half == 1:
-            above, below, block = codes[1], codes[3], uint32(block + uint32(16))
-        return expand_nvfp4(above, scale_of(scale[0], block)) + expand_nvfp4(below, scale_of(scale[1], block))
+    def second_half(held: Any) -> Any:
+        return half(held[0][1], held[0][3], held[3], held[4])
 
-    return load, half_of
+    return hold_int4, first_half, second_half
 
 
-_HALVES = {"fp8": _make_fp8_halves, "int4": _make_int4_halves, "nvfp4": _make_nvfp4_halves}
+def _make_nvfp4(tiles: TileFormat, is_shared: bool) -> tuple[Any, Any, Any]:
+    (four, one), codes = _loads(is_shared), tiles.code_bytes
+
+    @device_function
+    def hold_nvfp4(step: Any, lane: Any) -> Any:
+        """Of the two blocks of a half a lane's columns are in the first for the first two lanes of a row."""
+        words = four(step, uint32(lane * uint32(16)))
+        at = uint32(uint32(codes) + uint32(uint32(lane >> uint32(2)) * uint32(4)))
+        top, low = one(step, at), one(step, uint32(at + uint32(WORD_BYTES)))
+        return words, top, low, uint32((lane & uint32(2)) << uint32(2))
+
+    @device_function
+    def first_half(held: Any) -> Any:
+        words, top, low, block = held
+        return expand_nvfp4(words[0], scale_of(top, block)) + expand_nvfp4(words[2], scale_of(low, block))
+
+    @device_function
+    def second_half(held: Any) -> Any:
+        words, top, low, block = held
+        later = uint32(block + uint32(16))
+        return expand_nvfp4(words[1], scale_of(top, later)) + expand_nvfp4(words[3], scale_of(low, later))
+
+    return hold_nvfp4, first_half, second_half

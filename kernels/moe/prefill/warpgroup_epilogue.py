@@ -10,14 +10,13 @@ from typing import Any
 from lowlat.kernels.common.activation import clamped_swiglu, silu_times
 from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES
 from lowlat.kernels.moe.plan import ExpertShape
-from lowlat.kernels.moe.prefill.warpgroup_plan import MOST_PAIRS, RUN
+from lowlat.kernels.moe.prefill.warpgroup_plan import RUN
 from lowlat.kernels.toolchain import ptx, ptx_hopper
-from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
+from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
 
 __all__ = ["make_gated_finish", "make_outputs_finish"]
 
-FULL_WARP = 0xFFFFFFFF
-SUMS = MOST_PAIRS // 2
+AT_ONCE = 4  # runs of eight pairs, whose chains of instructions go side by side
 
 
 def _make_beside(shape: ExpertShape) -> Any:
@@ -54,24 +53,35 @@ def _make_finished(shape: ExpertShape) -> Any:
     return finished
 
 
-def _make_store_from(store_run: Callable[..., Any], first: int) -> Any:
-    """A function of a thread: hand `store_run` the four sums of each eight pairs, from these on, while pairs live."""
-    take, pairs, after = ptx_hopper.take_sums(SUMS, first // 2, 4), first, first + RUN
-    store_rest: Any = None if after == MOST_PAIRS else _make_store_from(store_run, after)
-    is_last = after == MOST_PAIRS
+def _make_store_from(make_store_runs: Callable[[int], Any], at_once: int, most: int, first: int = 0) -> Any:
+    """A function of a thread: store the sums of up to `most` pairs from the first on, so many runs at once, while they
+    live.
+
+    make_store_runs  makes a function of that thread: store so many runs, which begin behind so many pairs
+    """
+    runs = min(at_once, (most - first) // RUN)
+    take, after, store_runs = (
+        ptx_hopper.take_sums(most // 2, first // 2, 4 * runs),
+        first + RUN * runs,
+        make_store_runs(runs),
+    )
+    is_last = after == most
+    store_rest: Any = None if is_last else _make_store_from(make_store_runs, at_once, most, after)
 
     @device_function
     def store(sums: Any, target: Any, numbers: Any, live: Any) -> None:
-        if live > uint32(pairs):
-            store_run(take(sums), target, uint32(pairs), numbers)
+        if live > uint32(first):
+            store_runs(take(sums), target, uint32(first), numbers, live)
             if not is_last:
                 store_rest(sums, target, numbers, live)
 
     return store
 
 
-def make_gated_finish(shape: ExpertShape) -> Any:
+def make_gated_finish(shape: ExpertShape, most: int) -> Any:
     """A function of a warp: store a tile's activations [pairs, 8] of bf16 to rows arranged in steps of 64 columns.
+
+    most: pairs that were multiplied.
 
     `beside` is a bias, rows' scales, the clamped SwiGLU's limit and alpha, and how many rows are arranged.
     """
@@ -86,41 +96,52 @@ def make_gated_finish(shape: ExpertShape) -> Any:
         return silu_times(gate, up)
 
     @device_function
-    def store_run(sums: Any, target: Any, pairs: Any, numbers: Any) -> None:
-        """Two neighbouring channels of one pair: the first of the lane's two where its channel is even."""
-        own = ptx.bf16_pair(activated(sums[0], sums[2], numbers), activated(sums[1], sums[3], numbers))
-        other = uint32(int32(cuda.shfl_xor_sync(FULL_WARP, int32(own), 4)))
-        word = uint32(uint32(own & uint32(0xFFFF)) | uint32(other << uint32(16)))
-        if numbers[6]:
-            word = uint32(uint32(other >> uint32(16)) | uint32(own & uint32(0xFFFF0000)))
-        ptx.store_global_u32(target + int64(pairs) * int64(STEP_ROW_BYTES), word)
+    def store_run(sums: Any, targets: Any, pairs: Any, numbers: Any, live: Any) -> None:
+        """The lane's channel of its two pairs in a run that begins behind so many pairs."""
+        first = ptx.bf16_bits(activated(sums[0], sums[2], numbers))
+        second = ptx.bf16_bits(activated(sums[1], sums[3], numbers))
+        at, lives = int64(pairs) * int64(STEP_ROW_BYTES), uint32(live > pairs)
+        ptx.store_global_u16_if(targets[0] + at, first, lives)
+        ptx.store_global_u16_if(targets[1] + at, second, lives)
 
-    store_all = _make_store_from(store_run, 0)
+    def make_store_runs(runs: int) -> Any:
+        @device_function
+        def store_runs(sums: Any, targets: Any, pairs: Any, numbers: Any, live: Any) -> None:
+            for run in range(runs):
+                own = (sums[4 * run], sums[4 * run + 1], sums[4 * run + 2], sums[4 * run + 3])
+                store_run(own, targets, uint32(pairs + uint32(RUN * run)), numbers, live)
+
+        return store_runs
+
+    store_all = _make_store_from(make_store_runs, AT_ONCE, most)
 
     @device_function
     def finish(sums: Any, beside: Any, out: Any, expert: Any, tile: Any, start: Any, live: Any, lane: Any) -> None:
         if tile < uint32(num_tiles):
             channel = uint32(lane >> uint32(2))
-            odd = (channel & uint32(1)) != uint32(0)
             scale, bias, up_scale, up_bias = load_beside(beside, expert, uint32(tile * uint32(16) + channel))
-            numbers = (scale, bias, up_scale, up_bias, beside[2], beside[3], odd)
-            within = uint32(uint32(lane & uint32(3)) * uint32(2) + uint32(channel & uint32(1)))  # of eight pairs
+            numbers = (scale, bias, up_scale, up_bias, beside[2], beside[3])
+            within = uint32(uint32(lane & uint32(3)) * uint32(2))  # of eight pairs, the lane's first
             of_step = uint32(tile & uint32(7))
             piece = uint32(uint32(of_step >> uint32(2)) * uint32(4) + uint32(channel >> uint32(1)))
-            place = uint32(uint32(piece ^ within) * uint32(16) + uint32(of_step & uint32(3)) * uint32(4))
+            in_piece = uint32(uint32(of_step & uint32(3)) * uint32(4) + uint32(channel & uint32(1)) * uint32(2))
             row = int64(tile >> uint32(3)) * beside[4] + int64(uint32(start + within))
-            store_all(sums, out + row * int64(STEP_ROW_BYTES) + int64(place), numbers, live)
+            target = out + row * int64(STEP_ROW_BYTES) + int64(in_piece)
+            upper = target + int64(uint32(piece ^ within) * uint32(16))
+            other = uint32(piece ^ uint32(within + uint32(1)))
+            lower = target + int64(uint32(other * uint32(16) + uint32(STEP_ROW_BYTES)))
+            store_all(sums, (upper, lower), numbers, live)
 
     return finish
 
 
-def make_outputs_finish(shape: ExpertShape) -> Any:
+def make_outputs_finish(shape: ExpertShape, most: int) -> Any:
     """A function of a warp: store a tile's outputs [pairs, 16] of float32 to the pairs' places; `beside` as above."""
     load_beside, finished, num_tiles = _make_beside(shape), _make_finished(shape), shape.tiles
     pitch = 4 * shape.rows
 
     @device_function
-    def store_run(sums: Any, target: Any, pairs: Any, numbers: Any) -> None:
+    def store_run(sums: Any, target: Any, pairs: Any, numbers: Any, live: Any) -> None:
         scale, bias, below_scale, below_bias = numbers
         at = target + int64(pairs) * int64(pitch)
         ptx.store_global_f32(at, finished(sums[0], scale, bias))
@@ -128,7 +149,7 @@ def make_outputs_finish(shape: ExpertShape) -> Any:
         ptx.store_global_f32(at + int64(pitch), finished(sums[1], scale, bias))
         ptx.store_global_f32(at + int64(pitch + 32), finished(sums[3], below_scale, below_bias))
 
-    store_all = _make_store_from(store_run, 0)
+    store_all = _make_store_from(lambda _: store_run, 1, most)
 
     @device_function
     def finish(sums: Any, beside: Any, out: Any, expert: Any, tile: Any, start: Any, live: Any, lane: Any) -> None:

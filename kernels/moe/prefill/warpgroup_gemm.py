@@ -5,7 +5,7 @@ them. A persistent grid, one block a multiprocessor, takes tiles of pairs one af
 of one side by side. A pair's bits are those of `grouped_gemm`: the same products in the same order.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,9 +20,17 @@ from lowlat.kernels.moe.formats import tiled_format
 from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_of
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.moe.prefill.pair_tiles import TILE_WORDS
+from lowlat.kernels.moe.prefill.warpgroup_copies import make_copy
 from lowlat.kernels.moe.prefill.warpgroup_epilogue import make_gated_finish, make_outputs_finish
 from lowlat.kernels.moe.prefill.warpgroup_mainloop import make_multiply
-from lowlat.kernels.moe.prefill.warpgroup_plan import WARPS, WarpgroupPlan, plan_warpgroups
+from lowlat.kernels.moe.prefill.warpgroup_plan import (
+    COPYING,
+    COPYING_REGISTERS,
+    MULTIPLYING_REGISTERS,
+    WARPS,
+    WarpgroupPlan,
+    plan_warpgroups,
+)
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
@@ -115,9 +123,11 @@ def _calls(
 @cache
 def _make(shape: ExpertShape, plan: WarpgroupPlan) -> Kernel:
     """Grid: as many blocks as the card has multiprocessors."""
-    handover = make_handover(plan.stages, 1, WARPS, suspends=True)
-    finish = make_gated_finish(shape) if shape.kind == GATE_UP else make_outputs_finish(shape)
-    multiply_all, begin = make_multiply(shape, plan, handover, finish), handover.begin
+    handover = make_handover(plan.stages, COPYING, WARPS, suspends=True)
+    make_finish = partial(make_gated_finish if shape.kind == GATE_UP else make_outputs_finish, shape)
+    copy_all, multiply_all = make_copy(shape, plan, handover), make_multiply(shape, plan, handover, make_finish)
+    begin = handover.begin
+    give, take = ptx_hopper.give_registers(COPYING_REGISTERS), ptx_hopper.take_registers(MULTIPLYING_REGISTERS)
     barriers_at, step_row_bytes = plan.stages * plan.stage_bytes, 2 * STEP
 
     @device_function
@@ -144,11 +154,18 @@ def _make(shape: ExpertShape, plan: WarpgroupPlan) -> Kernel:
         given = (
             weight, scales, x, tiles, uint32(num_tiles), int64(places) * int64(step_row_bytes), uint32(cuda.gridDim.x),
         )  # fmt: skip
-        multiply_all(place, given, (bias, row_scales, limit, alpha, int64(places)), out, unit, warp, lane)
+        if warp >= uint32(WARPS):
+            give()
+            copy_all(place, given, unit, uint32(warp - uint32(WARPS)), lane)
+        else:
+            take()
+            multiply_all(place, given, (bias, row_scales, limit, alpha, int64(places)), out, unit, warp, lane)
 
     name = f"experts_warpgroups_{shape.kind}_{shape.rows}x{shape.columns}_{shape.label}_{plan.stages}"
     signature = (*(types.int64,) * 9, types.float32, types.float32)
-    return Kernel(name, experts_by_warpgroups, signature, plan.threads, 1, plan.shared_bytes, specific=True)
+    return Kernel(
+        name, experts_by_warpgroups, signature, plan.threads, 1, plan.shared_bytes, specific=True, whole=True
+    )  # fmt: skip
 
 
 def examples(card: Card = H200) -> list[Kernel]:

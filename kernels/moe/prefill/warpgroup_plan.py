@@ -1,7 +1,7 @@
 """The plan of grouped GEMMs by warpgroups' tensor cores: where they pay, their stages, and rows in order of experts.
 
 Three warpgroups multiply 192 weight rows of an expert by up to 192 of its pairs, which lie side by side: an expert's
-pairs begin at a multiple of eight places. No bit depends on any of it. It knows no kernel.
+pairs begin at a multiple of eight places. Four more warps copy. No bit depends on any of it. It knows no kernel.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,10 @@ from lowlat.kernels.moe.plan import ExpertShape
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 
 __all__ = [
-    "GROUPS",
+    "COPYING",
+    "COPYING_REGISTERS",
     "MOST_PAIRS",
+    "MULTIPLYING_REGISTERS",
     "RUN",
     "SIZES",
     "WARPS",
@@ -31,6 +33,8 @@ __all__ = [
 
 GROUPS = 3  # warpgroups, each with 64 weight rows
 WARPS = 4 * GROUPS  # each with a tile of 16
+COPYING = 4  # warps that copy, each the weights of three that multiply
+COPYING_REGISTERS, MULTIPLYING_REGISTERS = 32, 160  # a thread, then: of 128 that all begin with
 SIZES = (32, 64, 96, 112, 128, 144, 160, 192)  # pairs that are multiplied at once: as many as a tile has, or a few more
 MOST_PAIRS = SIZES[-1]
 RUN = 8  # places of which an expert's are a multiple; a thread has two of so many pairs
@@ -54,12 +58,7 @@ class WarpgroupPlan:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * WARPS
-
-    @property
-    def ahead(self) -> int:
-        """Steps that are copied ahead: one stage is multiplied, and one may still be by another warpgroup."""
-        return self.stages - 2
+        return 32 * (WARPS + COPYING)
 
     @property
     def pair_bytes(self) -> int:

@@ -19,7 +19,7 @@ from lowlat.kernels.toolchain.numba_cuda import compile_ptx, target_of
 
 HOPPER = (9, 0)
 REGISTERS = 65536  # of a multiprocessor, of every capability from 8.0 on
-REGISTERS_A_THREAD = 255
+REGISTERS_A_THREAD, NO_REGISTER = 255, 255
 # of shared memory, by the system, beside what a block may have; for 9.0 the linker counts them as the kernel's
 RESERVED_BYTES = {HOPPER: 1024}
 CASES = [
@@ -176,21 +176,22 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
         0xDF0,
         0x9F0,
     )  # to begin or await products of a warpgroup; one; one of shared memory
-    load, loaded = 0x984, {6: 4, 5: 2}  # registers by the load's size; else one
-    # registers that are moved (by two kinds), selected; results of arithmetic
-    writers = {load: 1, **dict.fromkeys((0x202, 0x224, 0x207, 0x208, 0x209, 0x220, 0x221, 0x223, 0x23E, 0x308), 1)}
-    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith(("prefill_gemm", "prefill_flash"))]
-    assert kernels
+    load, loaded = 0x184, {6: 4, 5: 2}  # registers by the load's size; else one
+    # whatever form of operands they have: registers that are loaded, moved and selected; results of arithmetic
+    moves, selections, products = (0x002, 0x005), (0x007, 0x008, 0x009), (0x020, 0x021, 0x023, 0x031, 0x032)
+    integers = (0x010, 0x011, 0x012, 0x016, 0x019, 0x024, 0x036)
+    writers = dict.fromkeys((load, *moves, *selections, *products, *integers, 0x03E, 0x108), 1) | {0x025: 2}
+    names = ("prefill_gemm", "prefill_flash", "experts_warpgroups")
+    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith(names)]
+    assert {name for name in names if any(kernel.name.startswith(name) for kernel in kernels)} == set(names)
     for kernel in kernels:
         code, ptx = compiled.of(HOPPER, kernel)
-        is_flash = kernel.name.startswith("prefill_flash")
-        size = next(part for part in kernel.name.split("_") if part.count("x") == 2 - is_flash)
-        sums = int(size.split("x")[0]) // 2
         steps: list[set[int]] = []  # registers of those under way, the oldest first
         scores: set[int] = set()
         for low, high in whole_instructions(code.code):
             opcode, target, first = low & 0xFFF, low >> 16 & 0xFF, low >> 24 & 0xFF
             if opcode == multiply:
+                sums = 4 * ((low >> 53 & 0x3F) + 1)  # of eighths of the second matrix's rows, less one
                 steps[-1] |= {*range(target, target + sums), *range(first, first + 4)}
             elif opcode == shared:
                 scores |= set(range(target, target + SCORES))
@@ -199,8 +200,8 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
                 del steps[: len(steps) - (high >> 8 & 0xFF)]
             elif opcode == group:
                 steps.append(set())
-            elif opcode in writers:
-                count = loaded.get(high >> 9 & 7, 1) if opcode == load else writers[opcode]
+            elif opcode & 0x1FF in writers and target != NO_REGISTER:
+                count = loaded.get(high >> 9 & 7, 1) if opcode & 0x1FF == load else writers[opcode & 0x1FF]
                 written = set(range(target, target + count))
                 assert not scores.union(*steps) & written, f"{kernel.name}: {low:#x}"
         found = count_opcodes(code.code)

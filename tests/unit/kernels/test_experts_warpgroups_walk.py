@@ -18,8 +18,8 @@ from lowlat.kernels.toolchain.kernel import H200, Card
 SHARED = ("common.handover", "common.activation", "common.norm_math", "common.norm_row", "rows.norm")
 GEMM = tuple(f"gemm.prefill.{part}" for part in ("activation_layout", "weight_steps"))
 PARTS = (
-    *("plan", "grouping", "mainloop", "grouped_gemm", "pair_arrangement", "warpgroup_plan", "warpgroup_mainloop"),
-    *("warpgroup_epilogue", "warpgroup_gemm"),
+    *("plan", "grouping", "mainloop", "grouped_gemm", "pair_arrangement", "warpgroup_plan", "warpgroup_copies"),
+    *("warpgroup_mainloop", "warpgroup_epilogue", "warpgroup_gemm"),
 )
 KERNELS = (*(f"moe.prefill.{part}" for part in PARTS), "moe.rank_sum", "moe.prefill.experts")
 NAMES = (*SHARED, *FRAGMENTS, "moe.plan", *GEMM, *KERNELS)

@@ -23,7 +23,7 @@ from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, cut_of, plans_of, 
 from lowlat.kernels.reference.exchange.cuts import bounds
 from lowlat.kernels.toolchain.kernel import H200, Card
 
-FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("mxfp4", "fp8", "int4", "nvfp4"))
+FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "mxfp4", "fp8", "int4", "nvfp4"))
 PARTS = ("activation_layout", "split_k_sum", "parts_sum", "weight_steps", "plan", "mainloop", "half_steps")
 ENDS = ("gated_epilogue", "gemm")
 NAMES = (

@@ -73,7 +73,7 @@ def test_arranging_walked(rows: int, columns: int) -> None:
     assert torch.equal(out, arranged_by_hand(x))
 
 
-FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("mxfp4", "fp8", "int4", "nvfp4"))
+FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "mxfp4", "fp8", "int4", "nvfp4"))
 PARTS = (
     *("activation_layout", "split_k_sum", "weight_steps", "plan", "mainloop", "half_steps", "gated_epilogue", "gemm"),
 )
