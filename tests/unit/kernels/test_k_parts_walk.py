@@ -61,12 +61,12 @@ def cut_weight(name: str, rows: int, columns: int) -> Any:
     ("name", "rows", "width", "steps", "unit", "changes"),
     [
         ("bf16", 1, 80, 8, 1, {}),
-        later("bf16", 3, 97, 13, 1, {"weight_tiles": 2, "stages": 2}),
+        later("bf16", 3, 65, 11, 1, {"weight_tiles": 2, "stages": 2}),
         ("bf16", 9, 48, 5, 1, {"stages": 1}),  # some parts have no columns
         later("bf16", 2, 40, 22, 2, {"areas": 1, "num_blocks": 1}),
-        later("fp8", 2, 48, 11, 1, {}),
+        later("fp8", 2, 32, 9, 1, {}),
         later("fp8_block", 1, 32, 16, 2, {"weight_tiles": 1}),
-        later("int4_128", 3, 48, 16, 2, {}),
+        later("int4_128", 3, 32, 16, 2, {}),
         later("nvfp4", 1, 48, 9, 1, {"stages": 1}),
     ],
 )
