@@ -90,7 +90,7 @@ class Case:
 @pytest.mark.parametrize(
     ("rows", "ranks", "width", "steps", "quantised", "kind"),
     [
-        (1, 2, 64, 9, False, "random"),
+        (1, 2, 32, 9, False, "random"),
         later(4, 2, 32, 33, True, "random"),  # parts of more steps than are copied at once
         later(3, 2, 48, 5, True, "random"),  # some parts have no columns, and tiles come alone
         later(11, 1, 64, 10, False, "shared"),

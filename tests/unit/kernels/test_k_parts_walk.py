@@ -60,9 +60,9 @@ def cut_weight(name: str, rows: int, columns: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "rows", "width", "steps", "unit", "changes"),
     [
-        ("bf16", 1, 80, 8, 1, {}),
+        ("bf16", 1, 48, 8, 1, {}),
         later("bf16", 3, 65, 11, 1, {"weight_tiles": 2, "stages": 2}),
-        ("bf16", 9, 48, 5, 1, {"stages": 1}),  # some parts have no columns
+        ("bf16", 9, 32, 5, 1, {"stages": 1}),  # some parts have no columns
         later("bf16", 2, 40, 22, 2, {"areas": 1, "num_blocks": 1}),
         later("fp8", 2, 32, 9, 1, {}),
         later("fp8_block", 1, 32, 16, 2, {"weight_tiles": 1}),
