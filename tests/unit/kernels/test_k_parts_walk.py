@@ -99,7 +99,7 @@ def test_any_number_of_ranks_has_the_tree_of_eight_parts(
     whole = tree_sum(alone)
     expected = x.double() @ weight.double().t() + bias.double()
     torch.testing.assert_close(whole.double(), expected, rtol=2e-3, atol=2e-3)
-    for size, sets in ((1, 1), (2, 1), (2, 2), (4, 4), (8, 8)):
+    for size, sets in ((1, 1), (2, 1), (2, 2), (4, 4), (8, 8)) if name == "bf16" else ((1, 1), (2, 2), (4, 4)):
         own, count = [64 * end for end in bounds(steps, size, unit)], 8 // size
         ranks = [
             multiply(slice(start, stop), count, sets, not number) if stop > start else torch.zeros(rows, width)
