@@ -101,8 +101,7 @@ def test_few_rows(rows: int, ranks: int, width: int, steps: int, quantised: bool
 
 
 @pytest.mark.parametrize(
-    ("rows", "ranks", "width", "steps", "quantised"),
-    [(5, 2, 32, 9, True), later(17, 1, 36, 5, False), later(24, 2, 64, 9, True)],
+    ("rows", "ranks", "width", "steps", "quantised"), [(17, 1, 36, 5, False), (24, 2, 64, 9, True)]
 )
 @pytest.mark.second
 def test_many_rows(rows: int, ranks: int, width: int, steps: int, quantised: bool) -> None:
