@@ -22,18 +22,23 @@ from lowlat.kernels.toolchain.kernel import H200, Kernel
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler
 
 Capability = tuple[int, int]
-# The usual card compiles all; the oldest and the newest of the others every variant in one size; those between, each
-# kind once.
-ENDS = ((8, 0), (12, 0))
-EXAMPLES = {
-    H200.capability: list(examples(H200)),
-    **{capability: list(first_examples(CARDS[capability], variants=True)) for capability in ENDS},
-    **{
-        capability: list(first_examples(card))
-        for capability, card in {**CARDS, **MINOR_CARDS}.items()
-        if capability not in (H200.capability, *ENDS)
-    },
-}
+OLDEST = (8, 0)
+
+
+def _examples_of(capability: Capability) -> list[tuple[str, Kernel]]:
+    """The usual card compiles all. The oldest capability, which lacks most instructions, compiles every variant in one
+    size; 10.0 and 12.0 each kind once. Those between the oldest and the usual one, which the newest has the size of,
+    share the kinds: each compiles every second one.
+    """
+    card = {**CARDS, **MINOR_CARDS}[capability]
+    if card is H200:
+        return list(examples(H200))
+    kinds = list(first_examples(card, variants=capability == OLDEST))
+    return kinds[list(MINOR_CARDS).index(capability) :: 2] if capability in MINOR_CARDS else kinds
+
+
+ORDER = (H200.capability, *(capability for capability in (*CARDS, *MINOR_CARDS) if capability != H200.capability))
+EXAMPLES = {capability: _examples_of(capability) for capability in ORDER}
 # What a small model's step without drafts launches, for the usual card; other kinds, sizes and capabilities are left to
 # the second stage.
 PLAIN_STEP = (

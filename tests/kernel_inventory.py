@@ -26,8 +26,8 @@ CARDS = {
         Card(170, 99 * 1024, (12, 0)),
     )
 }
-# Capabilities between those, of which one kernel of each kind must compile: the whole step of a Llama and a mixture's.
-# They have the RTX 5090's size, so that Numba's part is done once for all three.
+# Capabilities between those: one kernel of each kind must compile for one of them, the whole step of a Llama and a
+# mixture's. They have the RTX 5090's size, so that Numba's part is done once for all three.
 MINOR_CARDS = {capability: Card(170, 99 * 1024, capability) for capability in ((8, 6), (8, 9))}
 
 

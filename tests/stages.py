@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 LONGEST = (
-    "unit/test_lossless.py",
     "unit/kernels/test_compiled.py",
-    "unit/kernels/test_sample_distribution.py",
-    "unit/test_tuning.py",
-    "unit/test_device_loop.py",
+    "unit/test_lossless.py",
     "unit/test_bench_programs.py",
-    "unit/test_quantised_targets.py",
+    "unit/test_tuning.py",
+    "faults/test_clients.py",
+    "unit/cli/test_cli_bench.py",
+    "unit/test_packaging.py",
 )
 
 

@@ -132,7 +132,7 @@ def test_masks_behind_drafts_that_came_and_went_are_those_without(name: str) -> 
 @pytest.mark.second
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_masks_behind_many_drafts_are_those_without(name: str) -> None:
-    for seed in range(24, 64):
+    for seed in range(24, 40):
         play(name, random.Random(seed))
 
 

@@ -62,7 +62,6 @@ def expected_tokens(pair: PairPaths, edges: Edges, sampling: SamplingParams) -> 
         ("narrow", "penalised", "suffix", None),
         ("narrow", "sampled", "eagle3+", None),
         later("wide", "filtered", "eagle3", "deep"),
-        later("narrow", "sampled", "eagle3", None),
         later("narrow", "greedy", "ngram", None),
         later("wide", "penalised", "beside", None),
         later("narrow", "filtered", "eagle3", "wide"),

@@ -138,11 +138,8 @@ def late_runtime(
     [
         (0, 0.0, {}),
         (3, 0.3, {}),
-        later(0, 0.3, {}),
-        later(3, 0.0, {}),
-        later(3, 0.0, {"adaptive_width": True}),
-        later(3, 0.3, {"adaptive_width": True}),
-        later(2, 0.0, {"tree": [[0], [1], [0, 0]]}),
+        (3, 0.0, {"adaptive_width": True}),
+        (2, 0.3, {"tree": [[0], [1], [0, 0]]}),
     ],
 )
 @pytest.mark.second

@@ -12,7 +12,7 @@ from lowlat.errors import GrammarError, RequestError
 from lowlat.text.grammar.exact import exact_text
 
 CODEC = codec_with()
-NUM_BY_CHANCE = 175
+NUM_BY_CHANCE = 95
 
 
 def takes(schema: object, value: object) -> bool:

@@ -186,7 +186,7 @@ def test_no_width_or_neighbour_changes_a_document(
 
 @pytest.mark.second
 @given(way=st.sampled_from(list(WAYS)), first=st.integers(0, NUM_GRAMMARS - 1), moves=MOVES)
-@settings(max_examples=50)
+@settings(max_examples=15)
 def test_no_width_or_neighbour_changes_many_documents(
     way: str, first: int, moves: list[tuple[str, int]], played: Played
 ) -> None:

@@ -45,7 +45,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Car
     return chosen
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("card", "name"), [*((H200, name) for name in NAMES), (AMPERE, "gpt_oss")], indirect=["card"])
 @pytest.mark.second
 def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, card: Card, tmp_path: Path) -> None:
     """And with multiples of 64 rows, by wide products where the card has them."""

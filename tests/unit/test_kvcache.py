@@ -425,4 +425,4 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 TestKVCacheMachine = KVCacheMachine.TestCase
-TestKVCacheMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestKVCacheMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from recording import Recorder, run_all
-from stages import later
 from tiny_models import make_target, mxfp4_target, residual_streams, transformers_logits
 
 from lowlat import Runtime, SamplingParams
@@ -93,12 +92,11 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert worst < TOLERANCE, f"relative difference {worst:.2e}"
 
 
-@pytest.mark.parametrize("seed", [0, later(1)])
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, seed: int, tmp_path: Path) -> None:
+def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    model = build(case, tmp_path, seed)
-    prompt = prompt_of(case.prompt, model.config.vocab_size, seed)
+    model = build(case, tmp_path, seed=0)
+    prompt = prompt_of(case.prompt, model.config.vocab_size, seed=0)
     context = max(OPTIONS["max_context"], case.prompt + case.completion)
     with Runtime.load(tmp_path, **{**OPTIONS, "max_context": context}) as runtime:
         recorder = Recorder(runtime)

@@ -403,4 +403,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

@@ -97,7 +97,7 @@ def test_below_the_threshold_nothing_changes_and_above_it_the_part_is_seen(pair:
     assert report["partial_steps"] > report["refreshes"] and report["full_steps"] > 0
 
 
-@pytest.mark.parametrize("others", staged(METHODS, first=["tree"]))
+@pytest.mark.parametrize("others", ["tree", later("ngram"), later("beside")])
 def test_tokens_depend_on_nobody_else(pair: PairPaths, others: str) -> None:
     """Alone, after others in the same slot, with a cached prefix, beside requests that join, end and are cancelled."""
     method = {"num_speculative_tokens": 3, **METHODS[others]}

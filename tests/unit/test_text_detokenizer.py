@@ -52,7 +52,7 @@ def cut(ids: list[int], data: st.DataObject) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), skip=st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_joined_text_equals_decoding_at_once(kind: str, data: st.DataObject, skip: bool) -> None:
     ids = data.draw(ids_of(kind))
     detokenizer = IncrementalDetokenizer(codec(kind), skip_special_tokens=skip)

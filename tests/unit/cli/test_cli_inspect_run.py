@@ -14,11 +14,12 @@ from lowlat.cli.options import bundled
 from lowlat.cli.reports.activity import Activity, guess_rate
 
 SHORT = ("--num-prompts", 2, "--max-tokens", 32)
+BRIEF = ("--num-prompts", 1, "--max-tokens", 6)  # enough where nothing is drafted
 CASES: dict[str, tuple[tuple[object, ...], str]] = {
-    "not_asked_for": ((bundled("target"), *SHORT), "--draft-model MODEL"),
-    "refused": ((bundled("target"), "--head", bundled("chat_head"), *SHORT), "576 is not the target's 320"),
-    "zero_depth": (("-S", 0, *SHORT), "-S"),
-    "draft_limit": (("--max-draft-tokens", 0, *SHORT), "--max-draft-tokens"),
+    "not_asked_for": ((bundled("target"), *BRIEF), "--draft-model MODEL"),
+    "refused": ((bundled("target"), "--head", bundled("chat_head"), *BRIEF), "576 is not the target's 320"),
+    "zero_depth": (("-S", 0, *BRIEF), "-S"),
+    "draft_limit": (("--max-draft-tokens", 0, *BRIEF), "--max-draft-tokens"),
     "simulated": (("--simulated-accept-length", 3, *SHORT), "nothing about the pair"),
     "no_drafts": (("--num-prompts", 2, "--max-tokens", 1), "the 2 tokens left no step"),
     "few_drafts": (("--num-prompts", 1, "--max-tokens", 4, "--temperature", 100, "--seed", 1), "too few to tell"),

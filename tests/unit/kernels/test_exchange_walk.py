@@ -69,9 +69,7 @@ def test_norms_have_the_bits_of_one_card() -> None:
         assert same_bits(out, normed)
 
 
-@pytest.mark.parametrize(
-    ("count", "rows", "most", "width"), [(2, 5, 8, 40), (3, 4, 4, 16), later(4, 5, 5, 16), later(2, 3, 3, 4104)]
-)
+@pytest.mark.parametrize(("count", "rows", "most", "width"), [(2, 5, 8, 40), (3, 4, 4, 16), later(2, 3, 3, 4104)])
 def test_every_rank_adds_up_its_share_of_many_rows(count: int, rows: int, most: int, width: int) -> None:
     """Twice with the norm and once without, fewer rows then: the bits of one card, on all ranks."""
     areas = tuple(torch.zeros(row_shares.share_words(count, most, width), dtype=torch.int64) for _ in range(count))

@@ -11,7 +11,6 @@ import torch
 from kernel_walk import Walker
 from mixture_cases import PASSES, Mixture, logits_of, make_mixture, make_topk_routing, of_codes, passing, want_routing
 from mixture_walk import small_card, walk
-from stages import later
 
 from lowlat.kernels.moe.topk_routing import TopKRouting
 
@@ -36,15 +35,14 @@ def bytes_of(mixture: Mixture, units: int) -> int:
     return units * tiles * STEP_BYTES[up.scales is not None]
 
 
-@pytest.mark.parametrize("late", [True, later(False)])
 @pytest.mark.parametrize(
-    ("kind", "rows", "ranks", "quantised", "hidden", "inner"),
+    ("late", "kind", "rows", "ranks", "quantised", "hidden", "inner"),
     [
-        ("random", 1, 2, True, 288, 32),
-        ("dead", 5, 2, True, 32, 160),
-        ("shared", 11, 1, True, 160, 32),
-        ("none", 2, 2, True, 64, 64),
-        ("apart", 3, 2, False, 72, 40),
+        (True, "random", 1, 2, True, 288, 32),
+        (False, "dead", 5, 2, True, 32, 160),
+        (True, "shared", 11, 1, True, 160, 32),
+        (True, "none", 2, 2, True, 64, 64),
+        (False, "apart", 3, 2, False, 72, 40),
     ],
 )
 def test_products_are_the_reference_s(
@@ -67,11 +65,9 @@ def test_products_are_the_reference_s(
     [
         (True, 160, 32, {"stages": 1}),
         (False, 32, 160, {"stages": 5, "warps": 3}),
-        later(True, 160, 32, {"warps": 4}),
-        later(False, 32, 160, {"warps": 1}),
+        (True, 160, 32, {"warps": 4}),
         (True, 32, 160, {"warps": 1, "part": 2}),
-        later(False, 160, 32, {"warps": 1, "part": 1, "stages": 3}),
-        later(True, 160, 32, {"part": 1}),
+        (False, 160, 32, {"warps": 1, "part": 1, "stages": 3}),
         (False, 32, 160, {"part": 1}),
     ],
 )
@@ -99,7 +95,7 @@ def test_warps_that_only_one_product_has(up_warps: int, down_warps: int) -> None
     mixture.check(found)
 
 
-@pytest.mark.parametrize("kind", ["random", "shared", "dead"])
+@pytest.mark.parametrize("kind", ["shared", "dead"])
 @pytest.mark.second
 def test_pairs_for_more_than_a_warp_are_listed(kind: str) -> None:
     """In memory that looks as if pairs that are not there had chosen expert 0."""

@@ -26,20 +26,17 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("draws", "options"),
+    "options",
     [
-        (4_000, {"temperature": 1.0}),
-        later(8_000, {"temperature": 1.0}),
-        later(4_000, {"temperature": 0.6, "top_k": 11}),
-        later(4_000, {"temperature": 1.4, "top_p": 0.85}),
-        later(4_000, {"temperature": 2.0, "min_p": 0.1}),
-        later(4_000, {"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.03}),
+        {"temperature": 1.0},
+        later({"temperature": 0.6, "top_k": 11}),
+        later({"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.03}),
     ],
 )
-def test_draws_follow_the_processed_distribution(draws: int, options: dict[str, float]) -> None:
+def test_draws_follow_the_processed_distribution(options: dict[str, float]) -> None:
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3)) * 1.5
     world, counts = World(VOCABULARY, 1), torch.zeros(VOCABULARY, dtype=torch.int64)
-    for start in range(0, draws, ROWS):
+    for start in range(0, 4_000, ROWS):
         world.set(0, seed=start % (5 * ROWS) + 1, length=start, **options)  # five seeds, every position new
         tokens = torch.tensor(world.draw(logits.repeat(ROWS, 1), [0])[0])
         counts += torch.bincount(tokens, minlength=VOCABULARY)

@@ -55,14 +55,14 @@ def expected(world: World, logits: torch.Tensor, slots: list[int], live: torch.T
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("vocabulary", [97, 4104])
-def test_tokens_of_the_reference(vocabulary: int) -> None:
+@pytest.mark.parametrize(("vocabulary", "ways"), [(97, (True,)), (4104, (False, True))])
+def test_tokens_of_the_reference(vocabulary: int, ways: tuple[bool, ...]) -> None:
     """Plain rows, and rows whose wishes touch one chunk of two, or both; drawn ones; a pad and a dead row."""
     world, slots = make_world(vocabulary, OPTIONS, [4]), [*range(len(OPTIONS)), -1, 3]
     logits, live = torch.randn(len(slots), vocabulary) * 3, torch.ones(len(slots), 1, dtype=torch.uint8)
     live[-2:] = 0
     want, memory = expected(world, logits, slots, live), Memory("cpu")
-    for alone in (False, True):  # counters as they were
+    for alone in ways:  # counters as they were
         got = draw(world, logits, slots, live, memory, alone=alone)
         assert torch.equal(got["finite"], want["finite"])
         assert torch.equal(got["target_tokens"], want["target_tokens"])
