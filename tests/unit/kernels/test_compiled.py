@@ -17,6 +17,8 @@ from lowlat.kernels.toolchain.kernel import H200, Kernel
 from lowlat.kernels.toolchain.link_checks import count_opcodes, whole_instructions
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, target_of
 
+pytestmark = pytest.mark.timeout(900)  # the first case compiles everything
+
 HOPPER = (9, 0)
 REGISTERS = 65536  # of a multiprocessor, of every capability from 8.0 on
 REGISTERS_A_THREAD, NO_REGISTER = 255, 255
