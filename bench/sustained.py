@@ -24,6 +24,7 @@ from bench.clock import own_stream
 from bench.conditions import stamps_of, write_json
 from bench.micro import Entry, capture
 from bench.wide import COPIES, MATRICES, Weights, label_of
+from lowlat.errors import ConfigError
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import arranged_prefill_gemm, gated_prefill_gemm
@@ -47,13 +48,17 @@ class _Watch:
     """Asks the card's clock and power until it is left."""
 
     def __init__(self, device: torch.device) -> None:
-        self._command = (*QUERY, f"--id={torch.cuda.get_device_properties(device).uuid}")
+        self._command = (*QUERY, f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
         self._thread, self._over = threading.Thread(target=self._ask), threading.Event()
         self.samples: list[tuple[float, float, float]] = []
+        self.problem = ""
 
     def _ask(self) -> None:
         while not self._over.is_set():
-            asked = subprocess.run(self._command, capture_output=True, text=True, check=True)
+            asked = subprocess.run(self._command, capture_output=True, text=True)
+            if asked.returncode:
+                self.problem = asked.stdout + asked.stderr
+                return
             self.samples.append(read_sample(asked.stdout.strip()))
 
     def __enter__(self) -> "_Watch":
@@ -106,6 +111,8 @@ def _measured(replay: Callable[[], None], seconds: float, device: torch.device) 
             torch.cuda.synchronize(device)
             count += AT_ONCE
         spent = time.perf_counter() - begin
+    if watch.problem or not watch.samples:
+        raise ConfigError(f"nvidia-smi tells no clock of {device}: {watch.problem.strip() or 'nothing was asked'}")
     samples = watch.samples[1:-1] or watch.samples
     clock, power, heat = (round(fmean(each)) for each in zip(*samples, strict=True))
     us = round(1e6 * spent / count / COPIES, 2)
