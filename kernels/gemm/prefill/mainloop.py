@@ -31,7 +31,6 @@ from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64,
 __all__ = ["Cut", "make_consume", "make_finish", "make_produce", "make_send", "make_unit_of"]
 
 GROUP_TILES = GROUP_ROWS // TILE_ROWS
-HELD_BYTES = 30 << 20  # of x, that stay in the L2 while weights pass by
 
 
 @dataclass(frozen=True)
@@ -71,24 +70,18 @@ class Cut:
 def make_unit_of(cut: Cut, plan: PrefillGemmPlan) -> Any:
     """A function of a unit's number and the tiles of x: the tile of x, the block's weight rows, the first segment.
 
-    Units of as many tiles of x as the L2 holds come before the others; of these, those of the same weights stand side
-    by side. Blocks of a cluster have the same unit, and weight rows side by side.
+    Units of the same weights stand side by side. Blocks of a cluster have the same unit, and weight rows side by side.
     """
     own, cluster = cut.segments if plan.apart else 1, plan.cluster
-    most = max(HELD_BYTES // (plan.rows * 2 * cut.columns), 1)  # tiles of x
-    units_a_tile = plan.units(plan.rows, cut.weight_rows, cut.segments)
 
     @device_function
     def unit_of(unit: Any, x_tiles: Any) -> Any:
-        first = uint32(uint32(unit // uint32(most * units_a_tile)) * uint32(most))
-        within = uint32(unit - first * uint32(units_a_tile))
-        held = min(uint32(most), uint32(x_tiles - first))
-        rest = uint32(within // held)
+        rest = uint32(unit // x_tiles)
         block = uint32(rest // uint32(own))
         segment = uint32(rest - block * uint32(own))
         if cluster > 1:
             block = uint32(block * uint32(cluster) + ptx_hopper.cluster_rank())
-        return uint32(first + within - rest * held), block, segment
+        return uint32(unit - rest * x_tiles), block, segment
 
     return unit_of
 

@@ -126,10 +126,9 @@ def test_products_walked(
     packed, weight = packed_weight(held, width, depth, order)
     bias, walker, out = bias.bfloat16(), Walker(), torch.full((rows, width), torch.nan)
     arranged = torch.full(arranged_shape(rows, depth), torch.nan, dtype=torch.bfloat16)
-    with walkable_groups(walker, *NAMES) as (*_, plans, mainloop, _, _, module):
+    with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
         for each in (plans, module):
             monkeypatch.setattr(each, "cut_of", lambda *_: segments)
-        monkeypatch.setattr(mainloop, "HELD_BYTES", 3 * cut[0] * 2 * depth)  # of four tiles of x the last comes later
         plan = plans.PrefillGemmPlan(*cut[:4], packed.tile_format.step_bytes, *cut[4:])
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
         partials = torch.full((segments[0] if plan.apart else 0, rows, width), torch.nan)
