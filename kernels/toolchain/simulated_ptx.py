@@ -15,6 +15,7 @@ __all__ = [
     "bits_of_float",
     "div_rn",
     "exp2_approx",
+    "exp2_approx_ftz",
     "fence_system",
     "float_of_bits",
     "fma_rn",
@@ -31,6 +32,7 @@ __all__ = [
     "load_volatile_i32",
     "load_volatile_i64",
     "mul_rn",
+    "rcp_approx_ftz",
     "store_global_64",
     "store_global_128",
     "store_global_f32",
@@ -132,6 +134,23 @@ def fma_rn(a: float, b: float, c: float) -> np.float32:
 def exp2_approx(x: float) -> np.float32:
     """2 to the x."""
     return np.float32(np.exp2(np.float32(x)))
+
+
+def _flushed(value: Any) -> np.float32:
+    """A float32; what is nearer to 0 than normal numbers are is 0 of its sign."""
+    number = np.float32(value)
+    return np.copysign(np.float32(0), number) if abs(number) < np.float32(2**-126) else number
+
+
+def exp2_approx_ftz(x: float) -> np.float32:
+    """2 to the x; what is below 2**-126 is 0."""
+    return _flushed(exp2_approx(_flushed(x)))
+
+
+def rcp_approx_ftz(x: float) -> np.float32:
+    """1 / x; of what is above 2**126 it is 0, of what is below 2**-126 infinite."""
+    with np.errstate(divide="ignore"):
+        return _flushed(np.float32(1) / _flushed(x))
 
 
 def bf16_bits(x: float) -> np.uint32:

@@ -164,7 +164,7 @@ def router_of(modules: list[ModuleType], **arguments: Any) -> Any:
         tensor = arguments[name]
         num_bytes = tensor.numel() * tensor.element_size()
         values += [tensor] if name in ("x", "source") else [tensor, num_bytes // (16 if "awaited" in name else 4)]
-    kernel = SimpleNamespace(function=router, threads=32, shared_bytes=0, signature=[None for _ in values])
+    kernel = SimpleNamespace(function=router, threads=32, shared_bytes=0, cluster=1, signature=[None for _ in values])
     return SimpleNamespace(kernel=kernel, grid=(2, 1, 1), arguments=values, dependent=True)
 
 
