@@ -2,7 +2,7 @@
 
 A launch is timed with the calls that its plan brings along: those of its group, as a GEMM whose segments are added up
 by another kernel. Where a group has several such launches, each is timed with the calls behind it alone, unless they
-have one plan together.
+have one plan together. So is a prefill GEMM, which norms or attention may stand before.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +24,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention",),
 }
 TOGETHER = {"experts_grouped"}  # kinds of which several launches of a group have one plan
+BEHIND = {"prefill_gemm"}  # kinds that take what stands before them in their group as it is: a norm's rows, attention's
 PARTS = {"gate_up": "FFN_GATE_UP", "down": "FFN_DOWN"}
 KERNELS = {
     "attention": "ATTENTION",
@@ -61,7 +62,8 @@ def stage_tag(group: LoweredGroup, pair: PairPrograms, number: int = 0) -> str:
     number  of its launches; a group of several GEMMs has a launch of each, in order
     """
     experts = (op for op in group.ops if "experts" in op.kind)
-    others = [op for op in group.ops if op.kind == "linear" or op.kind in KERNELS]
+    gemms = [op for op in group.ops if op.kind == "linear"]
+    others = gemms or [op for op in group.ops if op.kind in KERNELS]
     op = next(experts, None) or (others[min(number, len(others) - 1)] if others else None)
     part = group.name.upper() if op is None else _part(op)
     drafts = op is not None and op.weights.get("weight", "").startswith("head.")
@@ -142,7 +144,7 @@ def _calls(groups: Iterable[LoweredGroup]) -> dict[tuple[str, str], tuple[Kernel
         kinds = {call.planned.kind for call in cut if call.planned is not None}
         places = [(call.planned.kind, call.planned.key) for call in cut if call.planned is not None]
         for call, place in zip(cut, places, strict=True):
-            alone = len(set(places)) > 1 or (len(places) > 1 and not kinds <= TOGETHER)
+            alone = len(set(places)) > 1 or (len(places) > 1 and not kinds <= TOGETHER) or kinds <= BEHIND
             found.setdefault(place, _behind(group, call) if alone else group.kernel_calls)
     return found
 
