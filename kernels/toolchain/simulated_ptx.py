@@ -144,7 +144,7 @@ def _flushed(value: Any) -> np.float32:
 
 def exp2_approx_ftz(x: float) -> np.float32:
     """2 to the x; what is below 2**-126 is 0."""
-    return _flushed(exp2_approx(_flushed(x)))
+    return _flushed(exp2_approx(float(_flushed(x))))
 
 
 def rcp_approx_ftz(x: float) -> np.float32:
