@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lowlat.executors.launcher import Launcher
     from lowlat.kernels.toolchain.kernel import KernelCall
 
-__all__ = ["Entry", "capture", "describe", "time_entries", "write_rows"]
+__all__ = ["Entry", "capture", "capture_torch", "describe", "time_entries", "write_rows"]
 
 TURN = 10
 
@@ -94,6 +94,21 @@ def capture(launcher: "Launcher", entry: Entry) -> Callable[[], None]:
         for launch in launches:
             launch.issue(stream)
     kept = (graph, calls)  # launches know addresses alone; the calls own the buffers
+
+    def replay() -> None:
+        kept[0].replay()
+
+    return replay
+
+
+def capture_torch(run: Callable[[], Any], device: torch.device) -> Callable[[], None]:
+    """Capture what torch's operations launch as one graph, which keeps what they use; they run once before."""
+    run()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    kept = (graph, run)
 
     def replay() -> None:
         kept[0].replay()

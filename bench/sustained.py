@@ -22,7 +22,7 @@ import torch
 
 from bench.clock import own_stream
 from bench.conditions import stamps_of, write_json
-from bench.micro import Entry, capture
+from bench.micro import Entry, capture, capture_torch
 from bench.wide import COPIES, MATRICES, Weights, label_of
 from lowlat.errors import ConfigError
 from lowlat.executors.launcher import Launcher
@@ -158,12 +158,7 @@ def _cases(launcher: Launcher, name: str, weights: Weights, rows: int) -> Iterat
             else:
                 torch.mm(x, other, out_dtype=torch.float32, out=result)
 
-    multiply()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        multiply()
-    yield "torch", graph.replay
+    yield "torch", capture_torch(multiply, device)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench.clock import Timed, own_stream, round_robin
-from bench.micro import TURN, Entry, capture, describe, write_rows
+from bench.micro import TURN, Entry, capture, capture_torch, describe, write_rows
 from bench.wall import measure_wall
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.gemm.packing import PackedMatrix, unpack_rows
@@ -150,17 +150,7 @@ def _torch(weights: Weights, x: torch.Tensor, out: torch.Tensor, *, unpacking: b
             matrix = unpack_rows(packed) if unpacking else weights.plain(copy)
             torch.mm(x, matrix.t(), out_dtype=torch.float32, out=out)
 
-    run()
-    torch.cuda.synchronize(x.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    kept = (graph, weights, x, out)
-
-    def replay() -> None:
-        kept[0].replay()
-
-    return replay
+    return capture_torch(run, x.device)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from lowlat.kernels.common.norm_math import THREADS, WARPS, normalised_pair
 from lowlat.kernels.common.norm_row import add_row, is_live, load_first, load_first_weights, row_inverse
 from lowlat.kernels.gemm.prefill.activation_layout import STEP, arranged_shape, piece_address, transposed
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.rows.norm import check_dtype, check_row_live, check_width
+from lowlat.kernels.rows.norm import check_dtype, check_row_live, check_sum, check_width
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
@@ -103,8 +103,11 @@ def arranged_rms_norm(
     Raises ShapeError for shapes or dtypes that do not fit, or N that is no multiple of 8 or above MAX_WIDTH.
     """
     rows, width = x.shape
-    _check(rows, width, weight, row_live, out)
-    check_dtype(torch.bfloat16, x=x)
+    check_width(width)
+    check_row_live(row_live, rows)
+    check_shape("weight", weight, width)
+    check_shape("out", out, *arranged_shape(rows, width))
+    check_dtype(torch.bfloat16, x=x, weight=weight, out=out)
     live = 0 if row_live is None else row_live
     return [KernelCall(_make_norm(width, eps), (rows, 1, 1), (x, weight, live, out, rows))]
 
@@ -129,24 +132,12 @@ def arranged_add_norm(
     out       [ceil(N/64), M, 64]  bf16  out; zeros past N, and for dead rows
     Raises ShapeError as `arranged_rms_norm` does.
     """
-    rows, width = a.shape
-    _check(rows, width, weight, row_live, out)
-    for name, tensor in (("b", b), ("total", total)):
-        check_shape(name, tensor, rows, width)
-    check_dtype(torch.bfloat16, a=a, total=total)
-    if b.dtype != torch.float32:
-        check_dtype(torch.bfloat16, b=b)
+    rows, width = check_sum(a, b, weight, row_live, total)
+    check_shape("out", out, *arranged_shape(rows, width))
+    check_dtype(torch.bfloat16, out=out)
     kernel = _make_add_norm(width, eps, b.dtype == torch.float32)
     live = 0 if row_live is None else row_live
     return [KernelCall(kernel, (rows, 1, 1), (a, b, weight, live, total, out, rows))]
-
-
-def _check(rows: int, width: int, weight: torch.Tensor, row_live: torch.Tensor | None, out: torch.Tensor) -> None:
-    check_width(width)
-    check_row_live(row_live, rows)
-    check_shape("weight", weight, width)
-    check_shape("out", out, *arranged_shape(rows, width))
-    check_dtype(torch.bfloat16, weight=weight, out=out)
 
 
 def examples() -> list[Kernel]:

@@ -28,6 +28,7 @@ __all__ = [
     "add_norm",
     "check_dtype",
     "check_row_live",
+    "check_sum",
     "check_width",
     "examples",
     "rms_norm",
@@ -55,6 +56,22 @@ def check_row_live(row_live: torch.Tensor | None, rows: int) -> None:
     """Raise ShapeError unless there is a flag for each row, or no flags at all."""
     if row_live is not None and row_live.numel() != rows:
         raise ShapeError(f"row_live must have {rows} entries, got shape {list(row_live.shape)}")
+
+
+def check_sum(
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, row_live: torch.Tensor | None, total: torch.Tensor
+) -> tuple[int, int]:
+    """The rows and the width of a residual sum whose norm is taken. Raises ShapeError for what does not fit."""
+    rows, width = a.shape
+    check_width(width)
+    check_row_live(row_live, rows)
+    for name, tensor in (("b", b), ("total", total)):
+        check_shape(name, tensor, rows, width)
+    check_shape("weight", weight, width)
+    check_dtype(torch.bfloat16, a=a, weight=weight, total=total)
+    if b.dtype != torch.float32:
+        check_dtype(torch.bfloat16, b=b)
+    return rows, width
 
 
 @cache
@@ -168,15 +185,9 @@ def add_norm(
     out       [M, N]  bf16  out
     One launch. Raises ShapeError as `rms_norm` does.
     """
-    rows, width = a.shape
-    check_width(width)
-    check_row_live(row_live, rows)
-    for name, tensor in (("b", b), ("total", total), ("out", out)):
-        check_shape(name, tensor, rows, width)
-    check_shape("weight", weight, width)
-    check_dtype(torch.bfloat16, a=a, weight=weight, total=total, out=out)
-    if b.dtype != torch.float32:
-        check_dtype(torch.bfloat16, b=b)
+    rows, width = check_sum(a, b, weight, row_live, total)
+    check_shape("out", out, rows, width)
+    check_dtype(torch.bfloat16, out=out)
     kernel = _make_add_norm(width, eps, b.dtype == torch.float32)
     live = 0 if row_live is None else row_live
     return [KernelCall(kernel, (rows, 1, 1), (a, b, weight, live, total, out))]

@@ -17,7 +17,6 @@ from lowlat.kernels.gemm.prefill.half_steps import make_run_by_halves
 from lowlat.kernels.gemm.prefill.plan import (
     BLOCK_ROWS,
     GROUP_ROWS,
-    MOST_SUMS,
     PRODUCERS,
     STEP,
     STEP_ROW_BYTES,
@@ -200,8 +199,8 @@ def make_produce(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
     return produce
 
 
-def _make_run(cut: Cut, plan: PrefillGemmPlan, handover: Handover, *, early: bool) -> Any:
-    """A function of a warpgroup: the sums of so many steps; early: registers hold the next step's weights, too."""
+def _make_run(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
+    """A function of a warpgroup: the sums of so many steps."""
     stage_bytes, depth, x_bytes = plan.stage_bytes, plan.depth, plan.rows * STEP_ROW_BYTES
     await_full, release, after = handover.await_full, handover.release, handover.after
     load, multiply = make_load_step(cut.weights, is_shared=True), ptx_hopper.multiply_group(plan.rows)
@@ -214,7 +213,7 @@ def _make_run(cut: Cut, plan: PrefillGemmPlan, handover: Handover, *, early: boo
     ) -> Any:
         """So many steps, from zero; within: the warp's tile in a stage; rows: a number that is not zero.
 
-        A step's weights are loaded while the tensor cores have the step before, where registers suffice.
+        A step's weights are loaded while the tensor cores have the step before.
         """
         here, done = uint32(base + stage * uint32(stage_bytes)), uint32(0)
         await_full(barriers, stage, parity)
@@ -223,29 +222,19 @@ def _make_run(cut: Cut, plan: PrefillGemmPlan, handover: Handover, *, early: boo
             sums = multiply(sums, words, here, done)
             if depth == 2:
                 place = uint32(here + within + uint32(step_bytes))
-                if early:
-                    others = load(place, lane)
-                    sums = await_sums(sums, words)
-                    words = replace(words, others, rows)
-                else:
-                    sums = await_sums(sums, words)
-                    words = load(place, lane)
+                others = load(place, lane)
+                sums = await_sums(sums, words)
+                words = replace(words, others, rows)
                 sums = multiply(sums, words, uint32(here + uint32(x_bytes)), uint32(1))
             later, later_parity = after(stage, parity)
             done, others = uint32(done + uint32(depth)), words
-            if not early:
-                sums = await_sums(sums, words)
-                release(barriers, stage, lane)
             if done < number:
                 await_full(barriers, later, later_parity)
                 here = uint32(base + later * uint32(stage_bytes))
                 others = load(uint32(here + within), lane)
-            if early:
-                sums = await_sums(sums, words)
-                release(barriers, stage, lane)
-                words = replace(words, others, rows)
-            else:
-                words = others
+            sums = await_sums(sums, words)
+            release(barriers, stage, lane)
+            words = replace(words, others, rows)
             stage, parity = later, later_parity
         return sums, stage, parity
 
@@ -259,7 +248,7 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
     if plan.by_halves:
         run = make_run_by_halves(cut.weights, plan, handover)
     else:
-        run = _make_run(cut, plan, handover, early=plan.sums * (1 + whole) <= MOST_SUMS)
+        run = _make_run(cut, plan, handover)
     depth, x_bytes, step_bytes = plan.depth, plan.rows * STEP_ROW_BYTES, cut.weights.step_bytes
     add, zeros = ptx_hopper.add_tiles(plan.sums), ptx.zeros(plan.sums)
     in_parts, span_of, has_empty = cut.parts is not None, _make_span_of(cut), cut.has_empty

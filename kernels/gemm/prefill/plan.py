@@ -50,7 +50,6 @@ MOST_ROWS = 4096
 APART_ROWS = 1024  # up to so many segments may be apart: more rows have tiles enough, and their sums would take memory
 TILE_ROWS = (64, 128, LARGE)  # of x
 MOST_SEGMENTS = 8
-MOST_SUMS = 64  # a thread, beside the weights of two steps
 ALIGNMENT = 1024  # bytes: of a stage
 BARRIER_BYTES = 256  # of all stages
 STAGE_COUNTS = range(8, 1, -1)
