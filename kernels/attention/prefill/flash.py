@@ -135,7 +135,7 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, ar
     begin, barriers_at = handover.begin, queries_bytes + 2 * area
     place_queries = make_place(heads, dim)
     begin_copies = make_begin(tile_bytes, handover, area)
-    multiply = make_multiply(dim, TILE_KEYS, handover, area)
+    multiply = make_multiply(dim, TILE_KEYS, handover, area, groups)
     finish = make_finish(heads, dim, sink_bytes, arranged)
     group_bytes = GROUP_ROWS * dim * 2
 

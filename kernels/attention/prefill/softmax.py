@@ -17,6 +17,7 @@ GROUP_ROWS = 64  # of a warpgroup
 GROUP_THREADS = 128
 ROW_BYTES, PIECE_BYTES = 128, 16
 FIRST_BARRIER = 1  # of warpgroups; 0 is the block's
+FIRST_TURN = 3  # barriers of turns, behind those of two warpgroups
 FULL_WARP = 0xFFFFFFFF
 NOTHING = float("-inf")
 LARGEST = 1e37
@@ -139,13 +140,16 @@ def make_begin(tile_bytes: int, handover: Handover, area: int) -> Any:
     return begin_copies
 
 
-def make_multiply(dim: int, keys: int, handover: Handover, area: int) -> Any:
+def make_multiply(dim: int, keys: int, handover: Handover, area: int, groups: int) -> Any:
     """A function of a warpgroup behind `make_begin`'s: copy the other tiles, and multiply all.
+
+    Two warpgroups begin products in turns: while one makes weights of its scores, the tensor cores have the other's.
 
     It gives the sums of weighted values, the peaks of scores, and a lane's sums of weights.
 
-    keys   of a tile
-    area   bytes from the stages of keys to those of values
+    keys    of a tile
+    area    bytes from the stages of keys to those of values
+    groups  warpgroups of a block
     spots: the position of the group's first row, of the lane's upper row, the window and the first position.
     """
     tile_bytes, stages = keys * dim * 2, area // (keys * dim * 2)
@@ -176,12 +180,20 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int) -> Any:
         )  # fmt: skip
         words, sums, done = pack(weights), zeros(), uint32(1)
         later, later_parity = after(stage, parity)
+        own = uint32(uint32(warp >> uint32(2)) + uint32(FIRST_TURN))
+        other = uint32(uint32(2 * FIRST_TURN + 1) - own)
         if done < count:
             await_full(barriers, later, later_parity)
+            if groups == 2 and warp >= uint32(4):
+                ptx_attention.pass_turn(other)
         while done < count:
+            if groups == 2:
+                ptx_attention.wait_turn(own)
             scores = begin_scores(queries, uint32(places + later * uint32(tile_bytes)))
             await_full(second, stage, parity)
             sums = begin_values(sums, words, uint32(places + uint32(area) + stage * uint32(tile_bytes)))
+            if groups == 2 and (warp < uint32(4) or uint32(done + uint32(1)) < count):  # the last turn is nobody's
+                ptx_attention.pass_turn(other)
             following, following_parity = after(later, later_parity)
             if warp == uint32(0):  # to where the tiles before the last ones were: nobody is that late
                 if uint32(done + uint32(1)) < count:
