@@ -17,7 +17,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.attention.prefill.gather_kv import first_gathered
 from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, HALF, tiles_shape
-from lowlat.kernels.attention.prefill.softmax import GROUP_ROWS, make_begin, make_finish, make_multiply, make_place
+from lowlat.kernels.attention.prefill.softmax import GROUP_ROWS, make_copy, make_finish, make_multiply, make_place
 from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
 from lowlat.kernels.common.memory import int_at
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
@@ -32,6 +32,7 @@ HOPPER = (9, 0)
 DIMS = (64, 128)
 GROUPS = (1, 2)  # warpgroups of a block that multiply
 STAGES = 3
+COPYING_REGISTERS, MULTIPLYING_REGISTERS = 24, 240  # a thread, where warpgroups hand them over
 SHORT = 512  # positions of a window that is short
 TILE_KEYS = ALIGNMENT
 SWIZZLE_BYTES = 1024
@@ -134,7 +135,9 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, ar
     handover = make_handover(STAGES, 1, 4 * groups, suspends=True)
     begin, barriers_at = handover.begin, queries_bytes + 2 * area
     place_queries = make_place(heads, dim)
-    begin_copies = make_begin(tile_bytes, handover, area)
+    copy_tiles = make_copy(tile_bytes, handover, area)
+    moves_registers, first_copying = groups == 2, 4 * groups
+    give, take = ptx_hopper.give_registers(COPYING_REGISTERS), ptx_hopper.take_registers(MULTIPLYING_REGISTERS)
     multiply = make_multiply(dim, TILE_KEYS, handover, area, groups)
     finish = make_finish(heads, dim, sink_bytes, arranged)
     group_bytes = GROUP_ROWS * dim * 2
@@ -165,25 +168,32 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, ar
         tile_at = (
             int64(uint32(head // uint32(shared))) * tiles + int64(uint32(last - origin))
         ) * int64(tile_bytes)  # fmt: skip
-        group, within = uint32(warp >> uint32(2)), uint32(thread & uint32(127))
-        own = row + int64(group) * int64(GROUP_ROWS)
-        queries = uint32(base + group * uint32(group_bytes))
-        upper = uint32(
-            uint32((warp & uint32(3)) * uint32(16)) + uint32(lane >> uint32(2))
-        )  # of the group's, the lane's
-        spots = (start + own, start + own + int64(upper), window, first)
         sources = (keys + tile_at, values + tile_at)
-        begin_copies(places, barriers, sources, count, warp, lane)
-        place_queries(queries, q, head, own, rows, group, within)
-        sums, peaks, totals = multiply(queries, places, barriers, sources, spots, last, count, scale, warp, lane)
-        finish(sums, peaks, totals, sinks, out, head, own + int64(upper), rows, scale, lane)
+        if warp >= uint32(first_copying):
+            if moves_registers:
+                give()
+            if warp == uint32(first_copying):
+                copy_tiles(places, barriers, sources, count, lane)
+        else:
+            if moves_registers:
+                take()
+            group, within = uint32(warp >> uint32(2)), uint32(thread & uint32(127))
+            own = row + int64(group) * int64(GROUP_ROWS)
+            queries = uint32(base + group * uint32(group_bytes))
+            upper = uint32(uint32((warp & uint32(3)) * uint32(16)) + uint32(lane >> uint32(2)))  # of the group's rows
+            spots = (start + own, start + own + int64(upper), window, first)
+            place_queries(queries, q, head, own, rows, group, within)
+            sums, peaks, totals = multiply(queries, places, barriers, spots, last, count, scale, warp, lane)
+            finish(sums, peaks, totals, sinks, out, head, own + int64(upper), rows, scale, lane)
 
     name = f"prefill_flash_{heads}_{num_heads}_{dim}x{groups}"
     name += f"_sinks{8 * sink_bytes}" if sink_bytes else ""
     name += "_arranged" if arranged else ""
     shared_bytes = SWIZZLE_BYTES + barriers_at + 2 * STAGES * BARRIER_BYTES
     signature = (*(types.int64,) * 10, types.float32)
-    return Kernel(name, prefill_flash_kernel, signature, 128 * groups, 1, shared_bytes, specific=True)
+    return Kernel(
+        name, prefill_flash_kernel, signature, 128 * (groups + 1), 1, shared_bytes, specific=True, whole=moves_registers
+    )
 
 
 def examples(card: Card = H200) -> list[Kernel]:

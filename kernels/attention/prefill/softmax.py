@@ -11,7 +11,7 @@ from lowlat.kernels.gemm.prefill.activation_layout import STEP
 from lowlat.kernels.toolchain import ptx, ptx_attention, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
-__all__ = ["GROUP_ROWS", "make_begin", "make_finish", "make_multiply", "make_place"]
+__all__ = ["GROUP_ROWS", "make_copy", "make_finish", "make_multiply", "make_place"]
 
 GROUP_ROWS = 64  # of a warpgroup
 GROUP_THREADS = 128
@@ -107,7 +107,7 @@ def _make_weigh(keys: int) -> Any:
 
 
 def _make_send(tile_bytes: int, handover: Handover) -> Any:
-    """A function of the first warp: copy a tile to a stage, when all have multiplied what is there."""
+    """A function of the copying warp: copy a tile to a stage, when all have multiplied what is there."""
     await_free = handover.await_free
 
     @device_function
@@ -124,24 +124,31 @@ def _make_send(tile_bytes: int, handover: Handover) -> Any:
     return send
 
 
-def make_begin(tile_bytes: int, handover: Handover, area: int) -> Any:
-    """A function of a block: begin to copy the first tile of values, and two of keys."""
-    stages, send = area // tile_bytes, _make_send(tile_bytes, handover)
+def make_copy(tile_bytes: int, handover: Handover, area: int) -> Any:
+    """A function of a warp: copy all tiles, keys before the values of the tile before, as stages become free."""
+    stages, send, after = area // tile_bytes, _make_send(tile_bytes, handover), handover.after
 
     @device_function
-    def begin_copies(places: Any, barriers: Any, sources: Any, count: Any, warp: Any, lane: Any) -> None:
-        if warp == uint32(0):
-            second, none = uint32(barriers + uint32(stages * BARRIER_BYTES)), uint32(0)
-            send(places, barriers, sources[0], none, none, none, lane)
-            send(uint32(places + uint32(area)), second, sources[1], none, none, none, lane)
-            if count > uint32(1):
-                send(places, barriers, sources[0], uint32(1), uint32(1), none, lane)
+    def copy_tiles(places: Any, barriers: Any, sources: Any, count: Any, lane: Any) -> None:
+        second = uint32(barriers + uint32(stages * BARRIER_BYTES))
+        stage, parity, values_stage, values_parity = uint32(0), uint32(0), uint32(0), uint32(0)
+        number = uint32(0)
+        while number < count:
+            send(places, barriers, sources[0], number, stage, parity, lane)
+            if number > uint32(0):
+                before = uint32(number - uint32(1))
+                send(uint32(places + uint32(area)), second, sources[1], before, values_stage, values_parity, lane)
+                values_stage, values_parity = after(values_stage, values_parity)
+            stage, parity = after(stage, parity)
+            number = uint32(number + uint32(1))
+        last = uint32(count - uint32(1))
+        send(uint32(places + uint32(area)), second, sources[1], last, values_stage, values_parity, lane)
 
-    return begin_copies
+    return copy_tiles
 
 
 def make_multiply(dim: int, keys: int, handover: Handover, area: int, groups: int) -> Any:
-    """A function of a warpgroup behind `make_begin`'s: copy the other tiles, and multiply all.
+    """A function of a warpgroup: multiply all tiles.
 
     Two warpgroups begin products in turns: while one makes weights of its scores, the tensor cores have the other's.
 
@@ -162,11 +169,11 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, groups: in
         ptx_attention.pack_rows(keys // 2),
         ptx_attention.scale_rows(dim // 2),
     )
-    weigh_tile, send = _make_weigh(keys), _make_send(tile_bytes, handover)
+    weigh_tile = _make_weigh(keys)
 
     @device_function
     def multiply(
-        queries: Any, places: Any, barriers: Any, sources: Any, spots: Any, tile: Any, count: Any, scale: Any,
+        queries: Any, places: Any, barriers: Any, spots: Any, tile: Any, count: Any, scale: Any,
         warp: Any, lane: Any,
     ) -> Any:  # fmt: skip
         second = uint32(barriers + uint32(stages * BARRIER_BYTES))
@@ -194,12 +201,6 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, groups: in
             sums = begin_values(sums, words, uint32(places + uint32(area) + stage * uint32(tile_bytes)))
             if groups == 2 and (warp < uint32(4) or uint32(done + uint32(1)) < count):  # the last turn is nobody's
                 ptx_attention.pass_turn(other)
-            following, following_parity = after(later, later_parity)
-            if warp == uint32(0):  # to where the tiles before the last ones were: nobody is that late
-                if uint32(done + uint32(1)) < count:
-                    number = uint32(done + uint32(1))
-                    send(places, barriers, sources[0], number, following, following_parity, lane)
-                send(uint32(places + uint32(area)), second, sources[1], done, later, later_parity, lane)
             scores = await_first(scores)
             release(barriers, later, lane)
             weights, peaks, totals, factors = weigh_tile(
@@ -207,7 +208,7 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, groups: in
             )  # fmt: skip
             done, before = uint32(done + uint32(1)), stage
             stage, parity = later, later_parity
-            later, later_parity = following, following_parity
+            later, later_parity = after(later, later_parity)
             if done < count:  # a loop here also keeps the assembler from awaiting sums before it has begun the weights
                 await_full(barriers, later, later_parity)
             sums = await_sums(sums, words)
