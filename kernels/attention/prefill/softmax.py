@@ -148,11 +148,10 @@ def make_copy(tile_bytes: int, handover: Handover, area: int) -> Any:
 
 
 def make_multiply(dim: int, keys: int, handover: Handover, area: int, groups: int) -> Any:
-    """A function of a warpgroup: multiply all tiles.
+    """A function of a warpgroup: multiply all tiles, as a copying warp fills stages with them.
 
-    Two warpgroups begin products in turns: while one makes weights of its scores, the tensor cores have the other's.
-
-    It gives the sums of weighted values, the peaks of scores, and a lane's sums of weights.
+    It gives the sums of weighted values, the peaks of scores, and a lane's sums of weights. Two warpgroups begin
+    products in turns: while one makes weights of its scores, the tensor cores have the other's.
 
     keys    of a tile
     area    bytes from the stages of keys to those of values
