@@ -92,7 +92,8 @@ def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pa
 
 def random_pair(name: str, directory: Path) -> Pair:
     """A named geometry; its target's config.json is written into a directory. Raises ConfigError for another name."""
-    from lowlat.tools.bench.geometry import draft_config, random_target, read_geometries
+    from lowlat.tools.bench.geometry import random_target, read_geometries
+    from lowlat.tools.draft_model.random_models import draft_config
 
     known = read_geometries()
     if name not in known:
