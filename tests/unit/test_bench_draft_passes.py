@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from benches import bench
+from cli_calls import answer, refusal
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket
@@ -105,6 +106,18 @@ def test_a_chain_reads_its_weights_for_every_draft_and_a_block_once(tmp_path: Pa
         biased = llama_pass("dspark", depth, tmp_path)
         assert (biased.layers, biased.lm_head) == (block.layers, whole)
         assert biased.markov == depth * 2 * 128256 * 256
+
+
+def test_plans_of_a_shape_s_draft_model_are_listed_by_method() -> None:
+    found = answer(
+        "tune", "gemm", "--geometry", "llama-8b", "--method", "dspark", "--batch", 1, "-S", 7, "--list", "--json"
+    )
+    keys = {shape["key"] for shape in found["shapes"]}
+    assert any("N=128256 K=256" in key for key in keys) and any("N=2048 K=4096" in key for key in keys)
+    assert "--method is of a published shape" in refusal("tune", "--method", "dflash", "--list")
+    assert "no draft model of method 'dflash'" in refusal(
+        "tune", "--geometry", "qwen3-8b", "--method", "dflash", "--list"
+    )
 
 
 @pytest.mark.second
