@@ -15,6 +15,7 @@ from bench.clock import Timed, round_robin
 from bench.dense_cases import Case
 from bench.draft_passes_result import PassBytes
 from bench.lowlat_step import fill_state
+from lowlat.errors import LowlatError
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.make import make_executor
@@ -122,17 +123,25 @@ class DraftingSteps:
         return sum(len(group.calls) for group in groups if group.stage in PASS)
 
     def measure(self, depth: int, replays: int, turn: int) -> dict[str, list[float]]:
-        """Milliseconds of `replays` whole steps, of steps without the pass, and of the pass alone, by PARTS."""
+        """Milliseconds of `replays` whole steps, of steps without the pass, and of the pass alone, by PARTS.
+
+        Raises LowlatError where a request has ended meanwhile: its steps cost nothing.
+        """
         self._reset()
         self._settle()
         for _ in range(2):  # the first step has no drafts of this depth yet
             self._executor.step(self._buckets[depth])
         self._executor.synchronize()
         if self._device.type != "cuda":
-            return self._by_operation(self._buckets[depth], replays)
-        entries = [Timed(part, replay, self._reset) for part, replay in self._replays(depth).items()]
-        round_robin(entries, replays, turn, self._device)
-        return {entry.name: entry.ms for entry in entries}
+            times = self._by_operation(self._buckets[depth], replays)
+        else:
+            entries = [Timed(part, replay, self._reset) for part, replay in self._replays(depth).items()]
+            round_robin(entries, replays, turn, self._device)
+            times = {entry.name: entry.ms for entry in entries}
+        self._settle()
+        if not bool(self._executor.state["active"].all()):
+            raise LowlatError(f"a request ended while steps of {depth} drafts were timed: its logits were not finite")
+        return times
 
     def record(self, depth: int, wall_gb_per_s: float | None) -> Summary | None:
         """Some steps as a profiler records them, summed up; None where no kernels run.

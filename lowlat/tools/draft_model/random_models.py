@@ -101,7 +101,7 @@ def write_draft_model(
         parts = made.split([piece.shape[0] for piece in recipe.pieces]) if len(recipe.pieces) > 1 else (made,)
         for piece, part in zip(recipe.pieces, parts, strict=True):
             name = piece.name.replace("layers.0.", "midlayer.") if config.layout == "specforge" else piece.name
-            tensors[name] = part.clone()
+            tensors[name] = part.clone() if len(parts) > 1 else part  # files hold no memory twice
     if config.own_draft_map:
         tensors["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64)  # the lowest ids of the target
     if method == "peagle":
