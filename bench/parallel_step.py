@@ -27,8 +27,9 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
-from lowlat.tools.bench.geometry import Geometry, RandomWeights, draft_config, random_target, read_geometries
+from lowlat.tools.bench.geometry import Geometry, RandomWeights, random_target, read_geometries
 from lowlat.tools.bench.step_bytes import part_sizes, program_bytes, weight_sizes
+from lowlat.tools.draft_model.random_models import draft_config
 from lowlat.tools.profile.recording import LEAD as PROFILED_LEAD
 from lowlat.tools.profile.recording import record_kernels
 from lowlat.tools.profile.report import summarise

@@ -2,6 +2,7 @@
 
     python -m bench.prompts --model llama-8b --out /tmp/prompts.json
     python -m bench.prompts --model 120b --prompt 100 8192 --at-once 1 4 --out /tmp/prompts.json
+    python -m bench.prompts --model llama-8b-fp8 --prompt 2048 8192 --at-once 16
     python -m bench.prompts --small --device cpu --prompt 50 200 --out /tmp/prompts.json
     python -m bench.prompts --prompt 8192 --at-once 16 --kernels 12
 
@@ -24,8 +25,7 @@ import torch
 
 from bench.clock import percentile
 from bench.conditions import stamps_of, write_json
-from bench.dense_cases import TINY
-from bench.targets import BY_NAME, target_shapes, target_weights
+from bench.targets import BY_NAME, small_model, target_shapes, target_weights
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import GraphExecutor
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every prompt, print its row, and write the rows where that is asked for."""
     options = _options(arguments)
     device = torch.device(options.device)
-    model = TINY if options.small else BY_NAME[options.model]
+    model = small_model(options.model) if options.small else BY_NAME[options.model]
     shapes = replace(target_shapes(model, max(options.prompt)), max_prefill_chunks=max(options.at_once))
     executor = _executor(shapes, target_weights(model, device), device)
     stamps, rows = stamps_of(device, options.commit), []
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(BY_NAME), default="llama-8b")
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try everything")
+    parser.add_argument("--small", action="store_true", help="a tiny model in its format, to try everything")
     parser.add_argument("--prompt", type=int, nargs="+", default=[64, 128, 512, 2048, 8192, 32768], help="tokens")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4], help="chunks, see above")
     parser.add_argument("--runs", type=int, default=5)

@@ -29,8 +29,9 @@ from bench.clock import percentile
 from bench.conditions import release, stamps_of, write_json
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.models.target import OpenedTarget
-from lowlat.tools.bench.geometry import random_target, read_geometries, write_draft_model
+from lowlat.tools.bench.geometry import random_target, read_geometries
 from lowlat.tools.bench.step_bytes import step_bytes
+from lowlat.tools.draft_model.random_models import write_draft_model
 
 __all__ = ["main", "run_requests"]
 

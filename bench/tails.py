@@ -35,6 +35,7 @@ from lowlat.serving.engine import RuntimeEngine
 from lowlat.tools.bench.geometry import read_geometries
 from lowlat.tools.bench.results import read_struct, write_struct
 from lowlat.tools.bench.subject import Subject, open_model, open_random
+from lowlat.tools.draft_model.random_models import DRAFT_MODELS
 
 __all__ = ["cases_of", "main"]
 
@@ -79,6 +80,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--geometry", default="llama-8b", help="a shape of geometries.toml, with random weights")
     parser.add_argument("--model", type=Path, default=None, help="a directory, in place of a geometry")
     parser.add_argument("--draft-model", type=Path, default=None)
+    parser.add_argument("--method", choices=list(DRAFT_MODELS), default="eagle3", help="of the draft model")
     parser.add_argument("-S", "--num-speculative-tokens", type=int, default=0, dest="depth")
     parser.add_argument("--simulated-accept-length", type=float, default=None)
     parser.add_argument("--context", type=int, default=8192)
@@ -106,7 +108,8 @@ def _subject(options: argparse.Namespace, scratch: Path) -> Subject:
     if not options.depth:
         speculation = None
     else:
-        speculation = {"model": options.draft_model, "simulated_accept_length": options.simulated_accept_length}
+        imposed = {"simulated_accept_length": options.simulated_accept_length}
+        speculation = {"method": options.method, "model": options.draft_model, **imposed}
     if options.model is not None:
         return open_model(options.model, speculation, running, prompts=None)
     geometries = read_geometries()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from bench.dense_cases import LLAMA_8B, Case, DenseGeometry
+from bench.dense_cases import LLAMA_8B, TINY, Case, DenseGeometry
 from bench.dense_cases import make_weights as make_dense_weights
 from bench.gpt_oss_cases import MODELS, OssCase, OssModel
 from bench.gpt_oss_step import Weights, make_weights, shapes_of
@@ -14,12 +14,20 @@ from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.state import StepGeometry
 
-__all__ = ["BY_NAME", "Model", "target_shapes", "target_weights"]
+__all__ = ["BY_NAME", "Model", "small_model", "target_shapes", "target_weights"]
 
 Model = OssModel | DenseGeometry | TableModel
-QWEN3_MOE = "qwen3-30b-a3b"
-BY_NAME: dict[str, Model] = {**MODELS, "llama-8b": LLAMA_8B, QWEN3_MOE: TableModel(QWEN3_MOE)}
-BY_NAME |= {f"{QWEN3_MOE}-{weights}": TableModel(QWEN3_MOE, weights) for weights in ("fp8", "int4")}
+LLAMA, QWEN3_MOE = "llama-8b", "qwen3-30b-a3b"
+BY_NAME: dict[str, Model] = {**MODELS, LLAMA: LLAMA_8B, QWEN3_MOE: TableModel(QWEN3_MOE)}
+BY_NAME |= {
+    f"{name}-{weights}": TableModel(name, weights) for name in (LLAMA, QWEN3_MOE) for weights in ("fp8", "int4")
+}
+
+
+def small_model(name: str) -> Model:
+    """A tiny dense model with the format of weights that a model of BY_NAME has, where it was rounded to one."""
+    model = BY_NAME[name]
+    return TableModel("tiny", model.weights) if isinstance(model, TableModel) and model.quantiser else TINY
 
 
 def target_weights(model: Model, device: torch.device) -> Mapping[str, torch.Tensor | PackedExperts]:

@@ -29,9 +29,10 @@ from bench.peers.worker import COMMAND
 from bench.subjects import DEMO, known_geometry, open_subject
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.models.target import OpenedTarget, open_target
-from lowlat.tools.bench.geometry import random_target, write_draft_model
+from lowlat.tools.bench.geometry import random_target
 from lowlat.tools.bench.results import Environment, read_struct, write_struct
 from lowlat.tools.bench.scenarios import Case
+from lowlat.tools.draft_model.random_models import write_draft_model
 
 __all__ = ["main", "same_acceptance"]
 

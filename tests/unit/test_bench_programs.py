@@ -13,9 +13,12 @@ from benches import bench
 from bench.dense_cases import LLAMA_8B, step_bytes
 from bench.weights import CASES, WeightsCase, weight_bytes
 from lowlat.executors.reference import ReferenceExecutor
+from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.models.target import load_target
 from lowlat.speculators.eagle3.weights import load_draft_model
+from lowlat.step.prefill import build_prefills
 from lowlat.text.grammar import compiler
+from lowlat.tools.tune.pairs import LoweredPrograms, Pair
 
 first_token = bench("first_token")
 specpv = bench("specpv")
@@ -25,7 +28,7 @@ structured = bench("structured")
 SHORT = "--limit 1 --probes 1 --max-tokens 16 --temperature 0 --chains 2 --rows 4 --dynamic 2x2"
 schema_suite = bench("schema_suite")
 sustained = bench("sustained")
-prompts = bench("prompts")
+prompts, targets = bench("prompts"), bench("targets")
 weights = bench("weights")
 
 
@@ -206,6 +209,29 @@ def test_a_row_for_each_prompt_and_number_of_chunks(tmp_path: Path, monkeypatch:
     assert all(row["ms_p50"] > 0 and row["weights"] == "random" and row["commit"] == "c0ffee1" for row in rows)
     apart = [(0, 128, 128), (128, 128, 128), (256, 45, 64)]
     assert sizes == [(0, 5, 64), (0, 5, 64), *apart, (0, 256, 256), (256, 45, 64)]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_prompts_of_rounded_weights_multiply_them_as_they_are_held(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama-3.1-8B's shape, sixteen chunks at once: no library is called, and every GEMM reads codes."""
+    monkeypatch.setattr(prompts, "WARM_UP", 0)
+    out, name = tmp_path / "rows.json", f"llama-8b-{kind}"
+    given = ["--small", "--model", name, "--device", "cpu", "--prompt", "5", "--at-once", "1", "--runs", "1"]
+    assert prompts.main([*given, "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())
+    assert (row["model"], row["prompt"], row["weights"]) == ("tiny", 5, "random")
+    assert targets.small_model(name).weights == kind and targets.small_model("120b") is cases.TINY
+    shapes = replace(targets.target_shapes(targets.BY_NAME[name], 2048), max_prefill_chunks=16)
+    shapes = replace(shapes, config=replace(shapes.config, num_layers=1, windows=(None,)))
+    programs = build_prefills(shapes)
+    lowered = LoweredPrograms(Pair(name, shapes.config, None), H200, programs.values())
+    calls = [call for group in lowered.groups(programs[2048], H200) for call in group.calls]
+    names = [call.kernel.name for call in calls if isinstance(call, KernelCall)]
+    gemms = [each for each in names if each.startswith("prefill_gemm")]
+    assert len(names) == len(calls) and len(gemms) == 4
+    assert all(each.startswith(f"prefill_gemm_{kind}") for each in gemms)
 
 
 def test_random_models_load_and_parts_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

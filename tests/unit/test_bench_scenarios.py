@@ -22,7 +22,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.tools.bench.compare import compare_results
 from lowlat.tools.bench.gates import GateRun, GateState, green_in_a_row, judge
-from lowlat.tools.bench.geometry import RandomWeights, random_target, read_geometries, write_draft_model
+from lowlat.tools.bench.geometry import RandomWeights, random_target, read_geometries
 from lowlat.tools.bench.measure import CaseRun, room_of
 from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.report.pages import StageProfile, make_report
@@ -30,6 +30,7 @@ from lowlat.tools.bench.report.plots import plain_svg
 from lowlat.tools.bench.results import read_results, write_struct
 from lowlat.tools.bench.scenarios import Case, Gate, Scenario, read_plan
 from lowlat.tools.bench.step_bytes import attended, program_bytes, step_bytes, weight_sizes
+from lowlat.tools.draft_model.random_models import write_draft_model
 from lowlat.tools.profile import recording
 
 PLAIN, DRAFTED = Case(8192, 1, 0), Case(8192, 1, 3)

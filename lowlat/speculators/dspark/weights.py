@@ -19,10 +19,15 @@ from lowlat.speculators.draft_parts import one_piece
 from lowlat.speculators.dspark.config import parse_dspark
 from lowlat.speculators.eagle3.weights import LoadedDraftModel
 
-__all__ = ["dspark_weight_plan", "load_dspark"]
+__all__ = ["dspark_recipes", "dspark_weight_plan", "load_dspark"]
 
 GATE, STATE_GATE, TOKEN_GATE = (f"head.markov.{name}.weight" for name in ("gate", "state_gate", "token_gate"))
 CONFIDENCE = ("head.confidence.weight", "head.confidence.bias")  # checked, and read by no step
+
+
+def dspark_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
+    """How every weight but the draft map is made, as it is stored: a gate in one, and the confidence head's."""
+    return [*dflash_recipes(config, dtype), *_head_recipes(config, dtype)]
 
 
 def _head_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
@@ -65,7 +70,7 @@ def load_dspark(
     """
     config, tensors = parse_dspark(Path(directory), target, capture_layers)
     dtype = TORCH_DTYPES[target.dtype]
-    found = load_block_model(config, tensors, [*dflash_recipes(config, dtype), *_head_recipes(config, dtype)])
+    found = load_block_model(config, tensors, dspark_recipes(config, dtype))
     weights = dict(found.weights)
     if GATE in weights:
         both = weights.pop(GATE)

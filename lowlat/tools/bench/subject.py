@@ -18,10 +18,11 @@ from lowlat.models.target import OpenedTarget, read_model_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
 from lowlat.text import TextCodec
-from lowlat.tools.bench.geometry import Geometry, random_target, write_draft_model
+from lowlat.tools.bench.geometry import Geometry, random_target
 from lowlat.tools.bench.machine import changed_commit, driver, installed_version, processor
 from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.results import Environment
+from lowlat.tools.draft_model.random_models import DRAFT_MODELS, write_draft_model
 
 __all__ = ["Subject", "open_model", "open_random"]
 
@@ -178,8 +179,9 @@ def open_random(
     device = choose_device(options.get("device", "auto"), options.get("executor", "auto")).device
     target = random_target(geometry, scratch / name, options.get("dtype", "auto"), device)
     values = dict(speculation or {})
-    if drafts and values.get("method", "eagle3") == "eagle3" and values.get("model") is None:
-        values["model"] = write_draft_model(geometry, target.config, scratch / f"{name}-draft-model")
+    method = values.get("method", "eagle3")
+    if drafts and method in DRAFT_MODELS and values.get("model") is None:
+        values["model"] = write_draft_model(geometry, target.config, scratch / f"{name}-draft-model", method=method)
     found = _prompts(prompts, None, target.config.vocab_size)
     return Subject(target, name, target.config, values or None, options, found, temperature)
 

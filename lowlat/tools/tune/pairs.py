@@ -90,15 +90,19 @@ def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pa
     return Pair(target.resolve().name, config, speculator)
 
 
-def random_pair(name: str, directory: Path) -> Pair:
-    """A named geometry; its target's config.json is written into a directory. Raises ConfigError for another name."""
-    from lowlat.tools.bench.geometry import draft_config, random_target, read_geometries
+def random_pair(name: str, directory: Path, method: str = "eagle3") -> Pair:
+    """A named geometry, with its draft model of a method; its target's config.json is written into a directory.
+
+    Raises ConfigError for another name, or where the geometry has no such draft model.
+    """
+    from lowlat.tools.bench.geometry import random_target, read_geometries
+    from lowlat.tools.draft_model.random_models import random_speculator
 
     known = read_geometries()
     if name not in known:
         raise ConfigError(f"geometry {name!r} is not known; there are {', '.join(sorted(known))}")
     config = random_target(known[name], directory).config
-    return Pair(name, config, Eagle3Speculator(draft_config(known[name].head, config)))
+    return Pair(name, config, random_speculator(known[name], config, method))
 
 
 def rounded_pair(pair: Pair, options: RuntimeConfig, draft: Literal["fp8", "int4"] | None = None) -> Pair:

@@ -21,6 +21,7 @@ __all__ = ["command"]
 
 BUNDLED = "bundled"
 WHAT = ("gemm", "experts", "attention", "all")
+METHODS = ("eagle3", "peagle", "dflash", "dspark")  # of draft models
 
 
 @click.command("tune")
@@ -34,6 +35,7 @@ WHAT = ("gemm", "experts", "attention", "all")
     help="Published shapes, as `lowlat bench run` knows them; `bundled`: the bundled pair.  [default: bundled, without "
     "--model]",
 )
+@click.option("--method", type=click.Choice(METHODS), help="Of a published shape's draft model.  [default: eagle3]")
 @record_options(RuntimeConfig, *STORED)
 @record_options(SpeculativeConfig, "draft_quantize")
 @click.option("--batch", type=IntegerList(), default=(1, 2, 4, 8), metavar="N,N", help="Slots.  [default: 1,2,4,8]")
@@ -74,6 +76,7 @@ def command(
     model: Path | None,
     head: Path | None,
     geometries: str | None,
+    method: str | None,
     only_list: bool,
     tiles: bool,
     json_output: bool,
@@ -89,6 +92,8 @@ def command(
         raise click.UsageError("--draft-model needs --model")
     if values["draft_quantize"] and model is not None and head is None and not geometries:
         raise click.UsageError("--draft-quantize needs a draft model to round: --draft-model")
+    if method is not None and not geometries:
+        raise click.UsageError("--method is of a published shape (--geometry); a draft model's directory tells its own")
     if tiles and not only_list:
         raise click.UsageError("--tiles needs --list")
     from lowlat.tools.tune.pairs import Sizes, rounded_pair
@@ -100,7 +105,7 @@ def command(
         options = RuntimeConfig(**given_options({name: values[name] for name in STORED}, RuntimeConfig))
         pairs = [
             rounded_pair(pair, options, values["draft_quantize"])
-            for pair in _pairs(model, head, geometries, Path(scratch))
+            for pair in _pairs(model, head, geometries, method or "eagle3", Path(scratch))
         ]
         if only_list:
             _list(what, pairs, sizes, values["candidates"], tiles=tiles, json_output=json_output)
@@ -108,7 +113,7 @@ def command(
             _tune(what, pairs, sizes, values, json_output=json_output)
 
 
-def _pairs(model: Path | None, head: Path | None, geometries: str | None, scratch: Path) -> list["Pair"]:
+def _pairs(model: Path | None, head: Path | None, geometries: str | None, method: str, scratch: Path) -> list["Pair"]:
     from lowlat.cli.models import local_draft_model, local_target
     from lowlat.tools.tune.pairs import open_pair, random_pair
 
@@ -120,7 +125,7 @@ def _pairs(model: Path | None, head: Path | None, geometries: str | None, scratc
         if name == BUNDLED:
             pairs.append(open_pair(bundled("target"), bundled("head")))
         else:
-            pairs.append(random_pair(name, scratch / name))
+            pairs.append(random_pair(name, scratch / name, method))
     return pairs
 
 

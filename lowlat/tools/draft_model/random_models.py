@@ -1,0 +1,159 @@
+"""Random draft models for a named geometry: their geometry alone, or files in the layout that theirs are published in.
+
+    method  layout     embedding and LM head     of several layers
+    eagle3  SpecForge  the target's; its own     one
+    peagle  SpecForge  the target's; its own     those behind the first read the layer before
+    dflash  z-lab      the target's; the target's
+    dspark  DeepSpec   its own; its own
+
+The attention of DFlash's and DSpark's layers norms queries and keys, as theirs does whatever the target is.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowlat.checkpoint.recipes import Recipe
+from lowlat.errors import ConfigError
+from lowlat.models.geometry import DraftConfig, DsparkHeads, ModelConfig, RopeConfig
+from lowlat.models.layers import TORCH_DTYPES
+from lowlat.speculators.base import Speculator
+from lowlat.speculators.dflash.speculator import DflashSpeculator
+from lowlat.speculators.dflash.weights import dflash_recipes
+from lowlat.speculators.dspark.config import DEEPSPEC
+from lowlat.speculators.dspark.speculator import DsparkSpeculator
+from lowlat.speculators.dspark.weights import dspark_recipes
+from lowlat.speculators.eagle3.speculator import Eagle3Speculator
+from lowlat.speculators.eagle3.tensors import MASK_HIDDEN
+from lowlat.speculators.eagle3.weights import DRAFT_MAP, draft_recipes
+from lowlat.speculators.peagle.speculator import PeagleSpeculator
+from lowlat.tools.bench.geometry import Geometry, Head, Noise
+
+__all__ = ["DRAFT_MODELS", "draft_config", "random_speculator", "random_weights", "write_draft_model"]
+
+DRAFT_MODELS: Mapping[str, type[Eagle3Speculator] | type[DflashSpeculator]] = {
+    each.method: each for each in (Eagle3Speculator, PeagleSpeculator, DflashSpeculator, DsparkSpeculator)
+}
+
+
+def draft_config(head: Head, target: ModelConfig, method: str = "eagle3") -> DraftConfig:
+    """The geometry of a draft model for a target. Raises ConfigError for sizes that no such draft model has."""
+    names = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_position", "rms_norm_eps")
+    shared: dict[str, Any] = {
+        "target_hidden_size": target.hidden_size,
+        "intermediate_size": head.intermediate_size,
+        "draft_vocab_size": head.draft_vocab_size,
+        "rope": RopeConfig(theta=target.rope.theta),
+        "capture_boundaries": head.boundaries,
+        "num_layers": head.num_layers,
+        "windows": (None,) * head.num_layers,
+        **{name: getattr(target, name) for name in names},
+    }
+    mask = target.vocab_size - 1
+    if method in ("eagle3", "peagle"):
+        return DraftConfig(layout="specforge", mask_token=mask if method == "peagle" else None, **shared)
+    if head.block_size is None or head.draft_vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"a geometry's {method} needs a block_size and the target's {target.vocab_size} tokens; found block_size "
+            f"{head.block_size} and draft_vocab_size {head.draft_vocab_size}"
+        )
+    shared |= {"qk_norm": True, "mask_token": mask, "block_size": head.block_size, "own_draft_map": False}
+    if method == "dflash":
+        return DraftConfig(layout="z-lab", own_lm_head=False, **shared)
+    heads = DsparkHeads(head.markov_rank, False, True, True)
+    return DraftConfig(layout="deepspec", own_embedding=True, anchor_drafts=True, dspark=heads, **shared)
+
+
+def random_speculator(geometry: Geometry, target: ModelConfig, method: str) -> Speculator:
+    """The speculator of a geometry's draft model, without files. Raises ConfigError where the geometry has none."""
+    return DRAFT_MODELS[method](draft_config(geometry.drafter(method), target, method))
+
+
+def random_weights(
+    speculator: Speculator, dtype: str, device: torch.device | None = None, seed: int = 1
+) -> dict[str, torch.Tensor]:
+    """Canonical weights of a draft model, made on a device; it drafts the lowest ids of the target."""
+    noise, weights = Noise(seed, device), dict[str, torch.Tensor]()
+    for name, (shape, stored) in speculator.weight_plan(dtype).items():
+        if name == DRAFT_MAP:
+            weights[name] = torch.arange(*shape, dtype=stored, device=device)
+        else:
+            weights[name] = noise.weight(name, shape, stored)
+    return weights
+
+
+def write_draft_model(
+    geometry: Geometry, target: ModelConfig, directory: Path, seed: int = 1, *, method: str = "eagle3"
+) -> Path:
+    """Write a geometry's random draft model for a target; return its directory.
+
+    Raises ConfigError where the geometry has none of that method.
+    """
+    from safetensors.torch import save_file
+
+    config = draft_config(geometry.drafter(method), target, method)
+    noise, tensors = Noise(seed), dict[str, torch.Tensor]()
+    for recipe in _recipes(config):
+        made = noise.weight(recipe.weight, recipe.shape, torch.bfloat16)
+        parts = made.split([piece.shape[0] for piece in recipe.pieces]) if len(recipe.pieces) > 1 else (made,)
+        for piece, part in zip(recipe.pieces, parts, strict=True):
+            name = piece.name.replace("layers.0.", "midlayer.") if config.layout == "specforge" else piece.name
+            tensors[name] = part.clone() if len(parts) > 1 else part  # files hold no memory twice
+    if config.own_draft_map:
+        tensors["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64)  # the lowest ids of the target
+    if method == "peagle":
+        width = len(config.capture_boundaries) * config.target_hidden_size
+        tensors[MASK_HIDDEN] = noise.weight(MASK_HIDDEN, (1, 1, width), torch.bfloat16)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(_published(config, target), indent=1), encoding="utf-8")
+    return directory
+
+
+def _recipes(config: DraftConfig) -> list[Recipe]:
+    dtype = TORCH_DTYPES["bfloat16"]
+    if config.block_size is None:
+        return draft_recipes(config, dtype)
+    return dflash_recipes(config, dtype) if config.dspark is None else dspark_recipes(config, dtype)
+
+
+def _published(config: DraftConfig, target: ModelConfig) -> dict[str, Any]:
+    """The config.json of a draft model for a geometry."""
+    layers = {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    if config.block_size is None:
+        layers["architectures"] = ["LlamaForCausalLMEagle3"]
+        layers["draft_vocab_size"] = config.draft_vocab_size
+        layers["eagle_aux_hidden_state_layer_ids"] = list(config.capture_boundaries)
+        return layers if config.mask_token is None else {**layers, "mask_token_id": config.mask_token}
+    layers |= {"model_type": "qwen3", "block_size": config.block_size, "num_target_layers": target.num_layers}
+    own = {
+        "mask_token_id": config.mask_token,
+        "target_layer_ids": [boundary - 1 for boundary in config.capture_boundaries],  # layers whose output is meant
+    }
+    if config.dspark is None:
+        return {**layers, "architectures": ["DFlashDraftModel"], "dflash_config": own}
+    heads = {
+        "markov_rank": config.dspark.markov_rank,
+        "markov_head_type": "gated" if config.dspark.markov_gated else "vanilla",
+        "enable_confidence_head": config.dspark.confidence,
+        "confidence_head_with_markov": config.dspark.confidence_markov,
+    }
+    return {**layers, "architectures": [DEEPSPEC], **own, **heads}
