@@ -164,13 +164,26 @@ def test_neither_plans_nor_company_change_a_bit_of_a_row(launcher: Launcher, wid
                 assert torch.equal(product.run(mixed, plan)[place], bits), (rows, place, plan)
 
 
-@pytest.mark.parametrize(("inner", "depth", "bias"), [(14336, 4096, False), (1000, 320, True)])
+@pytest.mark.parametrize(
+    ("name", "inner", "depth", "bias"),
+    [
+        ("bf16", 14336, 4096, False),
+        ("bf16", 1000, 320, True),
+        ("fp8", 14336, 4096, False),
+        ("int4_64", 1000, 320, True),
+    ],
+)
 def test_gated_products_are_the_product_its_activation_and_their_arrangement(
-    launcher: Launcher, inner: int, depth: int, bias: bool
+    launcher: Launcher, name: str, inner: int, depth: int, bias: bool
 ) -> None:
     """Bit for bit, under every tile; gates of all magnitudes, dead rows."""
-    product = Product(launcher, 2 * inner, depth, gate_up_permutation(inner), bias=bias)
-    product.packed.tiles[::7] *= 300
+    order = gate_up_permutation(inner)
+    product = Product(launcher, 2 * inner, depth, order, bias=bias)
+    if name == "bf16":
+        product.packed.tiles[::7] *= 300
+    else:
+        parts = random_parts(name, 2 * inner, depth, wide=bias, device="cuda")
+        product.packed = pack_matrix(DENSE_FORMATS[name], parts, order)
     for rows in (64, 768):
         x, row_live = random(rows, depth), (torch.arange(rows, device="cuda") % 5 > 0).byte()
         arranged = torch.empty(arranged_shape(rows, depth), device="cuda", dtype=torch.bfloat16)

@@ -174,10 +174,9 @@ def test_rows_that_are_read_again_stay_rows(pair_of: Made) -> None:
     assert ["add+norm", "gated ffn", "identity"] in [names[at : at + 3] for at in range(len(names))]
 
 
-def test_quantised_gates_are_multiplied_behind_their_norm(pair_of: Made) -> None:
-    """Their activation is a launch of its own."""
+def test_quantised_gates_are_activated_where_they_are_multiplied(pair_of: Made) -> None:
     kinds = kinds_of(lowered(pair_of("llama_fp8")), Stage.PREFILL)
-    ffn = [NORM, "prefill_gemm_fp8", "silu_mul", ARRANGING, "prefill_gemm_fp8"]
+    ffn = [NORM, "prefill_gemm_fp8", "prefill_gemm_fp8"]
     assert ffn in [kinds[at : at + len(ffn)] for at in range(len(kinds))]
 
 

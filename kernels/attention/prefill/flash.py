@@ -1,9 +1,9 @@
 """Flash attention of a prompt's rows by warpgroups' tensor cores, for cards of capability 9.0.
 
-A block has 128 or 64 rows of a head, 64 a warpgroup, and a warp beside them that copies. Keys and values lie in tiles of
-128 positions, see `gather_kv`; a block takes those that its rows see, the last one first. Two warpgroups begin products
-in turns: while one makes weights of its scores, the tensor cores have the other's products, and those of its own
-weights and values of the tile before.
+A block has 128 or 64 rows of a head, 64 a warpgroup, and a warp beside them that copies. Keys and values lie in tiles
+of 128 positions, see `gather_kv`; a block takes those that its rows see, the last one first. Two warpgroups begin
+products in turns: while one makes weights of its scores, the tensor cores have the other's products, and those of its
+own weights and values of the tile before.
 
 Tiles stand at multiples of 128 from position 0, and one that a row sees nothing of adds zeros to its sums, or scales
 them by one: a row's bits depend on its own position and what it sees alone, not on the rows of a launch.

@@ -29,45 +29,60 @@ def _live(places: Any, after: Any) -> Any:
     return live
 
 
-@device_function
-def _store_run(places: Any, after: Any, live: Any, gates: Any, ups: Any, biases: Any) -> None:
-    """The lane's channel of its two rows of x in a run."""
-    gate_bias, up_bias = biases
-    first = ptx.bf16_bits(silu_times(ptx.add_rn(gates[0], gate_bias), ptx.add_rn(ups[0], up_bias)))
-    second = ptx.bf16_bits(silu_times(ptx.add_rn(gates[1], gate_bias), ptx.add_rn(ups[1], up_bias)))
-    at = int64(after * STEP_ROW_BYTES)
-    ptx.store_global_u16(places[0] + at, first if (live & uint32(0xFF)) != uint32(0) else uint32(0))
-    ptx.store_global_u16(places[1] + at, second if (live >> uint32(8)) != uint32(0) else uint32(0))
+def _make_store_run(is_scaled: bool) -> Any:
+    """A function of a thread: store its channel of its two rows of x in a run.
 
-
-def _make_store_runs(count: int, begin: int) -> Any:
-    """A function of a thread: four runs of eight rows of x, of each two gates and two ups, from sum `begin` on."""
-    take, after = ptx_hopper.take_sums(count, begin, AT_ONCE), 2 * begin
+    is_scaled  sums are multiplied by the scales of the channel's gate and up, and the products rounded, first
+    """
 
     @device_function
-    def store(all_sums: Any, places: Any, biases: Any) -> None:
+    def number_of(sum_: Any, scale: Any, bias: Any) -> Any:
+        product = ptx.mul_rn(sum_, scale) if is_scaled else sum_
+        return ptx.add_rn(product, bias)
+
+    @device_function
+    def activated(gate: Any, up: Any, beside: Any) -> Any:
+        gate_scale, up_scale, gate_bias, up_bias = beside
+        return ptx.bf16_bits(silu_times(number_of(gate, gate_scale, gate_bias), number_of(up, up_scale, up_bias)))
+
+    @device_function
+    def store_run(places: Any, after: Any, live: Any, gates: Any, ups: Any, beside: Any) -> None:
+        first, second = activated(gates[0], ups[0], beside), activated(gates[1], ups[1], beside)
+        at = int64(after * STEP_ROW_BYTES)
+        ptx.store_global_u16(places[0] + at, first if (live & uint32(0xFF)) != uint32(0) else uint32(0))
+        ptx.store_global_u16(places[1] + at, second if (live >> uint32(8)) != uint32(0) else uint32(0))
+
+    return store_run
+
+
+def _make_store_runs(count: int, begin: int, is_scaled: bool) -> Any:
+    """A function of a thread: four runs of eight rows of x, of each two gates and two ups, from sum `begin` on."""
+    take, store_run, after = ptx_hopper.take_sums(count, begin, AT_ONCE), _make_store_run(is_scaled), 2 * begin
+
+    @device_function
+    def store(all_sums: Any, places: Any, beside: Any) -> None:
         sums = take(all_sums)
         a, b = _live(places, after), _live(places, after + RUN)
         c, d = _live(places, after + 2 * RUN), _live(places, after + 3 * RUN)
-        _store_run(places, after, a, (sums[0], sums[1]), (sums[2], sums[3]), biases)
-        _store_run(places, after + RUN, b, (sums[4], sums[5]), (sums[6], sums[7]), biases)
-        _store_run(places, after + 2 * RUN, c, (sums[8], sums[9]), (sums[10], sums[11]), biases)
-        _store_run(places, after + 3 * RUN, d, (sums[12], sums[13]), (sums[14], sums[15]), biases)
+        store_run(places, after, a, (sums[0], sums[1]), (sums[2], sums[3]), beside)
+        store_run(places, after + RUN, b, (sums[4], sums[5]), (sums[6], sums[7]), beside)
+        store_run(places, after + 2 * RUN, c, (sums[8], sums[9]), (sums[10], sums[11]), beside)
+        store_run(places, after + 3 * RUN, d, (sums[12], sums[13]), (sums[14], sums[15]), beside)
 
     return store
 
 
-def _make_store_up_to(count: int, end: int) -> Any:
+def _make_store_up_to(count: int, end: int, is_scaled: bool) -> Any:
     """A function of a thread: the sums before `end` of its so many."""
-    last = _make_store_runs(count, end - AT_ONCE)
+    last = _make_store_runs(count, end - AT_ONCE, is_scaled)
     if end == AT_ONCE:
         return last
-    before = _make_store_up_to(count, end - AT_ONCE)
+    before = _make_store_up_to(count, end - AT_ONCE, is_scaled)
 
     @device_function
-    def store(sums: Any, places: Any, biases: Any) -> None:
-        before(sums, places, biases)
-        last(sums, places, biases)
+    def store(sums: Any, places: Any, beside: Any) -> None:
+        before(sums, places, beside)
+        last(sums, places, beside)
 
     return store
 
@@ -78,26 +93,32 @@ def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool) -> Any:
     Of what stands beside the product the second address is that of the rows' flags, 0 where all are live.
     """
     weight_rows, block_tiles, x_rows = cut.weight_rows, BLOCK_ROWS // TILE_ROWS, plan.rows
-    store_all = _make_store_up_to(plan.sums, plan.sums)
+    is_scaled = cut.weights.row_scales
+    store_all = _make_store_up_to(plan.sums, plan.sums, is_scaled)
 
     @device_function
-    def biases_of(bias: Any, tile: Any, channel: Any) -> Any:
-        gate, up = float32(0), float32(0)
+    def beside_of(bias: Any, scales: Any, tile: Any, channel: Any) -> Any:
+        """The scales and the biases of the channel's gate and up."""
+        gate_scale, up_scale, gate, up = float32(1), float32(1), float32(0), float32(0)
+        row = int64(uint32(tile * uint32(TILE_ROWS) + channel))
+        if is_scaled:
+            at = scales + row * int64(4)
+            gate_scale, up_scale = ptx.load_global_f32(at), ptx.load_global_f32(at + int64(4 * RUN))
         if with_bias:
-            at = bias + int64(uint32(tile * uint32(TILE_ROWS) + channel)) * int64(2)
-            gate, up = ptx.load_global_bf16(at), ptx.load_global_bf16(at + int64(16))
-        return gate, up
+            at = bias + row * int64(2)
+            gate, up = ptx.load_global_bf16(at), ptx.load_global_bf16(at + int64(2 * RUN))
+        return gate_scale, up_scale, gate, up
 
     @device_function
     def finish(
         sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, first: Any, lane: Any
     ) -> None:
-        bias, row_live, _ = beside
+        bias, row_live, scales = beside
         tile, channel = uint32(block * uint32(block_tiles) + first), uint32(lane >> uint32(2))
-        biases = (float32(0), float32(0))
+        numbers = (float32(1), float32(1), float32(0), float32(0))
         has_channels = tile * uint32(TILE_ROWS) < uint32(weight_rows)
         if has_channels:
-            biases = biases_of(bias, tile, channel)
+            numbers = beside_of(bias, scales, tile, channel)
         within = uint32(uint32(lane & uint32(3)) * uint32(2))  # of eight rows, the lane's first
         piece = uint32(uint32(first >> uint32(2)) * uint32(4) + uint32(channel >> uint32(1)))
         in_piece = uint32(uint32(first & uint32(3)) * uint32(4) + uint32(channel & uint32(1)) * uint32(2))
@@ -106,6 +127,6 @@ def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool) -> Any:
         upper = target + int64(uint32(piece ^ within) * uint32(16))
         lower = target + int64(uint32(uint32(piece ^ uint32(within + uint32(1))) * uint32(16) + uint32(STEP_ROW_BYTES)))
         places = (upper, lower, row_live + int64(row), row_live != int64(0), has_channels)
-        store_all(sums, places, biases)
+        store_all(sums, places, numbers)
 
     return finish

@@ -157,7 +157,8 @@ def gated_prefill_gemm(
     """silu(gate) * up of x @ weight.T + bias, arranged, in one launch; dead rows are zero.
 
     arranged  [ceil(K/64), M, 64]  bf16: x as `arrange` leaves it, M a multiple of 64 up to 4096
-    weight    [2I, K]              packed bf16 in the order of `gate_up_permutation`; K in one segment
+    weight    [2I, K]              packed in the order of `gate_up_permutation`, as `arranged_prefill_gemm` takes it; K
+                                   in one segment
     bias      [2I]                 bf16, in the packed order, or None
     row_live  [M]                  uint8; None: all rows are live
     out       [ceil(I/64), M, 64]  bf16, out: the bits of `silu_mul` over `arranged_prefill_gemm`'s, as `arrange` leaves
@@ -166,10 +167,8 @@ def gated_prefill_gemm(
     """
     rows = arranged.shape[1]
     plan, planned = _chosen(rows, weight, card, plan, parts)
-    if not gates(weight.rows, weight.columns, parts) or weight.tile_format != BF16_TILES:
-        raise ShapeError(
-            f"a weight of {weight.rows} x {weight.columns} is not bf16, or has several segments or half a tile of gates"
-        )
+    if not gates(weight.rows, weight.columns, parts):
+        raise ShapeError(f"a weight of {weight.rows} x {weight.columns} has several segments, or half a tile of gates")
     check_shape("out", out, *arranged_shape(rows, weight.rows // 2))
     if bias is not None:
         check_shape("bias", bias, weight.rows)
@@ -311,7 +310,8 @@ def examples(card: Card = H200) -> list[Kernel]:
         (2048, 4096, 14336, Beside(False, False), BF16_TILES),
         (64, 200, 72, Beside(True, True), BF16_TILES),
         (128, 6144, 4096, Beside(False, True), FP8_TILES),
-        (512, 28672, 4096, Beside(False, True), grouped),
+        (2048, 28672, 4096, Beside(False, False, True), FP8_TILES),
+        (512, 28672, 4096, Beside(False, False, True), grouped),
         (512, 4096, 4096, Beside(True, False), zeros),
         (512, 4096, 4096, Beside(False, False), NVFP4_TILES),
     )

@@ -252,7 +252,7 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
         return [*before, *prefill_linear(binding, gate_up), *silu_mul(**activation), *prefill_linear(binding, down)]
     arranged = _arranged_rows(binding, gate_up, first)
     before = _norm(binding, run, arranged) if normed else arrange(x=binding.arguments(gate_up)["x"], out=arranged)
-    if not takes_second or first.tile_format != BF16_TILES:
+    if not takes_second:
         product = _of_arranged(binding, gate_up, first, arranged)
         return [*before, *product, *silu_mul(**activation), *prefill_linear(binding, down)]
     activated = binding.workspace(*activation_workspace(activation["out"].shape[0], second.columns))

@@ -141,23 +141,31 @@ def test_products_walked(
     assert float((out.double() - want).norm() / want.norm()) < 1e-6
 
 
-@pytest.mark.parametrize(("rows", "inner", "cut"), [(128, 72, (64, 1, 2, False)), later(256, 136, (256, 1, 2, False))])
+@pytest.mark.parametrize(
+    ("held", "rows", "inner", "cut"),
+    [
+        ("bf16", 128, 72, (64, 1, 2, False)),
+        ("fp8", 128, 72, (128, 1, 2, False)),
+        later("bf16", 256, 136, (256, 1, 2, False)),
+        later("int4_32_zeros", 128, 136, (128, 2, 2, False)),
+    ],
+)
 def test_gated_products_walked(
-    rows: int, inner: int, cut: tuple[int, int, int, bool], monkeypatch: pytest.MonkeyPatch
+    held: str, rows: int, inner: int, cut: tuple[int, int, int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits of the product, its activation and their arrangement one by one; dead rows and further columns zero."""
-    depth, order = 72, gate_up_permutation(inner)
-    weight, x = torch.randn(2 * inner, depth).bfloat16(), torch.randn(rows, depth).bfloat16()
-    weight[:4] *= 20
+    depth, order = 96, gate_up_permutation(inner)
+    x = 4 * torch.randn(rows, depth).bfloat16()
+    packed, _ = packed_weight(held, 2 * inner, depth, order)
     bias, walker, row_live = torch.randn(2 * inner).bfloat16(), Walker(), (torch.arange(rows) % 5 > 0).byte()
     arranged = arranged_by_hand(x)
     product, out = torch.full((rows, 2 * inner), torch.nan), torch.full(arranged_shape(rows, inner), torch.nan)
     out = out.bfloat16()
     with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
         monkeypatch.setattr(module, "cut_of", lambda *_: (1, 2))
-        plan = plans.PrefillGemmPlan(*cut)
+        plan = plans.PrefillGemmPlan(*cut, packed.tile_format.step_bytes)
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
-        given = {"arranged": arranged, "weight": pack(weight, order), "bias": bias[order], "card": TWO_BLOCKS}
+        given = {"arranged": arranged, "weight": packed, "bias": bias[order], "card": TWO_BLOCKS}
         walker.run(*module.arranged_prefill_gemm(**given, columns=runs_of(order), out=product, plan=plan))
         walker.run(*module.gated_prefill_gemm(**given, row_live=row_live, out=out, plan=plan))
     gate, up = product.split(inner, 1)
