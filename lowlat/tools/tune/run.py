@@ -16,7 +16,7 @@ from lowlat.kernels.tuning.choice import file_name
 from lowlat.kernels.tuning.table import TuningTable, read_table
 from lowlat.options.directories import tuning_directory
 from lowlat.tools.tune.cases import contexts_of, tile_counts
-from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes
+from lowlat.tools.tune.pairs import Pair, Sizes, every_part
 from lowlat.tools.tune.results import table_of, write_table
 from lowlat.tools.tune.shapes import KINDS, Shape, calls_by_plan, collect
 from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
@@ -62,10 +62,11 @@ def kinds_of(command: str) -> tuple[str, ...]:
 def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, card: Card = H200) -> list[Shape]:
     """The launches that a command would time for a card, with their plans; nothing runs."""
     kinds, rest = kinds_of(command), KINDS["attention"]
-    found = collect([PairPrograms(pair, card, sizes) for pair in pairs], card, [k for k in kinds if k not in rest])
+    whole = [part for pair in pairs for part in every_part(pair, card, sizes)]
+    found = collect(whole, card, [k for k in kinds if k not in rest])
     if set(rest) <= set(kinds):
-        programs = [PairPrograms(pair, card, each) for pair in pairs for each in sizes.of_attention]
-        found += collect(programs, card, rest)
+        each_size = [(pair, each) for pair in pairs for each in sizes.of_attention(pair.tensor_parallel_size)]
+        found += collect([part for pair, each in each_size for part in every_part(pair, card, each)], card, rest)
     return found
 
 

@@ -21,6 +21,7 @@ __all__ = ["command"]
 
 BUNDLED = "bundled"
 WHAT = ("gemm", "experts", "attention", "all")
+OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "max_prefill_chunks")
 
 
 @click.command("tune")
@@ -34,8 +35,8 @@ WHAT = ("gemm", "experts", "attention", "all")
     help="Published shapes, as `lowlat bench run` knows them; `bundled`: the bundled pair.  [default: bundled, without "
     "--model]",
 )
-@record_options(RuntimeConfig, *STORED)
-@record_options(SpeculativeConfig, "draft_quantize")
+@record_options(RuntimeConfig, *OPTIONS)
+@record_options(SpeculativeConfig, "draft_quantize", "draft_tensor_parallel_size")
 @click.option("--batch", type=IntegerList(), default=(1, 2, 4, 8), metavar="N,N", help="Slots.  [default: 1,2,4,8]")
 @click.option(
     "-S",
@@ -84,6 +85,9 @@ def command(
     Every GEMM, attention and mixture of experts of all buckets and of prefill is met by its shape. A plan changes no
     bit of a result. Runtimes on this card take their plans from the table; without one they are derived from the card's
     sizes. What the budget does not allow is left out: `--missing` goes on with it.
+
+    With --tensor-parallel the launches are those of a rank, timed on one card: what it would send to peers comes back
+    to it, so nothing waits for another card.
     """
     if head is not None and model is None:
         raise click.UsageError("--draft-model needs --model")
@@ -91,15 +95,20 @@ def command(
         raise click.UsageError("--draft-quantize needs a draft model to round: --draft-model")
     if tiles and not only_list:
         raise click.UsageError("--tiles needs --list")
-    from lowlat.tools.tune.pairs import Sizes, rounded_pair
+    from lowlat.tools.tune.pairs import Sizes, cut_pair, rounded_pair
 
-    sizes = Sizes(values["batch"], values["depths"])
+    options = RuntimeConfig(**given_options({name: values[name] for name in OPTIONS}, RuntimeConfig))
+    sizes = Sizes(
+        values["batch"], values["depths"], prefill_chunk=options.prefill_chunk,
+        max_prefill_chunks=options.max_prefill_chunks,
+    )  # fmt: skip
     if not sizes.batches or min(sizes.batches) < 1 or min(sizes.depths, default=-1) < 0:
         raise click.UsageError("--batch takes slots from 1 on, -S depths from 0 on")
     with tempfile.TemporaryDirectory(prefix="lowlat-tune-") as scratch:
-        options = RuntimeConfig(**given_options({name: values[name] for name in STORED}, RuntimeConfig))
         pairs = [
-            rounded_pair(pair, options, values["draft_quantize"])
+            cut_pair(
+                rounded_pair(pair, options, values["draft_quantize"]), options, values["draft_tensor_parallel_size"]
+            )
             for pair in _pairs(model, head, geometries, Path(scratch))
         ]
         if only_list:
