@@ -153,10 +153,10 @@ def tune_command(config: RuntimeConfig, speculative: SpeculativeConfig | None = 
     return " ".join([*words, "--missing"])
 
 
-def _flags(record: Any, names: tuple[str, ...]) -> list[str]:
+def _flags(record: RuntimeConfig | SpeculativeConfig, names: tuple[str, ...]) -> list[str]:
     """The flags of options that are not as they are by default."""
-    found = []
-    for option in options_of(type(record)):
+    found, options = list[str](), type(record)
+    for option in options_of(options):  # type: ignore[arg-type]
         value = getattr(record, option.name)
         if option.name in names and value != option.default:
             found.append(option.flag if value is True else f"{option.flag} {value}")

@@ -305,7 +305,9 @@ def _geometries(pair: Pair, sizes: Sizes) -> list[StepGeometry]:
         tensor_parallel_size=pair.tensor_parallel_size, tp_invariant=pair.tp_invariant,
     )  # fmt: skip
     if pair.draft_tensor_parallel_size is not None:
-        speculative = SpeculativeConfig(draft_tensor_parallel_size=pair.draft_tensor_parallel_size)
+        speculative = SpeculativeConfig(
+            model=pair.name, draft_tensor_parallel_size=pair.draft_tensor_parallel_size
+        )  # its model is read already
     return rank_geometries(
         make_geometry(config, pair.speculator, _topologies(pair, sizes), options, None), options, speculative
     )

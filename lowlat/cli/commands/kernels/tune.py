@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,15 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
     help="With --list: the tiles of positions that attention walks, by context; no card needed.",
 )
 @click.option("--list", "only_list", is_flag=True, help="Show launches and plans; needs no card.")
+@click.option(
+    "--compile",
+    "only_compile",
+    is_flag=True,
+    help="Compile the plans' kernels into LOWLAT_KERNEL_CACHE; needs no card.",
+)
+@click.option(
+    "--card", default="NVIDIA H200", show_default=True, metavar="NAME", help="With --compile: for which card."
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cuda or cuda:N.")
 @click.option(
     "--out", type=DIRECTORY, metavar="FILE", help="The table.  [default: this card's among the user's own tables]"
@@ -76,6 +86,7 @@ def command(
     head: Path | None,
     geometries: str | None,
     only_list: bool,
+    only_compile: bool,
     tiles: bool,
     json_output: bool,
     **values: Any,
@@ -95,6 +106,8 @@ def command(
         raise click.UsageError("--draft-quantize needs a draft model to round: --draft-model")
     if tiles and not only_list:
         raise click.UsageError("--tiles needs --list")
+    if only_list and only_compile:
+        raise click.UsageError("--list and --compile are for one of them")
     from lowlat.tools.tune.pairs import Sizes, cut_pair, rounded_pair
 
     options = RuntimeConfig(**given_options({name: values[name] for name in OPTIONS}, RuntimeConfig))
@@ -113,6 +126,8 @@ def command(
         ]
         if only_list:
             _list(what, pairs, sizes, values["candidates"], tiles=tiles, json_output=json_output)
+        elif only_compile:
+            _compile(what, pairs, sizes, values, json_output=json_output)
         else:
             _tune(what, pairs, sizes, values, json_output=json_output)
 
@@ -167,6 +182,35 @@ def _shape(shape: "Shape", num_candidates: int) -> dict[str, Any]:
         "num_plans": len(shape.candidates),
         "plans": plans,
     }
+
+
+def _compile(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, json_output: bool) -> None:
+    from lowlat.executors.launcher import default_cache_directory
+    from lowlat.kernels.tuning.choice import file_name
+    from lowlat.kernels.tuning.table import read_table
+    from lowlat.options.directories import tuning_directory
+    from lowlat.tools.precompile import described_card
+    from lowlat.tools.tune.run import compile_plans_of
+
+    name, directory = values["card"], default_cache_directory()
+    path = values["out"] or tuning_directory() / file_name(name)
+    done = compile_plans_of(
+        pairs,
+        what,
+        sizes,
+        described_card(name),
+        directory,
+        num_candidates=values["candidates"],
+        known=read_table(path) if values["missing"] and path.exists() else None,
+        bar=progress_bar,
+    )
+    if json_output:
+        print_json({"card": name, "directory": str(directory), **asdict(done)})
+    else:
+        click.echo(
+            f"{done.kernels} kernels of {done.launches} launches for {name} in {directory}, {done.compiled} of them "
+            "compiled now"
+        )
 
 
 def _tune(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, json_output: bool) -> None:
