@@ -30,7 +30,7 @@ from lowlat.kernels.tuning.table import Entry, TuningTable
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.tools.tune.arguments import Places
 from lowlat.tools.tune.loopback import LoopedMemory, looped
-from lowlat.tools.tune.pairs import META, Pair, PairPrograms, Sizes, cut_pair, every_part, open_pair, random_pair
+from lowlat.tools.tune.pairs import META, Pair, Sizes, cut_pair, every_part, open_pair, random_pair
 from lowlat.tools.tune.run import kinds_of, listed
 from lowlat.tools.tune.shapes import Shape, calls_by_plan, collect
 
@@ -42,6 +42,7 @@ SMALL: dict[str, Any] = {
 OF_DRAFT = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 ROWS: dict[str, Any] = {"prefill_chunk": 64, "max_prefill_chunks": 2}
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 256, "dtype": "bfloat16", **ROWS}
+FEW = ("--geometry", "tiny-experts", "--batch", 1, "-S", 0, "--max-prefill-chunks", 1, "--tensor-parallel", 2)
 BOTH = pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 
 
@@ -215,7 +216,7 @@ def test_strict_mode_takes_ranks_whose_launches_all_have_entries(
         load(entries, **options)
     assert f"for this card: decode_gemm {key}; `{command} --prefill-chunk 64 --missing` measures" in str(refused.value)
     lacking = load(entries, **options, perf_mode="default")
-    assert lacking.untuned == (("decode_gemm", key),) and 0 < lacking.planned - lacking.tuned
+    assert lacking.untuned == (("decode_gemm", key),) and lacking.planned - lacking.tuned > 0
 
 
 def test_strict_mode_refuses_ranks_by_the_entries_of_a_whole_model(
@@ -254,14 +255,26 @@ def test_the_command_that_tunes_has_the_options_that_say_which_launches_there_ar
     assert "cannot be cut" in refusal(*given, "--geometry", "smollm2-135m")
 
 
-def test_the_command_lists_and_compiles_launches_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWLAT_KERNEL_CACHE", str(tmp_path))
-    few = ("--geometry", "tiny-experts", "--batch", 1, "-S", 0, "--max-prefill-chunks", 1, "--tensor-parallel", 2)
-    found = answer("tune", "experts", "--list", *few, "--json")["shapes"]
+def test_the_command_lists_launches_of_ranks() -> None:
+    found = answer("tune", "experts", "--list", *FEW, "--json")["shapes"]
     assert {each["kind"] for each in found} == {"experts_mlp", "experts_grouped"}
     assert all("cards=2" in each["key"] for each in found if each["kind"] == "experts_mlp")
-    done = answer("tune", "gemm", "--compile", *few, "--candidates", 1, "--json")
-    assert done["kernels"] == done["compiled"] == len(list(tmp_path.iterdir())) > 0
-    assert ", 0 of them compiled now" in lowlat("tune", "gemm", "--compile", *few, "--candidates", 1).output
     assert "tensor_parallel_size must be 1, 2, 4 or 8, got 3" in refusal("tune", "--list", "--tensor-parallel", 3)
     assert "for one of them" in refusal("tune", "--list", "--compile")
+
+
+@pytest.mark.second
+def test_the_command_compiles_what_it_would_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWLAT_KERNEL_CACHE", str(tmp_path / "kernels"))
+    given = ("tune", "gemm", "--compile", *FEW, "--candidates", 1)
+    done = answer(*given, "--json")
+    assert done["kernels"] == done["compiled"] == len(list((tmp_path / "kernels").iterdir())) > 0
+    assert ", 0 of them compiled now" in lowlat(*given).output
+    found = answer("tune", "gemm", "--list", *FEW, "--json")["shapes"]
+    assert done["launches"] == len(found) > 1
+    first, entries = found[0], dict[str, dict[str, Entry]]()
+    entries[first["kind"]] = {first["key"]: Entry(first["plans"][0])}
+    known = TuningTable("NVIDIA H200", H200.capability, H200.num_multiprocessors, H200.shared_bytes, entries=entries)
+    known.write(tmp_path / "table.json")
+    left = answer(*given, "--missing", "--out", tmp_path / "table.json", "--json")
+    assert (left["launches"], left["compiled"]) == (done["launches"] - 1, 0)
