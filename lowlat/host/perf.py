@@ -38,8 +38,10 @@ __all__ = [
 ]
 
 # options that say which launches there are; other sizes `lowlat tune` has all by itself
-TUNED_BY = ("quantize", "quantize_lm_head", "kv_cache_dtype", "tensor_parallel_size", "tp_invariant", "prefill_chunk")
-TUNED_BY_CHUNKS = "max_prefill_chunks"
+TUNED_BY = (
+    *("quantize", "quantize_lm_head", "kv_cache_dtype", "tensor_parallel_size", "tp_invariant", "prefill_chunk"),
+    "max_prefill_chunks",
+)
 DRAFTS_TUNED_BY = ("draft_quantize", "draft_tensor_parallel_size")
 MOST_NAMED = 3  # launches in a message
 REQUEST_LIMIT, LAST_TOKEN, NO_DRAFTS, CHOSEN = "max_draft_tokens", "last_token", "no_drafts", "chosen_width"
@@ -146,9 +148,8 @@ def tune_command(config: RuntimeConfig, speculative: SpeculativeConfig | None = 
     words = ["lowlat tune all --model DIR"]
     if speculative is not None and speculative.model is not None:
         words.append("--draft-model DIR")
-    words += _flags(config, TUNED_BY)
-    if config.max_prefill_chunks > RuntimeConfig.max_prefill_chunks:
-        words += _flags(config, (TUNED_BY_CHUNKS,))
+    at_once = min(config.max_prefill_chunks, -(-config.max_context // config.prefill_chunk))
+    words += _flags(replace(config, max_prefill_chunks=at_once), TUNED_BY)
     words += [] if speculative is None else _flags(speculative, DRAFTS_TUNED_BY)
     return " ".join([*words, "--missing"])
 

@@ -214,7 +214,10 @@ def test_strict_mode_takes_ranks_whose_launches_all_have_entries(
     command = f"lowlat tune all --model DIR --draft-model DIR --tensor-parallel 2{' --tp-invariant' * invariant}"
     with pytest.raises(ConfigError) as refused:
         load(entries, **options)
-    assert f"for this card: decode_gemm {key}; `{command} --prefill-chunk 64 --missing` measures" in str(refused.value)
+    assert (
+        f"for this card: decode_gemm {key}; `{command} --prefill-chunk 64 --max-prefill-chunks 2 --missing` measures"
+        in str(refused.value)
+    )
     lacking = load(entries, **options, perf_mode="default")
     assert lacking.untuned == (("decode_gemm", key),) and lacking.planned - lacking.tuned > 0
 
@@ -242,7 +245,11 @@ def test_the_command_that_tunes_has_the_options_that_say_which_launches_there_ar
     plain = tune_command(RuntimeConfig())
     assert plain == "lowlat tune all --model DIR --missing"
     options = RuntimeConfig(
-        tensor_parallel_size=4, tp_invariant=True, quantize="fp8", quantize_lm_head=True, max_prefill_chunks=32
+        tensor_parallel_size=4, tp_invariant=True, quantize="fp8", quantize_lm_head=True, max_prefill_chunks=32,
+        max_context=8192,
+    )  # fmt: skip
+    assert (
+        tune_command(RuntimeConfig(max_context=600)) == "lowlat tune all --model DIR --max-prefill-chunks 5 --missing"
     )
     drafts = SpeculativeConfig(model="head", draft_tensor_parallel_size=1, draft_quantize="fp8")
     found = tune_command(options, drafts)

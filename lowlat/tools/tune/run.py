@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,8 @@ def kinds_of(command: str) -> tuple[str, ...]:
 def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, card: Card = H200) -> list[Shape]:
     """The launches that a command would time for a card, with their plans; nothing runs."""
     kinds, rest = kinds_of(command), KINDS["attention"]
-    whole = [part for pair in pairs for part in every_part(pair, card, sizes)]
+    longest = max(sizes.max_context, sizes.prefill_chunk * sizes.max_prefill_chunks)
+    whole = [part for pair in pairs for part in every_part(pair, card, replace(sizes, max_context=longest))]
     found = collect(whole, card, [k for k in kinds if k not in rest])
     if set(rest) <= set(kinds):
         each_size = [(pair, each) for pair in pairs for each in sizes.of_attention(pair.tensor_parallel_size)]
