@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import lowlat
+from needed_cards import need_cards
 
 import lowlat as package
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -96,12 +97,18 @@ def common(variant: tuple[KernelCall, ...], placed: tuple[KernelCall, ...], own:
     return found
 
 
-def test_what_was_tuned_is_what_a_runtime_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cards", [1, 2])
+def test_what_was_tuned_is_what_a_runtime_launches(cards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one card, and on two, whose launches the first one has measured alone."""
+    need_cards(cards)
     monkeypatch.setenv("LOWLAT_TUNING", str(tmp_path))
-    options: dict[str, Any] = {"max_batch": 1, "max_context": 512, "device": "cuda"}
+    options: dict[str, Any] = {
+        "max_batch": 1, "max_context": 512, "device": "cuda", "tensor_parallel_size": cards,
+    }  # fmt: skip
     with Runtime.load(DEMO / "target", HEAD, **options) as runtime:
         derived = decode(runtime)
-    sizes = ("--batch", 1, "-S", "0,1,2,3,4,5,6,7", "--candidates", 2, "--budget-s", 200)
+    sizes: tuple[str | int, ...] = ("--batch", 1, "-S", "0,1,2,3,4,5,6,7", "--candidates", 2, "--budget-s", 200)
+    sizes += ("--max-prefill-chunks", 4, "--tensor-parallel", cards)
     result = lowlat("tune", "all", *sizes)
     assert result.exit_code == 0, result.output
     path = tmp_path / file_name(torch.cuda.get_device_name(0))

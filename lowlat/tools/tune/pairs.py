@@ -253,6 +253,7 @@ class PairPrograms(LoweredPrograms):
     """The programs of a pair for a card: steps of the buckets, first tokens, prefills of all sizes; of few layers.
 
     rank   whose part they are, if the pair is cut
+    abort  [1] int64, not zero where a launch gave up a wait for a peer, see `PeerRows`; None where there are no peers
     Raises ConfigError for a pair that the kernels do not cover, or that cannot be cut so.
     """
 
@@ -260,7 +261,7 @@ class PairPrograms(LoweredPrograms):
         few = _few_layers(pair)
         geometry = _geometries(few, sizes)[rank]
         programs, own, place = list(_programs(geometry, sizes)), None, None
-        self.abort: torch.Tensor | None = None  # what a wait for a peer would set that is given up
+        self.abort: torch.Tensor | None = None
         if pair.tensor_parallel_size > 1:
             devices = [torch.device(META.type, number) for number in range(pair.tensor_parallel_size)]
             peers = LoopedMemory(devices, exchanged_rows(programs))
