@@ -154,7 +154,7 @@ def load(
         fuse=options.fuse, hooks=not options.is_strict, watchdog=watchdog,
     )  # fmt: skip
     try:
-        check_launches(options, executor.counts)
+        check_launches(options, executor.counts, None if loaded is None else speculative)
         if geometry.max_width is not None:
             set_costs(executor, ladder, geometries[0], programs, weights.shapes(), fuse=options.fuse)
     except LowlatError:

@@ -24,10 +24,26 @@ from lowlat.graphs import BucketLadder
 from lowlat.host.mailbox import SlotPublication
 from lowlat.host.metrics import SpeculativeDecodingStats
 from lowlat.host.session import Session
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.declaration import options_of
 
-__all__ = ["PerfCounters", "PublishedSteps", "StepChecks", "check_device", "check_launches", "steps_by_width"]
+__all__ = [
+    "PerfCounters",
+    "PublishedSteps",
+    "StepChecks",
+    "check_device",
+    "check_launches",
+    "steps_by_width",
+    "tune_command",
+]
 
+# options that say which launches there are; other sizes `lowlat tune` has all by itself
+TUNED_BY = (
+    *("quantize", "quantize_lm_head", "kv_cache_dtype", "tensor_parallel_size", "tp_invariant", "prefill_chunk"),
+    "max_prefill_chunks",
+)
+DRAFTS_TUNED_BY = ("draft_quantize", "draft_tensor_parallel_size")
+MOST_NAMED = 3  # launches in a message
 REQUEST_LIMIT, LAST_TOKEN, NO_DRAFTS, CHOSEN = "max_draft_tokens", "last_token", "no_drafts", "chosen_width"
 
 
@@ -35,7 +51,7 @@ REQUEST_LIMIT, LAST_TOKEN, NO_DRAFTS, CHOSEN = "max_draft_tokens", "last_token",
 class PerfCounters:
     """Launches of a runtime, and its waits, copies and steps without drafts.
 
-    launches          of our kernels, over the programs of all buckets, first tokens and prefill
+    launches          of our kernels, over the programs of all buckets, first tokens and prefill, and over all ranks
     planned_launches  of these, launches whose plan depends on the card: GEMMs, attention, experts
     tuned_launches    of these, launches by plans of the card's tuning table
     library_calls     calls of torch's operations in these programs; with the reference executor all operations are
@@ -124,8 +140,36 @@ def check_device(config: RuntimeConfig, choice: DeviceChoice) -> None:
         )
 
 
-def check_launches(config: RuntimeConfig, counts: LaunchCounts) -> None:
-    """Raise ConfigError where strict mode would launch what was not tuned, or a library in place of a kernel."""
+def tune_command(config: RuntimeConfig, speculative: SpeculativeConfig | None = None) -> str:
+    """The command that measures the plans which a runtime of these options lacks.
+
+    speculative  None: there is no draft model
+    """
+    words = ["lowlat tune all --model DIR"]
+    if speculative is not None and speculative.model is not None:
+        words.append("--draft-model DIR")
+    at_once = min(config.max_prefill_chunks, -(-config.max_context // config.prefill_chunk))
+    words += _flags(replace(config, max_prefill_chunks=at_once), TUNED_BY)
+    words += [] if speculative is None else _flags(speculative, DRAFTS_TUNED_BY)
+    return " ".join([*words, "--missing"])
+
+
+def _flags(record: RuntimeConfig | SpeculativeConfig, names: tuple[str, ...]) -> list[str]:
+    """The flags of options that are not as they are by default."""
+    found, options = list[str](), type(record)
+    for option in options_of(options):  # type: ignore[arg-type]
+        value = getattr(record, option.name)
+        if option.name in names and value != option.default:
+            found.append(option.flag if value is True else f"{option.flag} {value}")
+    return found
+
+
+def check_launches(config: RuntimeConfig, counts: LaunchCounts, speculative: SpeculativeConfig | None = None) -> None:
+    """Raise ConfigError where strict mode would launch what was not tuned, or a library in place of a kernel.
+
+    counts       of all ranks: each one's launches need entries, as parts of a target need not be alike
+    speculative  None: there is no draft model
+    """
     if not config.is_strict:
         return
     if counts.fallbacks:
@@ -137,9 +181,17 @@ def check_launches(config: RuntimeConfig, counts: LaunchCounts) -> None:
     if counts.tuned < counts.planned:
         raise ConfigError(
             f"perf_mode 'strict' launches by measured plans, and {counts.planned - counts.tuned} of {counts.planned} "
-            "launches have plans that were derived for this card; `lowlat tune` measures them, max_prefill_chunks 4 "
-            "has those alone that shipped tables know, and perf_mode 'default' goes on with what was derived"
+            f"launches have plans that were derived for this card: {_named(counts.untuned)}; "
+            f"`{tune_command(config, speculative)}` measures them, max_prefill_chunks 4 has those alone that shipped "
+            "tables know, and perf_mode 'default' goes on with what was derived"
         )
+
+
+def _named(untuned: tuple[tuple[str, str], ...]) -> str:
+    """The first launches without an entry, and how many more there are."""
+    shown = [f"{kind} {key}" for kind, key in untuned[:MOST_NAMED]]
+    more = len(untuned) - len(shown)
+    return ", ".join([*shown, *([f"{more} more"] if more else [])])
 
 
 class StepChecks:

@@ -1,21 +1,24 @@
 """Tuning on a card: a plan changes no bit, and what `lowlat tune` writes is what a runtime takes, strict or not."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cli_calls import lowlat
+from needed_cards import need_cards
 
 import lowlat as package
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.tuning.choice import file_name
+from lowlat.options.config import RuntimeConfig
 from lowlat.tools.tune.arguments import Places
 from lowlat.tools.tune.bench import CardBench
 from lowlat.tools.tune.cases import cases_of
-from lowlat.tools.tune.pairs import PairPrograms, Sizes, open_pair, random_pair
+from lowlat.tools.tune.pairs import PairPrograms, Sizes, cut_pair, open_pair, random_pair
 from lowlat.tools.tune.results import check_table
 from lowlat.tools.tune.run import kinds_of
 from lowlat.tools.tune.shapes import calls_by_plan, collect
@@ -33,18 +36,27 @@ def bench() -> CardBench:
     return CardBench(torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize("command", ["gemm", "attention", "experts"])
-def test_every_plan_of_a_launch_leaves_the_same_bits(command: str, bench: CardBench, tmp_path: Path) -> None:
-    """In all that a step reads of it; partial sums and partial argmaxes are a plan's own."""
+@pytest.mark.parametrize(
+    ("command", "cards"), [("gemm", 1), ("attention", 1), ("experts", 1), ("gemm", 2), ("experts", 2)]
+)
+def test_every_plan_of_a_launch_leaves_the_same_bits(
+    command: str, cards: int, bench: CardBench, tmp_path: Path
+) -> None:
+    """In all that a step reads of it; partial sums and partial argmaxes are a plan's own. Of one of two ranks, whose
+    numbers come back to it, the launches that add them up; nobody waits in vain."""
     source = open_pair(DEMO / "target", DEMO / "head")
     if command == "experts":
         source = random_pair("tiny-experts", tmp_path)
+    source = cut_pair(source, RuntimeConfig(tensor_parallel_size=cards))
     pair = PairPrograms(source, bench.card, Sizes((1, 4, 8), (0, 2, 7)))
     shapes = collect([pair], bench.card, kinds_of(command))[:: 2 if command == "gemm" else 1]
+    if cards > 1:
+        shapes = [shape for shape in shapes if "cards=" in shape.key]
     assert shapes
     calls = calls_by_plan(shapes, bench.card, 99 if command != "gemm" else NUM_PLANS)
     bench.compile([call for variants in calls.values() for each in variants for call in each])
     own = {tensor.untyped_storage()._cdata for tensor in pair.workspace.tensors()}
+    exchanged = {each for variant in calls.values() for each in memory_of_exchanges(variant)}
     for shape in shapes:
         places = Places(torch.device("cuda", 0), pair.weights.tensors(), 0)
         derived = places.place(calls[shape.place][0], 0)
@@ -56,11 +68,21 @@ def test_every_plan_of_a_launch_leaves_the_same_bits(command: str, bench: CardBe
                 placed = state.fill(places.place(variant, 0), 0)
                 bench.launcher.run(*placed)
                 torch.cuda.synchronize()
-                left.append({name: tensor.clone() for name, tensor in common(variant, placed, own).items()})
+                found = common(variant, placed, own | exchanged)
+                left.append({name: tensor.clone() for name, tensor in found.items()})
             for number, found in enumerate(left[1:], 1):
                 assert found.keys() == left[0].keys()
                 same = [torch.equal(found[name].view(torch.uint8), left[0][name].view(torch.uint8)) for name in found]
                 assert all(same), f"{shape.place}, {case.name}: plan {shape.candidates[number]}"
+        assert pair.abort is None or not places.read(pair.abort).any()
+
+
+def memory_of_exchanges(variants: Sequence[Sequence[KernelCall]]) -> set[int]:
+    """Storages of what ranks exchange by, which counts exchanges."""
+    tensors = (
+        each for calls in variants for call in calls for each in call.arguments if isinstance(each, torch.Tensor)
+    )
+    return {each.untyped_storage()._cdata for each in tensors if each.dtype == torch.int64 and each.dim() == 4}
 
 
 def common(variant: tuple[KernelCall, ...], placed: tuple[KernelCall, ...], own: set[int]) -> dict[int, torch.Tensor]:
@@ -75,12 +97,18 @@ def common(variant: tuple[KernelCall, ...], placed: tuple[KernelCall, ...], own:
     return found
 
 
-def test_what_was_tuned_is_what_a_runtime_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cards", [1, 2])
+def test_what_was_tuned_is_what_a_runtime_launches(cards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one card, and on two, whose launches the first one has measured alone."""
+    need_cards(cards)
     monkeypatch.setenv("LOWLAT_TUNING", str(tmp_path))
-    options: dict[str, Any] = {"max_batch": 1, "max_context": 512, "device": "cuda"}
+    options: dict[str, Any] = {
+        "max_batch": 1, "max_context": 512, "device": "cuda", "tensor_parallel_size": cards,
+    }  # fmt: skip
     with Runtime.load(DEMO / "target", HEAD, **options) as runtime:
         derived = decode(runtime)
-    sizes = ("--batch", 1, "-S", "0,1,2,3,4,5,6,7", "--candidates", 2, "--budget-s", 200)
+    sizes: tuple[str | int, ...] = ("--batch", 1, "-S", "0,1,2,3,4,5,6,7", "--candidates", 2, "--budget-s", 200)
+    sizes += ("--max-prefill-chunks", 4, "--tensor-parallel", cards)
     result = lowlat("tune", "all", *sizes)
     assert result.exit_code == 0, result.output
     path = tmp_path / file_name(torch.cuda.get_device_name(0))

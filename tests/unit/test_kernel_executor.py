@@ -90,7 +90,9 @@ def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
     plain = make_executor("mxfp4", card, tmp_path / "plain")
     for _, each in planned_of(plain):
         entries.setdefault(each.kind, {})[each.key] = Entry(each.candidates[-1].knobs)
-    with pytest.raises(ConfigError, match="derived for this card; `lowlat tune` measures"):
+    with pytest.raises(
+        ConfigError, match=r"derived for this card: .*; `lowlat tune all --model DIR --missing` measures"
+    ):
         check_launches(strict, replace(plain.counts, fallbacks=()))
     table = TuningTable("a card", card.capability, card.num_multiprocessors, card.shared_bytes, entries=entries)
     pretend_card(monkeypatch, replace(card, tuning=table))

@@ -27,7 +27,7 @@ from lowlat.tools.bench.geometry import read_geometries
 from lowlat.tools.profile import wall
 from lowlat.tools.tune import bench as card_bench
 from lowlat.tools.tune.arguments import Places, fill_numbers
-from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes, open_pair, random_pair, rounded_pair
+from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes, cut_pair, open_pair, random_pair, rounded_pair
 from lowlat.tools.tune.results import check_table, table_of, write_table
 from lowlat.tools.tune.run import Tuned, kinds_of, listed, tune
 from lowlat.tools.tune.shapes import Shape, calls_by_plan, collect
@@ -329,6 +329,9 @@ COVERED = {
 }
 
 
+CUT = ("llama-8b", "gpt-oss-120b")  # pairs of which tables have launches of one of several ranks, too
+
+
 def launches_of_pairs(card: Card, directory: Path) -> dict[str, list[Shape]]:
     names = [name for name in read_geometries() if name not in WITHOUT_ENTRIES]
     pairs = {name: random_pair(name, directory / name) for name in names}
@@ -336,6 +339,9 @@ def launches_of_pairs(card: Card, directory: Path) -> dict[str, list[Shape]]:
     eight = RuntimeConfig(quantize="fp8", quantize_lm_head=True, kv_cache_dtype="fp8")
     pairs["llama-8b in FP8"] = rounded_pair(pairs["llama-8b"], eight, "fp8")
     pairs["llama-8b in INT4"] = rounded_pair(pairs["llama-8b"], RuntimeConfig(quantize="int4"))
+    for name, invariant in itertools.product(CUT, (False, True)):
+        options = RuntimeConfig(tensor_parallel_size=2, tp_invariant=invariant)
+        pairs[f"{name} of two cards{', invariant' * invariant}"] = cut_pair(pairs[name], options)
     few = Sizes(depths=(0, 1, 3, 7))  # entries are of powers of two of rows, which other depths add none to
     return {name: listed([pair], "all", few, card) for name, pair in pairs.items()}
 

@@ -315,8 +315,10 @@ def choose_decode_plan(
     )  # fmt: skip
     facts: dict[str, Fact] = {
         "rows": 8 * plans[0].row_tiles if rows > 8 else plans[0].columns, "N": shape.width, "K": shape.depth,
-        "epilogue": ADD if shape.epilogue == EXCHANGE else shape.epilogue, "normed": steps_held > 0, "argmax": keeps,
+        "epilogue": shape.epilogue, "normed": steps_held > 0, "argmax": keeps,
     }  # fmt: skip
+    if shape.ranks > 1:
+        facts["cards"] = shape.ranks
     if shape.weights != BF16_TILES:
         facts["weights"] = shape.weights.label
     if shape.parts is not None:

@@ -114,7 +114,7 @@ def experts_mlp(
     for part, count in parts_of(rows, ranks):
         chosen, planned = plan, None
         if chosen is None:
-            chosen, planned = choose_mlp_plan(count, up_shape, down_shape, card, routing.num_experts)
+            chosen, planned = choose_mlp_plan(count, up_shape, down_shape, card, routing.num_experts, cards)
         arguments = (
             *(*gate_up.arguments, biases[0], *down.arguments, biases[1]),
             *(x[part], *routing.of(part), expert_ids[part], expert_weights[part], activated[part], partials[part]),

@@ -147,8 +147,13 @@ def mlp_plans(rows: int, up: ExpertShape, down: ExpertShape, card: Card) -> tupl
 
 
 def choose_mlp_plan(
-    rows: int, up: ExpertShape, down: ExpertShape, card: Card, num_experts: int
+    rows: int, up: ExpertShape, down: ExpertShape, card: Card, num_experts: int, cards: int = 1
 ) -> tuple[MlpPlan, Planned]:
-    """The plan for M rows by a card's table, or the derived one; and its place in tables."""
+    """The plan for M rows by a card's table, or the derived one; and its place in tables.
+
+    cards  that add up their sums, each of a part of every expert
+    """
     facts = {**facts_of(rows, up, num_experts), "down": down.rows, "down_format": down.format.name}
+    if cards > 1:
+        facts["cards"] = cards
     return choose_plan(card.tuning, KIND, facts, mlp_plans(rows, up, down, card))

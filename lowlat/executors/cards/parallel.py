@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from lowlat.errors import DeviceError
-from lowlat.executors import OpHook
+from lowlat.executors import LaunchCounts, OpHook
 from lowlat.executors.cards.peers import PeerMemory, planned_bytes
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.kernel_executor import abandon
@@ -71,7 +71,12 @@ class ParallelExecutor:
         self._leader = self.ranks[0]
         self._leader.look_at_others(self._look)
         self._abort = peers.abort.numpy()
-        self.device, self.state, self.counts = self._leader.device, self._leader.state, self._leader.counts
+        self.device, self.state = self._leader.device, self._leader.state
+
+    @property
+    def counts(self) -> LaunchCounts:
+        """The counts of all ranks together."""
+        return LaunchCounts.of_ranks(rank.counts for rank in self.ranks)
 
     @contextmanager
     def _together(self) -> Iterator[None]:

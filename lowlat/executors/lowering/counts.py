@@ -13,6 +13,7 @@ def count_launches(programs: Iterable[tuple[str, Iterable[LoweredGroup]]]) -> La
     """The counts of programs, each with its name and its lowered groups."""
     counts = LaunchCounts()
     fallbacks: list[str] = []
+    untuned: dict[tuple[str, str], None] = {}
     for name, groups in programs:
         for group in groups:
             library = [call for call in group.calls if isinstance(call, LibraryCall)]
@@ -20,7 +21,8 @@ def count_launches(programs: Iterable[tuple[str, Iterable[LoweredGroup]]]) -> La
             counts.launches += len(group.calls) - len(library)
             counts.planned += len(planned)
             counts.tuned += sum(each.is_tuned for each in planned)
+            untuned |= dict.fromkeys((each.kind, each.key) for each in planned if not each.is_tuned)
             counts.library_calls += len(library)
             fallbacks += [f"{call.name} in {name}'s {group.stage}" for call in library if call.is_fallback]
-    counts.fallbacks = tuple(fallbacks)
+    counts.fallbacks, counts.untuned = tuple(fallbacks), tuple(untuned)
     return counts

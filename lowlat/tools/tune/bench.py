@@ -43,7 +43,8 @@ class CardBench:
     def times_us(self, shape: Shape, plans: Sequence[Sequence[KernelCall]]) -> dict[str, list[float]]:
         """Microseconds of a launch under each plan, by case, the calls of its group included; infinite for a failure.
 
-        A plan that does not load, or whose registers do not suffice, fails. Raises DeviceError where the device fails.
+        A plan that does not load, or whose registers do not suffice, fails. Raises DeviceError where the device fails,
+        and where a launch of one of several ranks has waited in vain for what it sent itself.
         """
         pair, found = shape.source[0], dict[str, list[float]]()
         places = Places(self._device, pair.weights.tensors(), pair.weight_bytes)
@@ -53,9 +54,12 @@ class CardBench:
                 for case in cases_of(shape.kind, places.place(plans[0], 0), num_places):
                     found[case.name] = self._times_of(shape, places, case, plans)
             self.launcher.clear()
+            waited = pair.abort is not None and bool(places.read(pair.abort).any())
         except (RuntimeError, DeviceError) as error:  # torch's, of a device whose context is lost
             abandon([places])
             raise DeviceError(f"the device {self._device} failed: {error}") from error
+        if waited:
+            raise DeviceError(f"{shape.kind} {shape.key} waited in vain for numbers of other ranks: its times are void")
         return found
 
     def _times_of(self, shape: Shape, places: Places, case: Case, plans: Sequence[Sequence[KernelCall]]) -> list[float]:

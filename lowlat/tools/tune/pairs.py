@@ -1,7 +1,8 @@
 """The pairs whose launches are tuned: programs of all buckets over tensors that have shapes and no memory.
 
 Layers of a model are alike, so a pair has few of them: every kind of attention window, and as many as the draft model
-reads. No weight is read.
+reads. Where a pair is cut for several cards, the programs are one rank's, on one card: see `loopback`. No weight is
+read.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
+from lowlat.executors.cards.parallel import exchanged_rows
 from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.lowering.binding import Binding, sum_in_parts
@@ -23,7 +25,7 @@ from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.make import uncovered
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, Role
-from lowlat.host.loading import make_geometry
+from lowlat.host.loading import make_geometry, rank_geometries
 from lowlat.kernels.formats import matrix_parts
 from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
@@ -42,8 +44,20 @@ from lowlat.speculators.methods import draft_method, plan_speculator, rounded_sp
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
+from lowlat.step.state import StepGeometry
+from lowlat.tools.tune.loopback import LoopedMemory
 
-__all__ = ["LoweredPrograms", "Pair", "PairPrograms", "Sizes", "open_pair", "random_pair", "rounded_pair"]
+__all__ = [
+    "LoweredPrograms",
+    "Pair",
+    "PairPrograms",
+    "Sizes",
+    "cut_pair",
+    "every_part",
+    "open_pair",
+    "random_pair",
+    "rounded_pair",
+]
 
 META = torch.device("meta")
 LONG_CONTEXT, SHORT_POSITIONS = 65536, 32768  # of a slot; of all slots: as many as are split shortly
@@ -52,31 +66,43 @@ LEAST_LAYERS = 2  # so that a layer stands beside another
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its speculator, by their configs. speculator  None: none."""
+    """A target and its speculator, by their configs, whole, and for how many cards they are cut.
+
+    speculator            None: none
+    tensor_parallel_size, tp_invariant, draft_tensor_parallel_size  see `RuntimeConfig` and `SpeculativeConfig`
+    """
 
     name: str
     config: ModelConfig
     speculator: Speculator | None
+    tensor_parallel_size: int = 1
+    tp_invariant: bool = False
+    draft_tensor_parallel_size: int | None = None
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The buckets that are tuned for.
 
-    batches      slots
-    depths       draft tokens; 0: no drafts
-    max_context  positions
+    batches             slots
+    depths              draft tokens; 0: no drafts
+    max_context         positions
+    prefill_chunk, max_prefill_chunks  see `RuntimeConfig`
     """
 
     batches: tuple[int, ...] = (1, 2, 4, 8)
     depths: tuple[int, ...] = tuple(range(MAX_SPECULATIVE_TOKENS + 1))
     max_context: int = 4096
+    prefill_chunk: int = RuntimeConfig.prefill_chunk
+    max_prefill_chunks: int = RuntimeConfig.max_prefill_chunks
 
-    @property
-    def of_attention(self) -> tuple["Sizes", ...]:
-        """The sizes of which both splits of positions come, with the longest contexts that each has."""
+    def of_attention(self, num_cards: int) -> tuple["Sizes", ...]:
+        """The sizes of which both splits of positions come, with the longest contexts that each has.
+
+        num_cards  that have parts of the heads: contexts of so many times as many positions are split alike
+        """
         short = (replace(self, batches=(batch,), max_context=SHORT_POSITIONS // batch) for batch in self.batches)
-        return replace(self, max_context=LONG_CONTEXT), *short
+        return replace(self, max_context=LONG_CONTEXT * num_cards), *short
 
 
 def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pair:
@@ -116,7 +142,20 @@ def rounded_pair(pair: Pair, options: RuntimeConfig, draft: Literal["fp8", "int4
         config = rounding(config, Quantiser(options.quantize, options.quantize_lm_head), pair.name)
     if options.kv_cache_dtype == "fp8":
         config = coded(config)
-    return Pair(pair.name, config, None if speculator is None else rounded_speculator(speculator, draft))
+    return replace(
+        pair, config=config, speculator=None if speculator is None else rounded_speculator(speculator, draft)
+    )
+
+
+def cut_pair(pair: Pair, options: RuntimeConfig, draft_tensor_parallel_size: int | None = None) -> Pair:
+    """The pair cut for as many cards as `tensor_parallel_size` says, and `tp_invariant`; the draft model as
+    `draft_tensor_parallel_size` does."""
+    return replace(
+        pair,
+        tensor_parallel_size=options.tensor_parallel_size,
+        tp_invariant=options.tp_invariant,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
+    )
 
 
 def _few_layers(pair: Pair) -> Pair:
@@ -130,7 +169,7 @@ def _few_layers(pair: Pair) -> Pair:
     kinds = tuple(dict.fromkeys(config.windows))
     count = min(config.num_layers, max(LEAST_LAYERS, len(kinds), *boundaries, 0))
     windows = (*kinds, *config.windows)[:count]
-    return Pair(pair.name, replace(config, num_layers=count, windows=windows), speculator)
+    return replace(pair, config=replace(config, num_layers=count, windows=windows), speculator=speculator)
 
 
 class LoweredPrograms:
@@ -215,24 +254,75 @@ class LoweredPrograms:
 
 
 class PairPrograms(LoweredPrograms):
-    """The programs of a pair for a card: steps of the buckets, first tokens, prefills of all sizes; of few layers."""
+    """The programs of a pair for a card: steps of the buckets, first tokens, prefills of all sizes; of few layers.
 
-    def __init__(self, pair: Pair, card: Card, sizes: Sizes) -> None:
+    rank   whose part they are, if the pair is cut
+    abort  [1] int64, not zero where a launch gave up a wait for a peer, see `PeerRows`; None where there are no peers
+    Raises ConfigError for a pair that the kernels do not cover, or that cannot be cut so.
+    """
+
+    def __init__(self, pair: Pair, card: Card, sizes: Sizes, rank: int = 0) -> None:
         few = _few_layers(pair)
-        super().__init__(few, card, _programs(few, sizes))
+        geometry = _geometries(few, sizes)[rank]
+        programs, own, place = list(_programs(geometry, sizes)), None, None
+        self.abort: torch.Tensor | None = None
+        if pair.tensor_parallel_size > 1:
+            devices = [torch.device(META.type, number) for number in range(pair.tensor_parallel_size)]
+            peers = LoopedMemory(devices, exchanged_rows(programs))
+            place, self.abort = RankPlace(rank, peers), peers.abort
+        if geometry.config.shard is not None:
+            own = geometry.config
+        super().__init__(few, card, programs, own, place)
 
 
-def _programs(pair: Pair, sizes: Sizes) -> Iterator[Program]:
-    config, speculator = pair.config, pair.speculator
-    depths = sizes.depths if speculator is not None else (0,)
-    topologies = {depth: TreeTopology.chain(depth) for depth in sorted({0, *depths})}
+def every_part(pair: Pair, card: Card, sizes: Sizes) -> list[PairPrograms]:
+    """The programs of a pair, or of every rank of it whose part has other extents than those before. Raises ConfigError
+    as `PairPrograms` does."""
+    ranks: dict[tuple[int, ...], int] = {}
+    for rank, geometry in enumerate(_geometries(pair, sizes)):
+        ranks.setdefault(_extents(geometry), rank)
+    return [PairPrograms(pair, card, sizes, rank) for rank in ranks.values()]
+
+
+def _extents(geometry: StepGeometry) -> tuple[int, ...]:
+    """The extents of a rank's part of the target and of its draft model, of which parts of one pair may differ."""
+    config, speculator = geometry.config, geometry.speculator
+    draft = None if speculator is None else speculator.draft_config
+    parts = [(config, config.vocab_size)] + ([] if draft is None else [(draft, draft.draft_vocab_size)])
+    found: list[int] = []
+    for part, vocab_size in parts:
+        first, last = (0, vocab_size) if part.shard is None else part.shard.vocabulary(vocab_size)
+        found += [part.num_heads, part.num_kv_heads, part.intermediate_size, last - first]
+    return tuple(found)
+
+
+def _topologies(pair: Pair, sizes: Sizes) -> dict[int, TreeTopology]:
+    depths = sizes.depths if pair.speculator is not None else (0,)
+    return {depth: TreeTopology.chain(depth) for depth in sorted({0, *depths})}
+
+
+def _geometries(pair: Pair, sizes: Sizes) -> list[StepGeometry]:
+    """The shapes of each rank's programs. Raises ConfigError for a pair that cannot be cut so."""
+    config, speculative = pair.config, None
     options = RuntimeConfig(
-        max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.max_position), dtype=config.dtype
+        max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.max_position), dtype=config.dtype,
+        prefill_chunk=sizes.prefill_chunk, max_prefill_chunks=sizes.max_prefill_chunks,
+        tensor_parallel_size=pair.tensor_parallel_size, tp_invariant=pair.tp_invariant,
+    )  # fmt: skip
+    if pair.draft_tensor_parallel_size is not None:
+        speculative = SpeculativeConfig(
+            model=pair.name, draft_tensor_parallel_size=pair.draft_tensor_parallel_size
+        )  # its model is read already
+    return rank_geometries(
+        make_geometry(config, pair.speculator, _topologies(pair, sizes), options, None), options, speculative
     )
-    geometry = make_geometry(config, speculator, topologies, options, None)
+
+
+def _programs(geometry: StepGeometry, sizes: Sizes) -> Iterator[Program]:
+    depths = sizes.depths if geometry.speculator is not None else (0,)
     buckets = [
         *(Bucket(batch, depth + 1, depth) for batch in sizes.batches for depth in depths),
         *(Bucket.first_token(depth) for depth in depths),
     ]
-    yield from (build_step(geometry, bucket, topologies[bucket.num_speculative_tokens]) for bucket in buckets)
+    yield from (build_step(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)) for bucket in buckets)
     yield from build_prefills(geometry).values()

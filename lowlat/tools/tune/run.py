@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,9 @@ from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.kernels.tuning.choice import file_name
 from lowlat.kernels.tuning.table import TuningTable, read_table
 from lowlat.options.directories import tuning_directory
+from lowlat.tools.precompile import compile_all
 from lowlat.tools.tune.cases import contexts_of, tile_counts
-from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes
+from lowlat.tools.tune.pairs import Pair, Sizes, every_part
 from lowlat.tools.tune.results import table_of, write_table
 from lowlat.tools.tune.shapes import KINDS, Shape, calls_by_plan, collect
 from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
@@ -24,7 +25,7 @@ from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["COMMANDS", "Tuned", "Walked", "counted", "kinds_of", "listed", "tune"]
+__all__ = ["COMMANDS", "Compiled", "Tuned", "Walked", "compile_plans_of", "counted", "kinds_of", "listed", "tune"]
 
 COMMANDS = (*KINDS, "all")
 COMPILE_SHARE = 0.65  # of the budget, at most, that kernels are compiled in
@@ -62,10 +63,12 @@ def kinds_of(command: str) -> tuple[str, ...]:
 def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, card: Card = H200) -> list[Shape]:
     """The launches that a command would time for a card, with their plans; nothing runs."""
     kinds, rest = kinds_of(command), KINDS["attention"]
-    found = collect([PairPrograms(pair, card, sizes) for pair in pairs], card, [k for k in kinds if k not in rest])
+    longest = max(sizes.max_context, sizes.prefill_chunk * sizes.max_prefill_chunks)
+    whole = [part for pair in pairs for part in every_part(pair, card, replace(sizes, max_context=longest))]
+    found = collect(whole, card, [k for k in kinds if k not in rest])
     if set(rest) <= set(kinds):
-        programs = [PairPrograms(pair, card, each) for pair in pairs for each in sizes.of_attention]
-        found += collect(programs, card, rest)
+        each_size = [(pair, each) for pair in pairs for each in sizes.of_attention(pair.tensor_parallel_size)]
+        found += collect([part for pair, each in each_size for part in every_part(pair, card, each)], card, rest)
     return found
 
 
@@ -97,6 +100,44 @@ def counted(shapes: Sequence[Shape], card: Card = H200) -> list[Walked]:
                 counts = tile_counts(shape.key, call, plan, context)
                 found += [] if counts is None else [Walked(shape.key, context, row_tiles, counts)]
     return found
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Kernels that were compiled ahead of a run.
+
+    launches   whose plans they are
+    kernels    of all plans
+    compiled   of these, kernels that the cache lacked
+    """
+
+    launches: int
+    kernels: int
+    compiled: int
+
+
+def compile_plans_of(
+    pairs: Sequence[Pair],
+    command: str,
+    sizes: Sizes,
+    card: Card,
+    directory: Path,
+    *,
+    num_candidates: int,
+    known: TuningTable | None,
+    bar: Bar,
+) -> Compiled:
+    """Compile the kernels that a run of `tune` with these arguments would, for a card that need not be there.
+
+    directory  of the kernels' cache, as that run will have it
+    known      a table whose launches are left out; None: none are
+    Raises DeviceError for a kernel that does not compile.
+    """
+    shapes = [shape for shape in listed(pairs, command, sizes, card) if known is None or not known.find(*shape.place)]
+    calls = calls_by_plan(shapes, card, num_candidates)
+    kernels = {call.kernel.name: call.kernel for variants in calls.values() for each in variants for call in each}
+    with bar("compiling") as update:
+        return Compiled(len(shapes), len(kernels), compile_all(kernels, card, directory, progress=update or _quietly))
 
 
 def tune(

@@ -26,6 +26,7 @@ from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutat
 from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
 from lowlat.kernels.sampling.select import BROKEN, FINITE, INFINITY
 from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.tools.tune.loopback import looped
 
 SHARED = (
     *("common.activation", "common.handover", "common.kv_codes", "common.norm_math", "common.norm_row", "rows.norm"),
@@ -115,6 +116,26 @@ def test_ranks_add_up_what_they_multiply(
     expected = (tree_sum(alone) + residual.float()).bfloat16()
     assert bool(expected.isfinite().all()) and all(torch.equal(out, expected) for out in outs)
     assert int(abort[0]) == 0
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (2, 1), later(4, 2), later(8, 7)])
+def test_a_rank_whose_numbers_come_back_to_it_waits_for_nobody(ranks: int, rank: int) -> None:
+    """As it is timed on a card of its own: it sums what it has sent, again and again, by one plan and another."""
+    rows, width, abort = 3, 48, torch.zeros(1, dtype=torch.int64)
+    areas = tuple(torch.zeros(area_shape(ranks, rows, width), dtype=torch.int64) for _ in range(ranks))
+    residual, walker = random(rows, width), Walker()
+    with walked(walker) as modules:
+        thin: Any = modules[-1]
+        peers = looped(PeerRows(rank, areas, abort))
+        for turn in range(5):
+            plan = dataclasses.replace(thin.plan_decode_gemm(rows, width, SMALL), stages=1 + turn % 2)
+            out, part = torch.full((rows, width), torch.nan).bfloat16(), torch.zeros(rows, width)
+            given: dict[str, Any] = {"x": random(rows, 72), "weight": pack(random(width, 72)), "plan": plan}
+            walker.run(*thin.decode_gemm(**given, card=SMALL, residual=residual, peers=peers, out=out))
+            walker.run(*thin.decode_gemm(**given, card=SMALL, out=part))
+            assert torch.equal(out, (tree_sum([part] * ranks) + residual.float()).bfloat16())
+            assert int(peers.areas[rank][0, rank].view(torch.int32)[..., 0].min()) == turn + 1
+    assert int(abort[0]) == 0 and not any(area.any() for area in areas)
 
 
 def test_a_gemm_adds_up_over_ranks_with_a_residual_alone() -> None:

@@ -13,7 +13,7 @@ from mixture_walk import NAMES, small_card, walk
 from stages import later
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.peers.rows import area_shape
+from lowlat.kernels.common.peers.rows import PeerRows, area_shape
 from lowlat.kernels.common.sentinels import MISSING
 from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.moe.decode.mlp import experts_mlp
@@ -21,6 +21,7 @@ from lowlat.kernels.moe.decode.mlp_plan import plan_mlp
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, plan_experts, rows_a_launch, warps_of
 from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.tools.tune.loopback import looped
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,24 @@ def test_cards_add_up_their_parts_of_every_expert() -> None:
         expected = (residual.float() + (sums[0] + sums[1])).bfloat16()
         assert bool(expected.isfinite().all())
         assert torch.equal(one["total"], expected) and torch.equal(other["total"], expected)
+
+
+@pytest.mark.second
+def test_a_card_whose_sums_come_back_to_it_waits_for_nobody() -> None:
+    """As a rank's mixture is timed on a card of its own, launch after launch."""
+    rows, ranks, cards, hidden = 3, 2, 2, 72
+    logits, residual = make_logits("random", rows, 5), torch.randn(rows, hidden).bfloat16()
+    areas = tuple(torch.zeros(area_shape(cards, rows, hidden), dtype=torch.int64) for _ in range(cards))
+    abort, walker = torch.zeros(1, dtype=torch.int64), Walker()
+    with walkable(walker, *NAMES) as modules:
+        peers = looped(PeerRows(1, areas, abort))
+        for _ in range(3):
+            mixture = make_mixture(5, hidden, 32)
+            given = mixture.arguments(mixture.rows(rows), ranks) | {"residual": residual}
+            walker.run(*modules[-1].experts_mlp(routing=TopKRouting(logits), card=small_card(2), peers=peers, **given))
+            own = given["partials"][:, 0] + given["partials"][:, 1]
+            assert torch.equal(given["total"], (residual.float() + (own + own)).bfloat16())
+    assert int(abort[0]) == 0
 
 
 @pytest.mark.parametrize("name", ["fp8", later("int4_32_zeros")])

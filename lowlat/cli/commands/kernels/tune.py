@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ __all__ = ["command"]
 BUNDLED = "bundled"
 WHAT = ("gemm", "experts", "attention", "all")
 METHODS = ("eagle3", "peagle", "dflash", "dspark")  # of draft models
+OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "max_prefill_chunks")
 
 
 @click.command("tune")
@@ -36,8 +38,8 @@ METHODS = ("eagle3", "peagle", "dflash", "dspark")  # of draft models
     "--model]",
 )
 @click.option("--method", type=click.Choice(METHODS), help="Of a published shape's draft model.  [default: eagle3]")
-@record_options(RuntimeConfig, *STORED)
-@record_options(SpeculativeConfig, "draft_quantize")
+@record_options(RuntimeConfig, *OPTIONS)
+@record_options(SpeculativeConfig, "draft_quantize", "draft_tensor_parallel_size")
 @click.option("--batch", type=IntegerList(), default=(1, 2, 4, 8), metavar="N,N", help="Slots.  [default: 1,2,4,8]")
 @click.option(
     "-S",
@@ -65,6 +67,15 @@ METHODS = ("eagle3", "peagle", "dflash", "dspark")  # of draft models
     help="With --list: the tiles of positions that attention walks, by context; no card needed.",
 )
 @click.option("--list", "only_list", is_flag=True, help="Show launches and plans; needs no card.")
+@click.option(
+    "--compile",
+    "only_compile",
+    is_flag=True,
+    help="Compile the plans' kernels into LOWLAT_KERNEL_CACHE; needs no card.",
+)
+@click.option(
+    "--card", default="NVIDIA H200", show_default=True, metavar="NAME", help="With --compile: for which card."
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cuda or cuda:N.")
 @click.option(
     "--out", type=DIRECTORY, metavar="FILE", help="The table.  [default: this card's among the user's own tables]"
@@ -78,6 +89,7 @@ def command(
     geometries: str | None,
     method: str | None,
     only_list: bool,
+    only_compile: bool,
     tiles: bool,
     json_output: bool,
     **values: Any,
@@ -87,6 +99,9 @@ def command(
     Every GEMM, attention and mixture of experts of all buckets and of prefill is met by its shape. A plan changes no
     bit of a result. Runtimes on this card take their plans from the table; without one they are derived from the card's
     sizes. What the budget does not allow is left out: `--missing` goes on with it.
+
+    With --tensor-parallel the launches are those of a rank, timed on one card: what it would send to peers comes back
+    to it, so nothing waits for another card.
     """
     if head is not None and model is None:
         raise click.UsageError("--draft-model needs --model")
@@ -96,19 +111,28 @@ def command(
         raise click.UsageError("--method is of a published shape (--geometry); a draft model's directory tells its own")
     if tiles and not only_list:
         raise click.UsageError("--tiles needs --list")
-    from lowlat.tools.tune.pairs import Sizes, rounded_pair
+    if only_list and only_compile:
+        raise click.UsageError("--list and --compile are for one of them")
+    from lowlat.tools.tune.pairs import Sizes, cut_pair, rounded_pair
 
-    sizes = Sizes(values["batch"], values["depths"])
+    options = RuntimeConfig(**given_options({name: values[name] for name in OPTIONS}, RuntimeConfig))
+    sizes = Sizes(
+        values["batch"], values["depths"], prefill_chunk=options.prefill_chunk,
+        max_prefill_chunks=options.max_prefill_chunks,
+    )  # fmt: skip
     if not sizes.batches or min(sizes.batches) < 1 or min(sizes.depths, default=-1) < 0:
         raise click.UsageError("--batch takes slots from 1 on, -S depths from 0 on")
     with tempfile.TemporaryDirectory(prefix="lowlat-tune-") as scratch:
-        options = RuntimeConfig(**given_options({name: values[name] for name in STORED}, RuntimeConfig))
         pairs = [
-            rounded_pair(pair, options, values["draft_quantize"])
+            cut_pair(
+                rounded_pair(pair, options, values["draft_quantize"]), options, values["draft_tensor_parallel_size"]
+            )
             for pair in _pairs(model, head, geometries, method or "eagle3", Path(scratch))
         ]
         if only_list:
             _list(what, pairs, sizes, values["candidates"], tiles=tiles, json_output=json_output)
+        elif only_compile:
+            _compile(what, pairs, sizes, values, json_output=json_output)
         else:
             _tune(what, pairs, sizes, values, json_output=json_output)
 
@@ -163,6 +187,35 @@ def _shape(shape: "Shape", num_candidates: int) -> dict[str, Any]:
         "num_plans": len(shape.candidates),
         "plans": plans,
     }
+
+
+def _compile(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, json_output: bool) -> None:
+    from lowlat.executors.launcher import default_cache_directory
+    from lowlat.kernels.tuning.choice import file_name
+    from lowlat.kernels.tuning.table import read_table
+    from lowlat.options.directories import tuning_directory
+    from lowlat.tools.precompile import described_card
+    from lowlat.tools.tune.run import compile_plans_of
+
+    name, directory = values["card"], default_cache_directory()
+    path = values["out"] or tuning_directory() / file_name(name)
+    done = compile_plans_of(
+        pairs,
+        what,
+        sizes,
+        described_card(name),
+        directory,
+        num_candidates=values["candidates"],
+        known=read_table(path) if values["missing"] and path.exists() else None,
+        bar=progress_bar,
+    )
+    if json_output:
+        print_json({"card": name, "directory": str(directory), **asdict(done)})
+    else:
+        click.echo(
+            f"{done.kernels} kernels of {done.launches} launches for {name} in {directory}, {done.compiled} of them "
+            "compiled now"
+        )
 
 
 def _tune(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, json_output: bool) -> None:

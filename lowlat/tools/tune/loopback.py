@@ -1,0 +1,46 @@
+"""Exchange memory of one rank on a card of its own: what it sends to a peer arrives as what that peer would send.
+
+A launch that adds up rows over ranks (`PeerRows`) leaves its numbers in every peer's memory, and takes those that the
+peers leave in its own. Here a peer's memory is the rank's own, moved so far that a number that was sent to a peer lies
+where that peer's is awaited. So the thread that waits has written the word that it waits for just before: a launch is
+repeated as often as one likes, waits for nobody, and executes all instructions of its exchange. What its time lacks is
+the way between cards, which is the same under all plans, and what a slower peer would make it wait.
+
+Launches that do nothing but exchange have no plan and are not timed: their memory is not moved. It knows no kernel.
+"""
+
+import torch
+
+from lowlat.executors.cards.peers import PeerMemory
+from lowlat.kernels.common.peers.rows import PeerRows
+
+__all__ = ["LoopedMemory", "looped"]
+
+
+class LoopedMemory(PeerMemory):
+    """`PeerMemory` whose rows that kernels add up come back to the rank that sent them."""
+
+    def __init__(self, devices: list[torch.device], rows: dict[int, int]) -> None:
+        super().__init__(devices, rows)
+        self._looped: dict[tuple[int, int, str], PeerRows] = {}
+
+    def rows(self, rank: int, width: int, kind: str) -> PeerRows:
+        """See `PeerMemory.rows`; the memory of a rank is its own alone."""
+        key = rank, width, kind
+        if key not in self._looped:
+            self._looped[key] = looped(super().rows(rank, width, kind))
+        return self._looped[key]
+
+
+def looped(rows: PeerRows) -> PeerRows:
+    """The memory of one rank in which what it sends comes back to it.
+
+    A rank's number for peer p goes to part `rank` of p's area, and is awaited in part p of the rank's own: so p's area
+    lies p - rank parts behind the rank's. Beyond its own area nothing is read or written.
+    """
+    own, size = rows.areas[rows.rank], rows.size
+    part, count = rows.rows * rows.width, own.numel()
+    whole = torch.zeros(count + 2 * (size - 1) * part, dtype=own.dtype, device=own.device)
+    first = (size - 1 - rows.rank) * part  # of rank 0's
+    areas = tuple(whole[first + p * part :][:count].view(own.shape) for p in range(size))
+    return PeerRows(rows.rank, areas, rows.abort)
