@@ -7,6 +7,7 @@ its calls in one CUDA graph, in turns with the others. `difference` is that of o
 """
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 
 from bench.clock import Timed, own_stream, round_robin
-from bench.micro import TURN, Entry, capture, describe, write_rows
+from bench.conditions import stamps_of, write_json
+from bench.micro import TURN, Entry, capture, describe
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.prefill_attention import flash_attention
 from lowlat.kernels.attention.prefill.flash import GROUPS, prefill_flash
@@ -108,8 +110,9 @@ def measure(launcher: Launcher, cases: Sequence[_Case], groups: Sequence[int], r
         heads = HEADS[case.heads][0]
         for each in timed:
             row = describe(Entry(each.name, lambda _: [], COPIES), each.ms, None)
-            row["tflop_per_s"] = round(4 * heads * dim * case.seen / row["us_p50"] / 1e6, 1)
-            found.append({**row, "difference": round(difference, 5)})
+            rate = round(4 * heads * dim * case.seen / row["us_p50"] / 1e6, 1)
+            kept = {name: row[name] for name in ("name", "us_p50")}
+            found.append({**kept, "tflop_per_s": rate, "difference": round(difference, 5)})
         torch.cuda.empty_cache()
     return found
 
@@ -137,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", type=int, default=None)
     parser.add_argument("--groups", nargs="*", type=int, choices=GROUPS, default=[], help="also such blocks")
     parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
@@ -150,7 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     with own_stream(device):
         rows = measure(Launcher(device), cases, options.groups, options.replays)
-    write_rows(rows, options.out, device, 0.0)
+    stamps = {"weights": "none: random queries, keys and values", **stamps_of(device, options.commit)}
+    for row in rows:
+        print(json.dumps(row))
+    if options.out is not None:
+        write_json(options.out, [{**row, **stamps} for row in rows])
 
 
 if __name__ == "__main__":
