@@ -198,10 +198,6 @@ class Walker:
         """Bytes of a tensor."""
         return self._at(address, size)
 
-    def pause(self) -> None:
-        """Let other threads go on."""
-        self._fibers.pause()
-
     def near(self, address: int, size: int) -> Any:
         """Bytes of the block's shared memory, of which the first 16 are checked."""
         start = self._near(address, 16 if size > 16 else size)

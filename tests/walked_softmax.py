@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -26,12 +25,8 @@ class _Flying:
 
 
 class _Softmax:
-    """Turns: by a block and a barrier's number how many threads have passed it on, and by a thread its turns."""
-
     def __init__(self, walker: Walker) -> None:
         self._walker = walker
-        self._passed: Counter[Any] = Counter()
-        self._taken: Counter[Any] = Counter()
 
     def _numbers(self, address: int, rows: int, dim: int) -> Any:
         """bf16 in halves of 64 columns, rows of 128 bytes, pieces swizzled by their address: [rows, dim]."""
@@ -46,16 +41,6 @@ class _Softmax:
     def _together(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         thread = this_thread()
         return self._walker.meet((name, thread.home.key, thread.warp // 4), GROUP, value, combine)
-
-    def _pass_turn(self, number: int) -> None:
-        self._passed[this_thread().home.key, number] += 1
-
-    def _wait_turn(self, number: int) -> None:
-        thread = this_thread()
-        turns, own = (thread.home.key, number), (thread.number, number)
-        self._taken[own] += 1
-        while self._passed[turns] < GROUP * self._taken[own]:
-            self._walker.pause()
 
     def multiply_scores(self, dim: int, keys: int) -> Any:
         def multiply(queries: int, place: int) -> _Flying:
@@ -90,7 +75,6 @@ class _Softmax:
 
         made.fence_copies = lambda: None
         made.sync_group = lambda number: self._together(f"barrier {number}", None, lambda values: values)
-        made.wait_turn, made.pass_turn = self._wait_turn, self._pass_turn
         made.multiply_scores, made.multiply_values = self.multiply_scores, self.multiply_values
         made.await_scores = lambda keys, pending: awaited
         made.await_products = lambda dim, keys: awaited

@@ -24,12 +24,10 @@ __all__ = [
     "multiply_scores",
     "multiply_values",
     "pack_rows",
-    "pass_turn",
     "scale_rows",
     "store_pieces",
     "store_row",
     "sync_group",
-    "wait_turn",
     "weigh_rows",
 ]
 
@@ -42,9 +40,6 @@ GROUP_ROWS = 64
 fence_copies = instruction("fence.proxy.async.shared::cta;", None, ())
 # a barrier of the four warps of a warpgroup, by its number
 sync_group = instruction("bar.sync $0, 128;", None, (u32,), together=True)
-# two warpgroups in turns: one waits at a barrier by its number until the other has come by it, which does not wait
-wait_turn = instruction("bar.sync $0, 256;", None, (u32,), together=True)
-pass_turn = instruction("bar.arrive $0, 256;", None, (u32,), together=True)
 
 
 def _statement(text: str, outputs: Any, inputs: Sequence[tuple[Any, int]], *, tied: bool = False) -> Any:

@@ -1,9 +1,8 @@
 """Flash attention of a prompt's rows by warpgroups' tensor cores, for cards of capability 9.0.
 
 A block has 128 or 64 rows of a head, 64 a warpgroup, and a warp beside them that copies. Keys and values lie in tiles
-of 128 positions, see `gather_kv`; a block takes those that its rows see, the last one first. Two warpgroups begin
-products in turns: while one makes weights of its scores, the tensor cores have the other's products, and those of its
-own weights and values of the tile before.
+of 128 positions, see `gather_kv`; a block takes those that its rows see, the last one first. While a warpgroup makes
+weights of its scores, the tensor cores have its weights and values of the tile before, and the other's products.
 
 Tiles stand at multiples of 128 from position 0, and one that a row sees nothing of adds zeros to its sums, or scales
 them by one: a row's bits depend on its own position and what it sees alone, not on the rows of a launch.
@@ -32,7 +31,8 @@ HOPPER = (9, 0)
 DIMS = (64, 128)
 GROUPS = (1, 2)  # warpgroups of a block that multiply
 STAGES = 3
-COPYING_REGISTERS, MULTIPLYING_REGISTERS = 24, 240  # a thread, where warpgroups hand them over
+REGISTERS = {1: (40, 216), 2: (24, 240)}  # of a thread that copies, and of one that multiplies, by warpgroups of these
+BLOCKS = {1: 2, 2: 1}  # that share a multiprocessor, where their memory allows it
 SHORT = 512  # positions of a window that is short
 TILE_KEYS = ALIGNMENT
 SWIZZLE_BYTES = 1024
@@ -136,9 +136,9 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, ar
     begin, barriers_at = handover.begin, queries_bytes + 2 * area
     place_queries = make_place(heads, dim)
     copy_tiles = make_copy(tile_bytes, handover, area)
-    moves_registers, first_copying = groups == 2, 4 * groups
-    give, take = ptx_hopper.give_registers(COPYING_REGISTERS), ptx_hopper.take_registers(MULTIPLYING_REGISTERS)
-    multiply = make_multiply(dim, TILE_KEYS, handover, area, groups)
+    first_copying, (kept, wanted) = 4 * groups, REGISTERS[groups]
+    give, take = ptx_hopper.give_registers(kept), ptx_hopper.take_registers(wanted)
+    multiply = make_multiply(dim, TILE_KEYS, handover, area)
     finish = make_finish(heads, dim, sink_bytes, arranged)
     group_bytes = GROUP_ROWS * dim * 2
 
@@ -170,20 +170,18 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, ar
         ) * int64(tile_bytes)  # fmt: skip
         sources = (keys + tile_at, values + tile_at)
         if warp >= uint32(first_copying):
-            if moves_registers:
-                give()
+            give()
             if warp == uint32(first_copying):
                 copy_tiles(places, barriers, sources, count, lane)
         else:
-            if moves_registers:
-                take()
+            take()
             group, within = uint32(warp >> uint32(2)), uint32(thread & uint32(127))
             own = row + int64(group) * int64(GROUP_ROWS)
             queries = uint32(base + group * uint32(group_bytes))
             upper = uint32(uint32((warp & uint32(3)) * uint32(16)) + uint32(lane >> uint32(2)))  # of the group's rows
             spots = (start + own, start + own + int64(upper), window, first)
             place_queries(queries, q, head, own, rows, group, within)
-            sums, peaks, totals = multiply(queries, places, barriers, spots, last, count, scale, warp, lane)
+            sums, peaks, totals = multiply(queries, places, barriers, spots, last, count, scale, lane)
             finish(sums, peaks, totals, sinks, out, head, own + int64(upper), rows, scale, lane)
 
     name = f"prefill_flash_{heads}_{num_heads}_{dim}x{groups}"
@@ -192,7 +190,14 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, ar
     shared_bytes = SWIZZLE_BYTES + barriers_at + 2 * STAGES * BARRIER_BYTES
     signature = (*(types.int64,) * 10, types.float32)
     return Kernel(
-        name, prefill_flash_kernel, signature, 128 * (groups + 1), 1, shared_bytes, specific=True, whole=moves_registers
+        name,
+        prefill_flash_kernel,
+        signature,
+        128 * (groups + 1),
+        BLOCKS[groups],
+        shared_bytes,
+        specific=True,
+        whole=True,
     )
 
 

@@ -17,7 +17,6 @@ GROUP_ROWS = 64  # of a warpgroup
 GROUP_THREADS = 128
 ROW_BYTES, PIECE_BYTES = 128, 16
 FIRST_BARRIER = 1  # of warpgroups; 0 is the block's
-FIRST_TURN = 3  # barriers of turns, behind those of two warpgroups
 FULL_WARP = 0xFFFFFFFF
 NOTHING = float("-inf")
 LARGEST = 1e37
@@ -147,15 +146,13 @@ def make_copy(tile_bytes: int, handover: Handover, area: int) -> Any:
     return copy_tiles
 
 
-def make_multiply(dim: int, keys: int, handover: Handover, area: int, groups: int) -> Any:
+def make_multiply(dim: int, keys: int, handover: Handover, area: int) -> Any:
     """A function of a warpgroup: multiply all tiles, as a copying warp fills stages with them.
 
-    It gives the sums of weighted values, the peaks of scores, and a lane's sums of weights. Two warpgroups begin
-    products in turns: while one makes weights of its scores, the tensor cores have the other's.
+    It gives the sums of weighted values, the peaks of scores, and a lane's sums of weights.
 
-    keys    of a tile
-    area    bytes from the stages of keys to those of values
-    groups  warpgroups of a block
+    keys   of a tile
+    area   bytes from the stages of keys to those of values
     spots: the position of the group's first row, of the lane's upper row, the window and the first position.
     """
     tile_bytes, stages = keys * dim * 2, area // (keys * dim * 2)
@@ -172,8 +169,7 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, groups: in
 
     @device_function
     def multiply(
-        queries: Any, places: Any, barriers: Any, spots: Any, tile: Any, count: Any, scale: Any,
-        warp: Any, lane: Any,
+        queries: Any, places: Any, barriers: Any, spots: Any, tile: Any, count: Any, scale: Any, lane: Any
     ) -> Any:  # fmt: skip
         second = uint32(barriers + uint32(stages * BARRIER_BYTES))
         stage, parity = uint32(0), uint32(0)
@@ -186,20 +182,12 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int, groups: in
         )  # fmt: skip
         words, sums, done = pack(weights), zeros(), uint32(1)
         later, later_parity = after(stage, parity)
-        own = uint32(uint32(warp >> uint32(2)) + uint32(FIRST_TURN))
-        other = uint32(uint32(2 * FIRST_TURN + 1) - own)
         if done < count:
             await_full(barriers, later, later_parity)
-            if groups == 2 and warp >= uint32(4):
-                ptx_attention.pass_turn(other)
         while done < count:
-            if groups == 2:
-                ptx_attention.wait_turn(own)
             scores = begin_scores(queries, uint32(places + later * uint32(tile_bytes)))
             await_full(second, stage, parity)
             sums = begin_values(sums, words, uint32(places + uint32(area) + stage * uint32(tile_bytes)))
-            if groups == 2 and (warp < uint32(4) or uint32(done + uint32(1)) < count):  # the last turn is nobody's
-                ptx_attention.pass_turn(other)
             scores = await_first(scores)
             release(barriers, later, lane)
             weights, peaks, totals, factors = weigh_tile(
