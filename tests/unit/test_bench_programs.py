@@ -79,6 +79,36 @@ def test_acceptance_stands_by_position(tmp_path: Path) -> None:
     assert all(1 <= row["mean_acceptance_length"] <= 4 and row["draft_window"] == 16 for row in rows)
 
 
+@pytest.mark.second
+def test_the_same_places_stand_behind_contexts_of_every_length(tmp_path: Path) -> None:
+    long_contexts, demo = bench("long_contexts"), bench("acceptance").DEMO
+    texts = {name: "The number of rows that a query returns is limited. " * 20 for name in ("unseen 0", "Manual")}
+    (tmp_path / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
+    models = ["--draft-model", f"plain={demo / 'head'}", f"windowed={demo / 'head'}@16"]
+    sizes = ["--contexts", "96", "48", "--place", "128", "--max-tokens", "12", "--temperature", "0", "--device", "cpu"]
+    given = ["--target", demo / "target", "--texts", tmp_path / "texts.json", "--out", tmp_path / "out.json"]
+    long_contexts.main([*map(str, given), *models, *sizes, "--commit", "c0ffee1"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["conditions"]["commit"] == "c0ffee1" and found["left_out"] == []
+    assert [(row["draft_model"], row["draft_window"], row["context"], row["texts"]) for row in found["rows"]] == [
+        (*model, context, group)
+        for model in (("plain", None), ("windowed", 16))
+        for context in (48, 96)
+        for group in ("all", "unseen", "withheld")
+    ]
+    for row in found["rows"]:
+        assert row["identical"] and row["prompts"] == (2 if row["texts"] == "all" else 1)
+        assert row["tokens"] == 12 * row["prompts"] and 1 <= row["mean_acceptance_length"] <= 4
+        assert row["ms_per_step"] > 0 and row["baseline_ms_per_step"] > 0
+    long_contexts.main([*map(str, given), *models, *sizes, "--minutes", "0"])
+    late = json.loads((tmp_path / "out.json").read_text())
+    assert late["rows"] == [] and late["left_out"][0] == ["plain", 48] and len(late["left_out"]) == 4
+    with pytest.raises(SystemExit, match="prompts end at"):
+        long_contexts.main([*map(str, given), *models, *sizes, "--place", "2000"])
+    with pytest.raises(SystemExit):
+        long_contexts.main([*map(str, given), *models, *sizes, "--place", "64"])
+
+
 def test_the_checkpoint_holds_the_weights_by_their_public_names(tmp_path: Path) -> None:
     target_path, head_path = start.write_checkpoint(GEOMETRY, tmp_path, torch.device("cpu"))
     target = load_target(target_path, dtype="bfloat16")
