@@ -79,10 +79,26 @@ def test_acceptance_stands_by_position(tmp_path: Path) -> None:
     assert all(1 <= row["mean_acceptance_length"] <= 4 and row["draft_window"] == 16 for row in rows)
 
 
+def test_long_contexts_have_a_table_of_each_temperature() -> None:
+    report = bench("long_report")
+    row = {"texts": "all", "temperature": 0.7, "draft_model": "yarn", "context": 2048, "mean_acceptance_length": 1.9}
+    row |= {"decode_tokens_per_s": 300.0, "baseline_decode_tokens_per_s": 200.0}
+    others = {"draft_model": "short", "context": 65536}, {"texts": "unseen", "mean_acceptance_length": 9.0}
+    assert list(report.acceptance_tables([row, *({**row, **other} for other in others)])) == [
+        "| T = 0.7: mean acceptance length (speed over S = 0) | 2K | 64K |",
+        "| --- | --- | --- |",
+        "| yarn | 1.90 (1.50) | |",
+        "| short | | 1.90 (1.50) |",
+        "",
+    ]
+    losses = [{"target": "long", "texts": "unseen", "from": 1024, "to": 1500, "loss": 1.234}]
+    assert list(report.loss_table(losses))[::2] == ["| loss at positions | 1K to 1500 |", "| long, unseen | 1.23 |"]
+
+
 @pytest.mark.second
 def test_the_same_places_stand_behind_contexts_of_every_length(tmp_path: Path) -> None:
     long_contexts, demo = bench("long_contexts"), bench("acceptance").DEMO
-    texts = {name: "The number of rows that a query returns is limited. " * 20 for name in ("unseen 0", "Manual")}
+    texts = dict.fromkeys(("unseen 0", "Manual"), "The number of rows that a query returns is limited. " * 20)
     (tmp_path / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
     models = ["--draft-model", f"plain={demo / 'head'}", f"windowed={demo / 'head'}@16"]
     sizes = ["--contexts", "96", "48", "--place", "128", "--max-tokens", "12", "--temperature", "0", "--device", "cpu"]
