@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfi
 
 from lowlat.errors import ConfigError
 from lowlat.tools.train.corpus import pack, read_documents, split, tokenize
+from lowlat.tools.train.long.texts import read_texts
 
 __all__ = ["LossModule", "build_target", "extend_target", "learning_rate_scale", "rows_of", "save_target", "train"]
 
@@ -238,9 +239,17 @@ def _samples(model: LlamaForCausalLM, tokenizer: Any, prompts: list[str], device
     return texts
 
 
+def _documents(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The documents to train on, and those that the held-out loss is told of."""
+    if arguments.held_out is None:
+        return split(read_documents(arguments.text))
+    return read_documents(arguments.text), list(read_texts(arguments.held_out).values())
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small Llama target on a text.")
     parser.add_argument("--text", help="documents separated by <|endoftext|> lines; .xz is read too")
+    parser.add_argument("--held-out", help="JSON of name -> text to tell the loss of; by default one document in 64")
     parser.add_argument("--tokenizer", help="directory with tokenizer.json and tokenizer_config.json; --start has them")
     parser.add_argument("--start", help="directory of a Llama target to go on from; sizes are then its own")
     parser.add_argument("--yarn", type=float, default=1.0, help="times the positions of --start that it gets, by YaRN")
@@ -284,7 +293,7 @@ def main() -> None:
     if not arguments.minutes:
         save_target(model, arguments.tokenizer, out, arguments.shard_mb)
         return
-    training, held_out = split(read_documents(arguments.text))
+    training, held_out = _documents(arguments)
     tokens = tokenize(tokenizer, training, separator=end)
     first = arguments.length[0]
     test = pack(tokenize(tokenizer, held_out, separator=end), first, np.random.default_rng(0))
