@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,43 +218,34 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], window: int
 
     Long rows go piece by piece, each computed again for its gradient: a mask of all of them would need length squared.
     """
-    step, length = len(keys) - 1, query.shape[2]
-    if step == 0 and window is None:
+    length = query.shape[2]
+    if len(keys) == 1 and window is None:
         return functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
-    pieces = []
-    for begin in range(0, length, PIECE):
-        end = min(begin + PIECE, length)
-        first = 0 if window is None else max(0, begin - window + 1)
-        starts = [first, *(max(0, begin - step),) * step]
-        seen = torch.cat(
-            [
-                _seen(begin, end, start, own, step, window, query.device)
-                for own, start in enumerate(starts)  # `own` is the step whose rows these keys are
-            ],
-            dim=1,
-        )
-        some = query[:, :, begin:end], _gather(keys, starts, end), _gather(values, starts, end), seen
-        if length > PIECE and torch.is_grad_enabled():
-            pieces.append(checkpoint(_masked, *some, use_reentrant=False, preserve_rng_state=False))
-        else:
-            pieces.append(_masked(*some))
-    return torch.cat(pieces, dim=2)
+    given = query, tuple(keys), tuple(values), window
+    if length <= PIECE:
+        return _attend_piece(*given, 0, length)
+    pieces = [(begin, min(begin + PIECE, length)) for begin in range(0, length, PIECE)]
+    again = partial(checkpoint, _attend_piece, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(*given, *piece) for piece in pieces], dim=2)
 
 
-def _masked(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
-
-
-def _gather(rows: list[Tensor], starts: list[int], end: int) -> Tensor:
-    return torch.cat([each[:, :, start:end] for each, start in zip(rows, starts, strict=True)], dim=2)
-
-
-def _seen(begin: int, end: int, start: int, own: int, step: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of step `own`'s rows from `start` on the rows from `begin` on of step `step` see, both up to `end`."""
-    row, key = torch.arange(begin, end, device=device), torch.arange(start, end, device=device)
-    behind = row[:, None] - key[None, :]
-    seen = behind == step - own if own else behind >= step
-    return seen if window is None else seen & (behind < window)
+def _attend_piece(
+    query: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], window: int | None, begin: int, end: int
+) -> Tensor:
+    """What rows begin to end - 1 attend to, [rows, heads, end - begin, D]."""
+    step, reach = len(keys) - 1, end if window is None else window - 1
+    row = torch.arange(begin, end, device=query.device)[:, None]
+    seen, some = [], []
+    for own in range(step + 1):  # the step whose rows these keys are
+        start = max(0, begin - (step if own else reach))
+        some.append(slice(start, end))
+        behind = row - torch.arange(start, end, device=query.device)
+        here = behind == step - own if own else behind >= step
+        seen.append(here if window is None else here & (behind < window))
+    key, value = (
+        torch.cat([each[:, :, part] for each, part in zip(rows, some, strict=True)], dim=2) for rows in (keys, values)
+    )
+    return functional.scaled_dot_product_attention(query[:, :, begin:end], key, value, attn_mask=torch.cat(seen, dim=1))
 
 
 def _rope_scaling(sizes: DraftSizes) -> dict[str, Any] | None:
