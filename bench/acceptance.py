@@ -215,7 +215,7 @@ class _Bench:
 
     def _decode_both(self, prompt: str | list[int]) -> "Sum":
         one, tokens = self.baselines.both(self.runtime, prompt, self.temperature, self.depth)
-        one.loops = _loops(tokens)
+        one.loops = text_loops(tokens)
         return one
 
 
@@ -309,7 +309,8 @@ def decode(
     return tokens, time.perf_counter() - start, runtime.metrics(name)
 
 
-def _loops(tokens: list[int]) -> bool:
+def text_loops(tokens: list[int]) -> bool:
+    """Say whether some run of LOOP tokens stands in a completion more than twice."""
     runs = [tuple(tokens[k : k + LOOP]) for k in range(len(tokens) - LOOP + 1)]
     return any(runs.count(run) > 2 for run in set(runs))
 

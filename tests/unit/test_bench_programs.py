@@ -82,6 +82,52 @@ def test_acceptance_stands_by_position(tmp_path: Path) -> None:
     assert all(1 <= row["mean_acceptance_length"] <= 4 and row["draft_window"] == 16 for row in rows)
 
 
+def test_long_contexts_have_a_table_of_each_temperature() -> None:
+    report = bench("long_report")
+    row = {"texts": "all", "temperature": 0.7, "draft_model": "yarn", "context": 2048, "mean_acceptance_length": 1.9}
+    row |= {"decode_tokens_per_s": 300.0, "baseline_decode_tokens_per_s": 200.0}
+    others = {"draft_model": "short", "context": 65536}, {"texts": "unseen", "mean_acceptance_length": 9.0}
+    assert list(report.acceptance_tables([row, *({**row, **other} for other in others)])) == [
+        "| T = 0.7: mean acceptance length (speed over S = 0) | 2K | 64K |",
+        "| --- | --- | --- |",
+        "| yarn | 1.90 (1.50) | |",
+        "| short | | 1.90 (1.50) |",
+        "",
+    ]
+    losses = [{"target": "long", "texts": "unseen", "from": 1024, "to": 1500, "loss": 1.234}]
+    assert list(report.loss_table(losses))[::2] == ["| loss at positions | 1K to 1500 |", "| long, unseen | 1.23 |"]
+
+
+@pytest.mark.second
+def test_the_same_places_stand_behind_contexts_of_every_length(tmp_path: Path) -> None:
+    long_contexts, demo = bench("long_contexts"), bench("acceptance").DEMO
+    texts = dict.fromkeys(("unseen 0", "Manual"), "The number of rows that a query returns is limited. " * 20)
+    (tmp_path / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
+    models = ["--draft-model", f"plain={demo / 'head'}", f"windowed={demo / 'head'}@16"]
+    sizes = ["--contexts", "96", "48", "--place", "128", "--max-tokens", "12", "--temperature", "0", "--device", "cpu"]
+    given = ["--target", demo / "target", "--texts", tmp_path / "texts.json", "--out", tmp_path / "out.json"]
+    long_contexts.main([*map(str, given), *models, *sizes, "--commit", "c0ffee1"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["conditions"]["commit"] == "c0ffee1" and found["left_out"] == []
+    assert [(row["draft_model"], row["draft_window"], row["context"], row["texts"]) for row in found["rows"]] == [
+        (*model, context, group)
+        for model in (("plain", None), ("windowed", 16))
+        for context in (48, 96)
+        for group in ("all", "unseen", "withheld")
+    ]
+    for row in found["rows"]:
+        assert row["identical"] and row["prompts"] == (2 if row["texts"] == "all" else 1)
+        assert row["tokens"] == 12 * row["prompts"] and 1 <= row["mean_acceptance_length"] <= 4
+        assert row["ms_per_step"] > 0 and row["baseline_ms_per_step"] > 0
+    long_contexts.main([*map(str, given), *models, *sizes, "--minutes", "0"])
+    late = json.loads((tmp_path / "out.json").read_text())
+    assert late["rows"] == [] and late["left_out"][0] == ["plain", 48] and len(late["left_out"]) == 4
+    with pytest.raises(SystemExit, match="prompts end at"):
+        long_contexts.main([*map(str, given), *models, *sizes, "--place", "2000"])
+    with pytest.raises(SystemExit):
+        long_contexts.main([*map(str, given), *models, *sizes, "--place", "64"])
+
+
 def test_the_checkpoint_holds_the_weights_by_their_public_names(tmp_path: Path) -> None:
     target_path, head_path = start.write_checkpoint(GEOMETRY, tmp_path, torch.device("cpu"))
     target = load_target(target_path, dtype="bfloat16")

@@ -2,6 +2,8 @@
 
     python -m lowlat.tools.train.draft_model --target DIR --text FILE --out DIR [--prompts FILE] [--draft-vocab N]
         [--minutes 4] [--method peagle|dflash|dspark [--start DIR]]
+    python -m lowlat.tools.train.draft_model --target DIR --text FILE --out DIR --start DIR --yarn 32 --rows 128
+        --text-length 65536 --generated-share 0                                     for long contexts
 
 Half or more of the data is written by the target itself: it continues windows of the text, or answers the
 questions of `--prompts` under its chat template, greedy and at `--temperature`. The loss is the cross-entropy to
@@ -10,13 +12,16 @@ weighing less. Tokens outside the draft vocabulary keep their share of the proba
 draft model (`parallel`) learns the drafts of `--anchors` random positions a row.
 
 The draft model starts from the target: its LM head, its final norm, its last layer where shapes agree, and an fc that
-passes the highest feature through. Learning is driven by elapsed time or `--steps`; the rate ends at zero.
+passes the highest feature through; or from `--start`. `--yarn FACTOR` gives it so many times the positions of its
+start, and `--window` lets it see the last ones alone. Learning is driven by elapsed time or `--steps`; the rate ends at
+zero.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,7 +94,10 @@ def choose_draft_ids(tokens: Tensor, sizes: DraftSizes) -> Tensor:
 
 
 def _written(teacher: Teacher, text: Any, arguments: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Read the rows that an earlier run kept, or let the target write them and keep them."""
+    """Read the rows that an earlier run kept, or let the target write them and keep them; none where none are used."""
+    if not arguments.generated_share:
+        width = arguments.length + 1
+        return torch.zeros(0, width, dtype=torch.int32), torch.zeros(0, width, dtype=torch.bool)
     if arguments.written and Path(arguments.written).exists():
         return load_rows(arguments.written)
     questions: list[list[int]] = []
@@ -185,6 +193,10 @@ def _subject(
     common = {"decay": arguments.decay, "sharpness": arguments.label_temperature}
     if arguments.method == "eagle3":
         head = load_draft_model(arguments.start) if arguments.start else build_draft_model(teacher, sizes, draft_ids)
+        stretched = round(head.sizes.max_context * arguments.yarn / head.sizes.yarn_factor)
+        if arguments.yarn > 1:
+            head.sizes = replace(head.sizes, yarn_factor=arguments.yarn, max_context=stretched)
+        head.sizes = replace(head.sizes, window=arguments.window or head.sizes.window)
         return head, partial(draft_loss, teacher, head, steps=arguments.ttt_steps, **common)
     mask = teacher.end_ids[0] if arguments.mask_token is None else arguments.mask_token
     rank = arguments.markov_rank if arguments.method == "dspark" else 0
@@ -252,6 +264,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ffn", type=int, help="the draft model's FFN width; the target's own by default")
     parser.add_argument("--method", choices=("eagle3", *METHODS), default="eagle3")
     parser.add_argument("--start", help="an EAGLE3 draft model of the same target to go on from")
+    parser.add_argument("--yarn", type=float, default=1.0, help="times the positions of --start that it gets, by YaRN")
+    parser.add_argument("--window", type=int, help="positions that a row sees, its own included; all by default")
     parser.add_argument("--layers", type=int, default=2, help="of a parallel draft model")
     parser.add_argument("--drafts", type=int, default=7, help="of a parallel draft model's pass")
     parser.add_argument("--anchors", type=int, default=48, help="a row, of which a parallel draft model drafts")
@@ -264,8 +278,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--rows", type=int, default=64, help="rows of --length tokens a step")
     parser.add_argument("--length", type=int, default=512, help="tokens of a row written by the target")
-    parser.add_argument("--text-length", type=int, default=1024, help="tokens of a row of text")
-    parser.add_argument("--generated-share", type=float, default=0.6, help="share of batches written by the target")
+    parser.add_argument(
+        "--text-length", type=int, nargs="+", default=[1024], help="tokens of a row of text; several: batch by batch"
+    )
+    parser.add_argument(
+        "--generated-share", type=float, default=0.6, help="share of batches written by the target; 0: text"
+    )
     parser.add_argument("--generated-rows", type=int, default=20_000, help="rows the target writes at most")
     parser.add_argument("--generate-minutes", type=float, default=2.0, help="time for that at most")
     parser.add_argument("--generate-batch", type=int, default=1024)
@@ -279,6 +297,12 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.method != "eagle3" and (arguments.eval_prompts or arguments.draft_vocab):
         parser.error(f"--eval-prompts and --draft-vocab are for --method eagle3 alone, got {arguments.method}")
+    if arguments.method != "eagle3" and (arguments.yarn != 1 or arguments.window is not None):
+        parser.error(f"--yarn and --window are for --method eagle3 alone, got {arguments.method}")
+    if arguments.yarn < 1 or (arguments.yarn > 1 and not arguments.start):
+        parser.error(f"--yarn {arguments.yarn:g} must be at least 1, and above it stretches the positions of --start")
+    if arguments.window is not None and arguments.window <= arguments.ttt_steps:
+        parser.error(f"--window {arguments.window} must be above --ttt-steps {arguments.ttt_steps}")
     arguments.bf16 = arguments.device != "cpu" if arguments.bf16 is None else arguments.bf16
     return arguments
 
@@ -287,6 +311,7 @@ def main() -> None:
     arguments = _arguments()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and long rows attend in many
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     teacher = Teacher.load(arguments.target, arguments.device, dtype)
     training, _ = split(read_documents(arguments.text))
@@ -309,7 +334,7 @@ def main() -> None:
         written,
         batch=arguments.rows,
         length=arguments.length,
-        text_length=arguments.text_length,
+        text_lengths=arguments.text_length,
         own_share=arguments.generated_share,
     )
     log = train_draft_model(head, batches, loss_of, teacher.device, arguments)
@@ -318,7 +343,7 @@ def main() -> None:
         save_draft_model(head, out)
     else:
         save_parallel_model(head, out, teacher.num_layers)
-    kept = ("method", "rows", "length", "drafts", "layers", "anchors", "learning_rate")
+    kept = ("method", "rows", "length", "text_length", "drafts", "layers", "anchors", "yarn", "window", "learning_rate")
     told = {name: getattr(arguments, name) for name in kept}
     told["start"] = None if arguments.start is None else Path(arguments.start).name
     (out / "loss.json").write_text(json.dumps({"parameters": learned, "training": told, "log": log}))

@@ -9,8 +9,10 @@ Source: EAGLE-3, arXiv 2503.01840, section 3 (training-time test).
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lowlat.models.geometry import RopeConfig
+from lowlat.models.rope import inverse_frequencies
 
 __all__ = [
     "DraftLayer",
@@ -30,10 +36,16 @@ __all__ = [
     "save_draft_model",
 ]
 
+PIECE = 1024  # rows that attend at once where a mask is needed
+
 
 @dataclass(frozen=True)
 class DraftSizes:
-    """Sizes of a draft model; `boundaries` are the target's residual streams entering those layers."""
+    """Sizes of a draft model; `boundaries` are the target's residual streams entering those layers.
+
+    yarn_factor  how many times the positions that its rotary embedding was made for are stretched
+    window       positions that a row sees, its own included; None: all before it
+    """
 
     hidden: int
     target_hidden: int
@@ -47,6 +59,21 @@ class DraftSizes:
     rope_theta: float
     rms_norm_eps: float
     boundaries: tuple[int, int, int]
+    yarn_factor: float = 1.0
+    window: int | None = None
+
+    @property
+    def rope(self) -> RopeConfig:
+        """The rotary embedding: YaRN from `max_context / yarn_factor` positions on where the factor is above 1."""
+        if self.yarn_factor == 1:
+            return RopeConfig(self.rope_theta)
+        return RopeConfig(
+            self.rope_theta,
+            "yarn",
+            factor=self.yarn_factor,
+            original_max_position=round(self.max_context / self.yarn_factor),
+            attention_factor=0.1 * math.log(self.yarn_factor) + 1,
+        )
 
 
 class RmsNorm(nn.Module):
@@ -167,16 +194,16 @@ class Eagle3DraftModel(nn.Module):
         group = sizes.heads // sizes.kv_heads
         keys.append(key.repeat_interleave(group, dim=1))
         values.append(value.repeat_interleave(group, dim=1))
-        mixed = _attend(query, keys, values)
+        mixed = _attend(query, keys, values, sizes.window)
         return layer.feed_forward(hidden + attention.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1)))
 
 
 def rotation_of(sizes: DraftSizes, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines [n, D] of positions [n]."""
-    half = torch.arange(0, sizes.head_dim, 2, device=positions.device, dtype=torch.float32) / sizes.head_dim
-    angles = positions.float()[:, None] / sizes.rope_theta**half
+    rope = sizes.rope
+    angles = positions.float()[:, None] * inverse_frequencies(rope, sizes.head_dim).to(positions.device)
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -186,17 +213,50 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return (x.float() * rotation[0] + turned.float() * rotation[1]).to(x.dtype)
 
 
-def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attend as step k = len(keys) - 1 does: step 0's rows up to j - k, and row j - k + i of every later step i."""
-    step, length = len(keys) - 1, query.shape[2]
-    if step == 0:
+def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], window: int | None) -> Tensor:
+    """Attend as step k = len(keys) - 1 does: step 0's rows up to j - k, and row j - k + i of every later step i.
+
+    Long rows go piece by piece, each computed again for its gradient: a mask of all of them would need length squared.
+    """
+    length = query.shape[2]
+    if len(keys) == 1 and window is None:
         return functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
-    position = torch.arange(length, device=query.device)
-    behind = position[:, None] - position[None, :]  # how far the key's row lies behind the query's
-    seen = [behind >= step, *(behind == step - i for i in range(1, step + 1))]
-    return functional.scaled_dot_product_attention(
-        query, torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=torch.cat(seen, dim=1)
+    given = query, tuple(keys), tuple(values), window
+    if length <= PIECE:
+        return _attend_piece(*given, 0, length)
+    pieces = [(begin, min(begin + PIECE, length)) for begin in range(0, length, PIECE)]
+    again = partial(checkpoint, _attend_piece, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(*given, *piece) for piece in pieces], dim=2)
+
+
+def _attend_piece(
+    query: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], window: int | None, begin: int, end: int
+) -> Tensor:
+    """What rows begin to end - 1 attend to, [rows, heads, end - begin, D]."""
+    step, reach = len(keys) - 1, end if window is None else window - 1
+    row = torch.arange(begin, end, device=query.device)[:, None]
+    seen, some = [], []
+    for own in range(step + 1):  # the step whose rows these keys are
+        start = max(0, begin - (step if own else reach))
+        some.append(slice(start, end))
+        behind = row - torch.arange(start, end, device=query.device)
+        here = behind == step - own if own else behind >= step
+        seen.append(here if window is None else here & (behind < window))
+    key, value = (
+        torch.cat([each[:, :, part] for each, part in zip(rows, some, strict=True)], dim=2) for rows in (keys, values)
     )
+    return functional.scaled_dot_product_attention(query[:, :, begin:end], key, value, attn_mask=torch.cat(seen, dim=1))
+
+
+def _rope_scaling(sizes: DraftSizes) -> dict[str, Any] | None:
+    rope = sizes.rope
+    if rope.kind == "default":
+        return None
+    return {
+        "rope_type": rope.kind,
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_position,
+    }
 
 
 def _config(sizes: DraftSizes) -> dict[str, Any]:
@@ -217,7 +277,8 @@ def _config(sizes: DraftSizes) -> dict[str, Any]:
         "max_position_embeddings": sizes.max_context,
         "rms_norm_eps": sizes.rms_norm_eps,
         "rope_theta": sizes.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": _rope_scaling(sizes),
+        **({} if sizes.window is None else {"layer_types": ["sliding_attention"], "sliding_window": sizes.window}),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
@@ -263,6 +324,8 @@ def load_draft_model(directory: str | Path) -> Eagle3DraftModel:
         rope_theta=config["rope_theta"],
         rms_norm_eps=config["rms_norm_eps"],
         boundaries=(low, middle, high),
+        yarn_factor=(config.get("rope_scaling") or {}).get("factor", 1.0),
+        window=config.get("sliding_window"),
     )
     offsets = tensors.pop("d2t", None)
     tensors.pop("t2d", None)

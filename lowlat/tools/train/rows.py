@@ -7,6 +7,7 @@ Knows nothing about heads.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,14 +123,14 @@ def _text_batches(text: "NDArray[np.int32]", length: int, batch: int, generator:
 
 
 def mix_batches(
-    text: "NDArray[np.int32]", rows: Rows, *, batch: int, length: int, text_length: int, own_share: float
+    text: "NDArray[np.int32]", rows: Rows, *, batch: int, length: int, text_lengths: Sequence[int], own_share: float
 ) -> Iterator[Rows]:
-    """Yield batches without end: written rows with probability `own_share`, otherwise longer rows of text.
+    """Yield batches without end: written rows with probability `own_share`, otherwise text, of each length in turn.
 
-    Both kinds hold about batch * length tokens.
+    All kinds hold about batch * length tokens.
     """
     generator = np.random.default_rng(2)
     own = _own_batches(rows, batch, generator)
-    plain = _text_batches(text, text_length, max(1, batch * length // text_length), generator)
+    kinds = cycle([_text_batches(text, each, max(1, batch * length // each), generator) for each in text_lengths])
     while True:
-        yield next(own if generator.random() < own_share else plain)
+        yield next(own if generator.random() < own_share else next(kinds))
