@@ -128,6 +128,7 @@ def load(
     codec = TextCodec.load(target.directory)
     loaded, topologies, error = _load_speculation(target, speculative, downloaded, must_fit=options.is_strict)
     speculator = None if loaded is None else loaded.speculator
+    _say_where_drafts_fail(speculator, options.max_context)
     geometry = make_geometry(target.config, speculator, topologies, options, speculative)
     draft_config = None if speculator is None else speculator.draft_config
     settled = settle_executor(choice, options.executor, target.config, draft_config, options.block_size)
@@ -231,6 +232,22 @@ def _load_speculation(
     for note in loaded.notes:
         logger.info("draft model %s: %s", loaded.directory, note)
     return loaded, topologies, None
+
+
+def _say_where_drafts_fail(speculator: Speculator | None, max_context: int) -> None:
+    """Warn of a draft model that attends to more positions than it has: tokens stay right, and drafts are wrong."""
+    draft = None if speculator is None else speculator.draft_config
+    if (
+        draft is not None
+        and speculator is not None
+        and speculator.attends_everything
+        and max_context > draft.max_position
+    ):
+        logger.warning(
+            "the draft model has %d positions (max_position_embeddings) and max_context is %d: beyond them few of its "
+            "drafts are accepted; draft_window (--draft-window), say 512, keeps an EAGLE3 or P-EAGLE draft model's "
+            "attention to so many of the last positions", draft.max_position, max_context,
+        )  # fmt: skip
 
 
 def make_topologies(speculative: SpeculativeConfig) -> dict[int, Topology]:

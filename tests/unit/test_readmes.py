@@ -125,6 +125,8 @@ def test_the_tables_of_long_contexts_are_their_files_own(repository: Path, pages
     folder, report = repository / "bench" / "results" / "h200", bench("long_report")
     result = json.loads((folder / "long_contexts.json").read_text())
     training = json.loads((folder / "long_training.json").read_text())
-    assert result["conditions"]["commit"] in pages["bench/README.md"] and all(row["identical"] for row in result["rows"])
+    assert result["conditions"]["commit"] in pages["bench/README.md"] and all(
+        row["identical"] for row in result["rows"]
+    )
     lines = [*report.acceptance_tables(result["rows"]), *report.loss_table(training["position_loss"])]
     assert set(filter(None, lines)) <= set(table_rows(pages["bench/README.md"]))

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,20 @@ def test_depths_without_a_bucket_are_refused(runtime: Runtime) -> None:
         runtime.step(8)
     with Runtime.load(TARGET, max_batch=1, max_context=64) as baseline, pytest.raises(ConfigError, match="2 has no"):
         baseline.step(2)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_draft_model_that_attends_beyond_its_positions_is_one_warning(
+    window: int | None, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    head = shutil.copytree(DEMO / "head", tmp_path / "head")
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 48}))
+    speculative = SpeculativeConfig(model=head, num_speculative_tokens=1, draft_window=window, strict=True)
+    with caplog.at_level(logging.WARNING, logger="lowlat"):
+        Runtime.load(TARGET, speculative, max_batch=1, max_context=64).close()
+    said = [record.getMessage() for record in caplog.records]
+    assert [("48" in each, "64" in each, "draft_window" in each) for each in said] == [(True,) * 3] * (window is None)
 
 
 def test_a_closed_runtime_says_so() -> None:
