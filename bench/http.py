@@ -1,9 +1,9 @@
-"""The time that the HTTP door adds to a token, beside a client over ipc that asks the same server, in turns.
+"""The time that the HTTP gateway adds to a token, beside a client over ipc that asks the same server, in turns.
 
     PYTHONPATH=tests python -m bench.http --out bench/results/cpu/http.json
 
-The server is another process, the door a third. The engine's steps take a constant time, without the GIL, as a device's
-do, and a token's text is the time at which its step ended: so the reader knows how long it was under way.
+The server is another process, the gateway a third. The engine's steps take a constant time, without the GIL, as a
+device's do, and a token's text is the time at which its step ended: so the reader knows how long it was under way.
 The reader of the stream is a bare socket that looks for the text alone; over ipc it is the blocking client. A round
 asks in both ways, in an order by chance. It knows no model.
 """
@@ -76,7 +76,7 @@ class Ways:
         return [time.monotonic() - float(stamp) for chunk in chunks for stamp in chunk.text.split()]
 
     def http(self, _: int) -> list[float]:
-        """Ask through the HTTP door."""
+        """Ask through the HTTP gateway."""
         connection = http.client.HTTPConnection(self._address)
         connection.connect()
         body = json.dumps({"model": "fake", "prompt": PROMPT, "max_tokens": TOKENS, "stream": True})
@@ -98,7 +98,7 @@ class Ways:
 
 
 def measure(rounds: dict[int, int]) -> list[dict[str, Any]]:
-    """Rows by number of streams, us: how late tokens are in each way, and what the door adds."""
+    """Rows by number of streams, us: how late tokens are in each way, and what the gateway adds."""
     rows = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowlat-")))
@@ -106,9 +106,9 @@ def measure(rounds: dict[int, int]) -> list[dict[str, Any]]:
         environment = {**os.environ, "LOWLAT_API_KEY": KEY}
         stack.enter_context(ready_process("-m", "bench.http", "--serve", endpoint, env=environment))
         command = ("-m", "lowlat.cli", "http", "0", "--json", f"--endpoint={endpoint}")
-        door = stack.enter_context(ready_process(*command, env=environment))
+        gateway = stack.enter_context(ready_process(*command, env=environment))
         client = stack.enter_context(Client(endpoint))
-        ways = Ways(client, json.loads(door.line)["url"])
+        ways = Ways(client, json.loads(gateway.line)["url"])
         pool = stack.enter_context(ThreadPoolExecutor(max(rounds)))
         for num_streams, num_rounds in rounds.items():
             late: dict[str, list[float]] = {"ipc": [], "http": []}

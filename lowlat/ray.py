@@ -1,4 +1,4 @@
-"""An application for Ray Serve: every replica runs a server of its own and the HTTP door in front of it.
+"""An application for Ray Serve: every replica runs a server of its own and the HTTP gateway in front of it.
 
     serve run lowlat.ray:app
     serve run lowlat.ray:build model=ORG/NAME num_replicas=2 num_gpus=1
@@ -41,7 +41,7 @@ GIVEN_HERE = ("endpoint", "http", "http_host", "allow_uid", "curve_keys", "log_f
 
 
 class Replica:
-    """One server and its door, in the process of a Ray Serve replica.
+    """One server and its gateway, in the process of a Ray Serve replica.
 
     settings  settings of `lowlat serve` by name, as in its environment
     key       the bearer token that every request must carry; None: none is required
@@ -54,11 +54,11 @@ class Replica:
         self._server, self.facts = _start(settings, f"ipc://{folder / 'server.sock'}", folder / "log")
         self._ended = weakref.finalize(self, _end, self._server, self._folder)
         self._client = AsyncClient(self.facts["endpoint"])
-        self._door = make_app(self._client, key=key, host=None)
+        self._gateway = make_app(self._client, key=key, host=None)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request as the HTTP door does."""
-        await self._door(scope, receive, send)
+        """Answer a request as the HTTP gateway does."""
+        await self._gateway(scope, receive, send)
 
     async def check_health(self) -> None:
         """Raise DeviceError where the server has ended, ServerGone where it does not answer: Ray starts another."""

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from door import ScriptedEngine
 from fake_engine import FakeOutput
+from gateway import ScriptedEngine
 from grammars import END, codec_with, compiler_of, walk
 
 from lowlat.ipc.wire import Sampling, ToolCallDelta

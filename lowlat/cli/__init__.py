@@ -23,7 +23,7 @@ COMMANDS = {
         "Continue a prompt, or answer one, with any model.",
     ),
     "serve": ("lowlat.cli.commands.serve", "Serve a model to other processes, until it is ended."),
-    "http": ("lowlat.cli.commands.http", "Open an HTTP door to a running server: OpenAI's interface, and a page."),
+    "http": ("lowlat.cli.commands.http", "Start an HTTP gateway to a running server: OpenAI's interface, and a page."),
     "chat": ("lowlat.cli.commands.chat", "Talk with a model, or with a running server."),
     "top": ("lowlat.cli.commands.top", "Watch a running server: slots, queue, speed, acceptance."),
     "inspect": (

@@ -22,7 +22,7 @@ from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.server import Server
 from lowlat.serving.codec import ServingCodec
 from lowlat.serving.config import ServeConfig
-from lowlat.serving.door import check_door, http_door
+from lowlat.serving.gateway import check_gateway, http_gateway
 from lowlat.serving.logs import serving_log
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ SWITCH_INTERVAL_S = 0.0005  # a thread that has work waits no longer for one tha
 def serve(settings: ServeConfig, bundled_target: Path, bundled_draft_model: Path, *, json_output: bool) -> int:
     """Serve until drained or failed; returns the exit code. Raises ConfigError before anybody could connect."""
     if settings["http"] is not None:
-        check_door(settings["http"])
+        check_gateway(settings["http"])
     loading = _Loading(settings, bundled_target, bundled_draft_model)
     curve = None
     if settings["curve_keys"] is not None:
@@ -55,11 +55,11 @@ def serve(settings: ServeConfig, bundled_target: Path, bundled_draft_model: Path
         curve=curve,
         name=f"lowlat {lowlat.__version__}",
     )
-    with serving_log(settings["log_format"]), _drained_by_signals(server), ExitStack() as door:
+    with serving_log(settings["log_format"]), _drained_by_signals(server), ExitStack() as gateway:
         facts = {"event": "ready", "endpoint": server.endpoint, "pid": os.getpid(), **loading.facts}
         if settings["http"] is not None:
-            facts["http"] = door.enter_context(
-                http_door(settings["http"], server.endpoint, settings["http_host"], settings["curve_keys"])
+            facts["http"] = gateway.enter_context(
+                http_gateway(settings["http"], server.endpoint, settings["http_host"], settings["curve_keys"])
             )
         if json_output:
             print_json(facts)

@@ -35,10 +35,10 @@ class _Server:
     allow_uid: tuple[int, ...] = declare((), "User ids that may connect beside the server's own.")
     curve_keys: Path | None = declare(None, "Folder of CURVE keys, for tcp:// (see --make-curve-keys).")
     http: str | None = declare(
-        None, "Open an HTTP door as well, for OpenAI's clients and browsers: [HOST:]PORT.", metavar="[HOST:]PORT"
+        None, "Start an HTTP gateway as well, for OpenAI's clients and browsers: [HOST:]PORT.", metavar="[HOST:]PORT"
     )
     http_host: str | None = declare(
-        None, "Further names under which the HTTP door is reached, with commas between.", metavar="NAMES"
+        None, "Further names under which the HTTP gateway is reached, with commas between.", metavar="NAMES"
     )
     log_format: Literal["text", "json"] = declare("text", "How the log on stderr is written.")
 

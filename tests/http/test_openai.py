@@ -1,4 +1,4 @@
-"""OpenAI's own client against the door: chats, completions, responses, models; as streams and as wholes."""
+"""OpenAI's own client against the gateway: chats, completions, responses, models; as streams and as wholes."""
 
 import asyncio
 import json
@@ -7,8 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from door import KEY, Doored, ScriptedEngine, doored
 from fake_engine import FakeCodec, expected_text, expected_tokens
+from gateway import KEY, RunningGateway, ScriptedEngine, running_gateway
 
 from lowlat.ipc.messages import Message
 from lowlat.options.request import ToolCallDelta
@@ -60,7 +60,10 @@ def test_a_chat_streams_with_usage(client: openai.OpenAI) -> None:
 
 def test_a_chat_without_a_limit_has_the_rest_of_the_context(tmp_path: Path) -> None:
     engine = ScriptedEngine(max_context=64, step_s=0.0)
-    with doored(tmp_path, engine) as door, openai.OpenAI(base_url=door.url, api_key=KEY, max_retries=0) as client:
+    with (
+        running_gateway(tmp_path, engine) as gateway,
+        openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client,
+    ):
         answer = client.chat.completions.create(model="fake", messages=MESSAGES)
         assert answer.usage is not None and answer.usage.total_tokens == 64
         with pytest.raises(openai.BadRequestError, match=r"max_tokens 100 exceed 64 \(max_context\)"):
@@ -84,7 +87,10 @@ def test_n_choices_have_seeds_of_their_own(client: openai.OpenAI, stream: bool) 
 
 def test_what_is_asked_reaches_the_engine(tmp_path: Path) -> None:
     engine = ScriptedEngine({"text": "x"})
-    with doored(tmp_path, engine) as door, openai.OpenAI(base_url=door.url, api_key=KEY, max_retries=0) as client:
+    with (
+        running_gateway(tmp_path, engine) as gateway,
+        openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client,
+    ):
         client.chat.completions.create(
             model="fake", messages=MESSAGES, temperature=0.5, top_p=0.9, presence_penalty=1, frequency_penalty=-1,
             logit_bias={"5": 2}, stop="\n", seed=1, logprobs=True, top_logprobs=3, max_tokens=9,
@@ -107,7 +113,10 @@ def test_reasoning_and_tool_calls_stand_apart(tmp_path: Path, stream: bool) -> N
         {"tool_calls": (ToolCallDelta(0, ': "Bonn"}'), ToolCallDelta(1, "{}", "call_b", "time"))},
     )
     asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto"}
-    with doored(tmp_path, engine) as door, openai.OpenAI(base_url=door.url, api_key=KEY, max_retries=0) as client:
+    with (
+        running_gateway(tmp_path, engine) as gateway,
+        openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client,
+    ):
         if stream:
             calls: dict[int, list[str]] = {}
             content, reasoning, reason = "", "", None
@@ -162,13 +171,13 @@ def test_completions_take_text_and_ids(client: openai.OpenAI) -> None:
 
 
 def test_tokens_say_whether_they_were_drafted(tmp_path: Path) -> None:
-    with doored(tmp_path, ScriptedEngine(tokens_per_step=3)) as door:
+    with running_gateway(tmp_path, ScriptedEngine(tokens_per_step=3)) as gateway:
         asked = {"model": "fake", "prompt": [1, 2], "max_tokens": 6, "seed": 1, "lowlat": True}
-        _, whole, _ = door.ask("/v1/completions", asked)
+        _, whole, _ = gateway.ask("/v1/completions", asked)
         tokens = list(expected_tokens([1, 2], 6, 1))
         assert whole["choices"][0]["lowlat"]["token_ids"] == tokens
         assert whole["choices"][0]["lowlat"]["accepted"] == [True, True, False] * 2
-        _, text, _ = door.ask("/v1/completions", asked | {"stream": True})
+        _, text, _ = gateway.ask("/v1/completions", asked | {"stream": True})
         events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         assert [token for event in events for token in event["lowlat"].get("token_ids", ())] == tokens
         assert events[-1]["lowlat"]["metrics"]["completion_tokens"] == 6
@@ -184,7 +193,10 @@ def test_responses_are_answered(client: openai.OpenAI) -> None:
 
 def test_responses_stream_their_events(tmp_path: Path) -> None:
     engine = ScriptedEngine({"reasoning": "Hm."}, {"text": "A "}, {"text": "b."})
-    with doored(tmp_path, engine) as door, openai.OpenAI(base_url=door.url, api_key=KEY, max_retries=0) as client:
+    with (
+        running_gateway(tmp_path, engine) as gateway,
+        openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client,
+    ):
         items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
         events: list[Any] = list(client.responses.create(model="fake", input=items, instructions="Be.", stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -198,9 +210,9 @@ def test_responses_stream_their_events(tmp_path: Path) -> None:
     assert [item.type for item in events[-1].response.output] == ["reasoning", "message"]
 
 
-def test_the_asyncio_client_is_served(door: Doored) -> None:
+def test_the_asyncio_client_is_served(gateway: RunningGateway) -> None:
     async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=door.url, api_key=KEY, max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client:
 
             async def one(seed: int) -> str:
                 stream = await client.chat.completions.create(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, browser
-from door import KEY, ScriptedEngine, doored
 from fake_engine import FakeCodec, expected_text, expected_tokens
+from gateway import KEY, ScriptedEngine, running_gateway
 
 import lowlat.serving.http
 from lowlat.ipc.messages import Message
@@ -29,10 +29,10 @@ def test_a_chat_in_a_browser(tmp_path: Path) -> None:
     tokens = expected_tokens(FakeCodec().encode_chat([Message("user", "Hi")], {}), 6)
     own = tmp_path / "own"
     own.mkdir()
-    with doored(own, ScriptedEngine(tokens_per_step=3)) as door, browser(tmp_path / "profile") as page:
-        page.open(door.address.url() + "/")
+    with running_gateway(own, ScriptedEngine(tokens_per_step=3)) as gateway, browser(tmp_path / "profile") as page:
+        page.open(gateway.address.url() + "/")
         page.until("document.querySelector('#state.bad') && !document.getElementById('key-form').hidden")
-        page.open(f"{door.address.url()}/#key={KEY}")
+        page.open(f"{gateway.address.url()}/#key={KEY}")
         page.until("document.getElementById('model')?.textContent == 'fake'")
         assert page.evaluate("location.hash") == "" and page.evaluate("sessionStorage.length") == 1
         page.evaluate("document.getElementById('max-tokens').value = 6")
@@ -50,7 +50,7 @@ def test_a_chat_in_a_browser(tmp_path: Path) -> None:
         page.evaluate(ASK)
         assert "max_context" in page.until("document.querySelector('.error')?.textContent")
         light = page.evaluate(BACKGROUND)
-        page.open(f"{door.address.url()}/#key={KEY}", scheme="dark")
+        page.open(f"{gateway.address.url()}/#key={KEY}", scheme="dark")
         page.until("document.getElementById('model')?.textContent == 'fake'")
         assert page.evaluate(BACKGROUND) != light
         assert page.evaluate("performance.getEntriesByType('resource').every(e => e.name.startsWith(location.origin))")

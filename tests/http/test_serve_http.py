@@ -1,4 +1,4 @@
-"""The door as new users open it: `lowlat serve --http` and `lowlat http`, asked with curl; how each process ends."""
+"""The gateway as new users open it: `lowlat serve --http` and `lowlat http`, asked with curl; how each process ends."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from served import eventually
 from serving_process import serving
 
 from lowlat.errors import ConfigError
-from lowlat.serving import door
+from lowlat.serving import gateway
 
 MODEL = "lowlat-demo"
 KEY = "sk-of-the-environment"
@@ -41,17 +41,17 @@ def alive(pid: int) -> bool:
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def door_of(server: int) -> int:
-    """The process of a server's door."""
+def gateway_of(server: int) -> int:
+    """The process of a server's gateway."""
     children = Path(f"/proc/{server}/task").glob("*/children")
     for pid in (int(pid) for file in children for pid in file.read_text().split()):
         if b"--parent" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
-    raise AssertionError("no door")
+    raise AssertionError("no gateway")
 
 
 @pytest.mark.second
-def test_a_server_opens_a_door_and_outlives_it(tmp_path: Path, repository: Path) -> None:
+def test_a_server_opens_a_gateway_and_outlives_it(tmp_path: Path, repository: Path) -> None:
     with serving(tmp_path, ["--http", "0"]) as server:
         facts = server.ready["http"]
         assert facts["page"] == f"{facts['url']}/#key={facts['key']}"
@@ -81,29 +81,32 @@ def test_a_server_opens_a_door_and_outlives_it(tmp_path: Path, repository: Path)
             assert json.loads(curl(f"{said['url']}/v1/models", KEY))["data"][0]["id"] == MODEL
             other.terminate()
             assert other.wait(30) == 0
-        os.kill(door_of(server.process.pid), signal.SIGKILL)
-        eventually(lambda: "the HTTP door ended with exit code -9" in server.log.read_text())
+        os.kill(gateway_of(server.process.pid), signal.SIGKILL)
+        eventually(lambda: "the HTTP gateway ended with exit code -9" in server.log.read_text())
         assert server.process.poll() is None
 
 
-def test_a_door_ends_with_its_server_however_that_ends(tmp_path: Path) -> None:
+def test_a_gateway_ends_with_its_server_however_that_ends(tmp_path: Path) -> None:
     opens = f"""
 import json, time
-from lowlat.serving.door import http_door
-with http_door("0", "ipc://{tmp_path}/none.sock", None, None) as facts:
+from lowlat.serving.gateway import http_gateway
+with http_gateway("0", "ipc://{tmp_path}/none.sock", None, None) as facts:
     print(json.dumps(facts), flush=True)
     time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", opens], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and json.loads(process.stdout.readline())["event"] == "http"
-        pid = door_of(process.pid)
+        pid = gateway_of(process.pid)
         process.kill()
         eventually(lambda: not alive(pid), 20.0)
 
 
-def test_a_door_that_cannot_open_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
+def test_a_gateway_that_cannot_open_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
     with pytest.raises(ConfigError, match=r"needs uvicorn: pip install 'lowlat\[http\]'"):
-        door.check_door("8000")
-    with pytest.raises(ConfigError, match="did not open"), door.http_door("1:2:3", "ipc:///none.sock", None, None):
+        gateway.check_gateway("8000")
+    with (
+        pytest.raises(ConfigError, match="did not open"),
+        gateway.http_gateway("1:2:3", "ipc:///none.sock", None, None),
+    ):
         pass

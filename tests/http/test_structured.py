@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from door import KEY, Doored, doored
+from gateway import KEY, RunningGateway, running_gateway
 from grammar_engine import GrammarEngine
 from jsonschema import validate
 
@@ -33,13 +33,13 @@ def named(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def walking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doored]:
-    with doored(tmp_path_factory.mktemp("door"), GrammarEngine()) as door:
-        yield door
+def walking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), GrammarEngine()) as gateway:
+        yield gateway
 
 
 @pytest.fixture
-def chat(walking: Doored) -> Iterator[Any]:
+def chat(walking: RunningGateway) -> Iterator[Any]:
     with openai.OpenAI(base_url=walking.url, api_key=KEY, max_retries=0) as client:
 
         def ask(**fields: Any) -> Any:
@@ -88,7 +88,7 @@ def test_calls_that_are_forced_fit_their_function(chat: Any, choice: Any) -> Non
         validate(arguments, {"weather": SCHEMA, "time": {"type": "object"}}[call.function.name])
 
 
-def test_calls_of_strict_tools_alone_are_bound(walking: Doored, chat: Any) -> None:
+def test_calls_of_strict_tools_alone_are_bound(walking: RunningGateway, chat: Any) -> None:
     assert walking.served is not None
     engine: Any = walking.served.engine
     chat(tools=[WEATHER])

@@ -1,4 +1,4 @@
-"""Documents of a real model that speculates, through every door: those that it has in process, without drafts."""
+"""Documents of a real model that speculates, through every gateway: those that it has in process, without drafts."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cli_calls import lowlat
-from door import Doored, door_at
+from gateway import RunningGateway, gateway_at
 from jsonschema import validate
 from served_model import load_bundled, served_model
 
@@ -38,13 +38,13 @@ def alone(runtime: Runtime, prompt: Any, options: dict[str, Any]) -> str:
     return "".join(output.text or "" for output in outputs)
 
 
-def completion(door: Doored, options: dict[str, Any], *, stream: bool) -> str:
+def completion(gateway: RunningGateway, options: dict[str, Any], *, stream: bool) -> str:
     """The text of a completion over HTTP."""
     bound = {GRAMMARS[name]: value for name, value in options.items() if name in GRAMMARS}
     others = {name: value for name, value in options.items() if name not in GRAMMARS}
-    _, models, _ = door.ask("/v1/models")
+    _, models, _ = gateway.ask("/v1/models")
     body = {"model": models["data"][0]["id"], "prompt": PROMPT, "max_tokens": 40, "stream": stream, **others}
-    status, answer, _ = door.ask("/v1/completions", {**body, "structured_outputs": bound})
+    status, answer, _ = gateway.ask("/v1/completions", {**body, "structured_outputs": bound})
     assert status == 200, answer
     if not stream:
         answers = [answer]
@@ -64,7 +64,7 @@ async def over_asyncio(endpoint: str) -> list[str]:
 
 
 @pytest.mark.second
-def test_documents_are_the_same_through_every_door(tmp_path: Path) -> None:
+def test_documents_are_the_same_through_every_gateway(tmp_path: Path) -> None:
     """Speculation is on, requests are beside each other, and each text is that of plain decoding."""
     tmp_path.chmod(0o700)
     runtime = load_bundled(max_context=128)
@@ -75,9 +75,9 @@ def test_documents_are_the_same_through_every_door(tmp_path: Path) -> None:
         with Client(server.endpoint) as client:
             texts = ["".join(chunk.text for chunk in client.generate(PROMPT, max_tokens=40, **each)) for each in ASKED]
         assert texts == expected and asyncio.run(over_asyncio(server.endpoint)) == expected
-        with door_at(server.endpoint) as address:
+        with gateway_at(server.endpoint) as address:
             for stream in (False, True):
-                assert [completion(Doored(address), each, stream=stream) for each in ASKED] == expected
+                assert [completion(RunningGateway(address), each, stream=stream) for each in ASKED] == expected
         figures = runtime.summary()["structured_output"]
         assert figures["num_requests"] == 5 * len(ASKED) + 1 and figures["num_accepted_tokens"] > 20
     file = tmp_path / "schema.json"

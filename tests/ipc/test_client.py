@@ -243,7 +243,7 @@ def test_a_slow_server_is_not_gone(server: ScriptedServer, soon: None) -> None:
         server.wait_for(Cancel)
 
 
-def test_refusals_at_the_door(server: ScriptedServer) -> None:
+def test_refusals_at_the_gateway(server: ScriptedServer) -> None:
     for code, kind in (("busy", Busy), ("version", ConfigError), ("forbidden", RequestError)):
         answer = encode(Error(code, "no", retry_after_ms=1500))
         server.handlers[Hello] = lambda s, i, m, b, answer=answer: [answer]  # type: ignore[misc]

@@ -215,8 +215,8 @@ def test_dependencies_are_those_that_are_imported(
     base = set(requirements(settings["project"]["dependencies"]))
     extras = settings["project"]["optional-dependencies"]
     names = ("train", "http", "ray", "structured")
-    train, door, rays, structured = (base | set(requirements(extras[name])) for name in names)
-    rays |= door
+    train, gateway, rays, structured = (base | set(requirements(extras[name])) for name in names)
+    rays |= gateway
     owners = packages_distributions()
     used: set[str] = set()
     for name in tree_files:
@@ -227,7 +227,7 @@ def test_dependencies_are_those_that_are_imported(
             distributions = {canonicalize_name(owner) for owner in owners.get(top, [top])}
             allowed = train if training or not at_module_level else base
             if name.parts[:3] == ("lowlat", "serving", "http"):
-                allowed = door
+                allowed = gateway
             if name.parts[:3] == ("lowlat", "text", "grammar"):
                 allowed = structured
             if name == Path("lowlat/ray.py"):

@@ -22,19 +22,19 @@ DEFAULT = "127.0.0.1:8000"
 @server_options
 @click.option("--http-host", metavar="NAMES", help="Further names under which it is reached, with commas between.")
 @click.option("--parent", type=int, hidden=True, help="A pipe; its other end closes with whoever started this.")
-@click.option("--json", "json_output", is_flag=True, help="Say that the door is open as one JSON object.")
+@click.option("--json", "json_output", is_flag=True, help="Say that the gateway is open as one JSON object.")
 def command(
     address: str, endpoint: str | None, curve_keys: Path | None, http_host: str | None, parent: int | None,
     json_output: bool,
 ) -> None:  # fmt: skip
-    """Open an HTTP door to a running server: /v1/chat/completions and the rest of OpenAI's interface, /metrics, a page.
+    """Start an HTTP gateway to a running server: /v1/chat/completions and more of OpenAI's interface, /metrics, a page.
 
     Requests need the key in LOWLAT_API_KEY, or else the one that is made and printed at the start. `lowlat serve --http
     8000` does the same beside the server that it starts.
     """
-    from lowlat.serving.door import check_door
+    from lowlat.serving.gateway import check_gateway
 
-    check_door(address)
+    check_gateway(address)
     from lowlat.ipc.client import AsyncClient
     from lowlat.serving.http.auth import KEY_VARIABLE, key_of
     from lowlat.serving.http.server import parse_address, run

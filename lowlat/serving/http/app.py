@@ -1,4 +1,4 @@
-"""The door as an ASGI application: its routes, its guard, its page."""
+"""The gateway as an ASGI application: its routes, its guard, its page."""
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -15,8 +15,8 @@ from lowlat.errors import LowlatError
 from lowlat.ipc.client import AsyncClient
 from lowlat.serving.http import status
 from lowlat.serving.http.auth import Guard
-from lowlat.serving.http.door import Door
 from lowlat.serving.http.errors import ApiError, answer_error
+from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai import chat, completions, responses
 
 __all__ = ["make_app"]
@@ -40,11 +40,11 @@ SAFE_HEADERS = {
 def make_app(client: AsyncClient, *, key: str | None, host: str | None, hosts: Iterable[str] = ()) -> Starlette:
     """The application.
 
-    client  of the server behind the door; it is closed with the application
+    client  of the server behind the gateway; it is closed with the application
     key     that every request but the page's files, /health and /ready must carry; None: none
     host    where it is bound, None where a proxy stands before it; hosts are further names under which it is reached
     """
-    door = Door(client)
+    gateway = Gateway(client)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -70,7 +70,7 @@ def make_app(client: AsyncClient, *, key: str | None, host: str | None, hosts: I
         exception_handlers={ApiError: answer_error, LowlatError: answer_error, HTTPException: _answer_http},
         lifespan=lifespan,
     )
-    app.state.door = door
+    app.state.gateway = gateway
     return app
 
 

@@ -39,7 +39,7 @@ class Guard:
     """Refuses requests with a wrong Host or key.
 
     key        of `Authorization: Bearer KEY`; None: nobody is asked for one
-    host       where the door is bound; None: behind a proxy, which any name may reach
+    host       where the gateway is bound; None: behind a proxy, which any name may reach
     hosts      further names under which it is reached
     open_paths paths that need no key
     """
@@ -68,7 +68,7 @@ class Guard:
         if self._any_name or name in self._hosts or (self._any_address and _is_address(name)):
             return None
         return ApiError(
-            403, f"the Host header names {name!r:.80}, which is not this door; --http-host adds names", code="host"
+            403, f"the Host header names {name!r:.80}, which is not this gateway; --http-host adds names", code="host"
         )
 
     def _check_key(self, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:

@@ -74,4 +74,4 @@ async def answer_error(request: Request, error: Exception) -> Response:
         error = api_error(error)
     if isinstance(error, ApiError):
         return error.response()
-    return ApiError(500, "the door failed on this request", kind="server_error", code="internal").response()
+    return ApiError(500, "the gateway failed on this request", kind="server_error", code="internal").response()

@@ -1,6 +1,6 @@
 """The server's figures in Prometheus' format: vLLM's names with the prefix `lowlat:`, and acceptance besides.
 
-They are the server's own, of all its clients, whichever door they came through.
+They are the server's own, of all its clients, whichever gateway they came through.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ CACHE_BITS = {"fp8": 8, "bfloat16": 16, "float32": 32}
 GAUGES = {
     "num_requests_running": ("num_running", "Requests inside the engine."),
     "num_requests_waiting": ("num_waiting", "Requests that wait for a slot."),
-    "num_clients": ("num_clients", "Clients connected to the server, this door among them."),
+    "num_clients": ("num_clients", "Clients connected to the server, this gateway among them."),
     "num_slots": ("num_slots", "Requests that can decode together."),
     "uptime_seconds": ("uptime_s", "Since the server started."),
 }

@@ -1,4 +1,4 @@
-"""The door's process: uvicorn in front of the application, one line that says where it is, and its end."""
+"""The gateway's process: uvicorn in front of the application, one line that says where it is, and its end."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger("lowlat.serving.http")
 
 @dataclass(frozen=True)
 class Address:
-    """Where the door is bound."""
+    """Where the gateway is bound."""
 
     host: str
     port: int
@@ -117,4 +117,6 @@ def _bind(address: Address) -> socket.socket:
     try:
         return socket.create_server((address.host, address.port), family=family, backlog=128)
     except OSError as error:
-        raise ConfigError(f"the HTTP door cannot listen at {address.host}:{address.port}: {error.strerror}") from error
+        raise ConfigError(
+            f"the HTTP gateway cannot listen at {address.host}:{address.port}: {error.strerror}"
+        ) from error

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from lowlat.ipc.client import Chunk
 from lowlat.ipc.messages import Welcome
 from lowlat.serving.http.choices import Choices
-from lowlat.serving.http.door import Door
 from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, seeded
 from lowlat.serving.http.openai.logprobs import chat_logprobs
 from lowlat.serving.http.openai.schema import (
@@ -34,9 +34,9 @@ _DECODER = msgspec.json.Decoder(ChatRequest)
 
 async def chat_completions(request: Request) -> Response:
     """Answer a chat."""
-    door: Door = request.app.state.door
+    gateway: Gateway = request.app.state.gateway
     asked = decode(_DECODER, await read_body(request))
-    server = await door.serving(asked.model)
+    server = await gateway.serving(asked.model)
     check_template(server)
     tools = offered_tools(asked)
     options = _template_options(asked, tools)
@@ -49,7 +49,7 @@ async def chat_completions(request: Request) -> Response:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     messages = chat_messages(asked.messages)
     generations = [
-        door.client.generate(
+        gateway.client.generate(
             messages,
             template_options=options,
             fit_context="max_tokens" not in sampling,

@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from lowlat.ipc.client import Chunk
 from lowlat.serving.http.choices import Choices
-from lowlat.serving.http.door import Door
 from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, seeded
 from lowlat.serving.http.openai.schema import CompletionRequest, decode
 from lowlat.serving.http.openai.structured import structured_options
@@ -24,9 +24,9 @@ _DECODER = msgspec.json.Decoder(CompletionRequest)
 
 async def completions(request: Request) -> Response:
     """Continue prompts."""
-    door: Door = request.app.state.door
+    gateway: Gateway = request.app.state.gateway
     asked = decode(_DECODER, await read_body(request))
-    await door.serving(asked.model)
+    await gateway.serving(asked.model)
     sampling = asked.sampling() | structured_options(asked.structured_outputs)
     sampling["max_tokens"] = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
     if asked.logprobs is not None:
@@ -34,7 +34,7 @@ async def completions(request: Request) -> Response:
     prompts = _prompts(asked.prompt)
     num = asked.n or 1
     generations = [
-        door.client.generate(prompt, **seeded(sampling, place)) for prompt in prompts for place in range(num)
+        gateway.client.generate(prompt, **seeded(sampling, place)) for prompt in prompts for place in range(num)
     ]
     return await respond(request, Choices(generations), _Completion(asked, len(prompts)), stream=bool(asked.stream))
 

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from lowlat.ipc.client import Chunk
 from lowlat.serving.http.choices import Choices
-from lowlat.serving.http.door import Door
 from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai.answers import finish_reason, usage_of
 from lowlat.serving.http.openai.chat import check_template, text_of
 from lowlat.serving.http.openai.schema import JsonSchema, ResponseFormat, ResponsesRequest, decode, unsupported
@@ -25,9 +25,9 @@ _DECODER = msgspec.json.Decoder(ResponsesRequest)
 
 async def responses(request: Request) -> Response:
     """Answer an input."""
-    door: Door = request.app.state.door
+    gateway: Gateway = request.app.state.gateway
     asked = decode(_DECODER, await read_body(request))
-    server = await door.serving(asked.model)
+    server = await gateway.serving(asked.model)
     check_template(server)
     messages: list[dict[str, Any]] = []
     if asked.instructions is not None:
@@ -42,7 +42,7 @@ async def responses(request: Request) -> Response:
         options["reasoning_effort"] = asked.reasoning.effort
     most = asked.max_output_tokens
     bound = _bound(asked)
-    generation = door.client.generate(
+    generation = gateway.client.generate(
         messages,
         template_options=options,
         fit_context=most is None,

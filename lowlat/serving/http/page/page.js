@@ -1,5 +1,5 @@
 "use strict";
-// The page of the HTTP door: a chat with the served model, and its server's figures. Nothing comes from another host.
+// The page of the HTTP gateway: a chat with the served model, and its server's figures. Nothing comes from another host.
 
 const find = (id) => document.getElementById(id);
 const KEY = "lowlat key";

@@ -1,4 +1,4 @@
-"""The HTTP door in a thread of the tests' process, in front of a server of a FakeEngine in others."""
+"""The HTTP gateway in a thread of the tests' process, in front of a server of a FakeEngine in others."""
 
 import http.client
 import json
@@ -18,7 +18,7 @@ from lowlat.ipc.limits import Limits
 from lowlat.ipc.wire import Sampling
 from lowlat.serving.http.server import Address, run
 
-__all__ = ["KEY", "Doored", "ScriptedEngine", "door_at", "doored"]
+__all__ = ["KEY", "RunningGateway", "ScriptedEngine", "gateway_at", "running_gateway"]
 
 KEY = "a key for tests only"[:16].replace(" ", "-")
 
@@ -52,8 +52,8 @@ class ScriptedEngine(FakeEngine):
 
 
 @dataclass
-class Doored:
-    """A door: where it is, and the server behind it."""
+class RunningGateway:
+    """A gateway: where it is, and the server behind it."""
 
     address: Address
     served: Served | None = None
@@ -81,8 +81,8 @@ class Doored:
 
 
 @contextmanager
-def door_at(endpoint: str, **options: Any) -> Iterator[Address]:
-    """A door to this endpoint, on a port of its choice."""
+def gateway_at(endpoint: str, **options: Any) -> Iterator[Address]:
+    """A gateway to this endpoint, on a port of its choice."""
     opened = threading.Event()
     addresses: list[Address] = []
 
@@ -91,7 +91,7 @@ def door_at(endpoint: str, **options: Any) -> Iterator[Address]:
         opened.set()
 
     reading, writing = os.pipe()
-    client = AsyncClient(endpoint, name="door", connect_timeout_s=options.pop("connect_timeout_s", 5.0))
+    client = AsyncClient(endpoint, name="gateway", connect_timeout_s=options.pop("connect_timeout_s", 5.0))
     host = options.pop("host", "127.0.0.1")
     thread = threading.Thread(
         target=run, args=(client, Address(host, 0)), kwargs={"key": KEY, "opened": note, "parent": reading, **options}
@@ -108,13 +108,13 @@ def door_at(endpoint: str, **options: Any) -> Iterator[Address]:
 
 
 @contextmanager
-def doored(
+def running_gateway(
     folder: Path, engine: FakeEngine | None = None, limits: Limits | None = None, **options: Any
-) -> Iterator[Doored]:
-    """A door and the server of an engine behind it, both in this process."""
+) -> Iterator[RunningGateway]:
+    """A gateway and the server of an engine behind it, both in this process."""
     folder.chmod(0o700)
     engine = engine or ScriptedEngine()
     with ExitStack() as stack:
         served = stack.enter_context(serve_in(folder, engine, FakeCodec(), limits or Limits(), {}))
-        address = stack.enter_context(door_at(served.server.endpoint, **options))
-        yield Doored(address, served)
+        address = stack.enter_context(gateway_at(served.server.endpoint, **options))
+        yield RunningGateway(address, served)

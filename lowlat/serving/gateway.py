@@ -1,4 +1,4 @@
-"""The HTTP door of `lowlat serve`: a process of its own, which ends with the server; the server survives its end."""
+"""The HTTP gateway of `lowlat serve`: a process of its own, which ends with the server; the server survives its end."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from typing import Any
 
 from lowlat.errors import ConfigError
 
-__all__ = ["check_door", "http_door"]
+__all__ = ["check_gateway", "http_gateway"]
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 START_S = 60.0
@@ -23,16 +23,16 @@ END_S = 5.0
 logger = logging.getLogger("lowlat.serving")
 
 
-def check_door(address: str) -> None:
-    """Refuse a door that cannot be opened, before anything is loaded. Raises ConfigError."""
+def check_gateway(address: str) -> None:
+    """Refuse a gateway that cannot be opened, before anything is loaded. Raises ConfigError."""
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
-        raise ConfigError(f"an HTTP door ({address}) needs {', '.join(lacking)}: pip install 'lowlat[http]'")
+        raise ConfigError(f"an HTTP gateway ({address}) needs {', '.join(lacking)}: pip install 'lowlat[http]'")
 
 
 @contextmanager
-def http_door(address: str, endpoint: str, hosts: str | None, curve_keys: Path | None) -> Iterator[dict[str, Any]]:
-    """Open a door as long as the context lasts; gives its facts: url, page, key where it was made.
+def http_gateway(address: str, endpoint: str, hosts: str | None, curve_keys: Path | None) -> Iterator[dict[str, Any]]:
+    """Open a gateway as long as the context lasts; gives its facts: url, page, key where it was made.
 
     address   [HOST:]PORT; endpoint is the server's
     hosts     further names under which it is reached, with commas between
@@ -51,12 +51,12 @@ def http_door(address: str, endpoint: str, hosts: str | None, curve_keys: Path |
         process = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=(reading,), start_new_session=True)
     except OSError as error:
         os.close(writing)
-        raise ConfigError(f"the HTTP door could not be started: {error.strerror}") from error
+        raise ConfigError(f"the HTTP gateway could not be started: {error.strerror}") from error
     finally:
         os.close(reading)
     try:
         facts = _opened(process, address)
-        threading.Thread(target=_watch, args=(process, closing), name="lowlat-door", daemon=True).start()
+        threading.Thread(target=_watch, args=(process, closing), name="lowlat-gateway", daemon=True).start()
         yield facts
     finally:
         closing.set()
@@ -71,7 +71,7 @@ def http_door(address: str, endpoint: str, hosts: str | None, curve_keys: Path |
 
 
 def _opened(process: "subprocess.Popen[bytes]", address: str) -> dict[str, Any]:
-    """The line that says that the door is open."""
+    """The line that says that the gateway is open."""
     timer = threading.Timer(START_S, process.kill)
     timer.start()
     try:
@@ -81,11 +81,11 @@ def _opened(process: "subprocess.Popen[bytes]", address: str) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads(line)
     except ValueError:
-        raise ConfigError(f"the HTTP door at {address} did not open; stderr says why") from None
+        raise ConfigError(f"the HTTP gateway at {address} did not open; stderr says why") from None
     return facts
 
 
 def _watch(process: "subprocess.Popen[bytes]", closing: threading.Event) -> None:
     code = process.wait()
     if not closing.is_set():
-        logger.warning("the HTTP door ended with exit code %d; the server goes on", code)
+        logger.warning("the HTTP gateway ended with exit code %d; the server goes on", code)

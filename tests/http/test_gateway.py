@@ -1,4 +1,4 @@
-"""The door itself: refusals by name, key and Host, health, metrics, who goes away, a server that is gone."""
+"""The gateway itself: refusals by name, key and Host, health, metrics, who goes away, a server that is gone."""
 
 import json
 import socket
@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from door import KEY, Doored, ScriptedEngine, door_at, doored
+from gateway import KEY, RunningGateway, ScriptedEngine, gateway_at, running_gateway
 from prometheus_client.parser import text_string_to_metric_families
 from served import eventually
 
@@ -68,18 +68,21 @@ def nested(depth: int) -> bytes:
     ],
 )
 def test_what_is_not_served_is_refused_by_name(
-    door: Doored, path: str, body: Any, status: int, param: str | None, words: str
+    gateway: RunningGateway, path: str, body: Any, status: int, param: str | None, words: str
 ) -> None:
-    found, answer, _ = door.ask(f"/v1/{path}", body)
+    found, answer, _ = gateway.ask(f"/v1/{path}", body)
     assert (found, answer["error"]["param"]) == (status, param), answer
     assert words in answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error"
 
 
 def test_what_is_refused_often_hurts_nobody_else(tmp_path: Path) -> None:
-    with doored(tmp_path, ScriptedEngine(step_s=0.005)) as door, stream(door, COMPLETION | {"max_tokens": 300}) as one:
+    with (
+        running_gateway(tmp_path, ScriptedEngine(step_s=0.005)) as gateway,
+        stream(gateway, COMPLETION | {"max_tokens": 300}) as one,
+    ):
         bodies = [("chat/completions", nested(40)), ("completions", json.dumps(COMPLETION | {"top_p": 2}).encode())]
         for path, body in bodies * 10:
-            assert door.ask(f"/v1/{path}", body)[0] == 400
+            assert gateway.ask(f"/v1/{path}", body)[0] == 400
         rest = b""
         while piece := one.recv(1 << 16):
             rest += piece
@@ -88,26 +91,26 @@ def test_what_is_refused_often_hurts_nobody_else(tmp_path: Path) -> None:
         assert b'"length"' in rest
 
 
-def test_a_path_that_is_none_is_not_found(door: Doored) -> None:
-    assert door.ask("/v1/nothing")[0] == 404
-    status, answer, _ = door.ask("/v1/chat/completions")
+def test_a_path_that_is_none_is_not_found(gateway: RunningGateway) -> None:
+    assert gateway.ask("/v1/nothing")[0] == 404
+    status, answer, _ = gateway.ask("/v1/chat/completions")
     assert status == 405 and "GET /v1/chat/completions" in answer["error"]["message"]
 
 
 def test_a_model_without_a_template_says_what_to_use(tmp_path: Path) -> None:
-    with doored(tmp_path, ScriptedEngine(tokenizer="")) as door:
-        status, answer, _ = door.ask("/v1/chat/completions", CHAT)
+    with running_gateway(tmp_path, ScriptedEngine(tokenizer="")) as gateway:
+        status, answer, _ = gateway.ask("/v1/chat/completions", CHAT)
         assert status == 400 and "/v1/completions" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("given", ["", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer é"])
-def test_a_key_is_needed(door: Doored, given: str) -> None:
+def test_a_key_is_needed(gateway: RunningGateway, given: str) -> None:
     for path in ("/v1/models", "/metrics", "/lowlat/stats", "/v1/nothing", "/page"):
-        status, answer, headers = door.ask(path, headers={"authorization": given})
+        status, answer, headers = gateway.ask(path, headers={"authorization": given})
         assert status == 401 and answer["error"]["code"] == "invalid_api_key"
         assert headers["www-authenticate"] == "Bearer"
     for path in ("/", "/health", "/ready", "/page.js"):
-        assert door.ask(path, headers={"authorization": given})[0] == 200
+        assert gateway.ask(path, headers={"authorization": given})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -117,19 +120,19 @@ def test_a_key_is_needed(door: Doored, given: str) -> None:
         *[("127.0.0.1.evil.example", False), ("10.0.0.1", False), ("named.example:1", True)],
     ],
 )
-def test_a_host_must_name_this_door(tmp_path: Path, host: str, well: bool) -> None:
-    with door_at(f"ipc://{tmp_path}/none.sock", hosts=["named.example"]) as address:
-        status, answer, headers = Doored(address).ask("/", headers={"host": host})
+def test_a_host_must_name_this_gateway(tmp_path: Path, host: str, well: bool) -> None:
+    with gateway_at(f"ipc://{tmp_path}/none.sock", hosts=["named.example"]) as address:
+        status, answer, headers = RunningGateway(address).ask("/", headers={"host": host})
         assert status == (200 if well else 403)
         assert well or "--http-host" in answer["error"]["message"]
         assert "access-control-allow-origin" not in headers
 
 
-def test_any_address_names_a_door_that_is_bound_to_all(tmp_path: Path) -> None:
-    with door_at(f"ipc://{tmp_path}/none.sock", host="0.0.0.0") as bound:
-        door = Doored(Address("127.0.0.1", bound.port))
-        assert door.ask("/", headers={"host": "10.0.0.1:80"})[0] == 200
-        assert door.ask("/", headers={"host": "evil.example"})[0] == 403
+def test_any_address_names_a_gateway_that_is_bound_to_all(tmp_path: Path) -> None:
+    with gateway_at(f"ipc://{tmp_path}/none.sock", host="0.0.0.0") as bound:
+        gateway = RunningGateway(Address("127.0.0.1", bound.port))
+        assert gateway.ask("/", headers={"host": "10.0.0.1:80"})[0] == 200
+        assert gateway.ask("/", headers={"host": "evil.example"})[0] == 403
 
 
 def test_keys_are_the_environments_or_new() -> None:
@@ -157,21 +160,21 @@ def test_addresses_are_read(text: str, address: tuple[str, int] | None) -> None:
 
 
 def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
-    with doored(tmp_path, ScriptedEngine(max_running=1, step_s=0.01), Limits(max_queue=0)) as door:
-        with stream(door, COMPLETION | {"max_tokens": 3000}):
-            status, answer, headers = door.ask("/v1/completions", COMPLETION)
+    with running_gateway(tmp_path, ScriptedEngine(max_running=1, step_s=0.01), Limits(max_queue=0)) as gateway:
+        with stream(gateway, COMPLETION | {"max_tokens": 3000}):
+            status, answer, headers = gateway.ask("/v1/completions", COMPLETION)
             assert status == 429 and answer["error"]["code"] == "rate_limit_exceeded"
             assert int(headers["retry-after"]) >= 1 and int(headers["retry-after-ms"]) >= 1
-        assert door.served is not None and isinstance(door.served.engine, ScriptedEngine)
+        assert gateway.served is not None and isinstance(gateway.served.engine, ScriptedEngine)
 
 
 @contextmanager
 def stream(
-    door: Doored, body: dict[str, Any], path: str = "completions", whole: bool = False
+    gateway: RunningGateway, body: dict[str, Any], path: str = "completions", whole: bool = False
 ) -> Iterator[socket.socket]:
     """A request on a bare socket, of whose answer the beginning has come, unless it comes as a whole."""
     data = json.dumps(body if whole else body | {"stream": True}).encode()
-    with socket.create_connection((door.address.host, door.address.port), timeout=30) as caller:
+    with socket.create_connection((gateway.address.host, gateway.address.port), timeout=30) as caller:
         caller.sendall(
             f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
             f"content-length: {len(data)}\r\n\r\n".encode()
@@ -185,49 +188,52 @@ def stream(
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 def test_who_goes_away_cancels_what_was_asked(tmp_path: Path, whole: bool, n: int) -> None:
-    with doored(tmp_path, ScriptedEngine(step_s=0.005)) as door:
-        assert door.served is not None
-        engine = door.served.engine
-        with stream(door, CHAT | {"max_tokens": 3000, "n": n}, "chat/completions", whole):
+    with running_gateway(tmp_path, ScriptedEngine(step_s=0.005)) as gateway:
+        assert gateway.served is not None
+        engine = gateway.served.engine
+        with stream(gateway, CHAT | {"max_tokens": 3000, "n": n}, "chat/completions", whole):
             eventually(lambda: len(engine.order) == n)
         eventually(lambda: len(engine.cancelled_at) == n)
 
 
 def test_an_answer_that_breaks_off_says_why(tmp_path: Path) -> None:
-    with doored(tmp_path, ScriptedEngine(faults={5: "nan", 6: "refuse"})) as door:
+    with running_gateway(tmp_path, ScriptedEngine(faults={5: "nan", 6: "refuse"})) as gateway:
         body = COMPLETION | {"prompt": [5], "max_tokens": 9}
-        _, text, _ = door.ask("/v1/completions", body | {"stream": True})
+        _, text, _ = gateway.ask("/v1/completions", body | {"stream": True})
         *_, last = [line for line in text.splitlines() if line]
         assert json.loads(last[6:])["error"]["code"] == "not_finite" and "[DONE]" not in text
-        status, answer, _ = door.ask("/v1/completions", body)
+        status, answer, _ = gateway.ask("/v1/completions", body)
         assert (status, answer["error"]["code"]) == (500, "not_finite")
-        with openai.OpenAI(base_url=door.url, api_key=KEY, max_retries=0) as client, pytest.raises(openai.APIError):
+        with openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client, pytest.raises(openai.APIError):
             list(client.completions.create(model="fake", prompt=[5], stream=True))
-        assert door.ask("/v1/completions", body | {"prompt": [6]})[0] == 400
+        assert gateway.ask("/v1/completions", body | {"prompt": [6]})[0] == 400
 
 
 def test_a_server_that_is_gone_is_unavailable_until_it_is_back(tmp_path: Path) -> None:
     folder = tmp_path / "own"
     folder.mkdir()
-    with door_at(f"ipc://{folder}/s.sock", connect_timeout_s=0.2) as address:
-        door = Doored(address)
+    with gateway_at(f"ipc://{folder}/s.sock", connect_timeout_s=0.2) as address:
+        gateway = RunningGateway(address)
         for path in ("/health", "/ready", "/v1/models", "/metrics"):
-            assert door.ask(path)[0] == 503
-        status, answer, _ = door.ask("/v1/completions", COMPLETION)
+            assert gateway.ask(path)[0] == 503
+        status, answer, _ = gateway.ask("/v1/completions", COMPLETION)
         assert status == 503 and answer["error"]["type"] == "server_error"
-        assert door.ask("/")[0] == 200
-        with doored(folder) as other:
+        assert gateway.ask("/")[0] == 200
+        with running_gateway(folder) as other:
             assert other.served is not None and other.served.server.endpoint == f"ipc://{folder}/s.sock"
-            assert door.ask("/v1/completions", COMPLETION)[0] == 200
-            assert door.ask("/ready")[1]["state"] == "serving"
+            assert gateway.ask("/v1/completions", COMPLETION)[0] == 200
+            assert gateway.ask("/ready")[1]["state"] == "serving"
 
 
 def test_a_server_that_drains_is_not_ready(tmp_path: Path) -> None:
-    with doored(tmp_path, ScriptedEngine(step_s=0.005)) as door, stream(door, COMPLETION | {"max_tokens": 3000}):
-        assert door.ask("/ready")[0] == door.ask("/health")[0] == 200
-        assert door.served is not None
-        door.served.server.drain()
-        eventually(lambda: door.ask("/ready")[0] == 503)
+    with (
+        running_gateway(tmp_path, ScriptedEngine(step_s=0.005)) as gateway,
+        stream(gateway, COMPLETION | {"max_tokens": 3000}),
+    ):
+        assert gateway.ask("/ready")[0] == gateway.ask("/health")[0] == 200
+        assert gateway.served is not None
+        gateway.served.server.drain()
+        eventually(lambda: gateway.ask("/ready")[0] == 503)
 
 
 def metrics_of(text: str) -> dict[tuple[str, ...], float]:
@@ -242,11 +248,11 @@ def metrics_of(text: str) -> dict[tuple[str, ...], float]:
 
 
 def test_metrics_are_the_servers_figures(tmp_path: Path) -> None:
-    with doored(tmp_path) as door:
-        door.ask("/v1/completions", COMPLETION | {"max_tokens": 7})
-        door.ask("/v1/completions", COMPLETION | {"max_tokens": 1 << 20})
+    with running_gateway(tmp_path) as gateway:
+        gateway.ask("/v1/completions", COMPLETION | {"max_tokens": 7})
+        gateway.ask("/v1/completions", COMPLETION | {"max_tokens": 1 << 20})
         time.sleep(0.15)  # longer than figures are kept
-        status, text, headers = door.ask("/metrics")
+        status, text, headers = gateway.ask("/metrics")
         assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
         found = metrics_of(text)
         assert found["lowlat:generation_tokens_total",] == 7
@@ -255,7 +261,7 @@ def test_metrics_are_the_servers_figures(tmp_path: Path) -> None:
         assert found["lowlat:time_to_first_token_seconds_bucket", "+Inf"] == 1
         assert found["lowlat:inter_token_latency_seconds_count",] == 6
         assert found["lowlat:num_requests_running",] == 0
-        assert door.ask("/lowlat/stats")[1]["stats"]["num_tokens"] == 7
+        assert gateway.ask("/lowlat/stats")[1]["stats"]["num_tokens"] == 7
 
 
 def test_histograms_and_speculation_are_exposed() -> None:

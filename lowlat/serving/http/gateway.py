@@ -1,4 +1,4 @@
-"""The door's own state: its connection to the server, and what it remembers of it."""
+"""The gateway's own state: its connection to the server, and what it remembers of it."""
 
 import time
 from typing import Any
@@ -7,12 +7,12 @@ from lowlat.ipc.client import AsyncClient
 from lowlat.ipc.messages import Pong, Welcome
 from lowlat.serving.http.errors import ApiError
 
-__all__ = ["Door"]
+__all__ = ["Gateway"]
 
 STATS_S = 0.1  # whoever asks more often gets the same figures
 
 
-class Door:
+class Gateway:
     """A connection to the server, made anew where it was lost."""
 
     def __init__(self, client: AsyncClient) -> None:
