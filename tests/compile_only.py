@@ -7,6 +7,7 @@ tokens; runtimes lower what they would launch and then decode by the reference. 
 of a stream, what it had asked for till then is compiled. Carried to a card, the directory spares its time.
 """
 
+import os
 import signal
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ CARDS = {"sm_90": ("NVIDIA H200", replace(H200, peak_gb_s=4916.7))}
 GIB = 2**30
 MOST_TOKENS = 2  # of a request: each of a runtime's programs is lowered when it is loaded
 TEST_S = 15.0  # of CPU, a test
-AT_ONCE = 32  # kernels between two lines of progress
+AT_ONCE = 16 * (os.cpu_count() or 1)  # kernels between two lines of progress: all cores wait for the last
 
 
 class OutOfTime(Exception):
