@@ -171,9 +171,9 @@ def test_a_launch_has_a_kernel_for_each_of_its_plans(shapes: list[Shape]) -> Non
         assert len(variants) == min(3, len(shape.candidates))
         names = {tuple(call.kernel.name for call in each) for each in variants}
         assert len(names) == len(variants)
-        for rank, each in enumerate(variants):
+        for number, each in enumerate(variants):
             (cut,) = [call.planned for call in each if call.planned is not None and call.planned.key == shape.key]
-            assert cut.is_tuned and cut.candidates[rank] == shape.candidates[rank]
+            assert cut.is_tuned and cut.candidates[number] == shape.candidates[number]
         if shape.kind == "prefill_gemm":
             assert all(each[0].kernel.name.startswith("prefill_gemm") for each in variants)
 

@@ -120,20 +120,20 @@ def calls_by_plan(
     found: dict[tuple[str, str], list[tuple[KernelCall, ...]]] = {shape.place: [] for shape in shapes}
     for together in by_source.values():
         pair, program = together[0].source
-        for rank in range(min(num_candidates, max(len(shape.candidates) for shape in together))):
-            wanted = [shape for shape in together if rank < len(shape.candidates)]
-            table = _forced(card, wanted, rank)
+        for number in range(min(num_candidates, max(len(shape.candidates) for shape in together))):
+            wanted = [shape for shape in together if number < len(shape.candidates)]
+            table = _forced(card, wanted, number)
             calls = _calls(pair.groups(program, replace(card, tuning=table)))
             for shape in wanted:
                 found[shape.place].append(calls[shape.place])
     return found
 
 
-def _forced(card: Card, shapes: Sequence[Shape], rank: int) -> TuningTable:
-    """A table that makes launches have their plan of one rank."""
+def _forced(card: Card, shapes: Sequence[Shape], number: int) -> TuningTable:
+    """A table that makes launches have their candidate of one number."""
     entries: dict[str, dict[str, Entry]] = {}
     for shape in shapes:
-        entries.setdefault(shape.kind, {})[shape.key] = Entry(shape.candidates[rank].knobs)
+        entries.setdefault(shape.kind, {})[shape.key] = Entry(shape.candidates[number].knobs)
     return TuningTable("", card.capability, card.num_multiprocessors, card.shared_bytes, entries=entries)
 
 

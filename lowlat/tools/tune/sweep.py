@@ -106,7 +106,7 @@ def compile_plans(
         places.clear()
         progress(len(known), total)
 
-    for place, variant in _by_rank(shapes, calls):
+    for place, variant in _by_candidate(shapes, calls):
         waiting.update({call.kernel.name: call for call in variant if call.kernel.name not in known})
         places.append(place)
         if len(waiting) >= most:
@@ -117,13 +117,13 @@ def compile_plans(
     return ready
 
 
-def _by_rank(
+def _by_candidate(
     shapes: Sequence[Shape], calls: Mapping[tuple[str, str], Variants]
 ) -> Iterator[tuple[tuple[str, str], tuple[KernelCall, ...]]]:
-    for rank in range(max((len(variants) for variants in calls.values()), default=0)):
+    for number in range(max((len(variants) for variants in calls.values()), default=0)):
         for shape in shapes:
-            if rank < len(calls[shape.place]):
-                yield shape.place, calls[shape.place][rank]
+            if number < len(calls[shape.place]):
+                yield shape.place, calls[shape.place][number]
 
 
 def time_plans(
