@@ -31,7 +31,7 @@ from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["entries", "main"]
 
-HIDDEN, RANKS, COPIES = 2880, 4, 24
+HIDDEN, TOP_K, COPIES = 2880, 4, 24
 CASES = ((1, 4), (4, 4), (4, 16), (16, 4), (16, 40), (64, 110))  # rows, distinct experts
 
 
@@ -47,12 +47,12 @@ def _experts(rows: int, num_experts: int, weight_format: WeightFormat, device: t
 
 
 def _ids(rows: int, distinct: int, num_experts: int, copy: int, device: torch.device) -> torch.Tensor:
-    """Expert ids [M, R] of so many distinct experts, other ones in the next copy."""
+    """Expert ids [M, k] of so many distinct experts, other ones in the next copy."""
     chosen = (torch.arange(distinct) + copy * distinct) % num_experts
-    order = torch.cat([torch.randperm(distinct) for _ in range(-(-rows * RANKS // distinct) + 1)])[: rows * RANKS]
-    if distinct < 2 * RANKS:  # no expert twice in a row
-        order = torch.cat([torch.randperm(distinct)[:RANKS] for _ in range(rows)])
-    return chosen[order].view(rows, RANKS).int().to(device)
+    order = torch.cat([torch.randperm(distinct) for _ in range(-(-rows * TOP_K // distinct) + 1)])[: rows * TOP_K]
+    if distinct < 2 * TOP_K:  # no expert twice in a row
+        order = torch.cat([torch.randperm(distinct)[:TOP_K] for _ in range(rows)])
+    return chosen[order].view(rows, TOP_K).int().to(device)
 
 
 def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequence[dict[str, int]]) -> list[Entry]:
@@ -61,8 +61,8 @@ def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequenc
     weight_format = MXFP4 if quantised else BF16
     up, down = (_experts(rows, num_experts, weight_format, device) for rows in (2 * HIDDEN, HIDDEN))
     biases = tuple(torch.randn(num_experts, rows, device=device).bfloat16() for rows in (2 * HIDDEN, HIDDEN))
-    first = ExpertShape(GATE_UP, 2 * HIDDEN, HIDDEN, RANKS, weight_format)
-    second = ExpertShape(DOWN, HIDDEN, HIDDEN, RANKS, weight_format)
+    first = ExpertShape(GATE_UP, 2 * HIDDEN, HIDDEN, TOP_K, weight_format)
+    second = ExpertShape(DOWN, HIDDEN, HIDDEN, TOP_K, weight_format)
     made = []
     for (rows, distinct), cut in itertools.product(CASES, cuts):
         if distinct > num_experts:
@@ -77,7 +77,7 @@ def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequenc
             continue
         x = torch.randn(rows, HIDDEN, device=device).bfloat16()
         ids = [_ids(rows, distinct, num_experts, copy, device) for copy in range(COPIES)]
-        moved = min(distinct, rows * RANKS) * (up.num_bytes + down.num_bytes) // num_experts
+        moved = min(distinct, rows * TOP_K) * (up.num_bytes + down.num_bytes) // num_experts
         made.append(Entry(label, _calls(launcher, x, ids, (up, down), biases, plan), COPIES, moved))
     return made
 
@@ -90,8 +90,8 @@ def _calls(
     rows, num_experts = x.shape[0], experts[0].num_experts
     weight, offset = x.new_empty(num_experts, HIDDEN).normal_(), x.new_zeros(num_experts)
     norm_weight, normed, ignored = torch.ones_like(x[0]), torch.empty_like(x), x.new_empty(rows, num_experts).float()
-    activated, partials = x.new_empty(rows, RANKS, HIDDEN), x.new_empty(rows, RANKS, HIDDEN).float()
-    found, shares, total = torch.empty_like(ids[0]), ids[0].new_empty(rows, RANKS).float(), torch.empty_like(x)
+    activated, partials = x.new_empty(rows, TOP_K, HIDDEN), x.new_empty(rows, TOP_K, HIDDEN).float()
+    found, shares, total = torch.empty_like(ids[0]), ids[0].new_empty(rows, TOP_K).float(), torch.empty_like(x)
     logits = [torch.zeros_like(ignored).scatter_(1, each.long(), 9.0) for each in ids]
 
     def calls(copy: int) -> list[KernelCall]:

@@ -32,13 +32,13 @@ from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_u
 from lowlat.kernels.moe.prefill.grouping import group_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import TILE_WORDS, most_tiles, tile_pairs_of
 from lowlat.kernels.moe.prefill.plan import WARPS, GroupedPlan, plan_grouped
-from lowlat.kernels.moe.rank_sum import add_ranks
+from lowlat.kernels.moe.topk_sum import add_topk
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["Choices", "main", "measure", "product_entries"]
 
 COPIES = 4
-RANKS, LIMIT, ALPHA = 4, 7.0, 1.702
+TOP_K, LIMIT, ALPHA = 4, 7.0, 1.702
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class _Mixture:
         self._launcher, self._packed, self._chunk = launcher, packed, chunk
         up, down = packed[GATE_UP][0], packed[DOWN][0]
         self._experts, device, bf16 = up.num_experts, launcher.device, torch.bfloat16
-        self._ids = torch.rand(chunk, self._experts, device=device).argsort(1)[:, :RANKS].int().contiguous()
+        self._ids = torch.rand(chunk, self._experts, device=device).argsort(1)[:, :TOP_K].int().contiguous()
         self._x = torch.randn(chunk, up.columns, device=device).to(bf16)
         self._activated = torch.randn(*self._ids.shape, down.columns, device=device).to(bf16)
         self._partials = torch.empty(*self._ids.shape, down.rows, device=device)
@@ -135,7 +135,7 @@ class _Mixture:
             lists = self._lists(width)
             group = group_pairs(expert_ids=self._ids, num_experts=self._experts, tile_pairs=width, **lists)
             self._launcher.run(*group)
-            add = add_ranks(partials=self._partials, expert_ids=self._ids, out=self._out)
+            add = add_topk(partials=self._partials, expert_ids=self._ids, out=self._out)
             skips = [None, *(each for each in choices.skip if width % (8 * each) == 0)]
             for warps, skip in itertools.product(sorted({WARPS, *choices.warps}), skips):
                 name = f"{self._chunk} rows, tiles of {width}, {warps} warps" + (f", skip {skip}" if skip else "")
@@ -147,7 +147,7 @@ class _Mixture:
                 both = up_bytes + down_bytes + sum_bytes
                 yield Entry(f"mixture, {name}", together.calls, COPIES, both), up_count + down_count
         yield Entry(f"grouping, {self._chunk} rows", lambda _: group, COPIES), 0
-        yield Entry(f"sum by rank, {self._chunk} rows", lambda _: add, COPIES, sum_bytes), 0
+        yield Entry(f"sum of experts, {self._chunk} rows", lambda _: add, COPIES, sum_bytes), 0
 
     def gate_up(self, copy: int, lists: Mapping[str, torch.Tensor], plan: GroupedPlan) -> list[KernelCall]:
         """The first product, by the weights of a layer."""
@@ -172,7 +172,7 @@ class _Mixture:
 
     def _plan(self, part: str, width: int, warps: int, skip: int | None) -> GroupedPlan:
         each = self._packed[part][0]
-        shape = ExpertShape(part, each.rows, each.columns, RANKS, each.format)
+        shape = ExpertShape(part, each.rows, each.columns, TOP_K, each.format)
         plan = plan_grouped(width, shape, self._launcher.card, warps=warps)
         return plan if skip is None else replace(plan, skip=skip)
 

@@ -103,15 +103,15 @@ def all_codes_and_scales(device: str = "cpu") -> PackedExperts:
     return pack_experts({"blocks": blocks, "scales": scales[None]})
 
 
-def choices(kind: str, rows: int, ranks: int, num_experts: int, device: str = "cpu") -> torch.Tensor:
-    """Expert ids [M, R] int32: "random", "shared" (all rows choose the same), "dead" (most rows), "none" or "apart"
+def choices(kind: str, rows: int, top_k: int, num_experts: int, device: str = "cpu") -> torch.Tensor:
+    """Expert ids [M, k] int32: "random", "shared" (all rows choose the same), "dead" (most rows), "none" or "apart"
     (as many different experts as there are)."""
-    ids = torch.stack([torch.randperm(num_experts)[:ranks] for _ in range(rows)]).int()
+    ids = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(rows)]).int()
     if kind == "shared":
         ids = ids[:1].expand(rows, -1).clone()
-        ids = torch.stack([row[torch.randperm(ranks)] for row in ids])
+        ids = torch.stack([row[torch.randperm(top_k)] for row in ids])
     elif kind == "apart":
-        ids = (torch.arange(rows * ranks) % num_experts).view(rows, ranks).int()
+        ids = (torch.arange(rows * top_k) % num_experts).view(rows, top_k).int()
     elif kind == "dead":
         ids[torch.arange(rows) % 3 != 1] = -1
     elif kind == "none":
@@ -120,27 +120,27 @@ def choices(kind: str, rows: int, ranks: int, num_experts: int, device: str = "c
 
 
 def want_gate_up(experts: Experts, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The reference's activations [M, R, I]."""
+    """The reference's activations [M, k, I]."""
     out = torch.empty(*ids.shape, experts.packed.rows // 2, dtype=x.dtype, device=x.device)
     reference.experts_gate_up(x, ids, experts.bias, **experts.matrices, out=out, **experts.limits)
     return out
 
 
 def shares_of(ids: torch.Tensor) -> torch.Tensor:
-    """Shares [M, R] float32 that sum to 1 and differ from pair to pair; the same for the same ids."""
+    """Shares [M, k] float32 that sum to 1 and differ from pair to pair; the same for the same ids."""
     weights = (ids.float() * 0.37).sin() + 1.5
     return weights / weights.sum(dim=1, keepdim=True)
 
 
 def want_down(experts: Experts, activated: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The reference's weighed products [M, R, N] float32, by `shares_of`; zero for dead pairs."""
-    rows, ranks = ids.shape
+    """The reference's weighed products [M, k, N] float32, by `shares_of`; zero for dead pairs."""
+    rows, top_k = ids.shape
     parts = []
-    for rank in range(ranks):
+    for k in range(top_k):
         out = torch.empty(rows, experts.packed.rows, device=activated.device)
         reference.experts_down(
-            activated[:, rank : rank + 1].contiguous(), ids[:, rank : rank + 1].contiguous(),
-            shares_of(ids)[:, rank : rank + 1].contiguous(), experts.bias, **experts.matrices, out=out,
+            activated[:, k : k + 1].contiguous(), ids[:, k : k + 1].contiguous(),
+            shares_of(ids)[:, k : k + 1].contiguous(), experts.bias, **experts.matrices, out=out,
         )  # fmt: skip
         parts.append(out)
     return torch.stack(parts, 1)

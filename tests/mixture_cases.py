@@ -54,7 +54,7 @@ class Mixture:
         """Random rows [M, K]."""
         return torch.randn(count, self.up.packed.columns, device=self.up.packed.words.device).bfloat16()
 
-    def arguments(self, x: torch.Tensor, ranks: int) -> dict[str, Any]:
+    def arguments(self, x: torch.Tensor, top_k: int) -> dict[str, Any]:
         """What a launch over rows x [M, K] takes but their routing; residuals are random, nothing is written yet."""
         rows, inner, hidden, device = x.shape[0], self.down.packed.columns, self.down.packed.rows, x.device
         return {
@@ -65,22 +65,22 @@ class Mixture:
             "x": x,
             "residual": torch.randn(rows, hidden, device=device).bfloat16(),
             "total": torch.full((rows, hidden), torch.nan, device=device).bfloat16(),
-            "expert_ids": torch.full((rows, ranks), 77, dtype=torch.int32, device=device),
-            "expert_weights": torch.full((rows, ranks), torch.nan, device=device),
-            "activated": awaited(rows, ranks, inner, dtype=torch.bfloat16, device=device),
-            "partials": awaited(rows, ranks, hidden, dtype=torch.float32, device=device),
+            "expert_ids": torch.full((rows, top_k), 77, dtype=torch.int32, device=device),
+            "expert_weights": torch.full((rows, top_k), torch.nan, device=device),
+            "activated": awaited(rows, top_k, inner, dtype=torch.bfloat16, device=device),
+            "partials": awaited(rows, top_k, hidden, dtype=torch.float32, device=device),
             **self.up.limits,
         }
 
     def plan(
-        self, rows: int, ranks: int, card: Card, *, warps: int | None = None, stages: int | None = None, **changes: Any
+        self, rows: int, top_k: int, card: Card, *, warps: int | None = None, stages: int | None = None, **changes: Any
     ) -> MlpPlan:
         """`plan_mlp`'s, with changes of both products' plans; parts stay as long as they are, at most."""
         up, down = (
-            shape_of(kind, each.packed, ranks, biased=each.bias is not None, clamped=kind == DOWN or bool(each.limits))
+            shape_of(kind, each.packed, top_k, biased=each.bias is not None, clamped=kind == DOWN or bool(each.limits))
             for kind, each in ((GATE_UP, self.up), (DOWN, self.down))
         )
-        pair = plan_mlp(min(rows, rows_a_launch(ranks)), up, down, card, warps=warps, stages=stages)
+        pair = plan_mlp(min(rows, rows_a_launch(top_k)), up, down, card, warps=warps, stages=stages)
         part = changes.pop("part", pair.up_plan.part + pair.down_plan.part)
         first, second = (replace(each, part=min(part, each.part), **changes) for each in (pair.up_plan, pair.down_plan))
         return replace(pair, up_plan=first, down_plan=second)
@@ -98,8 +98,8 @@ class Mixture:
         assert partials[~sound].isnan().all() and partials[sound].isfinite().all()
         assert bool(((partials - want)[sound].norm(dim=-1) <= 1e-5 * want[sound].norm(dim=-1)).all())
         added = torch.zeros_like(found["residual"], dtype=torch.float32)
-        for rank in range(ids.shape[1]):
-            added += partials[:, rank]
+        for k in range(ids.shape[1]):
+            added += partials[:, k]
         wanted = (found["residual"].float() + added).bfloat16()
         torch.testing.assert_close(found["total"], wanted, rtol=0, atol=0, equal_nan=True)
 
@@ -159,28 +159,28 @@ def make_logits(kind: str, rows: int, num_experts: int) -> torch.Tensor:
 
 
 def logits_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Logits [M, E] by which rows choose these ids [M, R] in their order, with shares that are not small."""
-    ranks = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-    return torch.zeros(ids.shape[0], num_experts, device=ids.device).scatter_(1, ids.long(), 9 - ranks / 4)
+    """Logits [M, E] by which rows choose these ids [M, k] in their order, with shares that are not small."""
+    top_k = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    return torch.zeros(ids.shape[0], num_experts, device=ids.device).scatter_(1, ids.long(), 9 - top_k / 4)
 
 
-def make_topk_routing(kind: str, rows: int, ranks: int, num_experts: int, device: str = "cpu") -> TopKRouting:
+def make_topk_routing(kind: str, rows: int, top_k: int, num_experts: int, device: str = "cpu") -> TopKRouting:
     """By logits as `make_logits` has them; random ones, where a third of the rows is live ("dead") or no row ("none");
     or such that choose as many different experts as there are ("apart")."""
     live = None
     if kind in ("dead", "none"):
         live = ((torch.arange(rows) % 3 == 1) & (kind == "dead")).to(torch.uint8).view(1, rows).to(device)
     if kind == "apart":
-        logits = logits_of(choices("apart", rows, ranks, num_experts), num_experts)
+        logits = logits_of(choices("apart", rows, top_k, num_experts), num_experts)
     else:
         logits = make_logits("random" if live is not None else kind, rows, num_experts)
     return TopKRouting(logits.to(device), live)
 
 
-def want_routing(routing: TopKRouting, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference's ids and shares [M, R], on the CPU: those of a router of nothing but biases."""
+def want_routing(routing: TopKRouting, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's ids and shares [M, k], on the CPU: those of a router of nothing but biases."""
     rows, num_experts = routing.logits.shape
-    ids, shares = torch.full((rows, ranks), 77, dtype=torch.int32), torch.full((rows, ranks), torch.nan)
+    ids, shares = torch.full((rows, top_k), 77, dtype=torch.int32), torch.full((rows, top_k), torch.nan)
     nothing = torch.zeros(1, 8), torch.zeros(num_experts, 8)
     logits, flags = routing.logits.cpu(), None if routing.row_live is None else routing.row_live.cpu().view(-1)
     for row in range(rows):
@@ -198,7 +198,7 @@ def awaited(*shape: int, dtype: torch.dtype, device: str | torch.device = "cpu")
 
 
 def exact_shares(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The shares [M, R] of chosen experts, every step rounded as `experts_choice` promises; 0 where dead."""
+    """The shares [M, k] of chosen experts, every step rounded as `experts_choice` promises; 0 where dead."""
     found = torch.zeros(ids.shape)
     for row in (ids[:, 0] >= 0).nonzero()[:, 0].tolist():
         values = logits[row, ids[row].long()].numpy()

@@ -17,7 +17,7 @@ PARTS = (
     "gemm",
     "swiglu_epilogue",
     "weighing_epilogue",
-    "rank_sum",
+    "topk_sum",
 )
 FRAGMENTS = (
     *(f"formats.{name}_fragment" for name in ("bf16", "mxfp4", "fp8", "int4", "nvfp4")),
@@ -26,7 +26,7 @@ FRAGMENTS = (
 OWN = ("moe.plan", "moe.topk_routing", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
 NAMES = (*SHARED, *PEERS, *FRAGMENTS, *OWN)
 
-ALONE = (*NAMES, "moe.rank_sum", "moe.decode.experts")  # each GEMM in a launch of its own
+ALONE = (*NAMES, "moe.topk_sum", "moe.decode.experts")  # each GEMM in a launch of its own
 
 
 def small_card(blocks: int) -> Card:

@@ -94,14 +94,14 @@ def allocate_experts(
 def shape_of(
     kind: str,
     experts: PackedExperts,
-    ranks: int,
+    top_k: int,
     *,
     biased: bool,
     clamped: bool = True,
     parts: KParts | None = None,
 ) -> ExpertShape:
     """The shape of a GEMM of experts, of which a row chooses so many; the others as `ExpertShape` has them."""
-    return ExpertShape(kind, experts.rows, experts.columns, ranks, experts.format, biased, clamped, parts)
+    return ExpertShape(kind, experts.rows, experts.columns, top_k, experts.format, biased, clamped, parts)
 
 
 def check_expert_bias(bias: torch.Tensor | None, experts: PackedExperts, name: str = "bias") -> None:

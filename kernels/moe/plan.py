@@ -40,7 +40,7 @@ __all__ = [
 
 KIND = "experts"
 GATE_UP, DOWN = "gate_up", "down"
-MAX_PAIRS = 256  # of a row and a rank, in one launch: each has a thread while they are listed
+MAX_PAIRS = 256  # of a row and one of its experts, in one launch: each has a thread while they are listed
 MAX_COLUMNS = 8  # of a tile of mma
 PAD = 20  # floats from one pair's partial sums to the next one's
 MAX_PARTS = 8  # of K, and warps where K is summed in parts
@@ -56,7 +56,7 @@ class ExpertShape:
     """Weights [E, rows, columns] and the kind of their GEMM.
 
     kind    GATE_UP or DOWN
-    ranks   experts a row
+    top_k   experts a row
     format  of the weights
     biased  experts have biases
     clamped gate and up values are those of the clamped SwiGLU; else of the plain one
@@ -67,7 +67,7 @@ class ExpertShape:
     kind: str
     rows: int
     columns: int
-    ranks: int
+    top_k: int
     format: WeightFormat
     biased: bool = True
     clamped: bool = True
@@ -198,11 +198,11 @@ class ExpertPlan:
         return self.warps * self.ring_bytes(shape) + areas + self.list_bytes
 
 
-def rows_a_launch(ranks: int, limit: int = 64) -> int:
-    """The most rows of one launch. Raises ShapeError for more ranks than a launch has pairs."""
-    if not 0 < ranks <= MAX_PAIRS:
-        raise ShapeError(f"{ranks} experts a row; at most {MAX_PAIRS}")
-    return min(limit, MAX_PAIRS // ranks)
+def rows_a_launch(top_k: int, limit: int = 64) -> int:
+    """The most rows of one launch. Raises ShapeError for more experts a row than a launch has pairs."""
+    if not 0 < top_k <= MAX_PAIRS:
+        raise ShapeError(f"{top_k} experts a row; at most {MAX_PAIRS}")
+    return min(limit, MAX_PAIRS // top_k)
 
 
 def next_power(count: int) -> int:
@@ -256,7 +256,7 @@ def plan_experts(
     columns  the most pairs that one reading of an expert's weights serves: a power of two
     Raises ShapeError for a card whose blocks have too little shared memory, or threads that cannot list the pairs.
     """
-    capacity, sets = max(4, next_power(rows * shape.ranks)), sets_of(shape)
+    capacity, sets = max(4, next_power(rows * shape.top_k)), sets_of(shape)
     if shape.parts is not None:
         warps = shape.parts.count * sets
     if warps is None:
@@ -269,8 +269,8 @@ def plan_experts(
         finishing = max(finishing, MAX_PARTS - warps)
     threads = (warps + finishing) * 32
     if capacity > min(MAX_PAIRS, threads):
-        raise ShapeError(f"{rows} rows of {shape.ranks} experts; {threads} threads list no more pairs than they are")
-    num_blocks, suspends = min(rows * shape.ranks * shape.tiles // sets, card.num_multiprocessors), card.suspends
+        raise ShapeError(f"{rows} rows of {shape.top_k} experts; {threads} threads list no more pairs than they are")
+    num_blocks, suspends = min(rows * shape.top_k * shape.tiles // sets, card.num_multiprocessors), card.suspends
     parts = range(min(part, MOST_PART, steps_a_warp(shape, warps)), 0, -1)
     depths = (MOST_STAGES, 1) if stages is None else (stages,)
     for depth, part in itertools.product(depths, parts):
@@ -312,22 +312,22 @@ def choose_expert_plan(rows: int, shape: ExpertShape, card: Card, num_experts: i
 def facts_of(rows: int, shape: ExpertShape, num_experts: int) -> dict[str, int | str]:
     """The facts that plans of a GEMM of E experts depend on; M rows count by the next power of two."""
     return {
-        "rows": next_power(rows), "N": shape.rows, "K": shape.columns, "ranks": shape.ranks, "experts": num_experts,
+        "rows": next_power(rows), "N": shape.rows, "K": shape.columns, "top_k": shape.top_k, "experts": num_experts,
         "format": shape.format.name,
     }  # fmt: skip
 
 
-def partials_workspace(rows: int, ranks: int, width: int, parts: KParts | None = None) -> WorkspaceShape:
-    """The workspace of a down GEMM [M, N] over R ranks, for few rows and many: weighed outputs [M, R, N] float32.
+def partials_workspace(rows: int, top_k: int, width: int, parts: KParts | None = None) -> WorkspaceShape:
+    """The workspace of a down GEMM [M, N], for few rows and many: weighed outputs [M, k, N] float32.
 
-    parts  of K, of which each has outputs of its own: [M, R * P, N], a rank's behind each other
+    parts  of K, of which each has outputs of its own: [M, k * P, N], a pair's behind each other
     """
-    return "experts.partials", (rows, ranks * (1 if parts is None else parts.count), width), torch.float32
+    return "experts.partials", (rows, top_k * (1 if parts is None else parts.count), width), torch.float32
 
 
-def parts_of(rows: int, ranks: int) -> Iterator[tuple[slice, int]]:
+def parts_of(rows: int, top_k: int) -> Iterator[tuple[slice, int]]:
     """The rows of each launch over M of them, and how many they are. Raises ShapeError as `rows_a_launch` does."""
-    most = rows_a_launch(ranks)
+    most = rows_a_launch(top_k)
     for begin in range(0, rows, most):
         part = slice(begin, min(begin + most, rows))
         yield part, part.stop - begin

@@ -60,8 +60,8 @@ def router(
     x               [M, N]  bf16; the rows before the norm where there is one
     weight, bias    [E, N], [E]  bf16; the weight row-major; without a bias None
     row_live        [M] or [B, T]  uint8; None: all rows are live
-    expert_ids      [M, R]  int32    out: largest logit first, the lowest id among equals; -1 in dead rows
-    expert_weights  [M, R]  float32  out: shares; 0 in dead rows
+    expert_ids      [M, k]  int32    out: largest logit first, the lowest id among equals; -1 in dead rows
+    expert_weights  [M, k]  float32  out: shares; 0 in dead rows
     over_all        shares are those of the softmax over all logits; else they sum to 1
     norm            rows are normed first; None: they are normed already
     workspace       is asked for `router_workspace`

@@ -60,11 +60,11 @@ class TopKRouting:
         """E."""
         return self.logits.shape[1]
 
-    def check(self, rows: int, ranks: int, num_experts: int) -> None:
+    def check(self, rows: int, top_k: int, num_experts: int) -> None:
         """Raise ShapeError unless M rows can choose so many of E experts each by these logits."""
-        if not 1 <= ranks <= min(num_experts, MAX_CHOSEN) or num_experts > MAX_EXPERTS:
+        if not 1 <= top_k <= min(num_experts, MAX_CHOSEN) or num_experts > MAX_EXPERTS:
             raise ShapeError(
-                f"a row chooses at most {MAX_CHOSEN} experts of at most {MAX_EXPERTS}, got {ranks} of {num_experts}"
+                f"a row chooses at most {MAX_CHOSEN} experts of at most {MAX_EXPERTS}, got {top_k} of {num_experts}"
             )
         check_shape("logits", self.logits, rows, num_experts)
         check_dtype(torch.float32, logits=self.logits)
@@ -86,30 +86,30 @@ class RoutingArea(Protocol):
 
 
 def route_top_k(*, routing: TopKRouting, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> list[KernelCall]:
-    """Choose R experts for each of M rows, and their shares, as `TopKRouting` says, in one launch of a warp a row.
+    """Choose k experts for each of M rows, and their shares, as `TopKRouting` says, in one launch of a warp a row.
 
-    expert_ids      [M, R]  int32    out: -1 in dead rows
-    expert_weights  [M, R]  float32  out: 0 in dead rows
+    expert_ids      [M, k]  int32    out: -1 in dead rows
+    expert_weights  [M, k]  float32  out: 0 in dead rows
     Some microseconds. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
-    rows, ranks = expert_ids.shape
-    routing.check(rows, ranks, routing.num_experts)
-    check_shape("expert_weights", expert_weights, rows, ranks)
+    rows, top_k = expert_ids.shape
+    routing.check(rows, top_k, routing.num_experts)
+    check_shape("expert_weights", expert_weights, rows, top_k)
     check_dtype(torch.int32, expert_ids=expert_ids)
     check_dtype(torch.float32, expert_weights=expert_weights)
     grid = (-(-rows // ROWS), 1, 1)
     arguments = (*routing.of(slice(None)), expert_ids, expert_weights, rows)
-    return [KernelCall(_make(routing.num_experts, ranks, routing.over_all), grid, arguments)]
+    return [KernelCall(_make(routing.num_experts, top_k, routing.over_all), grid, arguments)]
 
 
-def make_route(plan: RoutingArea, ranks: int, num_experts: int, over_all: bool = False) -> Any:
+def make_route(plan: RoutingArea, top_k: int, num_experts: int, over_all: bool = False) -> Any:
     """A function of all threads: route the rows of `count` pairs, ids and shares to `area`; one barrier."""
-    route_row, warps = _make_route_row(plan, ranks, num_experts, over_all), plan.threads // 32
+    route_row, warps = _make_route_row(plan, top_k, num_experts, over_all), plan.threads // 32
 
     @device_function
     def route(area: Any, logits: Any, row_live: Any, count: Any, thread: Any) -> None:
         row, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
-        while int64(row) * int64(ranks) < count:
+        while int64(row) * int64(top_k) < count:
             route_row(area, logits + int64(row) * int64(4 * num_experts), row_live, row, lane)
             row = uint32(row + uint32(warps))
         cuda.syncthreads()
@@ -117,7 +117,7 @@ def make_route(plan: RoutingArea, ranks: int, num_experts: int, over_all: bool =
     return route
 
 
-def _make_route_row(plan: RoutingArea, ranks: int, num_experts: int, over_all: bool) -> Any:
+def _make_route_row(plan: RoutingArea, top_k: int, num_experts: int, over_all: bool) -> Any:
     own, shares_at = -(-num_experts // 32), plan.shares_at
 
     @device_function
@@ -143,7 +143,7 @@ def _make_route_row(plan: RoutingArea, ranks: int, num_experts: int, over_all: b
             keys[part] = _key(values[part]) if there else uint32(0)
         mine, mine_id = float32(0), uint32(0)
         peak, total = float32(0), float32(0)
-        for rank in range(ranks):
+        for k in range(top_k):
             best, place = uint32(0), uint32(0)
             for part in range(own):
                 if keys[part] > best:
@@ -154,11 +154,11 @@ def _make_route_row(plan: RoutingArea, ranks: int, num_experts: int, over_all: b
             for part in range(own):
                 if found == uint32(lane + uint32(32 * part)):
                     keys[part] = uint32(0)
-            if rank == 0:
+            if k == 0:
                 peak = _value(top)
             power = power_of(_value(top), peak)
             total = ptx.add_rn(total, power)
-            if lane == uint32(rank):
+            if lane == uint32(k):
                 mine, mine_id = power, found
         if over_all:
             total = float32(0)
@@ -166,8 +166,8 @@ def _make_route_row(plan: RoutingArea, ranks: int, num_experts: int, over_all: b
                 if uint32(lane + uint32(32 * part)) < uint32(num_experts):
                     total = ptx.add_rn(total, power_of(values[part], peak))
             total = lane_sum(total)
-        if lane < uint32(ranks):
-            at = uint32(area + (row * uint32(ranks) + lane) * uint32(4))
+        if lane < uint32(top_k):
+            at = uint32(area + (row * uint32(top_k) + lane) * uint32(4))
             ptx.store_shared_u32(at, mine_id if live else uint32(EVERY_LANE))
             ptx.store_shared_f32(at + uint32(shares_at), ptx.div_rn(mine, total) if live else float32(0))
 
@@ -218,10 +218,10 @@ class _Block:
 
 
 @cache
-def _make(num_experts: int, ranks: int, over_all: bool = False) -> Kernel:
-    pairs, threads = ROWS * ranks, 32 * ROWS
+def _make(num_experts: int, top_k: int, over_all: bool = False) -> Kernel:
+    pairs, threads = ROWS * top_k, 32 * ROWS
     shares_at = 4 * pairs
-    route = make_route(_Block(threads, shares_at), ranks, num_experts, over_all)
+    route = make_route(_Block(threads, shares_at), top_k, num_experts, over_all)
 
     def route_top_k(logits: Any, row_live: Any, ids: Any, shares: Any, rows: Any) -> None:
         area = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
@@ -229,17 +229,17 @@ def _make(num_experts: int, ranks: int, over_all: bool = False) -> Kernel:
         live = row_live
         if live != int64(0):
             live = row_live + int64(first)
-        count = uint32(min(uint32(uint32(rows) - first), uint32(ROWS)) * uint32(ranks))
+        count = uint32(min(uint32(uint32(rows) - first), uint32(ROWS)) * uint32(top_k))
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         route(area, logits + int64(first) * int64(4 * num_experts), live, int64(count), thread)
         if thread < count:
-            at, own = int64(first * uint32(ranks) + thread) * int64(4), uint32(area + thread * uint32(4))
+            at, own = int64(first * uint32(top_k) + thread) * int64(4), uint32(area + thread * uint32(4))
             ptx.store_global_u32(ids + at, ptx.load_shared_u32(own))
             ptx.store_global_f32(shares + at, ptx.load_shared_f32(uint32(own + uint32(shares_at))))
 
     signature = (*(types.int64,) * 5,)
-    name = f"route_top_k_{num_experts}x{ranks}{'_over_all' if over_all else ''}"
+    name = f"route_top_k_{num_experts}x{top_k}{'_over_all' if over_all else ''}"
     return Kernel(name, route_top_k, signature, threads, 1, 2 * shares_at)
 
 

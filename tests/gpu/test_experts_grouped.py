@@ -28,7 +28,7 @@ from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_u
 from lowlat.kernels.moe.prefill.grouping import group_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, most_tiles
 from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
-from lowlat.kernels.moe.rank_sum import add_ranks
+from lowlat.kernels.moe.topk_sum import add_topk
 
 FILL = -77
 
@@ -82,7 +82,7 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("rows", "ranks", "num_experts", "kind"),
+    ("rows", "top_k", "num_experts", "kind"),
     [
         (1, 4, 128, "random"),
         (2048, 4, 128, "random"),
@@ -91,8 +91,8 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
         (5, 4, 9, "none"),
     ],
 )
-def test_pairs_are_grouped_by_expert(launcher: Launcher, rows: int, ranks: int, num_experts: int, kind: str) -> None:
-    ids = choices(kind, rows, ranks, num_experts, "cuda")
+def test_pairs_are_grouped_by_expert(launcher: Launcher, rows: int, top_k: int, num_experts: int, kind: str) -> None:
+    ids = choices(kind, rows, top_k, num_experts, "cuda")
     flat = ids.view(-1).long()
     want = torch.where(flat < 0, num_experts, flat).sort(stable=True)[1][: int((flat >= 0).sum())]
     counts = torch.bincount(flat[flat >= 0], minlength=num_experts).tolist()
@@ -108,16 +108,16 @@ def test_pairs_are_grouped_by_expert(launcher: Launcher, rows: int, ranks: int, 
 
 @pytest.mark.parametrize("quantised", [True, False])
 @pytest.mark.parametrize(
-    ("num_experts", "ranks", "width", "depth"), [(4, 4, 192, 96), (32, 4, 5760, 2880), (8, 2, 352, 2080)]
+    ("num_experts", "top_k", "width", "depth"), [(4, 4, 192, 96), (32, 4, 5760, 2880), (8, 2, 352, 2080)]
 )
 def test_gate_up_is_the_reference_s(
-    launcher: Launcher, quantised: bool, num_experts: int, ranks: int, width: int, depth: int
+    launcher: Launcher, quantised: bool, num_experts: int, top_k: int, width: int, depth: int
 ) -> None:
     experts = make_experts(num_experts, width, depth, quantised=quantised, gated=True, device="cuda")
     for tile_pairs, rows in ((16, 3), (32, 40), (64, 150), (96, 260)):
         x = torch.randn(rows, depth, device="cuda").bfloat16()
         for kind in ("random", "shared", "dead"):
-            ids = choices(kind, rows, ranks, num_experts, "cuda")
+            ids = choices(kind, rows, top_k, num_experts, "cuda")
             got, live = run_gate_up(launcher, experts, x, ids, tile_pairs), ids >= 0
             assert (got[~live] == FILL).all()
             assert apart(got[live], want_gate_up(experts, x, ids)[live]) < 4e-3, (tile_pairs, kind)
@@ -171,20 +171,20 @@ def test_a_down_gemm_stands_alone_or_behind_the_gate_up_gemm(launcher: Launcher,
 
 @pytest.mark.parametrize("quantised", [True, False])
 @pytest.mark.parametrize(
-    ("num_experts", "ranks", "width", "depth"), [(4, 4, 100, 96), (32, 4, 2880, 2880), (8, 2, 40, 2080)]
+    ("num_experts", "top_k", "width", "depth"), [(4, 4, 100, 96), (32, 4, 2880, 2880), (8, 2, 40, 2080)]
 )
 def test_down_is_float64_s(
-    launcher: Launcher, quantised: bool, num_experts: int, ranks: int, width: int, depth: int
+    launcher: Launcher, quantised: bool, num_experts: int, top_k: int, width: int, depth: int
 ) -> None:
-    """Dead pairs are neither read nor written; what is added by rank is the reference's sum, bit for bit."""
+    """Dead pairs are neither read nor written; what is added up by row is the reference's sum, bit for bit."""
     experts = make_experts(num_experts, width, depth, quantised=quantised, gated=False, device="cuda")
     bias = experts.bias
     assert bias is not None
     matrices = torch.stack([unpack_expert(experts.packed, expert) for expert in range(num_experts)])
     for tile_pairs, rows in ((16, 3), (32, 40), (64, 150), (96, 260)):
         for kind in ("random", "shared", "dead"):
-            ids = choices(kind, rows, ranks, num_experts, "cuda")
-            activated, live = torch.randn(rows, ranks, depth, device="cuda").bfloat16(), ids >= 0
+            ids = choices(kind, rows, top_k, num_experts, "cuda")
+            activated, live = torch.randn(rows, top_k, depth, device="cuda").bfloat16(), ids >= 0
             activated[~live] = torch.nan
             got = run_down(launcher, experts, activated, ids, tile_pairs)
             assert (got[~live] == FILL).all()
@@ -195,10 +195,10 @@ def test_down_is_float64_s(
                 want[mine] = shares[mine][:, None] * products
             assert apart(got[live], want[live]) < 1e-5, (tile_pairs, kind)
             total, summed = torch.full((2, rows, width), torch.nan, device="cuda")
-            launcher.run(*add_ranks(partials=got, expert_ids=ids, out=total))
+            launcher.run(*add_topk(partials=got, expert_ids=ids, out=total))
             summed.zero_()
-            for rank in range(ranks):
-                summed += torch.where(live[:, rank, None], got[:, rank], 0)
+            for k in range(top_k):
+                summed += torch.where(live[:, k, None], got[:, k], 0)
             assert torch.equal(total, summed)
 
 
@@ -231,20 +231,20 @@ def test_a_pair_has_the_same_bits_in_any_company(
 def test_warpgroups_have_the_bits_of_the_other_gemms(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, held: Any, num_experts: int, sizes: tuple[int, int, int]
 ) -> None:
-    """A mixture's pairs may go to either, by how many they are: tiles of one size and of two, rows with dead ranks."""
+    """A mixture's pairs may go to either, by how many they are: tiles of one size and of two, rows with dead pairs."""
     if launcher.card.capability != (9, 0):
         pytest.skip("GEMMs by warpgroups are for capability 9.0")
-    width, depth, ranks = sizes
+    width, depth, top_k = sizes
     up = make_experts(num_experts, width, depth, quantised=held, gated=True, device="cuda", biased=held is True)
     down = make_experts(num_experts, depth, width // 2, quantised=held, gated=False, device="cuda", biased=held is True)
     for rows, kind in ((40, "random"), (230, "shared"), (700, "dead"), (1500, "random")):
-        ids, x = choices(kind, rows, ranks, num_experts, "cuda"), torch.randn(rows, depth, device="cuda").bfloat16()
+        ids, x = choices(kind, rows, top_k, num_experts, "cuda"), torch.randn(rows, depth, device="cuda").bfloat16()
         if kind == "random":
             ids[3:30, 1:] = -1
         outs = torch.full((2, rows, depth), torch.nan, device="cuda")
         for out, answer in zip(outs, (True, False), strict=True):
             monkeypatch.setattr(by_card, "takes_warpgroups", lambda *_, answer=answer: answer)
-            activated = torch.full((rows, ranks, width // 2), torch.nan, device="cuda").bfloat16()
+            activated = torch.full((rows, top_k, width // 2), torch.nan, device="cuda").bfloat16()
             calls = prefill_experts(
                 x, ids, shares_of(ids), gate_up=up.packed, gate_up_bias=up.packed_bias, down=down.packed,
                 down_bias=down.bias, activated=activated, out=out, **up.limits, workspace=Poisoned("cuda"),

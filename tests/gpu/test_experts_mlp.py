@@ -39,25 +39,25 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(
-    launcher: Launcher, mixture: Mixture, x: torch.Tensor, routing: TopKRouting, ranks: int, *,
+    launcher: Launcher, mixture: Mixture, x: torch.Tensor, routing: TopKRouting, top_k: int, *,
     plan: MlpPlan | None = None, **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """What was given and what was found, by the names of the launch."""
-    found = mixture.arguments(x, ranks) | changes
+    found = mixture.arguments(x, top_k) | changes
     launcher.run(*experts_mlp(routing=routing, card=launcher.card, plan=plan, **found))
     return found
 
 
 def compile_ahead(
-    launcher: Launcher, mixture: Mixture, ranks: int, sizes: tuple[int, ...], plans: tuple[MlpPlan, ...] = ()
+    launcher: Launcher, mixture: Mixture, top_k: int, sizes: tuple[int, ...], plans: tuple[MlpPlan, ...] = ()
 ) -> None:
     """What launches over so many rows need, and over one row by such plans, on all cores."""
     calls: list[KernelCall] = []
     count = mixture.up.packed.num_experts
     for rows, plan in [*((rows, None) for rows in sizes), *((1, plan) for plan in plans)]:
         routing, arguments = (
-            make_topk_routing("random", rows, ranks, count, "cuda"),
-            mixture.arguments(mixture.rows(rows), ranks),
+            make_topk_routing("random", rows, top_k, count, "cuda"),
+            mixture.arguments(mixture.rows(rows), top_k),
         )
         calls += experts_mlp(routing=routing, card=launcher.card, plan=plan, **arguments)
     launcher.compile_ahead(calls)
@@ -65,20 +65,20 @@ def compile_ahead(
 
 @pytest.mark.parametrize("quantised", [True, False])
 @pytest.mark.parametrize(
-    ("count", "ranks", "hidden", "inner"), [(4, 4, 96, 160), (128, 4, 160, 64), (32, 4, 2880, 2880), (8, 2, 2080, 320)]
+    ("count", "top_k", "hidden", "inner"), [(4, 4, 96, 160), (128, 4, 160, 64), (32, 4, 2880, 2880), (8, 2, 2080, 320)]
 )
 def test_products_and_their_sum_are_right(
-    launcher: Launcher, quantised: bool, count: int, ranks: int, hidden: int, inner: int
+    launcher: Launcher, quantised: bool, count: int, top_k: int, hidden: int, inner: int
 ) -> None:
     """All ways to choose, dead rows and such that choose by NaN among them, at every number of rows and at more than a
     launch takes."""
     mixture = make_mixture(count, hidden, inner, quantised=quantised, device="cuda")
-    compile_ahead(launcher, mixture, ranks, ROWS)
+    compile_ahead(launcher, mixture, top_k, ROWS)
     for rows in ROWS:
         for kind in ("random", "shared", "apart", "ties", "odd", "dead", "none"):
-            routing = make_topk_routing(kind, rows, ranks, count, "cuda")
-            found = run(launcher, mixture, mixture.rows(rows), routing, ranks)
-            wanted, about = want_routing(routing, ranks)
+            routing = make_topk_routing(kind, rows, top_k, count, "cuda")
+            found = run(launcher, mixture, mixture.rows(rows), routing, top_k)
+            wanted, about = want_routing(routing, top_k)
             assert torch.equal(found["expert_ids"].cpu(), wanted), (rows, kind)
             torch.testing.assert_close(found["expert_weights"].cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
             mixture.check(found)
@@ -138,8 +138,8 @@ def test_experts_of_dense_formats_without_biases(launcher: Launcher, name: str |
 
 
 @pytest.mark.parametrize("kind", ["random", "shared", "ties", "odd"])
-@pytest.mark.parametrize(("count", "ranks"), [(5, 2), (256, 8), (70, 5)])
-def test_what_logits_choose_is_the_reference_s(launcher: Launcher, kind: str, count: int, ranks: int) -> None:
+@pytest.mark.parametrize(("count", "top_k"), [(5, 2), (256, 8), (70, 5)])
+def test_what_logits_choose_is_the_reference_s(launcher: Launcher, kind: str, count: int, top_k: int) -> None:
     """Ids and shares, with flags and without, and a row's the same in any company."""
     mixture = make_mixture(count, 96, 32, device="cuda")
     for rows in (1, 5, 33):
@@ -147,12 +147,12 @@ def test_what_logits_choose_is_the_reference_s(launcher: Launcher, kind: str, co
         flags = (torch.arange(rows, device="cuda") % 3 != 1).to(torch.uint8).view(1, rows)
         for live in (None, flags):
             routing = TopKRouting(logits, live)
-            found = run(launcher, mixture, x, routing, ranks)
-            wanted, about = want_routing(routing, ranks)
+            found = run(launcher, mixture, x, routing, top_k)
+            wanted, about = want_routing(routing, top_k)
             assert torch.equal(found["expert_ids"].cpu(), wanted)
             torch.testing.assert_close(found["expert_weights"].cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
         own = {"residual": found["residual"][-1:].clone()}
-        alone = run(launcher, mixture, x[-1:], TopKRouting(logits[-1:], flags[:, -1:].contiguous()), ranks, **own)
+        alone = run(launcher, mixture, x[-1:], TopKRouting(logits[-1:], flags[:, -1:].contiguous()), top_k, **own)
         for name in RESULTS:
             assert torch.equal(bits(alone[name]), bits(found[name][-1:])), name
 
@@ -161,26 +161,26 @@ def test_what_logits_choose_is_the_reference_s(launcher: Launcher, kind: str, co
 @pytest.mark.parametrize(("hidden", "inner"), [(224, 96), (2880, 2880)])
 def test_a_row_has_the_same_bits_in_any_company(launcher: Launcher, quantised: bool, hidden: int, inner: int) -> None:
     """Alone, beside rows that hold NaN, at any place, whoever shares its experts, and however the products are cut."""
-    count, ranks = 16, 4
+    count, top_k = 16, 4
     mixture = make_mixture(count, hidden, inner, quantised=quantised, device="cuda")
     cuts: list[dict[str, int]] = [{"stages": 1}, {"num_blocks": 7}, {"part": 1, "num_blocks": 11}]
-    plans = tuple(mixture.plan(8, ranks, launcher.card, **cut) for cut in cuts)
-    compile_ahead(launcher, mixture, ranks, (1, 2, 8, 70), plans)
-    row, own = mixture.rows(1), make_topk_routing("random", 1, ranks, count, "cuda").logits
-    alone = run(launcher, mixture, row, TopKRouting(own), ranks)
+    plans = tuple(mixture.plan(8, top_k, launcher.card, **cut) for cut in cuts)
+    compile_ahead(launcher, mixture, top_k, (1, 2, 8, 70), plans)
+    row, own = mixture.rows(1), make_topk_routing("random", 1, top_k, count, "cuda").logits
+    alone = run(launcher, mixture, row, TopKRouting(own), top_k)
     mixture.check(alone)
     for rows, plan in [(2, None), (8, None), (70, None), *((8, plan) for plan in plans)]:
         for kind in ("random", "shared", "dead"):
             x, routing = (
                 torch.full_like(row, torch.nan).repeat(rows, 1),
-                make_topk_routing(kind, rows, ranks, count, "cuda"),
+                make_topk_routing(kind, rows, top_k, count, "cuda"),
             )
             residual = torch.randn(rows, hidden, device="cuda").bfloat16()
             place = int(torch.randint(rows, (1,)))
             x[place], routing.logits[place], residual[place] = row[0], own[0], alone["residual"][0]
             if routing.row_live is not None:
                 routing.row_live[0, place] = 1
-            found = run(launcher, mixture, x, routing, ranks, plan=plan, residual=residual)
+            found = run(launcher, mixture, x, routing, top_k, plan=plan, residual=residual)
             for name in RESULTS:
                 assert torch.equal(bits(found[name][place]), bits(alone[name][0])), (name, rows, kind)
 

@@ -98,7 +98,7 @@ def test_a_mixture_is_timed_with_rows_that_choose_at_random_and_with_the_extreme
         placed = Places(CPU, pair.weights.tensors(), pair.weight_bytes).place(calls[shape.place][0], 0)
         names = [call.kernel.function.__name__ for call in placed]
         assert names[-1] == "experts_mlp" or names == [
-            "experts_grouping", "experts_grouped", "experts_grouped", "add_ranks_kernel"
+            "experts_grouping", "experts_grouped", "experts_grouped", "add_topk_kernel"
         ]  # fmt: skip
         name = "x" if shape.kind == "experts_mlp" else "ids"
         for case, alike in zip(cases_of(shape.kind, placed), (False, True), strict=True):

@@ -1,4 +1,4 @@
-"""A mixture of experts of few rows: top-k routing, both GEMMs and the sum over ranks, in one launch or one by one.
+"""A mixture of experts of few rows: top-k routing, both GEMMs and each row's sum, in one launch or one by one.
 
 Nothing here knows the router's weights.
 """

@@ -63,7 +63,7 @@ def make_load_inputs(shape: ExpertShape, plan: ExpertPlan, *, awaited: bool) -> 
     """
     part, depth, most = plan.part, shape.columns, plan.columns - 1
     whole = plan.is_even(shape) and depth % 64 == 0
-    ranks = shape.ranks if shape.kind == GATE_UP else 1
+    top_k = shape.top_k if shape.kind == GATE_UP else 1
     (as_multiplied, _), members_of, pair_of = shape.format.decode_fragment(), make_members_of(plan), make_pair_of(plan)
     load_words = ptx.load_relaxed_gpu_128 if awaited else ptx.load_global_128
 
@@ -92,7 +92,7 @@ def make_load_inputs(shape: ExpertShape, plan: ExpertPlan, *, awaited: bool) -> 
         column = uint32(0)
         if most:
             column = uint32(min(uint32(lane >> uint32(2)), uint32(members_of(lists, unit) - uint32(1))))
-        row = x + int64(pair_of(lists, unit, column) // uint32(ranks)) * (2 * depth)
+        row = x + int64(pair_of(lists, unit, column) // uint32(top_k)) * (2 * depth)
         at = uint32(first * uint32(64) + (lane & uint32(3)) * uint32(8))
         one, two, three = load_part(row, at)
         if awaited:

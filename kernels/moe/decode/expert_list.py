@@ -1,7 +1,7 @@
 """The list of a step's distinct experts and of the pairs that chose them, made by every block for itself.
 
-A unit is an expert and up to `columns` pairs of a row and a rank that chose it: so many as one tile of mma takes.
-Units come in the order of their first pairs; the list is the same in every block.
+A pair is a row and one of its experts; a unit is an expert and up to `columns` of its pairs: so many as one tile of mma
+takes. Units come in the order of their first pairs; the list is the same in every block.
 """
 
 from typing import Any
@@ -132,7 +132,7 @@ def make_members_of(plan: ExpertPlan) -> Any:
 
 
 def make_pair_of(plan: ExpertPlan) -> Any:
-    """A function: the pair (row * ranks + rank) in a column of a unit."""
+    """A function: the pair in a column of a unit: row * top_k + i is that of a row and its i-th expert."""
     columns, pairs_at = plan.columns, 12 * plan.capacity
 
     @device_function

@@ -24,8 +24,8 @@ from lowlat.kernels.moe.decode.gemm import (
     nothing_prefetched,
     run_of,
 )
-from lowlat.kernels.moe.decode.rank_parts import add_rank_parts
 from lowlat.kernels.moe.decode.swiglu_epilogue import make_swiglu
+from lowlat.kernels.moe.decode.topk_parts import add_topk_parts
 from lowlat.kernels.moe.decode.weighing_epilogue import make_weighing
 from lowlat.kernels.moe.formats import tiled_format
 from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_of
@@ -40,7 +40,7 @@ from lowlat.kernels.moe.plan import (
     parts_of,
     plan_experts,
 )
-from lowlat.kernels.moe.rank_sum import add_ranks
+from lowlat.kernels.moe.topk_sum import add_topk
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype
 from lowlat.kernels.toolchain import ptx
@@ -65,10 +65,10 @@ def experts_gate_up(
     """Multiply rows by the gate and up matrices of their experts, and apply SwiGLU.
 
     x           [M, K]      bf16; with MXFP4 magnitudes below 2**64
-    expert_ids  [M, R]      int32  -1 dead
+    expert_ids  [M, k]      int32  -1 dead
     experts     [E, 2I, K]  packed in the order of `gate_up_permutation`
     bias        [E, 2I]     bf16, in the weight's order; None: none
-    out         [M, R, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
+    out         [M, k, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
                             +-`limit`, or without them up * gate * sigmoid(gate); in float32, rounded once; zero where
                             dead
     card        what it runs on
@@ -97,22 +97,22 @@ def experts_down(
     card: Card = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
-    """Multiply activations by the down matrices of their experts, weigh the outputs, and add them up by rank.
+    """Multiply activations by the down matrices of their experts, weigh the outputs, and add up each row's.
 
-    activated       [M, R, I]  bf16; with MXFP4 magnitudes below 2**64; dead pairs' are not read
-    expert_ids      [M, R]     int32    -1 dead
-    expert_weights  [M, R]     float32  shares
+    activated       [M, k, I]  bf16; with MXFP4 magnitudes below 2**64; dead pairs' are not read
+    expert_ids      [M, k]     int32    -1 dead
+    expert_weights  [M, k]     float32  shares
     experts         [E, N, I]  packed
     bias            [E, N]     bf16; None: none
-    out             [M, N]     float32, out: the sum over ranks, from the first on, of share * (down @ activated +
-                               bias), every product and sum rounded by itself; zero for a dead row
+    out             [M, N]     float32, out: the sum from a row's first expert to its last of share * (down @ activated
+                               + bias), every product and sum rounded by itself; zero for a dead row
     workspace       is asked for `partials_workspace`
     parts           of I: each gives such a sum, the first with the bias, and they are added as `cuts.tree_sum` does
     card, plan, time, errors  as `experts_gate_up` has them; one launch more, which adds up
     """
-    rows, ranks = expert_ids.shape
-    check_shape("activated", activated, rows, ranks, experts.columns)
-    check_shape("expert_weights", expert_weights, rows, ranks)
+    rows, top_k = expert_ids.shape
+    check_shape("activated", activated, rows, top_k, experts.columns)
+    check_shape("expert_weights", expert_weights, rows, top_k)
     check_shape("out", out, rows, experts.rows)
     check_dtype(torch.bfloat16, activated=activated)
     check_dtype(torch.float32, expert_weights=expert_weights, out=out)
@@ -123,12 +123,12 @@ def experts_down(
             f"experts_down: K is summed in 1, 2, 4 or {MAX_PARTS} parts of whole steps of 64 columns, not "
             f"{experts.columns} in {parts.count}"
         )
-    partials = workspace(*partials_workspace(rows, ranks, experts.rows, parts))
+    partials = workspace(*partials_workspace(rows, top_k, experts.rows, parts))
     beside = (None, None, card, plan, parts)
     calls = _calls(DOWN, activated, expert_ids, expert_weights, experts, bias, partials, *beside)
     if parts is None:
-        return calls + add_ranks(partials=partials, expert_ids=expert_ids, out=out)
-    return calls + add_rank_parts(partials=partials, parts=parts.count, expert_ids=expert_ids, out=out)
+        return calls + add_topk(partials=partials, expert_ids=expert_ids, out=out)
+    return calls + add_topk_parts(partials=partials, parts=parts.count, expert_ids=expert_ids, out=out)
 
 
 def _calls(
@@ -145,19 +145,19 @@ def _calls(
     plan: ExpertPlan | None,
     parts: KParts | None = None,
 ) -> list[KernelCall]:
-    rows, ranks = ids.shape
+    rows, top_k = ids.shape
     check_expert_bias(bias, experts)
     check_dtype(torch.int32, expert_ids=ids)
     if experts.columns % 8:
         raise ShapeError(f"experts' columns must be a multiple of 8, got {experts.columns}")
     clamped = kind == DOWN or limit is not None
-    shape = shape_of(kind, experts, ranks, biased=bias is not None, clamped=clamped, parts=parts)
+    shape = shape_of(kind, experts, top_k, biased=bias is not None, clamped=clamped, parts=parts)
     calls = []
-    for part, count in parts_of(rows, ranks):
+    for part, count in parts_of(rows, top_k):
         cut, planned = (plan, None) if plan else choose_expert_plan(count, shape, card, experts.num_experts)
         own: Argument = 0 if shares is None else shares[part]
         addresses = (*experts.arguments, 0 if bias is None else bias, x[part], ids[part], own, out[part])
-        arguments = (*addresses, count * ranks, limit or 0.0, alpha or 0.0)
+        arguments = (*addresses, count * top_k, limit or 0.0, alpha or 0.0)
         calls.append(KernelCall(_make(shape, cut), (cut.num_blocks, 1, 1), arguments, planned=planned))
     return calls
 
@@ -165,7 +165,7 @@ def _calls(
 @cache
 def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
     name = (
-        f"experts_gemm_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_"
+        f"experts_gemm_{shape.kind}_{shape.rows}x{shape.columns}x{shape.top_k}_"
         f"{shape.label}_{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}"
         f"x{plan.part}x{plan.stages}{'' if plan.suspends else '_awake'}"
     )

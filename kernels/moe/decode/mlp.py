@@ -29,8 +29,8 @@ from lowlat.kernels.moe.decode.gemm import (
     run_of,
 )
 from lowlat.kernels.moe.decode.mlp_plan import MlpPlan, choose_mlp_plan, plan_mlp
-from lowlat.kernels.moe.decode.rank_sum import make_sum_rows
 from lowlat.kernels.moe.decode.swiglu_epilogue import make_swiglu
+from lowlat.kernels.moe.decode.topk_sum import make_sum_rows
 from lowlat.kernels.moe.decode.weighing_epilogue import make_weighing
 from lowlat.kernels.moe.formats import tiled_format
 from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_of
@@ -75,15 +75,15 @@ def experts_mlp(
     gate_up_bias    [E, 2I]     bf16, in the weight's order; None: none
     down            [E, N, I]   packed
     down_bias       [E, N]      bf16; None: none
-    expert_ids      [M, R]      int32    out: largest logit first; -1 dead
-    expert_weights  [M, R]      float32  out: shares; 0 where dead
-    activated       [M, R, I]   bf16     out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up
+    expert_ids      [M, k]      int32    out: largest logit first; -1 dead
+    expert_weights  [M, k]      float32  out: shares; 0 where dead
+    activated       [M, k, I]   bf16     out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up
                                          within +-`limit`, or without them up * gate * sigmoid(gate); in float32,
                                          rounded once; zero where dead
-    partials        [M, R, N]   float32  out: share * (down @ activated + bias), every product and sum rounded by
+    partials        [M, k, N]   float32  out: share * (down @ activated + bias), every product and sum rounded by
                                          itself; zero where dead
     residual        [M, N]      bf16
-    total           [M, N]      bf16     out: residual + the sum of the partials from the first rank on
+    total           [M, N]      bf16     out: residual + the sum of the partials from a row's first expert to its last
     early           logits are awaited while the kernel before still writes them: they must have been filled with
                     `sentinels.MISSING` before the kernel before that one has ended
     peers           the sums of partials are added up over cards, of which each has a part of every expert's inner width
@@ -94,31 +94,31 @@ def experts_mlp(
     Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit.
     """
-    rows, ranks = expert_ids.shape
-    routing.check(rows, ranks, gate_up.num_experts)
+    rows, top_k = expert_ids.shape
+    routing.check(rows, top_k, gate_up.num_experts)
     _check_weights(gate_up, gate_up_bias, down, down_bias)
     check_shape("x", x, rows, gate_up.columns)
-    check_shape("expert_weights", expert_weights, rows, ranks)
-    check_shape("activated", activated, rows, ranks, down.columns)
-    check_shape("partials", partials, rows, ranks, down.rows)
+    check_shape("expert_weights", expert_weights, rows, top_k)
+    check_shape("activated", activated, rows, top_k, down.columns)
+    check_shape("partials", partials, rows, top_k, down.rows)
     check_shape("residual", residual, rows, down.rows)
     check_shape("total", total, rows, down.rows)
     check_dtype(torch.bfloat16, x=x, activated=activated, residual=residual, total=total)
     check_dtype(torch.float32, expert_weights=expert_weights, partials=partials)
     check_dtype(torch.int32, expert_ids=expert_ids)
-    up_shape = shape_of(GATE_UP, gate_up, ranks, biased=gate_up_bias is not None, clamped=limit is not None)
-    down_shape = shape_of(DOWN, down, ranks, biased=down_bias is not None)
+    up_shape = shape_of(GATE_UP, gate_up, top_k, biased=gate_up_bias is not None, clamped=limit is not None)
+    down_shape = shape_of(DOWN, down, top_k, biased=down_bias is not None)
     biases: list[Argument] = [0 if each is None else each for each in (gate_up_bias, down_bias)]
-    cards = _cards(peers, min(rows, rows_a_launch(ranks)), down.rows)
+    cards = _cards(peers, min(rows, rows_a_launch(top_k)), down.rows)
     calls = []
-    for part, count in parts_of(rows, ranks):
+    for part, count in parts_of(rows, top_k):
         chosen, planned = plan, None
         if chosen is None:
             chosen, planned = choose_mlp_plan(count, up_shape, down_shape, card, routing.num_experts, cards)
         arguments = (
             *(*gate_up.arguments, biases[0], *down.arguments, biases[1]),
             *(x[part], *routing.of(part), expert_ids[part], expert_weights[part], activated[part], partials[part]),
-            *(residual[part], total[part], count * ranks, int(early)),
+            *(residual[part], total[part], count * top_k, int(early)),
             *((0,) * NUM_ARGUMENTS if peers is None else peers.arguments),
             *(limit or 0.0, alpha or 0.0),
         )
@@ -154,7 +154,7 @@ def _check_weights(
 def _make(plan: MlpPlan, num_experts: int, over_all: bool = False, cards: int = 1) -> Kernel:
     up, down, first, second = plan.up, plan.down, plan.up_plan, plan.down_plan
     name = (
-        f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.ranks}_"
+        f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.top_k}_"
         f"{up.label}{down.label}_"
         f"{first.columns}x{first.capacity}x{first.warps}x{second.warps}x{first.finishing}x{first.part}x{second.part}"
         f"x{first.stages}{'' if plan.overlaps else '_apart'}{'' if first.suspends else '_awake'}_e{num_experts}"
@@ -181,10 +181,10 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, cards: int) -> Call
     finish_up = make_finishing(up, first, swiglu, up_sums, warps * 32)
     finish_down = make_finishing(down, second, weighing, down_sums, warps * 32)
     clear_up, clear_down, begin_up, begin_down = swiglu.clear, weighing.clear, up_sums.begin, down_sums.begin
-    route, publish = make_route(whole, up.ranks, num_experts, over_all), make_publish(whole)
+    route, publish = make_route(whole, up.top_k, num_experts, over_all), make_publish(whole)
     list_units, wait_for_all = make_list_units(whole), ptx.copies_wait(0)
-    up_warps, down_warps, ranks = first.warps, second.warps, up.ranks
-    sum_rows = make_sum_rows(down.rows, ranks, first.finishing, cards)
+    up_warps, down_warps, top_k = first.warps, second.warps, up.top_k
+    sum_rows = make_sum_rows(down.rows, top_k, first.finishing, cards)
 
     @device_function
     def none_left(run: Any, takes_part: Any) -> Any:
@@ -240,7 +240,7 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, cards: int) -> Call
             beside = down_bias, down_row_scales
             finish_down(down_areas, down_barriers, lists, beside, partials, down_run, thread, limit, alpha)
             peers = (p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10)
-            sum_rows(partials, residual, total, uint32(count // int64(ranks)), own, peers)
+            sum_rows(partials, residual, total, uint32(count // int64(top_k)), own, peers)
         publish(lists, ids, shares, count, thread)
 
     return experts_mlp
@@ -256,8 +256,8 @@ def examples(card: Card = H200) -> list[Kernel]:
         (4, (1536, 768, 2048), 8, tiled_format("fp8", FP8_TILES), False, 128),
         (3, (192, 96, 104), 2, BF16, True, 5),
     )
-    for rows, (width, inner, hidden), ranks, weight_format, biased, num_experts in examples_for(card, cases, 1):
-        up = ExpertShape(GATE_UP, width, hidden, ranks, weight_format, biased, biased)
-        down = ExpertShape(DOWN, hidden, inner, ranks, weight_format, biased)
+    for rows, (width, inner, hidden), top_k, weight_format, biased, num_experts in examples_for(card, cases, 1):
+        up = ExpertShape(GATE_UP, width, hidden, top_k, weight_format, biased, biased)
+        down = ExpertShape(DOWN, hidden, inner, top_k, weight_format, biased)
         made.append(_make(plan_mlp(rows, up, down, card), num_experts, not biased, 2 if rows == 1 else 1))
     return made

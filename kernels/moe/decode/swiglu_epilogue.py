@@ -13,7 +13,7 @@ __all__ = ["make_swiglu"]
 
 
 def make_swiglu(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
-    """The epilogue of gate and up values: activations [M, R, I] bf16, which other blocks may await."""
+    """The epilogue of gate and up values: activations [M, k, I] bf16, which other blocks may await."""
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
     width, padded = rows // 2, shape.padded_rows
     biased, scaled, clamped = shape.biased, shape.format.row_scales, shape.clamped

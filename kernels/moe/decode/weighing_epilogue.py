@@ -12,9 +12,9 @@ __all__ = ["make_weighing"]
 
 
 def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
-    """The epilogue of down's values: outputs [M, R, N] float32 times their shares, which other blocks may await.
+    """The epilogue of down's values: outputs [M, k, N] float32 times their shares, which other blocks may await.
 
-    Of parts of K each has an output, [M, R, P, N], the first with the bias.
+    Of parts of K each has an output, [M, k, P, N], the first with the bias.
     """
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
     share_of, padded = make_share_of(plan), shape.padded_rows

@@ -1,4 +1,4 @@
-"""A mixture of experts of many rows: pairs of a row and a rank grouped by expert, and grouped GEMMs over them.
+"""A mixture of experts of many rows: pairs of a row and one of its experts grouped by expert, and grouped GEMMs.
 
 Nothing here knows how experts were routed.
 """

@@ -1,4 +1,5 @@
-"""The GEMMs of a mixture of experts for many rows: pairs of a row and a rank grouped by expert, then grouped GEMMs.
+"""The GEMMs of a mixture of experts for many rows: pairs of a row and one of its experts, grouped by expert,
+then grouped GEMMs.
 
 Each operation groups its pairs for itself, so that it may stand alone; a down GEMM right behind the gate_up GEMM of the
 same pairs takes the lists that it left in the workspace. The sizes of workspaces follow from shapes alone.
@@ -23,7 +24,7 @@ from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, TILE_WORDS, most_t
 from lowlat.kernels.moe.prefill.plan import MixturePlan, choose_mixture_plan
 from lowlat.kernels.moe.prefill.warpgroup_gemm import warpgroup_down, warpgroup_gate_up
 from lowlat.kernels.moe.prefill.warpgroup_plan import MOST_PAIRS, takes_warpgroups, warpgroup_workspaces
-from lowlat.kernels.moe.rank_sum import add_placed_ranks, add_ranks
+from lowlat.kernels.moe.topk_sum import add_placed_topk, add_topk
 from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace, WorkspaceShape
 from lowlat.kernels.tuning.table import Planned
 
@@ -32,9 +33,9 @@ __all__ = ["PARTS_ROWS", "list_workspaces", "parts_workspace", "prefill_down", "
 PARTS_ROWS = 1024  # whose sums of parts of K take memory at a time
 
 
-def list_workspaces(rows: int, ranks: int, num_experts: int) -> tuple[WorkspaceShape, WorkspaceShape]:
-    """The workspaces of both GEMMs for M rows, R ranks and E experts: the list of pairs, and that of tiles of pairs."""
-    pairs = rows * ranks
+def list_workspaces(rows: int, top_k: int, num_experts: int) -> tuple[WorkspaceShape, WorkspaceShape]:
+    """The workspaces of both GEMMs for M rows with k of E experts each: the lists of pairs and of tiles of pairs."""
+    pairs = rows * top_k
     tiles = most_tiles(pairs, num_experts, TILE_PAIRS[0])  # the smallest ones that a plan may have are the most
     return ("experts.order", (pairs,), torch.int32), ("experts.tiles", (tiles, TILE_WORDS), torch.int32)
 
@@ -54,10 +55,10 @@ def prefill_gate_up(
     """Group pairs by expert, multiply them by the gate and up matrices, and apply SwiGLU: two launches.
 
     x           [M, K]      bf16
-    expert_ids  [M, R]      int32: no expert twice in a row; -1 dead
+    expert_ids  [M, k]      int32: no expert twice in a row; -1 dead
     experts     [E, 2I, K]  packed in the order of `gate_up_permutation`
     bias        [E, 2I]     bf16, in the weight's order; None: none
-    out         [M, R, I]   bf16, out: as `grouped_gate_up` has it; dead pairs' are not written
+    out         [M, k, I]   bf16, out: as `grouped_gate_up` has it; dead pairs' are not written
     workspace   is asked for `list_workspaces`
     Captured: yes. Raises ShapeError for shapes that do not fit.
     """
@@ -82,15 +83,15 @@ def prefill_down(
     grouped: bool = False,
     parts: KParts | None = None,
 ) -> list[KernelCall]:
-    """Group pairs by expert, multiply them by the down matrices, weigh the outputs and add them up by rank.
+    """Group pairs by expert, multiply them by the down matrices, weigh the outputs and add up each row's.
 
-    activated       [M, R, I]  bf16; dead pairs' are not read
-    expert_ids      [M, R]     int32: no expert twice in a row; -1 dead
-    expert_weights  [M, R]     float32: shares
+    activated       [M, k, I]  bf16; dead pairs' are not read
+    expert_ids      [M, k]     int32: no expert twice in a row; -1 dead
+    expert_weights  [M, k]     float32: shares
     experts         [E, N, I]  packed
     bias            [E, N]     bf16; None: none
-    out             [M, N]     float32, out: share * (down @ activated + bias), added from the first rank to the last,
-                               every product and sum rounded by itself; zero for a dead row
+    out             [M, N]     float32, out: share * (down @ activated + bias), added from a row's first expert to its
+                               last, every product and sum rounded by itself; zero for a dead row
     workspace       is asked for `list_workspaces` and `partials_workspace`
     grouped         the workspace has the lists of these very ids: `prefill_gate_up` of them, with as many experts,
                     comes right before. Two launches then, else three
@@ -112,7 +113,7 @@ def prefill_down(
         activated=activated, **lists, expert_weights=expert_weights, weight=experts, bias=bias, out=partials,
         plan=plan.of(shape, card),
     )  # fmt: skip
-    return calls + _marked(product, planned) + add_ranks(partials=partials, expert_ids=expert_ids, out=out)
+    return calls + _marked(product, planned) + add_topk(partials=partials, expert_ids=expert_ids, out=out)
 
 
 def _down_in_parts(
@@ -127,10 +128,10 @@ def _down_in_parts(
     card: Card,
 ) -> list[KernelCall]:
     """`prefill_down` of few enough rows, a part of K after the other."""
-    (rows, ranks), (shape, plan, planned) = ids.shape, _plan(DOWN, ids, experts, card)
+    (rows, top_k), (shape, plan, planned) = ids.shape, _plan(DOWN, ids, experts, card)
     lists = _lists(ids, experts, workspace, plan)
     calls = _group(ids, experts, plan, lists)
-    partials = workspace(*partials_workspace(rows, ranks, experts.rows))
+    partials = workspace(*partials_workspace(rows, top_k, experts.rows))
     sums = workspace(*parts_workspace(rows, experts.rows, parts))
     for number, (first, end) in enumerate(itertools.pairwise(parts.ends(shape.steps))):
         if first == end:
@@ -139,7 +140,7 @@ def _down_in_parts(
             activated=activated, **lists, expert_weights=shares, weight=experts, bias=None if number else bias,
             out=partials, steps=(first, end), plan=plan.of(shape, card),
         )  # fmt: skip
-        calls += _marked(product, planned) + add_ranks(partials=partials, expert_ids=ids, out=sums[number])
+        calls += _marked(product, planned) + add_topk(partials=partials, expert_ids=ids, out=sums[number])
     return calls + add_parts(partials=sums, parts=parts, steps=shape.steps, out=out)
 
 
@@ -164,20 +165,20 @@ def prefill_experts(
     workspace: Workspace,
     card: Card,
 ) -> list[KernelCall]:
-    """Both GEMMs of a mixture, and the sum by rank, in four or five launches.
+    """Both GEMMs of a mixture, and the sum over each row's experts, in four or five launches.
 
     x               [M, K]     bf16
-    expert_ids      [M, R]     int32: no expert twice in a row; -1 dead
-    expert_weights  [M, R]     float32: shares
+    expert_ids      [M, k]     int32: no expert twice in a row; -1 dead
+    expert_weights  [M, k]     float32: shares
     gate_up, down              and their biases, limit and alpha: as `prefill_gate_up` and `prefill_down` take them
-    activated       [M, R, I]  bf16: may be written
+    activated       [M, k, I]  bf16: may be written
     out             [M, N]     float32, out: the bits of `prefill_gate_up` and `prefill_down` one after the other
     workspace       is asked for `list_workspaces`, and for `partials_workspace` or, where the card multiplies so many
                     pairs by warpgroups, for `warpgroup_workspaces`
     Captured: yes. Raises ShapeError for shapes that do not fit.
     """
-    (rows, ranks), (hidden, inner) = expert_ids.shape, (gate_up.columns, down.columns)
-    if not takes_warpgroups(hidden, inner, rows * ranks, down.num_experts, card) or hidden != down.rows:
+    (rows, top_k), (hidden, inner) = expert_ids.shape, (gate_up.columns, down.columns)
+    if not takes_warpgroups(hidden, inner, rows * top_k, down.num_experts, card) or hidden != down.rows:
         rest: dict[str, Any] = {"workspace": workspace, "card": card}
         return [
             *prefill_gate_up(
@@ -187,23 +188,23 @@ def prefill_experts(
                 activated, expert_ids, expert_weights, experts=down, bias=down_bias, out=out, grouped=True, **rest
             ),
         ]
-    order, tiles = (workspace(*each) for each in list_workspaces(rows, ranks, down.num_experts))
-    lists = {"order": order, "tiles": tiles[: most_tiles(rows * ranks, down.num_experts, MOST_PAIRS)]}
-    asked = warpgroup_workspaces(rows, ranks, down.num_experts, hidden, inner)
+    order, tiles = (workspace(*each) for each in list_workspaces(rows, top_k, down.num_experts))
+    lists = {"order": order, "tiles": tiles[: most_tiles(rows * top_k, down.num_experts, MOST_PAIRS)]}
+    asked = warpgroup_workspaces(rows, top_k, down.num_experts, hidden, inner)
     places, arranged, outputs = (workspace(*each) for each in asked)
     inputs_shape = arranged_shape(outputs.shape[0], hidden)
     inputs = outputs.view(-1).view(torch.bfloat16)[: math.prod(inputs_shape)].view(inputs_shape)
     return [
         *group_pairs(expert_ids=expert_ids, num_experts=down.num_experts, tile_pairs=MOST_PAIRS, **lists),
-        *arrange_pairs(x=x, ranks=ranks, **lists, places=places, out=inputs),
+        *arrange_pairs(x=x, top_k=top_k, **lists, places=places, out=inputs),
         *warpgroup_gate_up(
             arranged=inputs, tiles=lists["tiles"], weight=gate_up, bias=gate_up_bias, out=arranged, limit=limit,
-            alpha=alpha, ranks=ranks, card=card,
+            alpha=alpha, top_k=top_k, card=card,
         ),
         *warpgroup_down(
-            arranged=arranged, tiles=lists["tiles"], weight=down, bias=down_bias, out=outputs, ranks=ranks, card=card
+            arranged=arranged, tiles=lists["tiles"], weight=down, bias=down_bias, out=outputs, top_k=top_k, card=card
         ),
-        *add_placed_ranks(
+        *add_placed_topk(
             outputs=outputs, places=places, expert_ids=expert_ids, expert_weights=expert_weights, out=out
         ),
     ]  # fmt: skip

@@ -44,22 +44,22 @@ def grouped_gate_up(
     """Multiply grouped pairs by gate and up matrices, and apply SwiGLU, in one launch.
 
     x      [M, K]      bf16
-    order  [M * R]     int32: pairs by expert, as `group_pairs` has them
+    order  [M * k]     int32: pairs by expert, as `group_pairs` has them
     tiles  [n, 4]      int32: tiles of `plan.pairs` pairs, as `group_pairs` has them
     weight [E, 2I, K]  packed in the order of `gate_up_permutation`
     bias   [E, 2I]     bf16, in the weight's order; None: none
-    out    [M, R, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
+    out    [M, k, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
                        +-`limit`, or without them up * gate * sigmoid(gate); in float32, rounded once. Dead pairs'
                        are not written
     Time: the larger of the chosen experts' bytes over the memory's bandwidth and the arithmetic of the tiles of 16
     pairs. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
-    rows, ranks = out.shape[:2]
+    rows, top_k = out.shape[:2]
     check_shape("x", x, rows, weight.columns)
-    check_shape("out", out, rows, ranks, weight.rows // 2)
+    check_shape("out", out, rows, top_k, weight.rows // 2)
     if weight.rows % 16:
         raise ShapeError(f"a gate_up matrix must have a multiple of 16 rows, got {weight.rows}")
-    return _calls(GATE_UP, ranks, x, order, tiles, weight, bias, 0, out, limit, alpha, plan)
+    return _calls(GATE_UP, top_k, x, order, tiles, weight, bias, 0, out, limit, alpha, plan)
 
 
 def grouped_down(
@@ -76,29 +76,29 @@ def grouped_down(
 ) -> list[KernelCall]:
     """Multiply grouped pairs by down matrices, each product times its share, in one launch.
 
-    activated       [M, R, I]  bf16; dead pairs' are not read
+    activated       [M, k, I]  bf16; dead pairs' are not read
     order, tiles               as `grouped_gate_up` takes them
-    expert_weights  [M, R]     float32: the shares
+    expert_weights  [M, k]     float32: the shares
     weight          [E, N, I]  packed
     bias            [E, N]     bf16; None: none
-    out             [M, R, N]  float32, out: share * (down @ activated + bias), every product and sum rounded by itself;
+    out             [M, k, N]  float32, out: share * (down @ activated + bias), every product and sum rounded by itself;
                                dead pairs' are not written
     steps           the first of K's steps of 64 columns that are multiplied, and the one behind the last; None: all
     Time, errors: as `grouped_gate_up`. Captured: yes.
     """
-    rows, ranks = activated.shape[:2]
-    check_shape("activated", activated, rows, ranks, weight.columns)
-    check_shape("out", out, rows, ranks, weight.rows)
-    check_shape("expert_weights", expert_weights, rows, ranks)
+    rows, top_k = activated.shape[:2]
+    check_shape("activated", activated, rows, top_k, weight.columns)
+    check_shape("out", out, rows, top_k, weight.rows)
+    check_shape("expert_weights", expert_weights, rows, top_k)
     if weight.rows % 4:
         raise ShapeError(f"a down matrix must have a multiple of 4 rows, got {weight.rows}")
     beside = (None, None, plan, steps)
-    return _calls(DOWN, ranks, activated, order, tiles, weight, bias, expert_weights, out, *beside)
+    return _calls(DOWN, top_k, activated, order, tiles, weight, bias, expert_weights, out, *beside)
 
 
 def _calls(
     kind: str,
-    ranks: int,
+    top_k: int,
     inputs: torch.Tensor,
     order: torch.Tensor,
     tiles: torch.Tensor,
@@ -111,13 +111,13 @@ def _calls(
     plan: GroupedPlan,
     steps: tuple[int, int] | None = None,
 ) -> list[KernelCall]:
-    num_pairs = out.shape[0] * ranks
+    num_pairs = out.shape[0] * top_k
     check_shape("order", order, num_pairs)
     check_shape("tiles", tiles, most_tiles(num_pairs, weight.num_experts, plan.pairs), TILE_WORDS)
     check_expert_bias(bias, weight)
     if weight.columns % 8:
         raise ShapeError(f"experts' columns must be a multiple of 8, got {weight.columns}")
-    shape = shape_of(kind, weight, ranks, biased=bias is not None, clamped=kind == DOWN or limit is not None)
+    shape = shape_of(kind, weight, top_k, biased=bias is not None, clamped=kind == DOWN or limit is not None)
     beside: tuple[Argument, ...] = (shares, 0 if bias is None else bias, out, limit or 0.0, alpha or 0.0)
     words, scales, row_scales = weight.arguments
     if steps is not None:
@@ -169,7 +169,7 @@ def _make(shape: ExpertShape, plan: GroupedPlan) -> Kernel:
             finish(area, pairs, (shares, bias, row_scales), out, expert, weights[3], live, lane, limit, alpha)
 
     name = (
-        f"experts_grouped_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_{shape.label}_"
+        f"experts_grouped_{shape.kind}_{shape.rows}x{shape.columns}x{shape.top_k}_{shape.label}_"
         f"{plan.pairs}x{plan.warps}x{plan.stages}x{plan.skip}"
     )
     signature = (*(types.int64,) * 9, types.float32, types.float32)

@@ -1,4 +1,4 @@
-"""Pairs of a row and a rank sorted by expert, and cut into tiles for grouped GEMMs: one launch of one block.
+"""Pairs of a row and one of its experts, sorted and cut into tiles for grouped GEMMs: one launch of one block.
 
 A counting sort: each warp counts the experts of its own run of pairs, counts are added up over warps and experts, and
 each warp then puts its pairs where they belong. Pairs of an expert stay in order, so the result is the same however
@@ -28,11 +28,11 @@ FULL_WARP = 0xFFFFFFFF
 def group_pairs(
     *, expert_ids: torch.Tensor, num_experts: int, tile_pairs: int, order: torch.Tensor, tiles: torch.Tensor
 ) -> list[KernelCall]:
-    """Sort the pairs of M rows and R ranks by expert and cut each expert's into tiles.
+    """Sort the pairs of M rows and k experts each by expert and cut each expert's into tiles.
 
-    expert_ids  [M, R]  int32: no expert twice in a row; -1 dead
-    order       [M * R] int32, out: pairs, as row * R + rank, by expert, those of an expert in order; dead pairs have
-                        no place, and what is left of the list is not written
+    expert_ids  [M, k]  int32: no expert twice in a row; -1 dead
+    order       [M * k] int32, out: pairs by expert, those of an expert in order; row * k + i is the pair of a row and
+                        its i-th expert; dead pairs have no place, and what is left of the list is not written
     tiles       [n, 4]  int32, out, n as `most_tiles` has it: expert, place of its first pair in the list, how many
                         pairs, zero; in order of experts; no pairs in tiles behind the last. As few of an expert as can
                         be, and these as equal as multiples of 8 pairs are
@@ -77,15 +77,15 @@ def _make_place_pairs(warps: int, num_experts: int) -> Any:
             if pair < count:
                 expert = min(expert, uint32(ptx.load_global_i32(ids + int64(pair) * int64(4))))
             same = ptx.lanes_of_same(expert)
-            rank = uint32(ptx.count_bits(uint32(same & below)))
+            earlier = uint32(ptx.count_bits(uint32(same & below)))
             mine = uint32(counts + expert * uint32(4))
             if expert < uint32(num_experts):
                 known = ptx.load_shared_u32(mine)
                 if placing:
                     first = ptx.load_shared_u32(uint32(firsts + expert * uint32(4)))
-                    ptx.store_global_i32(order + int64(uint32(first + known + rank)) * int64(4), int32(pair))
+                    ptx.store_global_i32(order + int64(uint32(first + known + earlier)) * int64(4), int32(pair))
             ptx.sync_warp()
-            if rank == uint32(0) and expert < uint32(num_experts):
+            if earlier == uint32(0) and expert < uint32(num_experts):
                 ptx.store_shared_u32(mine, uint32(known + ptx.count_bits(same)))
             ptx.sync_warp()
 

@@ -143,7 +143,7 @@ def _make_issue(shape: ExpertShape, plan: GroupedPlan) -> Any:
 def _make_find_inputs(shape: ExpertShape, plan: GroupedPlan) -> Any:
     """A function: of each input of which a thread copies a piece where that is, in pieces, from the list of pairs."""
     turns, rows_a_turn = -(-plan.pairs * ROW_PIECES // plan.threads), plan.threads // ROW_PIECES
-    row_pieces, ranks = (shape.pitch or shape.columns) // 8, shape.ranks if shape.kind == GATE_UP else 1
+    row_pieces, top_k = (shape.pitch or shape.columns) // 8, shape.top_k if shape.kind == GATE_UP else 1
 
     @device_function
     def find_inputs(inputs: Any, pairs: Any, live: Any, thread: Any) -> None:
@@ -152,7 +152,7 @@ def _make_find_inputs(shape: ExpertShape, plan: GroupedPlan) -> Any:
             number, pair = uint32(row + uint32(turn * rows_a_turn)), uint32(0)
             if number < live:
                 pair = ptx.load_shared_u32(uint32(pairs + number * uint32(PAIR_BYTES)))
-            inputs[turn] = ptx.varying(uint32(uint32(pair // uint32(ranks)) * uint32(row_pieces) + piece))
+            inputs[turn] = ptx.varying(uint32(uint32(pair // uint32(top_k)) * uint32(row_pieces) + piece))
 
     return find_inputs
 

@@ -1,7 +1,7 @@
 """Rows of pairs in order of experts, arranged as the second operand of a grouped GEMM by warpgroups.
 
-A row is copied for each rank that has an expert: see `gemm.prefill.activation_layout` for how its columns lie. It knows
-no product.
+A row is copied for each of its experts: see `gemm.prefill.activation_layout` for how its columns lie. It knows no
+product.
 """
 
 from functools import cache
@@ -30,32 +30,32 @@ def start_of(expert: Any, first: Any) -> Any:
 
 
 def arrange_pairs(
-    *, x: torch.Tensor, ranks: int, order: torch.Tensor, tiles: torch.Tensor, places: torch.Tensor, out: torch.Tensor
+    *, x: torch.Tensor, top_k: int, order: torch.Tensor, tiles: torch.Tensor, places: torch.Tensor, out: torch.Tensor
 ) -> list[KernelCall]:
     """Arrange the rows of all live pairs, in one launch.
 
     x       [M, K]         bf16, K a multiple of 64
-    order   [M * R]        int32: pairs by expert, as `group_pairs` has them
+    order   [M * k]        int32: pairs by expert, as `group_pairs` has them
     tiles   [n, 4]         int32: tiles of a multiple of 8 pairs, as `group_pairs` has them
-    places  [M * R]        int32, out: each live pair's row of the arranged ones
+    places  [M * k]        int32, out: each live pair's row of the arranged ones
     out     [K/64, P, 64]  bf16, out, P as `num_places` has it: row places[p] that of pair p, as `arrange` leaves it;
                            other rows are not written
     Time: rows read and written over the L2's and the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit.
     """
     rows, columns = x.shape
-    check_shape("order", order, rows * ranks)
-    check_shape("places", places, rows * ranks)
+    check_shape("order", order, rows * top_k)
+    check_shape("places", places, rows * top_k)
     check_shape("tiles", tiles, tiles.shape[0], TILE_WORDS)
     check_shape("out", out, *arranged_shape(out.shape[1], columns))
     if columns % STEP:
         raise ShapeError(f"pairs' rows must be a multiple of {STEP} wide to be arranged, got {columns}")
     grid = (tiles.shape[0] * PARTS, 1, 1)
-    return [KernelCall(_make(columns, ranks), grid, (x, order, tiles, places, out, out.shape[1]))]
+    return [KernelCall(_make(columns, top_k), grid, (x, order, tiles, places, out, out.shape[1]))]
 
 
 @cache
-def _make(columns: int, ranks: int) -> Kernel:
+def _make(columns: int, top_k: int) -> Kernel:
     """A warp has a row, of which a lane loads and stores 16 bytes at a time."""
     pieces, warps = columns // 8, THREADS // 32
     turns = -(-pieces // 32)
@@ -86,11 +86,11 @@ def _make(columns: int, ranks: int) -> Kernel:
             place = uint32(start + row)
             if lane == uint32(0):
                 ptx.store_global_i32(places + int64(pair) * int64(4), int32(place))
-            source = x + int64(uint32(pair // uint32(ranks))) * int64(2 * columns)
+            source = x + int64(uint32(pair // uint32(top_k))) * int64(2 * columns)
             copy_row(source, out, place, uint32(capacity), lane)
             row = uint32(row + uint32(PARTS * warps))
 
-    return Kernel(f"arrange_pairs_{columns}x{ranks}", arrange_pairs_kernel, (types.int64,) * 6, THREADS)
+    return Kernel(f"arrange_pairs_{columns}x{top_k}", arrange_pairs_kernel, (types.int64,) * 6, THREADS)
 
 
 def examples() -> list[Kernel]:

@@ -147,11 +147,11 @@ def choose_mixture_plan(
     gated = shape.kind == GATE_UP
     hidden, inner = (shape.columns, shape.rows // 2) if gated else (shape.rows, shape.columns)
     both = (
-        ExpertShape(GATE_UP, 2 * inner, hidden, shape.ranks, shape.format),
-        ExpertShape(DOWN, hidden, inner, shape.ranks, shape.format),
+        ExpertShape(GATE_UP, 2 * inner, hidden, shape.top_k, shape.format),
+        ExpertShape(DOWN, hidden, inner, shape.top_k, shape.format),
     )
     facts: dict[str, int | str] = {
-        "rows": num_pairs // shape.ranks, "N": hidden, "inner": inner, "ranks": shape.ranks, "experts": num_experts,
+        "rows": num_pairs // shape.top_k, "N": hidden, "inner": inner, "top_k": shape.top_k, "experts": num_experts,
         "format": shape.format.name,
     }  # fmt: skip
     return choose_plan(card.tuning, KIND, facts, mixture_plans(num_pairs, num_experts, both, card))

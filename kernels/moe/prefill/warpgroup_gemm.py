@@ -48,7 +48,7 @@ def warpgroup_gate_up(
     out: torch.Tensor,
     limit: float | None = None,
     alpha: float | None = None,
-    ranks: int,
+    top_k: int,
     card: Card,
 ) -> list[KernelCall]:
     """Multiply pairs by gate and up matrices, and apply SwiGLU, in one launch.
@@ -66,7 +66,7 @@ def warpgroup_gate_up(
     check_shape("out", out, *arranged_shape(places, weight.rows // 2))
     if weight.rows % (2 * STEP):
         raise ShapeError(f"a gate_up matrix by warpgroups has a multiple of {2 * STEP} rows, got {weight.rows}")
-    return _calls(GATE_UP, ranks, arranged, tiles, weight, bias, out, limit, alpha, card)
+    return _calls(GATE_UP, top_k, arranged, tiles, weight, bias, out, limit, alpha, card)
 
 
 def warpgroup_down(
@@ -76,7 +76,7 @@ def warpgroup_down(
     weight: PackedExperts,
     bias: torch.Tensor | None = None,
     out: torch.Tensor,
-    ranks: int,
+    top_k: int,
     card: Card,
 ) -> list[KernelCall]:
     """Multiply pairs by down matrices, in one launch.
@@ -90,12 +90,12 @@ def warpgroup_down(
     check_shape("out", out, arranged.shape[1], weight.rows)
     if weight.rows % 16:
         raise ShapeError(f"a down matrix by warpgroups has a multiple of 16 rows, got {weight.rows}")
-    return _calls(DOWN, ranks, arranged, tiles, weight, bias, out, None, None, card)
+    return _calls(DOWN, top_k, arranged, tiles, weight, bias, out, None, None, card)
 
 
 def _calls(
     kind: str,
-    ranks: int,
+    top_k: int,
     arranged: torch.Tensor,
     tiles: torch.Tensor,
     weight: PackedExperts,
@@ -113,7 +113,7 @@ def _calls(
     check_expert_bias(bias, weight)
     if weight.columns % STEP:
         raise ShapeError(f"experts' columns must be a multiple of {STEP}, got {weight.columns}")
-    shape = shape_of(kind, weight, ranks, biased=bias is not None, clamped=kind == DOWN or limit is not None)
+    shape = shape_of(kind, weight, top_k, biased=bias is not None, clamped=kind == DOWN or limit is not None)
     plan, most = plan_warpgroups(shape, card), tiles.shape[0]
     arguments = (*weight.arguments, arranged, tiles, most, 0 if bias is None else bias, out, places)
     grid = (min(card.num_multiprocessors, most * plan.row_blocks(shape)), 1, 1)

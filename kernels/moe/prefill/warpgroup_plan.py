@@ -105,15 +105,15 @@ def num_places(num_pairs: int, num_experts: int) -> int:
 
 
 def warpgroup_workspaces(
-    rows: int, ranks: int, num_experts: int, hidden: int, inner: int
+    rows: int, top_k: int, num_experts: int, hidden: int, inner: int
 ) -> tuple[WorkspaceShape, WorkspaceShape, WorkspaceShape]:
     """The workspaces beside the lists: each pair's place, activations arranged, and outputs by place.
 
     The inputs, arranged, take the memory of the outputs, which are wider.
     """
-    places = num_places(rows * ranks, num_experts)
+    places = num_places(rows * top_k, num_experts)
     return (
-        ("experts.places", (rows * ranks,), torch.int32),
+        ("experts.places", (rows * top_k,), torch.int32),
         ("experts.arranged", arranged_shape(places, inner), torch.bfloat16),
         ("experts.partials", (places, hidden), torch.float32),
     )

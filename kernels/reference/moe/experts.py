@@ -1,4 +1,4 @@
-"""A mixture of experts: router, gated activation, and the weighted sum by rank.
+"""A mixture of experts: router, gated activation, and the weighted sum over each row's experts.
 
 Experts' matrices [E, out, in] come as the parts of their format (`kernels.formats`); gate_up has all gate rows, then
 all up rows. Each expert that any row chose is expanded once a call.
@@ -29,8 +29,8 @@ FORMS = (("weight",), ("blocks", "scales"))  # plain, or MXFP4
     weight  weight          float    [E, N]
     weight  bias            float    [E]       absent: none
     read    row_live        uint8    flat [M]  absent: all live
-    write   expert_ids      int32    [M, K]    largest logit first, the lowest id among equals; -1 in dead rows
-    write   expert_weights  float32  [M, K]    0 in dead rows
+    write   expert_ids      int32    [M, k]    largest logit first, the lowest id among equals; -1 in dead rows
+    write   expert_weights  float32  [M, k]    0 in dead rows
 """)
 def router(
     x: torch.Tensor,
@@ -48,15 +48,15 @@ def router(
     over_all  shares are those of the softmax over all experts, and sum to less
     Logits are float32, never rounded to the compute dtype. Raises ShapeError for shapes that do not fit.
     """
-    rows, count = expert_ids.shape
-    if count > weight.shape[0]:
-        raise ShapeError(f"{count} experts a token of {weight.shape[0]} experts")
-    check_shape("expert_weights", expert_weights, x.shape[0], count)
+    rows, top_k = expert_ids.shape
+    if top_k > weight.shape[0]:
+        raise ShapeError(f"{top_k} experts a token of {weight.shape[0]} experts")
+    check_shape("expert_weights", expert_weights, x.shape[0], top_k)
     logits = torch.empty(rows, weight.shape[0], dtype=torch.float32, device=x.device)
     linear(x, weight, bias, out=logits, row_block=row_block)
     for index, alive in enumerate(live_rows(row_live, rows)):
         if alive:
-            order = torch.argsort(logits[index], descending=True, stable=True)[:count]
+            order = torch.argsort(logits[index], descending=True, stable=True)[:top_k]
             expert_ids[index] = order
             chosen = logits[index][order]
             expert_weights[index] = torch.softmax(logits[index], 0)[order] if over_all else torch.softmax(chosen, 0)
@@ -68,7 +68,7 @@ def router(
 def _expert_matrices(
     expert_ids: torch.Tensor, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Each chosen expert once: its id, the flat (row, rank) pairs that chose it, its [out, in] matrix.
+    """Each chosen expert once: its id, the pairs that chose it as places in the flat ids, its [out, in] matrix.
 
     A quantised one is expanded to float32 on a CPU and to `dtype`, as exactly, on a device that multiplies it natively.
     """
@@ -99,10 +99,10 @@ def _products(
     row_block: int,
     ends: tuple[int, ...],
 ) -> torch.Tensor:
-    """Each pair's product with its expert over each part of K: [parts, M * K, width] float32, zero where nobody was
+    """Each pair's product with its expert over each part of K: [parts, M * k, width] float32, zero where nobody was
     chosen; the bias is added to the first.
 
-    inputs [n, in]; source [M * K] int64: the input row of each pair; ends: where parts begin, and the last one's end.
+    inputs [n, in]; source [M * k] int64: the input row of each pair; ends: where parts begin, and the last one's end.
     """
     spans = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
     out = torch.zeros(len(spans), expert_ids.numel(), width, dtype=torch.float32, device=inputs.device)
@@ -118,12 +118,12 @@ def _products(
 @operation(
     """
     read    x           compute  [M, N]
-    read    expert_ids  int32    [M, K]                  -1 dead
+    read    expert_ids  int32    [M, k]                  -1 dead
     weight  bias        float    [E, 2 * I]              all gate rows, then all up rows; absent: none
     weight  weight      float    [E, 2 * I, N]           plain weights, or MXFP4's
     weight  blocks      uint8    [E, 2 * I, N / 32, 16]
     weight  scales      uint8    [E, 2 * I, N / 32]
-    write   out         compute  [M, K, I]               zero where dead
+    write   out         compute  [M, k, I]               zero where dead
     """,
     forms=FORMS,
 )
@@ -144,17 +144,17 @@ def experts_gate_up(
 
     out is up * gate * sigmoid(gate); with limit and alpha, (up + 1) * gate * sigmoid(alpha * gate), the gate at most
     `limit`, up within +-`limit`; in float32, rounded once.
-    row_block   rows a product: an expert's pairs come in blocks of so many, in order of row and rank
+    row_block   rows a product: an expert's pairs come in blocks of so many, in order of rows
     Raises ShapeError for shapes that do not fit.
     """
-    rows, count = expert_ids.shape
+    rows, top_k = expert_ids.shape
     parts = _given(weight, blocks, scales)
     _, width, depth = format_of(parts).shape(parts)
-    check_shape("out", out, rows, count, width // 2)
+    check_shape("out", out, rows, top_k, width // 2)
     check_shape("x", x, rows, depth)
-    source = torch.arange(rows * count, device=x.device) // count
+    source = torch.arange(rows * top_k, device=x.device) // top_k
     products = _products(x, source, expert_ids, width, bias, parts, row_block, (0, depth))[0]
-    flat = out.view(rows * count, -1)
+    flat = out.view(rows * top_k, -1)
     flat.zero_()
     for pair, expert in enumerate(expert_ids.reshape(-1).tolist()):
         if expert < 0:
@@ -169,9 +169,9 @@ def experts_gate_up(
 
 @operation(
     """
-    read    activated       compute  [M, K, I]
-    read    expert_ids      int32    [M, K]              -1 dead
-    read    expert_weights  float32  [M, K]
+    read    activated       compute  [M, k, I]
+    read    expert_ids      int32    [M, k]              -1 dead
+    read    expert_weights  float32  [M, k]
     weight  bias            float    [E, N]              absent: none
     weight  weight          float    [E, N, I]           plain weights, or MXFP4's
     weight  blocks          uint8    [E, N, I / 32, 16]
@@ -194,7 +194,7 @@ def experts_down(
     num_parts: int = 1,
     unit: int = 1,
 ) -> None:
-    """Down products of the chosen experts, each weighted, added from the first rank to the last.
+    """Down products of the chosen experts, each weighted, added from a row's first expert to its last.
 
     out is the sum of share * (down @ activated + bias), every product and every sum rounded by itself; row_block as in
     `experts_gate_up`.
@@ -203,18 +203,18 @@ def experts_down(
                added by `exchange.cuts.tree_sum`; given, even as 1, kernels sum in that order, too
     Raises ShapeError for shapes that do not fit.
     """
-    rows, count = expert_ids.shape
+    rows, top_k = expert_ids.shape
     parts = _given(weight, blocks, scales)
     _, width, depth = format_of(parts).shape(parts)
     check_shape("out", out, rows, width)
-    check_shape("activated", activated, rows, count, depth)
-    source = torch.arange(rows * count, device=activated.device)
-    inputs = activated.reshape(rows * count, -1)
+    check_shape("activated", activated, rows, top_k, depth)
+    source = torch.arange(rows * top_k, device=activated.device)
+    inputs = activated.reshape(rows * top_k, -1)
     products = _products(inputs, source, expert_ids, width, bias, parts, row_block, bounds(depth, num_parts, unit))
     sums = []
-    for of_part in products.reshape(num_parts, rows, count, -1):
+    for of_part in products.reshape(num_parts, rows, top_k, -1):
         sums.append(torch.zeros_like(out))
-        for rank in range(count):
-            share = torch.where(expert_ids[:, rank] >= 0, expert_weights[:, rank], 0.0)
-            sums[-1] += share[:, None] * of_part[:, rank]
+        for k in range(top_k):
+            share = torch.where(expert_ids[:, k] >= 0, expert_weights[:, k], 0.0)
+            sums[-1] += share[:, None] * of_part[:, k]
     out.copy_(tree_sum(sums))

@@ -71,9 +71,9 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
     if op.kind == "choose_blocks":
         return [scores_workspace(*program.buffers[op.writes["block_lists"]].shape[1:])]
     if op.kind in EXPERT_GEMMS:
-        rows, ranks = program.buffers[op.reads["expert_ids"]].shape
+        rows, top_k = program.buffers[op.reads["expert_ids"]].shape
         num_experts, width = shape_of(next(iter(op.weights.values())))[0], program.buffers[op.writes["out"]].shape[-1]
-        lists = list_workspaces(rows, ranks, num_experts)
+        lists = list_workspaces(rows, top_k, num_experts)
         if op.kind == "experts_gate_up":
             return [*lists]
         inner = program.buffers[op.reads["activated"]].shape[-1]
@@ -82,11 +82,11 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
             rows_at_once = max(
                 min(rows, PARTS_ROWS), STEP_ROWS * parts.count
             )  # steps keep each part's apart, in it, too
-            partials = partials_workspace(rows_at_once, ranks, width)
+            partials = partials_workspace(rows_at_once, top_k, width)
             return [*lists, partials, parts_workspace(rows, width, parts)]
-        if fits_warpgroups(width, inner, rows * ranks, num_experts):
-            return [*lists, *warpgroup_workspaces(rows, ranks, num_experts, width, inner)]
-        return [*lists, partials_workspace(rows, ranks, width)]
+        if fits_warpgroups(width, inner, rows * top_k, num_experts):
+            return [*lists, *warpgroup_workspaces(rows, top_k, num_experts, width, inner)]
+        return [*lists, partials_workspace(rows, top_k, width)]
     if op.kind == "router":
         rows = program.buffers[op.writes["expert_ids"]].shape[0]
         return [router_workspace(rows, shape_of(op.weights["weight"])[0])]

@@ -69,8 +69,8 @@ def _mixture(binding: Binding, run: Run) -> Sequence[Call]:
     own, following = (binding.workspace(LOGITS[(number + k) % 2], size, torch.float32) for k in range(2))
     logits = own[: rows * num_experts].view(rows, num_experts)
     routing = TopKRouting(logits, routed.get("row_live"), routed["over_all"])
-    ranks, width = first["out"].shape[1], second["out"].shape[1]
-    partials = binding.workspace(*partials_workspace(rows, ranks, width))
+    top_k, width = first["out"].shape[1], second["out"].shape[1]
+    partials = binding.workspace(*partials_workspace(rows, top_k, width))
     calls = router_logits(
         norm["x"],
         norm=_norm(binding, norm_op),

@@ -184,7 +184,7 @@ def _grouped(calls: Calls, num_places: int) -> tuple[Case, ...]:
     other ones in every launch."""
     named = [_named(call) for call in calls]
     experts = next(_tensor(each, "bias").shape[0] for each in named if "bias" in each)
-    rows, ranks = next(_tensor(each, "ids").shape for each in named if "ids" in each)
+    rows, top_k = next(_tensor(each, "ids").shape for each in named if "ids" in each)
     copies = max(num_places, MIXTURE_COPIES)
 
     def case(name: str) -> Case:
@@ -192,10 +192,10 @@ def _grouped(calls: Calls, num_places: int) -> tuple[Case, ...]:
             if copy < num_places:
                 _fill_experts(calls)
             generator = torch.Generator().manual_seed(copy)
-            drawn = torch.rand(rows, experts, generator=generator).argsort(1)[:, :ranks]
+            drawn = torch.rand(rows, experts, generator=generator).argsort(1)[:, :top_k]
             if name == BALANCED:
                 order = torch.randperm(experts, generator=generator)
-                drawn = order[torch.arange(rows * ranks).view(rows, ranks) % experts]
+                drawn = order[torch.arange(rows * top_k).view(rows, top_k) % experts]
             ids = drawn.int().contiguous()
             filled = []
             for call in calls:

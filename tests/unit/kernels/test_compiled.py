@@ -125,9 +125,9 @@ def test_a_kernel_has_the_instructions_that_were_meant(
 @pytest.mark.second
 def test_a_mixture_in_parts_of_one_step_finds_the_next_unit() -> None:
     """Where the assembler counts twice, if a unit's number is not `varying`: with bf16 weights, in such parts alone."""
-    mixture, ranks = make_mixture(4, 2880, 2880, quantised=False), 4
-    arguments, routing = mixture.arguments(mixture.rows(8), ranks), make_topk_routing("random", 8, ranks, 4)
-    (call,) = experts_mlp(routing=routing, card=H200, plan=mixture.plan(8, ranks, H200, part=1), **arguments)
+    mixture, top_k = make_mixture(4, 2880, 2880, quantised=False), 4
+    arguments, routing = mixture.arguments(mixture.rows(8), top_k), make_topk_routing("random", 8, top_k, 4)
+    (call,) = experts_mlp(routing=routing, card=H200, plan=mixture.plan(8, top_k, H200, part=1), **arguments)
     assert compile_kernel(call.kernel, HOPPER).is_cubin  # checked when it is linked
 
 

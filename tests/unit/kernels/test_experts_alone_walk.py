@@ -29,13 +29,13 @@ ROUTER = (
 )
 COMMON = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", "moe.plan", "moe.decode.mainloop")
 PREFILL = (
-    *(*COMMON, *FRAGMENTS, "moe.rank_sum"),
+    *(*COMMON, *FRAGMENTS, "moe.topk_sum"),
     *(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm", "experts")),
 )
 
 
 @pytest.mark.parametrize(
-    ("late", "kind", "rows", "ranks", "quantised", "hidden", "inner", "blocks", "cut"),
+    ("late", "kind", "rows", "top_k", "quantised", "hidden", "inner", "blocks", "cut"),
     [
         (True, "random", 1, 2, True, 288, 96, 3, None),
         later(False, "random", 3, 2, True, 96, 160, 2, {"warps": 2, "stages": 1}),
@@ -46,16 +46,16 @@ PREFILL = (
 )
 @pytest.mark.second
 def test_gemms_alone_have_the_bits_of_the_one_launch(
-    late: bool, kind: str, rows: int, ranks: int, quantised: bool, hidden: int, inner: int, blocks: int,
+    late: bool, kind: str, rows: int, top_k: int, quantised: bool, hidden: int, inner: int, blocks: int,
     cut: dict[str, int] | None,
 ) -> None:  # fmt: skip
     """Activations, weighed products, and the residual sum that another operation makes of theirs; dead rows, an expert
     of more pairs than a unit has. The plan follows from shapes where none is given."""
     mixture, card = make_mixture(5, hidden, inner, quantised=quantised), small_card(blocks)
-    fused = mixture.arguments(mixture.rows(rows), ranks)
+    fused = mixture.arguments(mixture.rows(rows), top_k)
     logits = make_logits("random" if kind == "none" else kind, rows, 5)
     live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8)
-    plan = None if cut is None else mixture.plan(rows, ranks, card, **cut)
+    plan = None if cut is None else mixture.plan(rows, top_k, card, **cut)
     walk(Walker(late), fused, TopKRouting(logits, live), blocks, plan=plan)
     ids, shares = fused["expert_ids"], fused["expert_weights"]
     activated = torch.full_like(fused["activated"], torch.nan)
@@ -75,7 +75,7 @@ def test_gemms_alone_have_the_bits_of_the_one_launch(
         )  # fmt: skip
         walker.run(*calls)
     assert torch.equal(activated, fused["activated"])
-    partials = workspace(*partials_workspace(rows, ranks, hidden))
+    partials = workspace(*partials_workspace(rows, top_k, hidden))
     assert torch.equal(partials, fused["partials"])
     assert torch.equal((fused["residual"].float() + out).bfloat16(), fused["total"])
     assert bool(out[ids[:, 0] < 0].eq(0).all()) and bool(out[ids[:, 0] >= 0].ne(0).any(1).all())
@@ -164,7 +164,7 @@ def test_prefill_s_gemms_stand_alone_or_behind_each_other(kind: str, rows: int, 
         assert len(calls) == 4
         walker.run(*calls)
         alone = made.prefill_down(activated, ids, shares, **rest, out=outs[1], workspace=own)
-        assert [call.kernel.name.split("_")[1] for call in alone] == ["grouping", "grouped", "ranks"]
+        assert [call.kernel.name.split("_")[1] for call in alone] == ["grouping", "grouped", "topk"]
         walker.run(*alone)
     live = ids >= 0
     torch.testing.assert_close(activated[live], want_gate_up(up, x, ids)[live], rtol=2**-7, atol=1e-6)

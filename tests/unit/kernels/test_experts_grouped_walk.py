@@ -1,4 +1,4 @@
-"""Grouped GEMMs of experts, walked thread by thread on a CPU: grouping, both GEMMs, the sum by rank.
+"""Grouped GEMMs of experts, walked thread by thread on a CPU: grouping, both GEMMs, the sum over each row's experts.
 
 Small sizes; the walker checks every address, and copies arrive both as late and as early as they can.
 """
@@ -31,12 +31,12 @@ from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_u
 from lowlat.kernels.moe.prefill.grouping import group_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import most_tiles, tile_pairs_of
 from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
-from lowlat.kernels.moe.rank_sum import add_ranks
+from lowlat.kernels.moe.topk_sum import add_topk
 from lowlat.kernels.toolchain.kernel import H200, Card
 
 NAMES = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", *FRAGMENTS, "moe.plan")
 PARTS = tuple(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm"))
-KERNELS = (*PARTS, "moe.rank_sum")
+KERNELS = (*PARTS, "moe.topk_sum")
 FILL = -77
 
 
@@ -77,7 +77,7 @@ def grouped(
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "ranks", "num_experts", "tile_pairs"),
+    ("kind", "rows", "top_k", "num_experts", "tile_pairs"),
     [
         ("random", 1, 1, 3, 16),
         ("random", 37, 4, 40, 16),
@@ -88,9 +88,9 @@ def grouped(
         ("last", 40, 1, 33, 32),
     ],
 )
-def test_pairs_are_grouped_by_expert(kind: str, rows: int, ranks: int, num_experts: int, tile_pairs: int) -> None:
+def test_pairs_are_grouped_by_expert(kind: str, rows: int, top_k: int, num_experts: int, tile_pairs: int) -> None:
     """More pairs than a round of a warp, more experts than lanes, tiles cut and not; nothing more is written."""
-    ids = choices(kind, rows, ranks, num_experts)
+    ids = choices(kind, rows, top_k, num_experts)
     if kind == "last":
         ids[:] = num_experts - 1
     walker = Walker()
@@ -131,7 +131,7 @@ def run_gate_up(
 def run_down(
     walker: Walker, experts: Experts, activated: torch.Tensor, ids: torch.Tensor, plan: GroupedPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighed products, and their sums by rank."""
+    """Weighed products, and their sums by row."""
     packed = experts.packed
     out = torch.full((*ids.shape, packed.rows), float(FILL))
     total = torch.full((ids.shape[0], packed.rows), torch.nan)
@@ -142,13 +142,13 @@ def run_down(
             activated=activated, order=order, tiles=tiles, expert_weights=shares_of(ids), weight=packed,
             bias=experts.bias, out=out, plan=plan,
         )  # fmt: skip
-        calls += kernels.rank_sum.add_ranks(partials=out, expert_ids=ids, out=total)
+        calls += kernels.topk_sum.add_topk(partials=out, expert_ids=ids, out=total)
         walker.run(*calls)
     return out, total
 
 
 @pytest.mark.parametrize(
-    ("late", "kind", "rows", "ranks", "quantised", "plan"),
+    ("late", "kind", "rows", "top_k", "quantised", "plan"),
     [
         (True, "random", 5, 2, True, GroupedPlan(16, 2, 3, 1)),
         (False, "shared", 19, 1, True, GroupedPlan(16, 1, 2, 1)),
@@ -157,12 +157,12 @@ def run_down(
     ],
 )
 def test_gate_up_is_the_reference_s(
-    late: bool, kind: str, rows: int, ranks: int, quantised: bool, plan: GroupedPlan
+    late: bool, kind: str, rows: int, top_k: int, quantised: bool, plan: GroupedPlan
 ) -> None:
     """Three tiles of weights, so of the last two one is missing; five steps; tiles of pairs that are full and that hold
     fewer; experts that nobody chose."""
     experts = make_experts(4, 48, 288, quantised=quantised, gated=True)
-    x, ids = torch.randn(rows, 288).bfloat16(), choices(kind, rows, ranks, 4)
+    x, ids = torch.randn(rows, 288).bfloat16(), choices(kind, rows, top_k, 4)
     got = run_gate_up(Walker(late), experts, x, ids, plan)
     want = want_gate_up(experts, x, ids)
     assert (got[ids < 0] == FILL).all()
@@ -192,8 +192,8 @@ def test_down_is_the_reference_s(
     assert (got[ids < 0] == FILL).all()
     torch.testing.assert_close(got[ids >= 0], want[ids >= 0], rtol=1e-5, atol=1e-5)
     summed = torch.zeros_like(total)
-    for rank in range(2):
-        summed += torch.where(ids[:, rank, None] >= 0, got[:, rank], 0)
+    for k in range(2):
+        summed += torch.where(ids[:, k, None] >= 0, got[:, k], 0)
     assert torch.equal(total, summed)
 
 
@@ -277,7 +277,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         (group_pairs, grouping, ("order", "tiles")),
         (grouped_gate_up, up, ("x", "bias", "out", "order", "tiles")),
         (grouped_down, down, ("expert_weights", "bias", "out", "order", "tiles")),
-        (add_ranks, adding, ("partials", "out")),
+        (add_topk, adding, ("partials", "out")),
     ]
     for function, fine, names in cases:
         assert len(function(**fine)) == 1
@@ -287,4 +287,4 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ShapeError, match="513 experts; pairs are grouped by at most 512"):
         group_pairs(**(grouping | {"num_experts": 513, "tiles": torch.zeros(6, 4, dtype=torch.int32)}))
     with pytest.raises(ShapeError, match="multiple of 4 wide, got 6"):
-        add_ranks(partials=torch.zeros(3, 2, 6), expert_ids=ids, out=torch.zeros(3, 6))
+        add_topk(partials=torch.zeros(3, 2, 6), expert_ids=ids, out=torch.zeros(3, 6))

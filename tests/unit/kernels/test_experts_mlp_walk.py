@@ -25,7 +25,7 @@ from lowlat.tools.tune.loopback import looped
 
 
 @pytest.mark.parametrize(
-    ("late", "kind", "rows", "ranks", "quantised", "hidden", "inner", "blocks"),
+    ("late", "kind", "rows", "top_k", "quantised", "hidden", "inner", "blocks"),
     [
         (True, "random", 1, 2, True, 288, 96, 3),
         later(False, "random", 3, 2, True, 96, 160, 2),
@@ -36,16 +36,16 @@ from lowlat.tools.tune.loopback import looped
     ],
 )
 def test_it_is_the_reference_s(
-    late: bool, kind: str, rows: int, ranks: int, quantised: bool, hidden: int, inner: int, blocks: int
+    late: bool, kind: str, rows: int, top_k: int, quantised: bool, hidden: int, inner: int, blocks: int
 ) -> None:
     """What rows choose, activations, weighed products and their sum; warps that only one of the products has."""
     mixture, walker = make_mixture(5, hidden, inner, quantised=quantised), Walker(late)
-    found = mixture.arguments(mixture.rows(rows), ranks)
+    found = mixture.arguments(mixture.rows(rows), top_k)
     logits = make_logits("random" if kind == "none" else kind, rows, 5)
     live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
     routing = TopKRouting(logits, live)
     walk(walker, found, routing, blocks, early=late)
-    wanted, about = want_routing(routing, ranks)
+    wanted, about = want_routing(routing, top_k)
     assert torch.equal(found["expert_ids"], wanted)
     torch.testing.assert_close(found["expert_weights"], about, rtol=1e-5, atol=1e-7)
     mixture.check(found)
@@ -58,7 +58,7 @@ def test_it_is_the_reference_s(
 @pytest.mark.second
 def test_cards_add_up_their_parts_of_every_expert() -> None:
     """Two cards with other weights and the same choice, twice: each has the sum of both, by its own partials' bits."""
-    rows, ranks, cards, hidden = 3, 2, 2, 72
+    rows, top_k, cards, hidden = 3, 2, 2, 72
     logits, residual = make_logits("random", rows, 5), torch.randn(rows, hidden).bfloat16()
     areas = tuple(torch.zeros(area_shape(cards, rows, hidden), dtype=torch.int64) for _ in range(cards))
     abort, walker = torch.zeros(1, dtype=torch.int64), Walker()
@@ -69,7 +69,7 @@ def test_cards_add_up_their_parts_of_every_expert() -> None:
             peers = modules[-1].PeerRows(card, areas, abort)
             for _ in range(2):
                 mixture = make_mixture(5, hidden, 32)
-                given = mixture.arguments(mixture.rows(rows), ranks) | {"residual": residual}
+                given = mixture.arguments(mixture.rows(rows), top_k) | {"residual": residual}
                 found[card].append(given)
                 routing = TopKRouting(logits)
                 streams[card] += modules[-1].experts_mlp(routing=routing, card=small_card(2), peers=peers, **given)
@@ -84,7 +84,7 @@ def test_cards_add_up_their_parts_of_every_expert() -> None:
 @pytest.mark.second
 def test_a_card_whose_sums_come_back_to_it_waits_for_nobody() -> None:
     """As a rank's mixture is timed on a card of its own, launch after launch."""
-    rows, ranks, cards, hidden = 3, 2, 2, 72
+    rows, top_k, cards, hidden = 3, 2, 2, 72
     logits, residual = make_logits("random", rows, 5), torch.randn(rows, hidden).bfloat16()
     areas = tuple(torch.zeros(area_shape(cards, rows, hidden), dtype=torch.int64) for _ in range(cards))
     abort, walker = torch.zeros(1, dtype=torch.int64), Walker()
@@ -92,7 +92,7 @@ def test_a_card_whose_sums_come_back_to_it_waits_for_nobody() -> None:
         peers = looped(PeerRows(1, areas, abort))
         for _ in range(3):
             mixture = make_mixture(5, hidden, 32)
-            given = mixture.arguments(mixture.rows(rows), ranks) | {"residual": residual}
+            given = mixture.arguments(mixture.rows(rows), top_k) | {"residual": residual}
             walker.run(*modules[-1].experts_mlp(routing=TopKRouting(logits), card=small_card(2), peers=peers, **given))
             own = given["partials"][:, 0] + given["partials"][:, 1]
             assert torch.equal(given["total"], (residual.float() + (own + own)).bfloat16())
@@ -113,7 +113,7 @@ def test_experts_of_dense_formats_without_biases(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "ranks", "count", "flagged"),
+    ("kind", "rows", "top_k", "count", "flagged"),
     [
         ("random", 1, 4, 37, False),
         ("odd", 2, 8, 70, False),
@@ -122,16 +122,16 @@ def test_experts_of_dense_formats_without_biases(name: str) -> None:
         ("none", 2, 3, 4, True),
     ],
 )
-def test_rows_choose_as_the_reference_does(kind: str, rows: int, ranks: int, count: int, flagged: bool) -> None:
+def test_rows_choose_as_the_reference_does(kind: str, rows: int, top_k: int, count: int, flagged: bool) -> None:
     """Ids and shares are the promised ones; flags of two dimensions, rows listed by one warp and by all."""
     mixture, live = make_mixture(count, 64, 32), None
-    found = mixture.arguments(mixture.rows(rows), ranks)
+    found = mixture.arguments(mixture.rows(rows), top_k)
     logits = make_logits("random" if kind == "none" else kind, rows, count)
     if flagged:
         live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
     routing = TopKRouting(logits, live)
-    walk(Walker(), found, routing, 2, plan=mixture.plan(rows, ranks, small_card(2), warps=2))
-    wanted, about = want_routing(routing, ranks)
+    walk(Walker(), found, routing, 2, plan=mixture.plan(rows, top_k, small_card(2), warps=2))
+    wanted, about = want_routing(routing, top_k)
     assert torch.equal(found["expert_ids"], wanted)
     exact = exact_shares(logits, wanted)
     torch.testing.assert_close(found["expert_weights"], exact, rtol=0, atol=0, equal_nan=True)
@@ -303,6 +303,6 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     other = make_experts(3, 64, 64, quantised=True, gated=False).packed
     with pytest.raises(ShapeError, match=r"3 down matrices 64 by 64 do not follow 3 gate_up matrices 64 by 64"):
         experts_mlp(**(fine | {"down": other, "activated": torch.zeros(3, 2, 64).bfloat16()}))
-    for rows, ranks, count in ((1, 9, 20), (1, 4, 3), (1, 2, 257), (1, 0, 4)):
+    for rows, top_k, count in ((1, 9, 20), (1, 4, 3), (1, 2, 257), (1, 0, 4)):
         with pytest.raises(ShapeError, match="a row chooses at most 8 experts of at most 256"):
-            TopKRouting(torch.zeros(rows, count)).check(rows, ranks, count)
+            TopKRouting(torch.zeros(rows, count)).check(rows, top_k, count)

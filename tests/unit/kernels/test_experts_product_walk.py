@@ -19,11 +19,11 @@ STEP_BYTES = {True: 544, False: 2048}  # of a tile of 16 rows by 64 columns, by 
 
 
 def run(
-    walker: Walker, mixture: Mixture, x: torch.Tensor, routing: TopKRouting, ranks: int, *, blocks: int = 3, **cut: int
+    walker: Walker, mixture: Mixture, x: torch.Tensor, routing: TopKRouting, top_k: int, *, blocks: int = 3, **cut: int
 ) -> dict[str, Any]:
     """By two warps and two stages, but where a cut says otherwise."""
-    found = mixture.arguments(x, ranks)
-    plan = mixture.plan(len(x), ranks, small_card(blocks), **({"warps": 2, "stages": 2} | cut))
+    found = mixture.arguments(x, top_k)
+    plan = mixture.plan(len(x), top_k, small_card(blocks), **({"warps": 2, "stages": 2} | cut))
     walk(walker, found, routing, blocks, plan=plan)
     return found
 
@@ -36,7 +36,7 @@ def bytes_of(mixture: Mixture, units: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("late", "kind", "rows", "ranks", "quantised", "hidden", "inner"),
+    ("late", "kind", "rows", "top_k", "quantised", "hidden", "inner"),
     [
         (True, "random", 1, 2, True, 288, 32),
         (False, "dead", 5, 2, True, 32, 160),
@@ -46,15 +46,15 @@ def bytes_of(mixture: Mixture, units: int) -> int:
     ],
 )
 def test_products_are_the_reference_s(
-    late: bool, kind: str, rows: int, ranks: int, quantised: bool, hidden: int, inner: int
+    late: bool, kind: str, rows: int, top_k: int, quantised: bool, hidden: int, inner: int
 ) -> None:
     """Of 5 and of 3 steps' columns one of two warps has one more than the other, of one step one warp has none; 11 rows
     of one expert are two units, of 8 and of 3 pairs."""
     mixture, walker = make_mixture(5, hidden, inner, quantised=quantised), Walker(late)
-    routing = make_topk_routing(kind, rows, ranks, 5)
-    found = run(walker, mixture, mixture.rows(rows), routing, ranks)
+    routing = make_topk_routing(kind, rows, top_k, 5)
+    found = run(walker, mixture, mixture.rows(rows), routing, top_k)
     ids = found["expert_ids"]
-    assert torch.equal(ids, want_routing(routing, ranks)[0])
+    assert torch.equal(ids, want_routing(routing, top_k)[0])
     mixture.check(found)
     units = sum(-(-int((ids == each).sum()) // 8) for each in ids[ids >= 0].unique())
     assert walker.bytes_copied == bytes_of(mixture, units)

@@ -21,7 +21,7 @@ PARTS = (
     *("plan", "grouping", "mainloop", "grouped_gemm", "pair_arrangement", "warpgroup_plan", "warpgroup_copies"),
     *("warpgroup_mainloop", "warpgroup_epilogue", "warpgroup_gemm"),
 )
-KERNELS = (*(f"moe.prefill.{part}" for part in PARTS), "moe.rank_sum", "moe.prefill.experts")
+KERNELS = (*(f"moe.prefill.{part}" for part in PARTS), "moe.topk_sum", "moe.prefill.experts")
 NAMES = (*SHARED, *FRAGMENTS, "moe.plan", *GEMM, *KERNELS)
 TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
 
@@ -32,7 +32,7 @@ TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
 def test_a_mixture_by_warpgroups_is_the_reference_s(
     quantised: Any, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a card of two multiprocessors, so that blocks have several units, of several sizes; rows of a rank or two."""
+    """On a card of two multiprocessors, so that blocks have units of several sizes; rows of one expert or two."""
     up = make_experts(3, 256, 192, quantised=quantised, gated=True, biased=biased)
     down = make_experts(3, 192, 128, quantised=quantised, gated=False, biased=biased)
     x, workspace, walker = torch.randn(rows, 192).bfloat16(), Poisoned(), Walker()

@@ -21,10 +21,10 @@ from lowlat.kernels.moe.packing import PackedExperts, pack_experts
 from lowlat.kernels.reference.exchange.cuts import bounds
 from lowlat.kernels.reference.moe.experts import experts_down as reference
 
-DECODE = (*ALONE[:-1], "gemm.k_parts", "moe.decode.rank_parts", *ALONE[-1:])
+DECODE = (*ALONE[:-1], "gemm.k_parts", "moe.decode.topk_parts", *ALONE[-1:])
 COMMON = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", "moe.plan", "moe.decode.mainloop")
 PREFILL = (
-    *(*COMMON, *FRAGMENTS, "gemm.k_parts", "moe.rank_sum", "gemm.prefill.parts_sum"),
+    *(*COMMON, *FRAGMENTS, "gemm.k_parts", "moe.topk_sum", "gemm.prefill.parts_sum"),
     *(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm", "experts")),
 )
 NUM_EXPERTS = 3
@@ -41,13 +41,13 @@ def of_columns(experts: Experts, start: int, stop: int) -> PackedExperts:
 class Case:
     """Random rows with experts of a mixture, summed by so many ranks."""
 
-    def __init__(self, rows: int, ranks: int, width: int, steps: int, quantised: bool, kind: str = "random") -> None:
+    def __init__(self, rows: int, top_k: int, width: int, steps: int, quantised: bool, kind: str = "random") -> None:
         self.steps, self.width = steps, width
         self.experts = make_experts(NUM_EXPERTS, width, 64 * steps, quantised=quantised, gated=False)
-        self.ids = choices(kind, rows, ranks, NUM_EXPERTS)
+        self.ids = choices(kind, rows, top_k, NUM_EXPERTS)
         self.ids[1::3] = -1
         self.shares = shares_of(self.ids)
-        self.activated = torch.randn(rows, ranks, 64 * steps).bfloat16()
+        self.activated = torch.randn(rows, top_k, 64 * steps).bfloat16()
         self.activated[self.ids < 0] = torch.nan
 
     def by_ranks(self, size: int, prefill: bool, **changes: int) -> list[torch.Tensor]:
@@ -88,7 +88,7 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("rows", "ranks", "width", "steps", "quantised", "kind"),
+    ("rows", "top_k", "width", "steps", "quantised", "kind"),
     [
         (1, 2, 32, 9, False, "random"),
         later(4, 2, 32, 33, True, "random"),  # parts of more steps than are copied at once
@@ -96,16 +96,16 @@ class Case:
         later(11, 1, 64, 10, False, "shared"),
     ],
 )
-def test_few_rows(rows: int, ranks: int, width: int, steps: int, quantised: bool, kind: str) -> None:
-    Case(rows, ranks, width, steps, quantised, kind).check(prefill=False)
+def test_few_rows(rows: int, top_k: int, width: int, steps: int, quantised: bool, kind: str) -> None:
+    Case(rows, top_k, width, steps, quantised, kind).check(prefill=False)
 
 
 @pytest.mark.parametrize(
-    ("rows", "ranks", "width", "steps", "quantised"), [(17, 1, 36, 5, False), (24, 2, 64, 9, True)]
+    ("rows", "top_k", "width", "steps", "quantised"), [(17, 1, 36, 5, False), (24, 2, 64, 9, True)]
 )
 @pytest.mark.second
-def test_many_rows(rows: int, ranks: int, width: int, steps: int, quantised: bool) -> None:
-    Case(rows, ranks, width, steps, quantised).check(prefill=True)
+def test_many_rows(rows: int, top_k: int, width: int, steps: int, quantised: bool) -> None:
+    Case(rows, top_k, width, steps, quantised).check(prefill=True)
 
 
 def test_parts_without_whole_steps_are_refused() -> None:

@@ -16,10 +16,10 @@ NAMES = (
 )
 
 
-def chosen(routing: TopKRouting, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def chosen(routing: TopKRouting, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows, walker = len(routing.logits), Walker()
-    ids = torch.full((rows, ranks), 77, dtype=torch.int32)
-    shares = torch.full((rows, ranks), torch.nan)
+    ids = torch.full((rows, top_k), 77, dtype=torch.int32)
+    shares = torch.full((rows, top_k), torch.nan)
     with walkable(walker, *NAMES) as modules:
         for call in modules[-1].route_top_k(routing=routing, expert_ids=ids, expert_weights=shares):
             walker.run(call)
@@ -27,7 +27,7 @@ def chosen(routing: TopKRouting, ranks: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "ranks", "count", "flagged"),
+    ("kind", "rows", "top_k", "count", "flagged"),
     [
         ("random", 1, 4, 37, False),
         ("odd", 9, 8, 70, True),
@@ -37,13 +37,13 @@ def chosen(routing: TopKRouting, ranks: int) -> tuple[torch.Tensor, torch.Tensor
         ("random", 5, 1, 1, False),
     ],
 )
-def test_rows_choose_as_the_reference_does(kind: str, rows: int, ranks: int, count: int, flagged: bool) -> None:
+def test_rows_choose_as_the_reference_does(kind: str, rows: int, top_k: int, count: int, flagged: bool) -> None:
     """Blocks that are full and that are not; no row for a warp, some or all dead."""
     logits = make_logits("random" if kind == "none" else kind, rows, count)
     live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8) if flagged else None
     routing = TopKRouting(logits, live)
-    ids, shares = chosen(routing, ranks)
-    wanted, about = want_routing(routing, ranks)
+    ids, shares = chosen(routing, top_k)
+    wanted, about = want_routing(routing, top_k)
     assert torch.equal(ids, wanted)
     torch.testing.assert_close(shares, exact_shares(logits, wanted), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(shares, about, rtol=1e-5, atol=1e-7, equal_nan=True)

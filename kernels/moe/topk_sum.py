@@ -1,4 +1,4 @@
-"""The sum of a mixture's weighed outputs by row, from the first rank to the last, in a launch of its own.
+"""The sum of a mixture's weighed outputs, from a row's first expert to its last, in a launch of its own.
 
 It knows neither who wrote the outputs nor what becomes of the sums.
 """
@@ -14,31 +14,31 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["add_placed_ranks", "add_ranks", "examples"]
+__all__ = ["add_placed_topk", "add_topk", "examples"]
 
 THREADS = 256
 
 
-def add_ranks(*, partials: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor) -> list[KernelCall]:
-    """Add up the outputs of each row's ranks, in one launch.
+def add_topk(*, partials: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor) -> list[KernelCall]:
+    """Add up the outputs of each row's experts, in one launch.
 
-    partials    [M, R, N]  float32; those of dead pairs are not used
-    expert_ids  [M, R]     int32: -1 dead
+    partials    [M, k, N]  float32; those of dead pairs are not used
+    expert_ids  [M, k]     int32: -1 dead
     out         [M, N]     float32, out: every sum rounded by itself; zero for a row that is dead
-    Time: (R + 1) * M * N * 4 bytes over the memory's bandwidth. Captured: yes.
+    Time: (k + 1) * M * N * 4 bytes over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit, or N that is no multiple of 4.
     """
-    rows, ranks = expert_ids.shape
+    rows, top_k = expert_ids.shape
     width = out.shape[1]
-    check_shape("partials", partials, rows, ranks, width)
+    check_shape("partials", partials, rows, top_k, width)
     check_shape("out", out, rows, width)
     if width % 4:
         raise ShapeError(f"rows must be a multiple of 4 wide, got {width}")
     blocks = -(-rows * (width // 4) // THREADS)
-    return [KernelCall(_make(width, ranks), (blocks, 1, 1), (partials, expert_ids, 0, 0, out, rows))]
+    return [KernelCall(_make(width, top_k), (blocks, 1, 1), (partials, expert_ids, 0, 0, out, rows))]
 
 
-def add_placed_ranks(
+def add_placed_topk(
     *,
     outputs: torch.Tensor,
     places: torch.Tensor,
@@ -46,30 +46,30 @@ def add_placed_ranks(
     expert_weights: torch.Tensor,
     out: torch.Tensor,
 ) -> list[KernelCall]:
-    """Add up the outputs of each row's ranks, which lie in order of experts, times their shares, in one launch.
+    """Add up the outputs of each row's experts, which lie grouped by expert, times their shares, in one launch.
 
-    outputs         [P, N]  float32: that of pair p = row * R + rank at places[p]
-    places          [M * R] int32; of live pairs
-    expert_ids      [M, R]  int32: -1 dead
-    expert_weights  [M, R]  float32: the shares
-    out             [M, N]  float32, out: as `add_ranks` of share * output, every product and sum rounded by itself
-    Time, errors: as `add_ranks`. Captured: yes.
+    outputs         [P, N]  float32: that of pair p, as `group_pairs` numbers them, at places[p]
+    places          [M * k] int32; of live pairs
+    expert_ids      [M, k]  int32: -1 dead
+    expert_weights  [M, k]  float32: the shares
+    out             [M, N]  float32, out: as `add_topk` of share * output, every product and sum rounded by itself
+    Time, errors: as `add_topk`. Captured: yes.
     """
-    rows, ranks = expert_ids.shape
+    rows, top_k = expert_ids.shape
     width = out.shape[1]
     check_shape("outputs", outputs, outputs.shape[0], width)
-    check_shape("places", places, rows * ranks)
-    check_shape("expert_weights", expert_weights, rows, ranks)
+    check_shape("places", places, rows * top_k)
+    check_shape("expert_weights", expert_weights, rows, top_k)
     check_shape("out", out, rows, width)
     if width % 4:
         raise ShapeError(f"rows must be a multiple of 4 wide, got {width}")
     blocks = -(-rows * (width // 4) // THREADS)
     arguments = (outputs, expert_ids, places, expert_weights, out, rows)
-    return [KernelCall(_make(width, ranks, True), (blocks, 1, 1), arguments)]
+    return [KernelCall(_make(width, top_k, True), (blocks, 1, 1), arguments)]
 
 
 @cache
-def _make(width: int, ranks: int, placed: bool = False) -> Kernel:
+def _make(width: int, top_k: int, placed: bool = False) -> Kernel:
     """A thread has four columns of a row."""
     chunks = width // 4
 
@@ -106,7 +106,7 @@ def _make(width: int, ranks: int, placed: bool = False) -> Kernel:
             ptx.add_rn(sums[3], ptx.float_of_bits(words[3])),
         )
 
-    def add_ranks_kernel(partials: Any, ids: Any, places: Any, shares: Any, out: Any, rows: Any) -> None:
+    def add_topk_kernel(partials: Any, ids: Any, places: Any, shares: Any, out: Any, rows: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         number = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
@@ -115,8 +115,8 @@ def _make(width: int, ranks: int, placed: bool = False) -> Kernel:
             chunk = uint32(number - row * uint32(chunks))
             zero, column = float32(0), int64(chunk) * int64(16)
             sums = (zero, zero, zero, zero)
-            for rank in range(ranks):
-                pair = int64(row) * int64(ranks) + int64(rank)
+            for k in range(top_k):
+                pair = int64(row) * int64(top_k) + int64(k)
                 source, alive, share = load_pair(partials, ids, places, shares, pair)
                 sums = add(sums, times(ptx.load_global_128(source + column), share), alive)
             a, b, c, d = sums
@@ -125,8 +125,8 @@ def _make(width: int, ranks: int, placed: bool = False) -> Kernel:
                 ptx.bits_of_float(a), ptx.bits_of_float(b), ptx.bits_of_float(c), ptx.bits_of_float(d),
             )  # fmt: skip
 
-    name = f"add_{'placed_' if placed else ''}ranks_{width}x{ranks}"
-    return Kernel(name, add_ranks_kernel, (types.int64,) * 6, THREADS)
+    name = f"add_{'placed_' if placed else ''}topk_{width}x{top_k}"
+    return Kernel(name, add_topk_kernel, (types.int64,) * 6, THREADS)
 
 
 def examples() -> list[Kernel]:

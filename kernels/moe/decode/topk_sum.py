@@ -1,4 +1,5 @@
-"""The sum that a mixture of experts adds to the residual stream: weighed outputs, from the first rank to the last.
+"""The sum that a mixture of experts adds to the residual stream: weighed outputs, from a row's first expert to its
+last.
 
 Every sum is rounded by itself, as the reference has it. Where experts are cut for several cards, these add up their
 sums before. It knows neither who writes the outputs nor what becomes of the sum.
@@ -14,18 +15,19 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 
 __all__ = ["make_sum_rows"]
 
-TOGETHER = 4  # ranks whose loads are under way at once
+TOGETHER = 4  # experts of a row whose loads are under way at once
 
 
-def make_sum_rows(width: int, chosen: int, warps: int, cards: int = 1) -> Any:
-    """A function of some warps of every block: add residual and ranks of all rows, while others still write the ranks'.
+def make_sum_rows(width: int, top_k: int, warps: int, cards: int = 1) -> Any:
+    """A function of some warps of every block: add residual and outputs of all rows, while others still write the
+    outputs.
 
-    It takes addresses of partials [M, R, N], residual and total [M, N], how many rows there are, and the number of the
+    It takes addresses of partials [M, k, N], residual and total [M, N], how many rows there are, and the number of the
     thread among those of these warps. Partials are awaited, as `sentinels` has it.
 
     cards  that have a part of every expert: what they exchange by, `PeerRows.arguments`, is the last argument
     """
-    add_ranks, chunks = _make_add_ranks(width, chosen, cards), width // 8
+    add_experts, chunks = _make_add_experts(width, top_k, cards), width // 8
     parts = -(-chunks // 32)  # of a row
 
     @device_function
@@ -39,55 +41,55 @@ def make_sum_rows(width: int, chosen: int, warps: int, cards: int = 1) -> Any:
             if chunk < uint32(chunks):
                 place = int64(row) * int64(width * 2) + int64(chunk) * int64(16)
                 old = ptx.load_global_128(residual + place)
-                at = partials + int64(row) * int64(4 * chosen * width) + int64(chunk) * int64(32)
-                a, b, c, d = add_ranks(old, at, peers, row, uint32(chunk * uint32(8)))
+                at = partials + int64(row) * int64(4 * top_k * width) + int64(chunk) * int64(32)
+                a, b, c, d = add_experts(old, at, peers, row, uint32(chunk * uint32(8)))
                 ptx.store_global_128(total + place, a, b, c, d)
             part = uint32(part + uint32(warps) * blocks)
 
     return sum_rows
 
 
-def _make_add_ranks(width: int, chosen: int, cards: int) -> Any:
-    """A function: 8 columns of a row's residual plus what its ranks add, as four words."""
+def _make_add_experts(width: int, top_k: int, cards: int) -> Any:
+    """A function: 8 columns of a row's residual plus what its experts add, as four words."""
     num_values, begin, add_chunk = 8 * TOGETHER, make_begin(cards, width), make_add_chunk(cards)
 
     @device_function
-    def load_ranks(words: Any, place: Any, start: Any) -> None:
-        """Load TOGETHER ranks from one on, all loads under way at once."""
-        for rank in range(TOGETHER):
-            if start + rank < chosen:
-                at = place + int64((start + rank) * 4 * width)
+    def load_experts(words: Any, place: Any, start: Any) -> None:
+        """Load the outputs of TOGETHER experts from one on, all loads under way at once."""
+        for k in range(TOGETHER):
+            if start + k < top_k:
+                at = place + int64((start + k) * 4 * width)
                 for half in range(2):
                     a, b, c, d = ptx.load_relaxed_gpu_128(at + int64(16 * half))
-                    first = 8 * rank + 4 * half
+                    first = 8 * k + 4 * half
                     words[first], words[first + 1], words[first + 2], words[first + 3] = a, b, c, d
 
     @device_function
     def lacks_one(words: Any, start: Any) -> Any:
         lacks = False
-        for rank in range(TOGETHER):
-            if start + rank < chosen:
-                for k in range(8):
-                    lacks = lacks or is_missing(words[8 * rank + k])
+        for k in range(TOGETHER):
+            if start + k < top_k:
+                for value in range(8):
+                    lacks = lacks or is_missing(words[8 * k + value])
         return lacks
 
     @device_function
-    def add_ranks(old: Any, place: Any, peers: Any, row: Any, column: Any) -> Any:
+    def add_experts(old: Any, place: Any, peers: Any, row: Any, column: Any) -> Any:
         sums, words = cuda.local.array(8, float32), cuda.local.array(num_values, uint32)
         if cards > 1:
             begun = begin(peers, row, column)
-        for k in range(8):
-            sums[k] = float32(0)
-        for start in range(0, chosen, TOGETHER):
-            load_ranks(words, place, start)
+        for value in range(8):
+            sums[value] = float32(0)
+        for start in range(0, top_k, TOGETHER):
+            load_experts(words, place, start)
             turns = uint32(0)
             while lacks_one(words, start):
                 turns = next_turn(turns)
-                load_ranks(words, place, start)
-            for rank in range(TOGETHER):
-                if start + rank < chosen:
-                    for k in range(8):
-                        sums[k] = ptx.add_rn(sums[k], ptx.float_of_bits(words[8 * rank + k]))
+                load_experts(words, place, start)
+            for k in range(TOGETHER):
+                if start + k < top_k:
+                    for value in range(8):
+                        sums[value] = ptx.add_rn(sums[value], ptx.float_of_bits(words[8 * k + value]))
         if cards > 1:
             add_chunk(sums, peers, begun)
         return (
@@ -97,4 +99,4 @@ def _make_add_ranks(width: int, chosen: int, cards: int) -> Any:
             ptx.bf16_pair(ptx.add_rn(low_value(old[3]), sums[6]), ptx.add_rn(high_value(old[3]), sums[7])),
         )
 
-    return add_ranks
+    return add_experts

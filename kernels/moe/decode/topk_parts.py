@@ -1,4 +1,5 @@
-"""The sum of a mixture's weighed outputs where K is summed in parts: by rank for each part, then parts as a tree.
+"""The sum of a mixture's weighed outputs where K is summed in parts: over a row's experts for each part, then
+parts as a tree.
 
 It knows neither who writes the outputs nor what becomes of the sum.
 """
@@ -15,69 +16,69 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["add_rank_parts", "examples"]
+__all__ = ["add_topk_parts", "examples"]
 
 THREADS = 256
 
 
-def add_rank_parts(
+def add_topk_parts(
     *, partials: torch.Tensor, parts: int, expert_ids: torch.Tensor, out: torch.Tensor
 ) -> list[KernelCall]:
-    """Add up the weighed outputs of each row's ranks, part by part, and the parts, in one launch.
+    """Add up the weighed outputs of each row's experts, part by part, and the parts, in one launch.
 
-    partials    [M, R * P, N]  float32: those of a rank's parts behind each other; dead pairs' are not read
+    partials    [M, k * P, N]  float32: those of a pair's parts behind each other; dead pairs' are not read
     parts       P: a power of two
-    expert_ids  [M, R]         int32: -1 dead
-    out         [M, N]         float32, out: of each part zero plus its ranks from the first to the last, and these as a
+    expert_ids  [M, k]         int32: -1 dead
+    out         [M, N]         float32, out: of each part zero plus a row's first expert to its last, and these as a
                                tree of neighbouring pairs, every sum rounded by itself; zero for a dead row
-    Time: (R * P + 1) * M * N * 4 bytes over the memory's bandwidth. Captured: yes.
+    Time: (k * P + 1) * M * N * 4 bytes over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit, or N that is no multiple of 4.
     """
-    rows, ranks = expert_ids.shape
+    rows, top_k = expert_ids.shape
     width = out.shape[1]
-    check_shape("partials", partials, rows, ranks * parts, width)
+    check_shape("partials", partials, rows, top_k * parts, width)
     check_shape("out", out, rows, width)
     if width % 4:
         raise ShapeError(f"rows must be a multiple of 4 wide, got {width}")
     blocks = -(-rows * (width // 4) // THREADS)
-    return [KernelCall(_make(width, ranks, parts), (blocks, 1, 1), (partials, expert_ids, out, rows))]
+    return [KernelCall(_make(width, top_k, parts), (blocks, 1, 1), (partials, expert_ids, out, rows))]
 
 
-def _make_part(width: int, ranks: int, parts: int, part: int) -> Any:
+def _make_part(width: int, top_k: int, parts: int, part: int) -> Any:
     """A function: four columns of a part of a row, by the addresses of its outputs and its ids."""
 
     @device_function
-    def add_ranks(place: Any, ids: Any) -> Any:
+    def add_experts(place: Any, ids: Any) -> Any:
         zero = float32(0)
         sums = (zero, zero, zero, zero)
-        for rank in range(ranks):
-            if ptx.load_global_i32(ids + int64(rank * 4)) >= 0:
-                sums = add_four(sums, load_four(place + int64((rank * parts + part) * 4 * width)))
+        for k in range(top_k):
+            if ptx.load_global_i32(ids + int64(k * 4)) >= 0:
+                sums = add_four(sums, load_four(place + int64((k * parts + part) * 4 * width)))
         return sums
 
-    return add_ranks
+    return add_experts
 
 
 @cache
-def _make(width: int, ranks: int, parts: int) -> Kernel:
+def _make(width: int, top_k: int, parts: int) -> Kernel:
     """A thread has four columns of a row."""
-    chunks, add_up = width // 4, make_tree(partial(_make_part, width, ranks, parts), 0, parts, add_four)
+    chunks, add_up = width // 4, make_tree(partial(_make_part, width, top_k, parts), 0, parts, add_four)
 
-    def add_rank_parts_kernel(partials: Any, ids: Any, out: Any, rows: Any) -> None:
+    def add_topk_parts_kernel(partials: Any, ids: Any, out: Any, rows: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         number = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
         row = uint32(number // uint32(chunks))
         if row < uint32(rows):
             column = int64(uint32(number - row * uint32(chunks))) * int64(16)
-            place = partials + int64(row) * int64(4 * width * ranks * parts) + column
-            a, b, c, d = add_up(place, ids + int64(row) * int64(4 * ranks))
+            place = partials + int64(row) * int64(4 * width * top_k * parts) + column
+            a, b, c, d = add_up(place, ids + int64(row) * int64(4 * top_k))
             ptx.store_global_128(
                 out + int64(row) * int64(4 * width) + column,
                 ptx.bits_of_float(a), ptx.bits_of_float(b), ptx.bits_of_float(c), ptx.bits_of_float(d),
             )  # fmt: skip
 
-    return Kernel(f"add_rank_parts_{width}x{ranks}x{parts}", add_rank_parts_kernel, (types.int64,) * 4, THREADS)
+    return Kernel(f"add_topk_parts_{width}x{top_k}x{parts}", add_topk_parts_kernel, (types.int64,) * 4, THREADS)
 
 
 def examples() -> list[Kernel]:
