@@ -9,6 +9,7 @@ from kernel_cases import Arrays, Bench, poisoned, random_topology, unwritten
 from lowlat.kernels import reference
 from lowlat.kernels.attention.kv_compact import kv_compact, kv_compact_layer
 from lowlat.kernels.attention.kv_write import kv_write
+from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.rows import draft_block
 from lowlat.kernels.rows import draft_level as draft_level
 from lowlat.kernels.rows import draft_rows as draft_rows
@@ -205,12 +206,29 @@ def check_markov(bench: Bench, seed: int, *, vocabulary: int) -> None:
         "row_live": poisoned(batch, wide, dtype=torch.uint8),
     }
     arrays["tokens"][1] = -1
-    live = compare_alone(bench, arrays, "parent_tokens", markov.parent_tokens)["row_live"].cpu()
+    found = compare_alone(bench, arrays, "parent_tokens", markov.parent_tokens)
+    check_parent_vectors(bench, arrays, found["parents"].cpu())
+    live = found["row_live"].cpu()
     del arrays["draft_nodes"]
-    compare_alone(bench, {**arrays, "nodes": arrays["nodes"] * 0}, "parent_tokens", markov.parent_tokens)
+    arrays["nodes"] *= 0
+    found = compare_alone(bench, arrays, "parent_tokens", markov.parent_tokens)
+    check_parent_vectors(bench, arrays, found["parents"].cpu())
     arrays = {"logits": torch.randn(batch * block, vocabulary), "bias": torch.randn(batch * wide, vocabulary)}
     arrays |= {"row_live": live, "out": poisoned(batch * wide, vocabulary, dtype=torch.float32)}
     compare_alone(bench, arrays, "bias_rows", markov.bias_rows, row=row)
+
+
+def check_parent_vectors(bench: Bench, arrays: dict[str, torch.Tensor], parents: torch.Tensor) -> None:
+    """With the vectors of the parents' tokens in the same launch, from either layout of their table."""
+    table = bf16(99, 40)
+    wanted = torch.where(parents.reshape(-1, 1) >= 0, table[parents.reshape(-1).long()], 0)
+    placed = table.to(bench.device)
+    for weight in (placed, pack(placed)):
+        given = {name: array.to(bench.device, copy=True) for name, array in arrays.items()}
+        vectors = poisoned(parents.numel(), 40, dtype=torch.bfloat16).to(bench.device)
+        bench.run(*markov.parent_vectors(**given, weight=weight, vectors=vectors))
+        assert torch.equal(given["parents"].cpu(), parents) and torch.equal(vectors.cpu(), wanted)
+        assert torch.equal(given["row_live"].cpu() != 0, parents >= 0)
 
 
 def check_level(bench: Bench, seed: int, *, width: int, batch: int = 3, above: int = 2, wide: int = 3) -> None:

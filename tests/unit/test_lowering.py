@@ -289,12 +289,17 @@ def test_parallel_drafts_cost_one_pass_whatever_their_number(depth: int, lowered
 
 
 def test_dsparks_levels_have_small_products_alone(lowered: LoweredPairs) -> None:
-    """A layer over the block, LM head and the gate of all states; by level the gate of a token, and its bias."""
-    kinds = kinds_of(lowered("llama+dspark", 3, 0), *(stage for stage in Stage if stage.startswith("EAGLE_DRAFT_")))
+    """A layer over the block, LM head and the gate of all states; by level the gate of a token, its biased logits with
+    their partial argmax, and the choice, which has the next level's vectors."""
+    drafting = [stage for stage in Stage if stage.startswith("EAGLE_DRAFT_")]
+    kinds = kinds_of(lowered("llama+dspark", 3, 0), *drafting)
     products = sum(kind.startswith("decode_gemm") for kind in kinds)
     assert products == 5 + 2 + 2 * 3
-    for kind in ("parent_tokens", "embed", "markov_gate", "bias_rows", "argmax"):
-        assert sum(each.startswith(kind) for each in kinds) >= 3, kind
+    level = ["decode_gemm_float32", "markov_gate", "decode_gemm_float32", "argmax"]
+    assert kinds[-13:] == ["parent_vectors", *level * 3]
+    kinds = kinds_of(lowered("llama+dspark", 3, 0, tree=True), *drafting)  # of a tree's levels the last is a chain's
+    level = ["parent_vectors", "decode_gemm_float32", "markov_gate", "decode_gemm_float32"]
+    assert kinds[-15:] == [*level, "draft_topk", *level, "draft_topk", *level, "argmax"]
 
 
 def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: LoweredPairs) -> None:

@@ -1,5 +1,5 @@
-"""Epilogues of a decode GEMM: bias, residual, activation, or rotation and the write to the cache; and the warps that
-finish tiles by them."""
+"""Epilogues of a decode GEMM: bias, residual or a block's row, activation, or rotation and the write to the cache; and
+the warps that finish tiles by them."""
 
 from typing import Any
 
@@ -16,6 +16,7 @@ from lowlat.kernels.gemm.decode.plan import (
     ROTATE,
     SILU,
     WARPS,
+    BlockShape,
     DecodeGemmPlan,
     DecodeGemmShape,
 )
@@ -76,9 +77,12 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
     """Bias, residual or activation; in float32, or rounded to bf16.
 
     keep_argmax  `Best.keep`
-    With `shape.scattered` the address of `columns` takes the residual's place.
+    With `shape.scattered` the address of `columns` takes the residual's place, with `shape.block` that of the
+    first block's row.
     """
     width, epilogue, scattered = shape.width, shape.epilogue, shape.scattered
+    has_block, block = shape.block is not None, shape.block or BlockShape(1, 1)
+    rows_added_to, block_rows = block.wide, block.rows
     has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
     wide, scaled = epilogue == FLOAT32, shape.weights.row_scales
     columns = 8 if silu else 16
@@ -114,7 +118,10 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
         if scattered:  # the original column of the run of eight, in place of `alive`, which is of SILU
             run = tile * 2 + int64(uint32(column >> uint32(3)))
             alive = uint32(ptx.load_global_i32(residual + run * 4))
-        if silu and live:
+        if has_block:
+            added = int64(uint32(row // uint32(rows_added_to)) * uint32(block_rows))
+            other = ptx.load_global_f32(residual + (added * width + tile * 16 + int64(column)) * 4)
+        if live:
             alive = ptx.load_global_u8(row_live + int64(row))
         return own, other, alive, scale, other_scale
 
@@ -131,10 +138,10 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
             if has_bias:
                 up = ptx.add_rn(up, other)
             value = silu_times(value, up)
-            if live and alive == uint32(0):
-                value = float32(0)
-        if add:
+        if add or has_block:
             value = ptx.add_rn(value, other)
+        if live and alive == uint32(0):
+            value = float32(0)
         if wide:
             ptx.store_global_f32(out + at * 4, value)
             keep_argmax(totals, tile, uint32(row * uint32(columns) + column), value)

@@ -153,7 +153,8 @@ def left_argmax(binding: Binding, op: Op) -> torch.Tensor | None:
 
 
 def draft_topk_alone(binding: Binding, op: Op, **children: Any) -> Sequence[Call]:
-    """The calls of `draft_topk`; of `assign_drafts` too, where `children` are its arguments."""
+    """The calls of `draft_topk`; of what follows it, too, where `children` are arguments of `assign_drafts`, and `then`
+    a level behind them."""
     given, best = {**binding.arguments(op), **binding.vectors(op)}, left_argmax(binding, op)
     return draft_topk(**given, **children, best=best if given["k"] == 1 else None, workspace=binding.workspace)
 

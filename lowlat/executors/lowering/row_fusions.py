@@ -11,6 +11,7 @@ from lowlat.kernels.gemm.decode.gemm import steps_to_hold
 from lowlat.kernels.rows.draft_input import draft_input, draft_level_input
 from lowlat.kernels.rows.draft_rows import take_last
 from lowlat.kernels.rows.embed import embed_norm
+from lowlat.kernels.rows.markov import parent_vectors
 from lowlat.kernels.rows.norm import add_norm
 from lowlat.kernels.rows.ranks.exchange import exchange, exchange_add, exchange_add_norm
 from lowlat.kernels.rows.ranks.shares import share_add, share_add_norm
@@ -158,6 +159,17 @@ def _draft_level_input(binding: Binding, run: Run) -> Sequence[Call]:
     )
 
 
+def _embeds_parents(run: Run, card: Card) -> bool:
+    return run.op("embed").reads["tokens"] == run.op("parent_tokens").writes["parents"]
+
+
+def _parent_vectors(binding: Binding, run: Run) -> Sequence[Call]:
+    embed = run.op("embed")
+    table = binding.weights.table(embed.weights["weight"])
+    vectors = binding.buffers[embed.writes["out"]]
+    return parent_vectors(**binding.arguments(run.op("parent_tokens")), weight=table, vectors=vectors)
+
+
 def _rotates(run: Run, card: Card) -> bool:
     """Whether each operation reads those before it, and the heads are rotated as they come from their norms.
 
@@ -217,6 +229,7 @@ ROW_FUSIONS = (
     Fusion("exchange+norm", "gather_ranks sum_ranks add rms_norm", 3, _exchange, _norms_ranks, gathered),
     Fusion("exchange", "gather_ranks sum_ranks add?", 1, _exchange, _sums_ranks, gathered),
     Fusion("draft_input", "embed concat_norms", 1, _draft_input, _embeds_for_norms, _embedded),
+    Fusion("parents+embed", "parent_tokens embed", 1, _parent_vectors, _embeds_parents),
     Fusion("embed+norm", "embed rms_norm", 1, _embed_norm, _norms_result),
     Fusion("add+norm", "add rms_norm", 1, _add_norm, _norms_result),
     Fusion("qk_norm+rope", f"qk_norm rope {'|'.join(KV_WRITES)}?", 1, _rotate, _rotates, _rotated),
