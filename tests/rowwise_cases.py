@@ -123,6 +123,9 @@ def check_elementwise(lab: Lab, rows: int, width: int) -> None:
     found = lab.both("add", elementwise.add, {"out": poison(rows, width)}, a=a, b=x)
     assert same_bits(found["out"], (a.float() + x).to(BF16))
     lab.both("add", elementwise.add, {"out": poison(rows, width)}, a=a, b=a * 3)
+    for count, first in ((8, 20), (40, 0)):
+        taken = {"out": poison(rows, count, dtype=torch.float32)}
+        lab.both("take_columns", elementwise.take_columns, taken, x=torch.randn(rows, 40), first=first)
     gate_up = torch.randn(rows, 2 * width) * 5
     for live in (None, flags(rows)):
         lab.both("silu_mul", elementwise.silu_mul, {"out": poison(rows, width)}, gate_up=gate_up, row_live=live)
@@ -445,6 +448,58 @@ def check_write(lab: Lab, outs: Arrays, found: Arrays, block: int, **options: An
     OPERATIONS["kv_write"](found["k"].cpu(), found["v"].cpu(), row_live=live, **write, **expected)
     written = lab.launch(rotate.rotate, outs | codes, **options, **write)
     assert all(same_bits(written[key], expected[key]) for key in codes)
+
+
+def check_layers(
+    lab: Lab, layers: int, heads: tuple[int, int], eps: float | None, *, chunk: bool = False, coded: bool = False
+) -> None:
+    """Keys and values of layers side by side have the bits of each layer's alone, of a step's rows and of a chunk's."""
+    (groups, dim), contexts = heads, 64
+    if chunk:
+        write = Chunk(5, 8, 3, heads=groups, block=8, dim=dim, coded=coded).arrays()
+        rows, shape = 5, write["k_cache"].shape
+        for name in ("k", "v", "k_cache", "v_cache", "kv_scales"):
+            write.pop(name, None)
+    else:
+        rows, shape = 6, torch.Size((12, groups, 12, dim))
+        write = {
+            "row_live": flags(rows).view(3, 2),
+            "block_table": torch.randperm(12).reshape(4, 3).int(),
+            "slots": torch.tensor([2, -1, 0]).int(),
+            "write_lens": torch.randint(0, 24, (3,)).int(),
+            "offsets": torch.tensor([1, 0]).int(),
+        }
+        write["row_live"][1] = 0
+    qkv, angles = torch.randn(rows, layers, 2 * groups * dim), torch.rand(contexts, dim // 2) * 6
+    shared = {"positions": torch.randint(0, contexts, (rows,)).int(), "cos": angles.cos(), "sin": angles.sin(), **write}
+    empty = torch.zeros(shape, dtype=torch.uint8) if coded else poison(*shape)
+    own = [{} if eps is None else {"k_weight": weights(dim)} for _ in range(layers)]
+    for each in own:
+        each |= {"kv_scales": torch.rand(2, groups).bfloat16().float() + 2**-9} if coded else {}
+    want = [
+        lab.launch(
+            rotate.rotate, {"k_cache": empty, "v_cache": empty}, qkv=qkv[:, layer], **shared, **own[layer], eps=eps
+        )
+        for layer in range(layers)
+    ]
+    placed = [{name: lab.place(each) for name, each in layer.items()} for layer in own]
+    kept = list[torch.Tensor]()
+
+    def workspace(_: str, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        kept.append(torch.zeros(size, dtype=dtype, device=lab.device))
+        return kept[-1]
+
+    def build(**given: Any) -> list[KernelCall]:
+        caches = [{f"{part}_cache": given.pop(f"{part}{layer}") for part in "kv"} for layer in range(layers)]
+        made = [rotate.LayerKV(**cache, **placed[layer]) for layer, cache in enumerate(caches)]
+        return rotate.rotate_layers(**given, layers=made, workspace=workspace)
+
+    outs = {f"{part}{layer}": empty for layer in range(layers) for part in "kv"}
+    found = lab.launch(build, outs, qkv=qkv.reshape(rows, -1), **shared, eps=eps)
+    for layer, each in enumerate(want):
+        for part in "kv":
+            got = found[f"{part}{layer}"].cpu().view(torch.uint8)
+            assert torch.equal(got, each[f"{part}_cache"].cpu().view(torch.uint8)), (layer, part)
 
 
 def check_chunk_write(

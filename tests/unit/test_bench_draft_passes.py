@@ -113,7 +113,7 @@ def test_plans_of_a_shape_s_draft_model_are_listed_by_method() -> None:
         "tune", "gemm", "--geometry", "llama-8b", "--method", "dspark", "--batch", 1, "-S", 7, "--list", "--json"
     )
     keys = {shape["key"] for shape in found["shapes"]}
-    assert any("N=128256 K=256" in key for key in keys) and any("N=2048 K=4096" in key for key in keys)
+    assert any("N=128256 K=256" in key for key in keys) and any("N=10240 K=4096" in key for key in keys)
     assert "--method is of a published shape" in refusal("tune", "--method", "dflash", "--list")
     assert "no draft model of method 'dflash'" in refusal(
         "tune", "--geometry", "qwen3-8b", "--method", "dflash", "--list"

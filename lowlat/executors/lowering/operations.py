@@ -35,7 +35,7 @@ from lowlat.kernels.rows.draft_rows import (
     store_boundary,
     take_last_row,
 )
-from lowlat.kernels.rows.elementwise import add, cast, identity, silu_mul
+from lowlat.kernels.rows.elementwise import add, cast, identity, silu_mul, take_columns
 from lowlat.kernels.rows.embed import embed
 from lowlat.kernels.rows.markov import bias_rows, markov_gate, parent_tokens
 from lowlat.kernels.rows.norm import rms_norm, split_norms
@@ -229,7 +229,17 @@ _BY_NAME = (
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
     *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_widths, list_active_slots),
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
-    *(silu_mul, split_norms, store_boundary, suffix_draft, take_block, take_features, tree_masks, truncate),
+    *(
+        silu_mul,
+        split_norms,
+        store_boundary,
+        suffix_draft,
+        take_block,
+        take_columns,
+        take_features,
+        tree_masks,
+        truncate,
+    ),
     *(join_columns, sum_ranks, waiting_rows),
 )
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(

@@ -1,7 +1,7 @@
 """Fusions of row-wise operations: embeddings, sums and rotations with what follows them, a draft model's input."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from lowlat.kernels.rows.markov import parent_vectors
 from lowlat.kernels.rows.norm import add_norm
 from lowlat.kernels.rows.ranks.exchange import exchange, exchange_add, exchange_add_norm
 from lowlat.kernels.rows.ranks.shares import share_add, share_add_norm
-from lowlat.kernels.rows.rotate import rotate
+from lowlat.kernels.rows.rotate import LayerKV, rotate, rotate_layers
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.models.program import Op
 
@@ -212,6 +212,72 @@ def _rotate(binding: Binding, run: Run) -> Sequence[Call]:
     return rotate(**given)
 
 
+class _Layer(NamedTuple):
+    """The operations on a layer's columns."""
+
+    taken: Op
+    norm: Op | None
+    rope: Op
+    write: Op
+
+
+def _layers(run: Run) -> list[_Layer]:
+    """The operations of each layer; none where a layer lacks one, or they come in another order."""
+    kinds = ["kv_write" if op.kind in KV_WRITES else op.kind for op in run.ops]
+    each = ["take_columns", *(["qk_norm"] if "qk_norm" in kinds else []), "rope", "kv_write"]
+    count, rest = divmod(len(kinds), len(each))
+    if rest or kinds != each * count:
+        return []
+    groups = (run.ops[first : first + len(each)] for first in range(0, len(kinds), len(each)))
+    return [_Layer(ops[0], ops[1] if len(ops) == 4 else None, ops[-2], ops[-1]) for ops in groups]
+
+
+def _rotates_layers(run: Run, card: Card) -> bool:
+    """Whether these are the keys and values of layers whose columns stand side by side, each rotated as if alone."""
+    layers, start, width = _layers(run), run.start, 0
+    for layer in layers:
+        norm, product = layer.norm, layer.taken.writes["out"]
+        if layer.taken.params["first"] != width or (norm or layer.rope).reads["qkv"] != product:
+            return False
+        alone = Run(run.program, start + 1, 2 if norm is None else 3)
+        if "q" in layer.rope.writes or not _rotates(alone, card):
+            return False
+        start, width = alone.start + alone.count, width + run.shape(product)[1]
+    return bool(layers) and run.shape(layers[0].taken.reads["x"])[1] == width and _are_alike(run, layers)
+
+
+def _are_alike(run: Run, layers: Sequence[_Layer]) -> bool:
+    """Whether layers differ in their weights, in their caches and the scales of these, and in nothing else."""
+    own, found = ("qkv", "k", "v", "kv_scales"), list[Any]()
+    for layer in layers:
+        ops = [op for op in layer[1:] if op is not None]
+        reads = [{name: None if name in own else buffer for name, buffer in op.reads.items()} for op in ops]
+        shapes = [run.shape(name) for name in (layer.taken.writes["out"], *layer.write.writes.values())]
+        found.append((layer.taken.reads, [(op.kind, op.params) for op in ops], reads, shapes))
+    return all(each == found[0] for each in found)
+
+
+def _layers_hide(run: Run) -> list[str]:
+    written = (name for op in run.ops if op.kind not in KV_WRITES for name in op.writes.values())
+    return list(dict.fromkeys(written))
+
+
+def _rotate_layers(binding: Binding, run: Run) -> Sequence[Call]:
+    layers, made = _layers(run), list[LayerKV]()
+    for layer in layers:
+        written = binding.arguments(layer.write)
+        weight = None if layer.norm is None else _head_weights(binding, layer.norm)["k_weight"]
+        made.append(LayerKV(written["k_cache"], written["v_cache"], weight, written.get("kv_scales")))
+    first = layers[0]
+    rope, written = binding.arguments(first.rope), binding.arguments(first.write)
+    given = {name: rope[name] for name in ("positions", "cos", "sin")}
+    given |= {name: written[name] for name in written if name not in (*first.write.writes, "k", "v", "kv_scales")}
+    return rotate_layers(
+        binding.buffers[first.taken.reads["x"]], **given, layers=made,
+        eps=None if first.norm is None else binding.arguments(first.norm)["eps"], workspace=binding.workspace,
+    )  # fmt: skip
+
+
 def _same_lengths(run: Run, card: Card) -> bool:
     return len({op.reads["commit_lens"] for op in run.ops}) == 1
 
@@ -232,7 +298,11 @@ ROW_FUSIONS = (
     Fusion("parents+embed", "parent_tokens embed", 1, _parent_vectors, _embeds_parents),
     Fusion("embed+norm", "embed rms_norm", 1, _embed_norm, _norms_result),
     Fusion("add+norm", "add rms_norm", 1, _add_norm, _norms_result),
+    Fusion(
+        "layers+rope", f"take_columns take_columns|qk_norm|rope|{'|'.join(KV_WRITES)}*", 2, _rotate_layers,
+        _rotates_layers, _layers_hide,
+    ),
     Fusion("qk_norm+rope", f"qk_norm rope {'|'.join(KV_WRITES)}?", 1, _rotate, _rotates, _rotated),
     Fusion("rope+kv_write", f"rope {'|'.join(KV_WRITES)}", 1, _rotate, _rotates, _rotated),
     Fusion("take_last", "take_last take_last", 1, _take_both, _same_lengths),
-)
+)  # fmt: skip

@@ -114,6 +114,9 @@ def main() -> None:
     cases.check_chunk_write(lab, (2, 1, 16), None, (6, 8, 5))
     cases.check_chunk_write(lab, (3, 2, 8), 1e-5, (4, 0, 3))
     cases.check_chunk_write(lab, (0, 1, 16), None, (3, 16, 3), coded=True)
+    cases.check_layers(lab, 3, (1, 16), 1e-6)
+    cases.check_layers(lab, 2, (2, 40), None, chunk=True)
+    cases.check_layers(lab, 2, (1, 16), 1e-6, chunk=True, coded=True)
     for heads, eps in (((3, 1, 64), None), ((2, 1, 40), 1e-6), ((0, 1, 128), 1e-6), ((5, 0, 8), None)):
         cases.check_rotate(lab, heads, eps)
     print("all passed")
