@@ -15,8 +15,8 @@ from lowlat.kernels.attention import kv_write
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
 from lowlat.kernels.reference import OPERATIONS
+from lowlat.kernels.rows import draft_block, elementwise, embed, markov, norm, qk_norm, rotate
 from lowlat.kernels.rows import draft_input as draft_input
-from lowlat.kernels.rows import elementwise, embed, markov, norm, qk_norm, rotate
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 BF16 = torch.bfloat16
@@ -355,6 +355,57 @@ def check_draft_input(lab: Lab, batch: int, rows: int, width: int, *, packed: bo
     del outs["block_features"]
     found = lab.launch(draft_input.draft_input, outs, tokens=tokens, weight=layout, **options)
     check("draft_input without boundaries", found, expected)
+
+
+def check_block_input(
+    lab: Lab, accepted: int, drafting: int, width: int, *, packed: bool, kept: bool = True, batch: int = 3
+) -> None:
+    """A block's rows: what the operations make one by one, features at block ends with them; a slot is dead."""
+    count, pages = accepted + drafting - 1, 4
+    live = (torch.arange(batch) != 1).to(torch.uint8)
+    reads = {
+        "tokens": torch.randint(0, 20, (batch, accepted)).int(),
+        "hidden": torch.randn(batch * accepted, width).to(BF16),
+        "commit_lens": torch.randint(1, accepted + 1, (batch,)).int(),
+        "draft_live": live,
+        "dense_lens": torch.randint(0, pages * 4 - count, (batch,)).int(),
+        "mask_state": torch.randn(width).to(BF16),
+    }
+    rows = torch.arange(accepted)
+    stored: dict[str, Any] = {
+        "positions": (reads["dense_lens"][:, None] + rows).int(),
+        "row_live": ((rows < reads["commit_lens"][:, None]) & (live[:, None] != 0)).to(torch.uint8),
+        "block_table": torch.randperm(batch * pages).reshape(batch, pages).int(),
+        "slots": torch.randperm(batch).int(),
+        "block_size": 4,
+    }
+    features = poison(batch * pages, width)
+    table, norms = torch.randn(20, width).to(BF16), {"embed_weight": weights(width), "hidden_weight": weights(width)}
+    block = unwritten("block_rows", reads, R=count, S=drafting)
+    halves = {"out": poison(batch * count, 2 * width), "normed_hidden": poison(batch * count, width)}
+    want = {**block, "block_hidden": block["out"], **halves, "block_features": features.clone()}
+    outs = {name: tensor.clone() for name, tensor in want.items()}
+    if kept:
+        OPERATIONS["store_boundary"](reads["hidden"], block_features=want["block_features"], **stored)
+    OPERATIONS["block_rows"](**reads, **block, mask_token=7)
+    OPERATIONS["embed"](block["block_tokens"], table, out=(embedded := poison(batch * count, width)))
+    live = block["block_live"]
+    OPERATIONS["concat_norms"](embedded, block["out"], row_live=live, **norms, **halves, eps=EPS)
+
+    def build(block_features: torch.Tensor, boundary: dict[str, Any], **given: Any) -> list[KernelCall]:
+        found = draft_block.BlockBoundary(block_features=block_features, **boundary) if kept else None
+        return draft_block.block_input(**given, boundary=found, eps=EPS)
+
+    boundary = {name: lab.place(each) for name, each in stored.items()}
+    layout = pack(lab.place(table)) if packed else table
+    found = lab.launch(build, outs, boundary=boundary, **reads, **norms, weight=layout, mask_token=7)
+    check("block_input", found, want)
+    for name in ("block_hidden", "block_features"):
+        assert same_bits(found[name].nan_to_num(7), want[name].nan_to_num(7)), name
+    alone = lab.launch(
+        draft_input.concat_norms, halves, embedded=embedded, hidden=block["out"], row_live=live, **norms, eps=EPS
+    )
+    assert all(same_bits(found[name], alone[name]) for name in halves)
 
 
 def check_level_input(lab: Lab, batch: int, wide: int, above: int, width: int, *, packed: bool) -> None:

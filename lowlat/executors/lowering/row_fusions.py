@@ -8,6 +8,7 @@ import torch
 from lowlat.executors.lowering.binding import Binding, Call, decodes
 from lowlat.executors.lowering.fusion import Fusion, Run
 from lowlat.kernels.gemm.decode.gemm import steps_to_hold
+from lowlat.kernels.rows.draft_block import BlockBoundary, block_input, take_blocks
 from lowlat.kernels.rows.draft_input import draft_input, draft_level_input
 from lowlat.kernels.rows.draft_rows import take_last
 from lowlat.kernels.rows.embed import embed_norm
@@ -148,6 +149,35 @@ def _draft_input(binding: Binding, run: Run) -> Sequence[Call]:
     )  # fmt: skip
 
 
+def _lays_out(run: Run, card: Card) -> bool:
+    """Whether the draft model's norms read the block's rows, and what is stored are features of its committed ones."""
+    made, embed, norms = run.op("block_rows").writes, run.op("embed"), run.op("concat_norms")
+    read = (embed.reads["tokens"], norms.reads["hidden"], norms.reads.get("row_live"), norms.reads["embedded"])
+    if read != (made["block_tokens"], made["out"], made["block_live"], embed.writes["out"]):
+        return False
+    stored = run.find("store_boundary")
+    if stored is None:
+        return True
+    same = stored.reads["hidden"] == run.op("block_rows").reads["hidden"]
+    return same and run.shape(stored.reads["positions"])[1] <= run.shape(made["block_live"])[1]
+
+
+def _block_input(binding: Binding, run: Run) -> Sequence[Call]:
+    """A block's rows, the draft model's input made of them, and the features at block ends where they are stored."""
+    rows, norms, stored, boundary = run.op("block_rows"), run.op("concat_norms"), run.find("store_boundary"), None
+    given, normed = binding.arguments(rows), binding.arguments(norms)
+    given["block_hidden"] = given.pop("out")
+    given |= {name: normed[name] for name in ("out", "normed_hidden", "eps")}
+    if stored is not None:
+        kept = binding.arguments(stored)
+        del kept["hidden"]
+        boundary = BlockBoundary(**kept)
+    table = binding.weights.table(run.op("embed").weights["weight"])
+    return block_input(
+        **given, **binding.vectors(rows), **binding.vectors(norms), weight=table, boundary=boundary
+    )  # fmt: skip
+
+
 def _draft_level_input(binding: Binding, run: Run) -> Sequence[Call]:
     """A deeper level's rows, and the draft model's input made of them."""
     embed, norms = run.op("embed"), run.op("concat_norms")
@@ -284,13 +314,21 @@ def _same_lengths(run: Run, card: Card) -> bool:
 
 def _take_both(binding: Binding, run: Run) -> Sequence[Call]:
     each = [binding.arguments(op) for op in run.ops]
-    return take_last([(given["x"], given["out"]) for given in each], each[0]["commit_lens"])
+    take = take_last if run.ops[0].kind == "take_last" else take_blocks
+    return take([(given["x"], given["out"]) for given in each], each[0]["commit_lens"])
+
+
+def _same_rows(run: Run, card: Card) -> bool:
+    """Whether as many rows are taken of as many."""
+    counts = {(run.shape(op.reads["x"])[0], run.shape(op.writes["out"])[0]) for op in run.ops}
+    return len(counts) == 1 and _same_lengths(run, card)
 
 
 ROW_FUSIONS = (
     Fusion(
         "store_boundary+draft_input", "store_boundary embed concat_norms", 2, _draft_input, _stores_hidden, _embedded
     ),
+    Fusion("block+draft_input", "store_boundary? block_rows embed concat_norms", 2, _block_input, _lays_out, _embedded),
     Fusion("level+draft_input", "gather_level embed concat_norms", 2, _draft_level_input, _embeds_for_norms, _embedded),
     Fusion("exchange+norm", "gather_ranks sum_ranks add rms_norm", 3, _exchange, _norms_ranks, gathered),
     Fusion("exchange", "gather_ranks sum_ranks add?", 1, _exchange, _sums_ranks, gathered),
@@ -305,4 +343,5 @@ ROW_FUSIONS = (
     Fusion("qk_norm+rope", f"qk_norm rope {'|'.join(KV_WRITES)}?", 1, _rotate, _rotates, _rotated),
     Fusion("rope+kv_write", f"rope {'|'.join(KV_WRITES)}", 1, _rotate, _rotates, _rotated),
     Fusion("take_last", "take_last take_last", 1, _take_both, _same_lengths),
+    Fusion("take_block", "take_block take_block", 1, _take_both, _same_rows),
 )  # fmt: skip
