@@ -35,6 +35,7 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
         epilogue = _make_rotated_epilogue(shape, plan)
     else:
         epilogue = _make_epilogue(shape, plan, best.keep)
+    backwards = shape.turn == 1
     weight_tiles, area_bytes, finishing = plan.weight_tiles, WARPS * plan.sum_bytes, plan.finishing * 32
     sets, set_bytes = plan.sets, 0 if shape.parts is None else shape.parts.count * plan.sum_bytes
     rounds = -(-plan.row_tiles * plan.columns * epilogue.values // finishing)
@@ -52,9 +53,10 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
         begin_best(totals, thread)
         tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(0)
         while tile < tiles:
+            group = (tiles - 1) - tile if backwards else tile
             for part in range(weight_tiles):
                 for own in range(sets):
-                    number = (tile * weight_tiles + part) * sets + own
+                    number = (group * weight_tiles + part) * sets + own
                     source = totals + area * uint32(area_bytes) + uint32(own * set_bytes)
                     for turn in range(rounds):
                         row, column, wanted = locate(number, uint32(thread + uint32(turn * finishing)), count)
