@@ -54,8 +54,10 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
 
 NUM_BESIDE = NUM_ARGUMENTS  # arguments of a kernel that only ROTATE uses, or EXCHANGE
 NUM_NORM = 2  # and those of a norm
+MAX_BLOCK_ROWS = 8  # to which rows of blocks are added
 
 __all__ = [
+    "MAX_BLOCK_ROWS",
     "MAX_ROWS",
     "BlockRow",
     "DecodeGemmPlan",
@@ -65,7 +67,6 @@ __all__ = [
     "decode_gemm",
     "examples",
     "plan_decode_gemm",
-    "rows_at_once",
     "steps_to_hold",
 ]
 
@@ -104,7 +105,7 @@ def decode_gemm(
     best         the best pairs of rows in float32 are left beside them
     columns      [N / 8] int32, as `runs_of` a permuted weight's order has it: out's columns are the original ones.
                  Of a GEMM without residual, silu, rotation, beside or best; None: columns are in the weight's order
-    beside       a row of a block is added to each row in float32; for no more rows than one launch takes
+    beside       a row of a block is added to each row in float32; of 8 rows at most
     turn         which of several products by one weight this is, one right behind the other: see `DecodeGemmShape`
     peers        the product is summed over ranks, of which each has some columns of K, before the residual is added
     parts        of K: each is summed by itself, the first has the bias, and they are added as `cuts.tree_sum` does;
@@ -133,7 +134,7 @@ def decode_gemm(
         live, scattered = (silu or beside is not None) and row_live is not None, columns is not None
         shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
     shape = replace(shape, weights=weight.tile_format, ranks=1 if peers is None else peers.size, parts=parts)
-    shape = replace(shape, block=_block_shape(beside, count, shape, card), turn=turn and turn % 2)
+    shape = replace(shape, block=_block_shape(beside, count, shape), turn=turn and turn % 2)
     _check_together(shape, columns)
     calls = []
     normed = (0,) * NUM_NORM if norm is None else _norm_arguments(norm)
@@ -196,16 +197,16 @@ def _argmax_shape(best: PartialArgmax, rows: int, epilogue: str) -> ArgmaxShape:
     return ArgmaxShape(best.pairs.shape[1], best.limit)
 
 
-def _block_shape(beside: BlockRow | None, rows: int, shape: DecodeGemmShape, card: Card) -> BlockShape | None:
+def _block_shape(beside: BlockRow | None, rows: int, shape: DecodeGemmShape) -> BlockShape | None:
     if beside is None:
         return None
     slots, rest = divmod(rows, beside.wide)
     block = BlockShape(beside.wide, beside.block.shape[0] // max(slots, 1))
     check_shape("block", beside.block, beside.block.shape[0], shape.width)
     check_dtype(torch.float32, block=beside.block)
-    if shape.epilogue != FLOAT32 or rest or rows > rows_at_once(card):
+    if shape.epilogue != FLOAT32 or rest or rows > MAX_BLOCK_ROWS:
         raise ShapeError(
-            f"a block's row is added to at most {rows_at_once(card)} float32 rows, a multiple of {beside.wide}, not to "
+            f"a block's row is added to at most {MAX_BLOCK_ROWS} float32 rows, a multiple of {beside.wide}, not to "
             f"{rows} {shape.epilogue} ones"
         )
     if beside.block.shape[0] != slots * block.rows or not 0 <= beside.row < block.rows:

@@ -21,8 +21,9 @@ LOADS = {"bf16": bf16_fragment.load_half, "fp8": fp8_fragment.load_half, "nvfp4"
 
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """A function of a warp: fill its stages with weights, throttled; the next tile and step, and how many are full."""
-    tiles, stages, throttle = plan.groups(shape.width), plan.stages, plan.throttle
-    stage_bytes, hold_back, stride = plan.stage_bytes, ptx.copies_wait(plan.throttle - 1), _stride(shape, plan)
+    filling = WARPS if shape.parts is not None else min(WARPS, shape.steps)  # a shallow weight has no step for others
+    tiles, stages, throttle = plan.groups(shape.width), plan.stages, plan.throttle * WARPS // filling
+    stage_bytes, hold_back, stride = plan.stage_bytes, ptx.copies_wait(throttle - 1), _stride(shape, plan)
     issue_weights, steps, cut = _issue_weights(shape, plan), shape.steps, shape.parts is not None
     steps_of = _make_steps_of(shape)
 

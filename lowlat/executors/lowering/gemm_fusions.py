@@ -14,12 +14,12 @@ from lowlat.executors.lowering.binding import Binding, Call, LeftArgmax, decodes
 from lowlat.executors.lowering.fusion import Fusion, Run
 from lowlat.executors.lowering.row_fusions import adds_ranks, gathered
 from lowlat.kernels.gemm.decode.gemm import (
+    MAX_BLOCK_ROWS,
     BlockRow,
     NormPrologue,
     PartialArgmax,
     Rotation,
     decode_gemm,
-    rows_at_once,
     steps_to_hold,
 )
 from lowlat.kernels.gemm.packing import TILE_ROWS, gate_up_permutation, rope_permutation
@@ -197,9 +197,8 @@ def _leave_argmax(binding: Binding, run: Run, logits: str, limit: int) -> Partia
 
 
 def _biases(run: Run, card: Card) -> bool:
-    """Whether the product is a bias of a block's rows, and all its rows go into one launch."""
-    rows = run.shape(_product(run))[0]
-    fits = rows <= rows_at_once(card) and not in_parts(run.op("linear"))
+    """Whether the product is a bias of few rows of blocks."""
+    fits = run.shape(_product(run))[0] <= MAX_BLOCK_ROWS and not in_parts(run.op("linear"))
     return fits and _reads_product("bias_rows", "bias")(run, card)
 
 
