@@ -314,6 +314,32 @@ def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int) -> None:
         assert same_bits(found["normed"], normed)
         alone = lab.launch(embed.embed, {"out": outs["out"]}, tokens=tokens, weight=layout)
         assert same_bits(alone["out"], expected["out"])
+    check_masks(lab, 3, rows, table, weight)
+
+
+def check_masks(lab: Lab, batch: int, count: int, table: torch.Tensor, weight: torch.Tensor) -> None:
+    """A block of masks behind the last known token, embedded and normed: what the operations make one by one."""
+    width, accepted = table.shape[1], 3
+    reads = {
+        "accepted_tokens": torch.randint(0, table.shape[0], (batch, accepted)).int(),
+        "commit_lens": torch.tensor([accepted, 1, 0])[:batch].int(),
+        "draft_live": torch.tensor([1, 1, 0])[:batch].to(torch.uint8),
+        "draft_lens": torch.randint(3, 1000, (batch,)).int(),
+    }
+    want = unwritten("mask_rows", reads, R=count)
+    want |= {"out": poison(batch * count, width), "normed": poison(batch * count, width)}
+    outs = {name: tensor.clone() for name, tensor in want.items()}
+    made = {name: want[name] for name in ("tokens", "positions", "row_live", "write_lens")}
+    OPERATIONS["mask_rows"](**reads, **made, mask_token=5)
+    OPERATIONS["embed"](want["tokens"], table, out=want["out"])
+    live = want["row_live"].reshape(-1, 1) != 0
+    want["normed"] = torch.where(live, canonical_norm(want["out"], weight, EPS), 0)
+    on_device: torch.Tensor = lab.place(table)
+    for layout in (on_device, pack(on_device)):
+        given = {"weight": layout, "norm_weight": weight, "mask_token": 5, "eps": EPS}
+        found = lab.launch(embed.mask_input, outs, **reads, **given)
+        check("mask_input", found, want)
+        assert same_bits(found["out"], want["out"]) and same_bits(found["normed"], want["normed"])
 
 
 def check_draft_input(lab: Lab, batch: int, rows: int, width: int, *, packed: bool, block: int = 12) -> None:

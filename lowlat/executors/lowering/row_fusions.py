@@ -11,7 +11,7 @@ from lowlat.kernels.gemm.decode.gemm import steps_to_hold
 from lowlat.kernels.rows.draft_block import BlockBoundary, block_input, take_blocks
 from lowlat.kernels.rows.draft_input import draft_input, draft_level_input
 from lowlat.kernels.rows.draft_rows import take_last
-from lowlat.kernels.rows.embed import embed_norm
+from lowlat.kernels.rows.embed import embed_norm, mask_input
 from lowlat.kernels.rows.markov import parent_vectors
 from lowlat.kernels.rows.norm import add_norm
 from lowlat.kernels.rows.ranks.exchange import exchange, exchange_add, exchange_add_norm
@@ -45,6 +45,20 @@ def _embed_norm(binding: Binding, run: Run) -> Sequence[Call]:
     given = binding.arguments(op)
     table = binding.weights.table(op.weights["weight"])
     return embed_norm(given["tokens"], table, **_normed(binding, run), out=given["out"])
+
+
+def _embeds_block(run: Run, card: Card) -> bool:
+    """Whether the norm is of the block's embedded rows, all of which that are live."""
+    made, embed, norm = run.op("mask_rows").writes, run.op("embed"), run.op("rms_norm")
+    read = (embed.reads["tokens"], norm.reads["x"], norm.reads.get("row_live"))
+    return read == (made["tokens"], embed.writes["out"], made["row_live"])
+
+
+def _mask_input(binding: Binding, run: Run) -> Sequence[Call]:
+    embed, norm = run.op("embed"), _normed(binding, run)
+    del norm["row_live"]
+    table, out = binding.weights.table(embed.weights["weight"]), binding.buffers[embed.writes["out"]]
+    return mask_input(**binding.arguments(run.op("mask_rows")), **norm, weight=table, out=out)
 
 
 def _add_norm(binding: Binding, run: Run) -> Sequence[Call]:
@@ -334,6 +348,7 @@ ROW_FUSIONS = (
     Fusion("exchange", "gather_ranks sum_ranks add?", 1, _exchange, _sums_ranks, gathered),
     Fusion("draft_input", "embed concat_norms", 1, _draft_input, _embeds_for_norms, _embedded),
     Fusion("parents+embed", "parent_tokens embed", 1, _parent_vectors, _embeds_parents),
+    Fusion("mask_rows+embed+norm", "mask_rows embed rms_norm", 2, _mask_input, _embeds_block),
     Fusion("embed+norm", "embed rms_norm", 1, _embed_norm, _norms_result),
     Fusion("add+norm", "add rms_norm", 1, _add_norm, _norms_result),
     Fusion(
