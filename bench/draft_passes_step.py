@@ -44,6 +44,7 @@ PASS = (
 PARTS = ("step", "rest", "alone")
 PROFILED_STEPS = 10
 CHOSEN = "draft_nodes"  # written by each choice of a draft
+KEPT_TWICE = "head.context."  # rows of the layers' own matrices, which are counted there
 
 
 def pass_bytes(program: Program, sizes: Mapping[str, int], lengths: Sequence[float]) -> PassBytes:
@@ -61,7 +62,8 @@ def pass_bytes(program: Program, sizes: Mapping[str, int], lengths: Sequence[flo
             levels[name] = max(levels.get(name, 0), level) + (name == CHOSEN)
         if op.kind not in FEW_ROWS:
             for name in op.weights.values():
-                uses.setdefault(name, set()).add(level)
+                if not name.startswith(KEPT_TWICE):
+                    uses.setdefault(name, set()).add(level)
         appended += _written(program, op) if op.kind == "kv_write" else 0
     counts = Counter({name: len(found) * sizes.get(name, 0) for name, found in uses.items()})
     lm_head = sum(count for name, count in counts.items() if "lm_head" in name)

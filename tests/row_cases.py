@@ -9,6 +9,7 @@ from kernel_cases import Arrays, Bench, poisoned, random_topology, unwritten
 from lowlat.kernels import reference
 from lowlat.kernels.attention.kv_compact import kv_compact, kv_compact_layer
 from lowlat.kernels.attention.kv_write import kv_write
+from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.rows import draft_block
 from lowlat.kernels.rows import draft_level as draft_level
 from lowlat.kernels.rows import draft_rows as draft_rows
@@ -179,7 +180,12 @@ def check_block(bench: Bench, seed: int, *, width: int, batch: int = 4, accepted
     assert not after["block_live"][~live].any() and not after["out"].reshape(batch, -1)[~live].any()
     arrays = {"x": bf16(batch * count, width), "commit_lens": arrays["commit_lens"]}
     arrays["out"] = poisoned(batch * drafting, width, dtype=torch.bfloat16)
-    compare_alone(bench, arrays, "take_block", draft_block.take_block)
+    taken = compare_alone(bench, arrays, "take_block", draft_block.take_block)
+    other = {"x": bf16(batch * count, 8), "out": poisoned(batch * drafting, 8, dtype=torch.bfloat16)}
+    reference.OPERATIONS["take_block"](other["x"], arrays["commit_lens"], out=(wanted := other["out"].clone()))
+    pairs = [(each["x"].to(bench.device), each["out"].to(bench.device, copy=True)) for each in (arrays, other)]
+    bench.run(*draft_block.take_blocks(pairs, arrays["commit_lens"].to(bench.device)))
+    assert torch.equal(pairs[0][1].cpu(), taken["out"]) and torch.equal(pairs[1][1].cpu(), wanted)
     lens = torch.randint(0, accepted + 1, (batch,), dtype=torch.int32)
     arrays = {
         "accepted_tokens": torch.randint(0, 99, (batch, accepted), dtype=torch.int32),
@@ -205,12 +211,29 @@ def check_markov(bench: Bench, seed: int, *, vocabulary: int) -> None:
         "row_live": poisoned(batch, wide, dtype=torch.uint8),
     }
     arrays["tokens"][1] = -1
-    live = compare_alone(bench, arrays, "parent_tokens", markov.parent_tokens)["row_live"].cpu()
+    found = compare_alone(bench, arrays, "parent_tokens", markov.parent_tokens)
+    check_parent_vectors(bench, arrays, found["parents"].cpu())
+    live = found["row_live"].cpu()
     del arrays["draft_nodes"]
-    compare_alone(bench, {**arrays, "nodes": arrays["nodes"] * 0}, "parent_tokens", markov.parent_tokens)
+    arrays["nodes"] *= 0
+    found = compare_alone(bench, arrays, "parent_tokens", markov.parent_tokens)
+    check_parent_vectors(bench, arrays, found["parents"].cpu())
     arrays = {"logits": torch.randn(batch * block, vocabulary), "bias": torch.randn(batch * wide, vocabulary)}
     arrays |= {"row_live": live, "out": poisoned(batch * wide, vocabulary, dtype=torch.float32)}
     compare_alone(bench, arrays, "bias_rows", markov.bias_rows, row=row)
+
+
+def check_parent_vectors(bench: Bench, arrays: dict[str, torch.Tensor], parents: torch.Tensor) -> None:
+    """With the vectors of the parents' tokens in the same launch, from either layout of their table."""
+    table = bf16(99, 40)
+    wanted = torch.where(parents.reshape(-1, 1) >= 0, table[parents.reshape(-1).long()], 0)
+    placed = table.to(bench.device)
+    for weight in (placed, pack(placed)):
+        given = {name: array.to(bench.device, copy=True) for name, array in arrays.items()}
+        vectors = poisoned(parents.numel(), 40, dtype=torch.bfloat16).to(bench.device)
+        bench.run(*markov.parent_vectors(**given, weight=weight, vectors=vectors))
+        assert torch.equal(given["parents"].cpu(), parents) and torch.equal(vectors.cpu(), wanted)
+        assert torch.equal(given["row_live"].cpu() != 0, parents >= 0)
 
 
 def check_level(bench: Bench, seed: int, *, width: int, batch: int = 3, above: int = 2, wide: int = 3) -> None:

@@ -15,8 +15,8 @@ from lowlat.kernels.attention import kv_write
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
 from lowlat.kernels.reference import OPERATIONS
+from lowlat.kernels.rows import draft_block, elementwise, embed, markov, norm, qk_norm, rotate
 from lowlat.kernels.rows import draft_input as draft_input
-from lowlat.kernels.rows import elementwise, embed, markov, norm, qk_norm, rotate
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 BF16 = torch.bfloat16
@@ -123,6 +123,9 @@ def check_elementwise(lab: Lab, rows: int, width: int) -> None:
     found = lab.both("add", elementwise.add, {"out": poison(rows, width)}, a=a, b=x)
     assert same_bits(found["out"], (a.float() + x).to(BF16))
     lab.both("add", elementwise.add, {"out": poison(rows, width)}, a=a, b=a * 3)
+    for count, first in ((8, 20), (40, 0)):
+        taken = {"out": poison(rows, count, dtype=torch.float32)}
+        lab.both("take_columns", elementwise.take_columns, taken, x=torch.randn(rows, 40), first=first)
     gate_up = torch.randn(rows, 2 * width) * 5
     for live in (None, flags(rows)):
         lab.both("silu_mul", elementwise.silu_mul, {"out": poison(rows, width)}, gate_up=gate_up, row_live=live)
@@ -311,6 +314,32 @@ def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int) -> None:
         assert same_bits(found["normed"], normed)
         alone = lab.launch(embed.embed, {"out": outs["out"]}, tokens=tokens, weight=layout)
         assert same_bits(alone["out"], expected["out"])
+    check_masks(lab, 3, rows, table, weight)
+
+
+def check_masks(lab: Lab, batch: int, count: int, table: torch.Tensor, weight: torch.Tensor) -> None:
+    """A block of masks behind the last known token, embedded and normed: what the operations make one by one."""
+    width, accepted = table.shape[1], 3
+    reads = {
+        "accepted_tokens": torch.randint(0, table.shape[0], (batch, accepted)).int(),
+        "commit_lens": torch.tensor([accepted, 1, 0])[:batch].int(),
+        "draft_live": torch.tensor([1, 1, 0])[:batch].to(torch.uint8),
+        "draft_lens": torch.randint(3, 1000, (batch,)).int(),
+    }
+    want = unwritten("mask_rows", reads, R=count)
+    want |= {"out": poison(batch * count, width), "normed": poison(batch * count, width)}
+    outs = {name: tensor.clone() for name, tensor in want.items()}
+    made = {name: want[name] for name in ("tokens", "positions", "row_live", "write_lens")}
+    OPERATIONS["mask_rows"](**reads, **made, mask_token=5)
+    OPERATIONS["embed"](want["tokens"], table, out=want["out"])
+    live = want["row_live"].reshape(-1, 1) != 0
+    want["normed"] = torch.where(live, canonical_norm(want["out"], weight, EPS), 0)
+    on_device: torch.Tensor = lab.place(table)
+    for layout in (on_device, pack(on_device)):
+        given = {"weight": layout, "norm_weight": weight, "mask_token": 5, "eps": EPS}
+        found = lab.launch(embed.mask_input, outs, **reads, **given)
+        check("mask_input", found, want)
+        assert same_bits(found["out"], want["out"]) and same_bits(found["normed"], want["normed"])
 
 
 def check_draft_input(lab: Lab, batch: int, rows: int, width: int, *, packed: bool, block: int = 12) -> None:
@@ -352,6 +381,57 @@ def check_draft_input(lab: Lab, batch: int, rows: int, width: int, *, packed: bo
     del outs["block_features"]
     found = lab.launch(draft_input.draft_input, outs, tokens=tokens, weight=layout, **options)
     check("draft_input without boundaries", found, expected)
+
+
+def check_block_input(
+    lab: Lab, accepted: int, drafting: int, width: int, *, packed: bool, kept: bool = True, batch: int = 3
+) -> None:
+    """A block's rows: what the operations make one by one, features at block ends with them; a slot is dead."""
+    count, pages = accepted + drafting - 1, 4
+    live = (torch.arange(batch) != 1).to(torch.uint8)
+    reads = {
+        "tokens": torch.randint(0, 20, (batch, accepted)).int(),
+        "hidden": torch.randn(batch * accepted, width).to(BF16),
+        "commit_lens": torch.randint(1, accepted + 1, (batch,)).int(),
+        "draft_live": live,
+        "dense_lens": torch.randint(0, pages * 4 - count, (batch,)).int(),
+        "mask_state": torch.randn(width).to(BF16),
+    }
+    rows = torch.arange(accepted)
+    stored: dict[str, Any] = {
+        "positions": (reads["dense_lens"][:, None] + rows).int(),
+        "row_live": ((rows < reads["commit_lens"][:, None]) & (live[:, None] != 0)).to(torch.uint8),
+        "block_table": torch.randperm(batch * pages).reshape(batch, pages).int(),
+        "slots": torch.randperm(batch).int(),
+        "block_size": 4,
+    }
+    features = poison(batch * pages, width)
+    table, norms = torch.randn(20, width).to(BF16), {"embed_weight": weights(width), "hidden_weight": weights(width)}
+    block = unwritten("block_rows", reads, R=count, S=drafting)
+    halves = {"out": poison(batch * count, 2 * width), "normed_hidden": poison(batch * count, width)}
+    want = {**block, "block_hidden": block["out"], **halves, "block_features": features.clone()}
+    outs = {name: tensor.clone() for name, tensor in want.items()}
+    if kept:
+        OPERATIONS["store_boundary"](reads["hidden"], block_features=want["block_features"], **stored)
+    OPERATIONS["block_rows"](**reads, **block, mask_token=7)
+    OPERATIONS["embed"](block["block_tokens"], table, out=(embedded := poison(batch * count, width)))
+    live = block["block_live"]
+    OPERATIONS["concat_norms"](embedded, block["out"], row_live=live, **norms, **halves, eps=EPS)
+
+    def build(block_features: torch.Tensor, boundary: dict[str, Any], **given: Any) -> list[KernelCall]:
+        found = draft_block.BlockBoundary(block_features=block_features, **boundary) if kept else None
+        return draft_block.block_input(**given, boundary=found, eps=EPS)
+
+    boundary = {name: lab.place(each) for name, each in stored.items()}
+    layout = pack(lab.place(table)) if packed else table
+    found = lab.launch(build, outs, boundary=boundary, **reads, **norms, weight=layout, mask_token=7)
+    check("block_input", found, want)
+    for name in ("block_hidden", "block_features"):
+        assert same_bits(found[name].nan_to_num(7), want[name].nan_to_num(7)), name
+    alone = lab.launch(
+        draft_input.concat_norms, halves, embedded=embedded, hidden=block["out"], row_live=live, **norms, eps=EPS
+    )
+    assert all(same_bits(found[name], alone[name]) for name in halves)
 
 
 def check_level_input(lab: Lab, batch: int, wide: int, above: int, width: int, *, packed: bool) -> None:
@@ -445,6 +525,58 @@ def check_write(lab: Lab, outs: Arrays, found: Arrays, block: int, **options: An
     OPERATIONS["kv_write"](found["k"].cpu(), found["v"].cpu(), row_live=live, **write, **expected)
     written = lab.launch(rotate.rotate, outs | codes, **options, **write)
     assert all(same_bits(written[key], expected[key]) for key in codes)
+
+
+def check_layers(
+    lab: Lab, layers: int, heads: tuple[int, int], eps: float | None, *, chunk: bool = False, coded: bool = False
+) -> None:
+    """Keys and values of layers side by side have the bits of each layer's alone, of a step's rows and of a chunk's."""
+    (groups, dim), contexts = heads, 64
+    if chunk:
+        write = Chunk(5, 8, 3, heads=groups, block=8, dim=dim, coded=coded).arrays()
+        rows, shape = 5, write["k_cache"].shape
+        for name in ("k", "v", "k_cache", "v_cache", "kv_scales"):
+            write.pop(name, None)
+    else:
+        rows, shape = 6, torch.Size((12, groups, 12, dim))
+        write = {
+            "row_live": flags(rows).view(3, 2),
+            "block_table": torch.randperm(12).reshape(4, 3).int(),
+            "slots": torch.tensor([2, -1, 0]).int(),
+            "write_lens": torch.randint(0, 24, (3,)).int(),
+            "offsets": torch.tensor([1, 0]).int(),
+        }
+        write["row_live"][1] = 0
+    qkv, angles = torch.randn(rows, layers, 2 * groups * dim), torch.rand(contexts, dim // 2) * 6
+    shared = {"positions": torch.randint(0, contexts, (rows,)).int(), "cos": angles.cos(), "sin": angles.sin(), **write}
+    empty = torch.zeros(shape, dtype=torch.uint8) if coded else poison(*shape)
+    own = [{} if eps is None else {"k_weight": weights(dim)} for _ in range(layers)]
+    for each in own:
+        each |= {"kv_scales": torch.rand(2, groups).bfloat16().float() + 2**-9} if coded else {}
+    want = [
+        lab.launch(
+            rotate.rotate, {"k_cache": empty, "v_cache": empty}, qkv=qkv[:, layer], **shared, **own[layer], eps=eps
+        )
+        for layer in range(layers)
+    ]
+    placed = [{name: lab.place(each) for name, each in layer.items()} for layer in own]
+    kept = list[torch.Tensor]()
+
+    def workspace(_: str, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        kept.append(torch.zeros(size, dtype=dtype, device=lab.device))
+        return kept[-1]
+
+    def build(**given: Any) -> list[KernelCall]:
+        caches = [{f"{part}_cache": given.pop(f"{part}{layer}") for part in "kv"} for layer in range(layers)]
+        made = [rotate.LayerKV(**cache, **placed[layer]) for layer, cache in enumerate(caches)]
+        return rotate.rotate_layers(**given, layers=made, workspace=workspace)
+
+    outs = {f"{part}{layer}": empty for layer in range(layers) for part in "kv"}
+    found = lab.launch(build, outs, qkv=qkv.reshape(rows, -1), **shared, eps=eps)
+    for layer, each in enumerate(want):
+        for part in "kv":
+            got = found[f"{part}{layer}"].cpu().view(torch.uint8)
+            assert torch.equal(got, each[f"{part}_cache"].cpu().view(torch.uint8)), (layer, part)
 
 
 def check_chunk_write(

@@ -1,8 +1,10 @@
 """The rows of drafters that draft all positions in one pass: laid out, and those that draft taken out of them.
 
-A block a row. It knows neither model nor dtype: rows are whole multiples of 16 bytes.
+A block a row. It knows no model. Rows are whole multiples of 16 bytes, of any dtype where nothing is normed.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,14 +22,21 @@ from lowlat.kernels.common.memory import (
     wide_count,
     zero_row,
 )
+from lowlat.kernels.common.norm_math import THREADS as NORM_THREADS
+from lowlat.kernels.common.norm_math import WARPS as NORM_WARPS
+from lowlat.kernels.common.norm_row import finish_norm, load_first, load_first_weights, store_row, table_row
+from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.rows.embed import check_table
+from lowlat.kernels.rows.norm import check_dtype, check_width
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
-from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types
+from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int32, int64, types
 
-__all__ = ["block_rows", "examples", "mask_rows", "take_block"]
+__all__ = ["BlockBoundary", "block_input", "block_rows", "examples", "mask_rows", "take_block", "take_blocks"]
 
 MASK_THREADS = 64
+PAIRS = 2  # of tensors whose rows are taken at once
 
 
 def block_rows(
@@ -47,6 +56,17 @@ def block_rows(
     mask_token: int,
 ) -> list[KernelCall]:
     """`block_rows` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
+    reads = (tokens, hidden, commit_lens, draft_live, dense_lens, mask_state)
+    writes = (out, block_tokens, block_live, block_positions, drafting_live, drafting_positions)
+    accepted, count, drafting = _block_sizes(reads, writes)
+    kernel = _make_rows(accepted, count, drafting, wide_count("hidden", hidden))
+    return [KernelCall(kernel, (tokens.shape[0] * count, 1, 1), (*reads, *writes, mask_token))]
+
+
+def _block_sizes(reads: tuple[torch.Tensor, ...], writes: tuple[torch.Tensor, ...]) -> tuple[int, int, int]:
+    """Rows a slot that may be committed, of the block, and that draft. Raises ShapeError for shapes that do not fit."""
+    tokens, hidden, commit_lens, draft_live, dense_lens, mask_state = reads
+    out, block_tokens, block_live, block_positions, drafting_live, drafting_positions = writes
     (batch, accepted), width = tokens.shape, hidden.shape[1]
     count, drafting = block_live.shape[1], drafting_live.shape[1]
     if not 1 <= drafting <= count <= accepted + drafting - 1:
@@ -65,10 +85,7 @@ def block_rows(
     if mask_state.dtype != hidden.dtype:
         raise ShapeError(f"block_rows: mask_state must be {hidden.dtype}, got {mask_state.dtype}")
     wide_count("mask_state", mask_state)
-    reads = (tokens, hidden, commit_lens, draft_live, dense_lens, mask_state)
-    writes = (out, block_tokens, block_live, block_positions, drafting_live, drafting_positions)
-    kernel = _make_rows(accepted, count, drafting, wide_count("hidden", hidden))
-    return [KernelCall(kernel, (batch * count, 1, 1), (*reads, *writes, mask_token))]
+    return accepted, count, drafting
 
 
 @cache
@@ -120,29 +137,172 @@ def _make_rows(accepted: int, count: int, drafting: int, width: int) -> Kernel:
     return Kernel(f"block_rows_{accepted}_{count}_{drafting}_{width}", kernel, (types.int64,) * 13, threads)
 
 
-def take_block(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
-    """`take_block` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    batch, width = commit_lens.shape[0], x.shape[1]
-    count, drafting = x.shape[0] // batch, out.shape[0] // batch
-    check_shape("x", x, batch * count, width)
-    check_shape("out", out, batch * drafting, width)
-    if not 1 <= drafting <= count:
-        raise ShapeError(f"take_block: {drafting} rows of {count} cannot be taken")
-    kernel = _make_take(count, drafting, wide_count("x", x))
-    return [KernelCall(kernel, (batch * drafting, 1, 1), (x, commit_lens, out))]
+@dataclass(frozen=True)
+class BlockBoundary:
+    """What `store_boundary` of the reference takes beside the features of the committed rows."""
+
+    positions: torch.Tensor
+    row_live: torch.Tensor
+    block_table: torch.Tensor
+    slots: torch.Tensor
+    block_features: torch.Tensor
+    block_size: int
+
+
+def block_input(
+    tokens: torch.Tensor,
+    hidden: torch.Tensor,
+    commit_lens: torch.Tensor,
+    draft_live: torch.Tensor,
+    dense_lens: torch.Tensor,
+    mask_state: torch.Tensor,
+    weight: torch.Tensor | PackedMatrix,
+    embed_weight: torch.Tensor,
+    hidden_weight: torch.Tensor,
+    *,
+    block_hidden: torch.Tensor,
+    block_tokens: torch.Tensor,
+    block_live: torch.Tensor,
+    block_positions: torch.Tensor,
+    drafting_live: torch.Tensor,
+    drafting_positions: torch.Tensor,
+    out: torch.Tensor,
+    normed_hidden: torch.Tensor,
+    mask_token: int,
+    eps: float,
+    boundary: BlockBoundary | None = None,
+) -> list[KernelCall]:
+    """`block_rows`, then `embed` of its tokens and `concat_norms`, in one launch; with a boundary `store_boundary` too.
+
+    block_hidden  `out` of `block_rows`; `out` and normed_hidden are those of `concat_norms`
+    weight        [V, N]  bf16, row-major or packed
+    The others as these operations have them. Raises ShapeError for shapes that do not fit, and for a boundary of more
+    committed rows than the block has.
+    """
+    reads = (tokens, hidden, commit_lens, draft_live, dense_lens, mask_state)
+    writes = (block_hidden, block_tokens, block_live, block_positions, drafting_live, drafting_positions)
+    accepted, count, drafting = _block_sizes(reads, writes)
+    batch, width = tokens.shape[0], hidden.shape[1]
+    check_width(width)
+    check_shape("out", out, batch * count, 2 * width)
+    check_shape("normed_hidden", normed_hidden, batch * count, width)
+    for norm_weight in (embed_weight, hidden_weight):
+        check_shape("embed_weight and hidden_weight", norm_weight, width)
+    check_dtype(torch.bfloat16, hidden=hidden, out=out, normed_hidden=normed_hidden)
+    table, tiled = check_table(weight, width)
+    block_size, kept = 0, list[Argument]([0] * 6)
+    if boundary is not None:
+        block_size, (_, table_width) = boundary.block_size, boundary.block_table.shape
+        for name, array in (("positions", boundary.positions), ("row_live", boundary.row_live)):
+            check_shape(name, array, batch, accepted)
+        check_shape("slots", boundary.slots, batch)
+        check_shape("block_features", boundary.block_features, boundary.block_features.shape[0], width)
+        if accepted > count or block_size < 1:
+            raise ShapeError(f"block_input: {accepted} committed rows in a block of {count}, in pages of {block_size}")
+        kept = [boundary.positions, boundary.row_live, boundary.block_table, table_width, boundary.slots]
+        kept.append(boundary.block_features)
+    kernel = _make_input(width, tiled, (accepted, count, drafting), block_size, eps)
+    arguments = (*reads, table, embed_weight, hidden_weight, *writes, out, normed_hidden, mask_token, *kept)
+    return [KernelCall(kernel, (batch * count, 2, 1), arguments)]
 
 
 @cache
-def _make_take(count: int, drafting: int, width: int) -> Kernel:
-    """Grid (B * S,)."""
-    threads = threads_for(width)
+def _make_input(width: int, tiled: bool, sizes: tuple[int, int, int], block_size: int, eps: float) -> Kernel:
+    """Grid (B * R, 2): a token's embedding, and its feature or the mask's state. block_size 0: no boundary is kept."""
+    accepted, count, drafting = sizes
 
-    def kernel(x: Any, commit_lens: Any, out: Any) -> None:
+    def block_input(
+        tokens: Any, hidden: Any, commit_lens: Any, draft_live: Any, dense_lens: Any, mask_state: Any, table: Any,
+        embed_weight: Any, hidden_weight: Any, block_hidden: Any, block_tokens: Any, block_live: Any,
+        block_positions: Any, drafting_live: Any, drafting_positions: Any, out: Any, normed_hidden: Any,
+        mask_token: Any, positions: Any, row_live: Any, block_table: Any, table_width: Any, slots: Any,
+        block_features: Any,
+    ) -> None:  # fmt: skip
+        sums = cuda.shared.array(shape=NORM_WARPS, dtype=float32)
+        place, half = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
+        weight = hidden_weight if half == int64(1) else embed_weight
+        weights = load_first_weights(weight, width)
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        owner, row = divide(place, count)
+        committed, going = int_at(commit_lens, owner), byte_at(draft_live, owner) != 0
+        live, known = going and row < committed + (drafting - 1), row < committed
+        offset, feature = place * int64(2 * width), hidden + (owner * accepted + row) * int64(2 * width)
+        source, copy = feature if known else mask_state, normed_hidden + offset
+        if half == int64(0):
+            token = int64(mask_token)
+            if known:
+                token = int_at(tokens, owner * accepted + row)
+            if not live:
+                token = int64(-1)
+            source, copy = table_row(table, max(int32(token), int32(0)), width, tiled), int64(0)
+            if cuda.threadIdx.x == 0:
+                position = int_at(dense_lens, owner)
+                set_int(block_tokens, place, token)
+                set_byte(block_live, place, 1 if live else 0)
+                set_int(block_positions, place, position + row if live else int64(0))
+                if row < drafting:
+                    at = owner * drafting + row
+                    set_byte(drafting_live, at, 1 if going else 0)
+                    set_int(drafting_positions, at, position + committed - 1 + row if going else int64(0))
+        packed = tiled and half == int64(0)
+        words = load_first(source, width, packed)
+        if half == int64(1):
+            store_row(words, source, False, block_hidden + offset, live, width)
+        if block_size > 0 and half == int64(1) and row < accepted:
+            at, slot = owner * accepted + row, int_at(slots, owner)
+            page, inside = divide(int_at(positions, at), block_size)
+            if byte_at(row_live, at) != 0 and slot >= 0 and inside == block_size - 1:
+                target = block_features + int_at(block_table, slot * table_width + page) * int64(2 * width)
+                store_row(load_first(feature, width, False), feature, False, target, True, width)
+        target = out + (int64(2) * place + half) * int64(2 * width)
+        finish_norm(words, weights, source, packed, weight, target, copy, live, sums, width, eps)
+
+    stored = f"_block{block_size}" if block_size else ""
+    name = f"block_input_n{width}_{'packed' if tiled else 'rows'}_{accepted}_{count}_{drafting}{stored}_eps{eps!r}"
+    return Kernel(name, block_input, (types.int64,) * 24, NORM_THREADS)
+
+
+def take_block(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
+    """`take_block` of the reference, whose arguments these are: of one tensor."""
+    return take_blocks([(x, out)], commit_lens)
+
+
+def take_blocks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], commit_lens: torch.Tensor) -> list[KernelCall]:
+    """Rows commit_lens - 1 to commit_lens + S - 2 of each slot, of one or two tensors at once.
+
+    pairs        (x [B * R, W], out [B * S, W] out; zero where nothing was committed), of any widths
+    commit_lens  [B]  int32
+    Raises ShapeError for shapes that do not fit.
+    """
+    batch = commit_lens.shape[0]
+    if not 1 <= len(pairs) <= PAIRS:
+        raise ShapeError(f"take_blocks takes 1 or {PAIRS} pairs, got {len(pairs)}")
+    count, drafting = (each.shape[0] // batch for each in pairs[0])
+    for x, out in pairs:
+        check_shape("x", x, batch * count, out.shape[1])
+        check_shape("out", out, batch * drafting, out.shape[1])
+    if not 1 <= drafting <= count:
+        raise ShapeError(f"take_block: {drafting} rows of {count} cannot be taken")
+    both = [pairs[0], pairs[-1]]
+    kernel = _make_take(count, drafting, *(wide_count("x", x) for x, _ in both))
+    return [KernelCall(kernel, (batch * drafting, len(pairs), 1), (*both[0], *both[1], commit_lens))]
+
+
+@cache
+def _make_take(count: int, drafting: int, first: int, second: int) -> Kernel:
+    """Grid (B * S, pairs)."""
+    threads = threads_for(max(first, second))
+
+    def kernel(x0: Any, out0: Any, x1: Any, out1: Any, commit_lens: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         place, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
         owner, number = divide(place, drafting)
         committed = int_at(commit_lens, owner)
+        x, out, width = x0, out0, int64(first)
+        if cuda.blockIdx.y > 0:
+            x, out, width = x1, out1, int64(second)
         target = out + place * (width * 16)
         if committed > 0:
             row = min(committed - 1 + number, int64(count - 1))
@@ -150,7 +310,7 @@ def _make_take(count: int, drafting: int, width: int) -> Kernel:
         else:
             zero_row(thread, threads, width, target)
 
-    return Kernel(f"take_block_{count}_{drafting}_{width}", kernel, (types.int64,) * 3, threads)
+    return Kernel(f"take_block_{count}_{drafting}_{first}_{second}", kernel, (types.int64,) * 5, threads)
 
 
 def mask_rows(
@@ -215,4 +375,11 @@ def _make_mask_rows(accepted: int, count: int) -> Kernel:
 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles."""
-    return [_make_rows(4, 6, 3, 512), _make_take(6, 3, 512), _make_mask_rows(4, 4)]
+    return [
+        _make_rows(4, 6, 3, 512),
+        _make_input(4096, False, (8, 14, 7), 32, 1e-5),
+        _make_input(2880, True, (4, 6, 3), 0, 1e-5),
+        _make_input(8192, False, (4, 6, 3), 16, 1e-5),
+        _make_take(6, 3, 512, 512),
+        _make_mask_rows(4, 4),
+    ]

@@ -22,6 +22,7 @@ __all__ = ["add", "cast", "examples", "identity", "silu_mul"]
 
 THREADS = 128
 CHUNK = 8
+FOUR = 4
 
 
 @cache
@@ -104,6 +105,37 @@ def _make_silu_mul(width: int) -> Kernel:
     return Kernel(f"silu_mul_i{width}", silu_mul, (types.int64,) * 3, THREADS)
 
 
+@cache
+def _make_take(width: int, count: int) -> Kernel:
+    """Grid (M, words of 16 bytes of a row of N = count elements / THREADS)."""
+
+    def take_columns(x: Any, out: Any, first: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        row = int64(cuda.blockIdx.x)
+        place = int64(cuda.blockIdx.y) * int64(THREADS) + int64(cuda.threadIdx.x)
+        if place < int64(count // FOUR):
+            words = ptx.load_global_128(x + (row * int64(width) + first) * int64(4) + place * int64(16))
+            target = out + row * int64(4 * count) + place * int64(16)
+            ptx.store_global_128(target, words[0], words[1], words[2], words[3])
+
+    return Kernel(f"take_columns_{width}_{count}", take_columns, (types.int64,) * 3, THREADS)
+
+
+def take_columns(x: torch.Tensor, *, out: torch.Tensor, first: int) -> list[KernelCall]:
+    """Columns `first` to `first` + N - 1 of rows [M, W] of float32, as rows [M, N].
+
+    One launch. Raises ShapeError for columns that are not there, and for sizes that are no multiples of 4.
+    """
+    (rows, width), count = x.shape, out.shape[1]
+    check_shape("out", out, rows, count)
+    check_dtype(torch.float32, x=x, out=out)
+    if width % FOUR or count % FOUR or first % FOUR or not 0 <= first <= width - count:
+        raise ShapeError(f"columns {first} to {first + count - 1} of {width} are not multiples of {FOUR} inside of it")
+    grid = (rows, -(-(count // FOUR) // THREADS), 1)
+    return [KernelCall(_make_take(width, count), grid, (x, out, first))]
+
+
 def _name(wide: bool) -> str:
     return "f32" if wide else "bf16"
 
@@ -182,4 +214,5 @@ def silu_mul(gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make_identity(), _make_cast(True), _make_add(False, True), _make_add(False, False), _make_silu_mul(14336)]
+    sums = [_make_add(False, True), _make_add(False, False)]
+    return [_make_identity(), _make_cast(True), *sums, _make_silu_mul(14336), _make_take(10240, 2048)]

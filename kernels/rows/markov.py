@@ -1,4 +1,4 @@
-"""DSpark's kernels behind its block's rows: parents' tokens, the gate of their vectors, biased logits.
+"""DSpark's kernels behind its block's rows: parents' tokens and vectors, the gate of these, biased logits.
 
 It knows no model.
 """
@@ -11,14 +11,16 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import divide, int_at, set_byte, set_int
-from lowlat.kernels.common.norm_row import chunk_values, is_live
+from lowlat.kernels.common.norm_row import chunk_address, chunk_values, is_live, table_row
+from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.rows.embed import check_table
 from lowlat.kernels.rows.norm import check_dtype
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["bias_rows", "examples", "markov_gate", "parent_tokens"]
+__all__ = ["bias_rows", "examples", "markov_gate", "parent_tokens", "parent_vectors"]
 
 THREADS = 128
 CHUNK = 8
@@ -35,6 +37,46 @@ def parent_tokens(
     row_live: torch.Tensor,
 ) -> list[KernelCall]:
     """`parent_tokens` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
+    kernel = _make_parents(*_parent_sizes(tokens, nodes, draft_nodes, parents, row_live), 0, False)
+    drafted = tokens if draft_nodes is None else draft_nodes
+    return [KernelCall(kernel, (tokens.shape[0], 1, 1), (tokens, nodes, drafted, parents, row_live, 0, 0))]
+
+
+def parent_vectors(
+    tokens: torch.Tensor,
+    nodes: torch.Tensor,
+    draft_nodes: torch.Tensor | None = None,
+    *,
+    parents: torch.Tensor,
+    row_live: torch.Tensor,
+    weight: torch.Tensor | PackedMatrix,
+    vectors: torch.Tensor,
+) -> list[KernelCall]:
+    """`parent_tokens` and the `embed` of its parents, see `rows.embed`, in one launch.
+
+    weight   [V, N]      bf16, row-major or packed
+    vectors  [B * W, N]  bf16  out: zero where dead
+    Raises ShapeError for shapes that do not fit.
+    """
+    sizes, width = _parent_sizes(tokens, nodes, draft_nodes, parents, row_live), vectors.shape[1]
+    table, tiled = check_table(weight, width)
+    check_shape("vectors", vectors, parents.numel(), width)
+    check_dtype(torch.bfloat16, vectors=vectors)
+    if width % CHUNK:
+        raise ShapeError(f"parent_vectors: the rank must be a multiple of {CHUNK}, got {width}")
+    kernel, drafted = _make_parents(*sizes, width, tiled), tokens if draft_nodes is None else draft_nodes
+    arguments = (tokens, nodes, drafted, parents, row_live, table, vectors)
+    return [KernelCall(kernel, (tokens.shape[0], 1, 1), arguments)]
+
+
+def _parent_sizes(
+    tokens: torch.Tensor,
+    nodes: torch.Tensor,
+    draft_nodes: torch.Tensor | None,
+    parents: torch.Tensor,
+    row_live: torch.Tensor,
+) -> tuple[int, int, int]:
+    """Rows of a block, nodes of a tree (0: none are drafted) and rows of a level. Raises ShapeError."""
     (batch, rows), wide = tokens.shape, nodes.shape[0]
     num_nodes = 0 if draft_nodes is None else draft_nodes.shape[1]
     if draft_nodes is not None:
@@ -43,28 +85,47 @@ def parent_tokens(
         check_shape("parents and row_live", array, batch, wide)
     if not 1 <= wide <= PARENTS:
         raise ShapeError(f"parent_tokens: a level has 1 to {PARENTS} nodes with children, got {wide}")
-    kernel, drafted = _make_parents(rows, num_nodes, wide), tokens if draft_nodes is None else draft_nodes
-    return [KernelCall(kernel, (batch, 1, 1), (tokens, nodes, drafted, parents, row_live))]
+    return rows, num_nodes, wide
 
 
 @cache
-def _make_parents(rows: int, num_nodes: int, wide: int) -> Kernel:
-    """A thread a node of the level: grid (B,). Without nodes that were drafted, all are the last known token."""
+def _make_parents(rows: int, num_nodes: int, wide: int, width: int, tiled: bool) -> Kernel:
+    """A thread a node of the level, and eight elements of the nodes' vectors a thread in turn: grid (B,). Without nodes
+    that were drafted, all are the last known token; with a width of 0 there are no vectors."""
+    chunks, items = max(width // CHUNK, 1), wide * (width // CHUNK)
 
-    def kernel(tokens: Any, nodes: Any, draft_nodes: Any, parents: Any, row_live: Any) -> None:
+    @device_function
+    def token_of(tokens: Any, nodes: Any, draft_nodes: Any, owner: Any, place: Any) -> Any:
+        token = int_at(tokens, owner * rows)
+        if num_nodes > 0:
+            node = int_at(nodes, place)
+            if node != 0 and token >= 0:
+                token = int_at(draft_nodes, owner * num_nodes + node)
+        return token
+
+    def kernel(
+        tokens: Any, nodes: Any, draft_nodes: Any, parents: Any, row_live: Any, weight: Any, vectors: Any
+    ) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        owner, place = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
-        if place < wide:
-            token = int_at(tokens, owner * rows)
-            if num_nodes > 0:
-                node = int_at(nodes, place)
-                if node != 0 and token >= 0:
-                    token = int_at(draft_nodes, owner * num_nodes + node)
-            set_int(parents, owner * wide + place, token)
-            set_byte(row_live, owner * wide + place, 1 if token >= 0 else 0)
+        owner, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+        if thread < wide:
+            token = token_of(tokens, nodes, draft_nodes, owner, thread)
+            set_int(parents, owner * wide + thread, token)
+            set_byte(row_live, owner * wide + thread, 1 if token >= 0 else 0)
+        for item in range(thread, items, PARENTS):
+            place, chunk = divide(item, chunks)
+            token = token_of(tokens, nodes, draft_nodes, owner, place)
+            words = (uint32(0), uint32(0), uint32(0), uint32(0))
+            if token >= 0:
+                words = ptx.load_global_nc_128(
+                    chunk_address(table_row(weight, token, width, tiled), uint32(chunk), tiled)
+                )
+            target = vectors + (owner * wide + place) * int64(2 * width) + chunk * int64(16)
+            ptx.store_global_128(target, words[0], words[1], words[2], words[3])
 
-    return Kernel(f"parent_tokens_{rows}_{num_nodes}_{wide}", kernel, (types.int64,) * 5, PARENTS)
+    kind = f"parent_vectors_n{width}_{'packed' if tiled else 'rows'}" if width else "parent_tokens"
+    return Kernel(f"{kind}_{rows}_{num_nodes}_{wide}", kernel, (types.int64,) * 7, PARENTS)
 
 
 @device_function
@@ -187,8 +248,10 @@ def _sum(a: Any, b: Any) -> Any:
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles."""
     return [
-        _make_parents(7, 0, 1),
-        _make_parents(7, 8, 1),
+        _make_parents(7, 0, 1, 0, False),
+        _make_parents(7, 8, 1, 0, False),
+        _make_parents(7, 0, 1, 256, False),
+        _make_parents(7, 9, 3, 256, True),
         _make_gate(256, 1, 7, 3),
         _make_bias(151936, 1, 7, 3),
         _make_bias(97, 2, 4, 1),

@@ -5,6 +5,7 @@ products and a sum, each rounded, as torch does it. So a row's bits depend on th
 attention.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.kv_codes import four_codes, load_scale
+from lowlat.kernels.common.memory import long_at
 from lowlat.kernels.common.norm_row import is_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live
@@ -26,10 +28,12 @@ from lowlat.kernels.rows.qk_norm import (
     normed_head,
 )
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall, Workspace
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["examples", "rotate"]
+__all__ = ["LayerKV", "examples", "rotate", "rotate_layers"]
+
+LISTED = 4  # addresses a layer: its caches, weight and scales
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class _Heads:
     rows, block_size       rows a slot, 0 for those of a chunk of prefill, and positions a KV block; 0 where keys and
                            values go to buffers
     coded                  keys and values go to caches of e4m3 codes
+    layers                 whose heads stand side by side in a row, each with caches and weights of its own; 0: one
     """
 
     queries: int
@@ -52,6 +57,7 @@ class _Heads:
     rows: int
     block_size: int
     coded: bool = False
+    layers: int = 0
 
     @property
     def count(self) -> int:
@@ -62,7 +68,7 @@ class _Heads:
         normed = "" if self.eps is None else f"_eps{self.eps!r}"
         cached = f"_rows{self.rows}" if self.rows else "_chunk"
         cached = f"{cached}_block{self.block_size}" if self.block_size else ""
-        cached += "_coded" if self.coded else ""
+        cached += ("_coded" if self.coded else "") + (f"_layers{self.layers}" if self.layers else "")
         return f"rotate_q{self.queries}_k{self.keys}_v{self.values}_d{self.dim}{normed}{cached}"
 
 
@@ -126,15 +132,9 @@ def _cache_row(
 
 @cache
 def _make_rotate(heads: _Heads) -> Kernel:
-    """Grid (M, heads of a row / WARPS)."""
-    queries, keys, count, dim, rows, block_size = (
-        heads.queries,
-        heads.keys,
-        heads.count,
-        heads.dim,
-        heads.rows,
-        heads.block_size,
-    )
+    """Grid (M, heads of a row / WARPS), or (M, heads of a layer / WARPS, layers)."""
+    queries, keys, count, dim = heads.queries, heads.keys, heads.count, heads.dim
+    rows, block_size, layers = heads.rows, heads.block_size, heads.layers
     rotated, normed, eps, coded = queries + keys, heads.eps is not None, heads.eps or 0.0, heads.coded
     norms_all = block_size > 0 and rows == 0  # of a chunk dead rows are no other ones until they are written
 
@@ -155,9 +155,16 @@ def _make_rotate(heads: _Heads) -> Kernel:
         write_lens: Any,
         offsets: Any,
         kv_scales: Any,
+        listed: Any,
     ) -> None:
         thread = uint32(cuda.threadIdx.x)
         lane, row = int64(thread & uint32(31)), int64(cuda.blockIdx.x)
+        place = row
+        if layers > 0:
+            layer = int64(cuda.blockIdx.z)
+            place = row * int64(layers) + layer
+            k, v = long_at(listed, layer * LISTED), long_at(listed, layer * LISTED + 1)
+            k_weight, kv_scales = long_at(listed, layer * LISTED + 2), long_at(listed, layer * LISTED + 3)
         head = int64(cuda.blockIdx.y) * int64(WARPS) + int64(thread >> uint32(5))
         active = lane < int64(dim // 8) and head < int64(count)
         turns = head < int64(rotated)
@@ -167,7 +174,7 @@ def _make_rotate(heads: _Heads) -> Kernel:
             low_weights, high_weights = load_weights(weight, active), load_weights(weight + int64(dim), active)
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        source = qkv + (row * int64(count) + head) * int64(4 * dim) + lane * int64(16)
+        source = qkv + (place * int64(count) + head) * int64(4 * dim) + lane * int64(16)
         low, high = load_four(source, active), load_four(source + int64(2 * dim), active)
         position = int64(ptx.load_global_i32(positions + row * int64(4)))
         live = is_live(row_live, row)
@@ -199,7 +206,7 @@ def _make_rotate(heads: _Heads) -> Kernel:
             _store_four(target, low)
             _store_four(target + int64(dim), high)
 
-    return Kernel(heads.name, rotate, (types.int64,) * 16, THREADS)
+    return Kernel(heads.name, rotate, (types.int64,) * 17, THREADS)
 
 
 def rotate(
@@ -280,8 +287,72 @@ def rotate(
     targets = (0 if q is None else q, *(kept or (0, 0)))
     live = 0 if row_live is None else row_live
     scales = 0 if kv_scales is None else kv_scales
-    arguments = (qkv, positions, cos, sin, *weights, live, *targets, *write, scales)
+    arguments = (qkv, positions, cos, sin, *weights, live, *targets, *write, scales, 0)
     return [KernelCall(kernel, (rows, -(-(queries + 2 * groups) // WARPS), 1), arguments)]
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """Where a layer's keys and values go, what its keys are normed by, and the scales of its codes; see `rotate`."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_weight: torch.Tensor | None = None
+    kv_scales: torch.Tensor | None = None
+
+
+def rotate_layers(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    row_live: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    write_lens: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    chunk: torch.Tensor | None = None,
+    *,
+    layers: Sequence[LayerKV],
+    eps: float | None = None,
+    workspace: Workspace,
+) -> list[KernelCall]:
+    """`rotate` of the keys and values of several layers' caches, which stand side by side in a row; the same bits.
+
+    qkv     [M, L * 2G * D]  float32: keys and values of the first layer, then of the next
+    layers  L, their caches of one shape; weights with eps alone, scales of all or of none
+    One launch. The layers' addresses are kept in a workspace, filled here. Raises ShapeError as `rotate` does.
+    """
+    first, (_, groups, _, dim) = layers[0], layers[0].k_cache.shape
+    rows, coded = positions.numel(), first.kv_scales is not None
+    check_head_dim(dim)
+    check_shape("qkv", qkv, rows, len(layers) * 2 * groups * dim)
+    check_shape("cos", cos, cos.shape[0], dim // 2)
+    check_shape("sin", sin, cos.shape[0], dim // 2)
+    check_row_live(row_live, rows)
+    check_dtype(torch.float32, qkv=qkv, cos=cos, sin=sin)
+    check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets, chunk=chunk)
+    listed: list[int] = []
+    for each in layers:
+        _, weight = head_weights(eps, None, each.k_weight, 0, groups, dim)
+        check_dtype(torch.uint8 if coded else torch.bfloat16, k_cache=each.k_cache, v_cache=each.v_cache)
+        check_shape("k_cache", each.k_cache, *first.k_cache.shape)
+        check_shape("v_cache", each.v_cache, *first.k_cache.shape)
+        if (each.kv_scales is not None) != coded:
+            raise ShapeError("all layers' caches hold codes with scales, or none does")
+        if each.kv_scales is not None:
+            check_shape("kv_scales", each.kv_scales, 2, groups)
+        addresses = (each.k_cache, each.v_cache, weight, each.kv_scales)
+        listed += [each.data_ptr() if isinstance(each, torch.Tensor) else 0 for each in addresses]
+    caches = (first.k_cache, first.v_cache)
+    per_slot, block_size, write = _write_arguments(
+        rows, caches, row_live, block_table, slots, write_lens, offsets, chunk
+    )
+    kept = workspace("rotate_layers.addresses", (len(listed),), torch.int64)
+    kept.copy_(torch.tensor(listed, dtype=torch.int64))
+    kernel = _make_rotate(_Heads(0, groups, groups, dim, eps, per_slot, block_size, coded, len(layers)))
+    arguments = (qkv, positions, cos, sin, 0, 0, row_live, 0, 0, 0, *write, 0, kept)
+    return [KernelCall(kernel, (rows, -(-2 * groups // WARPS), len(layers)), arguments)]
 
 
 def _pair(name: str, first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -334,4 +405,6 @@ def examples() -> list[Kernel]:
         _make_rotate(_Heads(32, 8, 8, 128, None, 0, 32)),
         _make_rotate(_Heads(32, 8, 8, 128, 1e-6, 0, 32)),
         _make_rotate(_Heads(0, 8, 8, 64, None, 0, 16, True)),
+        _make_rotate(_Heads(0, 8, 8, 128, 1e-6, 8, 32, layers=5)),
+        _make_rotate(_Heads(0, 8, 8, 64, None, 0, 16, True, 2)),
     ]

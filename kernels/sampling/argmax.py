@@ -1,25 +1,55 @@
 """The likeliest id of each row, from the best pairs that the GEMM of its logits left: a chain's draft.
 
-A warp a row. A lowest id wins among equals. It knows no temperature; `sample` draws.
+A warp a row. A lowest id wins among equals. Where a chain's next draft is made by a vector of this one, the warp
+gathers that, too. It knows no temperature; `sample` draws.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.memory import int_at, set_byte, set_int
+from lowlat.kernels.common.norm_row import chunk_address, table_row
+from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.rows.embed import check_table
 from lowlat.kernels.sampling.select import BROKEN, best_partial, index_of_low
-from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, int32, int64, types, uint32
-from lowlat.kernels.toolchain.ptx import let_next_kernel_start, wait_for_previous_kernel
+from lowlat.kernels.toolchain.ptx import (
+    let_next_kernel_start,
+    load_global_nc_128,
+    store_global_128,
+    wait_for_previous_kernel,
+)
 
-__all__ = ["argmax", "examples"]
+__all__ = ["NextLevel", "argmax", "examples"]
 
 THREADS = 32
 BYTES = types.Array(types.uint8, 1, "C")
 INTS = types.Array(types.int32, 1, "C")
 INTS_2D = types.Array(types.int32, 2, "C")
+
+
+@dataclass(frozen=True)
+class NextLevel:
+    """The level behind a chain's drafts, each the only parent there: what `parent_tokens` and `embed` give.
+
+    tokens    [B, R]  int32  of the block; a slot is dead where its first is -1
+    parents   [B, 1]  int32  out
+    row_live  [B, 1]  uint8  out
+    weight    [V, N]  bf16   row-major or packed
+    vectors   [B, N]  bf16   out
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    row_live: torch.Tensor
+    weight: torch.Tensor | PackedMatrix
+    vectors: torch.Tensor
 
 
 def argmax(
@@ -29,6 +59,7 @@ def argmax(
     out: torch.Tensor,
     names: torch.Tensor,
     assign: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    then: NextLevel | None = None,
 ) -> list[KernelCall]:
     """The name of the index of each row's largest logit, the lowest index among equals.
 
@@ -38,6 +69,7 @@ def argmax(
     names     [V]         int32    what to write in place of an index
     assign    children, child_rows, child_ranks [n] int32 and draft_nodes [B, T] int32, updated: as `assign_drafts`
               takes them, with out as [R, 1] top tokens
+    then      R = B
     Raises ShapeError for shapes that do not fit.
     """
     rows, blocks = best.shape[:2]
@@ -54,18 +86,37 @@ def argmax(
         check_shape("child_ranks", ranks, nodes)
         per_slot = rows // draft_nodes.shape[0]
         check_shape("best", best, per_slot * draft_nodes.shape[0], blocks, 2)
-    kernel = _make(blocks, per_slot, nodes, row_live is not None)
-    arguments = (best, out.view(torch.uint8) if live is None else live, names, out, children, child_rows, draft_nodes)
-    return [KernelCall(kernel, (rows, 1, 1), arguments)]
+    level, arguments = _level(then, rows)
+    kernel = _make(blocks, per_slot, nodes, row_live is not None, level)
+    own = (best, out.view(torch.uint8) if live is None else live, names, out, children, child_rows, draft_nodes)
+    return [KernelCall(kernel, (rows, 1, 1), (*own, *arguments))]
+
+
+def _level(then: NextLevel | None, rows: int) -> tuple[tuple[int, int, bool], tuple[Argument, ...]]:
+    """What the kernel's code depends on of a next level, and its arguments. Raises ShapeError."""
+    if then is None:
+        return (0, 0, False), (0,) * 5
+    block, width = then.tokens.shape[1], then.vectors.shape[1]
+    table, tiled = check_table(then.weight, width)
+    check_shape("tokens", then.tokens, rows, block)
+    for name, array in (("parents", then.parents), ("the parents' row_live", then.row_live)):
+        check_shape(name, array, rows, 1)
+    check_shape("vectors", then.vectors, rows, width)
+    if width % 8:
+        raise ShapeError(f"vectors must have a multiple of 8 elements, got {width}")
+    return (block, width, tiled), (then.tokens, then.parents, then.row_live, table, then.vectors)
 
 
 @functools.cache
-def _make(blocks: int, per_slot: int, nodes: int, masked: bool) -> Kernel:
-    """Specialised by B, the rows of a slot, the children to assign, and whether rows may be dead."""
+def _make(blocks: int, per_slot: int, nodes: int, masked: bool, level: tuple[int, int, bool] = (0, 0, False)) -> Kernel:
+    """Specialised by B, the rows of a slot, the children to assign, whether rows may be dead; and of a next level by
+    the rows of a block, the elements of a vector (0: there are none), and whether their table is packed."""
+    block, width, tiled = level
 
     def argmax_kernel(
-        best: Any, row_live: Any, names: Any, out: Any, children: Any, child_rows: Any, draft_nodes: Any
-    ) -> None:
+        best: Any, row_live: Any, names: Any, out: Any, children: Any, child_rows: Any, draft_nodes: Any, tokens: Any,
+        parents: Any, parent_live: Any, weight: Any, vectors: Any,
+    ) -> None:  # fmt: skip
         wait_for_previous_kernel()
         let_next_kernel_start()
         row, thread = int64(cuda.blockIdx.x), cuda.threadIdx.x
@@ -79,12 +130,28 @@ def _make(blocks: int, per_slot: int, nodes: int, masked: bool) -> Kernel:
         for child in range(thread, nodes, THREADS):
             if child_rows[child] == row - slot * per_slot:
                 draft_nodes[slot, children[child]] = token
+        if width > 0:
+            if int_at(tokens, row * block) < 0:
+                token = int32(-1)
+            if thread == 0:
+                set_int(parents, row, token)
+                set_byte(parent_live, row, 1 if token >= 0 else 0)
+            for chunk in range(thread, width // 8, THREADS):
+                words = (uint32(0), uint32(0), uint32(0), uint32(0))
+                if token >= int32(0):
+                    words = load_global_nc_128(
+                        chunk_address(table_row(weight, token, width, tiled), uint32(chunk), tiled)
+                    )
+                place = vectors + row * int64(width * 2) + int64(chunk) * int64(16)
+                store_global_128(place, words[0], words[1], words[2], words[3])
 
-    signature = (types.int64, BYTES, INTS, INTS, INTS, INTS, INTS_2D)
-    name = f"argmax_{blocks}_{per_slot}_{nodes}_{'masked' if masked else 'whole'}"
+    signature = (types.int64, BYTES, INTS, INTS, INTS, INTS, INTS_2D, *(types.int64,) * 5)
+    vectors_of = f"_{block}_n{width}_{'packed' if tiled else 'rows'}" if width else ""
+    name = f"argmax_{blocks}_{per_slot}_{nodes}_{'masked' if masked else 'whole'}{vectors_of}"
     return Kernel(name, argmax_kernel, signature, THREADS)
 
 
 def examples() -> list[Kernel]:
-    """Specialisations for CI to compile: a chain's drafts, and rows that all live."""
-    return [_make(132, 1, 1, True), _make(3, 2, 3, False)]
+    """Specialisations for CI to compile: a chain's drafts, and rows that all live; with vectors of the next level."""
+    levels = [_make(132, 1, 1, True, level) for level in ((7, 256, False), (4, 16, True))]
+    return [_make(132, 1, 1, True), _make(3, 2, 3, False), *levels]

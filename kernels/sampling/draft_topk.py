@@ -11,7 +11,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.sampling.argmax import argmax
+from lowlat.kernels.sampling.argmax import NextLevel, argmax
 from lowlat.kernels.sampling.ranking import block_ranks, row_ranks
 from lowlat.kernels.sampling.row_pairs import row_pairs
 from lowlat.kernels.sampling.select import (
@@ -53,6 +53,7 @@ def draft_topk(
     child_rows: torch.Tensor | None = None,
     child_ranks: torch.Tensor | None = None,
     draft_nodes: torch.Tensor | None = None,
+    then: NextLevel | None = None,
 ) -> list[KernelCall]:
     """Take the k largest logits of each row and name their target ids; with the last four, `assign_drafts` too.
 
@@ -63,10 +64,13 @@ def draft_topk(
     best             [R, B, 2]     int32    with k = 1: what the logits' GEMM left, with the limit INFINITY (see
                                             `decode_gemm.PartialArgmax`); None: one more launch makes them
     children, child_rows, child_ranks  [n] int32, and draft_nodes [B, T] int32, updated: see `assign_drafts`
+    then             with k = 1, of a chain: what is made of the drafts for the next ones
     Time: with k = 1 some trips to memory; else one read of the logits, and k steps of a warp, three times over.
     Raises ShapeError for k outside 1..64 or above Vd, for Vd above 262144, and for shapes that do not fit.
     """
     rows, width = logits.shape
+    if then is not None and k != 1:
+        raise ShapeError(f"a next level is of a chain's drafts, k = 1, got {k}")
     if not 1 <= k <= min(width, MAX_RANKS):
         raise ShapeError(f"k must be from 1 to {min(width, MAX_RANKS)}, got {k}")
     check_shape("out", out, rows, k)
@@ -79,7 +83,7 @@ def draft_topk(
         if best is None:
             best, calls = row_pairs(logits, INFINITY, workspace)
         check_shape("best", best, rows, best.shape[1], 2)
-        return [*calls, *argmax(best, row_live, out=out.reshape(-1), names=draft_to_target, assign=assign)]
+        return [*calls, *argmax(best, row_live, out=out.reshape(-1), names=draft_to_target, assign=assign, then=then)]
     return _ranked(logits, draft_to_target, row_live, out, assign, workspace)
 
 

@@ -19,10 +19,11 @@ __all__ = ["RankCuts", "cut_stream", "rank_weights"]
 
 LAYER = re.compile(
     r"(?P<draft>head\.)?(layers\.\d+\.)?"
-    r"(?P<layer>qkv|q|kv|o|gate_up|down|experts\.gate_up|experts\.down|lm_head|sinks)(\.(?P<part>\w+))?"
+    r"(?P<layer>qkv|q|kv|context\.kv|o|gate_up|down|experts\.gate_up|experts\.down|lm_head|sinks)(\.(?P<part>\w+))?"
 )
 LM_HEAD = "lm_head."
 PROJECTIONS = ("qkv", "q", "kv")
+CONTEXT = "context.kv"  # keys' and values' projections of a draft model's layers, one layer's behind the other's
 BLOCKS = "blocks"  # MXFP4's, whose numbers take two dimensions
 Span = tuple[int, int]
 
@@ -52,6 +53,9 @@ class RankCuts:
             return _rows(tensor, [shard.vocabulary(tensor.shape[0])], 0)
         if layer == "sinks":
             return _rows(tensor, [shard.heads], 0)
+        if layer == CONTEXT:
+            num_layers = tensor.shape[0] // (2 * shard.num_kv_heads * shard.head_dim)
+            return _rows(tensor, _heads(shard, "kv" * num_layers), 0)
         if layer in PROJECTIONS:
             return _rows(tensor, _heads(shard, layer), 0)
         if layer.endswith("gate_up"):

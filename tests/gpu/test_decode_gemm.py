@@ -1,6 +1,7 @@
 """The thin matrix product against torch in float64, and a row's bits in any company."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lowlat.executors.launcher import Launcher
 from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix
 from lowlat.kernels.gemm.decode.gemm import (
     MAX_ROWS,
+    BlockRow,
     DecodeGemmPlan,
     NormPrologue,
     PartialArgmax,
@@ -20,8 +22,9 @@ from lowlat.kernels.gemm.decode.gemm import (
 )
 from lowlat.kernels.gemm.decode.plan import candidate_plans
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
+from lowlat.kernels.rows.markov import bias_rows
 from lowlat.kernels.rows.norm import rms_norm
-from lowlat.kernels.sampling.select import BROKEN, FINITE
+from lowlat.kernels.sampling.select import BROKEN, FINITE, INFINITY
 from lowlat.kernels.toolchain.kernel import H200
 
 SHAPES = ((256, 320), (6144, 4096), (320, 896), (97, 200), (4096, 14336), (48, 32))
@@ -153,6 +156,32 @@ def test_best_pairs_are_those_of_the_rows_it_leaves(launcher: Launcher, width: i
         assert torch.equal(largest, want)
         whole = largest != BROKEN
         assert not whole[rows // 2] and torch.equal(low[whole], want_low[whole])
+
+
+@pytest.mark.parametrize(("width", "depth"), [(97, 200), (32000, 320), (128256, 256), (151936, 8)])
+def test_a_row_of_a_block_is_added_as_an_operation_alone_adds_it(launcher: Launcher, width: int, depth: int) -> None:
+    """Bit for bit, the weight walked either way, of one row a slot and of more; with the best pairs of the sums."""
+    weight = _random(width, depth)
+    weight[width // 3] = weight[width - 5] = weight[width // 3 + 1]
+    packed = pack(weight)
+    for slots, wide, row in ((1, 1, 6), (2, 3, 0), (8, 1, 3)):
+        rows = slots * wide
+        x, block = _random(rows, depth), torch.randn(slots * 7, width, device="cuda")
+        live = (torch.arange(rows, device="cuda") % 3 != 1).to(torch.uint8).reshape(slots, wide)
+        plain, want = (torch.full((rows, width), torch.nan, device="cuda") for _ in range(2))
+        launcher.run(*decode_gemm(x=x, weight=packed, out=plain))
+        launcher.run(*bias_rows(block, plain, live, out=want, row=row))
+        lows = best_of(best_pairs(want, INFINITY, 1))
+        for turn in (None, 0, 1):
+            out, pairs = torch.full_like(want, torch.nan), torch.zeros(rows, 132, 2, dtype=torch.int32, device="cuda")
+            given: dict[str, Any] = {
+                "beside": BlockRow(block, wide, row),
+                "best": PartialArgmax(pairs, INFINITY),
+                "row_live": live,
+            }
+            launcher.run(*decode_gemm(x=x, weight=packed, out=out, turn=turn, **given))
+            assert torch.equal(out.view(torch.int32), want.view(torch.int32))
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(best_of(pairs), lows, strict=True))
 
 
 @pytest.mark.parametrize(("width", "depth"), [(256, 320), (5120, 2880), (6144, 4096), (97, 200), (48, 8192)])

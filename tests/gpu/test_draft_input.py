@@ -4,7 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from rowwise_cases import EPS, Lab, canonical_norm, check_draft_input, check_level_input, poison, same_bits, weights
+from rowwise_cases import (
+    EPS,
+    Lab,
+    canonical_norm,
+    check_block_input,
+    check_draft_input,
+    check_level_input,
+    poison,
+    same_bits,
+    weights,
+)
 
 from lowlat.kernels.rows.draft_input import concat_norms, draft_input
 
@@ -23,6 +33,13 @@ def test_accepted_rows(lab: Lab, batch: int, rows: int, width: int, packed: bool
 )
 def test_levels(lab: Lab, batch: int, wide: int, above: int, width: int, packed: bool) -> None:
     check_level_input(lab, batch, wide, above, width, packed=packed)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("accepted", "drafting", "width"), [(8, 7, 4096), (4, 3, 2880), (1, 2, 24), (6, 5, 8192)])
+def test_blocks(lab: Lab, accepted: int, drafting: int, width: int, packed: bool) -> None:
+    for kept in (True, False):
+        check_block_input(lab, accepted, drafting, width, packed=packed, kept=kept)
 
 
 def test_halves_have_the_bits_of_plain_norms_in_any_company(lab: Lab) -> None:

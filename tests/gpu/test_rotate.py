@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rowwise_cases import Lab, check_chunk_write, check_rotate, poison, same_bits, weights
+from rowwise_cases import Lab, check_chunk_write, check_layers, check_rotate, poison, same_bits, weights
 
 from lowlat.kernels.rows.rotate import rotate
 
@@ -24,6 +24,14 @@ def test_rows_of_a_chunk_are_stored_as_one_by_one(
 ) -> None:
     for chunk in ((64, 0, 64), (64, 32, 17), (128, 96, 0)):
         check_chunk_write(lab, heads, eps, chunk, coded=coded)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("chunk", [False, True])
+@pytest.mark.parametrize("eps", [None, 1e-6])
+def test_layers_side_by_side_are_stored_as_one_by_one(lab: Lab, eps: float | None, chunk: bool, coded: bool) -> None:
+    for layers, heads in ((5, (8, 128)), (1, (8, 64)), (2, (2, 48))):
+        check_layers(lab, layers, heads, eps, chunk=chunk, coded=coded)
 
 
 def test_a_row_has_the_same_bits_in_any_company(lab: Lab) -> None:

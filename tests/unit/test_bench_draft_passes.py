@@ -11,7 +11,9 @@ from cli_calls import answer, refusal
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket
 from lowlat.host.runtime import Runtime
+from lowlat.kernels.toolchain.kernel import H200
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.program import Program
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
 from lowlat.speculators.methods import draft_method, load_speculator
@@ -28,6 +30,7 @@ from lowlat.tools.draft_model.random_models import (
     random_weights,
     write_draft_model,
 )
+from lowlat.tools.tune.pairs import LoweredPrograms, Pair
 
 passes, result, steps = bench("draft_passes"), bench("draft_passes_result"), bench("draft_passes_step")
 dense = bench("dense_cases")
@@ -72,15 +75,20 @@ def test_a_subject_drafts_by_any_method(method: str, tmp_path: Path) -> None:
         assert figures["num_drafts"] > 0 and figures["mean_acceptance_length"] > 1
 
 
-def llama_pass(method: str, depth: int, directory: Path) -> Any:
-    """The bytes of a pass of Llama-3.1-8B's draft model behind 8192 tokens."""
+def llama_program(method: str, depth: int, directory: Path) -> tuple[ModelConfig, Any, Program]:
+    """Llama-3.1-8B's shape, a draft model for it, and their step behind 8192 tokens."""
     geometry = read_geometries()["llama-8b"]
     config: ModelConfig = random_target(geometry, directory).config
     speculator = random_speculator(geometry, config, method)
     shapes = passes.step_shapes(
         config, speculator, SimpleNamespace(depth=[depth], batch=1, context=8192, accept_length=3.0)
     )
-    program = build_step(shapes, Bucket(1, depth + 1, depth), TreeTopology.chain(depth))
+    return config, speculator, build_step(shapes, Bucket(1, depth + 1, depth), TreeTopology.chain(depth))
+
+
+def llama_pass(method: str, depth: int, directory: Path) -> Any:
+    """The bytes of a pass."""
+    config, speculator, program = llama_program(method, depth, directory)
     sizes = weight_sizes(config) | part_sizes(speculator.weight_plan(config.dtype), config)
     return steps.pass_bytes(program, sizes, [8192.0])
 
@@ -108,12 +116,24 @@ def test_a_chain_reads_its_weights_for_every_draft_and_a_block_once(tmp_path: Pa
         assert biased.markov == depth * 2 * 128256 * 256
 
 
+@pytest.mark.parametrize(
+    ("method", "launches"),
+    [("eagle3", (33, 53, 73)), ("peagle", (32, 37, 37)), ("dflash", (42, 42, 42)), ("dspark", (48, 52, 56))],
+)
+def test_a_pass_has_few_launches(method: str, launches: tuple[int, ...], tmp_path: Path) -> None:
+    """At 3, 5 and 7 drafts. A block's layer has seven: two of attention, and behind more than eight rows two norms."""
+    for depth, count in zip((3, 5, 7), launches, strict=True):
+        config, speculator, program = llama_program(method, depth, tmp_path)
+        lowered = LoweredPrograms(Pair("llama-8b", config, speculator), H200, [program]).groups(program, H200)
+        assert sum(len(group.calls) for group in lowered if group.stage in steps.PASS) == count
+
+
 def test_plans_of_a_shape_s_draft_model_are_listed_by_method() -> None:
     found = answer(
         "tune", "gemm", "--geometry", "llama-8b", "--method", "dspark", "--batch", 1, "-S", 7, "--list", "--json"
     )
     keys = {shape["key"] for shape in found["shapes"]}
-    assert any("N=128256 K=256" in key for key in keys) and any("N=2048 K=4096" in key for key in keys)
+    assert any("N=128256 K=256" in key for key in keys) and any("N=10240 K=4096" in key for key in keys)
     assert "--method is of a published shape" in refusal("tune", "--method", "dflash", "--list")
     assert "no draft model of method 'dflash'" in refusal(
         "tune", "--geometry", "qwen3-8b", "--method", "dflash", "--list"

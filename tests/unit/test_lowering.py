@@ -34,6 +34,7 @@ SPECPV: dict[str, Any] = {"enable_specpv": True, "specpv_n_retrieval_blocks": 4,
 # operations that write a part of their buffer and leave the rest
 # what calls reach through tables of addresses, made when the program was lowered
 BY_ADDRESS = {"kv_compact"}
+LISTED = "layers+rope"  # the group whose KV writes reach their caches so
 # where a call takes the best pairs that the product of its logits left, in place of these
 BY_BEST = {"draft_topk"}
 KINDS = {"uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
@@ -121,6 +122,8 @@ def test_calls_reach_what_their_operations_name_and_nothing_hidden(step: Lowered
             if op.kind in BY_ADDRESS:
                 continue
             unread = {op.reads["logits"]} if op.kind in BY_BEST and op.params["k"] == 1 else set()
+            if group.name == LISTED and op.kind == "kv_write":
+                unread = set(op.writes.values())
             for name in {*op.reads.values(), *op.writes.values()} - group.hidden - made - unread:
                 if step.program.buffers[name].role is not Role.CONSTANT:
                     assert reached(group.kernel_calls, step.buffers[name]), f"{kinds}: no call takes {name}"
@@ -178,6 +181,15 @@ def test_tables_of_addresses_point_at_the_caches(lowered: LoweredPairs) -> None:
     assert addresses in [set(table) for table in tables]
     others = [tensor for tensor in step.workspace.tensors() if set(tensor.flatten().tolist()) != addresses]
     assert not any(tensor.any() for tensor in others)  # counters start at zero: lowering launches nothing
+    step = lowered("llama+dflash", 3, 2)
+    (group,) = (group for group in step.groups if group.name == LISTED)
+    writes, norms = ([op for op in group.ops if op.kind == kind] for kind in ("kv_write", "qk_norm"))
+    table = [
+        [*(step.buffers[name].data_ptr() for name in write.writes.values()), weight.data_ptr(), 0]
+        for write, weight in zip(writes, (step.weights.vector(op.weights["k_weight"]) for op in norms), strict=True)
+    ]
+    listed = group.kernel_calls[0].arguments[-1]
+    assert len(table) == 2 and isinstance(listed, torch.Tensor) and listed.view(2, 4).tolist() == table
 
 
 @pytest.mark.parametrize("bushy", [False, True])
@@ -282,19 +294,27 @@ def test_parallel_drafts_cost_one_pass_whatever_their_number(depth: int, lowered
     for batch in (0, 1):
         kinds = kinds_of(lowered("llama+parallel", depth, batch), *drafting)
         assert sum(kind.startswith("decode_gemm") for kind in kinds) == 10  # two layers', the LM head's
-        assert kinds.count("take_block") == 2 and kinds.count("draft_input") == 1
+        assert kinds.count("take_block") == 1 and "draft_input" not in kinds
+        every = [call.kernel.name for call in lowered("llama+parallel", depth, batch).calls]
+        assert sum(name.startswith("block_input") for name in every) == 1
         kinds = kinds_of(lowered("llama+dflash", depth, batch), *drafting)
         products = sum(kind.startswith("decode_gemm") for kind in kinds)
-        assert products == 2 * 5 + 1 + (2 if batch else 0)  # of accepted rows keys and values alone, behind fc
+        assert products == 2 * 4 + 1 + bool(batch)  # of accepted rows all layers' keys and values at once, behind fc
+        assert sum("layers2" in call.kernel.name for call in lowered("llama+dflash", depth, batch).calls) == bool(batch)
 
 
 def test_dsparks_levels_have_small_products_alone(lowered: LoweredPairs) -> None:
-    """A layer over the block, LM head and the gate of all states; by level the gate of a token, and its bias."""
-    kinds = kinds_of(lowered("llama+dspark", 3, 0), *(stage for stage in Stage if stage.startswith("EAGLE_DRAFT_")))
+    """A layer over the block, LM head and the gate of all states; by level the gate of a token, its biased logits with
+    their partial argmax, and the choice, which has the next level's vectors."""
+    drafting = [stage for stage in Stage if stage.startswith("EAGLE_DRAFT_")]
+    kinds = kinds_of(lowered("llama+dspark", 3, 0), *drafting)
     products = sum(kind.startswith("decode_gemm") for kind in kinds)
-    assert products == 5 + 2 + 2 * 3
-    for kind in ("parent_tokens", "embed", "markov_gate", "bias_rows", "argmax"):
-        assert sum(each.startswith(kind) for each in kinds) >= 3, kind
+    assert products == 4 + 2 + 2 * 3
+    level = ["decode_gemm_float32", "markov_gate", "decode_gemm_float32", "argmax"]
+    assert kinds[-13:] == ["parent_vectors", *level * 3]
+    kinds = kinds_of(lowered("llama+dspark", 3, 0, tree=True), *drafting)  # of a tree's levels the last is a chain's
+    level = ["parent_vectors", "decode_gemm_float32", "markov_gate", "decode_gemm_float32"]
+    assert kinds[-15:] == [*level, "draft_topk", *level, "draft_topk", *level, "argmax"]
 
 
 def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: LoweredPairs) -> None:

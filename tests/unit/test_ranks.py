@@ -141,8 +141,10 @@ def test_a_rank_has_its_numbers_of_a_matrix(name: str, targets: dict[str, Path])
         "down": (64, 512, -1, [[(0, 256)], [(256, 512)]]),
         "qkv": (384, 128, -2, [[(0, 128), (256, 288), (320, 352)], [(128, 256), (288, 320), (352, 384)]]),
     }
+    firsts = [[(start, start + 32) for start in range(32 * rank, 256, 64)] for rank in (0, 1)]
+    cuts["context.kv"] = (256, 128, -2, firsts)  # of two layers
     if name == "mxfp4":
-        del cuts["qkv"]
+        del cuts["qkv"], cuts["context.kv"]
     for matrix, (rows, columns, axis, spans) in cuts.items():
         parts = random_parts(name, rows, columns, wide=True)
         parts = {part: tensor.expand(*outer, *tensor.shape) for part, tensor in parts.items()}

@@ -1,5 +1,5 @@
-"""Epilogues of a decode GEMM: bias, residual, activation, or rotation and the write to the cache; and the warps that
-finish tiles by them."""
+"""Epilogues of a decode GEMM: bias, residual or a block's row, activation, or rotation and the write to the cache; and
+the warps that finish tiles by them."""
 
 from typing import Any
 
@@ -16,6 +16,7 @@ from lowlat.kernels.gemm.decode.plan import (
     ROTATE,
     SILU,
     WARPS,
+    BlockShape,
     DecodeGemmPlan,
     DecodeGemmShape,
 )
@@ -23,6 +24,8 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
 __all__ = ["make_finishing"]
+
+AHEAD = 4  # tiles whose rows of a block are on their way while one is finished: see `_make_finishing_ahead`
 
 
 def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Handover) -> Any:
@@ -34,6 +37,9 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
         epilogue = _make_rotated_epilogue(shape, plan)
     else:
         epilogue = _make_epilogue(shape, plan, best.keep)
+    if shape.block is not None:
+        return _make_finishing_ahead(shape, plan, handover, epilogue)
+    backwards = shape.turn == 1
     weight_tiles, area_bytes, finishing = plan.weight_tiles, WARPS * plan.sum_bytes, plan.finishing * 32
     sets, set_bytes = plan.sets, 0 if shape.parts is None else shape.parts.count * plan.sum_bytes
     rounds = -(-plan.row_tiles * plan.columns * epilogue.values // finishing)
@@ -51,9 +57,10 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
         begin_best(totals, thread)
         tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(0)
         while tile < tiles:
+            group = (tiles - 1) - tile if backwards else tile
             for part in range(weight_tiles):
                 for own in range(sets):
-                    number = (tile * weight_tiles + part) * sets + own
+                    number = (group * weight_tiles + part) * sets + own
                     source = totals + area * uint32(area_bytes) + uint32(own * set_bytes)
                     for turn in range(rounds):
                         row, column, wanted = locate(number, uint32(thread + uint32(turn * finishing)), count)
@@ -72,13 +79,83 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
     return finish
 
 
+def _make_finishing_ahead(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Handover, epilogue: Epilogue) -> Any:
+    """What `make_finishing` gives, where a lane has one value of a tile at most: loads run ahead by `AHEAD` tiles.
+
+    Tiles of a shallow weight follow each other faster than what is loaded for one arrives.
+    """
+    groups, weight_tiles, area_bytes = plan.groups(shape.width), plan.weight_tiles, WARPS * plan.sum_bytes
+    best, backwards = make_argmax(shape, plan), shape.turn == 1
+    begin_best, end_best = best.begin, best.end
+    await_full, release, after = handover.await_full, handover.release, handover.after
+    locate, begin, nothing, end = epilogue.locate, epilogue.begin, epilogue.nothing, epilogue.finish
+
+    @device_function
+    def number_of(item: Any) -> Any:
+        turn = item // weight_tiles
+        group = int64(cuda.blockIdx.x) + turn * int64(cuda.gridDim.x)
+        if backwards:
+            group = int64(groups - 1) - group
+        return group * weight_tiles + (item - turn * weight_tiles)
+
+    @device_function
+    def load(item: Any, items: Any, thread: Any, count: Any, given: Any) -> Any:
+        row_live, bias, residual, out, beside, scales = given
+        loaded, number = nothing(), number_of(item)
+        row, column, wanted = locate(number, thread, count)
+        if item < items and wanted:
+            loaded = begin(number, row, column, row_live, bias, residual, out, beside, scales)
+        return loaded
+
+    @device_function
+    def finish_one(
+        item: Any, items: Any, loaded: Any, totals: Any, barriers: Any, area: Any, parity: Any, thread: Any,
+        count: Any, given: Any,
+    ) -> Any:  # fmt: skip
+        """The next area and parity, and what is loaded for the tile that is `AHEAD` of this one."""
+        if item < items:
+            number = number_of(item)
+            row, column, wanted = locate(number, thread, count)
+            await_full(barriers, area, parity)
+            if wanted:
+                end(totals + area * uint32(area_bytes), number, row, column, loaded, given[3], totals, given[4])
+            release(barriers, area, uint32(thread & uint32(31)))
+            area, parity = after(area, parity)
+        return area, parity, load(item + AHEAD, items, thread, count, given)
+
+    @device_function
+    def finish(
+        totals: Any, barriers: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any,
+        count: Any, beside: Any, scales: Any,
+    ) -> None:  # fmt: skip
+        thread, given = uint32(thread - uint32(WARPS * 32)), (row_live, bias, residual, out, beside, scales)
+        begin_best(totals, thread)
+        blocks, block = int64(cuda.gridDim.x), int64(cuda.blockIdx.x)
+        items = (int64(groups - 1) - block + blocks) // blocks * weight_tiles
+        item, a, p = int64(0), uint32(0), uint32(0)
+        n0, n1 = load(item, items, thread, count, given), load(item + 1, items, thread, count, given)
+        n2, n3 = load(item + 2, items, thread, count, given), load(item + 3, items, thread, count, given)
+        while item < items:  # each has its registers: to move what is on its way is to wait for it
+            a, p, n0 = finish_one(item, items, n0, totals, barriers, a, p, thread, count, given)
+            a, p, n1 = finish_one(item + 1, items, n1, totals, barriers, a, p, thread, count, given)
+            a, p, n2 = finish_one(item + 2, items, n2, totals, barriers, a, p, thread, count, given)
+            a, p, n3 = finish_one(item + 3, items, n3, totals, barriers, a, p, thread, count, given)
+            item += AHEAD
+        end_best(totals, thread, bests, count)
+
+    return finish
+
+
 def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: Any) -> Epilogue:
     """Bias, residual or activation; in float32, or rounded to bf16.
 
     keep_argmax  `Best.keep`
-    With `shape.scattered` the address of `columns` takes the residual's place.
+    With `shape.scattered` the address of `columns` takes the residual's place, with `shape.block` that of the
+    first block's row.
     """
     width, epilogue, scattered = shape.width, shape.epilogue, shape.scattered
+    has_block, block = shape.block is not None, shape.block or BlockShape(1, 1)
+    rows_added_to, block_rows = block.wide, block.rows
     has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
     wide, scaled = epilogue == FLOAT32, shape.weights.row_scales
     columns = 8 if silu else 16
@@ -114,7 +191,10 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
         if scattered:  # the original column of the run of eight, in place of `alive`, which is of SILU
             run = tile * 2 + int64(uint32(column >> uint32(3)))
             alive = uint32(ptx.load_global_i32(residual + run * 4))
-        if silu and live:
+        if has_block:
+            added = int64(uint32(row // uint32(rows_added_to)) * uint32(block_rows))
+            other = ptx.load_global_f32(residual + (added * width + tile * 16 + int64(column)) * 4)
+        if live:
             alive = ptx.load_global_u8(row_live + int64(row))
         return own, other, alive, scale, other_scale
 
@@ -131,10 +211,10 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
             if has_bias:
                 up = ptx.add_rn(up, other)
             value = silu_times(value, up)
-            if live and alive == uint32(0):
-                value = float32(0)
-        if add:
+        if add or has_block:
             value = ptx.add_rn(value, other)
+        if live and alive == uint32(0):
+            value = float32(0)
         if wide:
             ptx.store_global_f32(out + at * 4, value)
             keep_argmax(totals, tile, uint32(row * uint32(columns) + column), value)

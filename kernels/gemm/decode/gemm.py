@@ -10,7 +10,7 @@ block norms few rows for itself and holds them.
 """
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from lowlat.kernels.common.peers.rows import NUM_ARGUMENTS, PeerRows
 from lowlat.kernels.gemm.decode.epilogue import make_finishing
 from lowlat.kernels.gemm.decode.mainloop import make_fill, make_multiplying
 from lowlat.kernels.gemm.decode.norm_prologue import make_norm
+from lowlat.kernels.gemm.decode.operands import BlockRow, NormPrologue, PartialArgmax, Rotation
 from lowlat.kernels.gemm.decode.plan import (
     ADD,
     BFLOAT16,
@@ -32,6 +33,7 @@ from lowlat.kernels.gemm.decode.plan import (
     SILU,
     WARPS,
     ArgmaxShape,
+    BlockShape,
     DecodeGemmPlan,
     DecodeGemmShape,
     HeadsShape,
@@ -52,9 +54,12 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
 
 NUM_BESIDE = NUM_ARGUMENTS  # arguments of a kernel that only ROTATE uses, or EXCHANGE
 NUM_NORM = 2  # and those of a norm
+MAX_BLOCK_ROWS = 8  # to which rows of blocks are added
 
 __all__ = [
+    "MAX_BLOCK_ROWS",
     "MAX_ROWS",
+    "BlockRow",
     "DecodeGemmPlan",
     "NormPrologue",
     "PartialArgmax",
@@ -64,56 +69,6 @@ __all__ = [
     "plan_decode_gemm",
     "steps_to_hold",
 ]
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """The rotation of a GEMM's queries and keys, and the write of keys and values to the cache.
-
-    positions            [M]              int32, below C
-    cos, sin             [C, D / 2]       float32
-    row_live             [M]              uint8: dead rows write no keys and values
-    k_cache, v_cache     [P, G, block, D] bf16, or with kv_scales uint8; updated; None: queries alone
-    kv_scales            [2, G]           float32: keys and values are stored as codes; None: as they are
-    block_table, slots, write_lens, offsets  as `kv_write` of the reference has them
-    """
-
-    positions: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    row_live: torch.Tensor | None = None
-    k_cache: torch.Tensor | None = None
-    v_cache: torch.Tensor | None = None
-    block_table: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
-    write_lens: torch.Tensor | None = None
-    offsets: torch.Tensor | None = None
-    kv_scales: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class NormPrologue:
-    """The norm of a GEMM's rows, which every block makes for itself; bit for bit what `rms_norm` gives.
-
-    weight    [K]        bf16
-    row_live  [M]        uint8; None: all rows are live; dead ones become zeros
-    """
-
-    weight: torch.Tensor
-    eps: float
-    row_live: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class PartialArgmax:
-    """The partial argmax: the best pair of each row among the columns of each block, as `select` has pairs.
-
-    pairs  [M, B, 2]  int32, out: uint32 in truth; B at least the blocks of a grid; a place without a number is (0, 0)
-    limit  bits of the largest magnitude that leaves a row whole: `select.FINITE` or `select.INFINITY`
-    """
-
-    pairs: torch.Tensor
-    limit: int
 
 
 def decode_gemm(
@@ -130,6 +85,8 @@ def decode_gemm(
     norm: NormPrologue | None = None,
     best: PartialArgmax | None = None,
     columns: torch.Tensor | None = None,
+    beside: BlockRow | None = None,
+    turn: int | None = None,
     peers: PeerRows | None = None,
     parts: KParts | None = None,
     card: Card = H200,
@@ -140,22 +97,22 @@ def decode_gemm(
     x            [M, K]  bf16
     weight       [N, K]  packed, in bf16 or FP8 by row; with silu in the order of `gate_up_permutation`
     bias         [N]     bf16, in the weight's order
-    row_live     [M]     uint8; with silu, dead rows give zeros
+    row_live     [M]     uint8; with silu or beside, dead rows give zeros
     residual     [M, N]  bf16: out is the rounded sum of it and the product
     out          [M, N]  float32 or bf16; with silu [M, N / 2] bf16: silu(gate) * up; with rotation the queries
                          [M, H, D] bf16, or None where there are none
     norm         x is normed first: for so many rows, and so wide ones, as `steps_to_hold` of them is not 0
     best         the best pairs of rows in float32 are left beside them
     columns      [N / 8] int32, as `runs_of` a permuted weight's order has it: out's columns are the original ones.
-                 Of a plain GEMM, without residual, silu, rotation or best; None: columns are in the weight's order
+                 Of a GEMM without residual, silu, rotation, beside or best; None: columns are in the weight's order
+    beside       a row of a block is added to each row in float32; of 8 rows at most
+    turn         which of several products by one weight this is, one right behind the other: see `DecodeGemmShape`
     peers        the product is summed over ranks, of which each has some columns of K, before the residual is added
     parts        of K: each is summed by itself, the first has the bias, and they are added as `cuts.tree_sum` does;
                  without norm, silu, rotation or best
     rotation     the GEMM is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
-    card         what it runs on
-    plan         how to cut it; None: by the card's table, or `plan_decode_gemm`'s
-    Time: the weight's bytes over the memory's bandwidth. Captured: yes.
-    Raises ShapeError for shapes that do not fit.
+    card, plan   what it runs on, and how to cut it; None: by the card's table, or `plan_decode_gemm`'s
+    Time: the weight's bytes over the memory's bandwidth. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     count, depth = x.shape
     check_shape("x", x, count, weight.columns)
@@ -174,13 +131,11 @@ def decode_gemm(
         check_shape("out", out, count, weight.rows // 2 if silu else weight.rows)
         epilogue = _epilogue(out, silu, residual, peers)
         kept = None if best is None else _argmax_shape(best, count, epilogue)
-        live, scattered = silu and row_live is not None, columns is not None
+        live, scattered = (silu or beside is not None) and row_live is not None, columns is not None
         shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
     shape = replace(shape, weights=weight.tile_format, ranks=1 if peers is None else peers.size, parts=parts)
-    if parts is not None:
-        _check_parts(parts, shape)
-    if columns is not None:
-        _check_columns(columns, shape)
+    shape = replace(shape, block=_block_shape(beside, count, shape), turn=turn and turn % 2)
+    _check_together(shape, columns)
     calls = []
     normed = (0,) * NUM_NORM if norm is None else _norm_arguments(norm)
     most = MAX_ROWS if plan else rows_at_once(card)
@@ -190,8 +145,8 @@ def decode_gemm(
         chosen, planned = (_given(plan, shape, held), None) if plan else choose_decode_plan(rows, shape, card, held)
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
-        beside = columns if residual is None else residual[part]
-        optional = (alive, bias, beside, None if out is None else out[part], pairs)
+        added = residual[part] if residual is not None else columns if beside is None else beside.block[beside.row :]
+        optional = (alive, bias, added, None if out is None else out[part], pairs)
         arguments: tuple[Argument, ...] = (weight.memory, x[part], *(0 if each is None else each for each in optional))
         arguments = (*arguments, rows, *_beside(rotation, peers, part), *normed)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments, planned=planned))
@@ -242,6 +197,23 @@ def _argmax_shape(best: PartialArgmax, rows: int, epilogue: str) -> ArgmaxShape:
     return ArgmaxShape(best.pairs.shape[1], best.limit)
 
 
+def _block_shape(beside: BlockRow | None, rows: int, shape: DecodeGemmShape) -> BlockShape | None:
+    if beside is None:
+        return None
+    slots, rest = divmod(rows, beside.wide)
+    block = BlockShape(beside.wide, beside.block.shape[0] // max(slots, 1))
+    check_shape("block", beside.block, beside.block.shape[0], shape.width)
+    check_dtype(torch.float32, block=beside.block)
+    if shape.epilogue != FLOAT32 or rest or rows > MAX_BLOCK_ROWS:
+        raise ShapeError(
+            f"a block's row is added to at most {MAX_BLOCK_ROWS} float32 rows, a multiple of {beside.wide}, not to "
+            f"{rows} {shape.epilogue} ones"
+        )
+    if beside.block.shape[0] != slots * block.rows or not 0 <= beside.row < block.rows:
+        raise ShapeError(f"{slots} slots have no row {beside.row} in a block of {beside.block.shape[0]} rows in all")
+    return block
+
+
 def _epilogue(out: torch.Tensor, silu: bool, residual: torch.Tensor | None, peers: PeerRows | None) -> str:
     """The epilogue of a GEMM without rotation."""
     wide = FLOAT32 if out.dtype == torch.float32 else BFLOAT16
@@ -262,16 +234,24 @@ def _beside(rotation: Rotation | None, peers: PeerRows | None, part: slice) -> t
     return (0,) * NUM_BESIDE if peers is None else peers.arguments
 
 
+def _check_together(shape: DecodeGemmShape, columns: torch.Tensor | None) -> None:
+    if shape.parts is not None:
+        _check_parts(shape.parts, shape)
+    if columns is not None:
+        _check_columns(columns, shape)
+
+
 def _check_parts(parts: KParts, shape: DecodeGemmShape) -> None:
-    if shape.epilogue in (SILU, ROTATE) or shape.norm_eps is not None or shape.best is not None:
-        raise ShapeError(f"K is summed in parts without norm and best pairs, and not with {shape.epilogue}")
+    if shape.epilogue in (SILU, ROTATE) or shape.norm_eps is not None or shape.best is not None or shape.block:
+        raise ShapeError(f"K is summed in parts without norm, block and best pairs, and not with {shape.epilogue}")
     if parts.count not in (1, 2, 4, WARPS) or shape.depth % 64:
         raise ShapeError(f"K is summed in 1, 2, 4 or {WARPS} parts of whole steps, not {shape.depth} in {parts.count}")
 
 
 def _check_columns(columns: torch.Tensor, shape: DecodeGemmShape) -> None:
-    if shape.epilogue not in (FLOAT32, BFLOAT16) or shape.best is not None:
-        raise ShapeError(f"columns are of plain GEMMs, not of {shape.epilogue} ones or those that keep best pairs")
+    if shape.epilogue not in (FLOAT32, BFLOAT16) or shape.best is not None or shape.block is not None:
+        kind = f"{shape.epilogue} ones, those with a block"
+        raise ShapeError(f"columns are of plain GEMMs, not of {kind} or those that keep best pairs")
     if shape.width % RUN:
         raise ShapeError(f"columns come in runs of {RUN}, which do not divide a weight of {shape.width} rows")
     check_shape("columns", columns, shape.width // RUN)
@@ -305,11 +285,13 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     ranks = f"_ranks{shape.ranks}" if shape.ranks > 1 else ""
     kind = "" if shape.weights == BF16_TILES else f"{shape.weights.label}_"
     parts = "" if shape.parts is None else f"_{shape.parts.name}x{plan.sets}"
+    turn = "" if shape.turn is None else f"_turn{shape.turn}"
+    block = "" if shape.block is None else "_block" + "x".join(map(str, astuple(shape.block)))
     name = (
         f"decode_gemm_{kind}{shape.epilogue}{ranks}{parts}{heads}_{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
         f"{'x2' * (plan.span - 1)}{'_dense' * (plan.density - 1)}"
-        f"{norm}{best}{'' if plan.suspends else '_awake'}"
+        f"{norm}{best}{block}{turn}{'' if plan.suspends else '_awake'}"
     )
     signature = (types.int64,) * (8 + NUM_BESIDE + NUM_NORM)
     return Kernel(name, _kernel(shape, plan), signature, plan.threads, plan.sharing, plan.shared_bytes)
@@ -376,6 +358,9 @@ def examples(card: Card = H200) -> list[Kernel]:
     chosen = DecodeGemmShape(128256, 4096, FLOAT32, False, False, best=ArgmaxShape(card.num_multiprocessors, FINITE))
     for rows in examples_for(card, (1, 16), 1):
         made.append(_make(chosen, plan_decode_gemm(rows, 128256, card, keeps_argmax=True)))
+    for turn in (0, 1):
+        biased = replace(chosen, depth=256, live=True, block=BlockShape(1, 7), turn=turn)
+        made.append(_make(biased, plan_decode_gemm(1, 128256, card, keeps_argmax=True)))
     scattered = DecodeGemmShape(6144, 4096, BFLOAT16, True, False, scattered=True)
     made.append(_make(scattered, plan_decode_gemm(4, 6144, card)))
     for rows, ranks in examples_for(card, ((1, 2), (4, 8)), 1):

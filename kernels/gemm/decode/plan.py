@@ -24,6 +24,7 @@ __all__ = [
     "SUM_BYTES",
     "WARPS",
     "ArgmaxShape",
+    "BlockShape",
     "DecodeGemmPlan",
     "DecodeGemmShape",
     "HeadsShape",
@@ -190,11 +191,27 @@ class ArgmaxShape:
 
 
 @dataclass(frozen=True)
+class BlockShape:
+    """The rows that are added to a GEMM's: of each slot's block one.
+
+    wide  rows a slot of the GEMM
+    rows  rows a slot of the block
+    """
+
+    wide: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class DecodeGemmShape:
     """A weight [width, depth], the prologue and the epilogue of its GEMM.
 
     heads      with ROTATE alone
+    live       dead rows give zeros; with SILU and with a block alone
     best       with FLOAT32 alone
+    block      with FLOAT32 alone, and not scattered
+    turn       of products by one weight in a row, part of which may stay in the L2: 0 walks its tiles from first to
+               last, 1 from last to first. None: it is read once, and leaves the L2 before all else
     scattered  with FLOAT32 and BFLOAT16 alone: columns are written where they lay before the weight was permuted
     weights    how the weight is held
     ranks      that add up their sums; more than one with EXCHANGE alone
@@ -213,6 +230,8 @@ class DecodeGemmShape:
     weights: TileFormat = BF16_TILES
     ranks: int = 1
     parts: KParts | None = None
+    block: BlockShape | None = None
+    turn: int | None = None
 
     @property
     def scales_at(self) -> int:

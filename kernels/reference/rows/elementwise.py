@@ -5,7 +5,18 @@ import torch
 from lowlat.kernels.reference.row_blocks import map_rows, sigmoid
 from lowlat.kernels.reference.schema import operation
 
-__all__ = ["add", "cast", "concat_norms", "embed", "identity", "qk_norm", "rms_norm", "silu_mul", "split_norms"]
+__all__ = [
+    "add",
+    "cast",
+    "concat_norms",
+    "embed",
+    "identity",
+    "qk_norm",
+    "rms_norm",
+    "silu_mul",
+    "split_norms",
+    "take_columns",
+]
 
 
 def _normalise(row: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -20,6 +31,15 @@ def _normalise(row: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
 def identity(x: torch.Tensor, *, out: torch.Tensor) -> None:
     """A copy: out = x, of any shape and dtype."""
     out.copy_(x)
+
+
+@operation("""
+    read    x    float32  [M, W]
+    write   out  float32  [M, N]
+""")
+def take_columns(x: torch.Tensor, *, out: torch.Tensor, first: int) -> None:
+    """Columns `first` to `first` + N - 1 of each row."""
+    out.copy_(x[:, first : first + out.shape[1]])
 
 
 @operation("""

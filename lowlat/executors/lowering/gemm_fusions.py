@@ -13,7 +13,15 @@ import torch
 from lowlat.executors.lowering.binding import Binding, Call, LeftArgmax, decodes, in_parts
 from lowlat.executors.lowering.fusion import Fusion, Run
 from lowlat.executors.lowering.row_fusions import adds_ranks, gathered
-from lowlat.kernels.gemm.decode.gemm import NormPrologue, PartialArgmax, Rotation, decode_gemm, steps_to_hold
+from lowlat.kernels.gemm.decode.gemm import (
+    MAX_BLOCK_ROWS,
+    BlockRow,
+    NormPrologue,
+    PartialArgmax,
+    Rotation,
+    decode_gemm,
+    steps_to_hold,
+)
 from lowlat.kernels.gemm.packing import TILE_ROWS, gate_up_permutation, rope_permutation
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.toolchain.kernel import Card
@@ -157,10 +165,10 @@ def _rotated(binding: Binding, run: Run) -> Sequence[Call]:
     return decode_gemm(**_prologue(binding, run), out=rope.get("q"), rotation=rotation, head_dim=_head_dim(run))
 
 
-def _limit(run: Run) -> int | None:
+def _limit(run: Run, logits: str) -> int | None:
     """The largest magnitude of a finite row, for the next operation that takes these logits' argmax, if any."""
     following = run.following
-    if following is None or following.reads.get("logits") != _product(run):
+    if following is None or following.reads.get("logits") != logits:
         return None
     if following.kind == "draft_topk":
         return INFINITY if following.params["k"] == 1 else None
@@ -168,18 +176,50 @@ def _limit(run: Run) -> int | None:
 
 
 def _chosen_from(run: Run, card: Card) -> bool:
-    return _fits(run, card) and not in_parts(run.op("linear")) and _limit(run) is not None
+    return _fits(run, card) and not in_parts(run.op("linear")) and _limit(run, _product(run)) is not None
 
 
 def _with_argmax(binding: Binding, run: Run) -> Sequence[Call]:
     """Logits, and the partial argmax of their rows, with which the next operation begins."""
-    product, limit = _product(run), _limit(run)
+    product = _product(run)
+    limit = _limit(run, product)
     if limit is None:
         raise ValueError(f"nothing takes the argmax of {product}")
+    return _plain(binding, run, best=_leave_argmax(binding, run, product, limit))
+
+
+def _leave_argmax(binding: Binding, run: Run, logits: str, limit: int) -> PartialArgmax:
+    """Where the best pairs go, with which the operation behind the run begins."""
     blocks = binding.card.num_multiprocessors
-    pairs = binding.workspace("gemm.partial_argmax", (run.shape(product)[0], blocks, 2), torch.int32)
-    binding.left = LeftArgmax(product, pairs, limit)
-    return _plain(binding, run, best=PartialArgmax(pairs, limit))
+    pairs = binding.workspace("gemm.partial_argmax", (run.shape(logits)[0], blocks, 2), torch.int32)
+    binding.left = LeftArgmax(logits, pairs, limit)
+    return PartialArgmax(pairs, limit)
+
+
+def _biases(run: Run, card: Card) -> bool:
+    """Whether the product is a bias of few rows of blocks."""
+    fits = run.shape(_product(run))[0] <= MAX_BLOCK_ROWS and not in_parts(run.op("linear"))
+    return fits and _reads_product("bias_rows", "bias")(run, card)
+
+
+def _with_block(binding: Binding, run: Run) -> Sequence[Call]:
+    """Logits of a block's row and the bias, and their partial argmax where the next operation takes it."""
+    biased = run.op("bias_rows")
+    given, limit = binding.arguments(biased), _limit(run, biased.writes["out"])
+    best = None if limit is None else _leave_argmax(binding, run, biased.writes["out"], limit)
+    beside = BlockRow(given["logits"], given["row_live"].shape[1], given["row"])
+    operands = _prologue(binding, run) | {"beside": beside, "turn": _turn(run)}
+    return decode_gemm(**operands, row_live=given["row_live"], best=best, out=given["out"])
+
+
+def _turn(run: Run) -> int | None:
+    """Which of the program's products by this weight the run is; None where it is the only one.
+
+    A head behind a block is all that is read from level to level, so part of it is still in the L2.
+    """
+    weight = run.op("linear").weights["weight"]
+    products = [number for number, op in enumerate(run.program.ops) if op.weights.get("weight") == weight]
+    return products.index(run.start) if len(products) > 1 else None
 
 
 GEMM_FUSIONS = (
@@ -191,6 +231,7 @@ GEMM_FUSIONS = (
     Fusion("gemm+exchange", "linear gather_ranks sum_ranks add", 3, _with_exchange, _exchanges, _exchanged),
     Fusion("gemm+cast", "rms_norm? linear cast", 1, _rounded, _reads_product("cast", "x"), _normed_and_product),
     Fusion("gemm+rope+kv_write", "rms_norm? linear rope kv_write?", 1, _rotated, _rotates, _rotated_hides, _heads),
+    Fusion("gemm+bias_rows", "linear bias_rows", 1, _with_block, _biases, _normed_and_product),
     Fusion("gemm+argmax", "rms_norm? linear", 0, _with_argmax, _chosen_from, _normed),
     Fusion("norm+gemm", "rms_norm linear", 1, _plain, _fits, _normed),
 )  # fmt: skip

@@ -35,7 +35,7 @@ from lowlat.kernels.rows.draft_rows import (
     store_boundary,
     take_last_row,
 )
-from lowlat.kernels.rows.elementwise import add, cast, identity, silu_mul
+from lowlat.kernels.rows.elementwise import add, cast, identity, silu_mul, take_columns
 from lowlat.kernels.rows.embed import embed
 from lowlat.kernels.rows.markov import bias_rows, markov_gate, parent_tokens
 from lowlat.kernels.rows.norm import rms_norm, split_norms
@@ -153,7 +153,8 @@ def left_argmax(binding: Binding, op: Op) -> torch.Tensor | None:
 
 
 def draft_topk_alone(binding: Binding, op: Op, **children: Any) -> Sequence[Call]:
-    """The calls of `draft_topk`; of `assign_drafts` too, where `children` are its arguments."""
+    """The calls of `draft_topk`; of what follows it, too, where `children` are arguments of `assign_drafts`, and `then`
+    a level behind them."""
     given, best = {**binding.arguments(op), **binding.vectors(op)}, left_argmax(binding, op)
     return draft_topk(**given, **children, best=best if given["k"] == 1 else None, workspace=binding.workspace)
 
@@ -228,7 +229,17 @@ _BY_NAME = (
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
     *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_widths, list_active_slots),
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
-    *(silu_mul, split_norms, store_boundary, suffix_draft, take_block, take_features, tree_masks, truncate),
+    *(
+        silu_mul,
+        split_norms,
+        store_boundary,
+        suffix_draft,
+        take_block,
+        take_columns,
+        take_features,
+        tree_masks,
+        truncate,
+    ),
     *(join_columns, sum_ranks, waiting_rows),
 )
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(

@@ -1,20 +1,22 @@
 """Fusions of row-wise operations: embeddings, sums and rotations with what follows them, a draft model's input."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lowlat.executors.lowering.binding import Binding, Call, decodes
 from lowlat.executors.lowering.fusion import Fusion, Run
 from lowlat.kernels.gemm.decode.gemm import steps_to_hold
+from lowlat.kernels.rows.draft_block import BlockBoundary, block_input, take_blocks
 from lowlat.kernels.rows.draft_input import draft_input, draft_level_input
 from lowlat.kernels.rows.draft_rows import take_last
-from lowlat.kernels.rows.embed import embed_norm
+from lowlat.kernels.rows.embed import embed_norm, mask_input
+from lowlat.kernels.rows.markov import parent_vectors
 from lowlat.kernels.rows.norm import add_norm
 from lowlat.kernels.rows.ranks.exchange import exchange, exchange_add, exchange_add_norm
 from lowlat.kernels.rows.ranks.shares import share_add, share_add_norm
-from lowlat.kernels.rows.rotate import rotate
+from lowlat.kernels.rows.rotate import LayerKV, rotate, rotate_layers
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.models.program import Op
 
@@ -43,6 +45,20 @@ def _embed_norm(binding: Binding, run: Run) -> Sequence[Call]:
     given = binding.arguments(op)
     table = binding.weights.table(op.weights["weight"])
     return embed_norm(given["tokens"], table, **_normed(binding, run), out=given["out"])
+
+
+def _embeds_block(run: Run, card: Card) -> bool:
+    """Whether the norm is of the block's embedded rows, all of which that are live."""
+    made, embed, norm = run.op("mask_rows").writes, run.op("embed"), run.op("rms_norm")
+    read = (embed.reads["tokens"], norm.reads["x"], norm.reads.get("row_live"))
+    return read == (made["tokens"], embed.writes["out"], made["row_live"])
+
+
+def _mask_input(binding: Binding, run: Run) -> Sequence[Call]:
+    embed, norm = run.op("embed"), _normed(binding, run)
+    del norm["row_live"]
+    table, out = binding.weights.table(embed.weights["weight"]), binding.buffers[embed.writes["out"]]
+    return mask_input(**binding.arguments(run.op("mask_rows")), **norm, weight=table, out=out)
 
 
 def _add_norm(binding: Binding, run: Run) -> Sequence[Call]:
@@ -147,6 +163,35 @@ def _draft_input(binding: Binding, run: Run) -> Sequence[Call]:
     )  # fmt: skip
 
 
+def _lays_out(run: Run, card: Card) -> bool:
+    """Whether the draft model's norms read the block's rows, and what is stored are features of its committed ones."""
+    made, embed, norms = run.op("block_rows").writes, run.op("embed"), run.op("concat_norms")
+    read = (embed.reads["tokens"], norms.reads["hidden"], norms.reads.get("row_live"), norms.reads["embedded"])
+    if read != (made["block_tokens"], made["out"], made["block_live"], embed.writes["out"]):
+        return False
+    stored = run.find("store_boundary")
+    if stored is None:
+        return True
+    same = stored.reads["hidden"] == run.op("block_rows").reads["hidden"]
+    return same and run.shape(stored.reads["positions"])[1] <= run.shape(made["block_live"])[1]
+
+
+def _block_input(binding: Binding, run: Run) -> Sequence[Call]:
+    """A block's rows, the draft model's input made of them, and the features at block ends where they are stored."""
+    rows, norms, stored, boundary = run.op("block_rows"), run.op("concat_norms"), run.find("store_boundary"), None
+    given, normed = binding.arguments(rows), binding.arguments(norms)
+    given["block_hidden"] = given.pop("out")
+    given |= {name: normed[name] for name in ("out", "normed_hidden", "eps")}
+    if stored is not None:
+        kept = binding.arguments(stored)
+        del kept["hidden"]
+        boundary = BlockBoundary(**kept)
+    table = binding.weights.table(run.op("embed").weights["weight"])
+    return block_input(
+        **given, **binding.vectors(rows), **binding.vectors(norms), weight=table, boundary=boundary
+    )  # fmt: skip
+
+
 def _draft_level_input(binding: Binding, run: Run) -> Sequence[Call]:
     """A deeper level's rows, and the draft model's input made of them."""
     embed, norms = run.op("embed"), run.op("concat_norms")
@@ -156,6 +201,17 @@ def _draft_level_input(binding: Binding, run: Run) -> Sequence[Call]:
     return draft_level_input(
         **binding.arguments(run.op("gather_level")), **outs, weight=table, **binding.vectors(norms)
     )
+
+
+def _embeds_parents(run: Run, card: Card) -> bool:
+    return run.op("embed").reads["tokens"] == run.op("parent_tokens").writes["parents"]
+
+
+def _parent_vectors(binding: Binding, run: Run) -> Sequence[Call]:
+    embed = run.op("embed")
+    table = binding.weights.table(embed.weights["weight"])
+    vectors = binding.buffers[embed.writes["out"]]
+    return parent_vectors(**binding.arguments(run.op("parent_tokens")), weight=table, vectors=vectors)
 
 
 def _rotates(run: Run, card: Card) -> bool:
@@ -200,26 +256,107 @@ def _rotate(binding: Binding, run: Run) -> Sequence[Call]:
     return rotate(**given)
 
 
+class _Layer(NamedTuple):
+    """The operations on a layer's columns."""
+
+    taken: Op
+    norm: Op | None
+    rope: Op
+    write: Op
+
+
+def _layers(run: Run) -> list[_Layer]:
+    """The operations of each layer; none where a layer lacks one, or they come in another order."""
+    kinds = ["kv_write" if op.kind in KV_WRITES else op.kind for op in run.ops]
+    each = ["take_columns", *(["qk_norm"] if "qk_norm" in kinds else []), "rope", "kv_write"]
+    count, rest = divmod(len(kinds), len(each))
+    if rest or kinds != each * count:
+        return []
+    groups = (run.ops[first : first + len(each)] for first in range(0, len(kinds), len(each)))
+    return [_Layer(ops[0], ops[1] if len(ops) == 4 else None, ops[-2], ops[-1]) for ops in groups]
+
+
+def _rotates_layers(run: Run, card: Card) -> bool:
+    """Whether these are the keys and values of layers whose columns stand side by side, each rotated as if alone."""
+    layers, start, width = _layers(run), run.start, 0
+    for layer in layers:
+        norm, product = layer.norm, layer.taken.writes["out"]
+        if layer.taken.params["first"] != width or (norm or layer.rope).reads["qkv"] != product:
+            return False
+        alone = Run(run.program, start + 1, 2 if norm is None else 3)
+        if "q" in layer.rope.writes or not _rotates(alone, card):
+            return False
+        start, width = alone.start + alone.count, width + run.shape(product)[1]
+    return bool(layers) and run.shape(layers[0].taken.reads["x"])[1] == width and _are_alike(run, layers)
+
+
+def _are_alike(run: Run, layers: Sequence[_Layer]) -> bool:
+    """Whether layers differ in their weights, in their caches and the scales of these, and in nothing else."""
+    own, found = ("qkv", "k", "v", "kv_scales"), list[Any]()
+    for layer in layers:
+        ops = [op for op in layer[1:] if op is not None]
+        reads = [{name: None if name in own else buffer for name, buffer in op.reads.items()} for op in ops]
+        shapes = [run.shape(name) for name in (layer.taken.writes["out"], *layer.write.writes.values())]
+        found.append((layer.taken.reads, [(op.kind, op.params) for op in ops], reads, shapes))
+    return all(each == found[0] for each in found)
+
+
+def _layers_hide(run: Run) -> list[str]:
+    written = (name for op in run.ops if op.kind not in KV_WRITES for name in op.writes.values())
+    return list(dict.fromkeys(written))
+
+
+def _rotate_layers(binding: Binding, run: Run) -> Sequence[Call]:
+    layers, made = _layers(run), list[LayerKV]()
+    for layer in layers:
+        written = binding.arguments(layer.write)
+        weight = None if layer.norm is None else _head_weights(binding, layer.norm)["k_weight"]
+        made.append(LayerKV(written["k_cache"], written["v_cache"], weight, written.get("kv_scales")))
+    first = layers[0]
+    rope, written = binding.arguments(first.rope), binding.arguments(first.write)
+    given = {name: rope[name] for name in ("positions", "cos", "sin")}
+    given |= {name: written[name] for name in written if name not in (*first.write.writes, "k", "v", "kv_scales")}
+    return rotate_layers(
+        binding.buffers[first.taken.reads["x"]], **given, layers=made,
+        eps=None if first.norm is None else binding.arguments(first.norm)["eps"], workspace=binding.workspace,
+    )  # fmt: skip
+
+
 def _same_lengths(run: Run, card: Card) -> bool:
     return len({op.reads["commit_lens"] for op in run.ops}) == 1
 
 
 def _take_both(binding: Binding, run: Run) -> Sequence[Call]:
     each = [binding.arguments(op) for op in run.ops]
-    return take_last([(given["x"], given["out"]) for given in each], each[0]["commit_lens"])
+    take = take_last if run.ops[0].kind == "take_last" else take_blocks
+    return take([(given["x"], given["out"]) for given in each], each[0]["commit_lens"])
+
+
+def _same_rows(run: Run, card: Card) -> bool:
+    """Whether as many rows are taken of as many."""
+    counts = {(run.shape(op.reads["x"])[0], run.shape(op.writes["out"])[0]) for op in run.ops}
+    return len(counts) == 1 and _same_lengths(run, card)
 
 
 ROW_FUSIONS = (
     Fusion(
         "store_boundary+draft_input", "store_boundary embed concat_norms", 2, _draft_input, _stores_hidden, _embedded
     ),
+    Fusion("block+draft_input", "store_boundary? block_rows embed concat_norms", 2, _block_input, _lays_out, _embedded),
     Fusion("level+draft_input", "gather_level embed concat_norms", 2, _draft_level_input, _embeds_for_norms, _embedded),
     Fusion("exchange+norm", "gather_ranks sum_ranks add rms_norm", 3, _exchange, _norms_ranks, gathered),
     Fusion("exchange", "gather_ranks sum_ranks add?", 1, _exchange, _sums_ranks, gathered),
     Fusion("draft_input", "embed concat_norms", 1, _draft_input, _embeds_for_norms, _embedded),
+    Fusion("parents+embed", "parent_tokens embed", 1, _parent_vectors, _embeds_parents),
+    Fusion("mask_rows+embed+norm", "mask_rows embed rms_norm", 2, _mask_input, _embeds_block),
     Fusion("embed+norm", "embed rms_norm", 1, _embed_norm, _norms_result),
     Fusion("add+norm", "add rms_norm", 1, _add_norm, _norms_result),
+    Fusion(
+        "layers+rope", f"take_columns take_columns|qk_norm|rope|{'|'.join(KV_WRITES)}*", 2, _rotate_layers,
+        _rotates_layers, _layers_hide,
+    ),
     Fusion("qk_norm+rope", f"qk_norm rope {'|'.join(KV_WRITES)}?", 1, _rotate, _rotates, _rotated),
     Fusion("rope+kv_write", f"rope {'|'.join(KV_WRITES)}", 1, _rotate, _rotates, _rotated),
     Fusion("take_last", "take_last take_last", 1, _take_both, _same_lengths),
-)
+    Fusion("take_block", "take_block take_block", 1, _take_both, _same_rows),
+)  # fmt: skip

@@ -3,11 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from lowlat.executors.lowering.binding import Binding, Call
 from lowlat.executors.lowering.fusion import Fusion, Run
 from lowlat.executors.lowering.operations import draft_topk_alone, left_argmax, publication
 from lowlat.kernels.attention.kv_compact import kv_compact
 from lowlat.kernels.rows.waiting import draft_waiting_rows
+from lowlat.kernels.sampling.argmax import NextLevel
 from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.step.accept import accept_and_commit
 from lowlat.kernels.step.begin_step import Choice, begin_step
@@ -107,6 +110,32 @@ def _assigns(run: Run, card: Card) -> bool:
     return assigning.reads["top_tokens"] == drafting.writes["out"]
 
 
+def _draft_next(binding: Binding, run: Run) -> Sequence[Call]:
+    """A chain's drafts, and the tokens and vectors of the level behind them."""
+    children = {name: each for name, each in binding.arguments(run.op("assign_drafts")).items() if name != "top_tokens"}
+    embed = run.op("embed")
+    given, table = binding.arguments(run.op("parent_tokens")), binding.weights.table(embed.weights["weight"])
+    level = {name: given[name] for name in ("tokens", "parents", "row_live")}
+    then = NextLevel(**level, weight=table, vectors=binding.buffers[embed.writes["out"]])
+    return draft_topk_alone(binding, run.op("draft_topk"), **children, then=then)
+
+
+def _follows(run: Run, card: Card) -> bool:
+    """Whether each slot has one draft, which the next level has as its only parent."""
+    drafting, assigning, parents, embed = run.ops
+    slots, constants = run.shape(assigning.writes["draft_nodes"])[0], run.program.constants
+    children, nodes = constants.get(assigning.reads["children"]), constants.get(parents.reads["nodes"])
+    known = children is not None and nodes is not None and torch.equal(children, nodes)
+    return (
+        known
+        and run.shape(drafting.writes["out"]) == (slots, 1)
+        and run.shape(parents.writes["parents"]) == (slots, 1)
+        and assigning.reads["top_tokens"] == drafting.writes["out"]
+        and parents.reads.get("draft_nodes") == assigning.writes["draft_nodes"]
+        and embed.reads["tokens"] == parents.writes["parents"]
+    )
+
+
 def _end(binding: Binding, run: Run) -> Sequence[Call]:
     """The publication, the features that wait from now on, and what the fate of the drafts tells."""
     kept = run.find("keep_features")
@@ -155,6 +184,7 @@ STEP_FUSIONS = (
     Fusion("accept+commit", "accept|accept_simulated truncate kv_compact* commit draft_rows?", 2, _accept, _accepts),
     Fusion("sample", "finite sample", 1, _sample, _agree()),
     Fusion("kv_compact", "kv_compact kv_compact kv_compact*", 1, _compacted, _compacts),
+    Fusion("draft_topk+parents", "draft_topk assign_drafts parent_tokens embed", 3, _draft_next, _follows),
     Fusion("draft_topk", "draft_topk assign_drafts", 1, _draft_topk, _assigns),
     Fusion("end_step", "publish keep_features? learn_widths", 1, _end, _agree()),
     Fusion("waiting_rows", "waiting_rows take_features? draft_rows", 1, _draft_waiting, _waits),

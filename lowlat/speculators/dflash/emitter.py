@@ -1,10 +1,10 @@
 """The DFlash draft model, from its geometry. Source: DFlash, z-lab.
 
 Keys and values of every position that the target has run are made of its features alone: the norm of fc of captured
-residual streams, projected by each layer, stored at the position. Queries come from a block of rows: the last known
-token, followed by mask tokens, each at its position. Every row of the block attends to all stored positions and to the
-whole block, later rows included; the next step overwrites the block's keys and values. The row at a position drafts the
-token that stands there.
+residual streams, projected for all layers at once, stored at the position. Queries come from a block of rows: the last
+known token, followed by mask tokens, each at its position. Every row of the block attends to all stored positions and
+to the whole block, later rows included; the next step overwrites the block's keys and values. The row at a position
+drafts the token that stands there.
 """
 
 import torch
@@ -76,22 +76,26 @@ class DflashEmitter:
         product = emitter.linear(features, "head.fc", draft.hidden_size, "fc")
         hidden = emitter.scratch("hidden", *self.builder.spec(product).shape)
         emitter.emit("cast", {"x": product}, {"out": hidden})
-        normed = emitter.norm(hidden, "head.hidden_norm.weight", draft.rms_norm_eps, "context")
         if emitter.stage is not Stage.PREFILL:
             emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
+        normed = emitter.norm(hidden, "head.hidden_norm.weight", draft.rms_norm_eps, "context")
+        width = 2 * draft.kv_size
+        product = emitter.linear(normed, "head.context.kv", draft.num_layers * width, "kv", bias=draft.qkv_bias)
         for layer in range(draft.num_layers):
-            self._emit_keys(emitter, normed, layer)
+            own = emitter.scratch("layer.kv", emitter.rows.count, width, dtype=torch.float32)
+            emitter.emit("take_columns", {"x": product}, {"out": own}, first=layer * width)
+            self._emit_heads(emitter, own, layer, {"k": draft.num_kv_heads, "v": draft.num_kv_heads})
 
-    def _emit_keys(self, emitter: Emitter, x: str, layer: int) -> None:
-        """Keys and values of these rows, stored."""
-        draft, name = self.draft, f"head.layers.{layer}"
-        product = emitter.linear(x, f"{name}.kv", 2 * draft.kv_size, "kv", bias=draft.qkv_bias)
+    def _emit_heads(self, emitter: Emitter, product: str, layer: int, heads: dict[str, int]) -> dict[str, str]:
+        """A layer's heads of these rows, rotated, with its keys and values stored."""
+        draft = self.draft
         if draft.qk_norm:
-            heads = (0, draft.num_kv_heads)
-            product = emitter.qk_norm(product, name, heads, draft.head_dim, draft.rms_norm_eps, "k_normed")
-        counts = {"k": draft.num_kv_heads, "v": draft.num_kv_heads}
-        parts = emitter.rotate(product, counts, draft.head_dim, self.tables)
+            counts = (heads.get("q", 0), heads["k"])
+            name = f"head.layers.{layer}"
+            product = emitter.qk_norm(product, name, counts, draft.head_dim, draft.rms_norm_eps)
+        parts = emitter.rotate(product, heads, draft.head_dim, self.tables)
         emitter.kv_write(parts["k"], parts["v"], _caches(layer))
+        return parts
 
     def emit_draft(self, scope: StepScope) -> str:
         """The block and all its drafts; returns the drafted nodes."""
@@ -171,12 +175,10 @@ class DflashEmitter:
         draft, name = self.draft, f"head.layers.{layer}"
         level.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
         normed = level.norm(stream, f"{name}.attn_norm.weight", draft.rms_norm_eps, "input.normed")
-        self._emit_keys(level, normed, layer)
-        product = level.linear(normed, f"{name}.q", draft.query_size, "query", bias=draft.qkv_bias)
-        if draft.qk_norm:
-            heads = (draft.num_heads, 0)
-            product = level.qk_norm(product, name, heads, draft.head_dim, draft.rms_norm_eps, "q_normed")
-        query = level.rotate(product, {"q": draft.num_heads}, draft.head_dim, self.tables)["q"]
+        width = draft.query_size + 2 * draft.kv_size
+        product = level.linear(normed, f"{name}.qkv", width, "qkv", bias=draft.qkv_bias)
+        heads = {"q": draft.num_heads, "k": draft.num_kv_heads, "v": draft.num_kv_heads}
+        query = self._emit_heads(level, product, layer, heads)["q"]
         scale = draft.head_dim**-0.5
         attended = level.attention(query, _caches(layer), draft.query_size, shard=draft.shard, scale=scale)
         output = level.output(attended, f"{name}.o", draft.hidden_size, draft.shard, bias=draft.output_bias)

@@ -1,6 +1,7 @@
 """DFlash draft models: canonical weights. It knows names and shapes, and no layout of configs.
 
-A layer's keys and values are made of two kinds of rows, so their projection stands apart from the queries'.
+A layer's keys and values are made of two kinds of rows: of the block's they are made with the queries, of the target's
+features for all layers at once. So each layer's projection of them is kept twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from types import MappingProxyType
 import torch
 
 from lowlat.checkpoint.formats import narrowed
-from lowlat.checkpoint.recipes import Recipe, check_recipes
+from lowlat.checkpoint.recipes import Piece, Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
@@ -38,12 +39,20 @@ def dflash_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
     norms = {"attn_norm": "input_layernorm"}
     for layer in range(config.num_layers):
         names = (f"head.layers.{layer}", f"layers.{layer}")
-        made += layer_recipes(config, dtype, names, products=("q", "kv"), columns=hidden, norms=norms)
+        made += layer_recipes(config, dtype, names, products=("qkv",), columns=hidden, norms=norms)
+    made += [_context(config, dtype, "weight", hidden), *([_context(config, dtype, "bias")] if config.qkv_bias else [])]
     if config.own_embedding:
         made.append(one("embed.weight", "embed_tokens.weight", config.vocab_size, hidden))
     if config.own_lm_head:
         made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
     return made if config.quantisation is None else config.quantisation.apply(made)
+
+
+def _context(config: DraftConfig, dtype: torch.dtype, part: str, *width: int) -> Recipe:
+    """The keys' and values' projections of all layers, one layer's behind the other's."""
+    names = [f"layers.{layer}.self_attn.{each}_proj" for layer in range(config.num_layers) for each in "kv"]
+    pieces = tuple(Piece(f"{name}.{part}", (config.kv_size, *width)) for name in names)
+    return Recipe(f"head.context.kv.{part}", pieces, dtype)
 
 
 def dflash_weight_plan(config: DraftConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -37,8 +37,10 @@ def test_geometry_and_weights_of_every_layout(layout: str, target: tuple[Any, An
     assert draft is not None and (draft.method, draft.layout, draft.mask_token) == ("dflash", layout, MASK)
     assert (draft.capture_boundaries, draft.block_size, draft.num_layers) == ((1, 2), 5, 2)
     assert draft.qk_norm and draft.qkv_bias and not draft.output_bias and not draft.own_embedding
-    keys = torch.cat([tensors[f"layers.1.self_attn.{part}_proj.weight"] for part in "kv"])
-    assert torch.equal(loaded.weights["head.layers.1.kv.weight"], keys)
+    for kind in ("weight", "bias"):
+        parts = [[tensors[f"layers.{layer}.self_attn.{part}_proj.{kind}"] for part in "qkv"] for layer in (0, 1)]
+        assert torch.equal(loaded.weights[f"head.layers.1.qkv.{kind}"], torch.cat(parts[1]))
+        assert torch.equal(loaded.weights[f"head.context.kv.{kind}"], torch.cat([*parts[0][1:], *parts[1][1:]]))
     ids = torch.arange(40) + tensors["d2t"]
     assert loaded.weights["head.draft_to_target"].tolist() == ids.tolist()
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}

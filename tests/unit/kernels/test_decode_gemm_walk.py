@@ -21,9 +21,17 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.peers.rows import PeerRows, area_shape
 from lowlat.kernels.formats import FP8, MATRIX_FORMATS
 from lowlat.kernels.formats.dense import pack_matrix
-from lowlat.kernels.gemm.decode.gemm import NormPrologue, PartialArgmax, decode_gemm, plan_decode_gemm, steps_to_hold
+from lowlat.kernels.gemm.decode.gemm import (
+    BlockRow,
+    NormPrologue,
+    PartialArgmax,
+    decode_gemm,
+    plan_decode_gemm,
+    steps_to_hold,
+)
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
+from lowlat.kernels.reference.rows.markov import bias_rows
 from lowlat.kernels.sampling.select import BROKEN, FINITE, INFINITY
 from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.tools.tune.loopback import looped
@@ -217,6 +225,68 @@ def test_a_permuted_weight_gives_original_columns(
         run(walker, modules, changes, x=x, weight=pack(weight, order), bias=own, columns=runs, out=got)
         run(walker, modules, changes, x=x, weight=pack(weight), bias=plain, out=want)
     assert bool(want.isfinite().all()) and torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("slots", "wide", "rows", "row", "changes"),
+    [
+        (1, 1, 3, 2, {"num_blocks": 1}),
+        (2, 3, 4, 0, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
+        later(4, 2, 2, 1, {}),
+    ],
+)
+def test_a_row_of_a_slot_s_block_is_added(slots: int, wide: int, rows: int, row: int, changes: dict[str, int]) -> None:
+    """Bit for bit what the operation makes of the product alone, dead rows zeros; and the best pairs of the sums."""
+    x, weight, block = random(slots * wide, 72), random(100, 72), torch.randn(slots * rows, 100)
+    live = flags(slots * wide).reshape(slots, wide)
+    plain, want, got = (torch.full((slots * wide, 100), torch.nan) for _ in range(3))
+    pairs = torch.zeros(slots * wide, 3, 2, dtype=torch.int32)
+    walker = Walker()
+    with walked(walker) as modules:
+        run(walker, modules, changes, x=x, weight=pack(weight), out=plain)
+        beside, best = modules[-1].BlockRow(block, wide, row), modules[-1].PartialArgmax(pairs, INFINITY)
+        run(walker, modules, changes, x=x, weight=pack(weight), out=got, beside=beside, row_live=live, best=best)
+    bias_rows(block, plain, live, out=want, row=row)
+    assert bool(want.isfinite().all()) and torch.equal(got, want)
+    assert torch.equal(best_of(pairs)[0], best_of(best_pairs(want, INFINITY, blocks=1))[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "changes"),
+    [(1, 100, {}), later(3, 97, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}), later(9, 130, {"num_blocks": 1})],
+)
+def test_products_by_one_weight_walk_it_to_and_fro(rows: int, width: int, changes: dict[str, int]) -> None:
+    """The same bits; and of equal numbers the lowest index, in one tile and in several."""
+    x, weight = random(rows, 136), random(width, 136)
+    weight[[3, 19, 20, width - 1]] = weight[7] * 9
+    outs, bests = [], []
+    for turn in (None, 0, 1):
+        out, pairs = torch.full((rows, width), torch.nan), torch.zeros(rows, 3, 2, dtype=torch.int32)
+        walker = Walker()
+        with walked(walker) as modules:
+            best = modules[-1].PartialArgmax(pairs, FINITE)
+            run(walker, modules, changes, x=x, weight=pack(weight), out=out, best=best, turn=turn)
+        outs.append(out)
+        bests.append(best_of(pairs))
+    assert bool(outs[0].isfinite().all()) and all(torch.equal(each, outs[0]) for each in outs[1:])
+    assert all(torch.equal(mine, first) for each in bests[1:] for mine, first in zip(each, bests[0], strict=True))
+
+
+def test_a_row_is_of_each_slot_s_block_and_of_rows_of_one_launch() -> None:
+    x, block = random(4, 64), torch.zeros(6, 48)
+    good: dict[str, Any] = {"x": x, "weight": pack(random(48, 64)), "out": torch.empty(4, 48), "card": SMALL}
+    (call,) = decode_gemm(**good, beside=BlockRow(block, 2, 2), row_live=flags(4))
+    assert call.kernel.name.endswith("_block2x3")
+    for options, message in (
+        ({"beside": BlockRow(block, 3, 0)}, "a multiple of 3, not to 4 float32 ones"),
+        ({"beside": BlockRow(block, 2, 3)}, "2 slots have no row 3 in a block of 6 rows"),
+        ({"beside": BlockRow(block[:5], 2, 0)}, "2 slots have no row 0 in a block of 5 rows"),
+        ({"beside": BlockRow(block[:, :40], 2, 0)}, "block must have shape"),
+        ({"beside": BlockRow(block, 2, 0), "out": torch.empty(4, 48).bfloat16()}, "not to 4 bfloat16 ones"),
+        ({"beside": BlockRow(block, 1, 0), "x": random(9, 64), "out": torch.empty(9, 48)}, "at most 8 float32 rows"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            decode_gemm(**(good | options))
 
 
 def test_columns_are_of_plain_products_in_runs() -> None:

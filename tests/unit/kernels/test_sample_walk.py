@@ -8,6 +8,8 @@ from kernel_walk import Walker, walkable
 from selection_cases import Memory, best_pairs, make_world
 from unit.kernels.sampling import World
 
+from lowlat.kernels.gemm.packing import pack
+from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.sampling import sample as reference
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 
@@ -122,3 +124,40 @@ def test_a_chain_s_drafts_are_the_likeliest(alone: bool) -> None:
     want = [int(names[place]) if k not in (1, 2) else -1 for k, place in enumerate(lowest)]
     assert out.tolist() == want
     assert nodes.tolist() == [[-77, *want[:3]], [-77, *want[3:]]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_chain_s_drafts_bring_the_next_level_s_vectors(packed: bool) -> None:
+    """What the operations give one after the other; of a broken row, a dead one, and a slot that is dead."""
+    logits, names, table = torch.randn(5, 100), torch.randperm(100, dtype=torch.int32), torch.randn(100, 264).bfloat16()
+    logits[1, 99] = torch.nan
+    live = torch.tensor([[1], [1], [0], [1], [1]], dtype=torch.uint8)
+    tokens = torch.tensor([[3, 4]] * 4 + [[-1, -1]], dtype=torch.int32)
+    child, zero = torch.tensor([2], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+
+    def outs() -> dict[str, torch.Tensor]:
+        return {
+            "out": torch.full((5, 1), -77, dtype=torch.int32),
+            "draft_nodes": torch.full((5, 4), -77, dtype=torch.int32),
+            "parents": torch.full((5, 1), -77, dtype=torch.int32),
+            "row_live": torch.full((5, 1), 77, dtype=torch.uint8),
+            "vectors": torch.full((5, 264), torch.nan).bfloat16(),
+        }
+
+    want, got = outs(), outs()
+    OPERATIONS["draft_topk"](logits, names, live, out=want["out"], k=1)
+    OPERATIONS["assign_drafts"](want["out"], child, zero, zero, draft_nodes=want["draft_nodes"])
+    level = {name: want[name] for name in ("parents", "row_live")}
+    OPERATIONS["parent_tokens"](tokens, child, want["draft_nodes"], **level)
+    OPERATIONS["embed"](want["parents"], table, out=want["vectors"])
+    names_of = ("sampling.select", "sampling.row_pairs", "common.memory", "common.norm_row", "sampling.argmax")
+    with walkable(walker := Walker(), *names_of) as modules:
+        kernels: Any = modules[-1]
+        weight = pack(table) if packed else table
+        then = kernels.NextLevel(tokens, got["parents"], got["row_live"], weight, got["vectors"])
+        assign = (child, zero, zero, got["draft_nodes"])
+        best = best_pairs(logits, INFINITY)
+        walker.run(*kernels.argmax(best, live, out=got["out"].reshape(-1), names=names, assign=assign, then=then))
+    assert want["parents"].reshape(-1).tolist()[1:3] == [-1, -1] and int(want["draft_nodes"][4, 2]) >= 0
+    assert int(want["parents"][4]) == -1
+    assert all(torch.equal(got[name], want[name]) for name in want)

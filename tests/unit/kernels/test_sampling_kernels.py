@@ -49,6 +49,12 @@ def ints(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
+def level(**changed: Any) -> Any:
+    own = {"tokens": ints(6, 3), "parents": ints(6, 1), "row_live": ints(6, 1).byte()}
+    vectors = {"weight": torch.zeros(9, 16).bfloat16(), "vectors": torch.zeros(6, 16).bfloat16()}
+    return argmax_kernels.NextLevel(**{**own, **vectors, **changed})
+
+
 def test_argmax_calls_and_refusals() -> None:
     good: dict[str, Any] = {"best": ints(6, 5, 2), "out": ints(6), "names": ints(900)}
     (call,) = argmax_kernels.argmax(**good)
@@ -60,6 +66,10 @@ def test_argmax_calls_and_refusals() -> None:
         ({"assign": (ints(3), ints(2), ints(3), ints(2, 4))}, "child_rows must"),
         ({"assign": (ints(3), ints(3), ints(2), ints(2, 4))}, "child_ranks must"),
         ({"assign": (ints(3), ints(3), ints(3), ints(4, 4))}, "best must"),
+        ({"then": level(parents=ints(5, 1))}, "parents must"),
+        ({"then": level(tokens=ints(5, 3))}, "tokens must"),
+        ({"then": level(vectors=torch.zeros(5, 16).bfloat16())}, "vectors must"),
+        ({"then": level(weight=torch.zeros(9, 20).bfloat16(), vectors=torch.zeros(6, 20).bfloat16())}, "multiple of 8"),
     ):
         with pytest.raises(ShapeError, match=match):
             argmax_kernels.argmax(**{**good, **options})
