@@ -1,7 +1,6 @@
 """The thin matrix product against torch in float64, and a row's bits in any company."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -160,7 +159,7 @@ def test_best_pairs_are_those_of_the_rows_it_leaves(launcher: Launcher, width: i
 
 @pytest.mark.parametrize(("width", "depth"), [(97, 200), (32000, 320), (128256, 256), (151936, 8)])
 def test_a_row_of_a_block_is_added_as_an_operation_alone_adds_it(launcher: Launcher, width: int, depth: int) -> None:
-    """Bit for bit, the weight walked either way, of one row a slot and of more; with the best pairs of the sums."""
+    """Bit for bit, of one row a slot and of more; with the best pairs of the sums."""
     weight = _random(width, depth)
     weight[width // 3] = weight[width - 5] = weight[width // 3 + 1]
     packed = pack(weight)
@@ -172,16 +171,12 @@ def test_a_row_of_a_block_is_added_as_an_operation_alone_adds_it(launcher: Launc
         launcher.run(*decode_gemm(x=x, weight=packed, out=plain))
         launcher.run(*bias_rows(block, plain, live, out=want, row=row))
         lows = best_of(best_pairs(want, INFINITY, 1))
-        for turn in (None, 0, 1):
-            out, pairs = torch.full_like(want, torch.nan), torch.zeros(rows, 132, 2, dtype=torch.int32, device="cuda")
-            given: dict[str, Any] = {
-                "beside": BlockRow(block, wide, row),
-                "best": PartialArgmax(pairs, INFINITY),
-                "row_live": live,
-            }
-            launcher.run(*decode_gemm(x=x, weight=packed, out=out, turn=turn, **given))
-            assert torch.equal(out.view(torch.int32), want.view(torch.int32))
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(best_of(pairs), lows, strict=True))
+        out, pairs = torch.full_like(want, torch.nan), torch.zeros(rows, 132, 2, dtype=torch.int32, device="cuda")
+        best = PartialArgmax(pairs, INFINITY)
+        beside = BlockRow(block, wide, row)
+        launcher.run(*decode_gemm(x=x, weight=packed, out=out, beside=beside, best=best, row_live=live))
+        assert torch.equal(out.view(torch.int32), want.view(torch.int32))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(best_of(pairs), lows, strict=True))
 
 
 @pytest.mark.parametrize(("width", "depth"), [(256, 320), (5120, 2880), (6144, 4096), (97, 200), (48, 8192)])

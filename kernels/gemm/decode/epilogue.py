@@ -25,8 +25,6 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 
 __all__ = ["make_finishing"]
 
-AHEAD = 4  # tiles whose rows of a block are on their way while one is finished: see `_make_finishing_ahead`
-
 
 def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Handover) -> Any:
     """A function of the warps that finish: finish all tiles of a block, as the others hand them over."""
@@ -37,9 +35,6 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
         epilogue = _make_rotated_epilogue(shape, plan)
     else:
         epilogue = _make_epilogue(shape, plan, best.keep)
-    if shape.block is not None:
-        return _make_finishing_ahead(shape, plan, handover, epilogue)
-    backwards = shape.turn == 1
     weight_tiles, area_bytes, finishing = plan.weight_tiles, WARPS * plan.sum_bytes, plan.finishing * 32
     sets, set_bytes = plan.sets, 0 if shape.parts is None else shape.parts.count * plan.sum_bytes
     rounds = -(-plan.row_tiles * plan.columns * epilogue.values // finishing)
@@ -57,10 +52,9 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
         begin_best(totals, thread)
         tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(0)
         while tile < tiles:
-            group = (tiles - 1) - tile if backwards else tile
             for part in range(weight_tiles):
                 for own in range(sets):
-                    number = (group * weight_tiles + part) * sets + own
+                    number = (tile * weight_tiles + part) * sets + own
                     source = totals + area * uint32(area_bytes) + uint32(own * set_bytes)
                     for turn in range(rounds):
                         row, column, wanted = locate(number, uint32(thread + uint32(turn * finishing)), count)
@@ -74,73 +68,6 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
                 release(barriers, area, uint32(thread & uint32(31)))
                 area, parity = after(area, parity)
             tile += int64(cuda.gridDim.x)
-        end_best(totals, thread, bests, count)
-
-    return finish
-
-
-def _make_finishing_ahead(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Handover, epilogue: Epilogue) -> Any:
-    """What `make_finishing` gives, where a lane has one value of a tile at most: loads run ahead by `AHEAD` tiles.
-
-    Tiles of a shallow weight follow each other faster than what is loaded for one arrives.
-    """
-    groups, weight_tiles, area_bytes = plan.groups(shape.width), plan.weight_tiles, WARPS * plan.sum_bytes
-    best, backwards = make_argmax(shape, plan), shape.turn == 1
-    begin_best, end_best = best.begin, best.end
-    await_full, release, after = handover.await_full, handover.release, handover.after
-    locate, begin, nothing, end = epilogue.locate, epilogue.begin, epilogue.nothing, epilogue.finish
-
-    @device_function
-    def number_of(item: Any) -> Any:
-        turn = item // weight_tiles
-        group = int64(cuda.blockIdx.x) + turn * int64(cuda.gridDim.x)
-        if backwards:
-            group = int64(groups - 1) - group
-        return group * weight_tiles + (item - turn * weight_tiles)
-
-    @device_function
-    def load(item: Any, items: Any, thread: Any, count: Any, given: Any) -> Any:
-        row_live, bias, residual, out, beside, scales = given
-        loaded, number = nothing(), number_of(item)
-        row, column, wanted = locate(number, thread, count)
-        if item < items and wanted:
-            loaded = begin(number, row, column, row_live, bias, residual, out, beside, scales)
-        return loaded
-
-    @device_function
-    def finish_one(
-        item: Any, items: Any, loaded: Any, totals: Any, barriers: Any, area: Any, parity: Any, thread: Any,
-        count: Any, given: Any,
-    ) -> Any:  # fmt: skip
-        """The next area and parity, and what is loaded for the tile that is `AHEAD` of this one."""
-        if item < items:
-            number = number_of(item)
-            row, column, wanted = locate(number, thread, count)
-            await_full(barriers, area, parity)
-            if wanted:
-                end(totals + area * uint32(area_bytes), number, row, column, loaded, given[3], totals, given[4])
-            release(barriers, area, uint32(thread & uint32(31)))
-            area, parity = after(area, parity)
-        return area, parity, load(item + AHEAD, items, thread, count, given)
-
-    @device_function
-    def finish(
-        totals: Any, barriers: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any,
-        count: Any, beside: Any, scales: Any,
-    ) -> None:  # fmt: skip
-        thread, given = uint32(thread - uint32(WARPS * 32)), (row_live, bias, residual, out, beside, scales)
-        begin_best(totals, thread)
-        blocks, block = int64(cuda.gridDim.x), int64(cuda.blockIdx.x)
-        items = (int64(groups - 1) - block + blocks) // blocks * weight_tiles
-        item, a, p = int64(0), uint32(0), uint32(0)
-        n0, n1 = load(item, items, thread, count, given), load(item + 1, items, thread, count, given)
-        n2, n3 = load(item + 2, items, thread, count, given), load(item + 3, items, thread, count, given)
-        while item < items:  # each has its registers: to move what is on its way is to wait for it
-            a, p, n0 = finish_one(item, items, n0, totals, barriers, a, p, thread, count, given)
-            a, p, n1 = finish_one(item + 1, items, n1, totals, barriers, a, p, thread, count, given)
-            a, p, n2 = finish_one(item + 2, items, n2, totals, barriers, a, p, thread, count, given)
-            a, p, n3 = finish_one(item + 3, items, n3, totals, barriers, a, p, thread, count, given)
-            item += AHEAD
         end_best(totals, thread, bests, count)
 
     return finish

@@ -86,7 +86,6 @@ def decode_gemm(
     best: PartialArgmax | None = None,
     columns: torch.Tensor | None = None,
     beside: BlockRow | None = None,
-    turn: int | None = None,
     peers: PeerRows | None = None,
     parts: KParts | None = None,
     card: Card = H200,
@@ -106,7 +105,6 @@ def decode_gemm(
     columns      [N / 8] int32, as `runs_of` a permuted weight's order has it: out's columns are the original ones.
                  Of a GEMM without residual, silu, rotation, beside or best; None: columns are in the weight's order
     beside       a row of a block is added to each row in float32; of 8 rows at most
-    turn         which of several products by one weight this is, one right behind the other: see `DecodeGemmShape`
     peers        the product is summed over ranks, of which each has some columns of K, before the residual is added
     parts        of K: each is summed by itself, the first has the bias, and they are added as `cuts.tree_sum` does;
                  without norm, silu, rotation or best
@@ -134,7 +132,7 @@ def decode_gemm(
         live, scattered = (silu or beside is not None) and row_live is not None, columns is not None
         shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
     shape = replace(shape, weights=weight.tile_format, ranks=1 if peers is None else peers.size, parts=parts)
-    shape = replace(shape, block=_block_shape(beside, count, shape), turn=turn and turn % 2)
+    shape = replace(shape, block=_block_shape(beside, count, shape))
     _check_together(shape, columns)
     calls = []
     normed = (0,) * NUM_NORM if norm is None else _norm_arguments(norm)
@@ -285,13 +283,12 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     ranks = f"_ranks{shape.ranks}" if shape.ranks > 1 else ""
     kind = "" if shape.weights == BF16_TILES else f"{shape.weights.label}_"
     parts = "" if shape.parts is None else f"_{shape.parts.name}x{plan.sets}"
-    turn = "" if shape.turn is None else f"_turn{shape.turn}"
     block = "" if shape.block is None else "_block" + "x".join(map(str, astuple(shape.block)))
     name = (
         f"decode_gemm_{kind}{shape.epilogue}{ranks}{parts}{heads}_{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
         f"{'x2' * (plan.span - 1)}{'_dense' * (plan.density - 1)}"
-        f"{norm}{best}{block}{turn}{'' if plan.suspends else '_awake'}"
+        f"{norm}{best}{block}{'' if plan.suspends else '_awake'}"
     )
     signature = (types.int64,) * (8 + NUM_BESIDE + NUM_NORM)
     return Kernel(name, _kernel(shape, plan), signature, plan.threads, plan.sharing, plan.shared_bytes)
@@ -358,9 +355,8 @@ def examples(card: Card = H200) -> list[Kernel]:
     chosen = DecodeGemmShape(128256, 4096, FLOAT32, False, False, best=ArgmaxShape(card.num_multiprocessors, FINITE))
     for rows in examples_for(card, (1, 16), 1):
         made.append(_make(chosen, plan_decode_gemm(rows, 128256, card, keeps_argmax=True)))
-    for turn in (0, 1):
-        biased = replace(chosen, depth=256, live=True, block=BlockShape(1, 7), turn=turn)
-        made.append(_make(biased, plan_decode_gemm(1, 128256, card, keeps_argmax=True)))
+    biased = replace(chosen, depth=256, live=True, block=BlockShape(1, 7))
+    made.append(_make(biased, plan_decode_gemm(1, 128256, card, keeps_argmax=True)))
     scattered = DecodeGemmShape(6144, 4096, BFLOAT16, True, False, scattered=True)
     made.append(_make(scattered, plan_decode_gemm(4, 6144, card)))
     for rows, ranks in examples_for(card, ((1, 2), (4, 8)), 1):

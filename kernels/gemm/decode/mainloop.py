@@ -174,21 +174,17 @@ def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     step_bytes, tile_bytes = shape.weights.step_bytes, shape.steps * shape.weights.step_bytes
     code_bytes, words, apart = shape.weights.code_bytes, shape.weights.words, WARPS * shape.weights.step_bytes
     last, quarters, sets = -(-shape.width // 16) - 1, shape.weights.code_bytes // 512, plan.sets
-    groups, backwards = plan.groups(shape.width), shape.turn == 1
-    copy = ptx.copy_async_16_once if shape.turn is None else ptx.copy_async_16
 
     @device_function
     def issue_step(place: Any, start: Any, lane: Any) -> None:
         source = start + int64(lane) * 16
         for quarter in range(quarters):
-            copy(place + uint32(quarter * 512), source + quarter * 512)
+            ptx.copy_async_16_once(place + uint32(quarter * 512), source + quarter * 512)
         for word in range(words):
             target = place + uint32(code_bytes + word * 128) - lane * uint32(12)
             ptx.copy_async_4(uint32(target), start + code_bytes + word * 32 + int64(lane >> uint32(2)) * 4)
 
     def issue(place: Any, weight: Any, tile: Any, own: Any, step: Any, lane: Any) -> None:
-        if backwards:
-            tile = uint32(uint32(groups - 1) - tile)
         for part in range(weight_tiles):
             # the last group may lack tiles: it takes the last one again, and nobody reads those sums
             number = uint32(tile * uint32(weight_tiles) + uint32(part))

@@ -35,7 +35,6 @@ def make_argmax(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Best:
     if best is None:
         return Best(_nothing_begins, _nothing_is_kept, _nothing_is_left)
     blocks, limit, rounds, threads = best.blocks, best.limit, plan.rounds, plan.finishing * 32
-    backwards = shape.turn == 1
     # from the sums, which every function is given the address of
     begins_at = plan.shared_bytes - plan.best_bytes - WARPS * plan.stages * plan.stage_bytes
 
@@ -52,11 +51,7 @@ def make_argmax(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Best:
     def keep(totals: Any, tile: Any, index: Any, value: Any) -> None:
         place, bits = place_of(totals, index), ptx.bits_of_float(value)
         key = uint32(BROKEN) if uint32(bits & uint32(MAGNITUDE)) > uint32(limit) else order_key(bits)
-        known = ptx.load_shared_u32(place)
-        better = key > known  # tiles come in order: of equal ones the first stays
-        if backwards and key == known:
-            better = uint32(tile) < ptx.load_shared_u32(uint32(place + uint32(4)))
-        if better:
+        if key > ptx.load_shared_u32(place):  # tiles come in order: of equal ones the first stays
             ptx.store_shared_64(place, key, uint32(tile))
 
     @device_function

@@ -210,8 +210,6 @@ class DecodeGemmShape:
     live       dead rows give zeros; with SILU and with a block alone
     best       with FLOAT32 alone
     block      with FLOAT32 alone, and not scattered
-    turn       of products by one weight in a row, part of which may stay in the L2: 0 walks its tiles from first to
-               last, 1 from last to first. None: it is read once, and leaves the L2 before all else
     scattered  with FLOAT32 and BFLOAT16 alone: columns are written where they lay before the weight was permuted
     weights    how the weight is held
     ranks      that add up their sums; more than one with EXCHANGE alone
@@ -231,7 +229,6 @@ class DecodeGemmShape:
     ranks: int = 1
     parts: KParts | None = None
     block: BlockShape | None = None
-    turn: int | None = None
 
     @property
     def scales_at(self) -> int:

@@ -208,18 +208,8 @@ def _with_block(binding: Binding, run: Run) -> Sequence[Call]:
     given, limit = binding.arguments(biased), _limit(run, biased.writes["out"])
     best = None if limit is None else _leave_argmax(binding, run, biased.writes["out"], limit)
     beside = BlockRow(given["logits"], given["row_live"].shape[1], given["row"])
-    operands = _prologue(binding, run) | {"beside": beside, "turn": _turn(run)}
+    operands = _prologue(binding, run) | {"beside": beside}
     return decode_gemm(**operands, row_live=given["row_live"], best=best, out=given["out"])
-
-
-def _turn(run: Run) -> int | None:
-    """Which of the program's products by this weight the run is; None where it is the only one.
-
-    A head behind a block is all that is read from level to level, so part of it is still in the L2.
-    """
-    weight = run.op("linear").weights["weight"]
-    products = [number for number, op in enumerate(run.program.ops) if op.weights.get("weight") == weight]
-    return products.index(run.start) if len(products) > 1 else None
 
 
 GEMM_FUSIONS = (

@@ -251,27 +251,6 @@ def test_a_row_of_a_slot_s_block_is_added(slots: int, wide: int, rows: int, row:
     assert torch.equal(best_of(pairs)[0], best_of(best_pairs(want, INFINITY, blocks=1))[0])
 
 
-@pytest.mark.parametrize(
-    ("rows", "width", "changes"),
-    [(1, 100, {}), later(3, 97, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}), later(9, 130, {"num_blocks": 1})],
-)
-def test_products_by_one_weight_walk_it_to_and_fro(rows: int, width: int, changes: dict[str, int]) -> None:
-    """The same bits; and of equal numbers the lowest index, in one tile and in several."""
-    x, weight = random(rows, 136), random(width, 136)
-    weight[[3, 19, 20, width - 1]] = weight[7] * 9
-    outs, bests = [], []
-    for turn in (None, 0, 1):
-        out, pairs = torch.full((rows, width), torch.nan), torch.zeros(rows, 3, 2, dtype=torch.int32)
-        walker = Walker()
-        with walked(walker) as modules:
-            best = modules[-1].PartialArgmax(pairs, FINITE)
-            run(walker, modules, changes, x=x, weight=pack(weight), out=out, best=best, turn=turn)
-        outs.append(out)
-        bests.append(best_of(pairs))
-    assert bool(outs[0].isfinite().all()) and all(torch.equal(each, outs[0]) for each in outs[1:])
-    assert all(torch.equal(mine, first) for each in bests[1:] for mine, first in zip(each, bests[0], strict=True))
-
-
 def test_a_row_is_of_each_slot_s_block_and_of_rows_of_one_launch() -> None:
     x, block = random(4, 64), torch.zeros(6, 48)
     good: dict[str, Any] = {"x": x, "weight": pack(random(48, 64)), "out": torch.empty(4, 48), "card": SMALL}
