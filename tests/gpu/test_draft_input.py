@@ -4,17 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from rowwise_cases import (
-    EPS,
-    Lab,
-    canonical_norm,
-    check_block_input,
-    check_draft_input,
-    check_level_input,
-    poison,
-    same_bits,
-    weights,
-)
+from draft_input_cases import check_block_input, check_draft_input, check_level_input
+from rowwise_cases import EPS, Lab, canonical_norm, poison, same_bits, weights
 
 from lowlat.kernels.rows.draft_input import concat_norms, draft_input
 

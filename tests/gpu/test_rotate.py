@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rowwise_cases import Lab, check_chunk_write, check_layers, check_rotate, poison, same_bits, weights
+from rotation_cases import check_chunk_write, check_layers, check_rotate
+from rowwise_cases import Lab, poison, same_bits, weights
 
 from lowlat.kernels.rows.rotate import rotate
 

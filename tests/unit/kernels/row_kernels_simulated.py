@@ -8,7 +8,9 @@ import ctypes
 import sys
 from typing import Any
 
+import draft_input_cases
 import numpy as np
+import rotation_cases
 import rowwise_cases as cases
 import torch
 from fibers import this_fiber
@@ -107,21 +109,21 @@ def main() -> None:
     cases.check_router_fills(lab, 2, 64, 3, 300)
     cases.check_embeddings(lab, 3, 72, 37)
     cases.check_embeddings(lab, 2, 4096 + 72, 18)
-    cases.check_draft_input(lab, 2, 2, 24, packed=False)
-    cases.check_draft_input(lab, 1, 1, 4096 + 8, packed=True)
-    cases.check_block_input(lab, 4, 3, 24, packed=True)
-    cases.check_block_input(lab, 2, 2, 24, packed=False, kept=False)
-    cases.check_block_input(lab, 2, 2, 4096 + 8, packed=False, batch=2)
-    cases.check_level_input(lab, 2, 2, 3, 24, packed=True)
-    cases.check_level_input(lab, 1, 1, 1, 4096 + 8, packed=False)
-    cases.check_chunk_write(lab, (2, 1, 16), None, (6, 8, 5))
-    cases.check_chunk_write(lab, (3, 2, 8), 1e-5, (4, 0, 3))
-    cases.check_chunk_write(lab, (0, 1, 16), None, (3, 16, 3), coded=True)
-    cases.check_layers(lab, 3, (1, 16), 1e-6)
-    cases.check_layers(lab, 2, (2, 40), None, chunk=True)
-    cases.check_layers(lab, 2, (1, 16), 1e-6, chunk=True, coded=True)
+    draft_input_cases.check_draft_input(lab, 2, 2, 24, packed=False)
+    draft_input_cases.check_draft_input(lab, 1, 1, 4096 + 8, packed=True)
+    draft_input_cases.check_block_input(lab, 4, 3, 24, packed=True)
+    draft_input_cases.check_block_input(lab, 2, 2, 24, packed=False, kept=False)
+    draft_input_cases.check_block_input(lab, 2, 2, 4096 + 8, packed=False, batch=2)
+    draft_input_cases.check_level_input(lab, 2, 2, 3, 24, packed=True)
+    draft_input_cases.check_level_input(lab, 1, 1, 1, 4096 + 8, packed=False)
+    rotation_cases.check_chunk_write(lab, (2, 1, 16), None, (6, 8, 5))
+    rotation_cases.check_chunk_write(lab, (3, 2, 8), 1e-5, (4, 0, 3))
+    rotation_cases.check_chunk_write(lab, (0, 1, 16), None, (3, 16, 3), coded=True)
+    rotation_cases.check_layers(lab, 3, (1, 16), 1e-6)
+    rotation_cases.check_layers(lab, 2, (2, 40), None, chunk=True)
+    rotation_cases.check_layers(lab, 2, (1, 16), 1e-6, chunk=True, coded=True)
     for heads, eps in (((3, 1, 64), None), ((2, 1, 40), 1e-6), ((0, 1, 128), 1e-6), ((5, 0, 8), None)):
-        cases.check_rotate(lab, heads, eps)
+        rotation_cases.check_rotate(lab, heads, eps)
     print("all passed")
 
 
