@@ -182,8 +182,7 @@ def check_launches(config: RuntimeConfig, counts: LaunchCounts, speculative: Spe
         raise ConfigError(
             f"perf_mode 'strict' launches by measured plans, and {counts.planned - counts.tuned} of {counts.planned} "
             f"launches have plans that were derived for this card: {_named(counts.untuned)}; "
-            f"`{tune_command(config, speculative)}` measures them, max_prefill_chunks 4 has those alone that shipped "
-            "tables know, and perf_mode 'default' goes on with what was derived"
+            f"`{tune_command(config, speculative)}` measures them; perf_mode 'default' goes on with what was derived"
         )
 
 
