@@ -180,11 +180,11 @@ def check_block(bench: Bench, seed: int, *, width: int, batch: int = 4, accepted
     assert not after["block_live"][~live].any() and not after["out"].reshape(batch, -1)[~live].any()
     arrays = {"x": bf16(batch * count, width), "commit_lens": arrays["commit_lens"]}
     arrays["out"] = poisoned(batch * drafting, width, dtype=torch.bfloat16)
-    taken = compare_alone(bench, arrays, "take_block", draft_block.take_block)
+    taken = compare_alone(bench, arrays, "take_block", draft_rows.take_block)
     other = {"x": bf16(batch * count, 8), "out": poisoned(batch * drafting, 8, dtype=torch.bfloat16)}
     reference.OPERATIONS["take_block"](other["x"], arrays["commit_lens"], out=(wanted := other["out"].clone()))
     pairs = [(each["x"].to(bench.device), each["out"].to(bench.device, copy=True)) for each in (arrays, other)]
-    bench.run(*draft_block.take_blocks(pairs, arrays["commit_lens"].to(bench.device)))
+    bench.run(*draft_rows.take_blocks(pairs, arrays["commit_lens"].to(bench.device)))
     assert torch.equal(pairs[0][1].cpu(), taken["out"]) and torch.equal(pairs[1][1].cpu(), wanted)
     lens = torch.randint(0, accepted + 1, (batch,), dtype=torch.int32)
     arrays = {

@@ -13,8 +13,8 @@ from kernel_cases import unwritten
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
 from lowlat.kernels.reference import OPERATIONS
+from lowlat.kernels.rows import draft_block, elementwise, embed, markov, norm
 from lowlat.kernels.rows import draft_input as draft_input
-from lowlat.kernels.rows import elementwise, embed, markov, norm
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 BF16 = torch.bfloat16
@@ -335,6 +335,6 @@ def check_masks(lab: Lab, batch: int, count: int, table: torch.Tensor, weight: t
     on_device: torch.Tensor = lab.place(table)
     for layout in (on_device, pack(on_device)):
         given = {"weight": layout, "norm_weight": weight, "mask_token": 5, "eps": EPS}
-        found = lab.launch(embed.mask_input, outs, **reads, **given)
+        found = lab.launch(draft_block.mask_input, outs, **reads, **given)
         check("mask_input", found, want)
         assert same_bits(found["out"], want["out"]) and same_bits(found["normed"], want["normed"])

@@ -31,6 +31,7 @@ __all__ = [
     "chunk_address",
     "chunk_values",
     "finish_norm",
+    "gather_chunk",
     "is_live",
     "load_first",
     "load_first_weights",
@@ -61,6 +62,15 @@ def chunk_address(row: Any, chunk: Any, tiled: Any) -> Any:
         in_step = ((at >> int64(2)) & int64(1)) * int64(512) + (at & int64(3)) * int64(16)
         return int64(row + (at >> int64(3)) * int64(TILE_BYTES) + in_step)
     return int64(row + at * int64(16))
+
+
+@device_function
+def gather_chunk(table: Any, token: Any, chunk: Any, target: Any, width: Any, tiled: Any) -> None:
+    """Copy 8 elements of a weight's row, in either layout of `table_row`, to their place in a row; zeros of -1."""
+    words = (uint32(0), uint32(0), uint32(0), uint32(0))
+    if token >= 0:
+        words = load_global_nc_128(chunk_address(table_row(table, token, width, tiled), chunk, tiled))
+    store_global_128(target + int64(chunk) * int64(16), words[0], words[1], words[2], words[3])
 
 
 @device_function

@@ -1,9 +1,8 @@
-"""The rows of drafters that draft all positions in one pass: laid out, and those that draft taken out of them.
+"""The rows of drafters that draft all positions in one pass, laid out; embedded and normed, too.
 
 A block a row. It knows no model. Rows are whole multiples of 16 bytes, of any dtype where nothing is normed.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,12 +30,18 @@ from lowlat.kernels.rows.embed import check_table
 from lowlat.kernels.rows.norm import check_dtype, check_width
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
-from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int32, int64, types
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types
 
-__all__ = ["BlockBoundary", "block_input", "block_rows", "examples", "mask_rows", "take_block", "take_blocks"]
+__all__ = [
+    "BlockBoundary",
+    "block_input",
+    "block_rows",
+    "examples",
+    "mask_input",
+    "mask_rows",
+]
 
 MASK_THREADS = 64
-PAIRS = 2  # of tensors whose rows are taken at once
 
 
 def block_rows(
@@ -88,10 +93,37 @@ def _block_sizes(reads: tuple[torch.Tensor, ...], writes: tuple[torch.Tensor, ..
     return accepted, count, drafting
 
 
+def _make_row_of(accepted: int, drafting: int) -> tuple[Any, Any]:
+    """Functions of a row of a block: its token, -1 where it is dead; and what is noted of it, and of a row that drafts,
+    for which the first S rows of a slot do so."""
+
+    @device_function
+    def token_of(tokens: Any, mask_token: Any, owner: Any, row: Any, committed: Any, live: Any) -> Any:
+        token = int64(-1)
+        if live:
+            token = int_at(tokens, owner * accepted + row) if row < committed else int64(mask_token)
+        return token
+
+    @device_function
+    def note(
+        place: Any, owner: Any, row: Any, token: Any, live: Any, going: Any, committed: Any, position: Any,
+        block_tokens: Any, block_live: Any, block_positions: Any, drafting_live: Any, drafting_positions: Any,
+    ) -> None:  # fmt: skip
+        set_int(block_tokens, place, token)
+        set_byte(block_live, place, 1 if live else 0)
+        set_int(block_positions, place, position + row if live else int64(0))
+        if row < drafting:
+            at = owner * drafting + row
+            set_byte(drafting_live, at, 1 if going else 0)
+            set_int(drafting_positions, at, position + committed - 1 + row if going else int64(0))
+
+    return token_of, note
+
+
 @cache
 def _make_rows(accepted: int, count: int, drafting: int, width: int) -> Kernel:
-    """Grid (B * R,); the first S blocks of a slot write for the rows that draft, too."""
-    threads = threads_for(width)
+    """Grid (B * R,)."""
+    threads, (token_of, note) = threads_for(width), _make_row_of(accepted, drafting)
 
     def kernel(
         tokens: Any,
@@ -123,23 +155,17 @@ def _make_rows(accepted: int, count: int, drafting: int, width: int) -> Kernel:
         else:
             zero_row(thread, threads, width, target)
         if thread == 0:
-            position, token = int_at(dense_lens, owner), int64(-1)
-            if live:
-                token = int_at(tokens, owner * accepted + row) if row < committed else int64(mask_token)
-            set_int(block_tokens, place, token)
-            set_byte(block_live, place, 1 if live else 0)
-            set_int(block_positions, place, position + row if live else int64(0))
-            if row < drafting:
-                at = owner * drafting + row
-                set_byte(drafting_live, at, 1 if going else 0)
-                set_int(drafting_positions, at, position + committed - 1 + row if going else int64(0))
+            note(
+                place, owner, row, token_of(tokens, mask_token, owner, row, committed, live), live, going, committed,
+                int_at(dense_lens, owner), block_tokens, block_live, block_positions, drafting_live, drafting_positions,
+            )  # fmt: skip
 
     return Kernel(f"block_rows_{accepted}_{count}_{drafting}_{width}", kernel, (types.int64,) * 13, threads)
 
 
 @dataclass(frozen=True)
 class BlockBoundary:
-    """What `store_boundary` of the reference takes beside the features of the committed rows."""
+    """The operands of the reference's `store_boundary` beside the features of the committed rows."""
 
     positions: torch.Tensor
     row_live: torch.Tensor
@@ -210,6 +236,7 @@ def block_input(
 def _make_input(width: int, tiled: bool, sizes: tuple[int, int, int], block_size: int, eps: float) -> Kernel:
     """Grid (B * R, 2): a token's embedding, and its feature or the mask's state. block_size 0: no boundary is kept."""
     accepted, count, drafting = sizes
+    token_of, note = _make_row_of(accepted, drafting)
 
     def block_input(
         tokens: Any, hidden: Any, commit_lens: Any, draft_live: Any, dense_lens: Any, mask_state: Any, table: Any,
@@ -230,21 +257,13 @@ def _make_input(width: int, tiled: bool, sizes: tuple[int, int, int], block_size
         offset, feature = place * int64(2 * width), hidden + (owner * accepted + row) * int64(2 * width)
         source, copy = feature if known else mask_state, normed_hidden + offset
         if half == int64(0):
-            token = int64(mask_token)
-            if known:
-                token = int_at(tokens, owner * accepted + row)
-            if not live:
-                token = int64(-1)
+            token = token_of(tokens, mask_token, owner, row, committed, live)
             source, copy = table_row(table, max(int32(token), int32(0)), width, tiled), int64(0)
             if cuda.threadIdx.x == 0:
-                position = int_at(dense_lens, owner)
-                set_int(block_tokens, place, token)
-                set_byte(block_live, place, 1 if live else 0)
-                set_int(block_positions, place, position + row if live else int64(0))
-                if row < drafting:
-                    at = owner * drafting + row
-                    set_byte(drafting_live, at, 1 if going else 0)
-                    set_int(drafting_positions, at, position + committed - 1 + row if going else int64(0))
+                note(
+                    place, owner, row, token, live, going, committed, int_at(dense_lens, owner), block_tokens,
+                    block_live, block_positions, drafting_live, drafting_positions,
+                )  # fmt: skip
         packed = tiled and half == int64(0)
         words = load_first(source, width, packed)
         if half == int64(1):
@@ -263,56 +282,6 @@ def _make_input(width: int, tiled: bool, sizes: tuple[int, int, int], block_size
     return Kernel(name, block_input, (types.int64,) * 24, NORM_THREADS)
 
 
-def take_block(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
-    """`take_block` of the reference, whose arguments these are: of one tensor."""
-    return take_blocks([(x, out)], commit_lens)
-
-
-def take_blocks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], commit_lens: torch.Tensor) -> list[KernelCall]:
-    """Rows commit_lens - 1 to commit_lens + S - 2 of each slot, of one or two tensors at once.
-
-    pairs        (x [B * R, W], out [B * S, W] out; zero where nothing was committed), of any widths
-    commit_lens  [B]  int32
-    Raises ShapeError for shapes that do not fit.
-    """
-    batch = commit_lens.shape[0]
-    if not 1 <= len(pairs) <= PAIRS:
-        raise ShapeError(f"take_blocks takes 1 or {PAIRS} pairs, got {len(pairs)}")
-    count, drafting = (each.shape[0] // batch for each in pairs[0])
-    for x, out in pairs:
-        check_shape("x", x, batch * count, out.shape[1])
-        check_shape("out", out, batch * drafting, out.shape[1])
-    if not 1 <= drafting <= count:
-        raise ShapeError(f"take_block: {drafting} rows of {count} cannot be taken")
-    both = [pairs[0], pairs[-1]]
-    kernel = _make_take(count, drafting, *(wide_count("x", x) for x, _ in both))
-    return [KernelCall(kernel, (batch * drafting, len(pairs), 1), (*both[0], *both[1], commit_lens))]
-
-
-@cache
-def _make_take(count: int, drafting: int, first: int, second: int) -> Kernel:
-    """Grid (B * S, pairs)."""
-    threads = threads_for(max(first, second))
-
-    def kernel(x0: Any, out0: Any, x1: Any, out1: Any, commit_lens: Any) -> None:
-        ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
-        place, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
-        owner, number = divide(place, drafting)
-        committed = int_at(commit_lens, owner)
-        x, out, width = x0, out0, int64(first)
-        if cuda.blockIdx.y > 0:
-            x, out, width = x1, out1, int64(second)
-        target = out + place * (width * 16)
-        if committed > 0:
-            row = min(committed - 1 + number, int64(count - 1))
-            copy_row(thread, threads, width, x + (owner * count + row) * (width * 16), target)
-        else:
-            zero_row(thread, threads, width, target)
-
-    return Kernel(f"take_block_{count}_{drafting}_{first}_{second}", kernel, (types.int64,) * 5, threads)
-
-
 def mask_rows(
     accepted_tokens: torch.Tensor,
     commit_lens: torch.Tensor,
@@ -326,21 +295,53 @@ def mask_rows(
     mask_token: int,
 ) -> list[KernelCall]:
     """`mask_rows` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
+    reads, writes = (accepted_tokens, commit_lens, draft_live, draft_lens), (tokens, positions, row_live, write_lens)
+    batch, accepted, count = _mask_sizes(reads, writes)
+    if not 1 <= count <= MASK_THREADS:
+        raise ShapeError(f"mask_rows: a block has 1 to {MASK_THREADS} rows, got {count}")
+    return [KernelCall(_make_mask_rows(accepted, count), (batch, 1, 1), (*reads, *writes, mask_token))]
+
+
+def _mask_sizes(reads: tuple[torch.Tensor, ...], writes: tuple[torch.Tensor, ...]) -> tuple[int, int, int]:
+    """Slots, rows of one that may be committed, and rows of its block. Raises ShapeError for shapes that do not fit."""
+    accepted_tokens, commit_lens, draft_live, draft_lens = reads
+    tokens, positions, row_live, write_lens = writes
     (batch, accepted), count = accepted_tokens.shape, tokens.shape[1]
     for array in (commit_lens, draft_live, draft_lens, write_lens):
         check_shape("commit_lens, draft_live, draft_lens and write_lens", array, batch)
     for array in (tokens, positions, row_live):
         check_shape("tokens, positions and row_live", array, batch, count)
-    if not 1 <= count <= MASK_THREADS:
-        raise ShapeError(f"mask_rows: a block has 1 to {MASK_THREADS} rows, got {count}")
-    reads = (accepted_tokens, commit_lens, draft_live, draft_lens)
-    kernel = _make_mask_rows(accepted, count)
-    return [KernelCall(kernel, (batch, 1, 1), (*reads, tokens, positions, row_live, write_lens, mask_token))]
+    return batch, accepted, count
+
+
+def _make_masked(accepted: int) -> tuple[Any, Any]:
+    """Functions of a row of a block of masks behind the last known token: its token, and what is noted of it."""
+
+    @device_function
+    def token_of(accepted_tokens: Any, commit_lens: Any, mask_token: Any, owner: Any, row: Any, going: Any) -> Any:
+        token = int64(mask_token)
+        if row == 0:
+            token = int_at(accepted_tokens, owner * accepted + max(int_at(commit_lens, owner) - 1, int64(0)))
+        return token if going else int64(-1)
+
+    @device_function
+    def note(
+        place: Any, owner: Any, row: Any, token: Any, going: Any, start: Any, tokens: Any, positions: Any,
+        row_live: Any, write_lens: Any,
+    ) -> None:  # fmt: skip
+        set_int(tokens, place, token)
+        set_int(positions, place, start + row if going else int64(0))
+        set_byte(row_live, place, 1 if going else 0)
+        if row == 0:
+            set_int(write_lens, owner, start if going else int64(0))
+
+    return token_of, note
 
 
 @cache
 def _make_mask_rows(accepted: int, count: int) -> Kernel:
     """A block of threads a slot, a thread a row: grid (B,)."""
+    token_of, note = _make_masked(accepted)
 
     def kernel(
         accepted_tokens: Any,
@@ -357,20 +358,77 @@ def _make_mask_rows(accepted: int, count: int) -> Kernel:
         ptx.let_next_kernel_start()
         owner, row = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
         going = byte_at(draft_live, owner) != 0
-        start = int_at(draft_lens, owner) - 1
         if row < count:
-            token = int64(mask_token)
-            if row == 0:
-                last = max(int_at(commit_lens, owner) - 1, int64(0))
-                token = int_at(accepted_tokens, owner * accepted + last)
-            place = owner * count + row
-            set_int(tokens, place, token if going else int64(-1))
-            set_int(positions, place, start + row if going else int64(0))
-            set_byte(row_live, place, 1 if going else 0)
-        if row == 0:
-            set_int(write_lens, owner, start if going else int64(0))
+            token = token_of(accepted_tokens, commit_lens, mask_token, owner, row, going)
+            start, place = int_at(draft_lens, owner) - 1, owner * count + row
+            note(place, owner, row, token, going, start, tokens, positions, row_live, write_lens)
 
     return Kernel(f"mask_rows_{accepted}_{count}", kernel, (types.int64,) * 9, MASK_THREADS)
+
+
+def mask_input(
+    accepted_tokens: torch.Tensor,
+    commit_lens: torch.Tensor,
+    draft_live: torch.Tensor,
+    draft_lens: torch.Tensor,
+    weight: torch.Tensor | PackedMatrix,
+    norm_weight: torch.Tensor,
+    *,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    row_live: torch.Tensor,
+    write_lens: torch.Tensor,
+    out: torch.Tensor,
+    normed: torch.Tensor,
+    mask_token: int,
+    eps: float,
+) -> list[KernelCall]:
+    """`mask_rows` of the reference, then `embed_norm` of its rows; dead ones are zero in both.
+
+    One launch. Raises ShapeError as these do.
+    """
+    reads, writes = (accepted_tokens, commit_lens, draft_live, draft_lens), (tokens, positions, row_live, write_lens)
+    (batch, accepted, count), width = _mask_sizes(reads, writes), out.shape[1]
+    check_width(width)
+    for name, array in (("out", out), ("normed", normed)):
+        check_shape(name, array, batch * count, width)
+    check_shape("norm_weight", norm_weight, width)
+    check_dtype(torch.bfloat16, out=out, normed=normed, norm_weight=norm_weight)
+    table, tiled = check_table(weight, width)
+    kernel = _make_mask_input(width, tiled, accepted, count, eps)
+    arguments = (*reads, table, norm_weight, *writes, out, normed, mask_token)
+    return [KernelCall(kernel, (batch * count, 1, 1), arguments)]
+
+
+@cache
+def _make_mask_input(width: int, tiled: bool, accepted: int, count: int, eps: float) -> Kernel:
+    """A block a row: grid (B * R,)."""
+    token_of, note = _make_masked(accepted)
+
+    def mask_input(
+        accepted_tokens: Any, commit_lens: Any, draft_live: Any, draft_lens: Any, table: Any, weight: Any, tokens: Any,
+        positions: Any, row_live: Any, write_lens: Any, out: Any, normed: Any, mask_token: Any,
+    ) -> None:  # fmt: skip
+        sums = cuda.shared.array(shape=NORM_WARPS, dtype=float32)
+        place = int64(cuda.blockIdx.x)
+        owner, row = divide(place, count)
+        weights = load_first_weights(weight, width)
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        going = byte_at(draft_live, owner) != 0
+        token = token_of(accepted_tokens, commit_lens, mask_token, owner, row, going)
+        if cuda.threadIdx.x == 0:
+            start = int_at(draft_lens, owner) - 1
+            note(place, owner, row, token, going, start, tokens, positions, row_live, write_lens)
+        known = token >= 0
+        source = table_row(table, max(int32(token), int32(0)), width, tiled)
+        words = load_first(source, width, tiled)
+        offset = place * int64(width * 2)
+        store_row(words, source, tiled, out + offset, known, width)
+        finish_norm(words, weights, source, tiled, weight, normed + offset, int64(0), known, sums, width, eps)
+
+    name = f"mask_input_n{width}_{'packed' if tiled else 'rows'}_{accepted}_{count}_eps{eps!r}"
+    return Kernel(name, mask_input, (types.int64,) * 13, NORM_THREADS)
 
 
 def examples() -> list[Kernel]:
@@ -380,6 +438,7 @@ def examples() -> list[Kernel]:
         _make_input(4096, False, (8, 14, 7), 32, 1e-5),
         _make_input(2880, True, (4, 6, 3), 0, 1e-5),
         _make_input(8192, False, (4, 6, 3), 16, 1e-5),
-        _make_take(6, 3, 512, 512),
         _make_mask_rows(4, 4),
+        _make_mask_input(4096, False, 8, 8, 1e-5),
+        _make_mask_input(2880, True, 4, 3, 1e-5),
     ]

@@ -1,4 +1,4 @@
-"""Rows gathered between the target and the draft model: features, each slot's last row, features at block ends.
+"""Rows gathered between the target and the draft model: features, slots' rows from the last on, features at block ends.
 
 One launch each, a block a row. It knows neither model nor dtype: rows are whole multiples of 16 bytes.
 """
@@ -22,12 +22,15 @@ __all__ = [
     "gather_features",
     "join_features",
     "store_boundary",
+    "take_block",
+    "take_blocks",
     "take_last",
     "take_last_row",
 ]
 
 MAX_SOURCES = 5
 PAIRS = 2
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def gather_features(accepted_nodes: torch.Tensor, *, out: torch.Tensor, **sources: torch.Tensor) -> list[KernelCall]:
@@ -101,44 +104,70 @@ def take_last_row(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tens
     return take_last([(x, out)], commit_lens)
 
 
-def take_last(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], commit_lens: torch.Tensor) -> list[KernelCall]:
+def take_last(pairs: Pairs, commit_lens: torch.Tensor) -> list[KernelCall]:
     """Row commit_lens - 1 of each slot, of one or two tensors at once.
 
     pairs        (x [B * T, W], out [B, W] out; zero where nothing was committed), of any widths
     commit_lens  [B]  int32
     Raises ShapeError for shapes that do not fit.
     """
+    return _taken("take_last", pairs, commit_lens, 1)
+
+
+def take_block(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
+    """`take_block` of the reference, whose arguments these are: of one tensor."""
+    return take_blocks([(x, out)], commit_lens)
+
+
+def take_blocks(pairs: Pairs, commit_lens: torch.Tensor) -> list[KernelCall]:
+    """Rows commit_lens - 1 to commit_lens + S - 2 of each slot, of one or two tensors at once.
+
+    pairs        (x [B * R, W], out [B * S, W] out; zero where nothing was committed), of any widths
+    commit_lens  [B]  int32
+    Raises ShapeError for shapes that do not fit.
+    """
+    return _taken("take_block", pairs, commit_lens, pairs[0][1].shape[0] // commit_lens.shape[0] if pairs else 0)
+
+
+def _taken(name: str, pairs: Pairs, commit_lens: torch.Tensor, taken: int) -> list[KernelCall]:
+    """So many rows of each slot, from the last committed one on."""
     batch = commit_lens.shape[0]
     if not 1 <= len(pairs) <= PAIRS:
-        raise ShapeError(f"take_last takes 1 or {PAIRS} pairs, got {len(pairs)}")
+        raise ShapeError(f"{name} takes 1 or {PAIRS} pairs, got {len(pairs)}")
     rows = pairs[0][0].shape[0] // batch
     for x, out in pairs:
         check_shape("x", x, batch * rows, out.shape[1])
-        check_shape("out", out, batch, out.shape[1])
+        check_shape("out", out, batch * taken, out.shape[1])
+    if not 1 <= taken <= rows:
+        raise ShapeError(f"{name}: {taken} rows of {rows} cannot be taken")
     both = [pairs[0], pairs[-1]]
-    kernel = _make_take(rows if batch > 1 else 1, *(wide_count("x", x) for x, _ in both))  # no step from slot to slot
-    arguments = (*both[0], *both[1], commit_lens)
-    return [KernelCall(kernel, (batch, len(pairs), 1), arguments)]
+    kernel = _make_take(taken, *(wide_count("x", x) for x, _ in both))
+    return [KernelCall(kernel, (batch * taken, len(pairs), 1), (*both[0], *both[1], commit_lens, rows))]
 
 
 @cache
-def _make_take(rows: int, first: int, second: int) -> Kernel:
+def _make_take(taken: int, first: int, second: int) -> Kernel:
+    """Grid (B * S, pairs)."""
     threads = threads_for(max(first, second))
 
-    def kernel(x0: Any, out0: Any, x1: Any, out1: Any, commit_lens: Any) -> None:
+    def kernel(x0: Any, out0: Any, x1: Any, out1: Any, commit_lens: Any, rows: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        index, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
-        last = int_at(commit_lens, index) - 1
+        place, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+        owner, number = divide(place, taken)
+        last = int_at(commit_lens, owner) - 1
         x, out, count = x0, out0, int64(first)
         if cuda.blockIdx.y > 0:
             x, out, count = x1, out1, int64(second)
+        target = out + place * count * 16
         if last >= 0:
-            copy_row(thread, threads, count, x + (index * rows + last) * count * 16, out + index * count * 16)
+            row = min(last + number, rows - 1)
+            copy_row(thread, threads, count, x + (owner * rows + row) * count * 16, target)
         else:
-            zero_row(thread, threads, count, out + index * count * 16)
+            zero_row(thread, threads, count, target)
 
-    return Kernel(f"take_last_{rows}_{first}_{second}", kernel, (types.int64,) * 5, threads)
+    kind = "take_last" if taken == 1 else f"take_block_{taken}"
+    return Kernel(f"{kind}_{first}_{second}", kernel, (types.int64,) * 6, threads)
 
 
 def store_boundary(
@@ -236,4 +265,10 @@ def _make_prefill(count: int, block: int) -> Kernel:
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles."""
     gathers = [_make_gather(4, 3, 512), _make_gather(0, 3, 512)]
-    return [*gathers, _make_take(4, 1024, 512), _make_store(4, 512, 513, 32), _make_prefill(512, 32)]
+    return [
+        *gathers,
+        _make_take(1, 1024, 512),
+        _make_take(3, 512, 512),
+        _make_store(4, 512, 513, 32),
+        _make_prefill(512, 32),
+    ]

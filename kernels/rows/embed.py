@@ -1,7 +1,6 @@
 """Embedding rows, from a row-major weight or from the packed one that the LM head's GEMM reads; with the first norm.
 
-Tied embeddings so need one copy. It knows no model: a token is a row of a weight, -1 a row of zeros. Rows of a block of
-masks it lays out, too.
+Tied embeddings so need one copy. It knows no model: a token is a row of a weight, -1 a row of zeros.
 """
 
 from functools import cache
@@ -10,11 +9,10 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.memory import byte_at, divide, int_at, set_byte, set_int
 from lowlat.kernels.common.norm_math import THREADS, WARPS
 from lowlat.kernels.common.norm_row import (
-    chunk_address,
     finish_norm,
+    gather_chunk,
     is_live,
     load_first,
     load_first_weights,
@@ -28,7 +26,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int32, int64, types, uint32
 
-__all__ = ["check_table", "embed", "embed_norm", "examples", "mask_input"]
+__all__ = ["check_table", "embed", "embed_norm", "examples"]
 
 EMBED_THREADS = 128
 
@@ -61,12 +59,7 @@ def _make_embed(width: int, tiled: bool) -> Kernel:
         chunk = uint32(uint32(cuda.blockIdx.y) * uint32(EMBED_THREADS) + uint32(cuda.threadIdx.x))
         if chunk < uint32(width // 8):
             token = int32(ptx.load_global_i32(tokens + row * int64(4)))
-            words = (uint32(0), uint32(0), uint32(0), uint32(0))
-            if token >= int32(0):
-                source = table_row(weight, token, width, tiled)
-                words = ptx.load_global_nc_128(chunk_address(source, chunk, tiled))
-            target = out + row * int64(width * 2) + int64(chunk) * int64(16)
-            ptx.store_global_128(target, words[0], words[1], words[2], words[3])
+            gather_chunk(weight, token, chunk, out + row * int64(width * 2), width, tiled)
 
     name = f"embed_n{width}_{'packed' if tiled else 'rows'}"
     return Kernel(name, embed, (types.int64,) * 3, EMBED_THREADS)
@@ -93,81 +86,6 @@ def _make_embed_norm(width: int, tiled: bool, eps: float) -> Kernel:
 
     name = f"embed_norm_n{width}_{'packed' if tiled else 'rows'}_eps{eps!r}"
     return Kernel(name, embed_norm, (types.int64,) * 6, THREADS)
-
-
-@cache
-def _make_mask_input(width: int, tiled: bool, accepted: int, count: int, eps: float) -> Kernel:
-    """A block a row: grid (B * R,)."""
-
-    def mask_input(
-        accepted_tokens: Any, commit_lens: Any, draft_live: Any, draft_lens: Any, table: Any, weight: Any, tokens: Any,
-        positions: Any, row_live: Any, write_lens: Any, out: Any, normed: Any, mask_token: Any,
-    ) -> None:  # fmt: skip
-        sums = cuda.shared.array(shape=WARPS, dtype=float32)
-        place = int64(cuda.blockIdx.x)
-        owner, row = divide(place, count)
-        weights = load_first_weights(weight, width)
-        ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
-        going, start, token = byte_at(draft_live, owner) != 0, int_at(draft_lens, owner) - 1, int64(mask_token)
-        if row == 0:
-            token = int_at(accepted_tokens, owner * accepted + max(int_at(commit_lens, owner) - 1, int64(0)))
-        if not going:
-            token, start = int64(-1), int64(0)
-        if cuda.threadIdx.x == 0:
-            set_int(tokens, place, token)
-            set_int(positions, place, start + row if going else int64(0))
-            set_byte(row_live, place, 1 if going else 0)
-            if row == 0:
-                set_int(write_lens, owner, start)
-        known = token >= 0
-        source = table_row(table, max(int32(token), int32(0)), width, tiled)
-        words = load_first(source, width, tiled)
-        offset = place * int64(width * 2)
-        store_row(words, source, tiled, out + offset, known, width)
-        finish_norm(words, weights, source, tiled, weight, normed + offset, int64(0), known, sums, width, eps)
-
-    name = f"mask_input_n{width}_{'packed' if tiled else 'rows'}_{accepted}_{count}_eps{eps!r}"
-    return Kernel(name, mask_input, (types.int64,) * 13, THREADS)
-
-
-def mask_input(
-    accepted_tokens: torch.Tensor,
-    commit_lens: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    weight: torch.Tensor | PackedMatrix,
-    norm_weight: torch.Tensor,
-    *,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    row_live: torch.Tensor,
-    write_lens: torch.Tensor,
-    out: torch.Tensor,
-    normed: torch.Tensor,
-    mask_token: int,
-    eps: float,
-) -> list[KernelCall]:
-    """`mask_rows` of the reference, then `embed_norm` of its rows; dead ones are zero in both.
-
-    One launch. Raises ShapeError as these do.
-    """
-    (batch, accepted), count, width = accepted_tokens.shape, tokens.shape[1], out.shape[1]
-    check_width(width)
-    for name, array in (("commit_lens", commit_lens), ("draft_live", draft_live), ("draft_lens", draft_lens)):
-        check_shape(name, array, batch)
-    check_shape("write_lens", write_lens, batch)
-    for name, array in (("tokens", tokens), ("positions", positions), ("row_live", row_live)):
-        check_shape(name, array, batch, count)
-    for name, array in (("out", out), ("normed", normed)):
-        check_shape(name, array, batch * count, width)
-    check_shape("norm_weight", norm_weight, width)
-    check_dtype(torch.bfloat16, out=out, normed=normed, norm_weight=norm_weight)
-    table, tiled = check_table(weight, width)
-    reads = (accepted_tokens, commit_lens, draft_live, draft_lens, table, norm_weight)
-    kernel = _make_mask_input(width, tiled, accepted, count, eps)
-    arguments = (*reads, tokens, positions, row_live, write_lens, out, normed, mask_token)
-    return [KernelCall(kernel, (batch * count, 1, 1), arguments)]
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor | PackedMatrix, *, out: torch.Tensor) -> list[KernelCall]:
@@ -227,6 +145,4 @@ def examples() -> list[Kernel]:
         _make_embed_norm(4096, False, 1e-5),
         _make_embed_norm(2880, True, 1e-5),
         _make_embed_norm(8192, True, 1e-5),
-        _make_mask_input(4096, False, 8, 8, 1e-5),
-        _make_mask_input(2880, True, 4, 3, 1e-5),
     ]

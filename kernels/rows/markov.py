@@ -11,7 +11,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import divide, int_at, set_byte, set_int
-from lowlat.kernels.common.norm_row import chunk_address, chunk_values, is_live, table_row
+from lowlat.kernels.common.norm_row import chunk_values, gather_chunk, is_live
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.embed import check_table
@@ -116,13 +116,8 @@ def _make_parents(rows: int, num_nodes: int, wide: int, width: int, tiled: bool)
         for item in range(thread, items, PARENTS):
             place, chunk = divide(item, chunks)
             token = token_of(tokens, nodes, draft_nodes, owner, place)
-            words = (uint32(0), uint32(0), uint32(0), uint32(0))
-            if token >= 0:
-                words = ptx.load_global_nc_128(
-                    chunk_address(table_row(weight, token, width, tiled), uint32(chunk), tiled)
-                )
-            target = vectors + (owner * wide + place) * int64(2 * width) + chunk * int64(16)
-            ptx.store_global_128(target, words[0], words[1], words[2], words[3])
+            target = vectors + (owner * wide + place) * int64(2 * width)
+            gather_chunk(weight, token, uint32(chunk), target, width, tiled)
 
     kind = f"parent_vectors_n{width}_{'packed' if tiled else 'rows'}" if width else "parent_tokens"
     return Kernel(f"{kind}_{rows}_{num_nodes}_{wide}", kernel, (types.int64,) * 7, PARENTS)

@@ -262,12 +262,7 @@ def rotate(
         raise ShapeError("nothing to rotate: neither q nor k and v nor caches")
     rows, dim = positions.numel(), some.shape[-1]
     queries, groups = 0 if q is None else q.shape[1], kept[0].shape[1] if kept else 0
-    check_head_dim(dim)
-    check_shape("qkv", qkv, rows, (queries + 2 * groups) * dim)
-    check_shape("cos", cos, cos.shape[0], dim // 2)
-    check_shape("sin", sin, cos.shape[0], dim // 2)
-    check_row_live(row_live, rows)
-    check_dtype(torch.float32, qkv=qkv, cos=cos, sin=sin)
+    _check_rows(qkv, cos, sin, row_live, rows, queries + 2 * groups, dim)
     check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets, chunk=chunk)
     check_dtype(torch.bfloat16, q=q, k=k, v=v)
     check_dtype(torch.bfloat16 if kv_scales is None else torch.uint8, k_cache=k_cache, v_cache=v_cache)
@@ -325,12 +320,7 @@ def rotate_layers(
     """
     first, (_, groups, _, dim) = layers[0], layers[0].k_cache.shape
     rows, coded = positions.numel(), first.kv_scales is not None
-    check_head_dim(dim)
-    check_shape("qkv", qkv, rows, len(layers) * 2 * groups * dim)
-    check_shape("cos", cos, cos.shape[0], dim // 2)
-    check_shape("sin", sin, cos.shape[0], dim // 2)
-    check_row_live(row_live, rows)
-    check_dtype(torch.float32, qkv=qkv, cos=cos, sin=sin)
+    _check_rows(qkv, cos, sin, row_live, rows, len(layers) * 2 * groups, dim)
     check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets, chunk=chunk)
     listed: list[int] = []
     for each in layers:
@@ -353,6 +343,19 @@ def rotate_layers(
     kernel = _make_rotate(_Heads(0, groups, groups, dim, eps, per_slot, block_size, coded, len(layers)))
     arguments = (qkv, positions, cos, sin, 0, 0, row_live, 0, 0, 0, *write, 0, kept)
     return [KernelCall(kernel, (rows, -(-2 * groups // WARPS), len(layers)), arguments)]
+
+
+def _check_rows(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, row_live: torch.Tensor | None, rows: int, heads: int,
+    dim: int,
+) -> None:  # fmt: skip
+    """Raise ShapeError unless rows have so many heads, and the tables their angles."""
+    check_head_dim(dim)
+    check_shape("qkv", qkv, rows, heads * dim)
+    check_shape("cos", cos, cos.shape[0], dim // 2)
+    check_shape("sin", sin, cos.shape[0], dim // 2)
+    check_row_live(row_live, rows)
+    check_dtype(torch.float32, qkv=qkv, cos=cos, sin=sin)
 
 
 def _pair(name: str, first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

@@ -12,19 +12,14 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import int_at, set_byte, set_int
-from lowlat.kernels.common.norm_row import chunk_address, table_row
+from lowlat.kernels.common.norm_row import gather_chunk
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.embed import check_table
 from lowlat.kernels.sampling.select import BROKEN, best_partial, index_of_low
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, int32, int64, types, uint32
-from lowlat.kernels.toolchain.ptx import (
-    let_next_kernel_start,
-    load_global_nc_128,
-    store_global_128,
-    wait_for_previous_kernel,
-)
+from lowlat.kernels.toolchain.ptx import let_next_kernel_start, wait_for_previous_kernel
 
 __all__ = ["NextLevel", "argmax", "examples"]
 
@@ -93,7 +88,7 @@ def argmax(
 
 
 def _level(then: NextLevel | None, rows: int) -> tuple[tuple[int, int, bool], tuple[Argument, ...]]:
-    """What the kernel's code depends on of a next level, and its arguments. Raises ShapeError."""
+    """The part of a next level that the kernel's code depends on, and its arguments. Raises ShapeError."""
     if then is None:
         return (0, 0, False), (0,) * 5
     block, width = then.tokens.shape[1], then.vectors.shape[1]
@@ -137,13 +132,7 @@ def _make(blocks: int, per_slot: int, nodes: int, masked: bool, level: tuple[int
                 set_int(parents, row, token)
                 set_byte(parent_live, row, 1 if token >= 0 else 0)
             for chunk in range(thread, width // 8, THREADS):
-                words = (uint32(0), uint32(0), uint32(0), uint32(0))
-                if token >= int32(0):
-                    words = load_global_nc_128(
-                        chunk_address(table_row(weight, token, width, tiled), uint32(chunk), tiled)
-                    )
-                place = vectors + row * int64(width * 2) + int64(chunk) * int64(16)
-                store_global_128(place, words[0], words[1], words[2], words[3])
+                gather_chunk(weight, token, uint32(chunk), vectors + row * int64(width * 2), width, tiled)
 
     signature = (types.int64, BYTES, INTS, INTS, INTS, INTS, INTS_2D, *(types.int64,) * 5)
     vectors_of = f"_{block}_n{width}_{'packed' if tiled else 'rows'}" if width else ""

@@ -1,4 +1,4 @@
-"""What a decode GEMM may have beside its rows and its weight. It knows no kernel."""
+"""Operands that a decode GEMM may have beside its rows and its weight. It knows no kernel."""
 
 from dataclasses import dataclass
 

@@ -25,7 +25,7 @@ from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
 from lowlat.kernels.moe.router import router
 from lowlat.kernels.partial.block_lists import choose_blocks, list_lens
 from lowlat.kernels.partial.block_summary import summarise_blocks
-from lowlat.kernels.rows.draft_block import block_rows, mask_rows, take_block
+from lowlat.kernels.rows.draft_block import block_rows, mask_rows
 from lowlat.kernels.rows.draft_input import concat_norms
 from lowlat.kernels.rows.draft_level import assign_drafts, gather_level
 from lowlat.kernels.rows.draft_rows import (
@@ -33,6 +33,7 @@ from lowlat.kernels.rows.draft_rows import (
     gather_features,
     join_features,
     store_boundary,
+    take_block,
     take_last_row,
 )
 from lowlat.kernels.rows.elementwise import add, cast, identity, silu_mul, take_columns

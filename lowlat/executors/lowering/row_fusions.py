@@ -8,10 +8,10 @@ import torch
 from lowlat.executors.lowering.binding import Binding, Call, decodes
 from lowlat.executors.lowering.fusion import Fusion, Run
 from lowlat.kernels.gemm.decode.gemm import steps_to_hold
-from lowlat.kernels.rows.draft_block import BlockBoundary, block_input, take_blocks
+from lowlat.kernels.rows.draft_block import BlockBoundary, block_input, mask_input
 from lowlat.kernels.rows.draft_input import draft_input, draft_level_input
-from lowlat.kernels.rows.draft_rows import take_last
-from lowlat.kernels.rows.embed import embed_norm, mask_input
+from lowlat.kernels.rows.draft_rows import take_blocks, take_last
+from lowlat.kernels.rows.embed import embed_norm
 from lowlat.kernels.rows.markov import parent_vectors
 from lowlat.kernels.rows.norm import add_norm
 from lowlat.kernels.rows.ranks.exchange import exchange, exchange_add, exchange_add_norm

@@ -232,7 +232,7 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], window: int
 def _attend_piece(
     query: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], window: int | None, begin: int, end: int
 ) -> Tensor:
-    """What rows begin to end - 1 attend to, [rows, heads, end - begin, D]."""
+    """Attention of rows begin to end - 1, [rows, heads, end - begin, D]."""
     step, reach = len(keys) - 1, end if window is None else window - 1
     row = torch.arange(begin, end, device=query.device)[:, None]
     seen, some = [], []

@@ -59,7 +59,7 @@ class Places:
         )
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What lies on the device in the place of a tensor that is no weight; zeros where no call has it."""
+        """The content of the device's place of a tensor that is no weight; zeros where no call has it."""
         found = self._memory.get((_storage(tensor), 0))
         return torch.zeros_like(tensor) if found is None else found.view(tensor.dtype).cpu()
 

@@ -128,7 +128,7 @@ def test_a_chain_s_drafts_are_the_likeliest(alone: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_chain_s_drafts_bring_the_next_level_s_vectors(packed: bool) -> None:
-    """What the operations give one after the other; of a broken row, a dead one, and a slot that is dead."""
+    """Results of the operations one after the other; of a broken row, a dead one, and a slot that is dead."""
     logits, names, table = torch.randn(5, 100), torch.randperm(100, dtype=torch.int32), torch.randn(100, 264).bfloat16()
     logits[1, 99] = torch.nan
     live = torch.tensor([[1], [1], [0], [1], [1]], dtype=torch.uint8)
