@@ -12,6 +12,7 @@ from paper_draft_model import PaperDraftModel
 from stages import staged
 from tiny_dflash import PaperDflash, PaperDspark
 from tiny_models import make_target, transformers_logits
+from tiny_training import tiny_target
 from torch import Tensor
 
 from lowlat import SpeculativeConfig
@@ -153,18 +154,7 @@ def test_head_round_trip(tmp_path: Path) -> None:
 
 
 def tiny_teacher(tmp_path: Path) -> Teacher:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from lowlat.tools.train.tokenizer import save_tokenizer, train_tokenizer
-
-    save_tokenizer(train_tokenizer(["a few words, a few more words"] * 3, 257), tmp_path, max_context=64)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257, hidden_size=24, intermediate_size=40, num_hidden_layers=7, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    return Teacher.load(tmp_path, "cpu")
+    return Teacher.load(tiny_target(tmp_path), "cpu")
 
 
 def test_features_are_the_streams_entering_layers(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import make_target
+from tiny_training import tiny_target
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,7 +26,6 @@ from lowlat.tools.train.long.texts import is_unseen, join_neighbours, main, name
 from lowlat.tools.train.rows import mix_batches
 from lowlat.tools.train.target import extend_target, rows_of, train
 from lowlat.tools.train.teacher import Teacher
-from lowlat.tools.train.tokenizer import save_tokenizer, train_tokenizer
 
 SIZES = DraftSizes(
     hidden=24, target_hidden=24, intermediate=40, heads=4, kv_heads=2, head_dim=8, vocabulary=257,
@@ -122,19 +122,6 @@ def test_a_stretched_and_windowed_draft_model_is_read_as_it_was_trained(tmp_path
         torch.testing.assert_close(found[:, : sizes.head_dim // 2], expected)
     plain = rotation_of(SIZES, torch.arange(256))[0]
     assert not torch.allclose(plain, cos, atol=0.1)
-
-
-def tiny_target(tmp_path: Path) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    save_tokenizer(train_tokenizer(["a few words, a few more words"] * 3, 257), tmp_path, max_context=64)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257, hidden_size=24, intermediate_size=40, num_hidden_layers=7, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    return tmp_path
 
 
 def test_an_extended_target_learns_rows_of_several_lengths(tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""Decode's GEMM walked thread by thread: its modules, a plan with changes, and products in float64."""
+
+import dataclasses
+from types import ModuleType
+from typing import Any
+
+import torch
+from kernel_walk import Walker, walkable
+
+from lowlat.kernels.toolchain.kernel import Card
+
+SHARED = (
+    *("common.activation", "common.handover", "common.kv_codes", "common.norm_math", "common.norm_row", "rows.norm"),
+    "sampling.select",
+)
+PEERS = ("common.peers.chunk", "common.peers.words", "common.peers.rows")
+PARTS = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
+ENDS = ("exchange_epilogue", "epilogue", "gemm")
+FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4", "mxfp4", "nvfp4"))
+NAMES = (*SHARED, *PEERS, *FRAGMENTS, *(f"gemm.decode.{part}" for part in (*PARTS, *ENDS)))
+SMALL = Card(2, 227 * 1024, (9, 0))
+
+
+def walked(walker: Walker) -> Any:
+    return walkable(walker, *NAMES)
+
+
+def run(walker: Walker, modules: list[ModuleType], changes: dict[str, int], **arguments: Any) -> None:
+    thin = modules[-1]
+    plan = thin.plan_decode_gemm(arguments["x"].shape[0], arguments["weight"].rows, SMALL)
+    for call in thin.decode_gemm(**arguments, card=SMALL, plan=dataclasses.replace(plan, **changes)):
+        walker.run(call)
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape) * scale).bfloat16()
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.double() @ weight.double().t()
