@@ -26,6 +26,7 @@ from lowlat.kernels.common.norm_math import WARPS as NORM_WARPS
 from lowlat.kernels.common.norm_row import finish_norm, load_first, load_first_weights, store_row, table_row
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.rows.draft_rows import block_end
 from lowlat.kernels.rows.embed import check_table
 from lowlat.kernels.rows.norm import check_dtype, check_width
 from lowlat.kernels.toolchain import ptx
@@ -267,12 +268,14 @@ def _make_input(width: int, tiled: bool, sizes: tuple[int, int, int], block_size
         packed = tiled and half == int64(0)
         words = load_first(source, width, packed)
         if half == int64(1):
+            ends, end = False, int64(0)
+            if block_size > 0 and row < accepted:
+                at = owner * accepted + row
+                kept = byte_at(row_live, at) != 0
+                ends, end = block_end(kept, at, owner, positions, block_table, table_width, slots, block_size)
             store_row(words, source, False, block_hidden + offset, live, width)
-        if block_size > 0 and half == int64(1) and row < accepted:
-            at, slot = owner * accepted + row, int_at(slots, owner)
-            page, inside = divide(int_at(positions, at), block_size)
-            if byte_at(row_live, at) != 0 and slot >= 0 and inside == block_size - 1:
-                target = block_features + int_at(block_table, slot * table_width + page) * int64(2 * width)
+            if ends:
+                target = block_features + end * int64(2 * width)
                 store_row(load_first(feature, width, False), feature, False, target, True, width)
         target = out + (int64(2) * place + half) * int64(2 * width)
         finish_norm(words, weights, source, packed, weight, target, copy, live, sums, width, eps)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.common.memory import divide
 from lowlat.kernels.common.norm_math import THREADS, WARPS
 from lowlat.kernels.common.norm_row import (
     finish_norm,
@@ -21,6 +22,7 @@ from lowlat.kernels.common.norm_row import (
 )
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.rows.draft_rows import block_end
 from lowlat.kernels.rows.embed import check_table
 from lowlat.kernels.rows.norm import check_dtype, check_row_live, check_width
 from lowlat.kernels.toolchain import ptx
@@ -88,14 +90,11 @@ def _make_draft_input(width: int, tiled: bool, rows: int, block_size: int, eps: 
         packed = tiled and half == int64(0)
         words = load_first(source, width, packed)
         live = is_live(row_live, row)
-        if block_size > 0 and half == int64(1) and live:
-            position = uint32(ptx.load_global_i32(positions + row * int64(4)))
-            if uint32(position + uint32(1)) % uint32(block_size) == uint32(0):
-                owner = int64(uint32(row) // uint32(rows))
-                slot = int64(ptx.load_global_i32(slots + owner * int64(4)))
-                entry = slot * int64(table_width) + int64(position // uint32(block_size))
-                block = int64(ptx.load_global_i32(block_table + entry * int64(4)))
-                store_row(words, source, False, block_features + block * int64(width * 2), True, width)
+        if block_size > 0 and half == int64(1):
+            owner, _ = divide(row, rows)
+            ends, end = block_end(live, row, owner, positions, block_table, table_width, slots, block_size)
+            if ends:
+                store_row(words, source, False, block_features + end * int64(width * 2), True, width)
         target = out + (int64(2) * row + half) * int64(width * 2)
         shown = live and known
         finish_norm(words, weights, source, packed, weight, target, copy, shown, sums, width, eps)

@@ -14,9 +14,10 @@ from lowlat.kernels.common.memory import byte_at, copy_row, divide, int_at, thre
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
-from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
 
 __all__ = [
+    "block_end",
     "draft_prefill_rows",
     "examples",
     "gather_features",
@@ -170,6 +171,25 @@ def _make_take(taken: int, first: int, second: int) -> Kernel:
     return Kernel(f"{kind}_{first}_{second}", kernel, (types.int64,) * 6, threads)
 
 
+@device_function
+def block_end(
+    live: Any, row: Any, owner: Any, positions: Any, block_table: Any, table_width: Any, slots: Any, block_size: Any
+) -> Any:
+    """Whether a live row is at the last position of a KV block, and that block's number, 0 where it is not.
+
+    block_features has a row a KV block, by the block's number: the feature of the block's last position.
+
+    live   a live row has a slot, -1 in slots has none; dead rows read their position alone
+    row    index in positions
+    owner  index in slots
+    """
+    block, position = int64(0), uint32(int_at(positions, row))
+    ends = live and position % uint32(block_size) == uint32(block_size - 1)
+    if ends:
+        block = int_at(block_table, int_at(slots, owner) * table_width + int64(position // uint32(block_size)))
+    return ends, block
+
+
 def store_boundary(
     hidden: torch.Tensor,
     positions: torch.Tensor,
@@ -201,12 +221,11 @@ def _make_store(rows: int, count: int, table_width: int, block: int) -> Kernel:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         row = int64(cuda.blockIdx.x)
-        index, _ = divide(row, rows)
-        position, live, slot = int_at(positions, row), byte_at(row_live, row), int_at(slots, index)
-        number, offset = divide(position, block)
-        if live != 0 and slot >= 0 and offset == block - 1:
-            number = int_at(block_table, slot * table_width + number)
-            source, target = hidden + row * (count * 16), block_features + number * (count * 16)
+        owner, _ = divide(row, rows)
+        live = byte_at(row_live, row) != 0
+        ends, end = block_end(live, row, owner, positions, block_table, table_width, slots, block)
+        if ends:
+            source, target = hidden + row * (count * 16), block_features + end * (count * 16)
             copy_row(int64(cuda.threadIdx.x), threads, count, source, target)
 
     name = f"store_boundary_{rows}_{count}_{table_width}_{block}"
