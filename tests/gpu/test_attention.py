@@ -212,13 +212,13 @@ def test_a_broken_draft_leaves_the_rows_before_it(bench: Bench) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_bits_do_not_depend_on_the_company(bench: Bench, head_dim: int) -> None:
-    """The same slot alone, in another batch, at another entry, with more rows, with another grid and pipeline."""
+    """The same slot alone, in another batch, at another entry, with more rows, with another grid."""
     lengths, rows = [2047, 130, 4500, 64], 4
     case = Case(lengths, [chain(rows)] * 4, head_dim=head_dim, group=4)
     whole = bench.run(case)
     assert same(bench.run(case), whole)
-    for blocks, stages in ((1, 2), (13, 2), (264, 1)):
-        assert same(bench.run(case, num_blocks=blocks, stages=stages), whole)
+    for blocks in (1, 13, 264):
+        assert same(bench.run(case, num_blocks=blocks), whole)
     q, live = case.q.reshape(4, rows, *case.q.shape[1:]), torch.ones(64, dtype=torch.uint8, device="cuda")
     for entries in ([2], [3, 0], [1, 3, 2, 0]):
         case.slots, case.lengths, case.masks = entries, [lengths[k] for k in entries], [chain(rows)] * len(entries)
