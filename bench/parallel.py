@@ -77,19 +77,19 @@ def _cases(*given: tuple[str, Case, tuple[int, ...]], invariant: bool = False) -
 
 
 CASES = _cases(
-    ("llama-8b", Case(1, 8192, 0), (1, 2)),
-    ("llama-8b", Case(1, 8192, 3), (1, 2)),
-    ("llama-8b", Case(4, 16384, 0), (1, 2)),
-    ("gpt-oss-120b", Case(1, 4096, 0), (1, 2)),
-    ("gpt-oss-120b", Case(1, 32768, 3), (1, 2)),
-    ("llama-70b", Case(1, 8192, 0), (2,)),
+    ("llama-8b", Case(1, 8192, 0), (1, 2, 4)),
+    ("llama-8b", Case(1, 8192, 3), (1, 2, 4)),
+    ("llama-8b", Case(4, 16384, 0), (1, 2, 4)),
+    ("gpt-oss-120b", Case(1, 4096, 0), (1, 2, 4)),
+    ("gpt-oss-120b", Case(1, 32768, 3), (1, 2, 4)),
+    ("llama-70b", Case(1, 8192, 0), (2, 4)),
 ) + _cases(
     ("llama-8b", Case(1, 8192, 0), (1, 2)),
     ("llama-8b", Case(1, 8192, 3), (1, 2)),
     ("gpt-oss-120b", Case(1, 4096, 0), (1, 2)),
     invariant=True,
 )
-PROMPTS = (("llama-8b", (1, 2), (2048, 8192)), ("llama-70b", (2,), (2048,)))
+PROMPTS = (("llama-8b", (1, 2, 4), (2048, 8192)), ("llama-70b", (2, 4), (2048,)))
 SOAKS = (
     *(ParallelCase("llama-8b", 2, Case(1, 32768, depth), 2) for depth in (0, 3)),
     *(ParallelCase("gpt-oss-120b", 2, Case(1, 32768, depth), 1) for depth in (0, 3)),
@@ -138,7 +138,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", action="append", default=[], help="a part of a case's name; may repeat")
-    parser.add_argument("--cards", type=int, default=2, help="cards at most; cases of more are left out")
+    parser.add_argument("--cards", type=int, default=8, help="cards at most; cases of more are left out")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no case after so many seconds")
     parser.add_argument("--replays", type=int, default=300)
     parser.add_argument("--turn", type=int, default=50, help="replays between resets")
@@ -148,7 +148,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="tiny models, to try everything")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--device", default="cuda:0")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if torch.device(given.device).type == "cuda":
+        given.cards = min(given.cards, torch.cuda.device_count())
+    return given
 
 
 def _wall(device: torch.device) -> Wall:
@@ -233,14 +236,15 @@ def _measure_step(options: argparse.Namespace, case: ParallelCase, device: torch
     }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows of a README's table: a step on one card and on two, and prompts."""
+def table(rows: Sequence[Mapping[str, Any]], size: int = 2) -> str:
+    """The rows of a README's table: a step on one card and on two, or another number of them, and prompts."""
+    word = {2: "two", 4: "four", 8: "eight"}[size]
     lines = [
-        "| | one card | two cards | floor of two | an exchange, us | vLLM on two |",
+        f"| | one card | {word} cards | floor of {word} | an exchange, us | vLLM on two |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     measured = [row for row in rows if "error" not in row and "skipped" not in row]
-    for row in (row for row in measured if row["tensor_parallel_size"] == 2):
+    for row in (row for row in measured if row["tensor_parallel_size"] == size):
         alone = next((one for one in measured if one["tensor_parallel_size"] == 1 and _key(one) == _key(row)), {})
         others = row.get(OTHERS)
         if "prompts" in row:
@@ -251,7 +255,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             continue
         step = Case(row["batch"], row["context"], row["num_speculative_tokens"])
         draft = row.get("draft_tensor_parallel_size")
-        whole = "" if draft is None else f", the draft model {'cut, too' if draft > 1 else 'whole on both'}"
+        whole = "" if draft is None else f", the draft model {'cut, too' if draft > 1 else 'whole on each'}"
         cells = [
             _figure(alone.get("ms_p50"), 2), _figure(row["ms_p50"], 2), _figure(row["floor_ms"], 2),
             _figure(row.get("exchange_us"), 1), _figure(others, 2),

@@ -1,6 +1,6 @@
 """The reference executor's speed without drafts beside transformers' `generate` on the same cores in the same run.
 
-    python bench/reference.py --out bench/results/cpu/reference.json
+    python -m bench.reference --out bench/results/cpu/reference.json
 
 Decodes the prompts one at a time, greedily, by lowlat at S = 0 and by transformers, in turns, so that other
 work of the machine slows all alike; each prompt's best of the rounds counts. Prefill is in the times. All have every

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from needed_cards import need_cards
 from tiny_grammars import Automaton, Slow, accepts, random_edges, submit_with
 from tiny_models import make_target, mxfp4_target
 
@@ -105,6 +106,16 @@ def test_one_card_and_two_have_the_same_tokens_where_sums_are_invariant() -> Non
             assert decode(**given, **options) == one, (size, options)
     assert decode(tp_invariant=True, executor="eager") == one
     assert decode()[0][:8] == one[0][:8]  # sums of another order: equal until two tokens are nearly alike
+
+
+@pytest.mark.parametrize("rank_cards", ["two cards"], indirect=True)
+def test_four_cards_have_the_tokens_of_one() -> None:
+    """As sums are invariant; four ranks share two KV heads."""
+    need_cards(4)
+    one = decode(tp_invariant=True)
+    for options in ({}, {"device_loop": True}, {"adaptive_width": True}):
+        assert decode(tensor_parallel_size=4, tp_invariant=True, **options) == one, options
+    assert decode(tensor_parallel_size=4)[0][:8] == one[0][:8]  # sums of another order
 
 
 @pytest.mark.parametrize("name", ["llama_fp8", "llama_int4", "qwen3_moe", "mxfp4"])
