@@ -62,10 +62,11 @@ def test_the_table_of_formats_is_its_files_own(repository: Path, pages: dict[str
     assert set(table_rows(bench("formats").table(result))) <= set(table_rows(pages["bench/README.md"]))
 
 
-def test_the_table_of_several_cards_is_its_files_own(repository: Path, pages: dict[str, str]) -> None:
-    rows = json.loads((repository / "bench" / "results" / "h200x2" / "parallel.json").read_text())
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_table_of_several_cards_is_its_files_own(repository: Path, pages: dict[str, str], size: int) -> None:
+    rows = json.loads((repository / "bench" / "results" / f"h200x{size}" / "parallel.json").read_text())
     assert all("error" not in row and row["weights"] == "random" for row in rows)
-    assert set(table_rows(bench("parallel").table(rows))) <= set(table_rows(pages["bench/README.md"]))
+    assert set(table_rows(bench("parallel").table(rows, size))) <= set(table_rows(pages["bench/README.md"]))
     assert all(row["commit"] in pages["bench/README.md"] for row in rows)
 
 
@@ -103,7 +104,7 @@ def test_figures_beside_the_table_are_those_of_bench(repository: Path, pages: di
     """Every figure of the short table stands in the long ones, beside the same file."""
     short = pages["README.md"].split("| rows |")[1].split("\n\n")[0]
     rows = [row.split("|")[1:-1] for row in table_rows(short) if "](" in row]
-    assert len(rows) == 7
+    assert len(rows) == 8
     for _, figures, source in rows:
         file = LINK.findall(source)[0]
         assert json.loads((repository / file).read_text())
