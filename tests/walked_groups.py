@@ -104,6 +104,24 @@ class _Groups:
 
         return store
 
+    def _fours(self, address: int, count: int, pitch: int) -> list[Any]:
+        """Where so many float32 of a thread stand, four by four."""
+        return [self._walker.near(int(address) + four * pitch, 16).view(np.float32) for four in range(count // 4)]
+
+    def store_sums(self, count: int, pitch: int) -> Callable[..., None]:
+        def store(address: int, sums: Any) -> None:
+            assert not isinstance(sums, _Flying) and len(sums) == count, "sums that were not awaited"
+            for four, place in enumerate(self._fours(address, count, pitch)):
+                place[:] = sums[4 * four : 4 * four + 4]
+
+        return store
+
+    def load_sums(self, count: int, pitch: int) -> Callable[..., Any]:
+        def load(address: int) -> Any:
+            return tuple(np.concatenate(self._fours(address, count, pitch)))
+
+        return load
+
     def module(self) -> Any:
         made: Any = ModuleType(NAME)
         made.KEPT_AS_USUAL, made.READ_ONCE, made.SLICES = known.KEPT_AS_USUAL, known.READ_ONCE, SLICES
@@ -117,6 +135,8 @@ class _Groups:
         made.replace_words = lambda count: lambda words, others, number: others if number else words
         made.use_words = lambda slices: lambda words, never: None
         made.take_sums = lambda _, first, count: lambda sums: sums[first : first + count]
+        made.join_sums = lambda first, second: lambda one, other: (*one, *other)
+        made.store_sums, made.load_sums = self.store_sums, self.load_sums
         made.add_tiles = lambda count: (
             lambda one, other: tuple(plain(np.float32(a) + np.float32(b)) for a, b in zip(one, other, strict=True))
         )

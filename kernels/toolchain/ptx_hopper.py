@@ -25,9 +25,12 @@ __all__ = [
     "copy_bulk_to_pair",
     "fence_barriers",
     "give_registers",
+    "join_sums",
+    "load_sums",
     "multiply_group",
     "replace_words",
     "store_group_half",
+    "store_sums",
     "sync_cluster",
     "take_registers",
     "take_sums",
@@ -239,6 +242,65 @@ def add_tiles(count: int) -> Any:
         return signature, codegen
 
     return add
+
+
+def join_sums(first: int, second: int) -> Any:
+    """An intrinsic: one tuple of two, of so many float32 each."""
+
+    @intrinsic
+    def join(context: Any, one: Any, other: Any) -> Any:
+        signature = types.UniTuple(f32, first + second)(types.UniTuple(f32, first), types.UniTuple(f32, second))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            found = [builder.extract_value(args[0], number) for number in range(first)]
+            found += [builder.extract_value(args[1], number) for number in range(second)]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return join
+
+
+def store_sums(count: int, pitch: int) -> Any:
+    """An intrinsic: store `count` float32, four by four, `pitch` bytes apart, from a shared address on."""
+
+    @intrinsic
+    def store(context: Any, address: Any, sums: Any) -> Any:
+        signature = types.void(u32, types.UniTuple(f32, count))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(ir.VoidType(), [ir_type(u32), *[ir_type(f32)] * 4])
+            for first in range(0, count, 4):
+                text = f"st.shared.v4.f32 [$0+{first // 4 * pitch}], {{$1,$2,$3,$4}};"
+                assembly = ir.InlineAsm(function, text, "r,f,f,f,f,~{memory}", side_effect=True)
+                builder.call(assembly, [args[0], *(builder.extract_value(args[1], first + k) for k in range(4))])
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return store
+
+
+def load_sums(count: int, pitch: int) -> Any:
+    """An intrinsic: the float32 that `store_sums` stored at a shared address."""
+
+    @intrinsic
+    def load(context: Any, address: Any) -> Any:
+        signature = types.UniTuple(f32, count)(u32)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            four, found = ir.LiteralStructType([ir_type(f32)] * 4), []
+            function = ir.FunctionType(four, [ir_type(u32)])
+            for first in range(0, count, 4):
+                text = f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{first // 4 * pitch}];"
+                assembly = ir.InlineAsm(function, text, "=f,=f,=f,=f,r,~{memory}", side_effect=True)
+                loaded = builder.call(assembly, [args[0]])
+                found += [builder.extract_value(loaded, k) for k in range(4)]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return load
 
 
 def store_group_half(rows: int, half: int, pitch: int, *, is_scaled: bool = False) -> Any:

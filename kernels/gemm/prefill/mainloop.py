@@ -22,6 +22,7 @@ from lowlat.kernels.gemm.prefill.plan import (
     STEP_ROW_BYTES,
     PrefillGemmPlan,
 )
+from lowlat.kernels.gemm.prefill.segment_totals import make_add_segments
 from lowlat.kernels.gemm.prefill.weight_steps import make_load_step
 from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.toolchain import ptx, ptx_hopper
@@ -250,7 +251,7 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
     else:
         run = _make_run(cut, plan, handover)
     depth, x_bytes, step_bytes = plan.depth, plan.rows * STEP_ROW_BYTES, cut.weights.step_bytes
-    add, zeros = ptx_hopper.add_tiles(plan.sums), ptx.zeros(plan.sums)
+    add_segments, zeros = make_add_segments(steps, length, segments, plan, run), ptx.zeros(plan.sums)
     in_parts, span_of, has_empty = cut.parts is not None, _make_span_of(cut), cut.has_empty
 
     @device_function
@@ -265,11 +266,9 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
         ptx.wait_for_previous_kernel()
         while unit < units:  # a unit's place is found when it is wanted: beside totals no register is free
             if whole:
-                total = zeros()
-                for part in range(segments):
-                    number = min(uint32(length), uint32(uint32(steps) - uint32(part) * uint32(length)))
-                    sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
-                    total = add(total, sums)
+                total, sums, stage, parity = add_segments(
+                    sums, base, barriers, within, stage, parity, warp, lane, rows
+                )  # fmt: skip
                 x_tile, block, segment = unit_of(unit, x_tiles)
                 finish(total, beside, out, rows, x_tile, block, segment, first, lane)
             else:

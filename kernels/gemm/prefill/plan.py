@@ -44,7 +44,8 @@ GROUP_ROWS = 64  # weight rows that a warpgroup multiplies at once
 STEP_ROW_BYTES = 2 * STEP
 CONSUMERS = 2  # warpgroups that multiply
 PRODUCERS = 4  # warps that copy: one alone takes as long to begin a step's copies as it takes to multiply them
-WIDE, LARGE = 128, 256  # rows of a tile that may be multiplied by halves of steps; and beside whose sums no totals fit
+WIDE, LARGE = 128, 256  # rows of a tile that may be multiplied by halves of steps; that lacks registers for all totals
+STORED_TOTALS = 80  # of the 128 of a thread that has a tile of 256 rows: three stages fit beside them
 COPYING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232  # a thread, then: of 168 that all begin with
 MOST_ROWS = 4096
 APART_ROWS = 1024  # up to so many segments may be apart: more rows have tiles enough, and their sums would take memory
@@ -71,12 +72,13 @@ TILE_ROW_US, ADD_US, START_US = 0.01, 3.0, 1.5  # to end a tile, a row of x; to 
 class PrefillGemmPlan:
     """Tiles and stages of a GEMM, which change no bit of the result. Raises ShapeError for what does not fit.
 
-    rows    of x, of a tile: 64, 128 or, with sums that are whole or apart, 256
+    rows    of x, of a tile: 64, 128 or 256
     depth   steps of 64 columns of a stage: 1 or, of tiles of less than 256 rows, 2
     stages  under way or multiplied
-    apart   segments are blocks' own, and another kernel adds them up; else a thread has their total beside its sums
+    apart   segments are blocks' own, and another kernel adds them up; else a thread has their totals beside its sums
     tile_bytes  of a step of one tile of weights
     cluster     blocks that share rows of x: 1 or, of tiles of more than 64 rows, 2
+    stored_totals  of a thread, in shared memory, where registers lack for all of them
     """
 
     rows: int
@@ -85,6 +87,7 @@ class PrefillGemmPlan:
     apart: bool
     tile_bytes: int = BF16_TILES.step_bytes
     cluster: int = 1
+    stored_totals: int = 0
 
     def __post_init__(self) -> None:
         if (self.rows, self.depth) not in STEP_US or self.stages < 2:
@@ -123,9 +126,14 @@ class PrefillGemmPlan:
         return -(-used // ALIGNMENT) * ALIGNMENT
 
     @property
+    def totals_at(self) -> int:
+        """Where totals begin that stand in shared memory, behind the stages and their barriers."""
+        return self.stages * self.stage_bytes + BARRIER_BYTES
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return ALIGNMENT + self.stages * self.stage_bytes + BARRIER_BYTES
+        return ALIGNMENT + self.totals_at + 4 * self.stored_totals * 128 * CONSUMERS
 
     def units(self, rows: int, weight_rows: int, segments: int) -> int:
         """The units that clusters of blocks take one by one: a tile for each block, or segments of them."""
@@ -267,9 +275,10 @@ def _fitted(
 ) -> PrefillGemmPlan | None:
     """With as many stages as fit; None where not even two do, or registers lack for totals beside the sums."""
     has_totals = tile >= WIDE and segments > 1 and not apart
-    if (tile, depth) not in STEP_US or (has_totals and (tile == LARGE or depth == 2 or weights.zeros)):
+    if (tile, depth) not in STEP_US or (has_totals and (depth == 2 or weights.zeros)):
         return None
-    plans = (PrefillGemmPlan(tile, depth, stages, apart, weights.step_bytes, cluster) for stages in STAGE_COUNTS)
+    stored = STORED_TOTALS if has_totals and tile == LARGE else 0
+    plans = (PrefillGemmPlan(tile, depth, count, apart, weights.step_bytes, cluster, stored) for count in STAGE_COUNTS)
     return next((plan for plan in plans if plan.shared_bytes <= card.shared_bytes), None)
 
 

@@ -75,7 +75,8 @@ def test_arranging_walked(rows: int, columns: int) -> None:
 
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "mxfp4", "fp8", "int4", "nvfp4"))
 PARTS = (
-    *("activation_layout", "split_k_sum", "weight_steps", "plan", "mainloop", "half_steps", "gated_epilogue", "gemm"),
+    *("activation_layout", "split_k_sum", "weight_steps", "segment_totals", "plan", "mainloop", "half_steps"),
+    *("gated_epilogue", "gemm"),
 )
 NAMES = ("common.handover", "common.activation", *FRAGMENTS, *(f"gemm.prefill.{part}" for part in PARTS))
 TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
@@ -113,6 +114,8 @@ def packed_weight(name: str, width: int, depth: int, order: torch.Tensor) -> tup
         ("bf16", 512, 264, 136, (1, 3), (256, 1, 2, False, 2)),
         later("bf16", 512, 264, 136, (2, 2), (256, 1, 2, True, 2)),
         later("bf16", 256, 264, 200, (2, 2), (128, 1, 2, False, 2)),
+        ("bf16", 512, 264, 200, (4, 1), (256, 1, 2, False, 2, 80)),
+        later("fp8", 256, 136, 200, (2, 2), (256, 1, 2, False, 1, 80)),
     ],
 )
 @pytest.mark.second
