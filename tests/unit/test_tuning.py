@@ -46,7 +46,7 @@ KNOBS = {
 }
 OF_CODES = {"span", "density"}  # and of decode GEMMs over weights of 8 and 4 bits
 NOT_COVERED = "tiny"  # heads of 16 dimensions
-WITHOUT_ENTRIES = (NOT_COVERED, "tiny-experts", "llama-70b", "qwen3-30b-a3b")  # in any shipped table
+WITHOUT_ENTRIES = (NOT_COVERED, "tiny-experts", "qwen3-30b-a3b")  # in any shipped table
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +329,9 @@ COVERED = {
 }
 
 
-CUT = ("llama-8b", "gpt-oss-120b")  # pairs of which tables have launches of one of several ranks, too
+# pairs of which tables have launches of one of several ranks, too
+CUT = {2: ("llama-8b", "gpt-oss-120b"), 4: ("llama-8b", "gpt-oss-120b", "llama-70b")}
+PARALLEL_DRAFTS = ("peagle", "dflash", "dspark")
 
 
 def launches_of_pairs(card: Card, directory: Path) -> dict[str, list[Shape]]:
@@ -339,9 +341,12 @@ def launches_of_pairs(card: Card, directory: Path) -> dict[str, list[Shape]]:
     eight = RuntimeConfig(quantize="fp8", quantize_lm_head=True, kv_cache_dtype="fp8")
     pairs["llama-8b in FP8"] = rounded_pair(pairs["llama-8b"], eight, "fp8")
     pairs["llama-8b in INT4"] = rounded_pair(pairs["llama-8b"], RuntimeConfig(quantize="int4"))
-    for name, invariant in itertools.product(CUT, (False, True)):
-        options = RuntimeConfig(tensor_parallel_size=2, tp_invariant=invariant)
-        pairs[f"{name} of two cards{', invariant' * invariant}"] = cut_pair(pairs[name], options)
+    for size, names in CUT.items():
+        for name, invariant in itertools.product(names, (False, True) if size == 2 else (False,)):
+            options = RuntimeConfig(tensor_parallel_size=size, tp_invariant=invariant)
+            pairs[f"{name} of {size} cards{', invariant' * invariant}"] = cut_pair(pairs[name], options)
+    for method in PARALLEL_DRAFTS:
+        pairs[f"llama-8b with {method}"] = random_pair("llama-8b", directory / method, method)
     few = Sizes(depths=(0, 1, 3, 7))  # entries are of powers of two of rows, which other depths add none to
     return {name: listed([pair], "all", few, card) for name, pair in pairs.items()}
 
