@@ -341,8 +341,8 @@ def launches_of_pairs(card: Card, directory: Path) -> dict[str, list[Shape]]:
     eight = RuntimeConfig(quantize="fp8", quantize_lm_head=True, kv_cache_dtype="fp8")
     pairs["llama-8b in FP8"] = rounded_pair(pairs["llama-8b"], eight, "fp8")
     pairs["llama-8b in INT4"] = rounded_pair(pairs["llama-8b"], RuntimeConfig(quantize="int4"))
-    for size, names in CUT.items():
-        for name, invariant in itertools.product(names, (False, True) if size == 2 else (False,)):
+    for size, cut in CUT.items():
+        for name, invariant in itertools.product(cut, (False, True) if size == 2 else (False,)):
             options = RuntimeConfig(tensor_parallel_size=size, tp_invariant=invariant)
             pairs[f"{name} of {size} cards{', invariant' * invariant}"] = cut_pair(pairs[name], options)
     for method in PARALLEL_DRAFTS:
