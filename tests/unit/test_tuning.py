@@ -345,10 +345,12 @@ def launches_of_pairs(card: Card, directory: Path) -> dict[str, list[Shape]]:
         for name, invariant in itertools.product(cut, (False, True) if size == 2 else (False,)):
             options = RuntimeConfig(tensor_parallel_size=size, tp_invariant=invariant)
             pairs[f"{name} of {size} cards{', invariant' * invariant}"] = cut_pair(pairs[name], options)
-    for method in PARALLEL_DRAFTS:
-        pairs[f"llama-8b with {method}"] = random_pair("llama-8b", directory / method, method)
     few = Sizes(depths=(0, 1, 3, 7))  # entries are of powers of two of rows, which other depths add none to
-    return {name: listed([pair], "all", few, card) for name, pair in pairs.items()}
+    sizes = {name: Sizes((1,), (0, 3)) if "of 4 cards" in name else few for name in pairs}
+    for method in PARALLEL_DRAFTS:
+        name = f"llama-8b with {method}"
+        pairs[name], sizes[name] = random_pair("llama-8b", directory / method, method), Sizes((1,), (3, 5, 7))
+    return {name: listed([pair], "all", sizes[name], card) for name, pair in pairs.items()}
 
 
 @pytest.mark.second
