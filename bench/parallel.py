@@ -238,11 +238,10 @@ def _measure_step(options: argparse.Namespace, case: ParallelCase, device: torch
 
 def table(rows: Sequence[Mapping[str, Any]], size: int = 2) -> str:
     """The rows of a README's table: a step on one card and on two, or another number of them, and prompts."""
-    word, with_others = {2: "two", 4: "four", 8: "eight"}[size], size == 2
-    lines = [
-        f"| | one card | {word} cards | floor of {word} | an exchange, us |{' vLLM on two |' if with_others else ''}",
-        f"|---|---:|---:|---:|---:|{'---:|' if with_others else ''}",
-    ]
+    word = {2: "two", 4: "four", 8: "eight"}[size]
+    heads = ["one card", f"{word} cards", f"floor of {word}", "an exchange, us", "vLLM on two"]
+    heads = heads if size == 2 else heads[:-1]
+    lines = [f"| | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
     measured = [row for row in rows if "error" not in row and "skipped" not in row]
     for row in (row for row in measured if row["tensor_parallel_size"] == size):
         alone = next((one for one in measured if one["tensor_parallel_size"] == 1 and _key(one) == _key(row)), {})
@@ -250,19 +249,18 @@ def table(rows: Sequence[Mapping[str, Any]], size: int = 2) -> str:
         if "prompts" in row:
             for length, ms in row["prompt_ms_p50"].items():
                 one = alone.get("prompt_ms_p50", {}).get(length)
-                cells = [_figure(one, 1), _figure(ms, 1), "-", "-"]
-                cells += [_figure((others or {}).get(length), 1)] if with_others else []
-                lines.append(f"| {row['model']}, a prompt of {length} | {' | '.join(cells)} |")
+                cells = [_figure(one, 1), _figure(ms, 1), "-", "-", _figure((others or {}).get(length), 1)]
+                lines.append(f"| {row['model']}, a prompt of {length} | {' | '.join(cells[: len(heads)])} |")
             continue
         step = Case(row["batch"], row["context"], row["num_speculative_tokens"])
         draft = row.get("draft_tensor_parallel_size")
         whole = "" if draft is None else f", the draft model {'cut, too' if draft > 1 else 'whole on each'}"
         cells = [
             _figure(alone.get("ms_p50"), 2), _figure(row["ms_p50"], 2), _figure(row["floor_ms"], 2),
-            _figure(row.get("exchange_us"), 1), *([_figure(others, 2)] if with_others else []),
+            _figure(row.get("exchange_us"), 1), _figure(others, 2),
         ]  # fmt: skip
         kind = ", `tp_invariant`" if row.get("tp_invariant") else ""
-        lines.append(f"| {row['model']}, {step.name}{whole}{kind} | {' | '.join(cells)} |")
+        lines.append(f"| {row['model']}, {step.name}{whole}{kind} | {' | '.join(cells[: len(heads)])} |")
     return "\n".join(lines)
 
 

@@ -135,7 +135,6 @@ class _Groups:
         made.replace_words = lambda count: lambda words, others, number: others if number else words
         made.use_words = lambda slices: lambda words, never: None
         made.take_sums = lambda _, first, count: lambda sums: sums[first : first + count]
-        made.join_sums = lambda first, second: lambda one, other: (*one, *other)
         made.store_sums, made.load_sums = self.store_sums, self.load_sums
         made.add_tiles = lambda count: (
             lambda one, other: tuple(plain(np.float32(a) + np.float32(b)) for a, b in zip(one, other, strict=True))

@@ -25,7 +25,6 @@ __all__ = [
     "copy_bulk_to_pair",
     "fence_barriers",
     "give_registers",
-    "join_sums",
     "load_sums",
     "multiply_group",
     "replace_words",
@@ -242,23 +241,6 @@ def add_tiles(count: int) -> Any:
         return signature, codegen
 
     return add
-
-
-def join_sums(first: int, second: int) -> Any:
-    """An intrinsic: one tuple of two, of so many float32 each."""
-
-    @intrinsic
-    def join(context: Any, one: Any, other: Any) -> Any:
-        signature = types.UniTuple(f32, first + second)(types.UniTuple(f32, first), types.UniTuple(f32, second))
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            found = [builder.extract_value(args[0], number) for number in range(first)]
-            found += [builder.extract_value(args[1], number) for number in range(second)]
-            return context.make_tuple(builder, signature.return_type, found)
-
-        return signature, codegen
-
-    return join
 
 
 def store_sums(count: int, pitch: int) -> Any:

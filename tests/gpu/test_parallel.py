@@ -110,7 +110,7 @@ def test_one_card_and_two_have_the_same_tokens_where_sums_are_invariant() -> Non
 
 @pytest.mark.parametrize("rank_cards", ["two cards"], indirect=True)
 def test_four_cards_have_the_tokens_of_one() -> None:
-    """As sums are invariant; four ranks share two KV heads."""
+    """As sums are invariant; the pair's only KV head is on every card."""
     need_cards(4)
     one = decode(tp_invariant=True)
     for options in ({}, {"device_loop": True}, {"adaptive_width": True}):

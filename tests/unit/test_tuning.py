@@ -329,8 +329,12 @@ COVERED = {
 }
 
 
-# pairs of which tables have launches of one of several ranks, too
-CUT = {2: ("llama-8b", "gpt-oss-120b"), 4: ("llama-8b", "gpt-oss-120b", "llama-70b")}
+# pairs of which tables have launches of one of several ranks, too: ranks, and whether sums are those of any number
+CUT = {
+    (2, False): ("llama-8b", "gpt-oss-120b"),
+    (2, True): ("llama-8b", "gpt-oss-120b"),
+    (4, False): ("llama-8b", "gpt-oss-120b", "llama-70b"),
+}
 PARALLEL_DRAFTS = ("peagle", "dflash", "dspark")
 
 
@@ -341,16 +345,19 @@ def launches_of_pairs(card: Card, directory: Path) -> dict[str, list[Shape]]:
     eight = RuntimeConfig(quantize="fp8", quantize_lm_head=True, kv_cache_dtype="fp8")
     pairs["llama-8b in FP8"] = rounded_pair(pairs["llama-8b"], eight, "fp8")
     pairs["llama-8b in INT4"] = rounded_pair(pairs["llama-8b"], RuntimeConfig(quantize="int4"))
-    for size, cut in CUT.items():
-        for name, invariant in itertools.product(cut, (False, True) if size == 2 else (False,)):
+    sizes: dict[str, Sizes] = {}  # of pairs that are known for one slot alone
+    for (size, invariant), cut in CUT.items():
+        for whole in cut:
+            name = f"{whole} of {size} cards{', invariant' * invariant}"
             options = RuntimeConfig(tensor_parallel_size=size, tp_invariant=invariant)
-            pairs[f"{name} of {size} cards{', invariant' * invariant}"] = cut_pair(pairs[name], options)
-    few = Sizes(depths=(0, 1, 3, 7))  # entries are of powers of two of rows, which other depths add none to
-    sizes = {name: Sizes((1,), (0, 3)) if "of 4 cards" in name else few for name in pairs}
+            pairs[name] = cut_pair(pairs[whole], options)
+            if size == 4:
+                sizes[name] = Sizes((1,), (0, 3))
     for method in PARALLEL_DRAFTS:
         name = f"llama-8b with {method}"
         pairs[name], sizes[name] = random_pair("llama-8b", directory / method, method), Sizes((1,), (3, 5, 7))
-    return {name: listed([pair], "all", sizes[name], card) for name, pair in pairs.items()}
+    few = Sizes(depths=(0, 1, 3, 7))  # entries are of powers of two of rows, which other depths add none to
+    return {name: listed([pair], "all", sizes.get(name, few), card) for name, pair in pairs.items()}
 
 
 @pytest.mark.second

@@ -266,11 +266,9 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
         ptx.wait_for_previous_kernel()
         while unit < units:  # a unit's place is found when it is wanted: beside totals no register is free
             if whole:
-                total, sums, stage, parity = add_segments(
-                    sums, base, barriers, within, stage, parity, warp, lane, rows
-                )  # fmt: skip
+                sums, stage, parity = add_segments(sums, base, barriers, within, stage, parity, warp, lane, rows)
                 x_tile, block, segment = unit_of(unit, x_tiles)
-                finish(total, beside, out, rows, x_tile, block, segment, first, lane)
+                finish(sums, beside, out, rows, x_tile, block, segment, first, lane)
             else:
                 number = uint32(steps)
                 x_tile, block, segment = unit_of(unit, x_tiles)

@@ -34,7 +34,7 @@ def make_add_segments(steps: int, length: int, segments: int, plan: PrefillGemmP
             number = min(uint32(length), uint32(uint32(steps) - uint32(part) * uint32(length)))
             sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
             total = add(total, sums)
-        return total, sums, stage, parity
+        return total, stage, parity
 
     return add_segments
 
@@ -46,7 +46,7 @@ def _make_partly_stored(steps: int, length: int, segments: int, plan: PrefillGem
     store, load = ptx_hopper.store_sums(stored, PITCH), ptx_hopper.load_sums(stored, PITCH)
     of_held, of_stored = ptx_hopper.take_sums(count, 0, held), ptx_hopper.take_sums(count, held, stored)
     add, add_held, add_stored = (ptx_hopper.add_tiles(number) for number in (count, held, stored))
-    join, zeros, none = ptx_hopper.join_sums(held, stored), ptx.zeros(count), ptx.zeros(held)
+    zeros, none = ptx.zeros(count), ptx.zeros(held)
 
     @device_function
     def add_segments(
@@ -60,10 +60,10 @@ def _make_partly_stored(steps: int, length: int, segments: int, plan: PrefillGem
             if part == 0:
                 sums = add(zeros(), sums)
             else:
-                sums = join(add_held(total, of_held(sums)), add_stored(load(place), of_stored(sums)))
+                sums = add_held(total, of_held(sums)) + add_stored(load(place), of_stored(sums))
             if part < last:
                 store(place, of_stored(sums))
                 total = of_held(sums)
-        return sums, sums, stage, parity
+        return sums, stage, parity
 
     return add_segments
