@@ -183,7 +183,7 @@ def _grouped(calls: Calls, num_places: int) -> tuple[Case, ...]:
     """Rows that chose at random, and such that every expert has as many: with the ids that the router of a prompt left,
     other ones in every launch."""
     named = [_named(call) for call in calls]
-    experts = next(_tensor(each, "bias").shape[0] for each in named if "bias" in each)
+    experts = next(_tensor(each, "weight").shape[0] for each in named if "weight" in each)
     rows, top_k = next(_tensor(each, "ids").shape for each in named if "ids" in each)
     copies = max(num_places, MIXTURE_COPIES)
 
