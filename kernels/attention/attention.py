@@ -35,12 +35,12 @@ from lowlat.kernels.attention.plan import (
     CURSOR_FIELDS,
     LAST_STEP,
     NO_ITEM,
-    PAGES_ITEM,
     PLACE,
     PLAN_STRIDE,
     AttentionShape,
     enter_item,
     make_plan_functions,
+    make_spread,
 )
 from lowlat.kernels.attention.tile import make_attend, make_forget, query_words
 from lowlat.kernels.reference.shapes import check_shape
@@ -134,8 +134,7 @@ def attention(
         ends = (0 if sinks is None else sinks, out)
         return [KernelCall(_make(shape), grid, (*given, *ends, *numbers, 0, scale * LOG2_E), planned=planned)]
     splits = _capacity(shape, tail or rows, block_table.shape[-1] * (block // max(parts, 1)))
-    tiles = -(-rows * group // (16 * shape.row_tiles)) * shape.row_tiles
-    count = batch * kv_heads * tiles * splits * min(16, rows * group)
+    count = batch * kv_heads * -(-rows * group // 16) * splits * min(16, rows * group)
     partials = workspace("attention.partials", (count, head_dim), torch.float32)
     sums = workspace("attention.sums", (count, 2), torch.float32)
     arguments = (*given, partials, sums, *numbers, splits, scale * LOG2_E)
@@ -306,13 +305,43 @@ def _min_blocks(shape: AttentionShape) -> int:
 
 
 def _kernel(shape: AttentionShape) -> Callable[..., None]:
-    stages, early, whole, warps = shape.stages, shape.early, shape.whole, shape.warps
+    early, whole, threads, several = shape.early, shape.whole, 32 * shape.warps, shape.row_tiles > 1 and not shape.whole
     row_bytes = 2 * shape.head_dim * shape.group * shape.kv_heads
-    stage_bytes, threads = shape.stage_bytes, 32 * warps
+    read_rows, plan_slots = make_plan_functions(shape)
+    spread, walk, walk_spread = make_spread(shape), _make_walk(shape), _make_walk(replace(shape, row_tiles=1))
+
+    def attention(
+        q: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, dense_lens: Any, row_live: Any, row_masks: Any,
+        partials: Any, sums: Any, kv_scales: Any, batch: Any, rows: Any, tail: Any, width: Any, splits: Any, scale: Any,
+    ) -> None:  # fmt: skip
+        plan, row_ends = cuda.shared.array(PLAN_INTS, int32), cuda.shared.array(MAX_ROWS, int32)
+        shared_norms = cuda.shared.array(threads, float32)
+        ptx.let_next_kernel_start()
+        if not early:
+            ptx.wait_for_previous_kernel()
+            read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
+        plan_slots(plan, slots, dense_lens, batch, rows, tail)
+        shared = plan, row_ends, shared_norms
+        addresses = q, k_cache, v_cache, table, slots, dense_lens, row_live, row_masks, partials, sums, kv_scales
+        sizes = batch, rows, width, splits
+        if not several or not spread(plan, batch, rows):
+            walk(shared, addresses, sizes, scale)
+        else:
+            walk_spread(shared, addresses, sizes, scale)
+        if whole:
+            clear_dead(row_ends, sums, int32(batch * rows), row_bytes, threads)
+
+    return attention
+
+
+def _make_walk(shape: AttentionShape) -> Any:
+    """A function: a block's items, one behind the other, once they are counted."""
+    stages, early, whole, warps = shape.stages, shape.early, shape.whole, shape.warps
+    stage_bytes = shape.stage_bytes
     rings, ring_bytes = stages * warps * stage_bytes, stages * DESCRIPTOR_WORDS * 4
     halves = shape.eights
     num_totals, num_queries = halves * shape.head_dim // 4, query_words(shape)
-    read_rows, plan_slots = make_plan_functions(shape)
+    read_rows, _ = make_plan_functions(shape)
     lane_offset, is_early, look_up, issue = (
         make(shape) for make in (make_lane_offset, make_is_early, make_look_up, make_issue)
     )
@@ -320,30 +349,24 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
     merge, forget = make_merge(shape), make_forget(shape)
     wait_for_copies = ptx.copies_wait(stages - 1)
 
-    def attention(
-        q: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, dense_lens: Any, row_live: Any, row_masks: Any,
-        partials: Any, sums: Any, kv_scales: Any, batch: Any, rows: Any, tail: Any, width: Any, splits: Any, scale: Any,
-    ) -> None:  # fmt: skip
-        plan, row_ends = cuda.shared.array(PLAN_INTS, int32), cuda.shared.array(MAX_ROWS, int32)
-        shared_norms, cursor = cuda.shared.array(threads, float32), cuda.local.array(CURSOR_FIELDS, int32)
+    @device_function
+    def walk(shared: Any, addresses: Any, sizes: Any, scale: Any) -> None:
+        plan, row_ends, shared_norms = shared
+        q, k_cache, v_cache, table, slots, dense_lens, row_live, row_masks, partials, sums, kv_scales = addresses
+        batch, rows, width, splits = sizes
+        cursor = cuda.local.array(CURSOR_FIELDS, int32)
         totals, queries = cuda.local.array(num_totals, float32), cuda.local.array(num_queries, uint32)
         peaks, norms = cuda.local.array(halves, float32), cuda.local.array(halves, float32)
-        ptx.let_next_kernel_start()
         lane, warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         base = uint32(base + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - (ALIGNMENT - 1))
         quarter = warp & uint32(3)  # of a tile
         mine, ring = warp * uint32(stage_bytes), uint32(base + uint32(rings) + warp * uint32(ring_bytes))
         offset = lane_offset(lane)
-        waited = not early
-        if waited:
-            ptx.wait_for_previous_kernel()
-            read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
-        plan_slots(plan, slots, dense_lens, batch, rows, tail)
         enter(cursor, plan, int32(cuda.blockIdx.x), batch, rows)
         if early and cursor[PLACE] == NO_ITEM and int32(cuda.blockIdx.x) >= (max(batch * rows, 1) if whole else 1):
             return  # without waiting, which block 0 does for all; a block of a short window's dead row has to clear it
-        cursor[PAGES_ITEM] = int32(NO_ITEM)
+        waited = not early
         look_up(cursor, plan, table, width, quarter, lane)
         forget(totals, queries, peaks, norms, True)
         stage, filled = uint32(0), int32(0)
@@ -380,10 +403,8 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             ptx.copies_commit()
             look_up(cursor, plan, table, width, quarter, lane)
             stage = uint32(stage + uint32(1)) if stage != uint32(stages - 1) else uint32(0)
-        if whole:
-            clear_dead(row_ends, sums, int32(batch * rows), row_bytes, threads)
 
-    return attention
+    return walk
 
 
 @device_function

@@ -51,16 +51,16 @@ def combine_splits(
 ) -> KernelCall:
     """Combine the partial sums that the first launch left.
 
-    partials  [owners, row tiles, capacity, parked, D]  float32  weighted values of each split
-    sums      [owners, row tiles, capacity, parked, 2]  float32  peak (times log2 e) and sum of weights
-    An owner is (slot, key-value head, item's tile of query rows); parked is 16, or all query rows where they are fewer.
+    partials  [owners, capacity, parked, D]  float32  weighted values of each split
+    sums      [owners, capacity, parked, 2]  float32  peak (times log2 e) and sum of weights
+    An owner is (slot, key-value head, tile of 16 query rows); parked is 16, or all query rows where they are fewer.
     The splits that a slot has follow from its dense length and `tail`, as in the first launch.
     """
     count = out.numel() // shape.head_dim
     if capacity > MAX_SPLITS:
         limit = MAX_SPLITS * shape.split
         raise ShapeError(f"attention: a context of {capacity * shape.split} positions exceeds {limit}")
-    shape = replace(shape, stages=1, blocks=0, coded=False, few=False, converts=True)  # which do not matter here
+    shape = replace(shape, row_tiles=1, stages=1, blocks=0, coded=False, few=False, converts=True)  # all the same here
     rows_a_block = THREADS // (CLASSES * shape.head_dim // 4)
     grid = -(-count // rows_a_block)
     tensors = (partials, sums, slots, dense_lens, row_live, 0 if sinks is None else sinks, out)
@@ -195,7 +195,7 @@ def load_part(source: Any, step: Any, first: Any, last: Any, turn: Any) -> Any:
 
 def _make_locate(shape: AttentionShape) -> Any:
     """Where a query row's first part lies, in rows of the partial sums."""
-    group, kv_heads, row_tiles = shape.group, shape.kv_heads, shape.row_tiles
+    group, kv_heads = shape.group, shape.kv_heads
 
     @device_function
     def locate(row: Any, head: Any, rows: Any, capacity: Any) -> Any:
@@ -203,11 +203,8 @@ def _make_locate(shape: AttentionShape) -> Any:
         kv_head = int32(uint32(head) // uint32(group))
         query = int32((row - entry * rows) * group + head - kv_head * group)
         tile, inside = query >> 4, query & 15
-        tiles = (rows * group + 16 * row_tiles - 1) // (16 * row_tiles)
-        owner = int64((entry * kv_heads + kv_head) * tiles + int32(uint32(tile) // uint32(row_tiles)))
-        parked = min(rows * group, 16)
-        place = owner * row_tiles + int64(uint32(tile) % uint32(row_tiles))
-        return place * capacity * parked + int64(inside), int64(parked)
+        owner, parked = int64((entry * kv_heads + kv_head) * ((rows * group + 15) >> 4) + tile), min(rows * group, 16)
+        return owner * capacity * parked + int64(inside), int64(parked)
 
     return locate
 
@@ -245,5 +242,5 @@ def examples() -> list[Kernel]:
     """Representative specialisations."""
     return [
         _make(AttentionShape(128, 4, 8, 32, 0, None, 0, 1, 3, False, True)),
-        _make(AttentionShape(64, 8, 8, 32, 0, None, 0, 2, 4, True, True)),
+        _make(AttentionShape(64, 8, 8, 32, 0, None, 0, 1, 4, True, True)),
     ]

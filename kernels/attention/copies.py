@@ -14,12 +14,10 @@ from lowlat.kernels.attention.plan import (
     DENSE,
     END_MAX,
     END_MIN,
-    ITEM,
     LAST,
     LAST_STEP,
     NO_ITEM,
     PAGES,
-    PAGES_ITEM,
     PAGES_TILE,
     PASS,
     PLACE,
@@ -205,9 +203,8 @@ def make_look_up(shape: AttentionShape) -> Any:
     @device_function
     def look_up(cursor: Any, plan: Any, table: Any, width: Any, warp: Any, lane: Any) -> None:
         width = ptx.stay_here(width)
-        known = cursor[PAGES_ITEM] == cursor[ITEM] and uint32(cursor[POSITION_TILE] - cursor[PAGES_TILE]) < uint32(32)
-        if cursor[PLACE] != NO_ITEM and not known:
-            cursor[PAGES_ITEM], cursor[PAGES_TILE] = cursor[ITEM], cursor[POSITION_TILE]
+        if cursor[PLACE] != NO_ITEM and uint32(cursor[POSITION_TILE] - cursor[PAGES_TILE]) >= uint32(32):
+            cursor[PAGES_TILE] = cursor[POSITION_TILE]
             position = (cursor[POSITION_TILE] + int32(lane)) * TILE + int32(warp) * 16
             slot = plan[entry_of(cursor[PLACE]) * PLAN_STRIDE + SLOT]
             if listed:

@@ -61,8 +61,7 @@ def make_merge(shape: AttentionShape) -> Any:
     ) -> None:  # fmt: skip
         rows, splits = ptx.stay_here(rows), ptx.stay_here(splits)
         entry, head, row_tile = entry_of(words[0]), head_of(words[0]), row_tile_of(words[0])
-        tiles = (rows * group + 16 * row_tiles - 1) // (16 * row_tiles)
-        owner = int32((entry * kv_heads + head) * tiles + row_tile)
+        owner = int32((entry * kv_heads + head) * ((rows * group + 15) >> 4) + row_tile * row_tiles)
         at, split = entry * PLAN_STRIDE, int32(words[1] >> uint32(split_shift))
         keep = plan[at + KEEP_SPLITS]
         part = split if split < keep else int32(split - plan[at + WINDOW_SPLIT] + keep)
@@ -79,7 +78,7 @@ def make_merge(shape: AttentionShape) -> Any:
                 finish_rows(shared_norms, stages, count, int32(first), entry, head, rows, row_ends, partials, sums)
             else:
                 parked = min(rows * group, 16)
-                target = int64((owner * row_tiles + tile) * splits + part) * int64(parked) + inner
+                target = int64((owner + tile) * splits + part) * int64(parked) + inner
                 merge_warps(shared_norms, stages, count, target, partials, sums)
             cuda.syncthreads()
 

@@ -19,6 +19,7 @@ __all__ = [
     "head_of",
     "make_count_splits",
     "make_plan_functions",
+    "make_spread",
     "query_row",
     "row_tile_of",
 ]
@@ -31,9 +32,9 @@ FAR = 1 << 30
 ITEMS, DENSE, KEEP_SPLITS, WINDOW_SPLIT, NUM_SPLITS, SLOT, ALIVE, TREE, END_MAX, END_MIN, LAST = range(11)
 PLAN_STRIDE = 16
 # Fields of the cursor, in registers
-# PAGES: in lane i the page of the tile PAGES_TILE + i of the item PAGES_ITEM
-ITEM, PLACE, POSITION_TILE, LAST_TILE, PASS, PAGES, PAGES_ITEM, PAGES_TILE = range(8)
-CURSOR_FIELDS = 8
+# PAGES: in lane i the page of the item's tile PAGES_TILE + i
+ITEM, PLACE, POSITION_TILE, LAST_TILE, PASS, PAGES, PAGES_TILE = range(7)
+CURSOR_FIELDS = 7
 # A place: bits 0 to 7 the entry among the slots, 8 to 11 flags, 12 to 19 the row tile, 20 to 31 the head
 FIRST_STEP, LAST_STEP, ALL_VISIBLE, ALONE = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 ROW_TILE_SHIFT, HEAD_SHIFT = 12, 20
@@ -46,7 +47,7 @@ class AttentionShape:
 
     group      query heads of one key-value head
     block      positions of a block of the cache
-    row_tiles  tiles of 16 query rows that share one reading of keys and values
+    row_tiles  tiles of 16 query rows that share one reading of keys and values, at most: see `make_spread`
     stages     tiles of positions under way in each block
     sinks      whether heads have attention sinks
     early      whether the plan may be read before the kernel before this one ends
@@ -228,6 +229,29 @@ def make_plan_functions(shape: AttentionShape) -> tuple[Any, Any]:
     return read_rows, plan_slots
 
 
+def make_spread(shape: AttentionShape) -> Any:
+    """A function of all threads: where items of one tile of query rows each find a block, make them so, and return
+    whether they are. Items of several tiles take fewer instructions in all, those of one fewer each.
+    """
+    group, tile_rows = shape.group, 16 * shape.row_tiles
+
+    @device_function
+    def spread(plan: Any, batch: Any, rows: Any) -> Any:
+        entry, blocks, items = int32(cuda.threadIdx.x), uint32(cuda.gridDim.x), uint32(0)
+        tiles, alone = uint32((rows * group + tile_rows - 1) // tile_rows), uint32((rows * group + 15) >> 4)
+        for other in range(batch):
+            items += uint32(plan[other * PLAN_STRIDE + ITEMS]) // tiles * alone
+        cuda.syncthreads()
+        fits = items <= blocks
+        if fits and entry < batch:
+            at = entry * PLAN_STRIDE + ITEMS
+            plan[at] = int32(uint32(plan[at]) // tiles * alone)
+        cuda.syncthreads()
+        return fits
+
+    return spread
+
+
 def enter_item(shape: AttentionShape) -> Any:
     """A function that sets the cursor to the start of an item; past the last, its place becomes NO_ITEM.
 
@@ -279,6 +303,7 @@ def enter_item(shape: AttentionShape) -> Any:
             uint32(entry) | uint32(FIRST_STEP) | (head << uint32(HEAD_SHIFT)) | (row_tile << uint32(ROW_TILE_SHIFT))
         )
         cursor[POSITION_TILE], cursor[LAST_TILE], cursor[PASS] = int32(low), int32(high), int32(-1)
+        cursor[PAGES_TILE] = int32(low + 1)  # behind it: its pages are to be looked up
 
     return enter
 

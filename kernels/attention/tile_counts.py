@@ -45,6 +45,7 @@ def count_tiles(
     dense_lens: Sequence[int],
     masks: Sequence[Sequence[int]],
     *,
+    num_blocks: int,
     live: Sequence[bool] | None = None,
     tail: int | None = None,
     first: int = 0,
@@ -53,19 +54,24 @@ def count_tiles(
 
     dense_lens  [B]     positions that all of a slot's rows share
     masks       [B, R]  bit a: the row sees node a, as `attention` has them
+    num_blocks  of the grid
     live        [B * R] None: all rows are
     tail        the most ancestors that a row may have; None: R
     first       the first position that is seen
     """
     rows, tail = work.rows, tail or work.rows
     alive = [True] * len(dense_lens) * rows if live is None else list(live)
-    total = empty = masked = 0
+    slots = []
     for entry, dense in enumerate(dense_lens):
         own = alive[entry * rows : (entry + 1) * rows]
         ends = tuple(dense + mask.bit_count() if on else 0 for mask, on in zip(masks[entry], own, strict=True))
         is_tree = any(on and mask & (mask + 1) for mask, on in zip(masks[entry], own, strict=True))
-        slot = _Slot(dense, dense + tail - 1, ends, is_tree)
-        for step in _steps(work, plan, slot, first):
+        slots.append(_Slot(dense, dense + tail - 1, ends, is_tree))
+    splits = sum(len(list(_tiles(work, slot, first))) for slot in slots)
+    row_tiles = 1 if not work.whole and splits * work.kv_heads * work.query_tiles <= num_blocks else plan.row_tiles
+    total = empty = masked = 0
+    for slot in slots:
+        for step in _steps(work, row_tiles, slot, first):
             total += 1
             empty += step is None
             masked += step is True
@@ -73,9 +79,9 @@ def count_tiles(
     return TileCounts(heads * total, heads * empty, heads * masked, heads * (total - empty))
 
 
-def _steps(work: AttentionWork, plan: AttentionPlan, slot: _Slot, first: int) -> Iterator[bool | None]:
+def _steps(work: AttentionWork, row_tiles: int, slot: _Slot, first: int) -> Iterator[bool | None]:
     """Each step of a slot and key-value head: whether it is masked, None for an empty one."""
-    item_rows, query_rows = QUERY_ROWS * plan.row_tiles, work.rows * work.group
+    item_rows, query_rows = QUERY_ROWS * row_tiles, work.rows * work.group
     for tiles in _tiles(work, slot, first):
         for low in range(0, query_rows, item_rows):
             nodes = range(low // work.group, min((low + item_rows - 1) // work.group, work.rows - 1) + 1)

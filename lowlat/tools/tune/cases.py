@@ -15,7 +15,7 @@ import torch
 from lowlat.kernels.attention.launch_plan import AttentionPlan, AttentionWork
 from lowlat.kernels.attention.tile_counts import TileCounts, count_tiles
 from lowlat.kernels.formats.mxfp4 import SCALE_OFFSET
-from lowlat.kernels.toolchain.kernel import Argument, KernelCall
+from lowlat.kernels.toolchain.kernel import Argument, Card, KernelCall
 from lowlat.tools.tune.arguments import MOST_PLACES, ROTATED_BYTES, fill_numbers
 
 __all__ = ["CONTEXTS", "Calls", "Case", "cases_of", "contexts_of", "tile_counts"]
@@ -234,11 +234,12 @@ def contexts_of(call: KernelCall) -> list[int]:
     return [context for context in CONTEXTS if context <= longest] or [longest]
 
 
-def tile_counts(key: str, call: KernelCall, plan: AttentionPlan, context: int) -> TileCounts | None:
+def tile_counts(key: str, call: KernelCall, plan: AttentionPlan, context: int, card: Card) -> TileCounts | None:
     """The tiles that a launch of attention walks under a plan, where every slot has a context and rows are a chain;
     None where it keeps positions before a window, how many its key does not say.
 
     key, call  of the launch
+    card       on which it runs
     """
     named, facts = _named(call), {name: int(value) for name, value in (each.split("=") for each in key.split())}
     if facts["keeps"]:
@@ -250,4 +251,5 @@ def tile_counts(key: str, call: KernelCall, plan: AttentionPlan, context: int) -
         batch, rows, facts["group"], facts["kv_heads"], facts["head_dim"], window, 0, facts["split"] or 256, coded
     )
     chain = [(1 << row + 1) - 1 for row in range(rows)]
-    return count_tiles(work, plan, [context - tail] * batch, [chain] * batch, tail=tail)
+    num_blocks = plan.blocks * card.num_multiprocessors
+    return count_tiles(work, plan, [context - tail] * batch, [chain] * batch, num_blocks=num_blocks, tail=tail)

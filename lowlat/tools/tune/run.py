@@ -97,7 +97,7 @@ def counted(shapes: Sequence[Shape], card: Card = H200) -> list[Walked]:
         plans = {plan.row_tiles: plan for plan in shape.candidates if isinstance(plan, AttentionPlan)}
         for (call, *_), (row_tiles, plan) in itertools.product(calls.get(shape.place, ()), plans.items()):
             for context in contexts_of(call):
-                counts = tile_counts(shape.key, call, plan, context)
+                counts = tile_counts(shape.key, call, plan, context, card)
                 found += [] if counts is None else [Walked(shape.key, context, row_tiles, counts)]
     return found
 

@@ -1,5 +1,6 @@
 """Counts of attention's tiles against the steps of the kernel itself, walked thread by thread; and its plans."""
 
+import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -25,7 +26,7 @@ NAMES = tuple(f"attention.{part}" for part in ("plan", "copies", "products", "ti
 WARPS = 4
 
 
-def walked(case: Case, plan: AttentionPlan, tail: int | None) -> tuple[torch.Tensor, TileCounts]:
+def walked(case: Case, plan: AttentionPlan, tail: int | None, num_blocks: int) -> tuple[torch.Tensor, TileCounts]:
     """The kernel's result, and its steps: of each warp's first lane, those that attend and those that multiply."""
     out, seen = torch.full_like(case.q.reshape(case.q.shape[0], -1), math.nan), Counter[str]()
 
@@ -49,7 +50,7 @@ def walked(case: Case, plan: AttentionPlan, tail: int | None) -> tuple[torch.Ten
         kernel.make_attend = lambda shape: counted("total", attend(shape))
         calls = kernel.attention(
             **case.arguments(), **case.options, out=out, workspace=workspace, early_metadata=True, plan=plan, tail=tail,
-            num_blocks=len(case.lengths),
+            num_blocks=num_blocks,
         )  # fmt: skip
         walker.run(*calls)
     total, masked, executed = (seen[name] for name in ("total", "masked", "executed"))
@@ -80,12 +81,13 @@ def test_tiles_are_counted_as_the_kernel_walks_them_and_no_plan_changes_a_bit(
     )
     plans = {plan.row_tiles: plan for plan in candidate_plans(work, H200)}  # the last of each, of as few stages as any
     results = []
-    for plan in plans.values():
-        result, found = walked(case, plan, tail)
+    for plan, num_blocks in itertools.product(plans.values(), (1, 12)):  # with 12 an item has one tile of query rows
+        result, found = walked(case, plan, tail, num_blocks)
         live = None if "live" not in facts else [bool(each) for each in facts["live"]]
         counts = count_tiles(
-            work, plan, lengths, [masks] * len(lengths), live=live, tail=tail, first=facts.get("first", 0)
-        )
+            work, plan, lengths, [masks] * len(lengths), num_blocks=num_blocks, live=live, tail=tail,
+            first=facts.get("first", 0),
+        )  # fmt: skip
         assert counts == found
         assert counts.total == counts.empty + counts.executed and 0 < counts.masked <= counts.executed
         results.append(result.view(torch.int16))
@@ -96,10 +98,10 @@ def test_counts_of_a_long_context() -> None:
     """By hand: 16K positions and four rows of a chain in each of four slots, eight heads."""
     work = AttentionWork(4, 4, 4, 8, 128, None, 0, 512)
     plan, masks = candidate_plans(work, H200)[0], [chain(4)] * 4
-    assert count_tiles(work, plan, [16380] * 4, masks) == TileCounts(8 * 4 * 256, 0, 8 * 4, 8 * 4 * 256)
+    assert count_tiles(work, plan, [16380] * 4, masks, num_blocks=264) == TileCounts(8 * 4 * 256, 0, 8 * 4, 8 * 4 * 256)
     grown = AttentionWork(4, 8, 4, 8, 128, None, 0, 512)  # two tiles of query rows, read twice or shared
     for row_tiles, turns in ((1, 2), (2, 1)):
-        counts = count_tiles(grown, AttentionPlan(row_tiles, 3, 2), [16384] * 4, [chain(8)] * 4)
+        counts = count_tiles(grown, AttentionPlan(row_tiles, 3, 2), [16384] * 4, [chain(8)] * 4, num_blocks=264)
         assert counts.total == 8 * 4 * turns * 257 and counts.empty == 0
 
 
@@ -118,7 +120,8 @@ def test_plans_fit_their_card_and_begin_with_the_derived_one(head_dim: int, wind
             assert not work.whole or plan.stages == 1, "teams meet in one stage"
         if card == H200 and window is None:
             several = rows * group > 16
-            derived = {64: AttentionPlan(2 if several else 1, 4, 2), 128: AttentionPlan(1, 3, 2)}[head_dim]
+            alone, shared = {64: ((1, 4, 2), (2, 4, 2)), 128: ((1, 3, 2), (2, 2, 2))}[head_dim]
+            derived = AttentionPlan(*(shared if several else alone))
             assert plans[0] == derived and {plan.blocks for plan in plans} == {1, 2, 3}
             assert {plan.row_tiles for plan in plans} == ({1, 2} if several else {1})
     facts = choose_attention_plan(work, card)[1].key
