@@ -146,9 +146,9 @@ def _measure_all(options: argparse.Namespace, device: torch.device) -> int:
     begin, cases = time.perf_counter(), SMALL_CASES if options.small else CASES
     if options.geometry:
         steps = [Case(*map(int, text.split("x"))) for text in options.case]
-        cases = tuple(
-            WeightsCase(options.geometry, kind, "bf16", "bf16", step) for kind in options.weights for step in steps
-        )
+        whole = {"int4": "int4_128"} if options.geometry in GEOMETRIES else {}  # as a dense model's parts are named
+        kinds = [whole.get(kind, kind) for kind in options.weights]
+        cases = tuple(WeightsCase(options.geometry, kind, "bf16", "bf16", step) for kind in kinds for step in steps)
     cases = tuple(case for case in cases if not options.only or any(part in case.name for part in options.only))
     stamps = {"replays": options.replays, **stamps_of(device, options.commit)}
     wall = measure_wall(device) if device.type == "cuda" else Wall(100.0, 0, 0, {})
