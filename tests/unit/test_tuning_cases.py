@@ -7,6 +7,7 @@ import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
 from kernel_inventory import CARDS
+from mixture_cases import make_mixture
 
 import lowlat as package
 from lowlat.kernels.attention.launch_plan import AttentionPlan
@@ -21,6 +22,7 @@ from lowlat.kernels.moe.plan import (
     next_power,
     plan_experts,
 )
+from lowlat.kernels.moe.prefill.experts import prefill_experts
 from lowlat.kernels.moe.prefill.plan import choose_mixture_plan, mixture_plans
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
 from lowlat.kernels.tuning.table import Entry, TuningTable
@@ -39,9 +41,12 @@ def launches(pair: PairPrograms, command: str) -> tuple[list[Shape], dict[tuple[
     return shapes, calls_by_plan(shapes, H200, 2)
 
 
+def parameters(call: KernelCall) -> tuple[str, ...]:
+    return call.kernel.function.__code__.co_varnames[: len(call.arguments)]
+
+
 def argument(call: KernelCall, name: str) -> Any:
-    names = call.kernel.function.__code__.co_varnames[: len(call.arguments)]
-    return call.arguments[names.index(name)]
+    return call.arguments[parameters(call).index(name)]
 
 
 def test_rows_that_a_gemm_writes_to_the_cache_have_places_of_their_own() -> None:
@@ -111,6 +116,19 @@ def test_a_mixture_is_timed_with_rows_that_choose_at_random_and_with_the_extreme
                 assert (len(first.unique(dim=0)) == 1) == (alike or len(first) == 1)
         tensors = [each for call in placed for each in call.arguments if isinstance(each, torch.Tensor)]
         assert all(int(each.min()) > 100 for each in tensors if each.dtype == torch.uint8 and each.dim() > 2)
+
+
+def test_experts_without_biases_are_counted_by_their_weights() -> None:
+    mixture = make_mixture(6, 64, 32, quantised=False, biased=False)
+    rows, top_k = 5, 2
+    calls = prefill_experts(
+        mixture.rows(rows), torch.zeros(rows, top_k, dtype=torch.int32), torch.ones(rows, top_k),
+        gate_up=mixture.up.packed, down=mixture.down.packed, activated=torch.empty(rows, top_k, 32).bfloat16(),
+        out=torch.empty(rows, 64), workspace=lambda _, shape, dtype: torch.empty(shape, dtype=dtype), card=H200,
+    )  # fmt: skip
+    for case in cases_of("experts_grouped", tuple(calls)):
+        ids = next(argument(call, "ids") for call in case.fill(tuple(calls), 0) if "ids" in parameters(call))
+        assert ids.shape == (rows, top_k) and 0 <= int(ids.min()) <= int(ids.max()) < 6
 
 
 def entry_of(kind: str, key: str, knobs: Any, card: Card) -> Card:
