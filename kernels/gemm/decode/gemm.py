@@ -287,7 +287,7 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     name = (
         f"decode_gemm_{kind}{shape.epilogue}{ranks}{parts}{heads}_{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
-        f"{'x2' * (plan.span - 1)}{'_dense' * (plan.density - 1)}"
+        f"{f'x{plan.span}' if plan.span > 1 else ''}{'_dense' * (plan.density - 1)}"
         f"{norm}{best}{block}{'' if plan.suspends else '_awake'}"
     )
     signature = (types.int64,) * (8 + NUM_BESIDE + NUM_NORM)

@@ -170,7 +170,7 @@ def _store(plan: DecodeGemmPlan) -> Any:
 
 def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """Copy a lane's own bytes of a stage's k steps of a group of weight tiles to its place in shared memory."""
-    weight_tiles, shared_bytes, doubled, stage_step = plan.weight_tiles, plan.tile_bytes, plan.span > 1, plan.step_bytes
+    weight_tiles, shared_bytes, span, stage_step = plan.weight_tiles, plan.tile_bytes, plan.span, plan.step_bytes
     step_bytes, tile_bytes = shape.weights.step_bytes, shape.steps * shape.weights.step_bytes
     code_bytes, words, apart = shape.weights.code_bytes, shape.weights.words, WARPS * shape.weights.step_bytes
     last, quarters, sets = -(-shape.width // 16) - 1, shape.weights.code_bytes // 512, plan.sets
@@ -194,8 +194,11 @@ def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
             start = weight + int64(number) * int64(tile_bytes) + int64(step) * int64(step_bytes)
             target = uint32(place + uint32(part * shared_bytes))
             issue_step(target, start, lane)
-            if doubled:
+            if span > 1:
                 issue_step(uint32(target + uint32(stage_step)), start + int64(apart), lane)
+            if span > 2:
+                issue_step(uint32(target + uint32(2 * stage_step)), start + int64(2 * apart), lane)
+                issue_step(uint32(target + uint32(3 * stage_step)), start + int64(3 * apart), lane)
 
     return device_function(issue)
 
@@ -206,7 +209,7 @@ def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     Lanes of rows that do not exist copy nothing and feed rubbish to columns of the output that nobody reads.
     """
     depth, row_tiles, offset = shape.depth, plan.row_tiles, plan.weight_tiles * plan.tile_bytes
-    rows_bytes, half_bytes, doubled, step_bytes = plan.rows_bytes, plan.rows_bytes // 2, plan.span > 1, plan.step_bytes
+    rows_bytes, half_bytes, span, step_bytes = plan.rows_bytes, plan.rows_bytes // 2, plan.span, plan.step_bytes
 
     @device_function
     def issue_step(place: Any, x: Any, column: Any, lane: Any, count: Any) -> None:
@@ -227,8 +230,11 @@ def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     def issue(place: Any, x: Any, step: Any, lane: Any, count: Any) -> None:
         column = int64(step) * 64 + int64(lane & uint32(3)) * 8
         issue_step(place, x, column, lane, count)
-        if doubled:
+        if span > 1:
             issue_step(uint32(place + uint32(step_bytes)), x, column + WARPS * 64, lane, count)
+        if span > 2:
+            issue_step(uint32(place + uint32(2 * step_bytes)), x, column + 2 * WARPS * 64, lane, count)
+            issue_step(uint32(place + uint32(3 * step_bytes)), x, column + 3 * WARPS * 64, lane, count)
 
     return device_function(issue)
 
