@@ -134,7 +134,7 @@ def attention(
         ends = (0 if sinks is None else sinks, out)
         return [KernelCall(_make(shape), grid, (*given, *ends, *numbers, 0, scale * LOG2_E), planned=planned)]
     splits = _capacity(shape, tail or rows, block_table.shape[-1] * (block // max(parts, 1)))
-    count = batch * kv_heads * -(-rows * group // 16) * splits * min(16, rows * group)
+    count = batch * kv_heads * work.query_tiles * splits * min(16, rows * group)
     partials = workspace("attention.partials", (count, head_dim), torch.float32)
     sums = workspace("attention.sums", (count, 2), torch.float32)
     arguments = (*given, partials, sums, *numbers, splits, scale * LOG2_E)
@@ -308,7 +308,8 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
     early, whole, threads, several = shape.early, shape.whole, 32 * shape.warps, shape.row_tiles > 1 and not shape.whole
     row_bytes = 2 * shape.head_dim * shape.group * shape.kv_heads
     read_rows, plan_slots = make_plan_functions(shape)
-    spread, walk, walk_spread = make_spread(shape), _make_walk(shape), _make_walk(replace(shape, row_tiles=1))
+    walk, walk_spread = _make_walk(shape, read_rows), _make_walk(replace(shape, row_tiles=1), read_rows)
+    spread = make_spread(shape)
 
     def attention(
         q: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, dense_lens: Any, row_live: Any, row_masks: Any,
@@ -334,14 +335,16 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
     return attention
 
 
-def _make_walk(shape: AttentionShape) -> Any:
-    """A function: a block's items, one behind the other, once they are counted."""
+def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
+    """A function: a block's items, one behind the other, once they are counted.
+
+    read_rows  as `make_plan_functions` makes it
+    """
     stages, early, whole, warps = shape.stages, shape.early, shape.whole, shape.warps
     stage_bytes = shape.stage_bytes
     rings, ring_bytes = stages * warps * stage_bytes, stages * DESCRIPTOR_WORDS * 4
     halves = shape.eights
     num_totals, num_queries = halves * shape.head_dim // 4, query_words(shape)
-    read_rows, _ = make_plan_functions(shape)
     lane_offset, is_early, look_up, issue = (
         make(shape) for make in (make_lane_offset, make_is_early, make_look_up, make_issue)
     )

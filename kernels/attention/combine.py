@@ -19,7 +19,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.attention.merge import join_sink
-from lowlat.kernels.attention.plan import AttentionShape, make_count_splits
+from lowlat.kernels.attention.plan import AttentionShape, make_count_splits, query_tiles_of
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
@@ -203,7 +203,7 @@ def _make_locate(shape: AttentionShape) -> Any:
         kv_head = int32(uint32(head) // uint32(group))
         query = int32((row - entry * rows) * group + head - kv_head * group)
         tile, inside = query >> 4, query & 15
-        owner, parked = int64((entry * kv_heads + kv_head) * ((rows * group + 15) >> 4) + tile), min(rows * group, 16)
+        owner, parked = int64((entry * kv_heads + kv_head) * query_tiles_of(rows, group) + tile), min(rows * group, 16)
         return owner * capacity * parked + int64(inside), int64(parked)
 
     return locate

@@ -16,6 +16,7 @@ from lowlat.kernels.attention.plan import (
     AttentionShape,
     entry_of,
     head_of,
+    query_tiles_of,
     row_tile_of,
 )
 from lowlat.kernels.toolchain import ptx
@@ -61,7 +62,7 @@ def make_merge(shape: AttentionShape) -> Any:
     ) -> None:  # fmt: skip
         rows, splits = ptx.stay_here(rows), ptx.stay_here(splits)
         entry, head, row_tile = entry_of(words[0]), head_of(words[0]), row_tile_of(words[0])
-        owner = int32((entry * kv_heads + head) * ((rows * group + 15) >> 4) + row_tile * row_tiles)
+        owner = int32((entry * kv_heads + head) * query_tiles_of(rows, group) + row_tile * row_tiles)
         at, split = entry * PLAN_STRIDE, int32(words[1] >> uint32(split_shift))
         keep = plan[at + KEEP_SPLITS]
         part = split if split < keep else int32(split - plan[at + WINDOW_SPLIT] + keep)

@@ -21,6 +21,7 @@ __all__ = [
     "make_plan_functions",
     "make_spread",
     "query_row",
+    "query_tiles_of",
     "row_tile_of",
 ]
 
@@ -139,6 +140,12 @@ def head_of(place: Any) -> Any:
 
 
 @device_function
+def query_tiles_of(rows: Any, group: Any) -> Any:
+    """Tiles of 16 query rows of a slot and key-value head."""
+    return (rows * group + 15) >> 4
+
+
+@device_function
 def query_row(row_tile: Any, row: Any, group: Any) -> Any:
     """The slot's tree row, and the head within its group, of row `row` of a tile of 16."""
     place = uint32(row_tile) * uint32(16) + uint32(row)
@@ -238,7 +245,7 @@ def make_spread(shape: AttentionShape) -> Any:
     @device_function
     def spread(plan: Any, batch: Any, rows: Any) -> Any:
         entry, blocks, items = int32(cuda.threadIdx.x), uint32(cuda.gridDim.x), uint32(0)
-        tiles, alone = uint32((rows * group + tile_rows - 1) // tile_rows), uint32((rows * group + 15) >> 4)
+        tiles, alone = uint32((rows * group + tile_rows - 1) // tile_rows), uint32(query_tiles_of(rows, group))
         for other in range(batch):
             items += uint32(plan[other * PLAN_STRIDE + ITEMS]) // tiles * alone
         cuda.syncthreads()
