@@ -68,17 +68,22 @@ def test_a_server_opens_a_gateway_and_outlives_it(tmp_path: Path, repository: Pa
         (asked,) = re.findall(r"^curl .*?\'$", section, re.MULTILINE | re.DOTALL)
         (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
         environment = {**server.environment, "LOWLAT_API_KEY": facts["key"]}
+        said = []
         for command in (["sh", "-c", asked], [sys.executable, "-c", example]):
             command[-1] = command[-1].replace("http://127.0.0.1:8000", facts["url"])
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-            assert len(done.stdout.strip()) > 20
+            said.append(done.stdout)
+        assert said[0].endswith("data: [DONE]\n\n")
+        greedy = {"model": MODEL, "prompt": "The President shall", "max_tokens": 32, "temperature": 0}
+        answer = json.loads(curl(f"{facts['url']}/v1/completions", facts["key"], greedy))
+        assert said[1] == answer["choices"][0]["text"] + "\n" and answer["usage"]["completion_tokens"] > 2
         alone = [sys.executable, "-P", "-m", "lowlat.cli", "http", "0", "--json"]
         environment = {**server.environment, "LOWLAT_API_KEY": KEY}
         with subprocess.Popen(alone, stdout=subprocess.PIPE, env=environment, text=True) as other:
             assert other.stdout is not None and select.select([other.stdout], [], [], 60)[0]
-            said = json.loads(other.stdout.readline())
-            assert said["key"] is None and KEY not in said["page"]
-            assert json.loads(curl(f"{said['url']}/v1/models", KEY))["data"][0]["id"] == MODEL
+            alone_at = json.loads(other.stdout.readline())
+            assert alone_at["key"] is None and KEY not in alone_at["page"]
+            assert json.loads(curl(f"{alone_at['url']}/v1/models", KEY))["data"][0]["id"] == MODEL
             other.terminate()
             assert other.wait(30) == 0
         os.kill(gateway_of(server.process.pid), signal.SIGKILL)
