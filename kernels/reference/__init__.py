@@ -10,9 +10,17 @@ from lowlat.kernels.reference.exchange import ranks
 from lowlat.kernels.reference.gemm import linear
 from lowlat.kernels.reference.moe import experts
 from lowlat.kernels.reference.rows import draft_block, draft_rows, elementwise, markov, rope, waiting
-from lowlat.kernels.reference.sampling import choose_drafts, draft_topk, logprobs, ngram_draft, sample, suffix_draft
+from lowlat.kernels.reference.sampling import (
+    choose_drafts,
+    draft_confidence,
+    draft_topk,
+    logprobs,
+    ngram_draft,
+    sample,
+    suffix_draft,
+)
 from lowlat.kernels.reference.schema import Operation, OperationSchema, operations_of
-from lowlat.kernels.reference.step import accept, publish, slots, width_odds, widths
+from lowlat.kernels.reference.step import accept, depths, publish, slots, width_odds, widths
 from lowlat.kernels.reference.trees import draft_scores, grow, hand_over
 
 __all__ = ["OPERATIONS", "Operation", "OperationSchema"]
@@ -20,7 +28,9 @@ __all__ = ["OPERATIONS", "Operation", "OperationSchema"]
 OPERATIONS = operations_of(
     accept,
     attention,
+    depths,
     draft_block,
+    draft_confidence,
     draft_rows,
     choose_drafts,
     draft_scores,
