@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.reference.rows.draft_rows import check_nodes
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
 from lowlat.kernels.step.begin_step_kernel import ARGUMENTS, BeginStepPlan, begin_step_kernel
@@ -145,6 +146,8 @@ def _calls(
         *((("width_choice",), tells and most_drafts > 0), (HANDED, hands), (CHOSEN, choice is not None)),
     )
     wanted = {name for names, does in parts if does for name in names}
+    if choice is not None and "draft_further" in given:
+        wanted.add("draft_further")
     if given.keys() != wanted:
         raise ShapeError(f"the step's start takes {sorted(wanted)}, got {sorted(given)}")
 
@@ -173,14 +176,21 @@ def _calls(
     )
     if hands:
         known_paths, known_width = given["topology_paths"].shape
-        plan = replace(plan, known_paths=known_paths, known_width=known_width)
+        nodes = check_nodes(given["draft_nodes"], plan.batch, plan.rows)
+        plan = replace(plan, known_paths=known_paths, known_width=known_width, nodes=nodes)
     condition = None
     if choice is not None:
         condition, own = choice.condition, [given[name] for name in CHOSEN_BY]
-        chosen = choice_plan(*own, row=choice.row, most_waiting=choice.most_waiting, switching=condition is not None)
+        chosen = choice_plan(
+            *own,
+            row=choice.row,
+            most_waiting=choice.most_waiting,
+            switching=condition is not None,
+            parting="draft_further" in given,
+        )
         plan = replace(plan, choice=chosen)
     _check(given, plan)
-    arguments = (*(given.get(name, 0) for name in ARGUMENTS[:-1]), condition or 0)
+    arguments = (*(given.get(name, 0) for name in ARGUMENTS[:-2]), condition or 0, 0)
     return [KernelCall(begin_step_kernel(plan), (1, 1, 1), arguments)]
 
 
@@ -201,7 +211,6 @@ def _check(given: Mapping[str, torch.Tensor], plan: BeginStepPlan) -> None:
         "paths": (plan.batch, plan.num_paths, plan.width),
         "prompt_seen": (plan.max_batch, plan.vocabulary),
         "output_counts": (plan.max_batch, plan.vocabulary),
-        "draft_nodes": (plan.batch, plan.rows),
         "draft_live": (plan.batch,),
         "topology_masks": (plan.rows,),
     }
@@ -227,6 +236,6 @@ def examples() -> list[Kernel]:
     tree = BeginStepPlan(8, 64, 42, 8, 8, 64, 32768, 201088, 2052, 32, 300, 64, THREADS, **parts)
     lone = [replace(tree, **{**parts, **dict.fromkeys(parts, False), part: True}) for part in parts]
     first = replace(chain, rows=1, lists=False)
-    opening = replace(chain, rows=1, most_drafts=7, choice=ChoicePlan(4, 7, 0, 16, switching=True))
-    drafted = replace(chain, applies=False, lists=False, known_paths=1, known_width=4)
+    opening = replace(chain, rows=1, most_drafts=7, choice=ChoicePlan(4, 7, 0, 16, switching=True, parting=True))
+    drafted = replace(chain, applies=False, lists=False, known_paths=1, known_width=4, nodes=8)
     return [begin_step_kernel(plan) for plan in (chain, first, tree, opening, drafted, *lone)]

@@ -47,7 +47,7 @@ ARGUMENTS = (
     *("draft_sources", "grammar_forced", "grammar_decided", "grammar_tokens", "grammar_paths", "grammar_lengths"),
     *("draft_nodes", "draft_live", "topology_masks", "topology_paths"),
     *("extended", "width_bounds", "width_costs", "width_expected", "width_last", "width_waited", "width_choice"),
-    "condition",
+    *("draft_further", "condition", "beginning"),
 )
 ACTIVE, COMMITTED, DRAFTED, DEEPEST, GUIDED, LIMIT, RECORD = (
     0,
@@ -70,6 +70,7 @@ class BeginStepPlan:
     known_paths, known_width        of the topology's paths: `tree_masks` is done first; 0: it is not
     most_drafts                     a step that was chosen to draft up to so many is not told of; 0: all are
     choice                          that of `choose_width`, of which most is 0 where nothing is chosen
+    nodes                           of a slot in `draft_nodes`, of which the topology has the first
     """
 
     batch: int
@@ -93,6 +94,7 @@ class BeginStepPlan:
     known_width: int = 0
     most_drafts: int = 0
     choice: ChoicePlan = NO_CHOICE
+    nodes: int = 0
 
     @property
     def path_sizes(self) -> tuple[int, int, int, int]:
@@ -348,6 +350,7 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
     choice, chooses, choice_sizes = astuple(plan.choice), plan.choice.most > 0, astuple(plan.choice)[:3]
     num_costs, num_expected = plan.choice.num_costs, max(plan.choice.num_expected, 1)
     num_facts, num_totals, most_drafts = max(plan.choice.num_facts, 1), plan.choice.num_totals, plan.most_drafts
+    num_handed = plan.nodes
 
     def kernel(
         command_ring: Any, command_tail: Any, staged_ints: Any, staged_floats: Any, staged_tokens: Any,
@@ -359,7 +362,7 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         draft_sources: Any, grammar_forced: Any, grammar_decided: Any, grammar_tokens: Any, grammar_paths: Any,
         grammar_lengths: Any, draft_nodes: Any, draft_live: Any, topology_masks: Any, topology_paths: Any,
         extended: Any, width_bounds: Any, width_costs: Any, width_expected: Any, width_last: Any, width_waited: Any,
-        width_choice: Any, condition: Any,
+        width_choice: Any, draft_further: Any, condition: Any, beginning: Any,
     ) -> None:  # fmt: skip
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
@@ -390,7 +393,8 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         facts_of = (active, lengths, extended, slot_ints, *known)
         if hands:
             handed, targets = (slots, draft_live, draft_nodes, *topology), (drafts, tree_masks, tree_paths, num_drafts)
-            hand_over(thread, threads, (batch, rows, sizes[5]), path_sizes, handed, targets, (nodes, others, depths))
+            drafts_sizes = (batch, rows, sizes[5], num_handed)
+            hand_over(thread, threads, drafts_sizes, path_sizes, handed, targets, (nodes, others, depths))
         if chooses:
             load_choice(thread, threads, choice_sizes, facts_of, judged)
         if lays_out:
@@ -405,8 +409,8 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             if lays_out:
                 slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, path_arrays, outs)
         if chooses:
-            updated = (width_last, width_waited, width_choice)
-            choose(thread, choice, (least, greatest), judged, totals, updated, condition)
+            updated = (width_last, width_waited, width_choice, draft_further)
+            choose(thread, choice, (least, greatest), judged, totals, updated, (condition, beginning))
         if tells:
             told, width = (grammar_tokens, grammar_paths, grammar_lengths), int64(0)
             if most_drafts > 0:  # of a step with drafts rows are told when those are made
@@ -415,5 +419,5 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             _tell_rows(thread, slot, (rows, sizes[5]), record, (row_tokens, row_masks), told)
 
     name = plan_name("begin_step", plan)
-    signature = (*[types.int64] * (len(ARGUMENTS) - 1), types.uint64)
+    signature = (*[types.int64] * (len(ARGUMENTS) - 2), types.uint64, types.uint64)
     return Kernel(name, kernel, signature, threads, linked=not plan.choice.switching)

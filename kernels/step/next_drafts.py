@@ -20,12 +20,20 @@ def load_going(thread: Any, batch: Any, slots: Any, draft_live: Any, going: Any)
 
 
 @device_function
-def load_drafts(thread: Any, threads: Any, batch: Any, rows: Any, source: Any, drafted: Any, ends: Any) -> None:
-    """The drafted nodes, and no end of any slot's drafts yet."""
+def load_drafts(thread: Any, threads: Any, extents: Any, source: Any, drafted: Any, ends: Any) -> None:
+    """The drafted nodes, and no end of any slot's drafts yet.
+
+    extents  slots, rows, and a slot's nodes in `source`, of which the first are these
+    """
+    batch, rows, nodes = extents
     for turn in range(turns(batch * rows, threads)):
         place = thread + turn * threads
         if place < batch * rows:
-            drafted[place] = int_at(source, place)
+            if nodes == rows:
+                drafted[place] = int_at(source, place)
+            else:
+                index, row = divide(place, rows)
+                drafted[place] = int_at(source, index * nodes + row)
     if thread < batch:
         ends[thread] = rows
 
@@ -69,17 +77,19 @@ def write_paths(thread: Any, threads: Any, batch: Any, sizes: Any, going: Any, s
 def hand_over(thread: Any, threads: Any, sizes: Any, path_sizes: Any, sources: Any, targets: Any, shared: Any) -> None:
     """All of it by one block, which meets behind it.
 
-    sizes, path_sizes  batch, rows and the state's rows; the extents of the state's paths and of the topology's
+    sizes, path_sizes  batch, rows, the state's rows and the drafted nodes; the extents of the state's paths and of the
+                       topology's
     shared             drafted nodes, slots that go on, and ends of drafts
     """
-    batch, rows, _max_rows = sizes
+    batch, rows, max_rows, nodes = sizes
     slots, draft_live, draft_nodes, topology_masks, topology_paths = sources
     drafts, tree_masks, tree_paths, num_drafts = targets
     drafted, going, ends = shared
     load_going(thread, batch, slots, draft_live, going)
-    load_drafts(thread, threads, batch, rows, draft_nodes, drafted, ends)
+    load_drafts(thread, threads, (batch, rows, nodes), draft_nodes, drafted, ends)
     cuda.syncthreads()
-    write_drafts(thread, threads, sizes, going, drafted, ends, (topology_masks, drafts, tree_masks))
+    written = (topology_masks, drafts, tree_masks)
+    write_drafts(thread, threads, (batch, rows, max_rows), going, drafted, ends, written)
     write_paths(thread, threads, batch, path_sizes, going, topology_paths, tree_paths)
     cuda.syncthreads()
     if thread < batch and going[thread] >= 0:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.reference.rows.draft_rows import check_nodes
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.rows.waiting import KeepingPlan, keeping_plan
@@ -24,7 +25,7 @@ from lowlat.kernels.step.publish_kernel import (
 from lowlat.kernels.step.width_odds import LearningPlan, learning_plan
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 
-__all__ = ["LoopControl", "end_step", "examples", "finish_step", "for_condition", "publish", "tree_masks"]
+__all__ = ["LoopControl", "end_step", "examples", "finish_step", "for_conditions", "publish", "tree_masks"]
 
 THREADS = 512
 MAX_ROWS = 2048  # of all slots: three words of shared memory each
@@ -140,6 +141,8 @@ def _calls(
     given: dict[str, Any] = {name: value for name, value in arguments.items() if name in ARGUMENTS}
     publishing, drafting, looping = "ring_tokens" in given, "draft_nodes" in given, loop is not None
     batch, rows = given["accepted_tokens" if publishing else "draft_nodes"].shape
+    if drafting and not publishing:
+        rows = given["topology_masks"].shape[0]
     max_batch, max_rows = given["ring_tokens"].shape[1:] if publishing else given["drafts"].shape
     if batch > max_batch or rows > max_rows or batch > THREADS or batch * rows > MAX_ROWS:
         raise ShapeError(f"{batch} slots of {rows} rows do not fit a state or a ring of {max_batch} of {max_rows}")
@@ -176,7 +179,6 @@ def _publishing(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> Publish
 def _drafting(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> PublishPlan:
     """The plan with the drafts' masks and paths. Raises ShapeError for shapes that do not fit."""
     shapes = {
-        "draft_nodes": (plan.batch, plan.rows),
         "draft_live": (plan.batch,),
         "slots": (plan.batch,),
         "topology_masks": (plan.rows,),
@@ -185,26 +187,28 @@ def _drafting(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> PublishPl
     }
     for name, shape in shapes.items():
         check_shape(name, given[name], *shape)
+    nodes = check_nodes(given["draft_nodes"], plan.batch, plan.rows)
     (num_paths, width), (known_paths, known_width) = given["tree_paths"].shape[1:], given["topology_paths"].shape
     if known_paths > num_paths or known_width > width:
         raise ShapeError(f"paths of {known_paths} by {known_width} do not fit {num_paths} by {width}")
-    return replace(plan, paths=num_paths, width=width, known_paths=known_paths, known_width=known_width)
+    return replace(plan, paths=num_paths, width=width, known_paths=known_paths, known_width=known_width, nodes=nodes)
 
 
-def for_condition(call: KernelCall, condition: int) -> KernelCall:
-    """The same call deciding by another WHILE node's condition; the call itself where it does not decide.
+def for_conditions(call: KernelCall, *conditions: int) -> KernelCall:
+    """The same call deciding by other nodes' conditions, its last arguments; the call itself where it does not decide.
 
-    condition  the node's handle, which is known only while its graph is captured
+    conditions  the nodes' handles, which are known only while their graph is captured
     """
     if call.kernel.linked:
         return call
-    return replace(call, arguments=(*call.arguments[:-1], condition))
+    return replace(call, arguments=(*call.arguments[: -len(conditions)], *conditions))
 
 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles: the baseline, a chain, a tree, its masks alone, and a loop's body."""
-    baseline, chain = PublishPlan(4, 1, 64, 4, 8, 21), PublishPlan(1, 4, 64, 4, 8, 21, 1, 8, 1, 4)
-    tree = PublishPlan(8, 64, 64, 8, 64, 21, 42, 8, 42, 8)
+    baseline, chain = PublishPlan(4, 1, 64, 4, 8, 21), PublishPlan(1, 4, 64, 4, 8, 21, 1, 8, 1, 4, nodes=4)
+    tree = PublishPlan(8, 64, 64, 8, 64, 21, 42, 8, 42, 8, nodes=64)
     chosen = replace(baseline, keeping=KeepingPlan(4, 1, 64, 3, 512), learning=LearningPlan(4, 4, 7, True))
-    plans = (baseline, chain, tree, replace(tree, ring=0, columns=0), replace(chain, looping=True), chosen)
+    some = replace(chain, ring=0, columns=0, nodes=8)
+    plans = (baseline, chain, tree, replace(tree, ring=0, columns=0), some, replace(chain, looping=True), chosen)
     return [publish_kernel(plan) for plan in plans]

@@ -60,6 +60,7 @@ class PublishPlan:
     max_batch, max_rows      of the ring, and of the drafts' state
     paths, width             of the state's tree paths
     known_paths, known_width  of the topology's; 0: nothing is drafted
+    nodes                    of a slot in `draft_nodes`, of which the topology has the first
     looping                  it decides whether the step is repeated
     keeping, learning        what other blocks do of `keep_features` and `learn_widths`; without extents, nothing
     """
@@ -78,6 +79,7 @@ class PublishPlan:
     threads: int = 512
     keeping: KeepingPlan = NOTHING_KEPT
     learning: LearningPlan = NOTHING_LEARNT
+    nodes: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -211,7 +213,7 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
     num_rows, num_words, path_sizes = batch * rows, batch * RECORD_WIDTH, astuple(plan)[6:10]
     num_kept, keep_sizes, learning = plan.keeping.num_blocks, astuple(plan.keeping)[1:], plan.learning.most > 0
     learn_sizes, extends = astuple(plan.learning)[:3], plan.learning.extends
-    num_odds, num_fates = max(plan.learning.num_odds, 1), max(plan.learning.batch * FATES, 1)
+    num_odds, num_fates, num_drafted = max(plan.learning.num_odds, 1), max(plan.learning.batch * FATES, 1), plan.nodes
 
     def kernel(
         slots: Any, commit_lens: Any, accepted_lens: Any, accepted_tokens: Any, accepted_nodes: Any, finish: Any,
@@ -257,7 +259,7 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
             _load_entry(thread, threads, batch, rows, columns_of, (accepted_tokens, accepted_nodes), shared)
         if drafting:
             load_going(thread, batch, slots, draft_live, going)
-            load_drafts(thread, threads, batch, rows, draft_nodes, drafted, ends)
+            load_drafts(thread, threads, (batch, rows, num_drafted), draft_nodes, drafted, ends)
         cuda.syncthreads()
         if publishing:
             rings = (ring_records, ring_tokens, ring_logprob_values, ring_logprob_ids)

@@ -7,9 +7,11 @@ cached block depends on its own prefix alone; index 0 is never used.
 import torch
 
 from lowlat.kernels.reference.schema import operation
+from lowlat.kernels.reference.shapes import check_shape
 
 __all__ = [
     "assign_drafts",
+    "check_nodes",
     "draft_prefill_rows",
     "draft_rows",
     "gather_features",
@@ -209,7 +211,7 @@ def gather_level(
 
 
 @operation("""
-    read    draft_nodes     int32  [B, T]                 node 0 unused; -1 where a draft failed: the rest is dropped
+    read    draft_nodes     int32  [B, N]                 node 0 unused; -1 where a draft failed: the rest is dropped
     read    draft_live      uint8  [B]
     read    slots           int32  [B]
     read    topology_masks  int64  [T]                    ancestors and self
@@ -231,14 +233,25 @@ def tree_masks(
     tree_masks: torch.Tensor,
     tree_paths: torch.Tensor,
 ) -> None:
-    """Hand the drafts to the next step: nodes, count, packed masks, paths."""
-    rows = draft_nodes.shape[1]
+    """Hand the drafts to the step that verifies them: nodes, count, packed masks, paths.
+
+    Of more nodes than the topology has, the first are taken. Raises ShapeError for fewer.
+    """
+    rows = topology_masks.shape[0]
+    check_nodes(draft_nodes, slots.shape[0], rows)
     for index, (slot, live) in enumerate(zip(slots.tolist(), draft_live.tolist(), strict=True)):
         if slot < 0 or not live:
             continue
-        nodes = draft_nodes[index].tolist()
-        drafts[slot, :rows] = draft_nodes[index]
+        nodes = draft_nodes[index, :rows].tolist()
+        drafts[slot, :rows] = draft_nodes[index, :rows]
         num_drafts[slot] = next((k for k in range(1, rows) if nodes[k] < 0), rows) - 1
         tree_masks[slot, :rows] = topology_masks
         tree_paths[slot].fill_(-1)
         tree_paths[slot, : topology_paths.shape[0], : topology_paths.shape[1]] = topology_paths
+
+
+def check_nodes(draft_nodes: torch.Tensor, batch: int, rows: int) -> int:
+    """The drafted nodes of a slot. Raises ShapeError where they are fewer than the rows of a topology."""
+    nodes = draft_nodes.shape[-1]
+    check_shape("draft_nodes", draft_nodes, batch, max(nodes, rows))
+    return nodes

@@ -36,6 +36,7 @@ LARGEST_COST = 1 << 29  # costs times expected tokens of eight slots fit into 64
     update  width_last      int32  [1]
     update  width_waited    int32  [1]                  steps at width zero since a draft was tried
     write   width_choice    int32  [1]                  0 to K, or K + 1: zero, but the draft model must run
+    write   draft_further   int32  [1]                  whether that is 1 to K, where drafting is a part of its own
 """)
 def choose_width(
     active: torch.Tensor,
@@ -49,6 +50,7 @@ def choose_width(
     width_last: torch.Tensor,
     width_waited: torch.Tensor,
     width_choice: torch.Tensor,
+    draft_further: torch.Tensor | None = None,
     row: int,
     most_waiting: int,
 ) -> None:
@@ -71,6 +73,8 @@ def choose_width(
     costs = [base + (slope * sum(tokens) >> UNIT) for base, slope in zip(*width_costs[row].tolist(), strict=True)]
     low, high = max(0, min(int(width_bounds[0]), most)), max(0, min(int(width_bounds[1]), most))
     high = max(low, min(high, max(allowed.values(), default=0)))
+    if draft_further is not None:
+        draft_further[0] = int(low > 0)
     if not slots:
         width_choice[0] = low
         return
@@ -81,6 +85,8 @@ def choose_width(
     must_run = bool(most_waiting) and waiting >= (most_waiting if width == 0 else most + 2)
     width_last[0], width_waited[0] = best, 0 if tried and not must_run else waited
     width_choice[0] = most + 1 if must_run else width
+    if draft_further is not None:
+        draft_further[0] = int(1 <= width_choice[0] <= most)
 
 
 def _best(expected: list[int], costs: list[int], low: int, high: int, last: int) -> tuple[int, int, int]:
