@@ -16,6 +16,7 @@ import torch
 from lowlat import Runtime, RuntimeConfig, SpeculativeConfig
 from lowlat.errors import DeviceError
 from lowlat.executors import OpHook
+from lowlat.executors.chosen import chosen_body
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.host.loading import load
@@ -77,8 +78,7 @@ class FakeDevice:
             return
         with torch.inference_mode():
             if bucket.chooses:
-                self.inner._run(self.inner._prepare(bucket)[1])
-                bucket = bucket.bodies[int(self.state["width_choice"])]
+                bucket = chosen_body(bucket, self.state, lambda part: self.inner._run(self.inner._prepare(part)[1]))
             bound = self.inner._prepare(bucket)[1]
             listing = (place for place, each in enumerate(bound) if each[0].stage is Stage.ACTIVE_SLOTS)
             count = 1 + max(listing, default=-1)

@@ -8,6 +8,7 @@ import torch
 
 from lowlat.executors import OpHook
 from lowlat.executors.cards.watchdog import WATCHDOG
+from lowlat.executors.chosen import chosen_body
 from lowlat.executors.kernel_executor import KernelExecutor, Size
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import Bucket
@@ -45,13 +46,15 @@ class EagerExecutor(KernelExecutor):
         Where the step chooses its width, the host waits for the choice and issues that body.
         """
         if bucket.chooses:
-            self._issue(bucket, None)
-            self.synchronize()
-            bucket = bucket.bodies[int(self.state["width_choice"])]
+            bucket = chosen_body(bucket, self.state, self._issue_and_wait)
         self._issue(bucket, meanwhile)
 
     def _run(self, size: Size) -> None:
         self._issue(size, None)
+
+    def _issue_and_wait(self, size: Size) -> None:
+        self._issue(size, None)
+        self.synchronize()
 
     def _issue(self, size: Size, meanwhile: Callable[[], None] | None) -> None:
         prepared = self._prepared.get(size)

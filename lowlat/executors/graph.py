@@ -21,7 +21,7 @@ from lowlat.graphs import Bucket, Role
 from lowlat.graphs.capture import Body, CapturedGraph, Choice, capture, capture_choice, capture_loop
 from lowlat.graphs.launch import Launch
 from lowlat.kernels.moe.packing import PackedExperts
-from lowlat.kernels.step.publish import LoopControl, for_condition
+from lowlat.kernels.step.publish import LoopControl, for_conditions
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.models.program import Program
 
@@ -68,7 +68,7 @@ class GraphExecutor(KernelExecutor):
             self._loop_budget = torch.zeros(1, dtype=torch.int64, device=device)
             shared = None if place is None else place.peers.stop_flag
             self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True) if shared is None else shared
-            chosen = {body for bucket in programs for body in bucket.bodies}  # these are captured with what chooses
+            chosen = {part for bucket in programs for part in (*bucket.bodies, *bucket.parts)}  # captured with it
             captured = [bucket for bucket in programs if bucket not in chosen]
             repeated = [bucket for bucket in programs if looping and not bucket.prefilled and not bucket.verifies]
             bodies = {bucket: self._lower(bucket, self._control()) for bucket in repeated}
@@ -107,8 +107,9 @@ class GraphExecutor(KernelExecutor):
             return capture(self._core_stream, launches)
 
     def _choice(self, bucket: Bucket, groups: Mapping[Any, Sequence[LoweredGroup]]) -> Choice:
-        """The opening of a bucket and its bodies."""
-        return Choice(self._part(groups[bucket]), [self._part(groups[body]) for body in bucket.bodies])
+        """The opening of a bucket, its bodies, and the parts between."""
+        bodies, parts = ([self._part(groups[each]) for each in some] for some in (bucket.bodies, bucket.parts))
+        return Choice(self._part(groups[bucket]), bodies, parts)
 
     def _capture_loop(self, bucket: Bucket, bodies: Mapping[Bucket, Sequence[LoweredGroup]]) -> CapturedGraph:
         if bucket.chooses:
@@ -123,9 +124,9 @@ class GraphExecutor(KernelExecutor):
                 raise DeviceError(f"{call.name} calls a library, which cannot be part of what the device repeats")
             prepared.append((call, self.launcher.prepare(call)))
 
-        def body(condition: int) -> Iterator[Launch]:
+        def body(*conditions: int) -> Iterator[Launch]:
             for call, launch in prepared:
-                bound = for_condition(call, condition)
+                bound = for_conditions(call, *conditions) if conditions else call
                 yield launch if bound is call else self.launcher.prepare(bound)
 
         return body

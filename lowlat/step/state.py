@@ -12,6 +12,8 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Paging, Role
+from lowlat.kernels.reference.sampling.draft_confidence import NUM_KINDS
+from lowlat.kernels.reference.step.depths import NUM_PLACES
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
@@ -46,6 +48,8 @@ class StepGeometry:
     max_prefill_chunks  chunks of a prompt that run at once, at most
     num_drafted_rows    rows of a draft model behind a slot's last token
     max_width    the greatest width, where each step's is chosen anew; None: it is the bucket's
+    draft_ends   levels behind which drafting of such a step may end, by how sure the draft model is, ascending and
+                 below max_width; (): a step drafts what it verifies
     partial      SpecPV's sizes; None: everything is attended to
     prompt_logits       whether prefill leaves the logits of all its positions; it then runs one whole chunk at a time
     """
@@ -64,6 +68,7 @@ class StepGeometry:
     simulated_accept_length: float | None = None
     simulated_seed: int = 0
     max_width: int | None = None
+    draft_ends: tuple[int, ...] = ()
     num_drafted_rows: int = 0
     partial: PartialKV | None = None
     prompt_logits: bool = False
@@ -203,6 +208,16 @@ def _width_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
         ("width_waited", (1,), torch.int32),
         ("width_choice", (1,), torch.int32),
     ]
+    if geometry.draft_ends:
+        ends = len(geometry.draft_ends)
+        specs += [
+            ("depth_costs", (batch, 2, ends, most + 1), torch.int32),
+            ("sure_odds", (batch + 1, NUM_PLACES, most, 2), torch.int32),
+            ("sure_expected", (batch, NUM_KINDS, most + 1), torch.int32),
+            ("draft_expected", (batch, most + 1), torch.int32),
+            ("draft_runs", (batch,), torch.int32),
+            ("draft_further", (1,), torch.int32),
+        ]
     floats: list[tuple[str, tuple[int, ...]]] = [
         (f"prefilled_source.{boundary}", (1, hidden)) for boundary in dict.fromkeys(boundaries)
     ]

@@ -31,7 +31,7 @@ from lowlat.kernels.reference.step.slot_record import (
 from lowlat.models.program import Program
 from lowlat.options.directories import cache_directory
 from lowlat.step.state import StepGeometry, waiting_boundaries
-from lowlat.step.width_costs import Costs, StepCosts, by_bytes, cost_table
+from lowlat.step.width_costs import Costs, StepCosts, by_bytes, cost_table, depth_table
 
 __all__ = ["by_time", "set_costs"]
 
@@ -102,7 +102,11 @@ def set_costs(
 
 def _write_costs(executor: StepRunner, costs: Costs, num_waiting: int) -> None:
     shape, context = executor.state["width_costs"].shape, executor.state["tokens"].shape[1]
-    executor.write_state({"width_costs": cost_table(shape, costs, context, num_waiting)})
+    table = cost_table(shape, costs, context, num_waiting)
+    executor.write_state({"width_costs": table})
+    ends = next(iter(costs)).ends
+    if ends:
+        executor.write_state({"depth_costs": depth_table(table, ends)})
 
 
 def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from lowlat.executors.allocation import (
     first_rows,
     release_cached_memory,
 )
+from lowlat.executors.chosen import chosen_body
 from lowlat.executors.lowering.weight_parts import MatrixParts
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.formats import dequantised, matrix_format, matrix_parts
@@ -133,8 +134,7 @@ class ReferenceExecutor:
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
         """Run one step; the publication is in the ring when this returns. `meanwhile`: see `Executor`."""
         if bucket.chooses:
-            self._run(self._prepare(bucket)[1])
-            bucket = bucket.bodies[int(self.state["width_choice"])]
+            bucket = chosen_body(bucket, self.state, lambda part: self._run(self._prepare(part)[1]))
         bound = self._prepare(bucket)[1]
         if meanwhile is not None:
             listing = (place for place, (op, _, _) in enumerate(bound) if op.stage is Stage.ACTIVE_SLOTS)
