@@ -34,22 +34,63 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
     return make_pair(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def load(pair: PairPaths, depth: Any = 5, *, adaptive: bool = True, **options: Any) -> Runtime:
-    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=depth, adaptive_width=adaptive, strict=True)
+def load(
+    pair: PairPaths, depth: Any = 5, *, adaptive: bool = True, adaptive_confidence: bool = False, **options: Any
+) -> Runtime:
+    config = SpeculativeConfig(
+        model=pair.head,
+        num_speculative_tokens=depth,
+        adaptive_width=adaptive,
+        adaptive_confidence=adaptive_confidence,
+        strict=True,
+    )
     return Runtime.load(pair.target, config, **{**OPTIONS, "dtype": "float32", **options})
 
 
-def test_drafts_are_those_of_a_fixed_width(pair: PairPaths) -> None:
-    """With all positions run over at once or one after the other: acceptance is what it was, draft by draft."""
+@pytest.mark.parametrize("depth", [3, 5, 7])
+def test_drafts_are_those_of_a_fixed_width(depth: int, pair: PairPaths) -> None:
+    """With all positions run over at once or one after the other: acceptance is what it was, draft by draft.
+
+    Parts draft the same, and go on as long as the host's bounds ask for more.
+    """
     found = []
     sampling = SamplingParams(max_tokens=40, temperature=0.6, seed=2)
-    for adaptive in (False, True):
-        with load(pair, 3, adaptive=adaptive, max_batch=1) as runtime:
+    for options in ({"adaptive": False}, {}, {"adaptive_confidence": True}):
+        with load(pair, depth, max_batch=1, **options) as runtime:
             for length in (9, 16):
                 runtime.submit(prompt_of(length), sampling)
-            run_all(runtime, 3)
+            run_all(runtime, depth)
             found.append(runtime.summary()["eagle_speculation"])
-    assert found[0] == found[1] and found[0]["total_accepted_tokens"] > 10
+    assert found[0] == found[1] == found[2] and found[0]["total_accepted_tokens"] > 10
+
+
+def test_drafting_ends_where_the_draft_model_is_unsure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step runs the parts that it needs, and verifies no more than they draft; it has halted at every end."""
+    ran: list[Bucket] = []
+    config = SpeculativeConfig(
+        model=DEMO / "head", num_speculative_tokens=7, adaptive_width=True, adaptive_confidence=True, strict=True
+    )
+    with Runtime.load(DEMO / "target", config, device="cpu", max_batch=2, max_context=256) as runtime:
+        executor: Any = runtime.executor
+        prepare = executor._prepare
+        monkeypatch.setattr(executor, "_prepare", lambda key: (ran.append(key), prepare(key))[1])
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(max_tokens=100, temperature=temperature, seed=1)
+            runtime.submit("The President shall", params)
+        halts = set()
+        while runtime.busy:
+            ran.clear()
+            runtime.step()
+            levels = [each.levels for each in ran if isinstance(each, Bucket) and each.levels]
+            width = next((each.num_speculative_tokens for each in ran if _is_body(each)), 0)
+            assert levels == [(0, 1), (1, 2), (2, 4), (4, 7)][: len(levels)] and bool(levels) == bool(width)
+            assert not levels or 1 <= width <= levels[-1][1]
+            halts.add(levels[-1][1] if levels else 0)
+    assert {1, 2, 4, 7} <= halts
+
+
+def _is_body(key: Any) -> bool:
+    return isinstance(key, Bucket) and not key.chooses and not key.levels and not key.prefilled
 
 
 def test_ahead_and_in_a_loop_tokens_are_those_without_drafts(pair: PairPaths) -> None:
@@ -125,6 +166,8 @@ def test_what_cannot_be_chosen_is_refused(pair: PairPaths) -> None:
     with pytest.raises(ConfigError, match=r"adaptive_width .* num_speculative_tokens is 0"):
         SpeculativeConfig(model="x", num_speculative_tokens=0, adaptive_width=True)
     automatic: Any = {"num_speculative_tokens": "auto"}
+    with pytest.raises(ConfigError, match="adaptive_confidence goes with adaptive_width"):
+        SpeculativeConfig(model="x", adaptive_confidence=True)
     config = SpeculativeConfig(model=pair.head, **automatic, text_drafts="suffix")
     assert (config.num_speculative_tokens, config.adaptive_width) == (7, True)
     with pytest.raises(ConfigError, match=r"adaptive_width .* text_drafts 'suffix'"):

@@ -1,6 +1,7 @@
 """From calls to launches and graphs without a GPU: parameters as Numba has them, what a capture may hold, memory."""
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,10 @@ class SwitchNode:
     """Another one."""
 
 
+class IfNode:
+    """Another one."""
+
+
 LOOPING, SWITCHING = 77, 78  # handles of conditions: of a loop, which runs at least once, and of a choice
 
 
@@ -142,6 +147,11 @@ class FakeBuilder:
         assert condition.handle == SWITCHING
         self.found.append(SwitchNode())
         return [FakeBuilder(self.stray_of_bodies) for _ in range(count)]
+
+    def if_then(self, condition: Any) -> "FakeBuilder":
+        assert condition.handle == SWITCHING
+        self.found.append(IfNode())
+        return FakeBuilder()
 
     def complete(self) -> "FakeBuilder":
         return self
@@ -231,21 +241,29 @@ def test_a_loop_is_one_node_around_its_body(issued: list[tuple[Any, ...]]) -> No
 def test_a_choice_is_its_opening_and_one_node_around_its_bodies(
     loops: bool, issued: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handles: list[int] = []
+    handles: list[tuple[int, ...]] = []
 
     def part(count: int) -> Any:
-        def issue(handle: int) -> list[KernelLaunch]:
-            handles.append(handle)
+        def issue(*own: int) -> list[KernelLaunch]:
+            handles.append(own)
             return launches(count)
 
         return issue
 
     choice, record = Choice(part(2), [part(3), part(1), part(4)]), capture_loop if loops else capture_choice
     assert record(FakeBuilder(), choice).num_kernels == 10
-    assert handles == [SWITCHING, *[LOOPING if loops else 0] * 3], "bodies decide about the loop, not about the choice"
+    bodies = [(LOOPING if loops else 0,)] * 3
+    assert handles == [(SWITCHING, 0), *bodies], "bodies decide about the loop, not about the choice"
     assert [first for _, _, first, _ in issued] == [0, 1, 0, 1, 2, 0, 0, 1, 2, 3]
     with pytest.raises(DeviceError, match="must be one conditional node" if loops else "must hold one conditional"):
         record(FakeBuilder((SwitchNode(),)), choice)
+    handles.clear()
+    parting = replace(choice, parts=[part(2), part(1), part(2)])
+    assert record(FakeBuilder(), parting).num_kernels == 15
+    within = [(SWITCHING, SWITCHING)] * 2  # all handles but a loop's are the same here: of the choice, of the next part
+    assert handles == [(SWITCHING, SWITCHING), *within, (), *bodies], "the last part decides nothing"
+    with pytest.raises(DeviceError, match="must be one conditional node" if loops else "must hold 2 conditional nodes"):
+        record(FakeBuilder((IfNode(),)), parting)
     monkeypatch.setattr(FakeBuilder, "stray_of_bodies", (MemcpyNode(),))
     with pytest.raises(DeviceError, match=r"must hold 3 kernels, it holds 4 nodes, others: \['MemcpyNode'\]"):
         record(FakeBuilder(), choice)
