@@ -4,7 +4,9 @@
     python -m bench.adaptive --geometry llama-8b --accept-length 1,1.5,2,3,4 --context 4096 --out adaptive.json
 
 The bundled pair has real acceptance, greedy and at temperature 0.7; a geometry has random weights and imposed tokens a
-step. S = 0 has no draft model loaded. Rows are added to an existing file, and replace its rows of the same conditions.
+step. `auto, by confidence` also ends drafting where the draft model is unsure (`adaptive_confidence`): with random
+weights confidences tell nothing, and such rows show what they cost. S = 0 has no draft model loaded. Rows are added to
+an existing file, and replace its rows of the same conditions.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from lowlat.tools.bench.subject import Subject
 __all__ = ["main"]
 
 FIXED, MOST = (2, 3, 5, 7), 7
-AUTO = "auto"
+AUTO, CONFIDENT = "auto", "auto, by confidence"
 ACCEPT_LENGTHS = (1.0, 1.5, 2.0, 3.0, 4.0)
 Settings = Sequence[tuple[int | str, int | None]]  # S as it is named, and as the runtime is told it
 
@@ -71,13 +73,14 @@ def _rows(subject: Subject, options: argparse.Namespace, sizes: dict[str, Any]) 
     """The rows of a pair: one load for S = 0; for fixed S and for chosen ones one each, of every imposed acceptance."""
     lengths = [None] if options.geometry is None else options.accept_length
     baselines: dict[tuple[str, float], float] = {}
-    loads: list[tuple[float | None, bool, int, Settings]] = [(None, False, 0, [(0, None)])]
+    loads: list[tuple[float | None, str, int, Settings]] = [(None, "", 0, [(0, None)])]
     for length in lengths:
-        loads.append((length, False, MOST, [(depth, depth) for depth in FIXED]))
-        loads.append((length, True, MOST, [(AUTO, None)]))
-    for length, adaptive, most, settings in loads:
-        imposed = {} if length is None else {"simulated_accept_length": length}
-        with subject.drafting(**imposed).load(most, adaptive=adaptive, **sizes) as runtime:
+        loads.append((length, "", MOST, [(depth, depth) for depth in FIXED]))
+        loads += [(length, policy, MOST, [(policy, None)]) for policy in (AUTO, CONFIDENT)]
+    for length, policy, most, settings in loads:
+        drafting: dict[str, Any] = {} if length is None else {"simulated_accept_length": length}
+        drafting["adaptive_confidence"] = policy == CONFIDENT
+        with subject.drafting(**drafting).load(most, adaptive=bool(policy), **sizes) as runtime:
             stamps = stamps_of(runtime.device_choice.device, options.commit)
             for work in _works(subject, options):
                 for name, asked in settings:

@@ -73,7 +73,12 @@ def test_drafting_ends_where_the_draft_model_is_unsure(monkeypatch: pytest.Monke
     with Runtime.load(DEMO / "target", config, device="cpu", max_batch=2, max_context=256) as runtime:
         executor: Any = runtime.executor
         prepare = executor._prepare
-        monkeypatch.setattr(executor, "_prepare", lambda key: (ran.append(key), prepare(key))[1])
+
+        def recorded(key: Any) -> Any:
+            ran.append(key)
+            return prepare(key)
+
+        monkeypatch.setattr(executor, "_prepare", recorded)
         for temperature in (0.0, 0.8):
             params = SamplingParams(max_tokens=100, temperature=temperature, seed=1)
             runtime.submit("The President shall", params)
