@@ -130,9 +130,7 @@ def _record_of(slot: Any, kind: Any, most: Any) -> Any:
 
 
 @device_function
-def count_position(
-    at: Any, position: Any, tried: Any, right: Any, odds: Any, decay: Any, age: Any, begun: Any
-) -> None:
+def count_position(at: Any, position: Any, tried: Any, right: Any, odds: Any, decay: Any, age: Any, begun: Any) -> None:
     """Count a step's draft at one position of a record; one that it did not see ages, from position `begun` on.
 
     at    the place of the position's two numbers in `odds`, [..] int32
