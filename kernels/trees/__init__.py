@@ -1,1 +1,1 @@
-"""Kernels of dynamic trees: the likeliest drafts with their probabilities, growth, choice, masks and paths."""
+"""Kernels of drafts by their probabilities: how sure a draft model is; growth, choice and paths of dynamic trees."""

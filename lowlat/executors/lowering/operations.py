@@ -55,10 +55,13 @@ from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.sampling.suffix_draft import suffix_draft
 from lowlat.kernels.step.accept import accept, accept_simulated, commit, draft_rows, truncate
 from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
+from lowlat.kernels.step.choose_depth import choose_depth
 from lowlat.kernels.step.choose_width import choose_width
+from lowlat.kernels.step.confidence import join_confidence, learn_confidence
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.step.width_odds import join_widths, learn_widths
 from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.kernels.trees.draft_confidence import draft_confidence
 from lowlat.kernels.trees.draft_scores import draft_topk_logprobs
 from lowlat.kernels.trees.grow import choose_nodes, grow_block_tree, grow_tree
 from lowlat.kernels.trees.hand_over import hand_over_tree
@@ -224,11 +227,17 @@ def _choose_width(binding: Binding, op: Op) -> Sequence[Call]:
     return choose_width(**binding.arguments(op), condition=0 if binding.switches else None)
 
 
+def _choose_depth(binding: Binding, op: Op) -> Sequence[Call]:
+    handle = 0 if binding.switches else None
+    return choose_depth(**binding.arguments(op), condition=handle, further=handle)
+
+
 _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
     *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_widths, list_active_slots),
+    *(join_confidence, learn_confidence),
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
     *(
         silu_mul,
@@ -248,7 +257,9 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         **{build.__name__: _by_name(build) for build in _BY_NAME},
         "attention": _attention,
         "choose_blocks": _choose_blocks,
+        "choose_depth": _choose_depth,
         "choose_width": _choose_width,
+        "draft_confidence": _with_workspace(draft_confidence),
         "draft_topk": draft_topk_alone,
         "draft_topk_logprobs": _with_workspace(draft_topk_logprobs),
         "embed": _embed,

@@ -1,0 +1,259 @@
+"""Whether a step drafts further: `choose_depth` of the reference.
+
+A thread has a slot and a width: it revises what the slot should bring by it. Then a thread adds up a width, and one
+chooses, and sets the conditions of the nodes that go by it, where there are such: a SWITCH whose bodies are the widths,
+and an IF around the levels behind this end. It knows no request and no model.
+"""
+
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.memory import int_at, long_at, set_int
+from lowlat.kernels.reference.sampling.draft_confidence import NUM_KINDS
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.step.depths import check_depths
+from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
+from lowlat.kernels.reference.step.width_odds import MAX_WIDTH, ONE
+from lowlat.kernels.reference.step.widths import UNIT
+from lowlat.kernels.step.width_odds import run_kind
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
+
+__all__ = ["choose_depth", "examples"]
+
+MAX_SLOTS = 8
+LANES = MAX_WIDTH + 1  # threads of a slot, and of each column of costs: a power of two
+COST_THREAD = MAX_SLOTS * LANES  # the first of those that load costs
+THREADS = COST_THREAD + 4 * LANES
+HALF = 32  # bits of a bound
+BITS = ONE.bit_length() - 1
+LENGTH, ALLOWED, FACTS = 0, 1, 2  # columns of an entry's facts
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The extents that the choice is specialised by.
+
+    row        of the costs: the bucket's
+    end        by its number, of `ends`
+    depth      the drafts that are made by then
+    switching  it sets the conditions of a SWITCH node and of an IF node
+    """
+
+    batch: int
+    most: int
+    row: int
+    ends: int
+    end: int
+    depth: int
+    switching: bool
+
+
+def choose_depth(
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    slot_ints: torch.Tensor,
+    width_bounds: torch.Tensor,
+    width_costs: torch.Tensor,
+    depth_costs: torch.Tensor,
+    width_runs: torch.Tensor,
+    width_expected: torch.Tensor,
+    sure_expected: torch.Tensor,
+    draft_kinds: torch.Tensor,
+    *,
+    draft_expected: torch.Tensor,
+    draft_runs: torch.Tensor,
+    width_choice: torch.Tensor,
+    draft_further: torch.Tensor,
+    row: int,
+    end: int,
+    depth: int,
+    condition: int | None = None,
+    further: int | None = None,
+) -> list[KernelCall]:
+    """Choose, as the reference's `choose_depth`, whose arguments these are.
+
+    condition  the handle of the SWITCH node that the width is for; None: there is none
+    further    that of the IF node around further levels, set to 1 or 0; None: there is none. Both come together.
+    They are the call's last two arguments. Time: two trips to memory, and one to the host's meanwhile. Raises
+    ShapeError, for one condition alone and for another depth than 1 at the first end, too.
+    """
+    check_depths(width_costs, depth_costs, width_expected, sure_expected, draft_kinds, row, end, depth)
+    (batch, ends), (max_batch, columns) = draft_kinds.shape, width_expected.shape
+    check_shape("slots", slots, batch)
+    check_shape("draft_expected", draft_expected, max_batch, columns)
+    for name, tensor in (("lengths", lengths), ("width_runs", width_runs), ("draft_runs", draft_runs)):
+        check_shape(name, tensor, max_batch)
+    for name, tensor, size in (("width_bounds", width_bounds, 2), ("width_choice", width_choice, 1)):
+        check_shape(name, tensor, size)
+    check_shape("draft_further", draft_further, 1)
+    check_shape("slot_ints", slot_ints, max_batch, NUM_INTS)
+    if batch > MAX_SLOTS:
+        raise ShapeError(f"depths are chosen for at most {MAX_SLOTS} slots, got {batch}")
+    if end == 0 and depth != 1:
+        raise ShapeError(f"the first end is behind the first draft, got a depth of {depth}")
+    if (condition is None) != (further is None):
+        raise ShapeError("a condition for the width and one for further drafts come together")
+    plan = _Plan(batch, columns - 1, row, ends, end, depth, condition is not None)
+    given = (slots, lengths, slot_ints, width_bounds, width_costs, depth_costs)
+    known = (width_runs, width_expected, sure_expected, draft_kinds)
+    writes = (draft_expected, draft_runs, width_choice, draft_further)
+    return [KernelCall(_make(plan), (1, 1, 1), (*given, *known, *writes, condition or 0, further or 0))]
+
+
+@device_function
+def _bounded(value: Any, most: Any) -> Any:
+    return max(int64(0), min(int64(value), int64(most)))
+
+
+@device_function
+def _revised(slot: Any, kind: Any, width: Any, plan: Any, addresses: Any) -> Any:
+    """Tokens of a slot's step by a width, from this end on; those of fewer drafts than are made stay.
+
+    addresses  of sure_expected and draft_expected
+    """
+    most, end, depth = plan[1], plan[4], plan[5]
+    sure_expected, draft_expected = addresses
+    first, before, survival = slot * (most + 1), int64(ONE), int64(ONE)
+    if end > 0:
+        before = int_at(draft_expected, first + depth - 1)
+    if depth > 1:
+        survival = before - int_at(draft_expected, first + depth - 2)
+    if width >= depth:
+        behind = int_at(sure_expected, (slot * NUM_KINDS + kind) * (most + 1) + width - depth + 1)
+        return before + ((survival * (behind - int64(ONE))) >> int64(BITS))
+    if end > 0:
+        return int_at(draft_expected, first + width)
+    return int64(ONE)
+
+
+@device_function
+def _revise(thread: Any, plan: Any, reads: Any, writes: Any, shared: Any) -> None:
+    """A slot's part by a thread for each width: what it should bring, and what the choice must know of it."""
+    most, ends, end, depth = plan[1], plan[3], plan[4], plan[5]
+    slots, lengths, slot_ints, width_runs, width_expected, sure_expected, draft_kinds = reads
+    draft_expected, draft_runs = writes
+    facts, usual, known = shared
+    entry, width = thread // LANES, thread % LANES
+    slot, kind = int_at(slots, entry), int_at(draft_kinds, entry * ends + end)
+    tokens, before = int64(0), int64(0)
+    length, limit = int64(0), int64(0)
+    if slot >= 0 and width <= most:
+        before = int_at(width_expected, slot * (most + 1) + width)
+        if width == 0:
+            length, limit = int_at(lengths, slot), long_at(slot_ints, slot * NUM_INTS + DRAFT_LIMIT)
+            set_int(draft_runs, slot, run_kind(int_at(width_runs, slot)))
+        tokens = _revised(slot, kind, width, plan, (sure_expected, draft_expected))
+        if end == 0 or width >= depth:  # the others, which neighbours read meanwhile, stay
+            set_int(draft_expected, slot * (most + 1) + width, tokens)
+    usual[thread] = before
+    known[thread] = tokens
+    if width == 0:
+        facts[entry * FACTS + LENGTH] = length
+        facts[entry * FACTS + ALLOWED] = _bounded(limit, most)
+
+
+@device_function
+def _load_costs(place: Any, plan: Any, addresses: Any, costs: Any) -> None:
+    """One of the numbers that costs are reckoned by: BASE and SLOPE of usual steps by width, then those of this end."""
+    most, row, ends, end = plan[1:5]
+    part, width = place // LANES, place % LANES
+    if width <= most:
+        if part < 2:
+            costs[place] = int_at(addresses[0], (row * 2 + part) * (most + 2) + width)
+        else:
+            costs[place] = int_at(addresses[1], ((row * 2 + part - 2) * ends + end) * (most + 1) + width)
+
+
+@device_function
+def _add_up(width: Any, plan: Any, shared: Any, costs: Any, totals: Any) -> None:
+    """The tokens of all slots at a width, as far as each may, and what it costs: as usual, and from this end on."""
+    facts, usual, known = shared
+    before, tokens, positions = int64(0), int64(0), int64(0)
+    for entry in range(plan[0]):
+        at = entry * LANES + min(width, facts[entry * FACTS + ALLOWED])
+        before += usual[at]
+        tokens += known[at]
+        positions += facts[entry * FACTS + LENGTH]
+    totals[width] = before
+    totals[LANES + width] = tokens
+    for part in range(2):
+        base, slope = costs[2 * part * LANES + width], costs[(2 * part + 1) * LANES + width]
+        totals[(2 + part) * LANES + width] = base + ((slope * positions) >> int64(UNIT))
+
+
+@device_function
+def _decide(plan: Any, bounds: Any, facts: Any, totals: Any) -> Any:
+    """The width that the step verifies. Turns are as many as there are widths, so that their loads go together."""
+    most = plan[1]
+    low, high = _bounded((bounds << int64(HALF)) >> int64(HALF), most), _bounded(bounds >> int64(HALF), most)
+    allowed = int64(0)
+    for entry in range(plan[0]):
+        allowed = max(allowed, facts[entry * FACTS + ALLOWED])
+    high = max(low, min(high, allowed))
+    tokens, cost = int64(0), int64(0)  # of the best width at usual costs, by what was expected before any draft
+    for width in range(most + 1):
+        its_tokens, its_cost = totals[width], totals[2 * LANES + width]
+        if width == low or (low < width <= high and its_tokens * cost > tokens * its_cost):
+            tokens, cost = its_tokens, its_cost
+    first = max(low, int64(1))
+    chosen, most_value = first, int64(0)
+    for width in range(1, most + 1):
+        value = totals[LANES + width] * cost - tokens * totals[3 * LANES + width]
+        if width == first or (first < width <= high and value > most_value):
+            chosen, most_value = int64(width), value
+    return chosen
+
+
+@cache
+def _make(plan: _Plan) -> Kernel:
+    sizes, batch, most, depth, switching = astuple(plan)[:6], plan.batch, plan.most, plan.depth, plan.switching
+    num_facts, num_pairs, num_costs = batch * FACTS, batch * LANES, 4 * LANES
+
+    def kernel(
+        slots: Any, lengths: Any, slot_ints: Any, width_bounds: Any, width_costs: Any, depth_costs: Any,
+        width_runs: Any, width_expected: Any, sure_expected: Any, draft_kinds: Any,
+        draft_expected: Any, draft_runs: Any, width_choice: Any, draft_further: Any, condition: Any, further: Any,
+    ) -> None:  # fmt: skip
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        facts = cuda.shared.array(shape=num_facts, dtype=int64)
+        usual = cuda.shared.array(shape=num_pairs, dtype=int64)
+        known = cuda.shared.array(shape=num_pairs, dtype=int64)
+        costs = cuda.shared.array(shape=num_costs, dtype=int64)
+        totals = cuda.shared.array(shape=num_costs, dtype=int64)
+        thread, bounds, shared = int64(cuda.threadIdx.x), int64(0), (facts, usual, known)
+        if thread == 0:
+            bounds = long_at(width_bounds, 0)  # both in one trip to the host; nobody waits for it before the end
+        if thread < num_pairs:
+            reads = (slots, lengths, slot_ints, width_runs, width_expected, sure_expected, draft_kinds)
+            _revise(thread, sizes, reads, (draft_expected, draft_runs), shared)
+        elif thread >= COST_THREAD:
+            _load_costs(thread - COST_THREAD, sizes, (width_costs, depth_costs), costs)
+        cuda.syncthreads()
+        if thread <= most:
+            _add_up(thread, sizes, shared, costs, totals)
+        cuda.syncthreads()
+        if thread == 0:
+            chosen = _decide(sizes, bounds, facts, totals)
+            goes_on = int64(1) if chosen > depth else int64(0)
+            if switching:
+                ptx.set_graph_condition(condition, uint32(chosen))
+                ptx.set_graph_condition(further, uint32(goes_on))
+            set_int(width_choice, 0, chosen)
+            set_int(draft_further, 0, goes_on)
+
+    name = "choose_depth_" + "_".join(map(str, astuple(plan)))
+    signature = (*[types.int64] * 14, types.uint64, types.uint64)
+    return Kernel(name, kernel, signature, THREADS, linked=not plan.switching)
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that CI compiles."""
+    plan = _Plan(8, 7, 7, 3, 1, 2, False)
+    return [_make(plan), _make(replace(plan, batch=1, most=5, row=0, end=0, depth=1, switching=True))]
