@@ -81,7 +81,7 @@ def choose_depth(
     condition  the handle of the SWITCH node that the width is for; None: there is none
     further    that of the IF node around further levels, set to 1 or 0; None: there is none. Both come together.
     They are the call's last two arguments. Time: two trips to memory, and one to the host's meanwhile. Raises
-    ShapeError, for one condition alone and for another depth than 1 at the first end, too.
+    ShapeError, for one condition alone, too.
     """
     check_depths(width_costs, depth_costs, width_expected, sure_expected, draft_kinds, row, end, depth)
     (batch, ends), (max_batch, columns) = draft_kinds.shape, width_expected.shape
@@ -95,8 +95,6 @@ def choose_depth(
     check_shape("slot_ints", slot_ints, max_batch, NUM_INTS)
     if batch > MAX_SLOTS:
         raise ShapeError(f"depths are chosen for at most {MAX_SLOTS} slots, got {batch}")
-    if end == 0 and depth != 1:
-        raise ShapeError(f"the first end is behind the first draft, got a depth of {depth}")
     if (condition is None) != (further is None):
         raise ShapeError("a condition for the width and one for further drafts come together")
     plan = _Plan(batch, columns - 1, row, ends, end, depth, condition is not None)

@@ -130,12 +130,21 @@ def test_positions_that_wait_are_run_over_before_there_are_too_many(pair: PairPa
         assert runtime.summary()["eagle_speculation"]["total_accepted_tokens"] > 0
 
 
-def test_all_programs_lower() -> None:
+@pytest.mark.parametrize("confident", [False, True])
+def test_all_programs_lower(confident: bool) -> None:
     """A choice is one launch, and a body has those of a step of its width; without drafts one less, with the choice as
-    many."""
-    pair = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=3)
+    many.
+
+    Where drafting is parts of its own, each end takes two launches more: how sure the draft model is, and the choice.
+    What is learnt of it takes another.
+    """
+    pair = Pair(
+        DEMO / "target", DEMO / "head", adaptive_width=True, adaptive_confidence=confident, num_speculative_tokens=3
+    )
     alone = Pair(DEMO / "target")
-    ladder, counts = BucketLadder([2], {depth: depth + 1 for depth in range(4)}, adaptive=True), {}
+    rows_of, ends = {depth: depth + 1 for depth in range(4)}, pair.geometry.draft_ends
+    assert ends == ((1, 2) if confident else ())
+    ladder, counts = BucketLadder([2], rows_of, adaptive=True, ends=ends), {}
     for bucket in ladder.programs:
         program = build_adaptive(pair.geometry, bucket)
         buffers = BufferSet(program.buffers.values(), torch.device("cpu"), program.constants)
@@ -144,11 +153,15 @@ def test_all_programs_lower() -> None:
         calls = [call for group in lower(binding) for call in group.kernel_calls]
         counts[bucket] = len(calls)
         unlinked = [call.kernel.name for call in calls if not call.kernel.linked]
-        assert len(unlinked) == bucket.chooses
+        assert len(unlinked) == (bucket.chooses or bucket.levels[1:] in ((1,), (2,)))
     for bucket in ladder.buckets:
         assert counts[bucket] == 1
         for body in bucket.bodies[1:-1]:
-            assert counts[body] == len(pair.lower(body.num_speculative_tokens, body.batch).calls)
+            parts = bucket.parts_for(body.num_speculative_tokens)
+            asks = sum(part.num_speculative_tokens in ends for part in parts)
+            steps = counts[body] + sum(counts[part] for part in parts)
+            alike = len(pair.lower(body.num_speculative_tokens, body.batch).calls)
+            assert steps == alike + (1 + 2 * asks if confident else 0)
         assert counts[bucket.bodies[0]] + counts[bucket] == len(alone.lower(0, bucket.batch).calls)
 
 

@@ -145,6 +145,8 @@ def check_depths(
     check_shape("width_costs", width_costs, buckets, 2, columns + 1)
     check_shape("depth_costs", depth_costs, buckets, 2, ends, columns)
     check_shape("sure_expected", sure_expected, max_batch, NUM_KINDS, columns)
+    if (end == 0) != (depth == 1):
+        raise ShapeError(f"the first end, and no other, is behind the first draft; got end {end}, depth {depth}")
     if not (0 <= row < buckets and 0 <= end < ends and 1 <= depth < columns <= MAX_WIDTH + 1):
         raise ShapeError(
             f"row {row} of {buckets}, end {end} of {ends} or depth {depth} of {columns - 1} (at most {MAX_WIDTH}) "
