@@ -98,7 +98,8 @@ def _is_body(key: Any) -> bool:
     return isinstance(key, Bucket) and not key.chooses and not key.levels and not key.prefilled
 
 
-def test_ahead_and_in_a_loop_tokens_are_those_without_drafts(pair: PairPaths) -> None:
+@pytest.mark.parametrize("confident", [False, True])
+def test_ahead_and_in_a_loop_tokens_are_those_without_drafts(confident: bool, pair: PairPaths) -> None:
     def run(runtime: Runtime) -> list[list[int]]:
         kinds = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "max_draft_tokens": 1})
         names = [
@@ -110,7 +111,9 @@ def test_ahead_and_in_a_loop_tokens_are_those_without_drafts(pair: PairPaths) ->
 
     with Runtime.load(pair.target, **{**OPTIONS, "dtype": "float32"}) as runtime:
         expected = run(runtime)
-    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, adaptive_width=True, strict=True)
+    config = SpeculativeConfig(
+        model=pair.head, num_speculative_tokens=3, adaptive_width=True, adaptive_confidence=confident, strict=True
+    )
     options = {name: value for name, value in OPTIONS.items() if name != "device"}
     runtime, device = load_fake(pair.target, config, device_loop=True, lead=3, dtype="float32", **options)
     with runtime:
@@ -163,6 +166,24 @@ def test_all_programs_lower(confident: bool) -> None:
             alike = len(pair.lower(body.num_speculative_tokens, body.batch).calls)
             assert steps == alike + (1 + 2 * asks if confident else 0)
         assert counts[bucket.bodies[0]] + counts[bucket] == len(alone.lower(0, bucket.batch).calls)
+
+
+def test_what_parts_leave_is_bodies() -> None:
+    """Drafts, their kinds and what is fed back have one address in all parts and bodies of a batch."""
+    pair = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, adaptive_confidence=True, num_speculative_tokens=3)
+    geometry = pair.geometry
+    ladder = BucketLadder([1, 2], {depth: depth + 1 for depth in range(4)}, adaptive=True, ends=geometry.draft_ends)
+    for bucket in ladder.buckets:
+        programs = [build_adaptive(geometry, each) for each in (*bucket.parts, *bucket.bodies)]
+        assert [part.levels for part in bucket.parts] == [(0, 1), (1, 2), (2, 3)]
+        kept: dict[str, Any] = {}
+        for program in programs:
+            for name, spec in program.buffers.items():
+                if name.startswith("opened."):
+                    assert name.startswith(f"opened.{bucket.batch}.") and kept.setdefault(name, spec) == spec
+        own = {name.split(".", 2)[2] for name in kept}
+        assert own >= {"slots", "draft_nodes", "draft_kinds", "waited.live", "waited.lens"}
+        assert {name for name in own if name.startswith("draft.")} == {"draft.0.residual.out", "draft.1.residual.out"}
 
 
 def test_what_an_opening_leaves_is_its_bodies() -> None:
