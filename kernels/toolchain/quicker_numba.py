@@ -1,0 +1,201 @@
+"""Slow spots of Numba's compiler, replaced by functions of the same results: half of a compilation is Numba's own.
+
+`quicken` puts them in place. They are written for the release of numba-cuda that pyproject.toml names.
+"""
+
+import functools
+from typing import Any
+
+from numba.cuda import codegen, types
+from numba.cuda.core import analysis, base, ir, ir_utils, postproc, targetconfig, transforms
+from numba.cuda.cudadrv import nvvm
+
+__all__ = ["quicken"]
+
+NUMBERS = (types.Number, types.Boolean, types.Literal)
+TEXTS = 4096  # the modules of which the text for NVVM is kept
+
+
+def quicken() -> None:
+    """Put everything below in place of Numba's own."""
+    _compare_options_quickly()
+    _know_types_of_calls()
+    _ask_signatures_once()
+    _know_sizes_of_numbers()
+    _write_modules_once()
+    _collect_no_callbacks()
+    ir.Inst._rec_list_vars = _variables
+    postproc.PostProcessor.run = _postprocess
+    analysis.compute_live_map = _live_map
+
+
+def _compare_options_quickly() -> None:
+    """Numba compares and hashes its options at every call that it types, each time as a new dictionary of them all.
+
+    Here what was set is compared first, and all options have one hash: few differ.
+    """
+    options = targetconfig.TargetConfig
+
+    def equal(one: Any, other: object) -> Any:
+        if not isinstance(other, options):
+            return NotImplemented
+        return one._values == other._values or one.values() == other.values()
+
+    options.__eq__, options.__hash__ = equal, lambda one: hash(options)
+
+
+def _know_types_of_calls() -> None:
+    """Numba asks all that it knows of an operator, each time that it meets one, which results from numbers as operands.
+
+    Here what it found is kept beside the function, for each context and types of numbers.
+    """
+    resolve = types.Function.get_call_type
+
+    def known_or_resolved(function: Any, context: Any, args: Any, kws: Any) -> Any:
+        if kws or not all(isinstance(each, NUMBERS) for each in args):
+            return resolve(function, context, args, kws)
+        known, key = function.__dict__.setdefault("_known_calls", {}), (context, tuple(args))
+        if key not in known:
+            known[key] = resolve(function, context, args, kws)
+        return known[key]
+
+    types.Function.get_call_type = known_or_resolved
+
+
+def _ask_signatures_once() -> None:
+    """Numba inspects the signature of a function that generates code each time that it generates any."""
+    base._has_loc = functools.cache(base._has_loc)
+
+
+def _know_sizes_of_numbers() -> None:
+    """Numba has LLVM parse a module to learn how large a variable of a type is, for every variable.
+
+    Here numbers' sizes are kept; NVVM has one layout of data.
+    """
+    size_of = base.BaseContext.get_abi_sizeof
+    numbers = (base.llvmir.IntType, base.llvmir.FloatType, base.llvmir.DoubleType)
+    known: dict[str, int] = {}
+
+    def known_size(context: Any, kind: Any) -> int:
+        if not isinstance(kind, numbers):
+            return size_of(context, kind)
+        key = str(kind)
+        if key not in known:
+            known[key] = size_of(context, kind)
+        return known[key]
+
+    base.BaseContext.get_abi_sizeof = known_size
+
+
+def _write_modules_once() -> None:
+    """Numba writes out a device function's module for every kernel that calls it, and rewrites it in NVVM's dialect.
+
+    Here both texts are kept: what is linked is finished, and changes no more.
+    """
+
+    def written(module: Any) -> str:
+        if "_written" not in module.__dict__:
+            module._written = str(module)
+        return module._written
+
+    def llvm_strs(library: Any) -> list[str]:
+        if library._llvm_strs is None:
+            library._llvm_strs = [str(each) if each is library._module else written(each) for each in library.modules]
+        return library._llvm_strs
+
+    codegen.CUDACodeLibrary.llvm_strs = property(llvm_strs)
+    nvvm.llvm_replace = functools.lru_cache(TEXTS)(nvvm.llvm_replace)
+
+
+def _collect_no_callbacks() -> None:
+    """Numba lists a statement's variables by a function for replacing them, which it calls for every part.
+
+    Here an assignment, which most statements are, tells them itself.
+    """
+    collected = ir_utils.compat_list_vars_stmt
+
+    def listed(statement: Any) -> Any:
+        known = type(statement) is ir.Assign and ir.Assign not in ir_utils.visit_vars_extensions
+        return statement.list_vars() if known else collected(statement)
+
+    ir_utils.compat_list_vars_stmt = listed
+
+
+VARIABLE, INSTRUCTION, SEQUENCE, MAPPING, OTHER = range(5)
+KINDS = {VARIABLE: ir.var_types, INSTRUCTION: ir.inst_types, SEQUENCE: (list, tuple), MAPPING: (dict,)}
+
+
+@functools.cache
+def _kind(kind: type) -> int:
+    return next((name for name, classes in KINDS.items() if issubclass(kind, classes)), OTHER)
+
+
+def _variables(_: Any, value: Any) -> list[Any]:
+    """The variables in a part of an instruction, as `Inst._rec_list_vars` gives them: a part's kind is known by its
+    type.
+    """
+    kind = _kind(type(value))
+    if kind == OTHER:
+        return []
+    if kind == VARIABLE:
+        return [value]
+    if kind == INSTRUCTION:
+        return value.list_vars()
+    found = []
+    for each in value.values() if kind == MAPPING else value:
+        kind = _kind(type(each))
+        if kind == VARIABLE:
+            found.append(each)
+        elif kind != OTHER:
+            found.extend(_variables(_, each))
+    return found
+
+
+_postprocess_all = postproc.PostProcessor.run
+
+
+def _postprocess(self: Any, emit_dels: bool = False, extend_lifetimes: bool = False) -> None:
+    """Do what Numba does between its passes, but for where variables live on a block's entry: only generators ask.
+
+    It does so nine times a function; lifetimes are found out when something asks for them.
+    """
+    function = self.func_ir
+    if function.is_generator:
+        _postprocess_all(self, emit_dels, extend_lifetimes)
+        return
+    function.blocks = transforms.canonicalize_cfg(function.blocks)
+    function.variable_lifetime = postproc.VariableLifetime(function.blocks)
+    function.generator_info = None
+    if emit_dels:
+        self._insert_var_dels(extend_lifetimes=extend_lifetimes)
+
+
+def _live_map(cfg: Any, blocks: Any, used: dict[int, set[str]], defined: dict[int, set[str]]) -> dict[int, set[str]]:
+    """The variables that must live at each block's entry, as `compute_live_map` finds them.
+
+    Only those matter that some block takes from others, a few of all; and liveness, which spreads backwards, is looked
+    for from the last block on.
+    """
+    shared = set[str]().union(*used.values())
+    reached = {offset: shared & (defined[offset] | used[offset]) for offset in blocks}
+    after = {offset: [to for to, _ in cfg.successors(offset)] for offset in blocks}
+    grown = True
+    while grown:
+        grown = False
+        for offset in blocks:
+            for to in after[offset]:
+                if not reached[offset] <= reached[to]:
+                    reached[to] |= reached[offset]
+                    grown = True
+    live = {offset: set(used[offset]) for offset in blocks}
+    passed = {offset: reached[offset] - defined[offset] for offset in blocks}
+    grown = True
+    while grown:
+        grown = False
+        for offset in reversed(blocks):
+            for to in after[offset]:
+                more = live[to] & passed[offset]
+                if not more <= live[offset]:
+                    live[offset] |= more
+                    grown = True
+    return live
