@@ -83,10 +83,12 @@ def fibers_for_threads() -> Callable[[], None]:
     """Let the simulator run blocks this way from now on; returns what gives its own way back."""
     before = kernel.BlockManager, kernelapi.threading
     kernel.BlockManager, kernelapi.threading = _Blocks, SimpleNamespace(current_thread=this_fiber)
-    kernel.FakeCUDAKernel.__call__, Number.__call__ = _call, _cast
+    kernel.FakeCUDAKernel.__call__ = _call
+    Number.__call__ = _cast  # type: ignore[method-assign]
 
     def undo() -> None:
         kernel.BlockManager, kernelapi.threading = before
-        kernel.FakeCUDAKernel.__call__, Number.__call__ = _launch, _cast_or_sign
+        kernel.FakeCUDAKernel.__call__ = _launch
+        Number.__call__ = _cast_or_sign  # type: ignore[method-assign]
 
     return undo

@@ -1,4 +1,4 @@
-"""The one module that imports Numba's CUDA target, and how a Python function becomes PTX without a GPU.
+"""The one module that takes Numba's CUDA target for others, and how a Python function becomes PTX without a GPU.
 
 It knows no kernel. `NUMBA_ENABLE_CUDASIM=1` gives Numba's simulator instead, which runs the integer kernels in CI.
 """

@@ -17,16 +17,20 @@ TEXTS = 4096  # the modules of which the text for NVVM is kept
 
 
 def quicken() -> None:
-    """Put everything below in place of Numba's own."""
+    """Put everything below in place of Numba's own, which each keeps as `__wrapped__`."""
     _compare_options_quickly()
     _know_types_of_calls()
-    _ask_signatures_once()
     _know_sizes_of_numbers()
     _write_modules_once()
-    _collect_no_callbacks()
-    ir.Inst._rec_list_vars = _variables
-    postproc.PostProcessor.run = _postprocess
-    analysis.compute_live_map = _live_map
+    _list_variables_quickly()
+    _postprocess_less()
+    _replace(analysis, "compute_live_map", _live_map)
+    base._has_loc = functools.cache(base._has_loc)  # it inspected a signature wherever a function generates code
+
+
+def _replace(owner: Any, name: str, function: Any) -> None:
+    function.__wrapped__ = getattr(owner, name)
+    setattr(owner, name, function)
 
 
 def _compare_options_quickly() -> None:
@@ -59,12 +63,7 @@ def _know_types_of_calls() -> None:
             known[key] = resolve(function, context, args, kws)
         return known[key]
 
-    types.Function.get_call_type = known_or_resolved
-
-
-def _ask_signatures_once() -> None:
-    """Numba inspects the signature of a function that generates code each time that it generates any."""
-    base._has_loc = functools.cache(base._has_loc)
+    _replace(types.Function, "get_call_type", known_or_resolved)
 
 
 def _know_sizes_of_numbers() -> None:
@@ -74,9 +73,9 @@ def _know_sizes_of_numbers() -> None:
     """
     size_of = base.BaseContext.get_abi_sizeof
     numbers = (base.llvmir.IntType, base.llvmir.FloatType, base.llvmir.DoubleType)
-    known: dict[str, int] = {}
+    known: dict[str, Any] = {}
 
-    def known_size(context: Any, kind: Any) -> int:
+    def known_size(context: Any, kind: Any) -> Any:
         if not isinstance(kind, numbers):
             return size_of(context, kind)
         key = str(kind)
@@ -84,7 +83,7 @@ def _know_sizes_of_numbers() -> None:
             known[key] = size_of(context, kind)
         return known[key]
 
-    base.BaseContext.get_abi_sizeof = known_size
+    _replace(base.BaseContext, "get_abi_sizeof", known_size)
 
 
 def _write_modules_once() -> None:
@@ -93,24 +92,25 @@ def _write_modules_once() -> None:
     Here both texts are kept: what is linked is finished, and changes no more.
     """
 
-    def written(module: Any) -> str:
+    def written(module: Any) -> Any:
         if "_written" not in module.__dict__:
             module._written = str(module)
         return module._written
 
-    def llvm_strs(library: Any) -> list[str]:
+    def llvm_strs(library: Any) -> Any:
         if library._llvm_strs is None:
             library._llvm_strs = [str(each) if each is library._module else written(each) for each in library.modules]
         return library._llvm_strs
 
-    codegen.CUDACodeLibrary.llvm_strs = property(llvm_strs)
+    library = codegen.CUDACodeLibrary
+    library.llvm_strs = property(functools.wraps(library.llvm_strs.fget)(llvm_strs))
     nvvm.llvm_replace = functools.lru_cache(TEXTS)(nvvm.llvm_replace)
 
 
-def _collect_no_callbacks() -> None:
-    """Numba lists a statement's variables by a function for replacing them, which it calls for every part.
+def _list_variables_quickly() -> None:
+    """Numba asks every part of an instruction for all classes that it may be of, in two ways of listing variables.
 
-    Here an assignment, which most statements are, tells them itself.
+    Here what a part may hold is known by its type, and an assignment, which most statements are, is asked one way.
     """
     collected = ir_utils.compat_list_vars_stmt
 
@@ -118,22 +118,23 @@ def _collect_no_callbacks() -> None:
         known = type(statement) is ir.Assign and ir.Assign not in ir_utils.visit_vars_extensions
         return statement.list_vars() if known else collected(statement)
 
-    ir_utils.compat_list_vars_stmt = listed
+    _replace(ir_utils, "compat_list_vars_stmt", listed)
+    _replace(ir.Inst, "_rec_list_vars", _variables)
 
 
 VARIABLE, INSTRUCTION, SEQUENCE, MAPPING, OTHER = range(5)
 KINDS = {VARIABLE: ir.var_types, INSTRUCTION: ir.inst_types, SEQUENCE: (list, tuple), MAPPING: (dict,)}
 
 
-@functools.cache
-def _kind(kind: type) -> int:
+def _kind_of(kind: type) -> int:
     return next((name for name, classes in KINDS.items() if issubclass(kind, classes)), OTHER)
 
 
-def _variables(_: Any, value: Any) -> list[Any]:
-    """The variables in a part of an instruction, as `Inst._rec_list_vars` gives them: a part's kind is known by its
-    type.
-    """
+_kind: Any = functools.cache(_kind_of)
+
+
+def _variables(_: Any, value: Any) -> Any:
+    """The variables in a part of an instruction."""
     kind = _kind(type(value))
     if kind == OTHER:
         return []
@@ -151,23 +152,25 @@ def _variables(_: Any, value: Any) -> list[Any]:
     return found
 
 
-_postprocess_all = postproc.PostProcessor.run
+def _postprocess_less() -> None:
+    """Numba finds out after each pass, nine times a function, what lives where; on blocks' entry only for generators.
 
-
-def _postprocess(self: Any, emit_dels: bool = False, extend_lifetimes: bool = False) -> None:
-    """Do what Numba does between its passes, but for where variables live on a block's entry: only generators ask.
-
-    It does so nine times a function; lifetimes are found out when something asks for them.
+    Here the rest is found out when something asks for it.
     """
-    function = self.func_ir
-    if function.is_generator:
-        _postprocess_all(self, emit_dels, extend_lifetimes)
-        return
-    function.blocks = transforms.canonicalize_cfg(function.blocks)
-    function.variable_lifetime = postproc.VariableLifetime(function.blocks)
-    function.generator_info = None
-    if emit_dels:
-        self._insert_var_dels(extend_lifetimes=extend_lifetimes)
+    whole = postproc.PostProcessor.run
+
+    def run(self: Any, emit_dels: bool = False, extend_lifetimes: bool = False) -> None:
+        function = self.func_ir
+        if function.is_generator:
+            whole(self, emit_dels, extend_lifetimes)
+            return
+        function.blocks = transforms.canonicalize_cfg(function.blocks)
+        function.variable_lifetime = postproc.VariableLifetime(function.blocks)
+        function.generator_info = None
+        if emit_dels:
+            self._insert_var_dels(extend_lifetimes=extend_lifetimes)
+
+    _replace(postproc.PostProcessor, "run", run)
 
 
 def _live_map(cfg: Any, blocks: Any, used: dict[int, set[str]], defined: dict[int, set[str]]) -> dict[int, set[str]]:
