@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 from fibers import Fiber, Fibers, this_fiber
+from numba.core.types import Number
 from numba.cuda.simulator import kernel, kernelapi
+
+PLAIN = {int, float, bool, np.bool_, *(kind for kind in np.sctypeDict.values() if issubclass(kind, np.number))}
 
 
 class _Thread(Fiber):
@@ -64,14 +67,28 @@ def _call(called: Any, *arguments: Any) -> Any:
 _launch = kernel.FakeCUDAKernel.__call__
 
 
+def _cast(kind: Any, *values: Any) -> Any:
+    """A number as one of another kind, `int64(x)`; Numba asks first, at some length, whether it is a type. Half of all
+    that kernels take in the simulator was its asking.
+    """
+    if len(values) == 1 and type(values[0]) in PLAIN:
+        return getattr(np, kind.name)(values[0])
+    return _cast_or_sign(kind, *values)
+
+
+_cast_or_sign = Number.__call__
+
+
 def fibers_for_threads() -> Callable[[], None]:
     """Let the simulator run blocks this way from now on; returns what gives its own way back."""
     before = kernel.BlockManager, kernelapi.threading
     kernel.BlockManager, kernelapi.threading = _Blocks, SimpleNamespace(current_thread=this_fiber)
     kernel.FakeCUDAKernel.__call__ = _call
+    Number.__call__ = _cast  # type: ignore[method-assign]
 
     def undo() -> None:
         kernel.BlockManager, kernelapi.threading = before
         kernel.FakeCUDAKernel.__call__ = _launch
+        Number.__call__ = _cast_or_sign  # type: ignore[method-assign]
 
     return undo

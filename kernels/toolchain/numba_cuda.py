@@ -1,4 +1,4 @@
-"""The one module that imports Numba's CUDA target, and how a Python function becomes PTX without a GPU.
+"""The one module that takes Numba's CUDA target for others, and how a Python function becomes PTX without a GPU.
 
 It knows no kernel. `NUMBA_ENABLE_CUDASIM=1` gives Numba's simulator instead, which runs the integer kernels in CI.
 """
@@ -16,7 +16,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from numba import config, cuda, float32, float64, int32, int64, uint32, uint64
     from numba.cuda import extending, types
-    from numba.cuda.core import targetconfig
+
+    if not config.ENABLE_CUDASIM:
+        from lowlat.kernels.toolchain import quicker_numba
 
 __all__ = [
     "SIMULATED",
@@ -38,10 +40,12 @@ __all__ = [
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 HOPPER = (9, 0)
-NUMBERS = (types.Number, types.Boolean, types.Literal)
 RARELY = (100_000, 50, 1000)  # Numba makes millions of small objects and keeps most: to look for cycles is in vain
 _functions: dict[Hashable, Any] = {}  # what `device_function` has made
 _compiling = threading.Lock()  # Numba's compiler is not re-entrant, and the device is replaced while it runs
+
+if not SIMULATED:
+    quicker_numba.quicken()
 
 
 def device_function(function: Callable[..., Any]) -> Any:
@@ -50,9 +54,12 @@ def device_function(function: Callable[..., Any]) -> Any:
     Functions of one code that close over the same constants and functions are one, however many kernels make them: each
     is typed and lowered once a process.
     """
-    made = cuda.jit(device=True)(function)
     key = None if SIMULATED else _meaning(function)
-    return made if key is None else _functions.setdefault(key, made)
+    if key is None:
+        return cuda.jit(device=True)(function)
+    if key not in _functions:  # to make one takes Numba a while
+        _functions[key] = cuda.jit(device=True)(function)
+    return _functions[key]
 
 
 def _meaning(function: Callable[..., Any]) -> Hashable | None:
@@ -78,43 +85,6 @@ def _typed(value: Any) -> Hashable:
 def intrinsic(function: Callable[..., Any]) -> Any:
     """A function of a typing context that gives a signature and the code to generate, made callable from kernels."""
     return extending.intrinsic(function)
-
-
-def _compare_options_quickly() -> None:
-    """Numba compares and hashes its options at every call that it types, each time as a new dictionary of them all.
-
-    Here what was set is compared first, and all options have one hash: few differ.
-    """
-    options = targetconfig.TargetConfig
-
-    def equal(one: Any, other: object) -> Any:
-        if not isinstance(other, options):
-            return NotImplemented
-        return one._values == other._values or one.values() == other.values()
-
-    options.__eq__, options.__hash__ = equal, lambda one: hash(options)
-
-
-def _know_types_of_calls() -> None:
-    """Numba asks all that it knows of an operator, each time that it meets one, which results from numbers as operands.
-
-    Here what it found is kept beside the function, for each context and types of numbers.
-    """
-    resolve = types.Function.get_call_type
-
-    def known_or_resolved(function: Any, context: Any, args: Any, kws: Any) -> Any:
-        if kws or not all(isinstance(each, NUMBERS) for each in args):
-            return resolve(function, context, args, kws)
-        known, key = function.__dict__.setdefault("_known_calls", {}), (context, tuple(args))
-        if key not in known:
-            known[key] = resolve(function, context, args, kws)
-        return known[key]
-
-    types.Function.get_call_type = known_or_resolved
-
-
-_compare_options_quickly()
-_know_types_of_calls()
 
 
 @contextlib.contextmanager

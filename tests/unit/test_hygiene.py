@@ -29,7 +29,7 @@ MAX_FUNCTION_LINES = 80
 TRAIN_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `train`; may be absent where tests run
 # who may import the GPU's libraries: a port to another compiler or launcher touches these files alone
 IMPORTERS = {
-    "numba": {"kernels/toolchain/numba_cuda.py", "kernels/toolchain/numba_cpu.py"},
+    "numba": {f"kernels/toolchain/{name}.py" for name in ("numba_cuda", "numba_cpu", "quicker_numba")},
     "llvmlite": {f"kernels/toolchain/{name}.py" for name in ("ptx", "ptx_attention", "ptx_dots", "ptx_hopper")},
     "cuda": {
         *("kernels/toolchain/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"),
