@@ -13,7 +13,7 @@ from numba.cuda.cudadrv import nvvm
 __all__ = ["quicken"]
 
 NUMBERS = (types.Number, types.Boolean, types.Literal)
-TEXTS = 4096  # the modules of which the text for NVVM is kept
+TEXTS = 512  # the modules of which the text for NVVM is kept
 
 
 def quicken() -> None:
