@@ -34,7 +34,7 @@ from lowlat.kernels.reference.step.width_odds import MAX_WIDTH, NUM_RUNS, join_w
 from lowlat.kernels.reference.step.widths import choose_width
 from lowlat.step.width_costs import StepCosts, cost_table, depth_table
 
-__all__ = ["ENDS", "TIMES", "Replay", "Text", "Times", "calibration", "main", "read_texts", "tokens_per_us"]
+__all__ = ["ENDS", "TIMES", "Replay", "Text", "Times", "calibration", "main", "read_texts", "table", "tokens_per_us"]
 
 TEMPERATURES = (0.0, 0.7)
 CONTEXT = 1024  # positions of a request, at most
@@ -336,6 +336,19 @@ def calibration(texts: Sequence[Text]) -> list[dict[str, Any]]:
         {"at_least": least[kind], "drafts": tried[kind], "right": round(right[kind] / max(tried[kind], 1), 4)}
         for kind in range(NUM_KINDS)
     ]
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The rows of the README's table: against the best fixed width, without and with halting, by times."""
+    lines = ["| times of | widths chosen without halting, mean (extremes) | halting by confidence |", "|---|---|---|"]
+    for name in result["times_us"]:
+        cells = []
+        for halting in (False, True):
+            own = [row for row in result["rows"] if (row["times"], row["halting"]) == (name, halting)]
+            gains = [row["against_best"] for row in own]
+            cells.append(f"{sum(gains) / len(gains):+.1%} ({min(gains):+.1%} to {max(gains):+.1%})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
