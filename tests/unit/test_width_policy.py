@@ -1,8 +1,8 @@
 """The choice of widths, simulated: against the best width for all on recorded texts and at imposed acceptance, by times
-of steps near an H200's; and the measurement of those times, on a card that is made up."""
+of steps near an H200's, where drafting halts as well; and the measurement of those times, on a card that is made up."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,27 +18,22 @@ from lowlat.kernels.reference.step.width_odds import MAX_WIDTH
 from lowlat.kernels.reference.step.widths import UNIT, choose_width
 from lowlat.kernels.step.begin_step import CHOSEN
 from lowlat.step.state import state_specs
-from lowlat.step.width_costs import StepCosts, cost_table
+from lowlat.step.width_costs import StepCosts, cost_table, depth_table
 from lowlat.step.width_times import by_time
 
 policy = bench("width_policy")
 TEXTS = Path(__file__).parents[1] / "data" / "right_drafts.json"
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
-# us of steps of width 0 to 7, and of zero with the draft model's run
-STEPS_US: dict[str, list[float]] = {
-    "bundled": [137, 185, 230, 272, 330, 372, 396, 418, 159],
-    "llama": [3700, 3990, 4260, 4480, 4860, 5150, 5400, 5580, 3760],
-    "mixture": [1790, 2210, 2570, 2930, 3290, 3650, 4010, 4370, 1850],
-}
 
 
-def imposed(mean: float, seed: int, length: int = 600) -> list[list[int]]:
-    """Two texts where the same number of drafts is right everywhere, or by a coin one more."""
+def imposed(mean: float, seed: int, length: int = 600) -> list[Any]:
+    """Two texts where the same number of drafts is right everywhere, or by a coin one more; confidences say nothing."""
     source = random.Random(seed)
-    return [[int(mean - 1) + (source.random() < mean % 1) for _ in range(length)] for _ in range(2)]
+    texts = ([int(mean - 1) + (source.random() < mean % 1) for _ in range(length)] for _ in range(2))
+    return [policy.Text(text, [(2,) * MAX_WIDTH] * length) for text in texts]
 
 
-def regimes(length: int = 3000, period: int = 500) -> list[list[int]]:
+def regimes(length: int = 3000, period: int = 500) -> list[Any]:
     """A text in which nearly no draft is right, and nearly all, by turns."""
     source = random.Random(3)
     text = []
@@ -47,25 +42,36 @@ def regimes(length: int = 3000, period: int = 500) -> list[list[int]]:
         while right < MAX_WIDTH and source.random() < rate:
             right += 1
         text.append(right)
-    return [text]
+    return [policy.Text(text)]
 
 
-def speeds(replay: Any, texts: list[list[int]]) -> tuple[float, list[float]]:
+def replay_of(name: str, ends: Sequence[int] = ()) -> Any:
+    """A replay by the times of a pair, which are known."""
+    return policy.Replay(policy.TIMES[name], policy.TIMES[name], ends)
+
+
+def speeds(replay: Any, texts: list[Any]) -> tuple[float, list[float]]:
     """Tokens a us of chosen widths and of each fixed one, which take what a step of a body takes."""
     parts = [replay.run(text) for text in texts]
     chosen = sum(tokens for tokens, _ in parts) / sum(spent for _, spent in parts)
-    steps_us = replay.step_us[: MAX_WIDTH + 1]
+    steps_us = replay.times.step[: MAX_WIDTH + 1]
     return chosen, [policy.tokens_per_us(texts, us, width) for width, us in enumerate(steps_us)]
+
+
+def gains_over(replay: Any, texts: Mapping[Any, list[Any]]) -> list[float]:
+    """What the choice gains over the best fixed width, of each domain and temperature."""
+    found = (speeds(replay, own) for own in texts.values())
+    return [chosen / max(fixed) - 1 for chosen, fixed in found]
 
 
 @pytest.mark.second
 def test_on_recorded_texts_it_is_as_fast_as_the_best_width() -> None:
     """The bundled pair's, by domain and temperature: a runtime serves one after the other, and learns meanwhile."""
-    steps, texts = STEPS_US["bundled"], policy.read_texts(TEXTS)
+    steps, texts = policy.TIMES["bundled"].step, policy.read_texts(TEXTS)
     gains: dict[tuple[str, float], list[float]] = {key: [] for key in texts}
     idle = {key: policy.tokens_per_us(own, steps[0], 0) for key, own in texts.items()}
     for seed in range(2):
-        replay = policy.Replay(steps, steps)
+        replay = replay_of("bundled")
         for key in random.Random(seed).sample(list(texts), len(texts)):
             chosen, fixed = speeds(replay, texts[key])
             gains[key].append(chosen / max(fixed) - 1)
@@ -73,32 +79,92 @@ def test_on_recorded_texts_it_is_as_fast_as_the_best_width() -> None:
     assert len(gains) == 14
     means = {key: round(sum(each) / len(each), 3) for key, each in gains.items()}
     behind = {key: gain for key, gain in means.items() if gain < -0.01}
-    assert len(behind) <= 4 and min(means.values()) > -0.03, behind
+    assert len(behind) <= 4 and min(means.values()) > -0.035, behind
     assert sum(means.values()) / len(means) > 0.02
+
+
+@pytest.mark.second
+@pytest.mark.parametrize(
+    ("name", "mean", "least"), [("bundled", 0.035, -0.05), ("llama", 0.03, -0.02), ("mixture", 0.055, -0.025)]
+)
+def test_halting_by_confidence_is_faster_on_recorded_texts(name: str, mean: float, least: float) -> None:
+    """Than the choice without: against the best width by domain and temperature, in the mean and at worst."""
+    texts = policy.read_texts(TEXTS)
+    plain, halting = (gains_over(replay_of(name, ends), texts) for ends in ((), policy.ENDS))
+    assert sum(halting) > sum(plain) + 0.01 * len(texts)
+    assert sum(halting) / len(texts) > mean and min(halting) > least, halting
+
+
+def test_halting_is_faster_on_a_few_texts() -> None:
+    texts = {key: own[:1] for key, own in policy.read_texts(TEXTS).items()}
+    plain, halting = (gains_over(replay_of("mixture", ends), texts) for ends in ((), policy.ENDS))
+    assert sum(halting) > sum(plain) + 0.02 * len(texts)
+
+
+def test_drafts_are_right_as_often_as_their_confidence_says() -> None:
+    kinds = policy.calibration([text for own in policy.read_texts(TEXTS).values() for text in own])
+    bounds = [*(kind["at_least"] for kind in kinds), 1.0]
+    for kind, low, high in zip(kinds, bounds, bounds[1:], strict=False):
+        assert low - 0.02 < kind["right"] < high + 0.02 and kind["drafts"] > 1000, kind
 
 
 @pytest.mark.parametrize("name", ["llama", later("mixture")])
 @pytest.mark.parametrize("mean", [1.0, 1.5, 2.0, 3.0, 4.0])
 def test_at_imposed_acceptance_it_is_near_the_best_width(name: str, mean: float) -> None:
     """Within a hundredth once two requests have shown what is right, and not far from it while they do."""
-    replay = policy.Replay(STEPS_US[name], STEPS_US[name])
+    replay = replay_of(name)
     for seed, least in ((3, 0.975), (5, 0.99)):
         chosen, fixed = speeds(replay, imposed(mean, seed))
         assert chosen > least * max(fixed), (seed, chosen / max(fixed), fixed.index(max(fixed)))
 
 
+SHARED = pytest.mark.xfail(reason="the odds by kind are the same at all ends, so that they miss where drafts end")
+
+
+@pytest.mark.parametrize("name", ["llama", later("mixture")])
+@pytest.mark.parametrize("mean", [1.0, 1.5, 2.0, pytest.param(3.0, marks=SHARED)])
+def test_confidences_that_say_nothing_cost_little(name: str, mean: float) -> None:
+    """Beside the choice without; a mean of 4.0 is left out, whose best width is not the end of a block."""
+    plain, halting = replay_of(name), replay_of(name, policy.ENDS)
+    for seed in (3, 5):
+        texts = imposed(mean, seed)
+        assert speeds(halting, texts)[0] > 0.985 * speeds(plain, texts)[0], seed
+
+
 def test_it_goes_beyond_any_width_where_texts_change() -> None:
-    chosen, fixed = speeds(policy.Replay(STEPS_US["bundled"], STEPS_US["bundled"]), regimes())
+    chosen, fixed = speeds(replay_of("bundled"), regimes())
     assert chosen > 1.2 * max(fixed)
 
 
-def test_times_that_are_a_little_off_cost_little() -> None:
+@pytest.mark.parametrize("ends", [(), policy.ENDS], ids=["plain", "halting"])
+def test_times_that_are_a_little_off_cost_little(ends: Sequence[int]) -> None:
     """A constant in all of them makes drafts look cheaper than they are."""
-    steps = STEPS_US["bundled"]
+    times = policy.TIMES["bundled"]
     texts = policy.read_texts(TEXTS)["prose", 0.7]
-    exact, _ = speeds(policy.Replay(steps, steps), texts)
-    off, _ = speeds(policy.Replay(steps, [each + 5 for each in steps]), texts)
+    exact, _ = speeds(policy.Replay(times, times, ends), texts)
+    off, _ = speeds(policy.Replay(times, replace(times, step=[each + 5 for each in times.step]), ends), texts)
     assert off > 0.98 * exact
+
+
+def test_steps_that_halted_cost_the_blocks_that_they_drafted() -> None:
+    """Levels of 40, rows of 10 and halts of 3: of blocks that are measured by their widths, the costs come out."""
+    times = policy.Times([100 + 50 * width for width in range(8)] + [110], 40, 3)
+    known = torch.tensor([[times.measured((1, 2, 4))] * 2], dtype=torch.int32)
+    table = depth_table(known, (1, 2, 4))
+    assert table.shape == (1, 2, 3, 8) and torch.equal(table[:, 0], table[:, 1])
+    for end, (depth, halts) in enumerate(((1, 1), (2, 2), (4, 3))):
+        assert table[0, 0, end, 1 : depth + 1].tolist() == [times.of(w, depth, halts) for w in range(1, depth + 1)]
+        assert torch.equal(table[0, 0, end, depth + 1 :], known[0, 0, depth + 1 : -1])
+
+
+def test_levels_cost_no_more_than_a_block_does_and_nothing_where_it_costs_less() -> None:
+    widths = torch.tensor([[[100, 150, 155, 140, 200, 260, 270, 280, 110]] * 2], dtype=torch.int32)
+    table = depth_table(widths, (1, 2, 4))[0, 0]
+    assert table.tolist() == [
+        [150, 150, 155, 140, 200, 260, 270, 280],
+        [150, 150, 155, 140, 200, 260, 270, 280],
+        [150, 150, 155, 140, 200, 260, 270, 280],
+    ]
 
 
 @dataclass
@@ -130,7 +196,7 @@ class Card:
     def cost(self, bucket: Bucket, body: int, positions: int) -> float:
         """Microseconds of a step."""
         slots = 0.9 + 0.1 * bucket.batch
-        return STEPS_US["bundled"][body] * slots + positions * (0.02 if 1 <= body <= MAX_WIDTH else 0.01)
+        return policy.TIMES["bundled"].step[body] * slots + positions * (0.02 if 1 <= body <= MAX_WIDTH else 0.01)
 
     def step(self, bucket: Bucket) -> None:
         """Launch a step; the device begins it when it has done what was before."""
