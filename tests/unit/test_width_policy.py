@@ -85,7 +85,7 @@ def test_on_recorded_texts_it_is_as_fast_as_the_best_width() -> None:
 
 @pytest.mark.second
 @pytest.mark.parametrize(
-    ("name", "mean", "least"), [("bundled", 0.035, -0.05), ("llama", 0.03, -0.02), ("mixture", 0.055, -0.025)]
+    ("name", "mean", "least"), [("bundled", 0.035, -0.04), ("llama", 0.03, -0.02), ("mixture", 0.055, -0.02)]
 )
 def test_halting_by_confidence_is_faster_on_recorded_texts(name: str, mean: float, least: float) -> None:
     """Than the choice without: against the best width by domain and temperature, in the mean and at worst."""
@@ -193,7 +193,8 @@ class Card:
     def cost(self, bucket: Bucket, body: int, positions: int) -> float:
         """Microseconds of a step."""
         slots = 0.9 + 0.1 * bucket.batch
-        return policy.TIMES["bundled"].step[body] * slots + positions * (0.02 if 1 <= body <= MAX_WIDTH else 0.01)
+        us: float = policy.TIMES["bundled"].step[body]
+        return us * slots + positions * (0.02 if 1 <= body <= MAX_WIDTH else 0.01)
 
     def step(self, bucket: Bucket) -> None:
         """Launch a step; the device begins it when it has done what was before."""

@@ -87,18 +87,17 @@ def choose_depth(
     Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     check_depths(width_costs, depth_costs, width_expected, sure_odds, draft_kinds, row, end, depth)
-    most, listed = (
-        width_expected.shape[1] - 1,
-        [(index, slot) for index, slot in enumerate(slots.tolist()) if slot >= 0],
-    )
+    most = width_expected.shape[1] - 1
+    listed = [(index, slot) for index, slot in enumerate(slots.tolist()) if slot >= 0]
     for index, slot in listed:
         rates = _rates(width_expected[slot].tolist())
         tokens = draft_expected[slot].tolist() if end else [ONE]
         total = tokens[depth - 1]
         survival = total - tokens[depth - 2] if depth > 1 else ONE
-        further = []
-        for rate, counts in zip(rates[depth - 1 :], sure_odds[int(draft_kinds[index, end])].tolist(), strict=False):
-            survival = survival * _corrected(rate, *_scale(counts, int(draft_kinds[index, end]), len(further))) // ONE
+        further: list[int] = []
+        kind = int(draft_kinds[index, end])
+        for rate, counts in zip(rates[depth - 1 :], sure_odds[kind].tolist(), strict=False):
+            survival = survival * _corrected(rate, *_scale(counts, kind, len(further))) // ONE
             total += survival
             further.append(total)
         draft_expected[slot] = torch.tensor([*tokens[:depth], *further], dtype=torch.int32)
