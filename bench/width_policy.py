@@ -28,7 +28,7 @@ from bench.subjects import DEMO
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.graphs import Bucket
 from lowlat.kernels.reference.sampling.draft_confidence import EDGES, NUM_KINDS, draft_confidence
-from lowlat.kernels.reference.step.depths import NUM_PLACES, choose_depth, join_confidence, learn_confidence
+from lowlat.kernels.reference.step.depths import NUM_SURE, choose_depth, learn_confidence
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.reference.step.width_odds import MAX_WIDTH, NUM_RUNS, join_widths, learn_widths
 from lowlat.kernels.reference.step.widths import choose_width
@@ -213,14 +213,11 @@ class Replay:
         self._policy = {name: torch.zeros(1, **INTS) for name in ("width_last", "width_waited", "width_choice")}
         self._chosen_by = {"slot_ints": ints, "width_costs": table}
         self._chosen_by["width_bounds"] = torch.tensor([0, MAX_WIDTH], **INTS)
-        self._sure: dict[str, Any] = {
-            "sure_odds": torch.zeros(2, NUM_PLACES, MAX_WIDTH, 2, **INTS),
-            "sure_expected": torch.zeros(1, NUM_KINDS, MAX_WIDTH + 1, **INTS),
-        }
+        self._sure = torch.zeros(NUM_KINDS, MAX_WIDTH, NUM_SURE, **INTS)
         self._drafts = {
             "draft_kinds": torch.zeros(1, len(self.ends), **INTS),
             "draft_expected": torch.zeros(1, MAX_WIDTH + 1, **INTS),
-            "draft_runs": torch.zeros(1, **INTS),
+            "draft_rates": torch.zeros(1, MAX_WIDTH, **INTS),
         }
         self._depth_costs = depth_table(table, self.ends)
         self._slots, self._active = torch.zeros(1, **INTS), torch.ones(1, **INTS)
@@ -248,15 +245,13 @@ class Replay:
     def _join(self, length: torch.Tensor) -> None:
         live = torch.ones(1, dtype=torch.uint8)
         join_widths(self._slots, length, live, **self._record, width_waited=self._policy["width_waited"])
-        if self.ends:
-            join_confidence(self._slots, live, **self._sure)
 
     def _draft(self, kinds: Sequence[int], length: torch.Tensor) -> tuple[int, int]:
         """Draft block after block while it pays: how many drafts are made, and how often drafting halts."""
-        further, sure = torch.zeros(1, **INTS), self._sure["sure_expected"]
-        named = {name: self._record[name] for name in ("width_runs", "width_expected")}
-        named |= {"sure_expected": sure, "depth_costs": self._depth_costs, **self._chosen_by, **self._drafts}
-        named |= {"lengths": length, "width_choice": self._policy["width_choice"], "draft_further": further}
+        further = torch.zeros(1, **INTS)
+        named = {"width_expected": self._record["width_expected"], "sure_odds": self._sure, "lengths": length}
+        named |= {"depth_costs": self._depth_costs, **self._chosen_by, **self._drafts}
+        named |= {"width_choice": self._policy["width_choice"], "draft_further": further}
         for end, depth in enumerate(self.ends):
             self._drafts["draft_kinds"][0, end] = kinds[depth - 1]
             choose_depth(self._slots, **named, row=0, end=end, depth=depth)
@@ -270,9 +265,9 @@ class Replay:
         before = torch.tensor([root], **INTS)
         learn_widths(self._slots, accepted, verified, source, before, **self._record, extends=extends)
         if self.ends:
-            named = {name: self._drafts[name] for name in ("draft_kinds", "draft_runs")}
-            named |= {"draft_ends": torch.tensor(self.ends, **INTS), "width_runs": self._record["width_runs"]}
-            learn_confidence(self._slots, accepted, verified, source, **named, **self._sure)
+            named = {name: self._drafts[name] for name in ("draft_kinds", "draft_rates")}
+            named |= {"draft_ends": torch.tensor(self.ends, **INTS), "sure_odds": self._sure}
+            learn_confidence(self._slots, accepted, verified, source, **named)
 
 
 def tokens_per_us(texts: Sequence[Text], step_us: float, width: int) -> float:

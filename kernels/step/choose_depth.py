@@ -15,11 +15,21 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import int_at, long_at, set_int
 from lowlat.kernels.reference.sampling.draft_confidence import NUM_KINDS
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.reference.step.depths import check_depths
+from lowlat.kernels.reference.step.depths import (
+    EXPECTED,
+    LEAST_RATE,
+    MOST_RATE,
+    NUM_SURE,
+    RIGHT,
+    SURE_FIRST,
+    SURE_LATER,
+    SURE_WEIGHT,
+    TRIED,
+    check_depths,
+)
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.reference.step.width_odds import MAX_WIDTH, ONE
 from lowlat.kernels.reference.step.widths import UNIT
-from lowlat.kernels.step.width_odds import run_kind
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
@@ -32,7 +42,7 @@ COST_THREAD = MAX_SLOTS * LANES  # the first of those that load costs
 THREADS = COST_THREAD + 4 * LANES
 HALF = 32  # bits of a bound
 BITS = ONE.bit_length() - 1
-LENGTH, ALLOWED, FACTS = 0, 1, 2  # columns of an entry's facts
+SLOT, LENGTH, ALLOWED, FACTS = 0, 1, 2, 3  # columns of an entry's facts
 
 
 @dataclass(frozen=True)
@@ -61,13 +71,12 @@ def choose_depth(
     width_bounds: torch.Tensor,
     width_costs: torch.Tensor,
     depth_costs: torch.Tensor,
-    width_runs: torch.Tensor,
     width_expected: torch.Tensor,
-    sure_expected: torch.Tensor,
+    sure_odds: torch.Tensor,
     draft_kinds: torch.Tensor,
     *,
     draft_expected: torch.Tensor,
-    draft_runs: torch.Tensor,
+    draft_rates: torch.Tensor,
     width_choice: torch.Tensor,
     draft_further: torch.Tensor,
     row: int,
@@ -83,12 +92,12 @@ def choose_depth(
     They are the call's last two arguments. Time: two trips to memory, and one to the host's meanwhile. Raises
     ShapeError, for one condition alone, too.
     """
-    check_depths(width_costs, depth_costs, width_expected, sure_expected, draft_kinds, row, end, depth)
+    check_depths(width_costs, depth_costs, width_expected, sure_odds, draft_kinds, row, end, depth)
     (batch, ends), (max_batch, columns) = draft_kinds.shape, width_expected.shape
     check_shape("slots", slots, batch)
     check_shape("draft_expected", draft_expected, max_batch, columns)
-    for name, tensor in (("lengths", lengths), ("width_runs", width_runs), ("draft_runs", draft_runs)):
-        check_shape(name, tensor, max_batch)
+    check_shape("draft_rates", draft_rates, max_batch, columns - 1)
+    check_shape("lengths", lengths, max_batch)
     for name, tensor, size in (("width_bounds", width_bounds, 2), ("width_choice", width_choice, 1)):
         check_shape(name, tensor, size)
     check_shape("draft_further", draft_further, 1)
@@ -99,8 +108,8 @@ def choose_depth(
         raise ShapeError("a condition for the width and one for further drafts come together")
     plan = _Plan(batch, columns - 1, row, ends, end, depth, condition is not None)
     given = (slots, lengths, slot_ints, width_bounds, width_costs, depth_costs)
-    known = (width_runs, width_expected, sure_expected, draft_kinds)
-    writes = (draft_expected, draft_runs, width_choice, draft_further)
+    known = (width_expected, sure_odds, draft_kinds)
+    writes = (draft_expected, draft_rates, width_choice, draft_further)
     return [KernelCall(_make(plan), (1, 1, 1), (*given, *known, *writes, condition or 0, further or 0))]
 
 
@@ -110,50 +119,75 @@ def _bounded(value: Any, most: Any) -> Any:
 
 
 @device_function
-def _revised(slot: Any, kind: Any, width: Any, plan: Any, addresses: Any) -> Any:
-    """Tokens of a slot's step by a width, from this end on; those of fewer drafts than are made stay.
-
-    addresses  of sure_expected and draft_expected
-    """
-    most, end, depth = plan[1], plan[4], plan[5]
-    sure_expected, draft_expected = addresses
-    first, before, survival = slot * (most + 1), int64(ONE), int64(ONE)
-    if end > 0:
-        before = int_at(draft_expected, first + depth - 1)
-    if depth > 1:
-        survival = before - int_at(draft_expected, first + depth - 2)
-    if width >= depth:
-        behind = int_at(sure_expected, (slot * NUM_KINDS + kind) * (most + 1) + width - depth + 1)
-        return before + ((survival * (behind - int64(ONE))) >> int64(BITS))
-    if end > 0:
-        return int_at(draft_expected, first + width)
-    return int64(ONE)
+def _rate(tokens: Any, first: Any, width: Any) -> Any:
+    """The odds beforehand of the last draft of a width, by the tokens of a step by its width; they begin at `first`."""
+    most, before, last = int_at(tokens, first + width), int_at(tokens, first + width - 1), int64(ONE)
+    if width > 1:
+        last = before - int_at(tokens, first + width - 2)
+    rate = ((most - before) * int64(ONE)) // max(last, int64(1))
+    return max(int64(LEAST_RATE), min(rate, int64(MOST_RATE)))
 
 
 @device_function
-def _revise(thread: Any, plan: Any, reads: Any, writes: Any, shared: Any) -> None:
-    """A slot's part by a thread for each width: what it should bring, and what the choice must know of it."""
+def _corrected(rate: Any, kind: Any, behind: Any, most: Any, sure_odds: Any) -> Any:
+    """A rate whose odds are multiplied by what has become of drafts so far behind one of a kind."""
+    place = (kind * most + behind) * NUM_SURE
+    right, tried = int_at(sure_odds, place + RIGHT), int_at(sure_odds, place + TRIED)
+    expected, prior = int_at(sure_odds, place + EXPECTED), int64(0)
+    for each in range(NUM_KINDS):
+        if each == kind:
+            prior = int64(SURE_LATER[each]) if behind > 0 else int64(SURE_FIRST[each])
+    right, tried = right + prior * int64(SURE_WEIGHT), tried + int64(ONE * SURE_WEIGHT)
+    expected += int64(ONE * SURE_WEIGHT // 2)
+    more = rate * max(right, int64(1)) * max(tried - expected, int64(1))
+    less = (int64(ONE) - rate) * max(tried - right, int64(1)) * max(expected, int64(1))
+    return (more * int64(ONE)) // (more + less)
+
+
+@device_function
+def _load(thread: Any, plan: Any, reads: Any, draft_rates: Any, shared: Any) -> None:
+    """A slot's part by a thread for each width: what is known, and the corrected odds of that width's last draft."""
     most, ends, end, depth = plan[1], plan[3], plan[4], plan[5]
-    slots, lengths, slot_ints, width_runs, width_expected, sure_expected, draft_kinds = reads
-    draft_expected, draft_runs = writes
-    facts, usual, known = shared
+    slots, lengths, slot_ints, width_expected, sure_odds, draft_kinds, draft_expected = reads
+    facts, usual, known, rates = shared
     entry, width = thread // LANES, thread % LANES
     slot, kind = int_at(slots, entry), int_at(draft_kinds, entry * ends + end)
-    tokens, before = int64(0), int64(0)
-    length, limit = int64(0), int64(0)
+    before, length, limit, tokens, corrected = int64(0), int64(0), int64(0), int64(0), int64(0)
     if slot >= 0 and width <= most:
-        before = int_at(width_expected, slot * (most + 1) + width)
+        first = slot * (most + 1)
+        before, tokens = int_at(width_expected, first + width), int64(ONE)
+        if end > 0:
+            tokens = int_at(draft_expected, first + width)
         if width == 0:
             length, limit = int_at(lengths, slot), long_at(slot_ints, slot * NUM_INTS + DRAFT_LIMIT)
-            set_int(draft_runs, slot, run_kind(int_at(width_runs, slot)))
-        tokens = _revised(slot, kind, width, plan, (sure_expected, draft_expected))
-        if end == 0 or width >= depth:  # the others, which neighbours read meanwhile, stay
-            set_int(draft_expected, slot * (most + 1) + width, tokens)
+        else:
+            rate = _rate(width_expected, first, width)
+            set_int(draft_rates, slot * most + width - 1, rate)
+            if width >= depth:
+                corrected = _corrected(rate, kind, width - depth, most, sure_odds)
     usual[thread] = before
     known[thread] = tokens
+    rates[thread] = corrected
     if width == 0:
+        facts[entry * FACTS + SLOT] = slot
         facts[entry * FACTS + LENGTH] = length
         facts[entry * FACTS + ALLOWED] = _bounded(limit, most)
+
+
+@device_function
+def _revised(thread: Any, depth: Any, shared: Any) -> Any:
+    """Tokens of a slot's step by a width, from this end on; those of fewer drafts than are made stay."""
+    _facts, _usual, known, rates = shared
+    entry, width = thread // LANES, thread % LANES
+    if width < depth:
+        return known[thread]
+    total, survival = known[entry * LANES + depth - 1], int64(ONE)
+    if depth > 1:
+        survival = total - known[entry * LANES + depth - 2]
+    for place in range(depth, width + 1):
+        survival = (survival * rates[entry * LANES + place]) >> int64(BITS)
+        total += survival
+    return total
 
 
 @device_function
@@ -171,7 +205,7 @@ def _load_costs(place: Any, plan: Any, addresses: Any, costs: Any) -> None:
 @device_function
 def _add_up(width: Any, plan: Any, shared: Any, costs: Any, totals: Any) -> None:
     """The tokens of all slots at a width, as far as each may, and what it costs: as usual, and from this end on."""
-    facts, usual, known = shared
+    facts, usual, known, _rates = shared
     before, tokens, positions = int64(0), int64(0), int64(0)
     for entry in range(plan[0]):
         at = entry * LANES + min(width, facts[entry * FACTS + ALLOWED])
@@ -215,24 +249,37 @@ def _make(plan: _Plan) -> Kernel:
 
     def kernel(
         slots: Any, lengths: Any, slot_ints: Any, width_bounds: Any, width_costs: Any, depth_costs: Any,
-        width_runs: Any, width_expected: Any, sure_expected: Any, draft_kinds: Any,
-        draft_expected: Any, draft_runs: Any, width_choice: Any, draft_further: Any, condition: Any, further: Any,
+        width_expected: Any, sure_odds: Any, draft_kinds: Any, draft_expected: Any, draft_rates: Any,
+        width_choice: Any, draft_further: Any, condition: Any, further: Any,
     ) -> None:  # fmt: skip
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         facts = cuda.shared.array(shape=num_facts, dtype=int64)
         usual = cuda.shared.array(shape=num_pairs, dtype=int64)
         known = cuda.shared.array(shape=num_pairs, dtype=int64)
+        rates = cuda.shared.array(shape=num_pairs, dtype=int64)
         costs = cuda.shared.array(shape=num_costs, dtype=int64)
         totals = cuda.shared.array(shape=num_costs, dtype=int64)
-        thread, bounds, shared = int64(cuda.threadIdx.x), int64(0), (facts, usual, known)
+        thread, bounds, shared = int64(cuda.threadIdx.x), int64(0), (facts, usual, known, rates)
         if thread == 0:
             bounds = long_at(width_bounds, 0)  # both in one trip to the host; nobody waits for it before the end
         if thread < num_pairs:
-            reads = (slots, lengths, slot_ints, width_runs, width_expected, sure_expected, draft_kinds)
-            _revise(thread, sizes, reads, (draft_expected, draft_runs), shared)
+            reads = (slots, lengths, slot_ints, width_expected, sure_odds, draft_kinds, draft_expected)
+            _load(thread, sizes, reads, draft_rates, shared)
         elif thread >= COST_THREAD:
             _load_costs(thread - COST_THREAD, sizes, (width_costs, depth_costs), costs)
+        cuda.syncthreads()
+        tokens = int64(0)
+        if thread < num_pairs:
+            tokens = _revised(thread, depth, shared)
+        cuda.syncthreads()
+        if thread < num_pairs:
+            slot, width = facts[thread // LANES * FACTS + SLOT], thread % LANES
+            if slot < 0 or width > most:
+                tokens = int64(0)
+            else:
+                set_int(draft_expected, slot * (most + 1) + width, tokens)
+            known[thread] = tokens
         cuda.syncthreads()
         if thread <= most:
             _add_up(thread, sizes, shared, costs, totals)
@@ -247,7 +294,7 @@ def _make(plan: _Plan) -> Kernel:
             set_int(draft_further, 0, goes_on)
 
     name = "choose_depth_" + "_".join(map(str, astuple(plan)))
-    signature = (*[types.int64] * 14, types.uint64, types.uint64)
+    signature = (*[types.int64] * 13, types.uint64, types.uint64)
     return Kernel(name, kernel, signature, THREADS, linked=not plan.switching)
 
 

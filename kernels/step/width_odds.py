@@ -32,18 +32,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types
 
-__all__ = [
-    "FATES",
-    "LearningPlan",
-    "count_position",
-    "examples",
-    "join_widths",
-    "learn",
-    "learn_widths",
-    "learning_plan",
-    "reckon",
-    "run_kind",
-]
+__all__ = ["FATES", "LearningPlan", "examples", "join_widths", "learn", "learn_widths", "learning_plan"]
 
 THREADS = 512
 MAX_SLOTS = 8
@@ -115,7 +104,7 @@ def learn_widths(
 
 
 @device_function
-def run_kind(run: Any) -> Any:
+def _run_index(run: Any) -> Any:
     """The kind of a run of right drafts."""
     found = int64(0)
     for least in RUNS:
@@ -130,38 +119,26 @@ def _record_of(slot: Any, kind: Any, most: Any) -> Any:
 
 
 @device_function
-def count_position(at: Any, position: Any, tried: Any, right: Any, odds: Any, decay: Any, age: Any, begun: Any) -> None:
-    """Count a step's draft at one position of a record; one that it did not see ages, from position `begun` on.
-
-    at    the place of the position's two numbers in `odds`, [..] int32
-    begun int64, as tried (drafts), right (those that were right, from the first on), decay and age (powers of two)
-    """
-    hits, tries = int64(odds[at]), int64(odds[at + 1])
-    if position < tried and position <= right:
-        hits += (int64(ONE) if position < right else int64(0)) - (hits >> decay)
-        tries += int64(ONE) - (tries >> decay)
-    elif position >= begun:
-        hits -= hits >> age
-        tries -= tries >> age
-    odds[at] = int32(hits)
-    odds[at + 1] = int32(tries)
-
-
-@device_function
 def _count(first: Any, tried: Any, right: Any, odds: Any, decay: Any, age: Any, begun: Any, most: Any) -> None:
     """Count a step's drafts in a record; positions from `begun` on that it did not see age."""
     for position in range(most):
-        count_position(first + position * 2, position, tried, right, odds, decay, age, begun)
+        at = first + position * 2
+        hits, tries = int64(odds[at]), int64(odds[at + 1])
+        if position < tried and position <= right:
+            hits += (int64(ONE) if position < right else int64(0)) - (hits >> decay)
+            tries += int64(ONE) - (tries >> decay)
+        elif position >= begun:
+            hits -= hits >> age
+            tries -= tries >> age
+        odds[at] = int32(hits)
+        odds[at + 1] = int32(tries)
 
 
 @device_function
-def reckon(own: Any, every: Any, odds: Any, first: Any, expected: Any, most: Any) -> None:
-    """Tokens by width, in 1024ths, by the odds that begin at two places: a slot's own and those over all requests.
-
-    first, expected  the place of the first of `most` + 1 int32 numbers behind an address, out
-    """
+def _reckon(own: Any, every: Any, odds: Any, slot: Any, expected: Any, most: Any) -> None:
+    """Tokens of a slot's step by its width, in 1024ths, by the odds that begin at two places."""
     total, product, before, before_all = int64(ONE), int64(ONE), int64(ONE), int64(ONE)
-    set_int(expected, first, total)
+    set_int(expected, slot * (most + 1), total)
     for position in range(most):
         weight = int64(WEIGHT) if position > 0 else int64(0)
         right_all, tried_all = int64(odds[every + position * 2]), int64(odds[every + position * 2 + 1])
@@ -173,7 +150,7 @@ def reckon(own: Any, every: Any, odds: Any, first: Any, expected: Any, most: Any
         rate = min(rate, int64(ONE))
         product, _ = divide(product * rate, int64(ONE))
         total += product
-        set_int(expected, first + position + 1, total)
+        set_int(expected, slot * (most + 1) + position + 1, total)
         before, before_all = rate, rate_all
 
 
@@ -190,11 +167,11 @@ def _load_fate(index: Any, addresses: Any, runs: Any, fates: Any) -> Any:
     fates[index * FATES + KNOWN] = int32(slot) if known else int32(-1)
     fates[index * FATES + TRIED] = int32(tried)
     fates[index * FATES + RIGHT] = int32(right)
-    fates[index * FATES + RUN] = int32(run_kind(run))
+    fates[index * FATES + RUN] = int32(_run_index(run))
     following = int64(0)
     if right >= tried:
         following = min(run + right, int64(MAX_RUN))
-    fates[index * FATES + NEXT_RUN] = int32(run_kind(following))
+    fates[index * FATES + NEXT_RUN] = int32(_run_index(following))
     if known:
         set_int(runs, slot, following)
     return slot if known else int64(-1)
@@ -243,7 +220,7 @@ def learn(
     if thread < batch and slot >= 0:
         kind = int64(fates[thread * FATES + NEXT_RUN])
         every = _record_of(int64(max_batch), kind, most)
-        reckon(_record_of(slot, kind, most), every, odds, slot * (most + 1), expected, most)
+        _reckon(_record_of(slot, kind, most), every, odds, slot, expected, most)
     for turn in range(turns(num_odds, threads)):
         place = thread + turn * threads
         if place < num_odds:
@@ -338,7 +315,7 @@ def _make_join(max_batch: int, most: int) -> Kernel:
             odds[(num_pairs + pair) * 2], odds[(num_pairs + pair) * 2 + 1] = int32(right), int32(tried)
         cuda.syncthreads()
         if pair == 0:
-            reckon(int64(0), int64(num_pairs * 2), odds, slot * (most + 1), width_expected, most)
+            _reckon(int64(0), int64(num_pairs * 2), odds, slot, width_expected, most)
             set_int(extended, slot, length - 2)
             set_int(width_runs, slot, int64(0))
             set_int(width_waited, 0, int64(MAX_WAITED))

@@ -27,7 +27,6 @@ ROWS = (
     *("dense_lens", "num_verified", "verified_depth", "verified_source"),
 )
 RECORD = ("width_odds", "width_runs", "width_expected")
-SURE = ("sure_odds", "sure_expected")
 LEFT = {"draft_live": "waited.live", "draft_lens": "waited.lens"}  # by a part to those behind it, and to bodies
 DRAFTED = ("draft_nodes", "draft_kinds", *LEFT.values())
 
@@ -141,12 +140,12 @@ class _Part(_Drafting):
         stage = Stage.EAGLE_DRAFT_LM_HEAD
         reads = {"logits": left.logits, "row_live": left.row_live}
         self.builder.emit("draft_confidence", stage, reads=reads, writes={"draft_kinds": "draft_kinds"}, end=end)
-        read = ("slots", "lengths", "slot_ints", "width_bounds", "width_costs", "depth_costs", "width_runs")
-        written = ("draft_expected", "draft_runs", "width_choice", "draft_further")
+        read = ("slots", "lengths", "slot_ints", "width_bounds", "width_costs", "depth_costs")
+        written = ("draft_expected", "draft_rates", "width_choice", "draft_further")
         self.builder.emit(
             "choose_depth",
             stage,
-            reads={name: name for name in (*read, "width_expected", "sure_expected", "draft_kinds")},
+            reads={name: name for name in (*read, "width_expected", "sure_odds", "draft_kinds")},
             writes={name: name for name in written},
             row=self.batch - 1,
             end=end,
@@ -219,17 +218,13 @@ class _Body(_Drafting):
         ends = self.geometry.draft_ends
         if not ends or not self.bucket.num_speculative_tokens:
             return
-        told = ("slots", "accepted_lens", "num_verified", "verified_source", "draft_kinds", "draft_runs", "width_runs")
+        told = ("slots", "accepted_lens", "num_verified", "verified_source", "draft_kinds", "draft_rates")
         reads = {name: name for name in told}
         reads["draft_ends"] = self.builder.constant("draft_ends", torch.tensor(ends, dtype=torch.int32))
-        self.builder.emit("learn_confidence", Stage.PUBLISH, reads=reads, writes={name: name for name in SURE})
+        self.builder.emit("learn_confidence", Stage.PUBLISH, reads=reads, writes={"sure_odds": "sure_odds"})
 
     def _join(self) -> None:
         """The record of a request that begins."""
         reads = {name: name for name in ("slots", "lengths", "draft_live")}
         writes = {name: name for name in ("extended", *RECORD, "width_waited")}
         self.builder.emit("join_widths", Stage.EAGLE_TAIL_COMMIT, reads=reads, writes=writes)
-        if self.geometry.draft_ends:
-            reads = {name: name for name in ("slots", "draft_live")}
-            writes = {name: name for name in SURE}
-            self.builder.emit("join_confidence", Stage.EAGLE_TAIL_COMMIT, reads=reads, writes=writes)

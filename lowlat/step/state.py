@@ -13,7 +13,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.kernels.reference.sampling.draft_confidence import NUM_KINDS
-from lowlat.kernels.reference.step.depths import NUM_PLACES
+from lowlat.kernels.reference.step.depths import NUM_SURE
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
@@ -212,10 +212,9 @@ def _width_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
         ends = len(geometry.draft_ends)
         specs += [
             ("depth_costs", (batch, 2, ends, most + 1), torch.int32),
-            ("sure_odds", (batch + 1, NUM_PLACES, most, 2), torch.int32),
-            ("sure_expected", (batch, NUM_KINDS, most + 1), torch.int32),
+            ("sure_odds", (NUM_KINDS, most, NUM_SURE), torch.int32),
             ("draft_expected", (batch, most + 1), torch.int32),
-            ("draft_runs", (batch,), torch.int32),
+            ("draft_rates", (batch, most), torch.int32),
             ("draft_further", (1,), torch.int32),
         ]
     floats: list[tuple[str, tuple[int, ...]]] = [

@@ -6,7 +6,6 @@ model reads features, a step of width zero also bears its share of the runs that
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -57,41 +56,6 @@ def by_bytes(programs: Mapping[Bucket, Program], bucket: Bucket, weights: Mappin
     return StepCosts(
         base, [float(sum(_position_bytes(op, part) for part in step for op in part.ops)) for step in steps]
     )
-
-
-def depth_table(width_costs: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
-    """The costs of widths where drafting has halted at each end, as `depth_costs` has them, from those of whole steps.
-
-    A width that needs more drafts costs what its step does. One that needs fewer costs in addition the parts that it
-    does not need. What a part costs is seen where widths need one more: the cost jumps by its drafts and a row; the
-    row's share is the mean step between the widths within the part, or, of a part of one width, within the next one.
-    width_costs  [n, 2, K + 2] int32
-    Returns [n, 2, E, K + 1] int32.
-    """
-    buckets, parts, columns = width_costs.shape
-    most = columns - 2
-    bounds = (0, *ends, most)
-    table = torch.zeros(buckets, parts, len(ends), most + 1, dtype=torch.int32)
-    for row in range(buckets):
-        for part in range(parts):
-            costs = width_costs[row, part, : most + 1].tolist()
-            drafts = _part_costs(costs, bounds)
-            for number in range(len(ends)):
-                beyond = [sum(end < width for end in ends) for width in range(most + 1)]
-                extra = [sum(drafts[own + 1 : number + 1]) for own in beyond]
-                table[row, part, number] = torch.tensor([a + b for a, b in zip(costs, extra, strict=True)])
-    return table
-
-
-def _part_costs(costs: Sequence[int], bounds: Sequence[int]) -> list[int]:
-    """What each part's drafts cost; of the first, which every step has, 0."""
-    rows = [[costs[width + 1] - costs[width] for width in range(first + 1, last)] for first, last in pairwise(bounds)]
-    found = [0]
-    for number in range(1, len(rows)):
-        near = rows[number] or next((each for each in rows[number + 1 :] if each), []) or rows[0] or [0]
-        jump = max(0, costs[bounds[number] + 1] - costs[bounds[number]])
-        found.append(max(0, jump - max(0, round(sum(near) / len(near)))))
-    return found
 
 
 def _weight_bytes(op: Op, weights: Mapping[str, torch.Tensor]) -> int:

@@ -85,7 +85,7 @@ def test_on_recorded_texts_it_is_as_fast_as_the_best_width() -> None:
 
 @pytest.mark.second
 @pytest.mark.parametrize(
-    ("name", "mean", "least"), [("bundled", 0.035, -0.05), ("llama", 0.03, -0.02), ("mixture", 0.055, -0.025)]
+    ("name", "mean", "least"), [("bundled", 0.035, -0.04), ("llama", 0.03, -0.02), ("mixture", 0.055, -0.02)]
 )
 def test_halting_by_confidence_is_faster_on_recorded_texts(name: str, mean: float, least: float) -> None:
     """Than the choice without: against the best width by domain and temperature, in the mean and at worst."""
@@ -118,11 +118,8 @@ def test_at_imposed_acceptance_it_is_near_the_best_width(name: str, mean: float)
         assert chosen > least * max(fixed), (seed, chosen / max(fixed), fixed.index(max(fixed)))
 
 
-SHARED = pytest.mark.xfail(reason="the odds by kind are the same at all ends, so that they miss where drafts end")
-
-
 @pytest.mark.parametrize("name", ["llama", later("mixture")])
-@pytest.mark.parametrize("mean", [1.0, 1.5, 2.0, pytest.param(3.0, marks=SHARED)])
+@pytest.mark.parametrize("mean", [1.0, 1.5, 2.0, 3.0])
 def test_confidences_that_say_nothing_cost_little(name: str, mean: float) -> None:
     """Beside the choice without; a mean of 4.0 is left out, whose best width is not the end of a block."""
     plain, halting = replay_of(name), replay_of(name, policy.ENDS)
@@ -196,7 +193,8 @@ class Card:
     def cost(self, bucket: Bucket, body: int, positions: int) -> float:
         """Microseconds of a step."""
         slots = 0.9 + 0.1 * bucket.batch
-        return policy.TIMES["bundled"].step[body] * slots + positions * (0.02 if 1 <= body <= MAX_WIDTH else 0.01)
+        us: float = policy.TIMES["bundled"].step[body]
+        return us * slots + positions * (0.02 if 1 <= body <= MAX_WIDTH else 0.01)
 
     def step(self, bucket: Bucket) -> None:
         """Launch a step; the device begins it when it has done what was before."""

@@ -57,7 +57,7 @@ from lowlat.kernels.step.accept import accept, accept_simulated, commit, draft_r
 from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
 from lowlat.kernels.step.choose_depth import choose_depth
 from lowlat.kernels.step.choose_width import choose_width
-from lowlat.kernels.step.confidence import join_confidence, learn_confidence
+from lowlat.kernels.step.confidence import learn_confidence
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.step.width_odds import join_widths, learn_widths
 from lowlat.kernels.toolchain.kernel import KernelCall
@@ -236,8 +236,8 @@ _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
-    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_widths, list_active_slots),
-    *(join_confidence, learn_confidence),
+    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_confidence, learn_widths),
+    list_active_slots,
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
     *(
         silu_mul,
