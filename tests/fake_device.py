@@ -15,8 +15,7 @@ import torch
 
 from lowlat import Runtime, RuntimeConfig, SpeculativeConfig
 from lowlat.errors import DeviceError
-from lowlat.executors import OpHook
-from lowlat.executors.chosen import chosen_body
+from lowlat.executors import OpHook, chosen_body
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.host.loading import load

@@ -348,9 +348,8 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
     applies, tells, parts = plan.applies, plan.tells, (plan.lists, plan.gathers, plan.tells)
     hands, path_sizes, num_drafted = plan.known_paths > 0, plan.path_sizes, max(num_nodes, batch * rows)
     choice, chooses, choice_sizes = astuple(plan.choice), plan.choice.most > 0, astuple(plan.choice)[:3]
-    num_costs, num_expected = plan.choice.num_costs, max(plan.choice.num_expected, 1)
+    num_costs, num_expected, num_handed = plan.choice.num_costs, max(plan.choice.num_expected, 1), plan.nodes
     num_facts, num_totals, most_drafts = max(plan.choice.num_facts, 1), plan.choice.num_totals, plan.most_drafts
-    num_handed = plan.nodes
 
     def kernel(
         command_ring: Any, command_tail: Any, staged_ints: Any, staged_floats: Any, staged_tokens: Any,

@@ -13,7 +13,7 @@ import torch
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.models.program import Op, Program
 
-__all__ = ["Executor", "LaunchCounts", "LoopingExecutor", "OpHook"]
+__all__ = ["Executor", "LaunchCounts", "LoopingExecutor", "OpHook", "chosen_body"]
 
 OpHook = Callable[[Op, Mapping[str, torch.Tensor]], None]
 
@@ -142,3 +142,17 @@ class LoopingExecutor(Executor, Protocol):
 
         Raises DeviceError when the device has failed.
         """
+
+
+def chosen_body(bucket: Bucket, state: Mapping[str, torch.Tensor], run: Callable[[Bucket], None]) -> Bucket:
+    """Run the opening of a step that chooses, and its parts as far as it drafts; returns the body that is chosen.
+
+    state  with `width_choice` and, where drafting is parts of its own, `draft_further`
+    run    runs a program and waits until the state holds what it wrote
+    """
+    run(bucket)
+    for part in bucket.parts:
+        if not int(state["draft_further"]):
+            break
+        run(part)
+    return bucket.bodies[int(state["width_choice"])]

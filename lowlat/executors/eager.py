@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from lowlat.executors import OpHook
+from lowlat.executors import OpHook, chosen_body
 from lowlat.executors.cards.watchdog import WATCHDOG
-from lowlat.executors.chosen import chosen_body
 from lowlat.executors.kernel_executor import KernelExecutor, Size
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import Bucket

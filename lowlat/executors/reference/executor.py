@@ -12,7 +12,7 @@ import torch
 
 from lowlat.checkpoint.source import streamed
 from lowlat.errors import ConfigError
-from lowlat.executors import LaunchCounts, OpHook
+from lowlat.executors import LaunchCounts, OpHook, chosen_body
 from lowlat.executors.allocation import (
     STATE_ROLES,
     SharedConstants,
@@ -20,7 +20,6 @@ from lowlat.executors.allocation import (
     first_rows,
     release_cached_memory,
 )
-from lowlat.executors.chosen import chosen_body
 from lowlat.executors.lowering.weight_parts import MatrixParts
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.formats import dequantised, matrix_format, matrix_parts
