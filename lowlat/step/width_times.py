@@ -121,6 +121,7 @@ def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str
         "version": version("lowlat"),
         "target": repr(geometry.config),
         "draft_model": None if speculator is None else [repr(speculator.draft_config), speculator.report()],
+        "draft_ends": list(geometry.draft_ends),
         "sizes": [geometry.max_batch, geometry.max_context, geometry.max_rows, geometry.block_size],
         "fuse": fuse,
         "kernels": source_digest(),
