@@ -10,6 +10,7 @@ import torch
 from fake_device import load_fake
 from lowered import Pair
 from recording import prompt_of, run_all
+from stages import later
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -47,7 +48,7 @@ def load(
     return Runtime.load(pair.target, config, **{**OPTIONS, "dtype": "float32", **options})
 
 
-@pytest.mark.parametrize("depth", [3, 5, 7])
+@pytest.mark.parametrize("depth", [later(3), 5, later(7)])
 def test_drafts_are_those_of_a_fixed_width(depth: int, pair: PairPaths) -> None:
     """With all positions run over at once or one after the other: acceptance is what it was, draft by draft.
 
