@@ -195,6 +195,7 @@ class LoweredPrograms:
             raise ConfigError(f"{pair.name} has no launches: {problem}")
         self.pair, self._card, self.programs = pair, card, tuple(programs)
         self._rank, self._place = rank, place
+        self._is_invariant = sum_in_parts(self.programs)
         self.workspace = SharedWorkspace(META)
         self._buffers: dict[int, Mapping[str, torch.Tensor]] = {}
 
@@ -244,12 +245,11 @@ class LoweredPrograms:
             buffers = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs}
             self._buffers[id(program)] = buffers
         place = self._place
-        is_invariant = sum_in_parts(self.programs)
-        groups = lower(
-            Binding(
-                program, buffers, self.weights, card, self.workspace, loop, switches, place, is_invariant=is_invariant
-            )
-        )
+        binding = Binding(
+            program, buffers, self.weights, card, self.workspace, loop, switches, place,
+            is_invariant=self._is_invariant,
+        )  # fmt: skip
+        groups = lower(binding)
         return groups if place is None else place.forwarding(groups, torch.empty(1, dtype=torch.int64, device=META))
 
 
