@@ -30,6 +30,7 @@ from lowlat.kernels.reference.step.depths import (
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.reference.step.width_odds import MAX_WIDTH, ONE
 from lowlat.kernels.reference.step.widths import UNIT
+from lowlat.kernels.step.choose_width import bounded
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
@@ -114,11 +115,6 @@ def choose_depth(
 
 
 @device_function
-def _bounded(value: Any, most: Any) -> Any:
-    return max(int64(0), min(int64(value), int64(most)))
-
-
-@device_function
 def _rate(tokens: Any, first: Any, width: Any) -> Any:
     """The odds beforehand of the last draft of a width, by the tokens of a step by its width; they begin at `first`."""
     most, before, last = int_at(tokens, first + width), int_at(tokens, first + width - 1), int64(ONE)
@@ -171,7 +167,7 @@ def _load(thread: Any, plan: Any, reads: Any, draft_rates: Any, shared: Any) -> 
     if width == 0:
         facts[entry * FACTS + SLOT] = slot
         facts[entry * FACTS + LENGTH] = length
-        facts[entry * FACTS + ALLOWED] = _bounded(limit, most)
+        facts[entry * FACTS + ALLOWED] = bounded(limit, most)
 
 
 @device_function
@@ -223,7 +219,7 @@ def _add_up(width: Any, plan: Any, shared: Any, costs: Any, totals: Any) -> None
 def _decide(plan: Any, bounds: Any, facts: Any, totals: Any) -> Any:
     """The width that the step verifies. Turns are as many as there are widths, so that their loads go together."""
     most = plan[1]
-    low, high = _bounded((bounds << int64(HALF)) >> int64(HALF), most), _bounded(bounds >> int64(HALF), most)
+    low, high = bounded((bounds << int64(HALF)) >> int64(HALF), most), bounded(bounds >> int64(HALF), most)
     allowed = int64(0)
     for entry in range(plan[0]):
         allowed = max(allowed, facts[entry * FACTS + ALLOWED])

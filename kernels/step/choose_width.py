@@ -24,6 +24,7 @@ __all__ = [
     "CHOICE_WORDS",
     "FACTS",
     "ChoicePlan",
+    "bounded",
     "choice_plan",
     "choose",
     "choose_width",
@@ -130,7 +131,8 @@ def choose_width(
 
 
 @device_function
-def _bounded(value: Any, most: Any) -> Any:
+def bounded(value: Any, most: Any) -> Any:
+    """A number kept from 0 to the greatest width."""
     return max(int64(0), min(int64(value), int64(most)))
 
 
@@ -160,7 +162,7 @@ def load_choice(thread: Any, threads: Any, sizes: Any, addresses: Any, shared: A
         limit, run = long_at(slot_ints, thread * NUM_INTS + DRAFT_LIMIT), int_at(extended, thread)
         facts[thread * FACTS + ACTIVE] = going
         facts[thread * FACTS + COMMITTED] = length
-        facts[thread * FACTS + ALLOWED] = _bounded(limit, most)
+        facts[thread * FACTS + ALLOWED] = bounded(limit, most)
         facts[thread * FACTS + WAITING] = length - 1 - run
 
 
@@ -205,7 +207,7 @@ def _decide(sizes: Any, most_waiting: Any, bounds: Any, shared: Any, totals: Any
     """The body of the step; the words keep what the next choice is made by."""
     max_batch, most, _row = sizes
     facts, _expected, _costs, words = shared
-    low, most_allowed = _bounded(bounds[0], most), _bounded(bounds[1], most)
+    low, most_allowed = bounded(bounds[0], most), bounded(bounds[1], most)
     count, limit, waiting, first = int64(0), int64(0), int64(0), int64(most + 1)
     for slot in range(max_batch):
         if facts[slot * FACTS + ACTIVE] != 0:

@@ -16,10 +16,10 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.reference.sampling.draft_confidence import NUM_KINDS
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
+from lowlat.kernels.reference.step.slot_record import NUM_INTS
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS
 from lowlat.kernels.reference.step.width_odds import ALL_DECAY, MAX_WIDTH, ONE
-from lowlat.kernels.reference.step.widths import UNIT
+from lowlat.kernels.reference.step.widths import best_width, bounds_of, costs_by_width, slot_limits, tokens_by_width
 
 __all__ = [
     "EXPECTED",
@@ -102,17 +102,13 @@ def choose_depth(
             further.append(total)
         draft_expected[slot] = torch.tensor([*tokens[:depth], *further], dtype=torch.int32)
         draft_rates[slot] = torch.tensor(rates, dtype=torch.int32)
-    allowed = {slot: max(0, min(int(slot_ints[slot, DRAFT_LIMIT]), most)) for _, slot in listed}
+    allowed = slot_limits([slot for _, slot in listed], slot_ints, most)
     positions = sum(int(lengths[slot]) for slot in allowed)
-    low, high = max(0, min(int(width_bounds[0]), most)), max(0, min(int(width_bounds[1]), most))
-    high = max(low, min(high, max(allowed.values(), default=0)))
-    before_drafts, known = (_tokens(expected, allowed, most) for expected in (width_expected, draft_expected))
-    usual = _costs(width_costs[row, :, : most + 1], positions)
-    best = low
-    for width in range(low + 1, high + 1):
-        if before_drafts[width] * usual[best] > before_drafts[best] * usual[width]:
-            best = width
-    costs = _costs(depth_costs[row, :, end], positions)
+    low, high = bounds_of(width_bounds, allowed, most)
+    before_drafts, known = (tokens_by_width(expected, allowed) for expected in (width_expected, draft_expected))
+    usual = costs_by_width(width_costs[row], positions)
+    best, _, _ = best_width(before_drafts, usual, low, high)
+    costs = costs_by_width(depth_costs[row, :, end], positions)
     values = [known[width] * usual[best] - before_drafts[best] * costs[width] for width in range(most + 1)]
     chosen = max(low, 1)
     for width in range(chosen + 1, high + 1):
@@ -139,15 +135,6 @@ def _scale(counts: list[int], kind: int, behind: int) -> tuple[int, int]:
 def _corrected(rate: int, more: int, less: int) -> int:
     """A rate whose odds are multiplied by `more` over `less`."""
     return rate * more * ONE // (rate * more + (ONE - rate) * less)
-
-
-def _tokens(expected: torch.Tensor, allowed: dict[int, int], most: int) -> list[int]:
-    """The tokens of all slots together by width."""
-    return [sum(int(expected[slot, min(width, limit)]) for slot, limit in allowed.items()) for width in range(most + 1)]
-
-
-def _costs(table: torch.Tensor, positions: int) -> list[int]:
-    return [base + (slope * positions >> UNIT) for base, slope in zip(*table.tolist(), strict=True)]
 
 
 def check_depths(

@@ -26,11 +26,9 @@ __all__ = [
     "NUM_RUNS",
     "ONE",
     "PRIOR",
-    "PRIOR_WEIGHT",
     "RUNS",
     "WEIGHT",
     "check_odds",
-    "count_drafts",
     "expected_tokens",
     "join_widths",
     "learn_widths",
@@ -91,7 +89,7 @@ def learn_widths(
     for index, slot in listed:
         tried = 0 if int(verified_source[index]) == FORCED_DRAFTS else int(num_verified[index])
         right, run = int(accepted_lens[index]) - 1, int(width_runs[slot])
-        count_drafts(odds[slot][run_index(run)], odds[-1][run_index(run)], tried, right)
+        _count(odds[slot][run_index(run)], odds[-1][run_index(run)], tried, right)
         width_runs[slot] = _next_run(run, tried, right)
         if extends:
             extended[slot] = dense_lens[index]
@@ -111,7 +109,7 @@ def _next_run(run: int, tried: int, right: int) -> int:
     return min(run + right, MAX_RUN) if right >= tried else 0
 
 
-def count_drafts(own: list[list[int]], every: list[list[int]], tried: int, right: int) -> None:
+def _count(own: list[list[int]], every: list[list[int]], tried: int, right: int) -> None:
     """Count a step of `tried` drafts of which the first `right` were right; what it did not see ages."""
     for position, (mine, others) in enumerate(zip(own, every, strict=True)):
         if position < tried and position <= right:

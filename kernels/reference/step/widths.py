@@ -15,7 +15,22 @@ from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.reference.step.width_odds import MAX_WAITED, MAX_WIDTH
 
-__all__ = ["BASE", "EDGE", "FIRST_TRIAL", "LARGEST_COST", "SLOPE", "TRIAL", "UNIT", "check_widths", "choose_width"]
+__all__ = [
+    "BASE",
+    "EDGE",
+    "FIRST_TRIAL",
+    "LARGEST_COST",
+    "SLOPE",
+    "TRIAL",
+    "UNIT",
+    "best_width",
+    "bounds_of",
+    "check_widths",
+    "choose_width",
+    "costs_by_width",
+    "slot_limits",
+    "tokens_by_width",
+]
 
 EDGE = 8  # a width is left for one that is better by more than a 256th
 TRIAL = 9  # drafts are tried at width zero where that takes at most a 512th of the time
@@ -64,33 +79,55 @@ def choose_width(
     check_widths(active, lengths, extended, width_bounds, width_costs, width_expected, row)
     most = width_costs.shape[2] - 2
     slots = [slot for slot, each in enumerate(active.tolist()) if each]
-    allowed = {slot: max(0, min(int(slot_ints[slot, DRAFT_LIMIT]), most)) for slot in slots}
-    tokens = [int(lengths[slot]) for slot in slots]
+    allowed = slot_limits(slots, slot_ints, most)
     waiting = max((int(lengths[slot]) - 1 - int(extended[slot]) for slot in slots), default=0)
-    expected = [
-        sum(int(width_expected[slot, min(width, allowed[slot])]) for slot in slots) for width in range(most + 1)
-    ]
-    costs = [base + (slope * sum(tokens) >> UNIT) for base, slope in zip(*width_costs[row].tolist(), strict=True)]
-    low, high = max(0, min(int(width_bounds[0]), most)), max(0, min(int(width_bounds[1]), most))
-    high = max(low, min(high, max(allowed.values(), default=0)))
+    expected = tokens_by_width(width_expected, allowed)
+    costs = costs_by_width(width_costs[row], sum(int(lengths[slot]) for slot in slots))
+    low, high = bounds_of(width_bounds, allowed, most)
+    choice = low
+    if slots:
+        best, drafted, gap = best_width(expected, costs, low, high, int(width_last))
+        waited = 0 if best else min(int(width_waited) + 1, MAX_WAITED)
+        idle = expected[0] * costs[drafted]
+        tried = not best and high > 0 and waited >= FIRST_TRIAL and waited * (idle >> TRIAL) >= gap
+        width = drafted if tried else best
+        must_run = bool(most_waiting) and waiting >= (most_waiting if width == 0 else most + 2)
+        width_last[0], width_waited[0] = best, 0 if tried and not must_run else waited
+        choice = most + 1 if must_run else width
+    width_choice[0] = choice
     if draft_further is not None:
-        draft_further[0] = int(low > 0)
-    if not slots:
-        width_choice[0] = low
-        return
-    best, drafted, gap = _best(expected, costs, low, high, int(width_last))
-    waited = 0 if best else min(int(width_waited) + 1, MAX_WAITED)
-    tried = not best and high > 0 and waited >= FIRST_TRIAL and waited * (expected[0] * costs[drafted] >> TRIAL) >= gap
-    width = drafted if tried else best
-    must_run = bool(most_waiting) and waiting >= (most_waiting if width == 0 else most + 2)
-    width_last[0], width_waited[0] = best, 0 if tried and not must_run else waited
-    width_choice[0] = most + 1 if must_run else width
-    if draft_further is not None:
-        draft_further[0] = int(1 <= width_choice[0] <= most)
+        draft_further[0] = int(1 <= choice <= most)
 
 
-def _best(expected: list[int], costs: list[int], low: int, high: int, last: int) -> tuple[int, int, int]:
-    """The width of most expected tokens by cost between two, of those that draft, and how much zero is better."""
+def slot_limits(slots: list[int], slot_ints: torch.Tensor, most: int) -> dict[int, int]:
+    """The drafts that each of these slots may make, at most."""
+    return {slot: max(0, min(int(slot_ints[slot, DRAFT_LIMIT]), most)) for slot in slots}
+
+
+def bounds_of(width_bounds: torch.Tensor, limits: dict[int, int], most: int) -> tuple[int, int]:
+    """The least and the greatest width of a step, by the host's bounds and its slots' limits."""
+    low, high = (max(0, min(int(bound), most)) for bound in width_bounds)
+    return low, max(low, min(high, max(limits.values(), default=0)))
+
+
+def tokens_by_width(expected: torch.Tensor, limits: dict[int, int]) -> list[int]:
+    """The expected tokens of all slots together by width, of each slot as far as it may draft."""
+    widths = range(expected.shape[1])
+    return [sum(int(expected[slot, min(width, limit)]) for slot, limit in limits.items()) for width in widths]
+
+
+def costs_by_width(costs: torch.Tensor, positions: int) -> list[int]:
+    """The costs of a step over so many positions, by their BASE and SLOPE [2, n]."""
+    return [base + (slope * positions >> UNIT) for base, slope in zip(*costs.tolist(), strict=True)]
+
+
+def best_width(
+    expected: list[int], costs: list[int], low: int, high: int, last: int | None = None
+) -> tuple[int, int, int]:
+    """The width of most expected tokens by cost between two, of those that draft, and how much zero is better.
+
+    last  the one that stays unless another is better by more than a 256th; None: none does
+    """
     best = drafted = max(low, min(1, high))
     for width in range(drafted + 1, high + 1):
         if expected[width] * costs[drafted] > expected[drafted] * costs[width]:
@@ -98,7 +135,7 @@ def _best(expected: list[int], costs: list[int], low: int, high: int, last: int)
     gap = expected[0] * costs[drafted] - expected[drafted] * costs[0]
     if low == 0 and gap >= 0:
         best = 0
-    if low <= last <= high and last != best:
+    if last is not None and low <= last <= high and last != best:
         gained, kept = expected[best] * costs[last], expected[last] * costs[best]
         if gained - kept <= (kept >> EDGE):
             best = last
