@@ -27,6 +27,7 @@ from bench.conditions import stamps_of, write_json
 from bench.subjects import DEMO
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.graphs import Bucket
+from lowlat.host.loading import DRAFT_ENDS
 from lowlat.kernels.reference.sampling.draft_confidence import EDGES, NUM_KINDS, draft_confidence
 from lowlat.kernels.reference.step.depths import NUM_SURE, choose_depth, learn_confidence
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
@@ -34,12 +35,11 @@ from lowlat.kernels.reference.step.width_odds import MAX_WIDTH, NUM_RUNS, join_w
 from lowlat.kernels.reference.step.widths import choose_width
 from lowlat.step.width_costs import StepCosts, cost_table, depth_table
 
-__all__ = ["ENDS", "TIMES", "Replay", "Text", "Times", "calibration", "main", "read_texts", "table", "tokens_per_us"]
+__all__ = ["TIMES", "Replay", "Text", "Times", "calibration", "main", "read_texts", "table", "tokens_per_us"]
 
 TEMPERATURES = (0.0, 0.7)
 CONTEXT = 1024  # positions of a request, at most
 WAITING = 64  # positions that wait for the draft model, at most
-ENDS = (1, 2, 4)  # levels behind which drafting halts
 INTS: dict[str, Any] = {"dtype": torch.int32}
 
 
@@ -304,13 +304,13 @@ def _tables(texts: Mapping[tuple[str, float], Sequence[Text]], commit: str) -> d
     rows: list[dict[str, Any]] = []
     for name, times in TIMES.items():
         for halting in (False, True):
-            replay = Replay(times, times, ENDS if halting else ())
+            replay = Replay(times, times, DRAFT_ENDS if halting else ())
             rows += [{"times": name, "halting": halting, **row} for row in _replayed(texts, replay)]
     return {
         "what": "replay",
         "simulated": "times of steps are given; acceptance and confidences are the bundled pair's",
         **stamps_of(torch.device("cpu"), commit),
-        "ends": ENDS,
+        "ends": DRAFT_ENDS,
         "times_us": {name: vars(times) for name, times in TIMES.items()},
         "confidence": calibration([text for own in texts.values() for text in own]),
         "rows": rows,

@@ -80,7 +80,7 @@ class BucketLadder:
     batches   batch sizes, each at least 1
     rows_of   for each S that may be chosen, the rows T that a slot verifies (1 for S = 0)
     adaptive  the device chooses each step's S: of chains, from 0 to the largest
-    ends      levels behind which drafting halts there; (): none
+    ends      levels behind which drafting halts there, ascending and below the largest S; (): none
     verifier  the rows T of a step that verifies what steps over a part of the cache propose, and its S; None: none does
 
     `buckets` holds those of decode steps, `first_tokens` those that choose first tokens, one for each S. Where the
@@ -116,7 +116,7 @@ class BucketLadder:
         if adaptive:
             if not most or self.rows_of != {depth: depth + 1 for depth in range(most + 1)}:
                 raise ConfigError(f"widths are chosen among chains of every depth, and the ladder has {self.rows_of}")
-            self.ends = tuple(end for end in ends if end < most)
+            self.ends = ends
             self.buckets = tuple(self._chooser(b) for b in reversed(self.batches))
             self.first_tokens: tuple[Bucket, ...] = (Bucket.first_token(0),)
             return

@@ -144,10 +144,9 @@ def _calls(
     parts = (
         *((APPLIED, applies), (LISTED, lists), (GATHERED, gathers), (TOLD, tells)),
         *((("width_choice",), tells and most_drafts > 0), (HANDED, hands), (CHOSEN, choice is not None)),
+        (("draft_further",), choice is not None and "draft_further" in given),
     )
     wanted = {name for names, does in parts if does for name in names}
-    if choice is not None and "draft_further" in given:
-        wanted.add("draft_further")
     if given.keys() != wanted:
         raise ShapeError(f"the step's start takes {sorted(wanted)}, got {sorted(given)}")
 

@@ -201,7 +201,8 @@ def for_conditions(call: KernelCall, *conditions: int) -> KernelCall:
     """
     if call.kernel.linked:
         return call
-    return replace(call, arguments=(*call.arguments[: -len(conditions)], *conditions))
+    kept = len(call.arguments) - len(conditions)
+    return replace(call, arguments=(*call.arguments[:kept], *conditions))
 
 
 def examples() -> list[Kernel]:

@@ -126,7 +126,7 @@ class GraphExecutor(KernelExecutor):
 
         def body(*conditions: int) -> Iterator[Launch]:
             for call, launch in prepared:
-                bound = for_conditions(call, *conditions) if conditions else call
+                bound = for_conditions(call, *conditions)
                 yield launch if bound is call else self.launcher.prepare(bound)
 
         return body

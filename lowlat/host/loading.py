@@ -43,6 +43,7 @@ from lowlat.step.width_times import set_costs
 from lowlat.text import TextCodec
 
 __all__ = [
+    "DRAFT_ENDS",
     "Loaded",
     "bucket_batches",
     "build_rank",

@@ -159,7 +159,7 @@ class WaitedRows:
 
 @dataclass(frozen=True)
 class LevelOutput:
-    """What the last of some levels leaves, by buffer.
+    """The buffers that the last of some levels leaves.
 
     logits    [B, Vd] float32
     row_live  B entries

@@ -100,7 +100,7 @@ class _Drafting(StepBuilder):
         return WaitedRows(count, features, names)
 
     def _drafted(self) -> WaitedRows:
-        """What parts leave: nodes, kinds of confidence, and which slots are live, in state of the bucket's batch."""
+        """The nodes that parts leave, kinds of confidence, and which slots are live, in state of the bucket's batch."""
         batch, ends = self.batch, self.geometry.draft_ends
         self.builder.keep(DRAFTED, _opened(batch))
         self._ints("draft_kinds", batch, len(ends))
@@ -136,7 +136,7 @@ class _Part(_Drafting):
         return self.builder.build()
 
     def _choose(self, left: LevelOutput, end: int, depth: int) -> None:
-        """What is verified, and whether the next part drafts further."""
+        """Choose how much is verified, and whether the next part drafts further."""
         stage = Stage.EAGLE_DRAFT_LM_HEAD
         reads = {"logits": left.logits, "row_live": left.row_live}
         self.builder.emit("draft_confidence", stage, reads=reads, writes={"draft_kinds": "draft_kinds"}, end=end)

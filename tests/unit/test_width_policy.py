@@ -14,6 +14,7 @@ from lowered import Pair
 from stages import later
 
 from lowlat.graphs import Bucket, BufferSet
+from lowlat.host.loading import DRAFT_ENDS
 from lowlat.kernels.reference.step.width_odds import MAX_WIDTH
 from lowlat.kernels.reference.step.widths import UNIT, choose_width
 from lowlat.kernels.step.begin_step import CHOSEN
@@ -90,14 +91,14 @@ def test_on_recorded_texts_it_is_as_fast_as_the_best_width() -> None:
 def test_halting_by_confidence_is_faster_on_recorded_texts(name: str, mean: float, least: float) -> None:
     """Than the choice without: against the best width by domain and temperature, in the mean and at worst."""
     texts = policy.read_texts(TEXTS)
-    plain, halting = (gains_over(replay_of(name, ends), texts) for ends in ((), policy.ENDS))
+    plain, halting = (gains_over(replay_of(name, ends), texts) for ends in ((), DRAFT_ENDS))
     assert sum(halting) > sum(plain) + 0.01 * len(texts)
     assert sum(halting) / len(texts) > mean and min(halting) > least, halting
 
 
 def test_halting_is_faster_on_a_few_texts() -> None:
     texts = {key: own[:1] for key, own in policy.read_texts(TEXTS).items()}
-    plain, halting = (gains_over(replay_of("mixture", ends), texts) for ends in ((), policy.ENDS))
+    plain, halting = (gains_over(replay_of("mixture", ends), texts) for ends in ((), DRAFT_ENDS))
     assert sum(halting) > sum(plain) + 0.02 * len(texts)
 
 
@@ -123,7 +124,7 @@ def test_at_imposed_acceptance_it_is_near_the_best_width(name: str, mean: float)
 )
 def test_confidences_that_say_nothing_cost_little(name: str, mean: float) -> None:
     """Beside the choice without; a mean of 4.0 is left out, whose best width is not the end of a block."""
-    plain, halting = replay_of(name), replay_of(name, policy.ENDS)
+    plain, halting = replay_of(name), replay_of(name, DRAFT_ENDS)
     for seed in (3, 5):
         texts = imposed(mean, seed)
         assert speeds(halting, texts)[0] > 0.985 * speeds(plain, texts)[0], seed
@@ -134,7 +135,7 @@ def test_it_goes_beyond_any_width_where_texts_change() -> None:
     assert chosen > 1.2 * max(fixed)
 
 
-@pytest.mark.parametrize("ends", [(), policy.ENDS], ids=["plain", "halting"])
+@pytest.mark.parametrize("ends", [(), DRAFT_ENDS], ids=["plain", "halting"])
 def test_times_that_are_a_little_off_cost_little(ends: Sequence[int]) -> None:
     """A constant in all of them makes drafts look cheaper than they are."""
     times = policy.TIMES["bundled"]
