@@ -1,5 +1,6 @@
 """The blocking client against a scripted server: threads, forks, signals, ends, and what is left behind."""
 
+import functools
 import gc
 import os
 import signal
@@ -15,11 +16,13 @@ import msgspec
 import pytest
 import zmq
 from scripted_server import LIMITS, ScriptedServer, expected_text, expected_tokens, ids_of, ipc_url, quiet, welcome
+from served import eventually
 from socket_fixtures import OVER_EACH
 
 from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
 from lowlat.ipc import Client, libzmq
 from lowlat.ipc.client import protocol
+from lowlat.ipc.libzmq import has_message
 from lowlat.ipc.wire import Bye, Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
 
 
@@ -159,14 +162,17 @@ def test_a_server_that_was_replaced_while_nobody_waited(tmp_path: Path) -> None:
     with ScriptedServer(ipc_url(tmp_path)) as first, Client(first.url) as client:
         client.health()
         first.stop()
-        time.sleep(0.05)
+        eventually(lambda: client._connections[0].has_news)
         with ScriptedServer(first.url):
             assert len(list(client.generate("b", max_tokens=5))) == 6
 
 
 @OVER_EACH
 def test_what_came_behind_a_chunk_is_known_to_the_next_call(server: ScriptedServer) -> None:
-    """A reader has its chunk as soon as it is there; then no descriptor tells of a message that came with it."""
+    """A reader has its chunk as soon as it is there; then no descriptor tells of a message that came with it.
+
+    Asking whether a message waits takes the descriptor's signal, so that only the socket tells the client.
+    """
 
     def answer(server: ScriptedServer, identity: bytes, message: Any, body: bytes) -> list[bytes]:
         time.sleep(0.05)  # until the reader sleeps
@@ -178,7 +184,8 @@ def test_what_came_behind_a_chunk_is_known_to_the_next_call(server: ScriptedServ
             server.handlers[Submit] = answer
             generation = client.generate("a", max_tokens=100)
             assert next(generation).token_ids == (7,)
-            time.sleep(0.005)
+            socket = client._connections[0]._dealer._dealer
+            eventually(functools.partial(has_message, socket))
             assert len(list(client.generate("b", max_tokens=5))) == 6  # over a connection that lives
             with pytest.raises(ServerGone, match="dropped"):
                 next(generation)
