@@ -7,6 +7,9 @@ import numpy as np
 
 WARP = 32
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
+# one number and its bits, both ways: NumPy makes a scalar, or a view of one, in five times as long
+_NUMBER, _HALF = np.zeros(1, np.float32), np.zeros(1, np.float16)
+_WORD, _HALF_WORD = memoryview(_NUMBER).cast("B").cast("I"), memoryview(_HALF).cast("B").cast("H")
 
 
 def bf16_halves(words: Any) -> Any:
@@ -37,17 +40,49 @@ def multiplied(lanes: list[Any], halves: Any = bf16_halves) -> list[tuple[Any, .
     return [tuple(lane) for lane in results]
 
 
+def number_of(bits: int) -> Any:
+    """float32, by its bits."""
+    _WORD[0] = bits
+    return _NUMBER[0]
+
+
 def bf16_value(bits: int) -> Any:
-    return np.uint32(bits << 16).view(np.float32)
+    return number_of(bits << 16)
 
 
 def bits_of(value: Any) -> int:
-    return int(np.float32(value).view(np.uint32))
+    _NUMBER[0] = value
+    return _WORD[0]
+
+
+def rounded(value: Any) -> Any:
+    """To float32."""
+    if type(value) is np.float32:
+        return value
+    _NUMBER[0] = value
+    return _NUMBER[0]
 
 
 def plain(value: Any) -> Any:
     """A result of arithmetic: of all NaN the card gives one."""
     return value if value == value else NAN
+
+
+def add_rn(a: Any, b: Any) -> Any:
+    return plain(rounded(a) + rounded(b))
+
+
+def mul_rn(a: Any, b: Any) -> Any:
+    return plain(rounded(a) * rounded(b))
+
+
+def div_rn(a: Any, b: Any) -> Any:
+    return plain(rounded(a) / rounded(b))
+
+
+def fma_rn(a: Any, b: Any, c: Any) -> Any:
+    """The product of two float32 is exact in float64; the sum is rounded twice."""
+    return plain(rounded(float(a) * float(b) + float(c)))
 
 
 def bf16_bits(value: Any) -> int:
@@ -59,7 +94,8 @@ def bf16_bits(value: Any) -> int:
 
 
 def f16_bits(value: Any) -> int:
-    return int(np.float16(value).view(np.uint16))
+    _HALF[0] = value
+    return _HALF_WORD[0]
 
 
 def larger_pair(a: int, b: int) -> int:
@@ -89,5 +125,5 @@ def fma_pair(a: int, b: int, c: int) -> int:
 
 def _fma(*words: int) -> int:
     """Of the upper halves of words; the product of two bf16 is exact in float64."""
-    a, b, c = (float(np.uint32(word & 0xFFFF0000).view(np.float32)) for word in words)
-    return bf16_bits(np.float32(a * b + c))
+    a, b, c = (float(number_of(word & 0xFFFF0000)) for word in words)
+    return bf16_bits(rounded(a * b + c))

@@ -14,9 +14,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from card_arithmetic import bf16_bits, bf16_value, bits_of, e4m3_pairs, f16_bits, fma_pair, larger_pair, plain
+from card_arithmetic import (
+    add_rn,
+    bf16_bits,
+    bf16_value,
+    bits_of,
+    div_rn,
+    e4m3_pairs,
+    f16_bits,
+    fma_pair,
+    fma_rn,
+    larger_pair,
+    mul_rn,
+    number_of,
+    plain,
+    rounded,
+)  # fmt: skip
 from fibers import Combine, Fiber, Fibers, this_fiber
 from walked_launch import Arrivals, Home, Launch, Matrix, Words
+from walked_memory import load, load_number, load_words, store, store_number
 from walked_warp import MASK, WARP, Warp
 
 LONG_MASK = 0xFFFFFFFFFFFFFFFF
@@ -61,8 +77,8 @@ class Walker:
         self.late = late
         self._rest = rest
         self._may_leave = may_leave
-        self._ranges: list[tuple[int, int, Any]] = []
-        self._warp = Warp(self.meet, self._near)
+        self._ranges: list[tuple[int, int, Any, memoryview]] = []
+        self._warp = Warp(self.meet, self.place_near)
         self.bytes_copied = 0
 
     def run(self, *calls: Any, beside: Sequence[Sequence[Any]] = ()) -> None:
@@ -90,7 +106,7 @@ class Walker:
             elif isinstance(argument, torch.Tensor):
                 flat = argument.view(torch.uint8).reshape(-1).numpy()
                 start = argument.data_ptr()
-                self._ranges.append((start, start + flat.size, flat))
+                self._ranges.append((start, start + flat.size, flat, memoryview(flat)))
                 values.append(start)
             else:
                 values.append(np.float32(argument) if isinstance(argument, float) else argument)
@@ -113,17 +129,31 @@ class Walker:
 
         return body
 
-    def _at(self, address: int, size: int) -> Any:
+    def _range(self, address: int, size: int) -> tuple[int, int, Any, memoryview]:
         assert address % size == 0, "a misaligned address"
-        for start, end, flat in self._ranges:
-            if start <= address and address + size <= end:
-                return flat[address - start : address - start + size]
+        for found in self._ranges:
+            if found[0] <= address and address + size <= found[1]:
+                return found
         raise AssertionError(f"{size} bytes at {address:#x} belong to no tensor")
 
-    def _near(self, address: int, size: int) -> Any:
+    def place_at(self, address: int, size: int) -> tuple[memoryview, int]:
+        """The memory of the tensor that has so many bytes, and where they are in it."""
+        start, _, _, memory = self._range(address, size)
+        return memory, address - start
+
+    def place_near(self, address: int, size: int) -> tuple[memoryview, int]:
+        """The block's shared memory, and where the bytes are in it."""
         home = _this().home
         assert address % size == 0 and 0 <= address <= home.num_bytes - size, f"shared address {address}"
-        return home.shared[address : address + size]
+        return home.memory, address
+
+    def _at(self, address: int, size: int) -> Any:
+        start, _, flat, _ = self._range(address, size)
+        return flat[address - start : address - start + size]
+
+    def _near(self, address: int, size: int) -> Any:
+        self.place_near(address, size)
+        return _this().home.shared[address : address + size]
 
     def _copy(self, size: int) -> Callable[[int, int], None]:
         def copy(place: int, source: int) -> None:
@@ -318,73 +348,55 @@ class Walker:
     def ptx(self) -> ModuleType:
         """What stands for the module `ptx`: the instructions that walked kernels use."""
         made = ModuleType("lowlat.kernels.toolchain.ptx")
-        near, at, warp = self._near, self._at, self._warp
-
-        def load(where: Any, kind: Any, size: int) -> Any:
-            return lambda address: where(int(address), size).view(kind)
-
-        def store(where: Any, kind: Any, size: int) -> Any:
-            def put(address: int, *values: Any) -> None:
-                where(int(address), size).view(kind)[:] = values
-
-            return put
-
-        def words(where: Any) -> Any:
-            return lambda address: tuple(where(int(address), 16).view(np.uint32).tolist())
-
+        near, at, warp = self.place_near, self.place_at, self._warp
+        half_at, put_half, put_words = load(at, "H"), store(at, "H"), store(at, "4I")
         functions = {
             "shared_address": lambda array: array.start if isinstance(array, Words) else 0,
             "varying": int,
             "varying_long": int,
             "wait_for_previous_kernel": self._waited,
             "let_next_kernel_start": self._let_next_start,
-            "load_relaxed_gpu_f32": self._when_others_went_on(lambda address: load(at, np.float32, 4)(address)[0]),
-            "load_acquire_gpu": self._when_others_went_on(lambda address: int(load(at, np.uint32, 4)(address)[0])),
-            "load_global_64": lambda address: tuple(at(int(address), 8).view(np.uint32).tolist()),
+            "load_relaxed_gpu_f32": self._when_others_went_on(load_number(at)),
+            "load_acquire_gpu": self._when_others_went_on(load(at, "I")),
+            "load_global_64": load_words(at, "2I"),
             "atomic_add_gpu": self._add,
-            "load_shared_u32": lambda address: int(load(near, np.uint32, 4)(address)[0]),
-            "load_shared_f32": lambda address: load(near, np.float32, 4)(address)[0],
-            "load_shared_128": words(near),
-            "load_global_128": words(at),
-            "load_relaxed_gpu_128": self._when_others_went_on(words(at)),
-            "load_global_nc_128": words(at),
-            "load_relaxed_system_words": self._when_others_went_on(words(at)),
-            "load_relaxed_system_word": self._when_others_went_on(
-                lambda address: tuple(at(int(address), 8).view(np.uint32).tolist())
-            ),
-            "store_relaxed_system_word": store(at, np.uint32, 8),
-            "store_relaxed_system_words": lambda address, a, b, epoch: store(at, np.uint32, 16)(
-                address, a, epoch, b, epoch
-            ),
-            "store_release_system": store(at, np.int64, 8),
+            "load_shared_u32": load(near, "I"),
+            "load_shared_f32": load_number(near),
+            "load_shared_128": load_words(near, "4I"),
+            "load_global_128": load_words(at, "4I"),
+            "load_relaxed_gpu_128": self._when_others_went_on(load_words(at, "4I")),
+            "load_global_nc_128": load_words(at, "4I"),
+            "load_relaxed_system_words": self._when_others_went_on(load_words(at, "4I")),
+            "load_relaxed_system_word": self._when_others_went_on(load_words(at, "2I")),
+            "store_relaxed_system_word": store(at, "2I"),
+            "store_relaxed_system_words": lambda address, a, b, epoch: put_words(address, a, epoch, b, epoch),
+            "store_release_system": store(at, "q"),
             "fence_system": lambda: None,
-            "load_acquire_system": self._when_others_went_on(lambda address: int(load(at, np.int64, 8)(address)[0])),
-            "load_volatile_i32": lambda address: int(load(at, np.int32, 4)(address)[0]),
-            "load_global_i32": lambda address: int(load(at, np.int32, 4)(address)[0]),
-            "load_global_i64": lambda address: int(load(at, np.int64, 8)(address)[0]),
-            "load_global_u8": lambda address: int(load(at, np.uint8, 1)(address)[0]),
-            "load_global_f32": lambda address: load(at, np.float32, 4)(address)[0],
-            "load_global_u16": lambda address: int(load(at, np.uint16, 2)(address)[0]),
-            "store_shared_u32": store(near, np.uint32, 4),
-            "store_shared_64": store(near, np.uint32, 8),
-            "store_global_64": store(at, np.uint32, 8),
+            "load_acquire_system": self._when_others_went_on(load(at, "q")),
+            "load_volatile_i32": load(at, "i"),
+            "load_global_i32": load(at, "i"),
+            "load_global_i64": load(at, "q"),
+            "load_global_u8": load(at, "B"),
+            "load_global_f32": load_number(at),
+            "load_global_u16": load(at, "H"),
+            "store_shared_u32": store(near, "I"),
+            "store_shared_64": store(near, "2I"),
+            "store_global_64": store(at, "2I"),
             "load_shared_matrix_x4_transposed": warp.matrix,
             "copy_async_16_or_zero": self._copy_or_zero,
             "stay_here": lambda value: value,
-            "store_shared_f32": store(near, np.float32, 4),
-            "store_shared_128": store(near, np.uint32, 16),
-            "store_global_128": store(at, np.uint32, 16),
-            "store_global_f32": store(at, np.float32, 4),
-            "store_global_i32": store(at, np.int32, 4),
-            "store_global_i64": store(at, np.int64, 8),
-            "store_global_u8": store(at, np.uint8, 1),
-            "store_relaxed_gpu_f32": store(at, np.float32, 4),
-            "store_global_u16": store(at, np.uint16, 2),
-            "store_global_u16_if": lambda address, value, wanted: (
-                store(at, np.uint16, 2)(address, value) if wanted else None
-            ),
-            "store_relaxed_gpu_u16": store(at, np.uint16, 2),
-            "store_global_u32": store(at, np.uint32, 4),
+            "store_shared_f32": store_number(near),
+            "store_shared_128": store(near, "4I"),
+            "store_global_128": store(at, "4I"),
+            "store_global_f32": store_number(at),
+            "store_global_i32": store(at, "i"),
+            "store_global_i64": store(at, "q"),
+            "store_global_u8": store(at, "B"),
+            "store_relaxed_gpu_f32": store_number(at),
+            "store_global_u16": store(at, "H"),
+            "store_global_u16_if": lambda address, value, wanted: put_half(address, value) if wanted else None,
+            "store_relaxed_gpu_u16": store(at, "H"),
+            "store_global_u32": store(at, "I"),
             "copy_async_16": self._copy(16),
             "copy_async_16_once": self._copy(16),
             "copy_async_16_once_if": lambda place, source, wanted: self._copy(16)(place, source) if wanted else None,
@@ -413,23 +425,21 @@ class Walker:
             "fma_tiles": warp.fma_tiles,
             "store_shared_tiles": warp.store_tiles,
             "zeros": lambda count: lambda: (np.float32(0),) * count,
-            "load_global_bf16": lambda address: bf16_value(int(at(address, 2).view(np.uint16)[0])),
+            "load_global_bf16": lambda address: bf16_value(half_at(address)),
             "and_or": lambda a, b, c: (int(a) & int(b) | int(c)) & MASK,
             "fma_bf16_pair": fma_pair,
-            "float_of_bits": lambda bits: np.uint32(bits & MASK).view(np.float32),
+            "float_of_bits": lambda bits: number_of(int(bits) & MASK),
             "bits_of_float": bits_of,
             "bf16_bits": bf16_bits,
             "bf16_pair": lambda low, high: bf16_bits(low) | bf16_bits(high) << 16,
-            "rcp_approx": lambda value: plain(np.float32(1) / np.float32(value)),
-            "rcp_approx_ftz": lambda value: (
-                np.float32(0) if value > 2.0**126 else plain(np.float32(1) / np.float32(value))
-            ),
-            "exp2_approx": lambda value: plain(np.exp2(np.float32(value))),
-            "exp2_approx_ftz": lambda value: np.float32(0) if value < -126 else plain(np.exp2(np.float32(value))),
-            "mul_rn": lambda a, b: plain(np.float32(a) * np.float32(b)),
-            "add_rn": lambda a, b: plain(np.float32(a) + np.float32(b)),
-            "div_rn": lambda a, b: plain(np.float32(a) / np.float32(b)),
-            "fma_rn": lambda a, b, c: plain(np.float32(float(a) * float(b) + float(c))),
+            "rcp_approx": lambda value: div_rn(1, value),
+            "rcp_approx_ftz": lambda value: np.float32(0) if value > 2.0**126 else div_rn(1, value),
+            "exp2_approx": lambda value: plain(np.exp2(rounded(value))),
+            "exp2_approx_ftz": lambda value: np.float32(0) if value < -126 else plain(np.exp2(rounded(value))),
+            "mul_rn": mul_rn,
+            "add_rn": add_rn,
+            "div_rn": div_rn,
+            "fma_rn": fma_rn,
         }
         for name, function in functions.items():
             setattr(made, name, function)

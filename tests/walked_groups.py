@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from card_arithmetic import plain
+from card_arithmetic import add_rn, mul_rn
 from kernel_walk import Walker, this_thread, walkable
+from walked_memory import store_number
 
 from lowlat.kernels.toolchain import ptx_hopper as known
 
@@ -93,14 +94,15 @@ class _Groups:
         return wait
 
     def store_group_half(self, rows: int, half: int, pitch: int, *, is_scaled: bool) -> Callable[..., None]:
+        put = store_number(self._walker.place_at)
+
         def store(address: int, scale: Any, extra: Any, sums: Any) -> None:
             assert not isinstance(sums, _Flying), "sums that were not awaited"
             for tile in range(rows // 8):
                 for part in range(2):
-                    place = self._walker.at(int(address) + (8 * tile + part) * pitch, 4)
-                    value = np.float32(sums[4 * tile + 2 * half + part])
-                    value = plain(value * np.float32(scale)) if is_scaled else value
-                    place.view(np.float32)[0] = plain(np.float32(value) + np.float32(extra))
+                    value = sums[4 * tile + 2 * half + part]
+                    value = mul_rn(value, scale) if is_scaled else value
+                    put(int(address) + (8 * tile + part) * pitch, add_rn(value, extra))
 
         return store
 
@@ -136,9 +138,7 @@ class _Groups:
         made.use_words = lambda slices: lambda words, never: None
         made.take_sums = lambda _, first, count: lambda sums: sums[first : first + count]
         made.store_sums, made.load_sums = self.store_sums, self.load_sums
-        made.add_tiles = lambda count: (
-            lambda one, other: tuple(plain(np.float32(a) + np.float32(b)) for a, b in zip(one, other, strict=True))
-        )
+        made.add_tiles = lambda count: lambda one, other: tuple(add_rn(a, b) for a, b in zip(one, other, strict=True))
         return made
 
 

@@ -61,6 +61,7 @@ class Home:
         self.key = launch.number, block
         self.num_left = launch.threads
         self.shared = np.full(shared_bytes + STATIC_BYTES, rest, np.uint8)
+        self.memory = memoryview(self.shared)
         self.num_bytes = shared_bytes
         self.arrivals: dict[int, Arrivals] = {}
         self.arrays: list[Any] = []
@@ -82,10 +83,7 @@ class Words:
     def __init__(self, home: Home, start: int, count: int, kind: str) -> None:
         self.home, self.start, self.count = home, start, count
         self._kind = np.dtype(kind)
-
-    def _numbers(self) -> Any:
-        size = self.count * self._kind.itemsize
-        return self.home.shared[self.start : self.start + size].view(self._kind)
+        self._numbers = home.shared[start : start + count * self._kind.itemsize].view(self._kind)
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
@@ -93,12 +91,16 @@ class Words:
             assert place.stop is None and place.step is None and 0 <= first < self.count
             return Words(self.home, self.start + first * self._kind.itemsize, self.count - first, self._kind.name)
         assert 0 <= place < self.count, f"place {place} of {self.count}"
-        value = self._numbers()[place]
+        value = self._numbers[place]
         return value if self._kind.kind == "f" else int(value)
 
     def __setitem__(self, place: int, value: Any) -> None:
         assert 0 <= place < self.count, f"place {place} of {self.count}"
-        self._numbers()[place] = value if self._kind.kind == "f" else np.int64(int(value)).astype(self._kind)
+        if self._kind.kind != "f":
+            value = int(value) & (1 << 8 * self._kind.itemsize) - 1
+            if self._kind.kind == "i" and value >> 8 * self._kind.itemsize - 1:
+                value -= 1 << 8 * self._kind.itemsize
+        self._numbers[place] = value
 
 
 class Matrix:

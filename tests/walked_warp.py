@@ -1,24 +1,27 @@
 """Operations of a warp's lanes together where a kernel is walked: shuffles, votes, matrix loads, tensor cores."""
 
 from collections.abc import Callable
+from struct import Struct
 from typing import Any
 
 import numpy as np
-from card_arithmetic import f16_halves, multiplied
+from card_arithmetic import f16_halves, multiplied, rounded
 from fibers import Combine, this_fiber
+from walked_memory import Place, store_number
 
 WARP = 32
 MASK = 0xFFFFFFFF
+FOUR_WORDS, EIGHT_HALVES = Struct("<4I"), Struct("<8H")
 
 
 class Warp:
     """Instructions of whole warps, for the thread that runs.
 
     meet  (place, threads, value, combine) -> what comes of the values of so many threads that come to a place
-    near  (address, bytes) -> the block's shared memory
+    near  of the block's shared memory
     """
 
-    def __init__(self, meet: Callable[[Any, int, Any, Combine | None], Any], near: Callable[[int, int], Any]) -> None:
+    def __init__(self, meet: Callable[[Any, int, Any, Combine | None], Any], near: Place) -> None:
         self._meet, self._near = meet, near
 
     def sync(self) -> None:
@@ -53,7 +56,8 @@ class Warp:
         """ldmatrix.x4.trans: lane i has the address of row i % 8 of matrix i / 8."""
 
         def read(addresses: list[int]) -> list[tuple[int, ...]]:
-            rows = np.stack([self._near(each, 16).view(np.uint16) for each in addresses]).reshape(4, 4, 2, 8)
+            rows = np.array([EIGHT_HALVES.unpack_from(*self._near(each, 16)) for each in addresses], np.uint16)
+            rows = rows.reshape(4, 4, 2, 8)
             words = rows[:, :, 0].astype(np.uint32) | rows[:, :, 1].astype(np.uint32) << 16  # matrix, pair, column
             return [tuple(lane) for lane in words.transpose(2, 1, 0).reshape(WARP, 4).tolist()]
 
@@ -73,7 +77,7 @@ class Warp:
 
     def load_tiles(self, count: int, stride: int) -> Callable[[int], tuple[int, ...]]:
         def load(address: int) -> tuple[int, ...]:
-            tiles = (self._near(int(address) + tile * stride, 16).view(np.uint32).tolist() for tile in range(count))
+            tiles = (FOUR_WORDS.unpack_from(*self._near(int(address) + tile * stride, 16)) for tile in range(count))
             return tuple(word for tile in tiles for word in tile)
 
         return load
@@ -93,18 +97,19 @@ class Warp:
             made = list(sums)
             for place, value in enumerate(partial):
                 scale = float(top if place % 4 < 2 else low)
-                made[4 * first + place] = np.float32(float(value) * scale + float(made[4 * first + place]))
+                made[4 * first + place] = rounded(float(value) * scale + float(made[4 * first + place]))
             return tuple(made)
 
         return add
 
     def store_tiles(self, total: int, first: int, count: int, offsets: Any, stride: int) -> Callable[..., None]:
+        put = store_number(self._near)
+
         def store(address: int, sums: tuple[Any, ...]) -> None:
             assert len(sums) == 4 * total
             for tile in range(count):
                 for part, offset in enumerate(offsets):
-                    place = self._near(int(address) + tile * stride + offset, 4)
-                    place.view(np.float32)[0] = sums[4 * (first + tile) + part]
+                    put(int(address) + tile * stride + offset, sums[4 * (first + tile) + part])
 
         return store
 

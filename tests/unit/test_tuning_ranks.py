@@ -42,6 +42,7 @@ SMALL: dict[str, Any] = {
 OF_DRAFT = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 ROWS: dict[str, Any] = {"prefill_chunk": 64, "max_prefill_chunks": 2}
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 256, "dtype": "bfloat16", **ROWS}
+LOADED = Sizes((1, 2), (0, 3), **ROWS)  # what `load` asks for
 FEW = ("--geometry", "tiny-experts", "--batch", 1, "-S", 0, "--max-prefill-chunks", 1, "--tensor-parallel", 2)
 BOTH = pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 
@@ -204,7 +205,7 @@ def test_strict_mode_takes_ranks_whose_launches_all_have_entries(
     """Those that `lowlat tune` lists for the pair; where one lacks, of the second rank alone, it is named."""
     options = {"tensor_parallel_size": 2, "tp_invariant": invariant}
     entries: dict[str, dict[str, Entry]] = {}
-    for shape in listed([cut(paths, 2, invariant=invariant)], "all", Sizes(**ROWS)):
+    for shape in listed([cut(paths, 2, invariant=invariant)], "all", LOADED):
         entries.setdefault(shape.kind, {})[shape.key] = Entry(shape.candidates[-1].knobs)
     counts = load(entries, **options)
     assert 0 < counts.planned == counts.tuned < counts.launches and not counts.untuned
@@ -226,7 +227,7 @@ def test_strict_mode_refuses_ranks_by_the_entries_of_a_whole_model(
     paths: PairPaths, load: Callable[..., LaunchCounts]
 ) -> None:
     entries: dict[str, dict[str, Entry]] = {}
-    for shape in listed([cut(paths, 1)], "all", Sizes(**ROWS)):
+    for shape in listed([cut(paths, 1)], "all", LOADED):
         entries.setdefault(shape.kind, {})[shape.key] = Entry(shape.candidates[0].knobs)
     assert load(entries).untuned == ()
     with pytest.raises(ConfigError, match=r"decode_gemm rows=\d.*, \d+ more; `lowlat tune .* --tensor-parallel 2 "):
