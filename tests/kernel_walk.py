@@ -9,6 +9,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import and_
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -38,7 +40,12 @@ from walked_warp import MASK, WARP, Warp
 LONG_MASK = 0xFFFFFFFFFFFFFFFF
 
 
-def _signed(value: int) -> int:
+def _signed(value: Any) -> int:
+    """To 32 bits, as Numba's `int32` does; of a float the whole part."""
+    if type(value) is not int:
+        value = int(value)
+    if -0x80000000 <= value <= 0x7FFFFFFF:
+        return value
     value &= MASK
     return value - (1 << 32) if value >> 31 else value
 
@@ -452,9 +459,9 @@ def walkable(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
     known = importlib.import_module("lowlat.kernels.toolchain.numba_cuda")
     fake: Any = ModuleType("lowlat.kernels.toolchain.numba_cuda")
     fake.cuda, fake.types, fake.device_function = walker.cuda(), known.types, lambda function: function
-    fake.uint32, fake.int32 = lambda value: int(value) & MASK, lambda value: _signed(int(value))
+    fake.uint32, fake.int32 = partial(and_, MASK), _signed
     fake.float64 = float
-    fake.int64, fake.float32, fake.uint64 = int, np.float32, lambda value: int(value) & LONG_MASK
+    fake.int64, fake.float32, fake.uint64 = int, np.float32, partial(and_, LONG_MASK)
     replaced = {"lowlat.kernels.toolchain.numba_cuda": fake, "lowlat.kernels.toolchain.ptx": walker.ptx()}
     full = [f"lowlat.kernels.{name}" for name in names]
     kept = {name: sys.modules.get(name) for name in (*replaced, *full)}
