@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,12 @@ def modules(repository: Path, tree_files: list[Path]) -> list[Module]:
     return found
 
 
+@cache
+def walked(tree: ast.Module) -> list[ast.AST]:
+    """All nodes of a module, found once for all tests."""
+    return list(ast.walk(tree))
+
+
 def imported_from(node: ast.ImportFrom, package: str) -> str:
     """The absolute name of the module that a from-import reads."""
     if node.level == 0:
@@ -104,7 +111,7 @@ def imported_from(node: ast.ImportFrom, package: str) -> str:
 def bindings(tree: ast.Module, package: str) -> dict[str, str]:
     """What each imported local name stands for, as a dotted name."""
     names = {}
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 names[alias.asname or alias.name.split(".")[0]] = (
@@ -148,7 +155,7 @@ def keyword_values(node: ast.AST) -> Iterator[tuple[str, object]]:
 def dangers(tree: ast.Module, package: str = "lowlat") -> Iterator[str]:
     """Every place in a module that could run code out of data, as `line: what (why)`."""
     names = bindings(tree, package)
-    for node in ast.walk(tree):
+    for node in walked(tree):
         suspects: list[tuple[str | None, dict[str, str]]] = []
         if isinstance(node, ast.Import):
             suspects = [(alias.name, FORBIDDEN) for alias in node.names]
@@ -181,7 +188,7 @@ def imported_by_call(node: ast.Call, names: dict[str, str]) -> list[str]:
 def lowlat_imports(module: Module) -> Iterator[tuple[int, str]]:
     """Every name of lowlat that a module imports, wherever in it, lazily or not."""
     names = bindings(module.tree, module.package)
-    for node in ast.walk(module.tree):
+    for node in walked(module.tree):
         found: list[str] = []
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
@@ -228,7 +235,7 @@ def gpu_import_faults(module: Module) -> Iterator[str]:
     """Every import of a GPU library where it does not belong, or at module level where it must be lazy."""
     names = bindings(module.tree, module.package)
     at_module_level = {id(node) for node in module.tree.body}
-    for node in ast.walk(module.tree):
+    for node in walked(module.tree):
         found: list[str] = []
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
@@ -393,7 +400,7 @@ def test_files_and_functions_are_short(modules: list[Module]) -> None:
         lines = len(module.text.splitlines())
         if lines > MAX_FILE_LINES:
             long.append(f"{module.path}: {lines} lines; split it by meaning")
-        for node in ast.walk(module.tree):
+        for node in walked(module.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:
@@ -409,7 +416,7 @@ def test_every_module_has_a_docstring(modules: list[Module]) -> None:
 def test_no_assert_and_no_bare_except(modules: list[Module]) -> None:
     wrong = []
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in walked(module.tree):
             if isinstance(node, ast.Assert):
                 wrong.append(f"{module.path}:{node.lineno}: assert; raise an error of lowlat.errors")
             elif isinstance(node, ast.ExceptHandler) and node.type is None:
