@@ -9,7 +9,7 @@ WARP = 32
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 # one number and its bits, both ways: NumPy makes a scalar, or a view of one, in five times as long
 _NUMBER, _HALF = np.zeros(1, np.float32), np.zeros(1, np.float16)
-_WORD, _HALF_WORD = memoryview(_NUMBER).cast("B").cast("I"), memoryview(_HALF).cast("B").cast("H")
+_WORD, _HALF_WORD = _NUMBER.data.cast("B").cast("I"), _HALF.data.cast("B").cast("H")
 
 
 def bf16_halves(words: Any) -> Any:

@@ -30,7 +30,9 @@ class Fiber(greenlet):
         self.place: Hashable = "its first turn"
 
     def _begin(self) -> None:
-        self.parent.switch()  # where it is begun stands below it on the stack: so none is by another fiber
+        hub = self.parent
+        assert hub is not None
+        hub.switch()  # all are begun by the hub: what one begins in stands below it on the stack
         self._body()
 
 

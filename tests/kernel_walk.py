@@ -31,7 +31,7 @@ from card_arithmetic import (
     number_of,
     plain,
     rounded,
-)  # fmt: skip
+)
 from fibers import Combine, Fiber, Fibers, this_fiber
 from walked_launch import Arrivals, Home, Launch, Matrix, Words
 from walked_memory import load, load_number, load_words, store, store_number
@@ -42,12 +42,11 @@ LONG_MASK = 0xFFFFFFFFFFFFFFFF
 
 def _signed(value: Any) -> int:
     """To 32 bits, as Numba's `int32` does; of a float the whole part."""
-    if type(value) is not int:
-        value = int(value)
-    if -0x80000000 <= value <= 0x7FFFFFFF:
-        return value
-    value &= MASK
-    return value - (1 << 32) if value >> 31 else value
+    whole = value if type(value) is int else int(value)
+    if -0x80000000 <= whole <= 0x7FFFFFFF:
+        return whole
+    whole &= MASK
+    return whole - (1 << 32) if whole >> 31 else whole
 
 
 class _Thread(Fiber):
@@ -113,7 +112,7 @@ class Walker:
             elif isinstance(argument, torch.Tensor):
                 flat = argument.view(torch.uint8).reshape(-1).numpy()
                 start = argument.data_ptr()
-                self._ranges.append((start, start + flat.size, flat, memoryview(flat)))
+                self._ranges.append((start, start + flat.size, flat, flat.data))
                 values.append(start)
             else:
                 values.append(np.float32(argument) if isinstance(argument, float) else argument)

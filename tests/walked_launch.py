@@ -61,7 +61,7 @@ class Home:
         self.key = launch.number, block
         self.num_left = launch.threads
         self.shared = np.full(shared_bytes + STATIC_BYTES, rest, np.uint8)
-        self.memory = memoryview(self.shared)
+        self.memory = self.shared.data
         self.num_bytes = shared_bytes
         self.arrivals: dict[int, Arrivals] = {}
         self.arrays: list[Any] = []
