@@ -23,17 +23,10 @@ class Fiber(greenlet):
     """
 
     def __init__(self, number: int, body: Callable[[], None]) -> None:
-        super().__init__(self._begin)
-        self._body = body
+        super().__init__(body)
         self.number = number
         self.value: Any = None
         self.place: Hashable = "its first turn"
-
-    def _begin(self) -> None:
-        hub = self.parent
-        assert hub is not None
-        hub.switch()  # all are begun by the hub: what one begins in stands below it on the stack
-        self._body()
 
 
 this_fiber: Callable[[], Any] = getcurrent  # the one that runs, as whatever it was made
@@ -49,22 +42,21 @@ class Fibers:
         self._sleeping: defaultdict[Hashable, list[Fiber]] = defaultdict(list)
         self._all: list[Fiber] = []
         self._num_left = len(fibers)
-        self._num_in_vain = 0
         self._hub = getcurrent()
-        self._running: Any = None
 
     def run(self) -> None:
         """Run all to their ends. Raises what a fiber raises first, and AssertionError when all wait for each other."""
         ready = self._ready
         ready.extend(self._fibers)
-        for fiber in ready:
-            fiber.switch()
+        num_in_vain = 0
         try:
             while ready:
-                self._go_on()
-                fiber = self._running
-                self._num_in_vain = self._num_in_vain + 1 if fiber.place is OTHERS and not fiber.dead else 0
-                assert self._num_in_vain <= PATIENCE * self._num_left, f"{len(ready)} threads ask for what never comes"
+                place = int(self._draw() * len(ready))
+                fiber, ready[place] = ready[place], ready[-1]
+                ready.pop()
+                fiber.switch()
+                num_in_vain = num_in_vain + 1 if fiber.place is OTHERS and not fiber.dead else 0
+                assert num_in_vain <= PATIENCE * self._num_left, f"{len(ready)} threads ask for what never comes"
                 if fiber.dead:
                     self._num_left -= 1
                     if self._all and len(self._all) == self._num_left:
@@ -128,21 +120,8 @@ class Fibers:
         self._ready.extend(self._sleeping.pop(place, ()))
 
     def _leave(self, fiber: Fiber, place: Hashable) -> None:
-        """Let another go on, who need not ask `run` for its turn: half of the time goes into switches."""
         fiber.place = place
-        if self._ready and place is not OTHERS:
-            self._num_in_vain = 0
-            self._go_on()
-        else:
-            self._hub.switch()
-
-    def _go_on(self) -> None:
-        ready = self._ready
-        place = int(self._draw() * len(ready))
-        self._running = fiber = ready[place]
-        ready[place] = ready[-1]
-        ready.pop()
-        fiber.switch()
+        self._hub.switch()
 
     def _wake_all(self) -> None:
         self._ready.extend(self._all)
