@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
 OF_DRAFT = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 ROWS: dict[str, Any] = {"prefill_chunk": 64, "max_prefill_chunks": 2}
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 256, "dtype": "bfloat16", **ROWS}
-LOADED = Sizes((1, 2), (0, 3), **ROWS)  # what `load` asks for
+LOADED = Sizes((1, 2), **ROWS)  # of the batches that `load` asks for
 FEW = ("--geometry", "tiny-experts", "--batch", 1, "-S", 0, "--max-prefill-chunks", 1, "--tensor-parallel", 2)
 BOTH = pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 
