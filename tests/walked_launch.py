@@ -96,11 +96,7 @@ class Words:
 
     def __setitem__(self, place: int, value: Any) -> None:
         assert 0 <= place < self.count, f"place {place} of {self.count}"
-        if self._kind.kind != "f":
-            value = int(value) & (1 << 8 * self._kind.itemsize) - 1
-            if self._kind.kind == "i" and value >> 8 * self._kind.itemsize - 1:
-                value -= 1 << 8 * self._kind.itemsize
-        self._numbers[place] = value
+        self._numbers[place] = value if self._kind.kind == "f" else np.int64(int(value)).astype(self._kind)
 
 
 class Matrix:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from kernel_walk import Walker, this_thread
 from walked_groups import GROUP, walkable_groups
+from walked_memory import store
 
 from lowlat.kernels.toolchain import ptx_attention as known
 
@@ -92,20 +93,24 @@ class _Softmax:
         return made
 
     def _store_row(self, words: int, half: int) -> Any:
-        def store(address: int, values: Any) -> None:
-            for tile in range(words // 2):
-                self._walker.at(int(address) + 16 * tile, 4).view(np.uint32)[0] = values[2 * tile + half]
+        put = store(self._walker.place_at, "I")
 
-        return store
+        def store_row(address: int, values: Any) -> None:
+            for tile in range(words // 2):
+                put(int(address) + 16 * tile, values[2 * tile + half])
+
+        return store_row
 
     def _store_pieces(self, words: int, half: int) -> Any:
-        def store(addresses: Any, values: Any) -> None:
+        put = store(self._walker.place_at, "4I")
+
+        def store_pieces(addresses: Any, values: Any) -> None:
             assert 8 * len(addresses) == words
             for piece, address in enumerate(addresses):
                 pieces = [values[2 * (4 * piece + tile) + half] for tile in range(4)]
-                self._walker.at(int(address), 16).view(np.uint32)[:] = pieces
+                put(address, *pieces)
 
-        return store
+        return store_pieces
 
 
 def _both(numbers: Any) -> Any:

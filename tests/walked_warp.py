@@ -1,17 +1,15 @@
 """Operations of a warp's lanes together where a kernel is walked: shuffles, votes, matrix loads, tensor cores."""
 
 from collections.abc import Callable
-from struct import Struct
 from typing import Any
 
 import numpy as np
 from card_arithmetic import f16_halves, multiplied, rounded
 from fibers import Combine, this_fiber
-from walked_memory import Place, store_number
+from walked_memory import Place, load_words, store_number
 
 WARP = 32
 MASK = 0xFFFFFFFF
-FOUR_WORDS, EIGHT_HALVES = Struct("<4I"), Struct("<8H")
 
 
 class Warp:
@@ -23,6 +21,7 @@ class Warp:
 
     def __init__(self, meet: Callable[[Any, int, Any, Combine | None], Any], near: Place) -> None:
         self._meet, self._near = meet, near
+        self._load_halves, self._load_four = load_words(near, "8H"), load_words(near, "4I")
 
     def sync(self) -> None:
         self._together("syncwarp", None, None)
@@ -56,8 +55,7 @@ class Warp:
         """ldmatrix.x4.trans: lane i has the address of row i % 8 of matrix i / 8."""
 
         def read(addresses: list[int]) -> list[tuple[int, ...]]:
-            rows = np.array([EIGHT_HALVES.unpack_from(*self._near(each, 16)) for each in addresses], np.uint16)
-            rows = rows.reshape(4, 4, 2, 8)
+            rows = np.array([self._load_halves(each) for each in addresses], np.uint16).reshape(4, 4, 2, 8)
             words = rows[:, :, 0].astype(np.uint32) | rows[:, :, 1].astype(np.uint32) << 16  # matrix, pair, column
             return [tuple(lane) for lane in words.transpose(2, 1, 0).reshape(WARP, 4).tolist()]
 
@@ -77,7 +75,7 @@ class Warp:
 
     def load_tiles(self, count: int, stride: int) -> Callable[[int], tuple[int, ...]]:
         def load(address: int) -> tuple[int, ...]:
-            tiles = (FOUR_WORDS.unpack_from(*self._near(int(address) + tile * stride, 16)) for tile in range(count))
+            tiles = (self._load_four(int(address) + tile * stride) for tile in range(count))
             return tuple(word for tile in tiles for word in tile)
 
         return load

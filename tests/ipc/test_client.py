@@ -23,7 +23,6 @@ from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGo
 from lowlat.ipc import Client, libzmq
 from lowlat.ipc.client import protocol
 from lowlat.ipc.client.connection import Connection
-from lowlat.ipc.libzmq import has_message
 from lowlat.ipc.wire import Bye, Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
 
 
@@ -170,7 +169,7 @@ def test_a_server_that_was_replaced_while_nobody_waited(tmp_path: Path) -> None:
 
 def is_followed(connection: Connection) -> bool:
     """Whether a message waits behind those that were taken, or was taken with them and ended the connection."""
-    return connection.protocol.failure is not None or has_message(connection._dealer._dealer)
+    return connection.protocol.failure is not None or libzmq.has_message(connection._dealer._dealer)
 
 
 @OVER_EACH

@@ -16,7 +16,7 @@ from lowlat.kernels.trees.draft_confidence import draft_confidence
 NAMES = ("common.memory", "common.norm_math", "sampling.select", "trees.draft_confidence")
 
 
-@pytest.mark.parametrize("width", staged([97, 4099, 4104], [97]))
+@pytest.mark.parametrize("width", staged([97, 4104, 8191], [97]))
 def test_kinds_of_the_reference(width: int) -> None:
     """Rows of one chunk and of several, whose loads are wide and narrow; the second time on the same counters."""
     arrays, expected = sure_arrays(width, width)
