@@ -1,9 +1,10 @@
 """Chosen widths beside fixed ones: tokens/s of S = 0, 2, 3, 5, 7 and of widths that the device chooses, in one run.
 
     python -m bench.adaptive --out adaptive.json                       the bundled pair on its prompts, by domain
+    python -m bench.adaptive --model DIR --draft-model DIR --prompts FILE --chat --out adaptive.json    another pair
     python -m bench.adaptive --geometry llama-8b --accept-length 1,1.5,2,3,4 --context 4096 --out adaptive.json
 
-The bundled pair has real acceptance, greedy and at temperature 0.7; a geometry has random weights and imposed tokens a
+A pair has real acceptance, greedy and at temperature 0.7; a geometry has random weights and imposed tokens a
 step. `auto, by confidence` also ends drafting where the draft model is unsure (`adaptive_confidence`): with random
 weights confidences tell nothing, and such rows show what they cost. S = 0 has no draft model loaded. Rows are added to
 an existing file, and replace its rows of the same conditions.
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.acceptance import wrap
 from bench.conditions import stamps_of, write_json
 from bench.subjects import DEMO, open_subject
 from lowlat import Runtime, SamplingParams
@@ -45,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the rows."""
     options = _options(arguments)
     sizes = {"max_batch": 1, "max_context": options.context + 2 * options.max_tokens + 64, "prefix_reuse": False}
-    with open_subject({"device": options.device}, geometry=options.geometry) as subject:
+    pair = {"model": options.model, "draft_model": options.draft_model, "prompts": options.prompts}
+    with open_subject({"device": options.device}, geometry=options.geometry, **pair) as subject:
         rows = list(_rows(subject, options, sizes))
     known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     rows = [row for row in known if not any(_same(row, new) for new in rows)] + rows
@@ -55,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", help="its shapes, with random weights; the bundled pair without it")
+    parser.add_argument("--model", type=Path, help="a target's directory, in place of the bundled pair's")
+    parser.add_argument("--draft-model", type=Path, help="its draft model's")
+    parser.add_argument("--prompts", type=Path, help="JSON: domain -> prompts; by default the bundled pair's")
+    parser.add_argument("--chat", action="store_true", help="wrap each prompt with the model's chat template")
     lengths = parser.add_argument(
         "--accept-length", default=ACCEPT_LENGTHS, help="imposed tokens a step, of a geometry"
     )
@@ -82,14 +89,14 @@ def _rows(subject: Subject, options: argparse.Namespace, sizes: dict[str, Any]) 
         drafting["adaptive_confidence"] = policy == CONFIDENT
         with subject.drafting(**drafting).load(most, adaptive=bool(policy), **sizes) as runtime:
             stamps = stamps_of(runtime.device_choice.device, options.commit)
-            for work in _works(subject, options):
+            for work in _works(subject, runtime, options):
                 for name, asked in settings:
                     row = _row(runtime, work, name, asked, options.repeats)
                     baselines.setdefault((work.domain, work.temperature), row["tokens_per_s"])
                     row["tokens_per_s_without_drafts"] = baselines[work.domain, work.temperature]
                     for of in [length] if most else lengths:  # without drafts nothing is imposed
                         yield {
-                            "pair": options.geometry or "bundled",
+                            "pair": _name(options),
                             "simulated_accept_length": of,
                             "context": options.context if options.geometry else None,
                             **row,
@@ -97,14 +104,21 @@ def _rows(subject: Subject, options: argparse.Namespace, sizes: dict[str, Any]) 
                         }
 
 
-def _works(subject: Subject, options: argparse.Namespace) -> Iterator[Work]:
+def _name(options: argparse.Namespace) -> str:
+    named: str = options.geometry or (options.model.name if options.model else "bundled")
+    return named
+
+
+def _works(subject: Subject, runtime: Runtime, options: argparse.Namespace) -> Iterator[Work]:
     if options.geometry is not None:
         prompts = subject.prompts.of(Case(options.context, 1, 0))
         yield Work("random", prompts, 0.0, options.max_tokens)
         return
-    for domain, prompts in json.loads((DEMO / "prompts.json").read_text(encoding="utf-8")).items():
+    found = json.loads((options.prompts or DEMO / "prompts.json").read_text(encoding="utf-8"))
+    for domain, texts in found.items():
+        prompts = [wrap(runtime, text) if options.chat else text for text in texts[: options.limit]]
         for temperature in (0.0, 0.7):
-            yield Work(domain, prompts[: options.limit], temperature, options.max_tokens)
+            yield Work(domain, prompts, temperature, options.max_tokens)
 
 
 def _row(runtime: Runtime, work: Work, name: int | str, asked: int | None, repeats: int) -> dict[str, Any]:
