@@ -14,6 +14,7 @@ from lowlat.kernels.toolchain.ptx import add_rn, bf16_pair, float_of_bits, fma_r
 
 __all__ = [
     "CHUNK",
+    "EVERY_LANE",
     "THREADS",
     "WARPS",
     "add_squares",

@@ -6,13 +6,15 @@ A block has as many threads as `norm_math` sums squares with, so a row has the b
 from dataclasses import dataclass
 from typing import Any
 
-from lowlat.kernels.common.norm_math import THREADS, WARPS, add_squares, inverse_rms, lane_sum, normalised_pair
+from lowlat.kernels.common.norm_math import EVERY_LANE, THREADS, WARPS, add_squares, inverse_rms, normalised_pair
 from lowlat.kernels.common.norm_row import is_live
 from lowlat.kernels.gemm.decode.plan import DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
 
 __all__ = ["RowNorm", "make_norm"]
+
+DEAD = -1.0  # no row has such an inverse
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ def make_norm(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> RowNorm:
         return _nothing()
     own = -(-shape.depth // (8 * THREADS))
     load_rows, load_scales = _make_load_rows(shape, plan, own), _make_load_scales(shape, own)
-    sum_squares, scale_rows = _make_sum_squares(plan, own), _make_scale_rows(shape, plan, own, shape.norm_eps)
-    sums_at = plan.steps_held * plan.rows_bytes
+    sum_squares, scale_rows = _make_sum_squares(plan, own), _make_scale_rows(shape, plan, own)
+    row_inverse = _make_row_inverse(plan, shape.depth, shape.norm_eps)
+    sums_at, share = plan.steps_held * plan.rows_bytes, _lanes_a_row(plan)
 
     @device_function
     def begin(scales: Any, weight: Any, thread: Any) -> None:
@@ -45,14 +48,21 @@ def make_norm(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> RowNorm:
 
     @device_function
     def finish(held: Any, words: Any, scales: Any, x: Any, row_live: Any, count: Any, thread: Any) -> None:
+        row = int64((thread & uint32(31)) // uint32(share))
+        live = is_live(row_live, min(row, int64(count) - int64(1)))
         load_rows(words, x, count, thread)
         sums = uint32(held + uint32(sums_at))
         sum_squares(words, sums, thread)
         cuda.syncthreads()
-        scale_rows(held, sums, words, scales, row_live, count, thread)
+        scale_rows(held, row_inverse(sums, row, live), words, scales, thread)
         cuda.syncthreads()
 
     return RowNorm(4 * own * plan.columns, 4 * own, begin, finish)
+
+
+def _lanes_a_row(plan: DecodeGemmPlan) -> int:
+    """The lanes of a warp, side by side, that stand for a row: each warp inverts all rows at once."""
+    return 32 // plan.columns
 
 
 def _nothing() -> RowNorm:
@@ -89,13 +99,13 @@ def _make_load_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int) -> A
 
     @device_function
     def load_rows(words: Any, x: Any, count: Any, thread: Any) -> None:
-        """A thread's chunks of all rows; zeros past their end, the last row again past the last."""
+        """A thread's chunks of all rows; zeros past their end, and past the last row."""
         for row in range(columns):
-            source = x + min(int64(row), int64(count) - int64(1)) * int64(2 * depth)
+            source = x + int64(row * 2 * depth)
             for part in range(own):
                 chunk = uint32(thread + uint32(part * THREADS))
                 a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
-                if chunk < uint32(chunks):
+                if int64(row) < int64(count) and chunk < uint32(chunks):
                     a, b, c, d = ptx.load_global_128(source + int64(chunk) * int64(16))
                 at = 4 * (row * own + part)
                 words[at], words[at + 1], words[at + 2], words[at + 3] = a, b, c, d
@@ -104,32 +114,76 @@ def _make_load_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int) -> A
 
 
 def _make_sum_squares(plan: DecodeGemmPlan, own: int) -> Any:
-    columns = plan.columns
+    columns, share, together = plan.columns, _lanes_a_row(plan), _make_sum_lanes(plan)
 
     @device_function
     def sum_squares(words: Any, sums: Any, thread: Any) -> None:
         """Each warp's sum of each row, in the order of `norm_math.block_sum`."""
+        totals = cuda.local.array(columns, float32)
         for row in range(columns):
             total = float32(0.0)
             for part in range(own):
                 at = 4 * (row * own + part)
                 total = add_squares(total, words[at], words[at + 1], words[at + 2], words[at + 3])
-            total = lane_sum(total)
-            if thread & uint32(31) == uint32(0):
-                ptx.store_shared_f32(sums + uint32(row * WARPS * 4) + (thread >> uint32(5)) * uint32(4), total)
+            totals[row] = total
+        lane = thread & uint32(31)
+        total = together(totals, lane)
+        if lane % uint32(share) == uint32(0):
+            place = sums + (lane // uint32(share)) * uint32(WARPS * 4) + (thread >> uint32(5)) * uint32(4)
+            ptx.store_shared_f32(uint32(place), total)
 
     return sum_squares
 
 
-def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int, eps: float) -> Any:
-    columns, depth, rows_bytes, padded = plan.columns, shape.depth, plan.rows_bytes, shape.steps * 8
+def _make_sum_lanes(plan: DecodeGemmPlan) -> Any:
+    """A function of a warp: `norm_math.lane_sum` of all rows at once, of which a lane is left with its own row's.
+
+    While there are rows to share out, the lanes of a pair each add one half of the rows and hand over the other half:
+    both have the same pairs, and so the bits, of a butterfly that gives all rows to all lanes.
+    """
+    columns, share = plan.columns, _lanes_a_row(plan)
+    turns = columns.bit_length() - 1
 
     @device_function
-    def scale_rows(held: Any, sums: Any, words: Any, scales: Any, row_live: Any, count: Any, thread: Any) -> None:
+    def sum_lanes(totals: Any, lane: Any) -> Any:
+        for turn in range(turns):
+            distance, half = 16 >> turn, columns >> (turn + 1)
+            upper = lane & uint32(distance) != uint32(0)
+            for row in range(half):
+                low, high = totals[row], totals[row + half]
+                kept, given = low, high
+                if upper:
+                    kept, given = high, low
+                totals[row] = ptx.add_rn(kept, cuda.shfl_xor_sync(EVERY_LANE, given, distance))
+        total, distance = totals[0], share >> 1
+        while distance > 0:
+            total = ptx.add_rn(total, cuda.shfl_xor_sync(EVERY_LANE, total, distance))
+            distance = distance >> 1
+        return total
+
+    return sum_lanes
+
+
+def _make_row_inverse(plan: DecodeGemmPlan, depth: int, eps: float) -> Any:
+    @device_function
+    def row_inverse(sums: Any, row: Any, live: Any) -> Any:
+        """1 / rms of a lane's row, or DEAD."""
+        inverse = inverse_rms(_total(uint32(sums + uint32(row) * uint32(WARPS * 4))), depth, eps)
+        return inverse if live else float32(DEAD)
+
+    return row_inverse
+
+
+def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int) -> Any:
+    columns, rows_bytes, padded, share = plan.columns, plan.rows_bytes, shape.steps * 8, _lanes_a_row(plan)
+
+    @device_function
+    def scale_rows(held: Any, lane_inverse: Any, words: Any, scales: Any, thread: Any) -> None:
         """The norm of all rows, step by step as the GEMM reads them; zeros for dead rows and past a row's end."""
         for row in range(columns):
-            live = is_live(row_live, min(int64(row), int64(count) - int64(1)))
-            inverse = inverse_rms(_total(sums + uint32(row * WARPS * 4)), depth, eps)
+            inverse = lane_inverse
+            if columns > 1:
+                inverse = cuda.shfl_sync(EVERY_LANE, lane_inverse, row * share)
             for part in range(own):
                 chunk, at, of = uint32(thread + uint32(part * THREADS)), 4 * (row * own + part), 4 * part
                 if chunk < uint32(padded):
@@ -137,7 +191,7 @@ def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int, eps
                     b = normalised_pair(words[at + 1], inverse, scales[of + 1])
                     c = normalised_pair(words[at + 2], inverse, scales[of + 2])
                     d = normalised_pair(words[at + 3], inverse, scales[of + 3])
-                    if not live:
+                    if inverse == float32(DEAD):
                         a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
                     place = held + (chunk >> uint32(3)) * uint32(rows_bytes) + uint32(row * 64)
                     place = place + ((chunk >> uint32(2)) & uint32(1)) * uint32(rows_bytes // 2)
