@@ -14,8 +14,6 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 
 __all__ = ["RowNorm", "make_norm"]
 
-DEAD = -1.0  # no row has such an inverse
-
 
 @dataclass(frozen=True)
 class RowNorm:
@@ -49,12 +47,12 @@ def make_norm(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> RowNorm:
     @device_function
     def finish(held: Any, words: Any, scales: Any, x: Any, row_live: Any, count: Any, thread: Any) -> None:
         row = int64((thread & uint32(31)) // uint32(share))
-        live = is_live(row_live, min(row, int64(count) - int64(1)))
+        live = ptx.ballot(uint32(is_live(row_live, min(row, int64(count) - int64(1)))))
         load_rows(words, x, count, thread)
         sums = uint32(held + uint32(sums_at))
         sum_squares(words, sums, thread)
         cuda.syncthreads()
-        scale_rows(held, row_inverse(sums, row, live), words, scales, thread)
+        scale_rows(held, row_inverse(sums, row), live, words, scales, thread)
         cuda.syncthreads()
 
     return RowNorm(4 * own * plan.columns, 4 * own, begin, finish)
@@ -166,10 +164,9 @@ def _make_sum_lanes(plan: DecodeGemmPlan) -> Any:
 
 def _make_row_inverse(plan: DecodeGemmPlan, depth: int, eps: float) -> Any:
     @device_function
-    def row_inverse(sums: Any, row: Any, live: Any) -> Any:
-        """1 / rms of a lane's row, or DEAD."""
-        inverse = inverse_rms(_total(uint32(sums + uint32(row) * uint32(WARPS * 4))), depth, eps)
-        return inverse if live else float32(DEAD)
+    def row_inverse(sums: Any, row: Any) -> Any:
+        """1 / rms of a lane's row."""
+        return inverse_rms(_total(uint32(sums + uint32(row) * uint32(WARPS * 4))), depth, eps)
 
     return row_inverse
 
@@ -178,7 +175,7 @@ def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int) -> 
     columns, rows_bytes, padded, share = plan.columns, plan.rows_bytes, shape.steps * 8, _lanes_a_row(plan)
 
     @device_function
-    def scale_rows(held: Any, lane_inverse: Any, words: Any, scales: Any, thread: Any) -> None:
+    def scale_rows(held: Any, lane_inverse: Any, live: Any, words: Any, scales: Any, thread: Any) -> None:
         """The norm of all rows, step by step as the GEMM reads them; zeros for dead rows and past a row's end."""
         for row in range(columns):
             inverse = lane_inverse
@@ -191,7 +188,7 @@ def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int) -> 
                     b = normalised_pair(words[at + 1], inverse, scales[of + 1])
                     c = normalised_pair(words[at + 2], inverse, scales[of + 2])
                     d = normalised_pair(words[at + 3], inverse, scales[of + 3])
-                    if inverse == float32(DEAD):
+                    if live & uint32(1 << row * share) == uint32(0):
                         a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
                     place = held + (chunk >> uint32(3)) * uint32(rows_bytes) + uint32(row * 64)
                     place = place + ((chunk >> uint32(2)) & uint32(1)) * uint32(rows_bytes // 2)
