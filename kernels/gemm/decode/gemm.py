@@ -37,6 +37,7 @@ from lowlat.kernels.gemm.decode.plan import (
     DecodeGemmPlan,
     DecodeGemmShape,
     HeadsShape,
+    candidate_plans,
     choose_decode_plan,
     plan_decode_gemm,
     rows_at_once,
@@ -394,4 +395,16 @@ def examples(card: Card = H200) -> list[Kernel]:
     for rows, shape in examples_for(card, normed, 2):
         if held := steps_to_hold(rows, shape.depth, card):
             made.append(_make(shape, plan_decode_gemm(rows, shape.width, card, held)))
+    return made + _many_steps(card)
+
+
+def _many_steps(card: Card) -> list[Kernel]:
+    """Four steps of a warp at once, two blocks a multiprocessor: no register is left."""
+    codes = TileFormat("int4", 512, groups=1)
+    packed = DecodeGemmShape(28672, 4096, SILU, False, True, None, 1e-5, weights=codes)
+    made = []
+    for rows, shape in examples_for(card, ((1, packed),), 0):
+        held = steps_to_hold(rows, shape.depth, card)
+        plans = candidate_plans(rows, shape.width, card, held, weights=codes, depth=shape.depth)
+        made += [_make(shape, plan) for plan in plans if (plan.span, plan.density) == (4, 2)][:1]
     return made
