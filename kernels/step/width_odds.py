@@ -19,7 +19,6 @@ from lowlat.kernels.reference.step.width_odds import (
     AGE,
     ALL_DECAY,
     DECAY,
-    MAX_RUN,
     MAX_WAITED,
     NUM_RUNS,
     ONE,
@@ -168,9 +167,7 @@ def _load_fate(index: Any, addresses: Any, runs: Any, fates: Any) -> Any:
     fates[index * FATES + TRIED] = int32(tried)
     fates[index * FATES + RIGHT] = int32(right)
     fates[index * FATES + RUN] = int32(_run_index(run))
-    following = int64(0)
-    if right >= tried:
-        following = min(run + right, int64(MAX_RUN))
+    following = right if tried > 0 else run
     fates[index * FATES + NEXT_RUN] = int32(_run_index(following))
     if known:
         set_int(runs, slot, following)

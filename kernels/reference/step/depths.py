@@ -1,7 +1,7 @@
 """Drafting that ends where more would not pay, by how sure the draft model is: the choice, and what it learns.
 
 Drafting halts behind some levels, its ends. There the kind of the last draft's confidence tells how many of this step's
-drafts should be right. The odds by position that `width_odds` keeps, behind the run of right drafts that there is, are
+drafts should be right. The odds by position that `width_odds` keeps, behind the last step's run of right drafts, are
 multiplied by what a kind has meant over all requests: how often a draft of that kind was right against wrong, and each
 of those behind it, over what its odds had said beforehand. So a confidence that says nothing changes nothing. The step
 verifies the width that brings most beyond what its time brings at the best width's rate; where that is wider than what

@@ -1,10 +1,11 @@
 """The odds of drafts, and the tokens that a step should bring by its width: how a step's drafts fared is counted here.
 
 A slot's drafts are a chain. Odds by position say how often a draft whose predecessors were right was right as well.
-They are kept apart by the run of right drafts behind which a step begins, which tells more than anything else: behind a
-long run the next drafts are nearly always right, behind a wrong one often not. There are odds of each slot, which
-forget what is old, and of all requests, from which a new request begins. What a slot has not seen lately is taken from
-the position before it, in the proportion that holds over all requests. The expected tokens of a width are one plus the
+They are kept apart by the run of right drafts of the last step that drafted, which tells more than anything else:
+behind a long run the next drafts are nearly always right, behind a wrong one often not. There are odds of each slot,
+which forget what is old, and of all requests, from which a new request begins and which a slot's few own observations
+move little by little. What a slot has not seen lately is taken from the position before it, in the proportion that
+holds over all requests. The expected tokens of a width are one plus the
 sum over its drafts of the products of the odds up to each. All numbers are integers, so that every executor counts
 alike.
 """
@@ -20,7 +21,6 @@ __all__ = [
     "AGE",
     "ALL_DECAY",
     "DECAY",
-    "MAX_RUN",
     "MAX_WAITED",
     "MAX_WIDTH",
     "NUM_RUNS",
@@ -37,14 +37,13 @@ __all__ = [
 
 MAX_WIDTH = 7
 ONE = 1024
-RUNS = (1, 3, 7)  # right drafts in a row from which on a run is of the next kind
+RUNS = (1, 3, 7)  # right drafts from which on a run is of the next kind
 NUM_RUNS = 1 + len(RUNS)
-MAX_RUN = 1 << 20
 MAX_WAITED = 1 << 16  # steps at width zero: more than any draft waits for
 DECAY = 5  # an observation of a slot loses a 32nd of its weight to each that follows
 ALL_DECAY = 8  # one over all requests a 256th
 AGE = 6  # and what a slot has not seen anew in a step a 64th
-WEIGHT = 6  # observations: those that stand in for what a slot has not seen
+WEIGHT = 10  # observations: those that stand in for what a slot has not seen
 PRIOR_WEIGHT = 4  # and those of all requests before there was any
 PRIOR_RATES = (  # in 1024ths, before anything was seen: by the kind of run, and by position
     (600, 700, 740, 760, 770, 780, 790),
@@ -63,7 +62,7 @@ PRIOR = tuple(tuple((rate * PRIOR_WEIGHT, ONE * PRIOR_WEIGHT) for rate in rates)
     read    dense_lens       int32  [B]                          the root's position
     update  extended         int32  [max_B]                      positions that the draft model has run over
     update  width_odds       int32  [max_B + 1, {NUM_RUNS}, K, 2]  drafts that were right and were to be; the last: all
-    update  width_runs       int32  [max_B]                      right drafts in a row
+    update  width_runs       int32  [max_B]                      right drafts of the last step that drafted
     update  width_expected   int32  [max_B, K + 1]               tokens of the next step by its width, in {ONE}ths
 """)
 def learn_widths(
@@ -90,7 +89,7 @@ def learn_widths(
         tried = 0 if int(verified_source[index]) == FORCED_DRAFTS else int(num_verified[index])
         right, run = int(accepted_lens[index]) - 1, int(width_runs[slot])
         _count(odds[slot][run_index(run)], odds[-1][run_index(run)], tried, right)
-        width_runs[slot] = _next_run(run, tried, right)
+        width_runs[slot] = right if tried else run
         if extends:
             extended[slot] = dense_lens[index]
     width_odds.copy_(torch.tensor(odds, dtype=torch.int32))
@@ -102,11 +101,6 @@ def learn_widths(
 def run_index(run: int) -> int:
     """The kind of a run of right drafts."""
     return sum(run >= least for least in RUNS)
-
-
-def _next_run(run: int, tried: int, right: int) -> int:
-    """The run behind a step of `tried` drafts of which the first `right` were right; a step without leaves it."""
-    return min(run + right, MAX_RUN) if right >= tried else 0
 
 
 def _count(own: list[list[int]], every: list[list[int]], tried: int, right: int) -> None:
