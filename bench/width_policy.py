@@ -1,9 +1,12 @@
 """A replay of the choice of widths on recorded texts: the widths that it takes, and its speed beside one fixed width.
 
     python -m bench.width_policy record --limit 6 --max-tokens 192 --out tests/data/right_drafts.json
+    python -m bench.width_policy record --model DIR --draft-model DIR --prompts FILE --chat --limit 4 \\
+        --max-tokens 128 --out tests/data/right_drafts_chat.json
     python -m bench.width_policy replay --texts tests/data/right_drafts.json \\
         --step-us 137,185,230,272,330,372,396,418,159
-    python -m bench.width_policy tables --texts tests/data/right_drafts.json --out bench/results/cpu/confidence.json
+    python -m bench.width_policy tables --texts tests/data/right_drafts.json tests/data/right_drafts_chat.json \\
+        --out bench/results/cpu/confidence.json
 
 A recorded text says of each position how many drafts made there would have been right, and how sure the draft model was
 of each: it was decoded one token a step, at S = 7, by the reference executor. A replay runs the operations of the
@@ -23,6 +26,7 @@ from typing import Any
 
 import torch
 
+from bench.acceptance import wrap
 from bench.conditions import stamps_of, write_json
 from bench.subjects import DEMO
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -79,8 +83,9 @@ class Times:
         return [self.of(body, blocks[body], halts[body]) for body in range(MAX_WIDTH + 2)]
 
 
-TIMES = {  # near an H200's: the bundled pair, Llama-8B with EAGLE3, gpt-oss-120b
+TIMES = {  # near an H200's: the bundled pair, the chat pair, Llama-8B with EAGLE3, gpt-oss-120b
     "bundled": Times((141, 183, 224, 246, 300, 329, 348, 366, 165), 24, 20),
+    "chat": Times((494, 551, 644, 648, 760, 796, 812, 824, 530), 40, 20),
     "llama": Times((3700, 3990, 4260, 4480, 4860, 5150, 5400, 5580, 3760), 175, 20),
     "mixture": Times((1790, 2210, 2570, 2930, 3290, 3650, 4010, 4370, 1850), 150, 20),
 }
@@ -90,12 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Record texts, or replay the choice over them."""
     options = _options(arguments)
     if options.what == "record":
-        options.out.write_text(json.dumps(_record(options.limit, options.max_tokens), indent=1) + "\n")
+        options.out.write_text(json.dumps(_record(options), indent=1) + "\n")
+        return
+    if options.what == "tables":
+        bundled, chat = (read_texts(path) for path in options.texts)
+        write_json(options.out, _tables(bundled, chat, options.commit))
         return
     texts = read_texts(options.texts)
-    if options.what == "tables":
-        write_json(options.out, _tables(texts, options.commit))
-        return
     times = Times(options.step_us, options.level_us, options.decision_us)
     known = replace(times, step=options.table_us) if options.table_us else times
     for row in _replayed(texts, Replay(times, known, options.ends)):
@@ -105,12 +111,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="what", required=True)
-    record = parts.add_parser("record", help="decode the bundled pair's prompts and write how many drafts were right")
+    record = parts.add_parser("record", help="decode a pair's prompts and write how many drafts were right")
+    record.add_argument("--model", type=Path, default=DEMO / "target")
+    record.add_argument("--draft-model", type=Path, default=DEMO / "head")
+    record.add_argument("--prompts", type=Path, default=DEMO / "prompts.json", help="JSON: domain -> prompts")
+    record.add_argument("--chat", action="store_true", help="wrap each prompt with the model's chat template")
     record.add_argument("--limit", type=int, default=6, help="prompts a domain")
     record.add_argument("--max-tokens", type=int, default=192)
     record.add_argument("--out", type=Path, required=True)
     tables = parts.add_parser("tables", help="write the replays with and without halting, by the times of three pairs")
-    tables.add_argument("--texts", type=Path, required=True)
+    tables.add_argument("--texts", type=Path, nargs=2, required=True, help="of the bundled pair, and of the chat pair")
     tables.add_argument("--out", type=Path, required=True)
     tables.add_argument("--commit", default="", help="what is replayed, where there is no git checkout to ask")
     replay = parts.add_parser("replay", help="print a row for each domain and temperature")
@@ -143,20 +153,24 @@ def _by_position(kinds: str) -> list[list[int]]:
     return [[int(kind) for kind in kinds[start : start + MAX_WIDTH]] for start in starts]
 
 
-def _record(limit: int, max_tokens: int) -> dict[str, Any]:
-    """How many of seven drafts were right at each position of the bundled pair's texts, and how sure each was."""
-    config = SpeculativeConfig(method="eagle3", model=DEMO / "head", num_speculative_tokens=MAX_WIDTH, strict=True)
+def _record(options: argparse.Namespace) -> dict[str, Any]:
+    """How many of seven drafts were right at each position of a pair's texts, and how sure each was."""
+    model = options.draft_model
+    config = SpeculativeConfig(method="eagle3", model=model, num_speculative_tokens=MAX_WIDTH, strict=True)
     rows = []
-    with Runtime.load(DEMO / "target", config, device="cpu", max_batch=1, max_context=CONTEXT) as runtime:
-        for domain, prompts in json.loads((DEMO / "prompts.json").read_text(encoding="utf-8")).items():
+    with Runtime.load(options.model, config, device="cpu", max_batch=1, max_context=CONTEXT) as runtime:
+        for domain, prompts in json.loads(options.prompts.read_text(encoding="utf-8")).items():
+            given = [wrap(runtime, prompt) if options.chat else prompt for prompt in prompts[: options.limit]]
             for temperature in TEMPERATURES:
-                params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
-                texts, kinds = zip(*(_right_drafts(runtime, prompt, params) for prompt in prompts[:limit]), strict=True)
+                params = SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=1)
+                texts, kinds = zip(*(_right_drafts(runtime, prompt, params) for prompt in given), strict=True)
                 rows.append({"domain": domain, "temperature": temperature, "texts": texts, "kinds": kinds})
-    return {"pair": "bundled", "prompts": limit, "max_tokens": max_tokens, "edges": EDGES, "rows": rows}
+    own = options.model == DEMO / "target"
+    conditions = {"prompts": options.limit, "max_tokens": options.max_tokens, "edges": EDGES}
+    return {"pair": "bundled" if own else options.model.name, **conditions, "rows": rows}
 
 
-def _right_drafts(runtime: Runtime, prompt: str, params: SamplingParams) -> tuple[str, str]:
+def _right_drafts(runtime: Runtime, prompt: str | list[int], params: SamplingParams) -> tuple[str, str]:
     """How many drafts are right at each position that has some, and the kinds of all, as digits; none is kept."""
     found: list[str] = []
     kinds: list[str] = []
@@ -299,20 +313,24 @@ def _replayed(texts: Mapping[tuple[str, float], Sequence[Text]], replay: Replay)
         }
 
 
-def _tables(texts: Mapping[tuple[str, float], Sequence[Text]], commit: str) -> dict[str, Any]:
+def _tables(
+    bundled: Mapping[tuple[str, float], Sequence[Text]], chat: Mapping[tuple[str, float], Sequence[Text]], commit: str
+) -> dict[str, Any]:
     """The result of `tables`: times, replays with and without halting by them, and how sure drafts fared."""
     rows: list[dict[str, Any]] = []
     for name, times in TIMES.items():
         for halting in (False, True):
             replay = Replay(times, times, DRAFT_ENDS if halting else ())
+            texts = chat if name == "chat" else bundled
             rows += [{"times": name, "halting": halting, **row} for row in _replayed(texts, replay)]
     return {
         "what": "replay",
-        "simulated": "times of steps are given; acceptance and confidences are the bundled pair's",
+        "simulated": "times of steps are given; acceptance and confidences are the bundled pair's, by the chat pair's "
+        "times the chat pair's",
         **stamps_of(torch.device("cpu"), commit),
         "ends": DRAFT_ENDS,
         "times_us": {name: vars(times) for name, times in TIMES.items()},
-        "confidence": calibration([text for own in texts.values() for text in own]),
+        "confidence": calibration([text for own in bundled.values() for text in own]),
         "rows": rows,
     }
 

@@ -85,6 +85,14 @@ def test_on_recorded_texts_it_is_as_fast_as_the_best_width() -> None:
 
 
 @pytest.mark.second
+def test_on_texts_of_a_chat_model_it_is_near_the_best_width() -> None:
+    """Of which one width is the best for nearly all: by domain and temperature, one after the other."""
+    gains = gains_over(replay_of("chat"), policy.read_texts(TEXTS.with_name("right_drafts_chat.json")))
+    assert len(gains) == 12
+    assert sum(gains) / len(gains) > -0.0125 and min(gains) > -0.05, gains
+
+
+@pytest.mark.second
 @pytest.mark.parametrize(("name", "mean", "least"), [("llama", 0.03, -0.02), ("mixture", 0.055, -0.02)])
 def test_halting_by_confidence_is_faster_on_recorded_texts(name: str, mean: float, least: float) -> None:
     """Than the choice without: against the best width by domain and temperature, in the mean and at worst."""

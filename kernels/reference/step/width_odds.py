@@ -3,11 +3,10 @@
 A slot's drafts are a chain. Odds by position say how often a draft whose predecessors were right was right as well.
 They are kept apart by the run of right drafts of the last step that drafted, which tells more than anything else:
 behind a long run the next drafts are nearly always right, behind a wrong one often not. There are odds of each slot,
-which forget what is old, and of all requests, from which a new request begins and which a slot's few own observations
-move little by little. What a slot has not seen lately is taken from the position before it, in the proportion that
-holds over all requests. The expected tokens of a width are one plus the
-sum over its drafts of the products of the odds up to each. All numbers are integers, so that every executor counts
-alike.
+which forget what is old, and of all requests, from which a new request begins and which its own observations move
+little by little. What a slot has not seen lately is taken from the position before it, in the proportion that holds
+over all requests. The expected tokens of a width are one plus the sum over its drafts of the products of the odds up
+to each. All numbers are integers, so that every executor counts alike.
 """
 
 import torch
