@@ -13,7 +13,7 @@ of each: it was decoded one token a step, at S = 7, by the reference executor. A
 reference over such texts and charges each step what its width takes; no model runs. `--table-us` has it choose by other
 times than those that are charged. With `--ends 1,2,4` drafting halts behind these levels and goes on where the draft
 model is sure enough; `--level-us` is what a draft takes that is made and not verified, `--decision-us` a halt. `tables`
-writes the replays with and without halting at the times of three pairs, and how often drafts of each kind of confidence
+writes the replays with and without halting at the times of four pairs, and how often drafts of each kind of confidence
 were right.
 """
 
@@ -119,7 +119,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     record.add_argument("--limit", type=int, default=6, help="prompts a domain")
     record.add_argument("--max-tokens", type=int, default=192)
     record.add_argument("--out", type=Path, required=True)
-    tables = parts.add_parser("tables", help="write the replays with and without halting, by the times of three pairs")
+    tables = parts.add_parser("tables", help="write the replays with and without halting, by the times of four pairs")
     tables.add_argument("--texts", type=Path, nargs=2, required=True, help="of the bundled pair, and of the chat pair")
     tables.add_argument("--out", type=Path, required=True)
     tables.add_argument("--commit", default="", help="what is replayed, where there is no git checkout to ask")
