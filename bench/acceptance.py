@@ -46,7 +46,7 @@ LOOP = 8  # a text loops when some run of 8 tokens stands in it more than twice
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write one JSON file."""
     options = _options(arguments)
-    domains = json.loads(options.prompts.read_text(encoding="utf-8"))
+    domains = read_prompts(options.prompts)
     rows, baselines = [], Baselines(options.max_tokens)
     for method in options.method:
         with _load(options, method) as runtime:
@@ -186,10 +186,10 @@ class _Bench:
     depth: int
     temperature: float
 
-    def rows(self, domains: dict[str, Any] | list[str]) -> list[dict[str, Any]]:
+    def rows(self, domains: dict[str, list[str]]) -> list[dict[str, Any]]:
         """Rows over all prompts, over those whose completion does not loop, and by domain."""
         rows, every, straight = [], Sum(), Sum()
-        for domain, prompts in listed(domains).items():
+        for domain, prompts in domains.items():
             own = Sum()
             for prompt in prompts[: self.options.limit]:
                 one = self._decode_both(self._prompt(prompt))
@@ -205,7 +205,7 @@ class _Bench:
             return self._copying(prompt)
         if self.text == "repeating":
             prompt = f"{prompt}\n{prompt}\n{prompt[: len(prompt) // 2]}"
-        return wrap(self.runtime, prompt) if self.options.chat else prompt
+        return given_prompt(self.runtime, prompt, chat=self.options.chat)
 
     def _copying(self, prompt: str) -> list[int]:
         """A prompt with its answer, and the prompt again: the target stands where it began that answer."""
@@ -228,12 +228,16 @@ def runs_on(runtime: Runtime) -> str:
     return f"{name}, driver {driver()}, CUDA {torch.version.cuda}, {runtime.device_choice.executor} executor"
 
 
-def listed(domains: dict[str, Any] | list[str]) -> dict[str, list[str]]:
-    return {"all": domains} if isinstance(domains, list) else dict(domains)
+def read_prompts(path: Path) -> dict[str, list[str]]:
+    """The prompts of a JSON file by domain; a list is one domain, "all"."""
+    found: dict[str, list[str]] | list[str] = json.loads(path.read_text(encoding="utf-8"))
+    return {"all": found} if isinstance(found, list) else found
 
 
-def wrap(runtime: Runtime, prompt: str) -> list[int]:
-    """A prompt in the model's chat template."""
+def given_prompt(runtime: Runtime, prompt: str, *, chat: bool) -> str | list[int]:
+    """A prompt as it is, or in the model's chat template."""
+    if not chat:
+        return prompt
     if runtime.codec is None:
         raise SystemExit("--chat needs a tokenizer")
     text = runtime.codec.apply_chat_template([{"role": "user", "content": prompt}])

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.acceptance import wrap
+from bench.acceptance import given_prompt, read_prompts
 from bench.conditions import stamps_of, write_json
 from bench.subjects import DEMO, open_subject
 from lowlat import Runtime, SamplingParams
@@ -111,12 +111,10 @@ def _name(options: argparse.Namespace) -> str:
 
 def _works(subject: Subject, runtime: Runtime, options: argparse.Namespace) -> Iterator[Work]:
     if options.geometry is not None:
-        prompts = subject.prompts.of(Case(options.context, 1, 0))
-        yield Work("random", prompts, 0.0, options.max_tokens)
+        yield Work("random", subject.prompts.of(Case(options.context, 1, 0)), 0.0, options.max_tokens)
         return
-    found = json.loads((options.prompts or DEMO / "prompts.json").read_text(encoding="utf-8"))
-    for domain, texts in found.items():
-        prompts = [wrap(runtime, text) if options.chat else text for text in texts[: options.limit]]
+    for domain, texts in read_prompts(options.prompts or DEMO / "prompts.json").items():
+        prompts = [given_prompt(runtime, text, chat=options.chat) for text in texts[: options.limit]]
         for temperature in (0.0, 0.7):
             yield Work(domain, prompts, temperature, options.max_tokens)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from bench.acceptance import DEMO, Sum, conditions_of, decode, listed, runs_on, wrap, write_result
+from bench.acceptance import DEMO, Sum, conditions_of, decode, given_prompt, read_prompts, runs_on, write_result
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.tools.quality import OPTIONS, measure_quality
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.table:
         print(table(json.loads(options.out.read_text(encoding="utf-8"))))
         return
-    domains = listed(json.loads(options.prompts.read_text(encoding="utf-8")))
+    domains = read_prompts(options.prompts)
     prompts = [prompt for each in domains.values() for prompt in each[: options.limit]]
     rows: list[dict[str, Any]] = []
     qualities: dict[str, dict[str, Any]] = {}
@@ -112,7 +112,7 @@ def _rounded(weights: str) -> dict[str, Any]:
 
 def _quality(options: argparse.Namespace, weights: str) -> dict[str, Any]:
     """Perplexity of a format and, where it is not the plain one, the divergence from that."""
-    prompts = listed(json.loads((DEMO / "prompts.json").read_text(encoding="utf-8")))
+    prompts = read_prompts(DEMO / "prompts.json")
     text = "\n\n".join(prompt for each in prompts.values() for prompt in each)
     sizes = {**SIZES, **OPTIONS, "device": options.device}
     with Runtime.load(options.target, None, **sizes, **_rounded(weights)) as target:
@@ -136,7 +136,7 @@ def _accepted(
     params, total = SamplingParams(max_tokens=options.max_tokens, temperature=0.0), Sum()
     with Runtime.load(options.target, config, device=options.device, **SIZES, **_rounded(weights)) as runtime:
         for prompt in prompts:
-            given = wrap(runtime, prompt) if options.chat else prompt
+            given = given_prompt(runtime, prompt, chat=options.chat)
             one = Sum()
             tokens, one.seconds, after = decode(runtime, given, params, depth)
             one.prompts, one.tokens, one.steps = 1, len(tokens), after.num_steps

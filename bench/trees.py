@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.acceptance import DEMO, Baselines, Sum, conditions_of, decode, listed, runs_on, write_result
+from bench.acceptance import DEMO, Baselines, Sum, conditions_of, decode, read_prompts, runs_on, write_result
 from bench.conditions import stamps_of
 from bench.subjects import open_subject
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.geometry is not None:
         write_result(options.out, _timed(options))
         return
-    domains = listed(json.loads(options.prompts.read_text(encoding="utf-8")))
+    domains = read_prompts(options.prompts)
     measured = [prompt for prompts in domains.values() for prompt in prompts[: options.limit]]
     others = [prompt for prompts in domains.values() for prompt in prompts[options.limit :][: options.probes]]
     rows, baselines = [], Baselines(options.max_tokens)

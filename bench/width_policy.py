@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from bench.acceptance import wrap
+from bench.acceptance import given_prompt, read_prompts
 from bench.conditions import stamps_of, write_json
 from bench.subjects import DEMO
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -155,12 +155,11 @@ def _by_position(kinds: str) -> list[list[int]]:
 
 def _record(options: argparse.Namespace) -> dict[str, Any]:
     """How many of seven drafts were right at each position of a pair's texts, and how sure each was."""
-    model = options.draft_model
-    config = SpeculativeConfig(method="eagle3", model=model, num_speculative_tokens=MAX_WIDTH, strict=True)
+    config = SpeculativeConfig(model=options.draft_model, num_speculative_tokens=MAX_WIDTH, strict=True)
     rows = []
     with Runtime.load(options.model, config, device="cpu", max_batch=1, max_context=CONTEXT) as runtime:
-        for domain, prompts in json.loads(options.prompts.read_text(encoding="utf-8")).items():
-            given = [wrap(runtime, prompt) if options.chat else prompt for prompt in prompts[: options.limit]]
+        for domain, prompts in read_prompts(options.prompts).items():
+            given = [given_prompt(runtime, prompt, chat=options.chat) for prompt in prompts[: options.limit]]
             for temperature in TEMPERATURES:
                 params = SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=1)
                 texts, kinds = zip(*(_right_drafts(runtime, prompt, params) for prompt in given), strict=True)

@@ -403,8 +403,8 @@ def _many_steps(card: Card) -> list[Kernel]:
     codes = TileFormat("int4", 512, groups=1)
     packed = DecodeGemmShape(28672, 4096, SILU, False, True, None, 1e-5, weights=codes)
     made = []
-    for rows, shape in examples_for(card, ((1, packed),), 0):
-        held = steps_to_hold(rows, shape.depth, card)
-        plans = candidate_plans(rows, shape.width, card, held, weights=codes, depth=shape.depth)
-        made += [_make(shape, plan) for plan in plans if (plan.span, plan.density) == (4, 2)][:1]
+    for shape in examples_for(card, (packed,), 0):
+        held = steps_to_hold(1, shape.depth, card)
+        plans = candidate_plans(1, shape.width, card, held, weights=codes, depth=shape.depth)
+        made.append(_make(shape, next(plan for plan in plans if (plan.span, plan.density) == (4, 2))))
     return made

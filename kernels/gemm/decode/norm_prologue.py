@@ -37,8 +37,7 @@ def make_norm(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> RowNorm:
     own = -(-shape.depth // (8 * THREADS))
     load_rows, load_scales = _make_load_rows(shape, plan, own), _make_load_scales(shape, own)
     sum_squares, scale_rows = _make_sum_squares(plan, own), _make_scale_rows(shape, plan, own)
-    row_inverse = _make_row_inverse(plan, shape.depth, shape.norm_eps)
-    sums_at, share = plan.steps_held * plan.rows_bytes, _lanes_a_row(plan)
+    depth, eps, sums_at, share = shape.depth, shape.norm_eps, plan.steps_held * plan.rows_bytes, _lanes_a_row(plan)
 
     @device_function
     def begin(scales: Any, weight: Any, thread: Any) -> None:
@@ -52,7 +51,8 @@ def make_norm(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> RowNorm:
         sums = uint32(held + uint32(sums_at))
         sum_squares(words, sums, thread)
         cuda.syncthreads()
-        scale_rows(held, row_inverse(sums, row), live, words, scales, thread)
+        inverse = inverse_rms(_total(uint32(sums + uint32(row) * uint32(WARPS * 4))), depth, eps)
+        scale_rows(held, inverse, live, words, scales, thread)
         cuda.syncthreads()
 
     return RowNorm(4 * own * plan.columns, 4 * own, begin, finish)
@@ -160,15 +160,6 @@ def _make_sum_lanes(plan: DecodeGemmPlan) -> Any:
         return total
 
     return sum_lanes
-
-
-def _make_row_inverse(plan: DecodeGemmPlan, depth: int, eps: float) -> Any:
-    @device_function
-    def row_inverse(sums: Any, row: Any) -> Any:
-        """1 / rms of a lane's row."""
-        return inverse_rms(_total(uint32(sums + uint32(row) * uint32(WARPS * 4))), depth, eps)
-
-    return row_inverse
 
 
 def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int) -> Any:
