@@ -5,11 +5,13 @@ from typing import Any
 import torch
 from kernel_cases import unwritten
 from rowwise_cases import BF16, EPS, Lab, check, flags, poison, same_bits, weights
+from selection_cases import best_pairs
 
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.rows import draft_block
 from lowlat.kernels.rows import draft_input as draft_input
+from lowlat.kernels.sampling.select import INFINITY
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 
@@ -103,6 +105,48 @@ def check_block_input(
         draft_input.concat_norms, halves, embedded=embedded, hidden=block["out"], row_live=live, **norms, eps=EPS
     )
     assert all(same_bits(found[name], alone[name]) for name in halves)
+
+
+def check_chain_level(lab: Lab, batch: int, width: int, *, packed: bool, masked: bool) -> None:
+    """A chain's deeper level, with the drafts that it takes; of a broken row, a dead one, and a slot that is dead."""
+    vocabulary, num_nodes, depth = 40, 5, 3
+    table, logits = torch.randn(vocabulary, width).to(BF16), torch.randn(batch, 30)
+    names = torch.randperm(vocabulary)[:30].int()
+    if batch > 1:
+        logits[0, 7] = torch.nan
+    live = (torch.arange(batch) != 1).to(torch.uint8).reshape(batch, 1) if masked else None
+    one, zero = torch.tensor([3], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+    reads = {
+        "feedback": torch.randn(batch, width).to(BF16),
+        "draft_live": (torch.arange(batch) != 2).to(torch.uint8),
+        "draft_lens": torch.randint(3, 1000, (batch,)).int(),
+        "nodes": one,
+        "parent_rows": zero,
+        "masks": torch.randint(1, 1 << 62, (1,)),
+    }
+    drafted, nodes = poison(batch, 1, dtype=torch.int32), poison(batch, num_nodes, dtype=torch.int32)
+    level = unwritten("gather_level", {**reads, "draft_nodes": nodes})
+    want = {**level, "drafted": drafted, "draft_nodes": nodes}
+    want |= {"out": poison(batch, 2 * width), "normed_hidden": poison(batch, width)}
+    outs = {key: tensor.clone() for key, tensor in want.items()}
+    OPERATIONS["draft_topk"](logits, names, live, out=drafted, k=1)
+    OPERATIONS["assign_drafts"](drafted, one, zero, zero, draft_nodes=nodes)
+    OPERATIONS["gather_level"](**reads, draft_nodes=nodes, **level, depth=depth)
+    OPERATIONS["embed"](level["tokens"], table, out=(embedded := poison(batch, width)))
+    norms: dict[str, Any] = {"embed_weight": weights(width), "hidden_weight": weights(width), "eps": EPS}
+    halves = {name: want[name] for name in ("out", "normed_hidden")}
+    OPERATIONS["concat_norms"](embedded, level["hidden"], row_live=level["row_live"], **norms, **halves)
+    assert (int(drafted[0]) == -1) == (batch > 1) and (batch < 3 or int(drafted[2]) >= 0 > int(level["tokens"][2]))
+
+    def build(best: Any, names: Any, live: Any, drafted: torch.Tensor, **given: Any) -> list[KernelCall]:
+        drafts = draft_input.ChainDrafts(best, live, names, drafted.reshape(-1))
+        return draft_input.draft_level_input(**given, drafts=drafts)
+
+    layout = pack(lab.place(table)) if packed else table
+    best = best_pairs(logits, INFINITY)
+    found = lab.launch(build, outs, **reads, best=best, names=names, live=live, weight=layout, **norms, depth=depth)
+    check("draft_level_input of a chain", found, want)
+    assert same_bits(found["hidden"], want["hidden"])
 
 
 def check_level_input(lab: Lab, batch: int, wide: int, above: int, width: int, *, packed: bool) -> None:

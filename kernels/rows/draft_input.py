@@ -1,9 +1,11 @@
 """The EAGLE3 draft model's attention input: normed embedding beside normed hidden state, in one launch.
 
 Two blocks have a row: the left half is the token's embedding, the right half the hidden state, which comes from the
-fc, or in deeper levels of the tree from the parent's fed-back state. It knows neither weights nor the tree.
+fc, or in deeper levels of the tree from the parent's fed-back state. A chain's deeper level takes its tokens from the
+best pairs of the level above, without a launch in between. It knows neither weights nor the tree.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,11 +27,28 @@ from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.draft_rows import block_end
 from lowlat.kernels.rows.embed import check_table
 from lowlat.kernels.rows.norm import check_dtype, check_row_live, check_width
+from lowlat.kernels.sampling.argmax import drafted_token
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
-from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int32, int64, types, uint32
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
-__all__ = ["concat_norms", "draft_input", "draft_level_input", "examples"]
+__all__ = ["ChainDrafts", "concat_norms", "draft_input", "draft_level_input", "examples"]
+
+
+@dataclass(frozen=True)
+class ChainDrafts:
+    """The drafts of the level above, one a slot, each the only parent of this level: what `draft_topk` takes, k = 1.
+
+    best      [B, P, 2]    int32  what the logits' GEMM left
+    row_live  [B] or [..]  uint8  B entries; None: all live
+    names     [V]          int32  what to write in place of an index
+    out       [B]          int32  out: the drafted tokens; -1 in a dead row and in one that is broken
+    """
+
+    best: torch.Tensor
+    row_live: torch.Tensor | None
+    names: torch.Tensor
+    out: torch.Tensor
 
 
 @cache
@@ -105,9 +124,28 @@ def _make_draft_input(width: int, tiled: bool, rows: int, block_size: int, eps: 
 
 
 @cache
-def _make_level_input(width: int, tiled: bool, level: tuple[int, int, int, int], eps: float) -> Kernel:
-    """Grid (B * W, 2); level is W, nodes a slot T, rows of the level above V, depth."""
+def _make_chosen(num_nodes: int, pairs: int) -> Any:
+    """A device function: the token of a slot's node, from where it lies or, with `pairs` of its row, from these."""
+
+    @device_function
+    def chosen(draft_nodes: Any, owner: Any, node: Any, best: Any, best_live: Any, names: Any, drafted: Any) -> Any:
+        place = draft_nodes + (owner * int64(num_nodes) + node) * int64(4)
+        if pairs == 0:
+            return int32(ptx.load_global_i32(place))
+        token = drafted_token(best + owner * int64(8 * pairs), pairs, is_live(best_live, owner), names)
+        if int64(cuda.blockIdx.y) == int64(0) and uint32(cuda.threadIdx.x) == uint32(0):
+            ptx.store_global_i32(place, token)
+            ptx.store_global_i32(drafted + owner * int64(4), token)
+        return token
+
+    return chosen
+
+
+@cache
+def _make_level_input(width: int, tiled: bool, level: tuple[int, int, int, int], eps: float, pairs: int = 0) -> Kernel:
+    """Grid (B * W, 2); level is W, nodes a slot T, rows of the level above V, depth; pairs of a row of a chain's."""
     wide, num_nodes, above, depth = level
+    chosen_of = _make_chosen(num_nodes, pairs)
 
     def draft_level_input(
         feedback: Any,
@@ -127,6 +165,10 @@ def _make_level_input(width: int, tiled: bool, level: tuple[int, int, int, int],
         row_masks: Any,
         out: Any,
         normed_hidden: Any,
+        best: Any,
+        best_live: Any,
+        names: Any,
+        drafted: Any,
     ) -> None:
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
         row, half = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
@@ -139,7 +181,7 @@ def _make_level_input(width: int, tiled: bool, level: tuple[int, int, int, int],
         mask = ptx.load_global_i64(masks + place * int64(8))
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        chosen = int32(ptx.load_global_i32(draft_nodes + (owner * int64(num_nodes) + node) * int64(4)))
+        chosen = chosen_of(draft_nodes, owner, node, best, best_live, names, drafted)
         live = is_live(draft_live, owner) and chosen >= int32(0)
         offset = row * int64(width * 2)
         source = feedback + (owner * int64(above) + parent) * int64(width * 2)
@@ -161,9 +203,10 @@ def _make_level_input(width: int, tiled: bool, level: tuple[int, int, int, int],
 
     shape = f"w{wide}_t{num_nodes}_v{above}_d{depth}"
     name = f"draft_level_input_n{width}_{shape}_{'packed' if tiled else 'rows'}_eps{eps!r}"
+    name = f"{name}_pairs{pairs}" if pairs else name
     address = types.int64
     flags, words = types.Array(types.uint8, 2, "C"), types.Array(types.int64, 2, "C")
-    signature = (*(address,) * 12, flags, address, words, address, address)
+    signature = (*(address,) * 12, flags, address, words, *(address,) * 6)
     return Kernel(name, draft_level_input, signature, THREADS)
 
 
@@ -292,18 +335,20 @@ def draft_level_input(
     normed_hidden: torch.Tensor,
     depth: int,
     eps: float,
+    drafts: ChainDrafts | None = None,
 ) -> list[KernelCall]:
-    """`gather_level`, then `embed` of its tokens and `concat_norms`.
+    """`gather_level`, then `embed` of its tokens and `concat_norms`; before them the drafts that it gathers, if given.
 
     feedback                              [B * V, N]   bf16
-    draft_nodes                           [B, T]       int32
+    draft_nodes                           [B, T]       int32  updated with `drafts`: node nodes[0] of every slot
     draft_live, draft_lens                 [B]          uint8, int32
     nodes, parent_rows, masks             [W]          int32, int32, int64: constants, read before the kernel waits
     weight                                [V, N]       bf16, row-major or packed
     hidden                                [B * W, N]   bf16  out
     tokens, row_live, positions, row_masks  [B, W]     int32, uint8, int32, int64  out
     out, normed_hidden                    [B * W, 2N], [B * W, N]  bf16  out
-    One launch. Raises ShapeError as `concat_norms` does.
+    drafts                                with V = W = 1
+    One launch. Raises ShapeError as `concat_norms` does, and for drafts of a level that is no chain's.
     """
     rows, width = _check_halves(embed_weight, hidden_weight, hidden, out, normed_hidden)
     batch, num_nodes = draft_nodes.shape
@@ -325,10 +370,25 @@ def draft_level_input(
     ):
         check_shape(name, tensor, batch, wide)
     table, tiled = check_table(weight, width)
-    kernel = _make_level_input(width, tiled, (wide, num_nodes, above, depth), eps)
+    pairs, given = _drafts(drafts, batch, (wide, above))
+    kernel = _make_level_input(width, tiled, (wide, num_nodes, above, depth), eps, pairs)
     reads = (feedback, draft_nodes, draft_live, draft_lens, nodes, parent_rows, masks, table, embed_weight)
     writes = (hidden, tokens, row_live, positions, row_masks, out, normed_hidden)
-    return [KernelCall(kernel, (rows, 2, 1), (*reads, hidden_weight, *writes))]
+    return [KernelCall(kernel, (rows, 2, 1), (*reads, hidden_weight, *writes, *given))]
+
+
+def _drafts(drafts: ChainDrafts | None, batch: int, level: tuple[int, int]) -> tuple[int, tuple[Argument, ...]]:
+    """The pairs of a row, 0 without drafts, and the arguments of these. Raises ShapeError."""
+    if drafts is None:
+        return 0, (0,) * 4
+    if level != (1, 1):
+        raise ShapeError(f"drafts are of a chain, a row a slot in each level; got {level[0]} below {level[1]}")
+    pairs = drafts.best.shape[1]
+    check_shape("best", drafts.best, batch, pairs, 2)
+    check_shape("the drafts' out", drafts.out, batch)
+    check_dtype(torch.int32, best=drafts.best, names=drafts.names, out=drafts.out)
+    check_row_live(drafts.row_live, batch)
+    return pairs, (drafts.best, 0 if drafts.row_live is None else drafts.row_live, drafts.names, drafts.out)
 
 
 def examples() -> list[Kernel]:
@@ -341,4 +401,5 @@ def examples() -> list[Kernel]:
         _make_level_input(4096, False, (1, 4, 1, 1), 1e-5),
         _make_level_input(2880, True, (6, 48, 8, 3), 1e-5),
         _make_level_input(8192, True, (3, 16, 1, 1), 1e-5),
+        _make_level_input(4096, False, (1, 4, 1, 1), 1e-5, 132),
     ]

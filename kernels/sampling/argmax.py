@@ -18,15 +18,28 @@ from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.embed import check_table
 from lowlat.kernels.sampling.select import BROKEN, best_partial, index_of_low
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
-from lowlat.kernels.toolchain.numba_cuda import cuda, int32, int64, types, uint32
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32
 from lowlat.kernels.toolchain.ptx import let_next_kernel_start, wait_for_previous_kernel
 
-__all__ = ["NextLevel", "argmax", "examples"]
+__all__ = ["NextLevel", "argmax", "drafted_token", "examples"]
 
 THREADS = 32
 BYTES = types.Array(types.uint8, 1, "C")
 INTS = types.Array(types.int32, 1, "C")
 INTS_2D = types.Array(types.int32, 2, "C")
+
+
+@device_function
+def drafted_token(best: Any, blocks: Any, live: Any, names: Any) -> Any:
+    """The name of the index of a row's best pair, in every lane of a warp; -1 of a dead or a broken row.
+
+    best, names  addresses of the row's [blocks, 2] uint32, and of [V] int32
+    """
+    key, low = best_partial(best, blocks)
+    token = int32(-1)
+    if live and key != uint32(BROKEN) and low != uint32(0):
+        token = int32(int_at(names, index_of_low(low)))
+    return token
 
 
 @dataclass(frozen=True)
@@ -115,10 +128,7 @@ def _make(blocks: int, per_slot: int, nodes: int, masked: bool, level: tuple[int
         wait_for_previous_kernel()
         let_next_kernel_start()
         row, thread = int64(cuda.blockIdx.x), cuda.threadIdx.x
-        key, low = best_partial(best + row * (8 * blocks), blocks)
-        token = int32(-1)
-        if (not masked or row_live[row] != 0) and key != uint32(BROKEN) and low != uint32(0):
-            token = names[index_of_low(low)]
+        token = drafted_token(best + row * (8 * blocks), blocks, not masked or row_live[row] != 0, names)
         if thread == 0:
             out[row] = token
         slot = row // per_slot
@@ -134,7 +144,7 @@ def _make(blocks: int, per_slot: int, nodes: int, masked: bool, level: tuple[int
             for chunk in range(thread, width // 8, THREADS):
                 gather_chunk(weight, token, uint32(chunk), vectors + row * int64(width * 2), width, tiled)
 
-    signature = (types.int64, BYTES, INTS, INTS, INTS, INTS, INTS_2D, *(types.int64,) * 5)
+    signature = (types.int64, BYTES, types.int64, INTS, INTS, INTS, INTS_2D, *(types.int64,) * 5)
     vectors_of = f"_{block}_n{width}_{'packed' if tiled else 'rows'}" if width else ""
     name = f"argmax_{blocks}_{per_slot}_{nodes}_{'masked' if masked else 'whole'}{vectors_of}"
     return Kernel(name, argmax_kernel, signature, THREADS)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_input_cases import check_block_input, check_draft_input, check_level_input
+from draft_input_cases import check_block_input, check_chain_level, check_draft_input, check_level_input
 from rowwise_cases import EPS, Lab, canonical_norm, poison, same_bits, weights
 
 from lowlat.kernels.rows.draft_input import concat_norms, draft_input
@@ -24,6 +24,13 @@ def test_accepted_rows(lab: Lab, batch: int, rows: int, width: int, packed: bool
 )
 def test_levels(lab: Lab, batch: int, wide: int, above: int, width: int, packed: bool) -> None:
     check_level_input(lab, batch, wide, above, width, packed=packed)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("batch", "width"), [(1, 24), (1, 4096), (3, 2880), (8, 8192)])
+def test_levels_of_a_chain(lab: Lab, batch: int, width: int, packed: bool) -> None:
+    for masked in (False, True):
+        check_chain_level(lab, batch, width, packed=packed, masked=masked)
 
 
 @pytest.mark.parametrize("packed", [False, True])

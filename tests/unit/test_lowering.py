@@ -207,15 +207,15 @@ def test_a_choice_begins_with_the_pairs_of_its_own_logits(bushy: bool, lowered: 
             (logits,) = [t for t in tensors if t.dim() == 2 and t.dtype == torch.float32]
             assert mine.shape[0] == logits.shape[0]
             left[mine.data_ptr()] = name, logits
-        elif name.startswith(("sample", "argmax")):
+        elif name.startswith(("sample", "argmax")) or "_pairs" in name:
             (mine,) = pairs
             product, logits = left[mine.data_ptr()]
             assert mine.shape[0] == logits.shape[0]
             assert product.endswith(f"_best132x{FINITE if name.startswith('sample') else INFINITY:x}")
-            assert name.startswith("argmax") or any(t.data_ptr() == logits.data_ptr() for t in tensors)
+            assert not name.startswith("sample") or any(t.data_ptr() == logits.data_ptr() for t in tensors)
             chosen.append(name.split("_")[0])
     assert chosen[0] == "sample" and chosen.count("sample") == 1
-    assert chosen.count("argmax") == (1 if bushy else 3)  # other levels of the tree rank several
+    assert chosen.count("argmax") == 1 and chosen.count("draft") == (0 if bushy else 2)  # a tree's levels rank several
 
 
 def kernels_of(lowered: LoweredPairs) -> Iterator[Any]:
@@ -246,7 +246,7 @@ def test_every_kind_of_kernel_has_an_example_that_is_compiled(lowered: LoweredPa
 AFTER = ["attention", "attention_combine", "decode_gemm_add", "decode_gemm_silu", "decode_gemm_add"]
 AFTER_MANY = [*AFTER[:3], "norms", *AFTER[3:], "norms"]
 QKV = {"llama": ["decode_gemm_rotate"], "qwen2": ["decode_gemm_rotate"], "qwen3": ["decode_gemm_float32", "rotate"]}
-LEVEL = ["draft_level_input", "decode_gemm_rotate", "decode_gemm_rotate", *AFTER, "decode_gemm_float32", "argmax"]
+LEVEL = ["decode_gemm_rotate", "decode_gemm_rotate", *AFTER, "decode_gemm_float32"]
 AROUND = ["begin_step", "sample", "logprobs", "accept"]
 AROUND += ["gather_features", "decode_gemm_bfloat16", "draft_input", "publish"]
 
@@ -261,7 +261,7 @@ def test_kernels_of_a_layer_and_of_a_level(name: str, batch: int, lowered: Lower
         assert target == ["embed_norm", *layer, *layer, "decode_gemm_float32"]
     drafting = [stage for stage in Stage if stage.startswith("EAGLE_DRAFT_") and stage is not Stage.EAGLE_DRAFT_FC]
     shallow, deep = (kinds_of(lowered(name, depth, batch), *drafting) for depth in (1, 7))
-    assert deep == [*shallow, *6 * LEVEL]
+    assert deep == [*shallow[:-1], *6 * ["draft_level_input", *LEVEL], "argmax"]
     around = [stage for stage in Stage if stage not in (*drafting, Stage.BASE_DECODE_STEP)]
     for depth in (0, 1, 7):
         assert kinds_of(lowered(name, depth, batch), *around) == AROUND
@@ -272,18 +272,19 @@ def test_kernels_of_a_first_token(lowered: LoweredPairs) -> None:
     begin = ["identity", "begin_step", "decode_gemm_float32", "sample", "logprobs", "accept", "publish"]
     rows = ["accept", "draft_input", "decode_gemm_rotate"]
     assert kinds_of(lowered("llama", 0, 0), *Stage) == [*begin, *rows]
-    first = ["take_last", "decode_gemm_rotate", *AFTER, "decode_gemm_float32", "argmax"]
-    assert kinds_of(lowered("llama", 3, 0), *Stage) == [*begin, *rows, *first, *2 * LEVEL, "publish"]
+    first = ["take_last", "decode_gemm_rotate", *AFTER, "decode_gemm_float32"]
+    deeper = ["draft_level_input", *LEVEL]
+    assert kinds_of(lowered("llama", 3, 0), *Stage) == [*begin, *rows, *first, *2 * deeper, "argmax", "publish"]
 
 
 def test_a_draft_model_s_layers_before_its_last_cost_what_a_target_s_do(lowered: LoweredPairs) -> None:
     """Over the accepted rows, and over each deeper level's; attention with a window is not split."""
     windowed = [kernel for kernel in AFTER if kernel != "attention_combine"]
     before = [*("decode_gemm_rotate", *AFTER), *("decode_gemm_rotate", *windowed), "norms", "decode_gemm_rotate"]
-    last = ["decode_gemm_rotate", *windowed, "decode_gemm_float32", "argmax"]
+    last = ["decode_gemm_rotate", *windowed, "decode_gemm_float32"]
     drafting = [stage for stage in Stage if stage.startswith("EAGLE_DRAFT_") and stage is not Stage.EAGLE_DRAFT_FC]
     for depth in (1, 3):
-        expected = [*before, "take_last", *last, *["draft_level_input", *before, *last] * (depth - 1)]
+        expected = [*before, "take_last", *last, *["draft_level_input", *before, *last] * (depth - 1), "argmax"]
         assert kinds_of(lowered("llama+several_layers", depth, 2), *drafting) == expected
 
 

@@ -9,7 +9,7 @@ from lowlat.executors.lowering.binding import Binding, Call, decodes
 from lowlat.executors.lowering.fusion import Fusion, Run
 from lowlat.kernels.gemm.decode.gemm import steps_to_hold
 from lowlat.kernels.rows.draft_block import BlockBoundary, block_input, mask_input
-from lowlat.kernels.rows.draft_input import draft_input, draft_level_input
+from lowlat.kernels.rows.draft_input import ChainDrafts, draft_input, draft_level_input
 from lowlat.kernels.rows.draft_rows import take_blocks, take_last
 from lowlat.kernels.rows.embed import embed_norm
 from lowlat.kernels.rows.markov import parent_vectors
@@ -20,7 +20,7 @@ from lowlat.kernels.rows.rotate import LayerKV, rotate, rotate_layers
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.models.program import Op
 
-__all__ = ["ROW_FUSIONS", "adds_ranks", "gathered"]
+__all__ = ["ROW_FUSIONS", "adds_ranks", "embedded", "embeds_for_norms", "gathered", "level_input"]
 
 KV_WRITES = ("kv_write", "prefill_kv_write")
 
@@ -126,7 +126,7 @@ def _exchange(binding: Binding, run: Run) -> Sequence[Call]:
     )  # fmt: skip
 
 
-def _embeds_for_norms(run: Run, card: Card) -> bool:
+def embeds_for_norms(run: Run, card: Card) -> bool:
     """Whether the draft model's two norms read this embedding and, where rows are gathered, what was gathered."""
     embed, norms, level = run.op("embed"), run.op("concat_norms"), run.find("gather_level")
     if norms.reads["embedded"] != embed.writes["out"]:
@@ -138,14 +138,15 @@ def _embeds_for_norms(run: Run, card: Card) -> bool:
     return same and norms.reads.get("row_live") == gathered["row_live"]
 
 
-def _embedded(run: Run) -> list[str]:
+def embedded(run: Run) -> list[str]:
+    """The embedding, which a launch that norms it keeps to itself."""
     return [run.op("embed").writes["out"]]
 
 
 def _stores_hidden(run: Run, card: Card) -> bool:
     stored, norms = run.op("store_boundary"), run.op("concat_norms")
     same = all(stored.reads[name] == norms.reads.get(name) for name in ("hidden", "row_live"))
-    return same and _embeds_for_norms(run, card)
+    return same and embeds_for_norms(run, card)
 
 
 def _draft_input(binding: Binding, run: Run) -> Sequence[Call]:
@@ -192,14 +193,14 @@ def _block_input(binding: Binding, run: Run) -> Sequence[Call]:
     )  # fmt: skip
 
 
-def _draft_level_input(binding: Binding, run: Run) -> Sequence[Call]:
-    """A deeper level's rows, and the draft model's input made of them."""
+def level_input(binding: Binding, run: Run, drafts: ChainDrafts | None = None) -> Sequence[Call]:
+    """A deeper level's rows, and the draft model's input made of them; before them the drafts that they take."""
     embed, norms = run.op("embed"), run.op("concat_norms")
     normed = binding.arguments(norms)
     outs = {name: normed[name] for name in ("out", "normed_hidden", "eps")}
     table = binding.weights.table(embed.weights["weight"])
     return draft_level_input(
-        **binding.arguments(run.op("gather_level")), **outs, weight=table, **binding.vectors(norms)
+        **binding.arguments(run.op("gather_level")), **outs, weight=table, **binding.vectors(norms), drafts=drafts
     )
 
 
@@ -340,13 +341,13 @@ def _same_rows(run: Run, card: Card) -> bool:
 
 ROW_FUSIONS = (
     Fusion(
-        "store_boundary+draft_input", "store_boundary embed concat_norms", 2, _draft_input, _stores_hidden, _embedded
+        "store_boundary+draft_input", "store_boundary embed concat_norms", 2, _draft_input, _stores_hidden, embedded
     ),
-    Fusion("block+draft_input", "store_boundary? block_rows embed concat_norms", 2, _block_input, _lays_out, _embedded),
-    Fusion("level+draft_input", "gather_level embed concat_norms", 2, _draft_level_input, _embeds_for_norms, _embedded),
+    Fusion("block+draft_input", "store_boundary? block_rows embed concat_norms", 2, _block_input, _lays_out, embedded),
+    Fusion("level+draft_input", "gather_level embed concat_norms", 2, level_input, embeds_for_norms, embedded),
     Fusion("exchange+norm", "gather_ranks sum_ranks add rms_norm", 3, _exchange, _norms_ranks, gathered),
     Fusion("exchange", "gather_ranks sum_ranks add?", 1, _exchange, _sums_ranks, gathered),
-    Fusion("draft_input", "embed concat_norms", 1, _draft_input, _embeds_for_norms, _embedded),
+    Fusion("draft_input", "embed concat_norms", 1, _draft_input, embeds_for_norms, embedded),
     Fusion("parents+embed", "parent_tokens embed", 1, _parent_vectors, _embeds_parents),
     Fusion("mask_rows+embed+norm", "mask_rows embed rms_norm", 2, _mask_input, _embeds_block),
     Fusion("embed+norm", "embed rms_norm", 1, _embed_norm, _norms_result),

@@ -8,7 +8,9 @@ import torch
 from lowlat.executors.lowering.binding import Binding, Call
 from lowlat.executors.lowering.fusion import Fusion, Run
 from lowlat.executors.lowering.operations import draft_topk_alone, left_argmax, publication
+from lowlat.executors.lowering.row_fusions import embedded, embeds_for_norms, level_input
 from lowlat.kernels.attention.kv_compact import kv_compact
+from lowlat.kernels.rows.draft_input import ChainDrafts
 from lowlat.kernels.rows.waiting import draft_waiting_rows
 from lowlat.kernels.sampling.argmax import NextLevel
 from lowlat.kernels.sampling.sample import sample
@@ -22,6 +24,7 @@ __all__ = ["STEP_FUSIONS"]
 
 DRAFT_ROWS = ("tokens", "positions", "row_live", "write_lens", "live_positions")
 OPENING = "apply_commands list_active_slots choose_width gather_rows publish_rows"
+LEVEL = "draft_topk assign_drafts gather_level embed concat_norms"
 COMPACTED = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
 
 
@@ -123,16 +126,45 @@ def _draft_next(binding: Binding, run: Run) -> Sequence[Call]:
 def _follows(run: Run, card: Card) -> bool:
     """Whether each slot has one draft, which the next level has as its only parent."""
     drafting, assigning, parents, embed = run.ops
-    slots, constants = run.shape(assigning.writes["draft_nodes"])[0], run.program.constants
-    children, nodes = constants.get(assigning.reads["children"]), constants.get(parents.reads["nodes"])
-    known = children is not None and nodes is not None and torch.equal(children, nodes)
     return (
-        known
-        and run.shape(drafting.writes["out"]) == (slots, 1)
-        and run.shape(parents.writes["parents"]) == (slots, 1)
-        and assigning.reads["top_tokens"] == drafting.writes["out"]
+        _is_only_parent(run, drafting, assigning, parents.reads["nodes"])
+        and run.shape(parents.writes["parents"]) == (run.shape(assigning.writes["draft_nodes"])[0], 1)
         and parents.reads.get("draft_nodes") == assigning.writes["draft_nodes"]
         and embed.reads["tokens"] == parents.writes["parents"]
+    )
+
+
+def _draft_level(binding: Binding, run: Run) -> Sequence[Call]:
+    """A chain's drafts, and the draft model's input of the level behind them: of best pairs in one launch."""
+    drafting = run.op("draft_topk")
+    best, given = left_argmax(binding, drafting), binding.arguments(drafting)
+    if best is None:
+        return [*_draft_topk(binding, run), *level_input(binding, run)]
+    names = binding.vectors(drafting)["draft_to_target"]
+    return level_input(binding, run, ChainDrafts(best, given.get("row_live"), names, given["out"].reshape(-1)))
+
+
+def _feeds_level(run: Run, card: Card) -> bool:
+    """Whether each slot has one draft, which is the only parent of the level whose input is made."""
+    drafting, assigning, level = run.op("draft_topk"), run.op("assign_drafts"), run.op("gather_level")
+    return (
+        _is_only_parent(run, drafting, assigning, level.reads["nodes"])
+        and run.shape(level.writes["tokens"]) == (run.shape(assigning.writes["draft_nodes"])[0], 1)
+        and level.reads["draft_nodes"] == assigning.writes["draft_nodes"]
+        and embeds_for_norms(run, card)
+    )
+
+
+def _is_only_parent(run: Run, drafting: Op, assigning: Op, parents: str) -> bool:
+    """Whether each slot has one draft, and it is the one node of `parents`."""
+    slots, constants = run.shape(assigning.writes["draft_nodes"])[0], run.program.constants
+    children, nodes = constants.get(assigning.reads["children"]), constants.get(parents)
+    return (
+        children is not None
+        and nodes is not None
+        and torch.equal(children, nodes)
+        and run.shape(drafting.writes["out"]) == (slots, 1)
+        and assigning.reads["top_tokens"] == drafting.writes["out"]
     )
 
 
@@ -185,6 +217,7 @@ STEP_FUSIONS = (
     Fusion("sample", "finite sample", 1, _sample, _agree()),
     Fusion("kv_compact", "kv_compact kv_compact kv_compact*", 1, _compacted, _compacts),
     Fusion("draft_topk+parents", "draft_topk assign_drafts parent_tokens embed", 3, _draft_next, _follows),
+    Fusion("draft_topk+level", LEVEL, 4, _draft_level, _feeds_level, embedded),
     Fusion("draft_topk", "draft_topk assign_drafts", 1, _draft_topk, _assigns),
     Fusion("end_step", "publish keep_features? learn_widths", 1, _end, _agree()),
     Fusion("waiting_rows", "waiting_rows take_features? draft_rows", 1, _draft_waiting, _waits),

@@ -20,6 +20,7 @@ from numba.np import numpy_support
 from simulated_blocks import fibers_for_threads
 
 from lowlat.kernels.moe import router_kernel
+from lowlat.kernels.sampling import select
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import SIMULATED
 
@@ -67,6 +68,11 @@ def shared_array(block: Any, shape: Any, dtype: Any, alignment: int = 16) -> Any
     return block._allocations.setdefault(sys._getframe(1).f_lineno, np.empty(shape, kind))
 
 
+def largest(value: Any) -> Any:
+    """The largest of a warp's values."""
+    return max(this_fiber().exchange(value))
+
+
 def bf16_value(address: Any) -> Any:
     """A bf16 as float32."""
     return np.uint32(ctypes.c_uint16.from_address(int(address)).value << 16).view(np.float32)
@@ -91,6 +97,7 @@ def main() -> None:
     torch.set_num_threads(1)
     fibers_for_threads()
     simulate_router()
+    vars(select)["warp_max"] = largest
     lab = cases.Lab(torch.device("cpu"), simulate)
     cases.check_elementwise(lab, 3, 24)
     cases.check_markov_heads(lab, 1, 24, 8)
@@ -116,6 +123,8 @@ def main() -> None:
     draft_input_cases.check_block_input(lab, 2, 2, 4096 + 8, packed=False, batch=2)
     draft_input_cases.check_level_input(lab, 2, 2, 3, 24, packed=True)
     draft_input_cases.check_level_input(lab, 1, 1, 1, 4096 + 8, packed=False)
+    draft_input_cases.check_chain_level(lab, 3, 24, packed=True, masked=True)
+    draft_input_cases.check_chain_level(lab, 1, 4096 + 8, packed=False, masked=False)
     rotation_cases.check_chunk_write(lab, (2, 1, 16), None, (6, 8, 5))
     rotation_cases.check_chunk_write(lab, (3, 2, 8), 1e-5, (4, 0, 3))
     rotation_cases.check_chunk_write(lab, (0, 1, 16), None, (3, 16, 3), coded=True)
