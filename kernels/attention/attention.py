@@ -58,7 +58,7 @@ __all__ = [
     "partial_attention",
 ]
 
-MANY_ITEMS = 1024
+FEW_ITEMS, MANY_ITEMS = 132, 1024
 CONVERTS_CODES = (8, 9)  # the capability from which a card makes fp16 of e4m3 itself
 
 MAX_BATCH, MAX_TREE, MAX_ROWS = 16, 64, 512
@@ -106,7 +106,7 @@ def attention(
     workspace         sums of splits
     early_metadata    all but q and what the rows themselves wrote is older than the kernel before this one
     tail              the most ancestors that a row may have; None: R
-    split             positions of a split, 256 or 512: a row's bits depend on it; see `choose_split`
+    split             positions of a split, 128, 256 or 512: a row's bits depend on it; see `choose_split`
     card              what it runs on
     plan              how to cut the launch; None: by the card's table, or the derived one
     num_blocks        blocks of the grid; None: the plan's on every multiprocessor
@@ -182,9 +182,16 @@ def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
     """Positions of a split, from sizes that stay fixed while a model is loaded: results' bits depend on the split.
 
     Short splits spread a short context over all multiprocessors; long ones halve the sums that are parked and combined
-    (4 slots at 16K on an H200: 83 us with 256, 76 with 512; 1 slot at 8K: 14.7 and 16.9).
+    (Llama-8B's heads on an H200: 1 slot at 1K 5.8 us with 128, 6.8 with 256; 1 at 8K 14.7 with 256, 16.9 with 512; 4 at
+    16K 83 and 76).
     """
-    return 512 if max_batch * -(-max_context // 256) * kv_heads > MANY_ITEMS else 256
+
+    def items(split: int) -> int:
+        return max_batch * -(-max_context // split) * kv_heads
+
+    if items(128) <= FEW_ITEMS:
+        return 128
+    return 512 if items(256) > MANY_ITEMS else 256
 
 
 def most_positions(max_batch: int, max_context: int, kv_heads: int) -> int:

@@ -8,7 +8,7 @@ from lowlat.kernels.common.handover import Handover
 from lowlat.kernels.common.kv_codes import encode, load_scale
 from lowlat.kernels.gemm.decode.epilogue_parts import Epilogue, make_scales, make_total, make_value
 from lowlat.kernels.gemm.decode.exchange_epilogue import make_exchange_epilogue
-from lowlat.kernels.gemm.decode.partial_argmax import Best, make_argmax
+from lowlat.kernels.gemm.decode.partial_argmax import make_argmax
 from lowlat.kernels.gemm.decode.plan import (
     ADD,
     EXCHANGE,
@@ -42,9 +42,6 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
     await_full, release, after = handover.await_full, handover.release, handover.after
     locate, begin, nothing, end = epilogue.locate, epilogue.begin, epilogue.nothing, epilogue.finish
 
-    if shape.block is not None and rounds == 1 and sets == 1:
-        return _make_finishing_ahead(plan, handover, tiles, epilogue, best)
-
     @device_function
     def finish(
         totals: Any, barriers: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any,
@@ -71,54 +68,6 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
                 release(barriers, area, uint32(thread & uint32(31)))
                 area, parity = after(area, parity)
             tile += int64(cuda.gridDim.x)
-        end_best(totals, thread, bests, count)
-
-    return finish
-
-
-def _make_finishing_ahead(plan: DecodeGemmPlan, handover: Handover, tiles: int, epilogue: Epilogue, best: Best) -> Any:
-    """A function as `make_finishing` gives, which loads for a tile before it finishes the one before.
-
-    A tile of a row of a block is few bytes of weights (DSpark's rank is 256), so that one comes sooner than a load.
-    """
-    weight_tiles, area_bytes = plan.weight_tiles, WARPS * plan.sum_bytes
-    begin_best, end_best = best.begin, best.end
-    await_full, release, after = handover.await_full, handover.release, handover.after
-    locate, begin, nothing, end = epilogue.locate, epilogue.begin, epilogue.nothing, epilogue.finish
-
-    @device_function
-    def load(
-        number: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any, beside: Any,
-        scales: Any,
-    ) -> Any:  # fmt: skip
-        row, column, wanted = locate(number, thread, count)
-        if wanted:
-            return begin(number, row, column, row_live, bias, residual, out, beside, scales)
-        return nothing()
-
-    @device_function
-    def finish(
-        totals: Any, barriers: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any,
-        count: Any, beside: Any, scales: Any,
-    ) -> None:  # fmt: skip
-        thread = uint32(thread - uint32(WARPS * 32))
-        begin_best(totals, thread)
-        tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(0)
-        loaded = load(tile * weight_tiles, thread, row_live, bias, residual, out, count, beside, scales)
-        while tile < tiles:
-            next_tile = tile + int64(cuda.gridDim.x)
-            for part in range(weight_tiles):
-                number = tile * weight_tiles + part
-                following = number + 1 if part + 1 < weight_tiles else next_tile * weight_tiles
-                ahead = load(following, thread, row_live, bias, residual, out, count, beside, scales)
-                row, column, wanted = locate(number, thread, count)
-                await_full(barriers, area, parity)
-                if wanted:
-                    end(totals + area * uint32(area_bytes), number, row, column, loaded, out, totals, beside)
-                release(barriers, area, uint32(thread & uint32(31)))
-                area, parity = after(area, parity)
-                loaded = ahead
-            tile = next_tile
         end_best(totals, thread, bests, count)
 
     return finish
