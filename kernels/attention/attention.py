@@ -54,6 +54,7 @@ __all__ = [
     "attention_bytes",
     "choose_split",
     "examples",
+    "finely_split",
     "most_positions",
     "partial_attention",
 ]
@@ -192,6 +193,11 @@ def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
     if items(128) <= FEW_ITEMS:
         return 128
     return 512 if items(256) > MANY_ITEMS else 256
+
+
+def finely_split(max_batch: int, kv_heads: int) -> int:
+    """The longest context that is cut into the shortest splits; 0: none is."""
+    return FEW_ITEMS // (max_batch * kv_heads) * 128
 
 
 def most_positions(max_batch: int, max_context: int, kv_heads: int) -> int:

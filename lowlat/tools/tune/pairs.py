@@ -26,6 +26,7 @@ from lowlat.executors.make import uncovered
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, Role
 from lowlat.host.loading import make_geometry, rank_geometries
+from lowlat.kernels.attention.attention import INVARIANT_HEADS, finely_split
 from lowlat.kernels.formats import matrix_parts
 from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
@@ -79,6 +80,11 @@ class Pair:
     tp_invariant: bool = False
     draft_tensor_parallel_size: int | None = None
 
+    @property
+    def split_heads(self) -> int:
+        """The key-value heads by which a card's splits of positions are chosen."""
+        return INVARIANT_HEADS if self.tp_invariant else max(self.config.num_kv_heads // self.tensor_parallel_size, 1)
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -96,13 +102,16 @@ class Sizes:
     prefill_chunk: int = RuntimeConfig.prefill_chunk
     max_prefill_chunks: int = RuntimeConfig.max_prefill_chunks
 
-    def of_attention(self, num_cards: int) -> tuple["Sizes", ...]:
-        """The sizes of which both splits of positions come, with the longest contexts that each has.
+    def of_attention(self, num_cards: int, kv_heads: int) -> tuple["Sizes", ...]:
+        """The sizes of which all splits of positions come, with the longest contexts that each has.
 
         num_cards  that have parts of the heads: contexts of so many times as many positions are split alike
+        kv_heads   by which a card's splits are chosen
         """
         short = (replace(self, batches=(batch,), max_context=SHORT_POSITIONS // batch) for batch in self.batches)
-        return replace(self, max_context=LONG_CONTEXT * num_cards), *short
+        least = ((batch, finely_split(batch, kv_heads)) for batch in self.batches)
+        fine = (replace(self, batches=(batch,), max_context=longest) for batch, longest in least if longest)
+        return replace(self, max_context=LONG_CONTEXT * num_cards), *short, *fine
 
 
 def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pair:

@@ -67,7 +67,9 @@ def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, card: Card = H200)
     whole = [part for pair in pairs for part in every_part(pair, card, replace(sizes, max_context=longest))]
     found = collect(whole, card, [k for k in kinds if k not in rest])
     if set(rest) <= set(kinds):
-        each_size = [(pair, each) for pair in pairs for each in sizes.of_attention(pair.tensor_parallel_size)]
+        each_size = [
+            (pair, each) for pair in pairs for each in sizes.of_attention(pair.tensor_parallel_size, pair.split_heads)
+        ]
         found += collect([part for pair, each in each_size for part in every_part(pair, card, each)], card, rest)
     return found
 
