@@ -85,6 +85,7 @@ def attention(
     keep_first: int = 0,
     workspace: Workspace,
     early_metadata: bool = False,
+    early_rows: bool = True,
     tail: int | None = None,
     split: int = 256,
     card: Card = H200,
@@ -106,6 +107,7 @@ def attention(
     out               [B * R, H * D]       bf16, out; dead rows zero
     workspace         sums of splits
     early_metadata    all but q and what the rows themselves wrote is older than the kernel before this one
+    early_rows        False: row_live and row_masks are not
     tail              the most ancestors that a row may have; None: R
     split             positions of a split, 128, 256 or 512: a row's bits depend on it; see `choose_split`
     card              what it runs on
@@ -128,6 +130,7 @@ def attention(
     work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split, kv_scales is not None)
     chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, card)
     shape = replace(_shape_of(work, chosen, card, block, first, sinks is not None, early_metadata), parts=parts)
+    shape = replace(shape, late_rows=early_metadata and not early_rows)
     grid = (chosen.blocks * card.num_multiprocessors if num_blocks is None else num_blocks, 1, 1)
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
     numbers = (0 if kv_scales is None else kv_scales, batch, rows, tail or rows, block_table.shape[-1])
@@ -246,6 +249,8 @@ def examples(card: Card = H200) -> list[Kernel]:
     codes = (replace(oss, window=128, coded=True), replace(llama, coded=True), replace(llama, rows=1, coded=True))
     for work in examples_for(card, codes, 1):
         shapes.append(_shape_of(work, candidate_plans(work, card)[0], card, 32, 0, work.head_dim == 64, True))
+    drafts = examples_for(card, [_shape_of(short, candidate_plans(short, card)[0], card, 16, 1, False, True)], 0)
+    shapes += [replace(shape, late_rows=True) for shape in drafts]
     lists = examples_for(card, [_shape_of(llama, candidate_plans(llama, card)[0], card, 32, 0, False, True)], 0)
     shapes += [replace(shape, parts=2) for shape in lists]
     return [_make(shape) for shape in shapes]
@@ -353,7 +358,7 @@ def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
 
     read_rows  as `make_plan_functions` makes it
     """
-    stages, early, whole, warps = shape.stages, shape.early, shape.whole, shape.warps
+    stages, early, late_rows, whole, warps = shape.stages, shape.early, shape.late_rows, shape.whole, shape.warps
     stage_bytes = shape.stage_bytes
     rings, ring_bytes = stages * warps * stage_bytes, stages * DESCRIPTOR_WORDS * 4
     halves = shape.eights
@@ -390,8 +395,11 @@ def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
             here, descriptor = uint32(base + stage * uint32(warps * stage_bytes)), uint32(ring + stage * uint32(16))
             full = filled >= stages
             if not waited and (full or cursor[PLACE] == NO_ITEM or not is_early(cursor, plan)):
-                read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
+                if not late_rows:
+                    read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
                 ptx.wait_for_previous_kernel()
+                if late_rows:
+                    read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
                 waited = True
             if full:
                 wait_for_copies()

@@ -60,7 +60,9 @@ def combine_splits(
     if capacity > MAX_SPLITS:
         limit = MAX_SPLITS * shape.split
         raise ShapeError(f"attention: a context of {capacity * shape.split} positions exceeds {limit}")
-    shape = replace(shape, row_tiles=1, stages=1, blocks=0, coded=False, few=False, converts=True)  # all the same here
+    shape = replace(  # nothing here depends on these
+        shape, row_tiles=1, stages=1, blocks=0, coded=False, few=False, converts=True, late_rows=False
+    )
     rows_a_block = THREADS // (CLASSES * shape.head_dim // 4)
     grid = -(-count // rows_a_block)
     tensors = (partials, sums, slots, dense_lens, row_live, 0 if sinks is None else sinks, out)

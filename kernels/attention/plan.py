@@ -1,7 +1,7 @@
 """Which work a launch of the attention kernel has, listed on the device; and the cursor that walks through it.
 
-Positions are cut into splits of 128, 256 or 512 and tiles of 64, at fixed places. An item is a slot, a key-value head, a
-few tiles of 16 query rows and a split. Items are counted from the slots' lengths alone, so that the first copies may
+Positions are cut into splits of 128, 256 or 512 and tiles of 64, at fixed places. An item is a slot, a key-value head,
+a few tiles of 16 query rows and a split. Items are counted from the slots' lengths alone, so that the first copies may
 start before the tree's masks are known. Nothing here touches keys, values or queries.
 """
 
@@ -52,6 +52,7 @@ class AttentionShape:
     stages     tiles of positions under way in each block
     sinks      whether heads have attention sinks
     early      whether the plan may be read before the kernel before this one ends
+    late_rows  rows' flags and masks are not: with `early` alone
     split      positions of a split
     whole      an item has all positions of its rows, and writes their results itself: short windows without others
     teams      of four warps: team t takes the tiles whose number leaves t when divided by `teams`
@@ -81,6 +82,7 @@ class AttentionShape:
     coded: bool = False
     few: bool = False
     converts: bool = True
+    late_rows: bool = False
 
     @property
     def eights(self) -> int:
@@ -108,9 +110,13 @@ class AttentionShape:
         return self.split.bit_length() - 1
 
     @property
+    def _flags(self) -> tuple[tuple[str, bool], ...]:
+        return ("s", self.sinks), ("e", self.early), ("r", self.late_rows), ("w", self.whole)
+
+    @property
     def name(self) -> str:
         """All constants."""
-        flags = "".join(letter for letter, on in (("s", self.sinks), ("e", self.early), ("w", self.whole)) if on)
+        flags = "".join(letter for letter, on in self._flags if on)
         window = "all" if self.window is None else f"{self.window}w{self.keep_first}"
         return (
             f"attention_{self.head_dim}x{self.group}x{self.kv_heads}_b{self.block}_{window}_f{self.first}_"

@@ -161,7 +161,9 @@ def _make_rows(accepted: int, count: int, drafting: int, width: int) -> Kernel:
                 int_at(dense_lens, owner), block_tokens, block_live, block_positions, drafting_live, drafting_positions,
             )  # fmt: skip
 
-    return Kernel(f"block_rows_{accepted}_{count}_{drafting}_{width}", kernel, (types.int64,) * 13, threads)
+    return Kernel(
+        f"block_rows_{accepted}_{count}_{drafting}_{width}", kernel, (types.int64,) * 13, threads, settles=True
+    )
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,7 @@ def _make_input(width: int, tiled: bool, sizes: tuple[int, int, int], block_size
 
     stored = f"_block{block_size}" if block_size else ""
     name = f"block_input_n{width}_{'packed' if tiled else 'rows'}_{accepted}_{count}_{drafting}{stored}_eps{eps!r}"
-    return Kernel(name, block_input, (types.int64,) * 24, NORM_THREADS)
+    return Kernel(name, block_input, (types.int64,) * 24, NORM_THREADS, settles=True)
 
 
 def mask_rows(
@@ -366,7 +368,7 @@ def _make_mask_rows(accepted: int, count: int) -> Kernel:
             start, place = int_at(draft_lens, owner) - 1, owner * count + row
             note(place, owner, row, token, going, start, tokens, positions, row_live, write_lens)
 
-    return Kernel(f"mask_rows_{accepted}_{count}", kernel, (types.int64,) * 9, MASK_THREADS)
+    return Kernel(f"mask_rows_{accepted}_{count}", kernel, (types.int64,) * 9, MASK_THREADS, settles=True)
 
 
 def mask_input(
@@ -431,7 +433,7 @@ def _make_mask_input(width: int, tiled: bool, accepted: int, count: int, eps: fl
         finish_norm(words, weights, source, tiled, weight, normed + offset, int64(0), known, sums, width, eps)
 
     name = f"mask_input_n{width}_{'packed' if tiled else 'rows'}_{accepted}_{count}_eps{eps!r}"
-    return Kernel(name, mask_input, (types.int64,) * 13, NORM_THREADS)
+    return Kernel(name, mask_input, (types.int64,) * 13, NORM_THREADS, settles=True)
 
 
 def examples() -> list[Kernel]:

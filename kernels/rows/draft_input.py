@@ -72,7 +72,7 @@ def _make_concat_norms(width: int, eps: float) -> Kernel:
         target = out + (int64(2) * row + half) * int64(width * 2)
         finish_norm(words, weights, source, False, weight, target, copy, live, sums, width, eps)
 
-    return Kernel(f"concat_norms_n{width}_eps{eps!r}", concat_norms, (types.int64,) * 7, THREADS)
+    return Kernel(f"concat_norms_n{width}_eps{eps!r}", concat_norms, (types.int64,) * 7, THREADS, settles=True)
 
 
 @cache
@@ -120,7 +120,7 @@ def _make_draft_input(width: int, tiled: bool, rows: int, block_size: int, eps: 
 
     stored = f"_rows{rows}_block{block_size}" if block_size else ""
     name = f"draft_input_n{width}_{'packed' if tiled else 'rows'}{stored}_eps{eps!r}"
-    return Kernel(name, draft_input, (types.int64,) * 13, THREADS)
+    return Kernel(name, draft_input, (types.int64,) * 13, THREADS, settles=True)
 
 
 @cache
@@ -207,7 +207,7 @@ def _make_level_input(width: int, tiled: bool, level: tuple[int, int, int, int],
     address = types.int64
     flags, words = types.Array(types.uint8, 2, "C"), types.Array(types.int64, 2, "C")
     signature = (*(address,) * 12, flags, address, words, *(address,) * 6)
-    return Kernel(name, draft_level_input, signature, THREADS)
+    return Kernel(name, draft_level_input, signature, THREADS, settles=True)
 
 
 def _check_halves(

@@ -62,7 +62,7 @@ def _make_embed(width: int, tiled: bool) -> Kernel:
             gather_chunk(weight, token, chunk, out + row * int64(width * 2), width, tiled)
 
     name = f"embed_n{width}_{'packed' if tiled else 'rows'}"
-    return Kernel(name, embed, (types.int64,) * 3, EMBED_THREADS)
+    return Kernel(name, embed, (types.int64,) * 3, EMBED_THREADS, settles=True)
 
 
 @cache
@@ -85,7 +85,7 @@ def _make_embed_norm(width: int, tiled: bool, eps: float) -> Kernel:
         finish_norm(words, weights, source, tiled, weight, normed + offset, int64(0), live, sums, width, eps)
 
     name = f"embed_norm_n{width}_{'packed' if tiled else 'rows'}_eps{eps!r}"
-    return Kernel(name, embed_norm, (types.int64,) * 6, THREADS)
+    return Kernel(name, embed_norm, (types.int64,) * 6, THREADS, settles=True)
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor | PackedMatrix, *, out: torch.Tensor) -> list[KernelCall]:

@@ -97,7 +97,7 @@ def _make_norms(width: int, parts: int, eps: float) -> Kernel:
         finish_norm(words, weights, x + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
 
     signature = (types.int64,) * 8
-    return Kernel(f"norms_n{width}_parts{parts}_eps{eps!r}", norms, signature, THREADS)
+    return Kernel(f"norms_n{width}_parts{parts}_eps{eps!r}", norms, signature, THREADS, settles=True)
 
 
 @cache
@@ -117,7 +117,9 @@ def _make_add_norm(width: int, eps: float, wide: bool) -> Kernel:
         finish_norm(first, weights, total + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
 
     signature = (types.int64,) * 6
-    return Kernel(f"add_norm_n{width}_{'f32' if wide else 'bf16'}_eps{eps!r}", add_norm, signature, THREADS)
+    return Kernel(
+        f"add_norm_n{width}_{'f32' if wide else 'bf16'}_eps{eps!r}", add_norm, signature, THREADS, settles=True
+    )
 
 
 def rms_norm(

@@ -206,7 +206,7 @@ def _make_rotate(heads: _Heads) -> Kernel:
             _store_four(target, low)
             _store_four(target + int64(dim), high)
 
-    return Kernel(heads.name, rotate, (types.int64,) * 17, THREADS)
+    return Kernel(heads.name, rotate, (types.int64,) * 17, THREADS, settles=True)
 
 
 def rotate(

@@ -65,8 +65,8 @@ def test_sums_are_cut_the_same_by_any_number_of_ranks(name: str, targets: Mappin
         assert all("exchange" in each for each in decode) == (size > 1)
         whole = [re.search(r"_(\d+)x(\d+)_(\d)x(\d+)_(parts)?", each) for each in names if "prefill_gemm" in each]
         assert whole and all(found is not None and (found[3] == "1") == (found[5] is None) for found in whole)
-        splits = {found[1] for each in names if (found := re.search(r"attention_64.*x(256|512)\D", each))}
-        assert splits == {"256"}
+        splits = {found[1] for each in names if (found := re.search(r"attention_64.*x(128|256|512)\D", each))}
+        assert splits == {"128"}
         assert not any(each.startswith(("experts_mlp", "experts_warpgroups")) for each in names)
         if name != "llama":
             assert any(each.startswith("experts_gemm_down") and f"parts{count}x1" in each for each in names)

@@ -1,7 +1,7 @@
 """The memory that a program is lowered onto, and the kinds of calls that it becomes. It knows no operation."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -95,6 +95,8 @@ class Binding:
     exchanges       the memory by which this rank exchanges rows with others; None: it is the only one
     left            the partial argmax that the last GEMM left beside its logits, if it did
     is_invariant    no bit may depend on how many ranks there are: not on extents of which each has a part
+    fresh           buffers that a kernel may still be writing when the next call starts; a cache, of which `kv_write`
+                    alone wrote, with the buffer of the lengths that it wrote behind, others with ""
     """
 
     program: Program
@@ -108,6 +110,13 @@ class Binding:
     num_awaited: int = 0
     left: LeftArgmax | None = None
     is_invariant: bool = False
+    fresh: dict[str, str] = field(default_factory=dict)
+
+    def wrote(self, op: Op) -> None:
+        """Take what an operation writes for fresh."""
+        behind = op.reads.get("write_lens", "")
+        for name in op.writes.values():
+            self.fresh[name] = behind if self.fresh.get(name, behind) == behind else ""
 
     def arguments(self, op: Op) -> dict[str, Any]:
         """The buffers and parameters of an operation by argument name; its weights are left out."""

@@ -53,19 +53,30 @@ def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
     fuse  False: each operation by its own kernel. Raises ShapeError for sizes that its kernel does not take.
     """
     groups: list[LoweredGroup] = []
-    awaits, fresh = True, set[str]()  # whether the next call awaits all before it; buffers written since one did
+    awaits, fresh = True, binding.fresh  # whether the next call awaits all before it
+    fresh.clear()
     for fusion, run in cover(binding.program, binding.card, FUSIONS if fuse else (), binding.weights.permutation):
         if binding.left is not None and any(binding.left.logits in op.writes.values() for op in run.ops):
             binding.left = None
         calls = list(lower_alone(binding, run.ops[0]) if fusion is None else fusion.lower(binding, run))
-        if awaits or not fresh.isdisjoint(name for op in run.ops for name in early_reads(op)):
-            calls[0], fresh = _awaits_all(calls[0]), set()
-        awaits = run.ops[-1].stage is Stage.ACTIVE_SLOTS  # nearly every kernel after it reads slots and lengths
-        fresh.update(name for op in run.ops for name in op.writes.values())
+        awaits = awaits and not (groups and _settles(calls[0]))
+        if awaits or not fresh.keys().isdisjoint(name for op in run.ops for name in early_reads(op)):
+            calls[0] = _awaits_all(calls[0])
+            fresh.clear()
+        # nearly every kernel behind a step's start reads slots and lengths
+        awaits = run.ops[-1].stage is Stage.ACTIVE_SLOTS
+        if any(map(_settles, calls)):
+            fresh.clear()
+        for op in run.ops:
+            binding.wrote(op)
         hidden = frozenset(() if fusion is None else fusion.hides(run))
         name = run.ops[0].kind if fusion is None else fusion.name
         groups.append(LoweredGroup(name, run.ops[0].stage, run.ops, tuple(calls), hidden))
     return tuple(groups)
+
+
+def _settles(call: Call) -> bool:
+    return isinstance(call, KernelCall) and call.kernel.settles
 
 
 def _awaits_all(call: Call) -> Call:

@@ -65,7 +65,7 @@ from lowlat.kernels.trees.draft_confidence import draft_confidence
 from lowlat.kernels.trees.draft_scores import draft_topk_logprobs
 from lowlat.kernels.trees.grow import choose_nodes, grow_block_tree, grow_tree
 from lowlat.kernels.trees.hand_over import hand_over_tree
-from lowlat.models.program import Op, Program, Stage
+from lowlat.models.program import Op, Program
 
 __all__ = [
     "RING_COUNT",
@@ -80,8 +80,6 @@ __all__ = [
 
 # arguments that kernels read before they wait for the kernel before them, which may not have written these
 EARLY: Mapping[str, tuple[str, ...]] = {
-    "attention": ("slots", "block_table", "dense_lens", "row_live", "row_masks"),
-    "partial_attention": ("slots", "block_lists", "dense_lens", "row_live", "row_masks"),
     "sample": (
         *("slots", "row_live", "row_tokens", "row_masks", "lengths", "slot_ints", "slot_floats"),
         *("bias_ids", "bias_values", "stop_ids", "prompt_seen", "output_counts"),
@@ -137,9 +135,17 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
         sinks=binding.sinks(op),
         workspace=binding.workspace,
         card=binding.card,
-        early_metadata=op.stage is Stage.BASE_DECODE_STEP,
+        early_metadata=_is_settled(binding, op),
+        early_rows=binding.fresh.keys().isdisjoint((op.reads["row_live"], op.reads["row_masks"])),
         tail=max(each.shape[1] for each in most),  # no row has more ancestors than a slot has nodes, or such rows
     )
+
+
+def _is_settled(binding: Binding, op: Op) -> bool:
+    """Whether attention may look up and copy, before it waits, the keys and values in front of its dense lengths."""
+    behind, tables = op.reads["dense_lens"], (op.reads.get(name) for name in ("slots", "block_table", "block_lists"))
+    caches = (binding.fresh.get(op.reads[name], behind) for name in ("k_cache", "v_cache"))
+    return binding.fresh.keys().isdisjoint((behind, *tables)) and all(each == behind for each in caches)
 
 
 def _summarise_blocks(binding: Binding, op: Op) -> Sequence[Call]:
@@ -208,9 +214,7 @@ def operation_layouts(program: Program) -> dict[str, torch.Tensor]:
 
 
 def early_reads(op: Op) -> list[str]:
-    """The buffers that an operation's kernel reads before it waits; a draft's attention reads none."""
-    if op.kind == "attention" and op.stage is not Stage.BASE_DECODE_STEP:
-        return []
+    """The buffers that an operation's kernel reads before it waits; attention does where they are settled."""
     return [op.reads[name] for name in EARLY.get(op.kind, ()) if name in op.reads]
 
 
