@@ -52,6 +52,19 @@ def test_a_short_window_is_the_reference_s(lengths: list[int], rows: str, late: 
     check(run(case, late, num_blocks=3 if rows == "one" else 2), case.expected())  # one block more than there are items
 
 
+@pytest.mark.parametrize(
+    ("rows", "late", "window"), [("tree", False, None), ("dead", True, None), ("chain", True, 128)]
+)
+def test_rows_that_are_made_late_are_read_behind_the_wait(rows: str, late: bool, window: int | None) -> None:
+    """Whole tiles in front of the rows are copied before; splits of 128."""
+    masks = {"chain": chain(2), "tree": tree(3, 2), "dead": chain(2)}[rows]
+    case = Case(
+        [150], [masks], head_dim=HEAD_DIM, group=2, kv_heads=1, block=16, device="cpu", window=window,
+        live=[1, 0] if rows == "dead" else None,
+    )  # fmt: skip
+    check(run(case, late, num_blocks=2, split=128, early_rows=False), case.expected())
+
+
 SCALES = torch.tensor([[0.5, 0.04], [1.0, 0.75]]).bfloat16().float()
 
 

@@ -171,6 +171,16 @@ def test_a_mixture_lets_the_next_kernel_start_only_when_the_one_before_has_ended
 
 
 @pytest.mark.second
+def test_a_kernel_that_settles_lets_the_next_one_start_behind_its_wait(compiled: Compiled) -> None:
+    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.settles]
+    assert {"embed", "norms", "draft", "take", "rotate", "mask"} <= {kernel.name.split("_")[0] for kernel in kernels}
+    for kernel in kernels:
+        ptx = re.sub(r"//.*", "", compiled.of(HOPPER, kernel)[1])
+        assert ptx.count("griddepcontrol.wait;") == ptx.count("griddepcontrol.launch_dependents;") == 1, kernel.name
+        assert re.search(r"griddepcontrol\.wait;\s*griddepcontrol\.launch_dependents;", ptx), kernel.name
+
+
+@pytest.mark.second
 def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled: Compiled) -> None:
     """Nothing is loaded or moved there until they are awaited; the assembler waits no more often than it was told."""
     group, multiply, shared = (
