@@ -85,8 +85,9 @@ class Recorder:
         return name
 
     def stop(self) -> None:
-        """Take the hook off."""
+        """Take the hook off, and await what it copied on the executor's stream."""
         self._runtime.executor.set_hook(None)
+        self._runtime.executor.synchronize()
 
     def _after(self, op: Op, arguments: Mapping[str, torch.Tensor]) -> None:
         for argument, name in op.writes.items():
