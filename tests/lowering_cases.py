@@ -12,9 +12,12 @@ from quantised_layers import quantise_target
 from tiny_dflash import dflash_draft_model
 from tiny_models import make_pair, make_target, mxfp4_target, random_draft_model
 
+from lowlat.executors.lowering import operations
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
-from lowlat.models.program import Stage
+from lowlat.models.program import Op, Stage
 
+# attention's first launch: sinks, read early, but for the rows, whole
+ATTENTION = re.compile(r"attention_\d.*_\d+x\d+x\d+(s?)(e?)(r?)w?\dx\d+(_.*)?")
 DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
@@ -142,3 +145,32 @@ def kinds_of(step: Lowered, *stages: Stage) -> list[str]:
     """The kernels of some stages, by the part of their names before the sizes."""
     names = (call.kernel.name for group in step.groups if group.stage in stages for call in group.kernel_calls)
     return [re.split(r"_\d|_[a-z]\d", name)[0] for name in names]
+
+
+def check_early_reads(step: Lowered) -> None:
+    """Before a kernel waits, what was launched before the last one that awaited all, or settled it, is done."""
+    under_way: list[Op] = []
+    for group in step.groups:
+        calls = group.kernel_calls
+        under_way = under_way if calls[0].dependent else []
+        for op in group.ops:
+            early = {name: op.reads[name] for name in _read_early(op, calls[0].kernel.name) if name in op.reads}
+            caches = {op.reads[name] for name in ("k_cache", "v_cache") if early and name in op.reads}
+            for before in under_way:
+                writes = {*before.writes.values()}
+                assert writes.isdisjoint(early.values()), f"{op.kind} reads what {before.kind} writes"
+                behind = before.reads.get("write_lens")
+                assert writes.isdisjoint(caches) or behind == op.reads["dense_lens"], f"{before.kind} writes keys"
+        under_way = [*([] if any(call.kernel.settles for call in calls) else under_way), *group.ops]
+    names = [call.kernel.name for call in step.calls if call.kernel.name.startswith("attention_")]
+    alone = [name for name in names if not name.startswith("attention_combine")]
+    assert all(ATTENTION.fullmatch(name) for name in alone)
+
+
+def _read_early(op: Op, kernel: str) -> tuple[str, ...]:
+    """The arguments that an operation's first kernel reads before it waits; attention's name says which."""
+    found = ATTENTION.fullmatch(kernel)
+    if op.kind not in ("attention", "partial_attention") or found is None:
+        return operations.EARLY.get(op.kind, ())
+    tables = ("slots", "block_table", "block_lists", "dense_lens")
+    return () if not found[2] else tables if found[3] else (*tables, "row_live", "row_masks")

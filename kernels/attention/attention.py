@@ -106,12 +106,11 @@ def attention(
     kv_scales         [2, G]               float32: the caches hold codes; or None
     out               [B * R, H * D]       bf16, out; dead rows zero
     workspace         sums of splits
-    early_metadata    all but q and what the rows themselves wrote is older than the kernel before this one
-    early_rows        False: row_live and row_masks are not
+    early_metadata    all but q and what the rows themselves wrote is older than the kernel before this one; of
+                      row_live and row_masks early_rows says so
     tail              the most ancestors that a row may have; None: R
     split             positions of a split, 128, 256 or 512: a row's bits depend on it; see `choose_split`
-    card              what it runs on
-    plan              how to cut the launch; None: by the card's table, or the derived one
+    card, plan        what it runs on, and how to cut the launch; None: by the card's table, or the derived one
     num_blocks        blocks of the grid; None: the plan's on every multiprocessor
     With a short window there is one launch and no workspace; the window and `keep_first` mean what they mean in the
     reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
@@ -129,8 +128,8 @@ def attention(
     group, keep = heads // kv_heads, keep_first if window is not None else 0
     work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split, kv_scales is not None)
     chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, card)
-    shape = replace(_shape_of(work, chosen, card, block, first, sinks is not None, early_metadata), parts=parts)
-    shape = replace(shape, late_rows=early_metadata and not early_rows)
+    shape = _shape_of(work, chosen, card, block, first, sinks is not None, early_metadata)
+    shape = replace(shape, parts=parts, late_rows=early_metadata and not early_rows)
     grid = (chosen.blocks * card.num_multiprocessors if num_blocks is None else num_blocks, 1, 1)
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
     numbers = (0 if kv_scales is None else kv_scales, batch, rows, tail or rows, block_table.shape[-1])

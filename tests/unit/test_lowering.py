@@ -1,7 +1,6 @@
 """Lowering without a GPU: every operation is covered once and in order, by calls that reach exactly what it names."""
 
 import inspect
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from inserted import with_identities
 from kernel_inventory import B200, CARDS, examples, family, fingerprint
 from lowered import Lowered
-from lowering_cases import HEADS, MIXTURES, LoweredPairs, kinds_of, reached, span
+from lowering_cases import ATTENTION, HEADS, MIXTURES, LoweredPairs, check_early_reads, kinds_of, reached, span
 
 from lowlat.errors import ConfigError
 from lowlat.executors.device_weights import DeviceWeights
@@ -74,8 +73,6 @@ CASES: list[tuple[str, int, int, bool | str]] = [
     *(("gpt_oss+alone", 0, 0, False), ("qwen3+everything", 7, 0, False)),
 ]
 
-# sinks, read early, but for the rows, whole
-FLAGS = re.compile(r"attention_\d.*_\d+x\d+x\d+(s?)(e?)(r?)w?\dx\d+(_.*)?")
 TREES = {False: "chain", True: "tree", "dynamic": "dynamic"}
 
 
@@ -184,39 +181,14 @@ def test_a_step_starts_after_the_last_one_and_its_rows_after_its_start(step: Low
 
 
 def test_nothing_is_read_early_that_may_still_be_written(step: Lowered) -> None:
-    """Before a kernel waits, what was launched before the last one that awaited all, or settled it, is done."""
-    under_way: list[Op] = []
-    for group in step.groups:
-        calls = group.kernel_calls
-        under_way = under_way if calls[0].dependent else []
-        for op in group.ops:
-            early = {name: op.reads[name] for name in read_early(op, calls[0].kernel.name) if name in op.reads}
-            caches = {op.reads[name] for name in ("k_cache", "v_cache") if early and name in op.reads}
-            for before in under_way:
-                writes = {*before.writes.values()}
-                assert writes.isdisjoint(early.values()), f"{op.kind} reads what {before.kind} writes"
-                behind = before.reads.get("write_lens")
-                assert writes.isdisjoint(caches) or behind == op.reads["dense_lens"], f"{before.kind} writes keys"
-        under_way = [*([] if any(call.kernel.settles for call in calls) else under_way), *group.ops]
-    names = [call.kernel.name for call in step.calls if call.kernel.name.startswith("attention_")]
-    alone = [name for name in names if not name.startswith("attention_combine")]
-    assert all(FLAGS.fullmatch(name) for name in alone)
-
-
-def read_early(op: Op, kernel: str) -> tuple[str, ...]:
-    """The arguments that an operation's first kernel reads before it waits; attention's name says which."""
-    found = FLAGS.fullmatch(kernel)
-    if op.kind not in ("attention", "partial_attention") or found is None:
-        return operations.EARLY.get(op.kind, ())
-    tables = ("slots", "block_table", "block_lists", "dense_lens")
-    return () if not found[2] else tables if found[3] else (*tables, "row_live", "row_masks")
+    check_early_reads(step)
 
 
 def test_a_draft_s_attention_is_early(lowered: LoweredPairs) -> None:
     """Of a chain's deeper levels but for their rows, which the launch that settles the rest has made."""
     for name in ("llama", "qwen3", "llama+several_layers"):
         calls = [call for call in lowered(name, 3, 1).calls if call.kernel.name.startswith("attention_")]
-        found = [FLAGS.fullmatch(call.kernel.name) for call in calls if "combine" not in call.kernel.name]
+        found = [ATTENTION.fullmatch(call.kernel.name) for call in calls if "combine" not in call.kernel.name]
         assert all(each is not None and each[2] for each in found)
         assert sum(each is not None and bool(each[3]) for each in found) == (4 if "several" in name else 2)
 
@@ -493,7 +465,7 @@ def test_identities_anywhere_cost_the_fusions_that_they_interrupt(name: str, see
     test_what_is_hidden_is_never_read_again(step)
     test_calls_reach_what_their_operations_name_and_nothing_hidden(step)
     test_every_tensor_of_a_call_is_somebody_s(step)
-    test_nothing_is_read_early_that_may_still_be_written(step)
+    check_early_reads(step)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "gpt_oss_mxfp4", "llama+everything"])
