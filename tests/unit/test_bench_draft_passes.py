@@ -118,7 +118,7 @@ def test_a_chain_reads_its_weights_for_every_draft_and_a_block_once(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("method", "launches"),
-    [("eagle3", (33, 53, 73)), ("peagle", (32, 37, 37)), ("dflash", (42, 42, 42)), ("dspark", (48, 52, 56))],
+    [("eagle3", (31, 49, 67)), ("peagle", (32, 37, 37)), ("dflash", (42, 42, 42)), ("dspark", (48, 52, 56))],
 )
 def test_a_pass_has_few_launches(method: str, launches: tuple[int, ...], tmp_path: Path) -> None:
     """At 3, 5 and 7 drafts. A block's layer has seven: two of attention, and behind more than eight rows two norms."""
