@@ -81,7 +81,12 @@ def test_codes_are_the_reference_s(
     head_dim: int, lengths: list[int], window: int | None, late: bool, card: Card
 ) -> None:
     """Heads of both sizes, scales by head, queries of far sizes; codes that the card converts, or shifts do; a row
-    whose key, or value, is no number is none, and leaves the others."""
+    whose key, or value, is no number is none, and leaves the others.
+
+    Of a query of 2**20 the largest score takes all, so no two may be as near as sums are rounded: one draw in a hundred
+    has such, hence always the same.
+    """
+    torch.manual_seed(3)
     kv_heads = 1 if head_dim == 128 else 2
     case = Case(
         lengths, [[1, 3, 5, 9]], head_dim=head_dim, group=4, kv_heads=kv_heads, block=16, device="cpu", window=window,
