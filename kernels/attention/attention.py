@@ -188,13 +188,9 @@ def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
     (Llama-8B's heads on an H200: 1 slot at 1K 5.8 us with 128, 6.8 with 256; 1 at 8K 14.7 with 256, 16.9 with 512; 4 at
     16K 83 and 76).
     """
-
-    def items(split: int) -> int:
-        return max_batch * -(-max_context // split) * kv_heads
-
-    if items(128) <= FEW_ITEMS:
+    if max_context <= finely_split(max_batch, kv_heads):
         return 128
-    return 512 if items(256) > MANY_ITEMS else 256
+    return 512 if max_batch * -(-max_context // 256) * kv_heads > MANY_ITEMS else 256
 
 
 def finely_split(max_batch: int, kv_heads: int) -> int:
