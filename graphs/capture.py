@@ -103,9 +103,8 @@ def _issue_choice(builder: Any, choice: Choice, condition: int) -> int:
     if begun is not None:
         count += _issue_parts(builder, begun, choice.parts, handles[0])
     for body, part in zip(choice.bodies, builder.switch(chosen, len(choice.bodies)), strict=True):
-        part.begin_building("relaxed")
-        issued = _issue(part, body(condition))
-        part.end_building()
+        with _capturing(part):
+            issued = _issue(part, body(condition))
         audit(_kinds(part.graph_definition), issued)
         count += issued
     return count
@@ -114,12 +113,11 @@ def _issue_choice(builder: Any, choice: Choice, condition: int) -> int:
 def _issue_parts(builder: Any, begun: Any, parts: Sequence[Body], chosen: int) -> int:
     """Record parts, each in an IF node within the one before; `chosen` is the handle of the choice behind them."""
     part = builder.if_then(begun)
-    part.begin_building("relaxed")
-    following = part.create_condition(default_value=0) if len(parts) > 1 else None
-    count = _issue(part, parts[0](*(() if following is None else (chosen, int(following.handle)))))
-    if following is not None:
-        count += _issue_parts(part, following, parts[1:], chosen)
-    part.end_building()
+    with _capturing(part):
+        following = part.create_condition(default_value=0) if len(parts) > 1 else None
+        count = _issue(part, parts[0](*(() if following is None else (chosen, int(following.handle)))))
+        if following is not None:
+            count += _issue_parts(part, following, parts[1:], chosen)
     _audit_conditional(part, 0 if following is None else 1)
     return count
 
@@ -148,12 +146,11 @@ def capture_loop(stream: Any, body: Body | Choice) -> CapturedGraph:
     with _building(stream) as builder:
         condition = builder.create_condition(default_value=1)
         loop = builder.while_loop(condition)
-        loop.begin_building("relaxed")
-        if isinstance(body, Choice):
-            count = _issue_choice(loop, body, int(condition.handle))
-        else:
-            count = _issue(loop, body(int(condition.handle)))
-        loop.end_building()
+        with _capturing(loop):
+            if isinstance(body, Choice):
+                count = _issue_choice(loop, body, int(condition.handle))
+            else:
+                count = _issue(loop, body(int(condition.handle)))
         builder.end_building()
         if isinstance(body, Choice):
             _audit_choice(loop, body)
@@ -179,6 +176,23 @@ def _building(stream: Any) -> Iterator[Any]:
         if isinstance(error, LowlatError):
             raise
         raise DeviceError(f"a step cannot be captured: {error}") from error  # cuda.core's own has no public name
+
+
+@contextmanager
+def _capturing(body: Any) -> Iterator[None]:
+    """Capture into the body of a conditional node.
+
+    When that fails the body's capture ends first, then those around it: a body that captured on would write into a
+    graph that is gone, whenever Python collects it.
+    """
+    body.begin_building("relaxed")
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            body.close()
+        raise
+    body.end_building()
 
 
 def audit(kinds: Sequence[str], expected: int, *, library: bool = False) -> None:

@@ -4,7 +4,7 @@ import ctypes
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -118,6 +118,7 @@ class FakeBuilder:
     """A graph builder that collects nodes; `stray` are captured besides, `stray_of_bodies` in bodies of a choice."""
 
     stray_of_bodies: tuple[Any, ...] = ()
+    order_closed: ClassVar[list["FakeBuilder"]] = []
 
     def __init__(self, stray: tuple[Any, ...] = ()) -> None:
         self.found: list[Any] = list(stray)
@@ -164,6 +165,7 @@ class FakeBuilder:
 
     def close(self) -> None:
         self.closed = True
+        self.order_closed.append(self)
 
 
 @pytest.fixture
@@ -267,6 +269,30 @@ def test_a_choice_is_its_opening_and_one_node_around_its_bodies(
     monkeypatch.setattr(FakeBuilder, "stray_of_bodies", (MemcpyNode(),))
     with pytest.raises(DeviceError, match=r"must hold 3 kernels, it holds 4 nodes, others: \['MemcpyNode'\]"):
         record(FakeBuilder(), choice)
+
+
+@pytest.mark.parametrize("failing", ["loop", "body", "part", "inner part"])
+def test_what_fails_within_conditional_nodes_ends_the_innermost_capture_first(
+    failing: str, issued: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: int) -> list[KernelLaunch]:
+        raise ValueError("a wrong argument")
+
+    def works(*_: int) -> list[KernelLaunch]:
+        return launches(1)
+
+    monkeypatch.setattr(FakeBuilder, "order_closed", [])
+    choice = Choice(
+        fails if failing == "loop" else works,
+        [works, fails if failing == "body" else works],
+        [fails if failing == "part" else works, fails if failing == "inner part" else works],
+    )
+    outer = FakeBuilder()
+    with pytest.raises(DeviceError, match="a wrong argument"):
+        capture_loop(outer, choice)
+    depth = {"loop": 1, "body": 2, "part": 2, "inner part": 3}[failing]  # captures that were open
+    assert len(FakeBuilder.order_closed) == depth + 1
+    assert FakeBuilder.order_closed[-1] is outer
 
 
 def test_a_graph_that_cannot_be_launched_is_a_device_s_failure(
