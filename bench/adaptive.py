@@ -7,7 +7,7 @@
 A pair has real acceptance, greedy and at temperature 0.7; a geometry has random weights and imposed tokens a
 step. `auto, by confidence` also ends drafting where the draft model is unsure (`adaptive_confidence`): with random
 weights confidences tell nothing, and such rows show what they cost. S = 0 has no draft model loaded. Rows are added to
-an existing file, and replace its rows of the same conditions.
+an existing file as each load ends, and replace its rows of the same conditions.
 """
 
 import argparse
@@ -48,11 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     sizes = {"max_batch": 1, "max_context": options.context + 2 * options.max_tokens + 64, "prefix_reuse": False}
     pair = {"model": options.model, "draft_model": options.draft_model, "prompts": options.prompts}
+    rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     with open_subject({"device": options.device}, geometry=options.geometry, **pair) as subject:
-        rows = list(_rows(subject, options, sizes))
-    known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    rows = [row for row in known if not any(_same(row, new) for new in rows)] + rows
-    write_json(options.out, {"rows": rows})
+        for made in _rows_by_load(subject, options, sizes):
+            rows = [row for row in rows if not any(_same(row, new) for new in made)] + made
+            write_json(options.out, {"rows": rows})
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -76,7 +76,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _rows(subject: Subject, options: argparse.Namespace, sizes: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _rows_by_load(
+    subject: Subject, options: argparse.Namespace, sizes: dict[str, Any]
+) -> Iterator[list[dict[str, Any]]]:
     """The rows of a pair: one load for S = 0; for fixed S and for chosen ones one each, of every imposed acceptance."""
     lengths = [None] if options.geometry is None else options.accept_length
     baselines: dict[tuple[str, float], float] = {}
@@ -89,19 +91,16 @@ def _rows(subject: Subject, options: argparse.Namespace, sizes: dict[str, Any]) 
         drafting["adaptive_confidence"] = policy == CONFIDENT
         with subject.drafting(**drafting).load(most, adaptive=bool(policy), **sizes) as runtime:
             stamps = stamps_of(runtime.device_choice.device, options.commit)
+            rows = list[dict[str, Any]]()
             for work in _works(subject, runtime, options):
                 for name, asked in settings:
                     row = _row(runtime, work, name, asked, options.repeats)
                     baselines.setdefault((work.domain, work.temperature), row["tokens_per_s"])
                     row["tokens_per_s_without_drafts"] = baselines[work.domain, work.temperature]
                     for of in [length] if most else lengths:  # without drafts nothing is imposed
-                        yield {
-                            "pair": _name(options),
-                            "simulated_accept_length": of,
-                            "context": options.context if options.geometry else None,
-                            **row,
-                            **stamps,
-                        }
+                        conditions = {"simulated_accept_length": of, "context": options.context if of else None}
+                        rows.append({"pair": _name(options), **conditions, **row, **stamps})
+        yield rows
 
 
 def _name(options: argparse.Namespace) -> str:
