@@ -1,0 +1,45 @@
+"""The memory plan beside what the card says: nothing large is held that is not planned, nor planned and not held."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowlat
+from lowlat import Runtime, SpeculativeConfig
+from lowlat.host.memory.held import PARTS
+
+DEMO = Path(lowlat.__file__).parent / "demo"
+# gigabytes of keys and values, beside which a context, code and graphs are as little as beside a large model
+OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 2048, "kv_blocks": 160_000, "device": "cuda:0"}
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"quantize": "fp8", "kv_cache_dtype": "fp8"},
+    "int4": {"quantize": "int4"},
+    "adaptive loop": {"device_loop": True},
+}
+TURNS = 3  # other processes may take memory of the card or give it back meanwhile
+
+
+def loaded(name: str) -> tuple[int, int]:
+    """Bytes that a runtime's parts that stay were planned to take, and by how many the card's free memory fell."""
+    drafts = SpeculativeConfig(
+        model=DEMO / "head", num_speculative_tokens="auto" if name == "adaptive loop" else 3, strict=True
+    )
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info(0)
+    with Runtime.load(DEMO / "target", drafts, **OPTIONS, **FORMATS[name]) as runtime:
+        torch.cuda.empty_cache()  # what packing took and gave back is not held
+        after, _ = torch.cuda.mem_get_info(0)
+        (held,) = runtime.summary()["memory"]
+    return sum(held[part] for part in PARTS), before - after
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_plan_is_within_two_per_cent_of_the_card_s_own_count(name: str) -> None:
+    loaded(name)  # the context, and code that stays
+    found = [loaded(name) for _ in range(TURNS)]
+    assert all(planned > 2 << 30 for planned, _ in found)
+    assert any(abs(taken - planned) <= 0.02 * planned for planned, taken in found), found
