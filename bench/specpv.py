@@ -4,10 +4,15 @@
     python -m bench.specpv --model bundled --context 512 1024 --retrieval 4 8 16 --refresh 8 32 --threshold 64 \\
         --out specpv.json
 
+    python -m bench.specpv --model llama-8b --context 65536 98304 131072 --threshold 8192 --lossless --out specpv.json
+
 SpecPV is lossy, except with `--lossless`, where a step is a cycle of proposals and their verification. `bundled` is the
 bundled pair, greedy, on its own texts: rows give the share of tokens that equal those of full attention at the same
 place, and the place of each prompt's first different token. Other models are geometries with random weights: acceptance
-is imposed, in tokens a step, and the tokens mean nothing, so nothing is said of them. A row is a context, a budget
+is imposed, in tokens a step, and the tokens mean nothing, so nothing is said of them. Cycles take no imposed
+acceptance: of a geometry lossy rows stand beside them, whose partial steps are the same, and what is left of a cycle
+is its verification; `gain_by_agreement` is what these times give where a proposal is right with such a chance and
+every step brings the tokens that are imposed elsewhere: above 1 it pays. A row is a context, a budget
 (`specpv_n_retrieval_blocks`), a number of partial steps between refreshes and a buffer; the first of each context is
 full attention, by a runtime without SpecPV. One request at a time; times are the host's, from one step's tokens to the
 next's, refreshes between them included.
@@ -28,6 +33,7 @@ import torch
 from bench.clock import percentile
 from bench.conditions import release, stamps_of, write_json
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.kernels.reference.step.slots import MAX_FORCED
 from lowlat.models.target import OpenedTarget
 from lowlat.tools.bench.geometry import random_target, read_geometries
 from lowlat.tools.bench.step_bytes import step_bytes
@@ -38,14 +44,19 @@ __all__ = ["main", "run_requests"]
 DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
 BUNDLED = "bundled"
 WARM_UP = 4  # steps
+AGREEMENTS = (0.9, 0.95, 0.97, 0.99, 1.0)
 
 
 @dataclass
 class Run:
-    """The requests of one row: tokens of each, milliseconds of each step, and what the runtime counted."""
+    """The requests of one row: tokens of each, milliseconds of each step, and what the runtime counted.
+
+    proposed  of each step, the steps before it that only proposed and whose time it has
+    """
 
     tokens: list[list[int]] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
     num_timed: int = 0
     accept_length: float = 1.0
     counts: dict[str, Any] = field(default_factory=dict)
@@ -58,17 +69,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     stamps, rows = stamps_of(device, options.commit), []
     full: dict[int, Run] = {}
+    partial: dict[int, Run] = {}
     with tempfile.TemporaryDirectory() as folder:
         for specpv in _settings(options):
             target, draft = _pair(options, Path(folder))
             config = SpeculativeConfig(
-                model=draft, num_speculative_tokens=options.depth, strict=True, **_simulated(options), **specpv
+                model=draft, num_speculative_tokens=options.depth, strict=True, **_simulated(options, specpv), **specpv
             )
             with Runtime.load(target, config, **_sizes(options)) as runtime:
                 for context in options.context:
                     found = run_requests(runtime, context, options)
                     full.setdefault(context, found)
-                    rows.append({**_row(options, context, specpv, found, full[context]), **stamps})
+                    row = _row(options, context, specpv, found, full[context])
+                    if options.model != BUNDLED and specpv.get("specpv_lossless"):
+                        row |= _cycle(options, found, full[context], partial[context])
+                    elif specpv:
+                        partial[context] = found
+                    rows.append({**row, **stamps})
                     print(json.dumps(rows[-1]), flush=True)
             release(device)
     if options.out is not None:
@@ -84,7 +101,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--refresh", type=int, nargs="+", default=[32], help="partial steps between refreshes")
     parser.add_argument("--threshold", type=int, default=4096)
     parser.add_argument("--buffer", type=int, nargs="+", default=[128], help="positions that partial steps may write")
-    parser.add_argument("--lossless", action="store_true", help="what they say is verified; of the bundled pair alone")
+    parser.add_argument("--lossless", action="store_true", help="what they say is verified; of a geometry besides")
     parser.add_argument("--depth", type=int, default=3, help="S")
     parser.add_argument("--accept", type=float, default=3.0, help="tokens a step that are imposed")
     parser.add_argument("--tokens", type=int, default=384, help="of each request's completion")
@@ -95,25 +112,22 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if min(options.context) <= options.tokens:
         parser.error(f"--context {min(options.context)} leaves no prompt before --tokens {options.tokens}")
-    if options.lossless and options.model != BUNDLED:
-        parser.error("--lossless takes real acceptance: --model bundled")
     return options
 
 
 def _settings(options: argparse.Namespace) -> list[dict[str, Any]]:
     """SpecPV's options of every runtime; none for the first."""
-    common = {
-        "enable_specpv": True,
-        "specpv_partial_threshold": options.threshold,
-        **({"specpv_lossless": True} if options.lossless else {}),
-    }
+    common = {"enable_specpv": True, "specpv_partial_threshold": options.threshold}
+    lossless = {**common, "specpv_lossless": True}
+    forms = [common] if not options.lossless else [lossless] if options.model == BUNDLED else [common, lossless]
     sweep = product(options.retrieval, options.refresh, options.buffer)
     keys = ("specpv_n_retrieval_blocks", "specpv_full_refresh_steps", "specpv_n_spec_tokens_buf")
-    return [{}, *({**common, **dict(zip(keys, each, strict=True))} for each in sweep)]
+    return [{}, *({**form, **dict(zip(keys, each, strict=True))} for each in sweep for form in forms)]
 
 
-def _simulated(options: argparse.Namespace) -> dict[str, Any]:
-    return {} if options.model == BUNDLED else {"simulated_accept_length": options.accept}
+def _simulated(options: argparse.Namespace, specpv: dict[str, Any]) -> dict[str, Any]:
+    imposed = options.model != BUNDLED and not specpv.get("specpv_lossless")
+    return {"simulated_accept_length": options.accept} if imposed else {}
 
 
 def _pair(options: argparse.Namespace, folder: Path) -> tuple[str | OpenedTarget, Path]:
@@ -150,7 +164,7 @@ def run_requests(runtime: Runtime, context: int, options: argparse.Namespace) ->
 def _drive(runtime: Runtime, found: Run) -> list[int]:
     """Step a request to its end; the first steps are not timed."""
     tokens: list[int] = []
-    last, num_steps = 0.0, -1  # what comes first comes out of prefill
+    last, num_steps, proposed = 0.0, -1, 0  # what comes first comes out of prefill
     while runtime.busy:
         outputs = runtime.step()
         now = time.perf_counter()
@@ -158,8 +172,9 @@ def _drive(runtime: Runtime, found: Run) -> list[int]:
             tokens += output.token_ids
         if outputs and num_steps >= WARM_UP:
             found.step_ms += [1e3 * (now - last) / len(outputs)] * len(outputs)
+            found.proposed += [proposed] * len(outputs)
             found.num_timed += sum(len(output.token_ids) for output in outputs)
-        num_steps += len(outputs)
+        num_steps, proposed = num_steps + len(outputs), 0 if outputs else proposed + 1
         last = now if outputs else last  # steps that only propose count with the one that verifies
     return tokens
 
@@ -174,7 +189,8 @@ def _prompt(runtime: Runtime, length: int, number: int, options: argparse.Namesp
     """The bundled texts one after the other, each prompt from another one on; else random tokens."""
     if options.model != BUNDLED or runtime.codec is None:
         generator = torch.Generator().manual_seed(number)
-        return torch.randint(1000, (length,), generator=generator).tolist()
+        most = min(1000, runtime.geometry.config.vocab_size)
+        return torch.randint(most, (length,), generator=generator).tolist()
     texts = [text for kind in json.loads((DEMO / "prompts.json").read_text()).values() for text in kind]
     place, tokens = 7 * number % len(texts), list[int]()
     while len(tokens) < length:
@@ -194,14 +210,14 @@ def _row(options: argparse.Namespace, context: int, specpv: dict[str, Any], foun
         "context": context,
         "num_speculative_tokens": options.depth,
         "attention": "partial" if specpv else "full",
-        "lossy": bool(specpv) and not options.lossless,
+        "lossy": bool(specpv) and not specpv.get("specpv_lossless", False),
         **specpv,
         "ms_p50": round(median, 4),
         "ms_p99": round(percentile(found.step_ms, 99), 4),
         "gigabytes": round(found.gigabytes, 3),
         "tokens_per_s": round(speed, 1),
         "accept_length": round(found.accept_length, 3),
-        "simulated": options.model != BUNDLED,
+        "simulated": bool(_simulated(options, specpv)),
         "steps": len(found.step_ms),
         **found.counts,
         "ms_of_full": round(median / percentile(full.step_ms, 50), 4),
@@ -213,6 +229,27 @@ def _row(options: argparse.Namespace, context: int, specpv: dict[str, Any], foun
     if options.model == BUNDLED:
         row |= _agreement(found.tokens, full.tokens)
     return row
+
+
+def _cycle(options: argparse.Namespace, found: Run, full: Run, partial: Run) -> dict[str, Any]:
+    """The times of a cycle of lossless SpecPV, and what they give by the chance that a proposal is right.
+
+    A cycle is MAX_FORCED proposals and their verification; what a step brings is taken to be `--accept` tokens.
+    """
+    proposal = percentile(partial.step_ms, 50)
+    left = [cycle - count * proposal for cycle, count in zip(found.step_ms, found.proposed, strict=True)]
+    verification = percentile(left, 50)
+    plain = percentile(full.step_ms, 50) / options.accept
+    gains = {}
+    for agreement in AGREEMENTS:
+        held = sum(agreement**place for place in range(MAX_FORCED + 1))
+        gains[str(agreement)] = round(plain * held / (MAX_FORCED / options.accept * proposal + verification), 3)
+    return {
+        "proposals_a_cycle": percentile(found.proposed, 50),
+        "ms_a_proposal": round(proposal, 4),
+        "ms_a_verification": round(verification, 4),
+        "gain_by_agreement": gains,
+    }
 
 
 def _agreement(found: list[list[int]], full: list[list[int]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Programs of bench/, tried on tiny models without a card: what their rows say, and that these add up."""
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,31 @@ def test_cycles_are_those_of_a_step_of_the_largest_tile() -> None:
 def test_agreement_is_by_place() -> None:
     found = specpv._agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]])
     assert found == {"agreement": 0.875, "diverged_at": [2, None]}
+
+
+def test_a_cycle_of_lossless_specpv_is_its_proposals_and_what_is_left_and_pays_from_some_agreement_on() -> None:
+    found = specpv.Run(step_ms=[73.0, 61.0, 73.0], proposed=[31, 25, 31])
+    full, partial = specpv.Run(step_ms=[6.0, 6.0]), specpv.Run(step_ms=[2.0, 2.0])
+    cycle = specpv._cycle(Namespace(accept=3.1), found, full, partial)
+    assert (cycle["proposals_a_cycle"], cycle["ms_a_proposal"], cycle["ms_a_verification"]) == (31, 2.0, 11.0)
+    # ten steps of 2 ms and 11 ms bring 32 tokens where each is right, steps over everything 3.1 in 6 ms
+    gains = cycle["gain_by_agreement"]
+    assert gains["1.0"] == pytest.approx(32 / 31 / (3.1 / 6), abs=1e-3)
+    assert gains["0.9"] < 1 < gains["0.97"] < gains["0.99"] < gains["1.0"]
+
+
+@pytest.mark.second
+def test_lossless_rows_of_a_geometry_have_cycles_timed_beside_the_partial_steps_they_are_made_of(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "specpv.json"
+    sizes = ["--context", "512", "--retrieval", "4", "--threshold", "128", "--tokens", "160"]
+    assert specpv.main(["--model", "tiny", "--lossless", "--device", "cpu", "--out", str(out), *sizes]) == 0
+    full, partial, cycles = json.loads(out.read_text())
+    assert (full["attention"], partial["lossy"], cycles["lossy"]) == ("full", True, False)
+    assert (partial["simulated"], cycles["simulated"]) == (True, False)
+    assert cycles["ms_a_proposal"] == partial["ms_p50"] < cycles["ms_p50"] and cycles["proposals_a_cycle"] > 2
+    assert cycles["verified_tokens"] > 0
 
 
 @pytest.mark.second
