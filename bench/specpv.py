@@ -33,11 +33,12 @@ import torch
 from bench.clock import percentile
 from bench.conditions import release, stamps_of, write_json
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.kernels.reference.step.slots import MAX_FORCED
+from lowlat.models.partial_kv import cycle_gain
 from lowlat.models.target import OpenedTarget
 from lowlat.tools.bench.geometry import random_target, read_geometries
 from lowlat.tools.bench.step_bytes import step_bytes
 from lowlat.tools.draft_model.random_models import write_draft_model
+from lowlat.tools.profile.recording import random_prompts
 
 __all__ = ["main", "run_requests"]
 
@@ -81,15 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     found = run_requests(runtime, context, options)
                     full.setdefault(context, found)
                     row = _row(options, context, specpv, found, full[context])
-                    if options.model != BUNDLED and specpv.get("specpv_lossless"):
-                        row |= _cycle(options, found, full[context], partial[context])
-                    elif specpv:
+                    sizes = runtime.geometry.partial
+                    if sizes is not None and not sizes.lossless:
                         partial[context] = found
+                    elif sizes is not None and context in partial:
+                        row |= _cycle(sizes.buffer, options.accept, found, full[context], partial[context])
                     rows.append({**row, **stamps})
                     print(json.dumps(rows[-1]), flush=True)
+                    if options.out is not None:
+                        write_json(options.out, rows)
             release(device)
-    if options.out is not None:
-        write_json(options.out, rows)
     return 0
 
 
@@ -188,9 +190,7 @@ def _counts(runtime: Runtime) -> dict[str, int]:
 def _prompt(runtime: Runtime, length: int, number: int, options: argparse.Namespace) -> list[int]:
     """The bundled texts one after the other, each prompt from another one on; else random tokens."""
     if options.model != BUNDLED or runtime.codec is None:
-        generator = torch.Generator().manual_seed(number)
-        most = min(1000, runtime.geometry.config.vocab_size)
-        return torch.randint(most, (length,), generator=generator).tolist()
+        return random_prompts(min(1000, runtime.geometry.config.vocab_size), 1, length, number)[0]
     texts = [text for kind in json.loads((DEMO / "prompts.json").read_text()).values() for text in kind]
     place, tokens = 7 * number % len(texts), list[int]()
     while len(tokens) < length:
@@ -231,19 +231,16 @@ def _row(options: argparse.Namespace, context: int, specpv: dict[str, Any], foun
     return row
 
 
-def _cycle(options: argparse.Namespace, found: Run, full: Run, partial: Run) -> dict[str, Any]:
+def _cycle(buffer: int, accept: float, found: Run, full: Run, partial: Run) -> dict[str, Any]:
     """The times of a cycle of lossless SpecPV, and what they give by the chance that a proposal is right.
 
-    A cycle is MAX_FORCED proposals and their verification; what a step brings is taken to be `--accept` tokens.
+    A cycle is taken to be a whole buffer of proposals and their verification, and a step to bring `accept` tokens.
     """
     proposal = percentile(partial.step_ms, 50)
     left = [cycle - count * proposal for cycle, count in zip(found.step_ms, found.proposed, strict=True)]
     verification = percentile(left, 50)
-    plain = percentile(full.step_ms, 50) / options.accept
-    gains = {}
-    for agreement in AGREEMENTS:
-        held = sum(agreement**place for place in range(MAX_FORCED + 1))
-        gains[str(agreement)] = round(plain * held / (MAX_FORCED / options.accept * proposal + verification), 3)
+    times = {"partial": proposal, "verification": verification, "full": percentile(full.step_ms, 50)}
+    gains = {str(each): round(cycle_gain(buffer, each, accept, **times), 3) for each in AGREEMENTS}
     return {
         "proposals_a_cycle": percentile(found.proposed, 50),
         "ms_a_proposal": round(proposal, 4),

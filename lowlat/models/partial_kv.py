@@ -19,7 +19,7 @@ from lowlat.kernels.reference.step.slots import MAX_FORCED
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 
-__all__ = ["PartialKV", "lossless_gain", "partial_kv"]
+__all__ = ["PartialKV", "cycle_gain", "lossless_gain", "partial_kv"]
 
 AGREEMENT = 0.97  # of a partial step's tokens, the share that a step over all of the cache gives, too: assumed
 GRAIN = 1024  # positions: lossless SpecPV begins at a multiple
@@ -56,6 +56,20 @@ class PartialKV:
         return (first_of_window - self.num_sinks - self.num_retrieved) * self.block
 
 
+def cycle_gain(
+    proposals: int, agreement: float, tokens_a_step: float, *, partial: float, verification: float, full: float
+) -> float:
+    """By what factor cycles of partial steps and a verification are faster than steps over all of the cache.
+
+    proposals      of a cycle, n of which are right with chance agreement ** n; the verification brings one token more
+    tokens_a_step  that a step brings, of either kind
+    partial, verification, full  what a partial step, a verification and a step over all of the cache take, in one unit
+    """
+    held = sum(agreement**place for place in range(proposals + 1))
+    cycle = proposals / tokens_a_step * partial + verification
+    return held / cycle * full / tokens_a_step
+
+
 def lossless_gain(sizes: PartialKV, positions: int, weight_bytes: float, position_bytes: float) -> float:
     """By what factor lossless SpecPV should be faster than steps over all of the cache, by bytes, at a context.
 
@@ -66,9 +80,8 @@ def lossless_gain(sizes: PartialKV, positions: int, weight_bytes: float, positio
     listed = min(positions, (sizes.num_sinks + sizes.num_retrieved + sizes.num_window) * sizes.block)
     whole = weight_bytes + positions * position_bytes
     tokens_a_step = 1 + (sizes.num_queries - 1) / 2
-    held = sum(AGREEMENT**place for place in range(sizes.buffer + 1))
-    cycle = sizes.buffer / tokens_a_step * (weight_bytes + listed * position_bytes) + whole
-    return held / cycle * whole / tokens_a_step
+    partial = weight_bytes + listed * position_bytes
+    return cycle_gain(sizes.buffer, AGREEMENT, tokens_a_step, partial=partial, verification=whole, full=whole)
 
 
 def _begin_lossless(sizes: PartialKV, options: RuntimeConfig, config: ModelConfig, weight_bytes: float) -> PartialKV:

@@ -1,7 +1,6 @@
 """Programs of bench/, tried on tiny models without a card: what their rows say, and that these add up."""
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def test_agreement_is_by_place() -> None:
 def test_a_cycle_of_lossless_specpv_is_its_proposals_and_what_is_left_and_pays_from_some_agreement_on() -> None:
     found = specpv.Run(step_ms=[73.0, 61.0, 73.0], proposed=[31, 25, 31])
     full, partial = specpv.Run(step_ms=[6.0, 6.0]), specpv.Run(step_ms=[2.0, 2.0])
-    cycle = specpv._cycle(Namespace(accept=3.1), found, full, partial)
+    cycle = specpv._cycle(31, 3.1, found, full, partial)
     assert (cycle["proposals_a_cycle"], cycle["ms_a_proposal"], cycle["ms_a_verification"]) == (31, 2.0, 11.0)
     # ten steps of 2 ms and 11 ms bring 32 tokens where each is right, steps over everything 3.1 in 6 ms
     gains = cycle["gain_by_agreement"]
