@@ -14,8 +14,8 @@ acceptance: of a geometry lossy rows stand beside them, whose partial steps are 
 is its verification; `gain_by_agreement` is what these times give where a proposal is right with such a chance and
 every step brings the tokens that are imposed elsewhere: above 1 it pays. A row is a context, a budget
 (`specpv_n_retrieval_blocks`), a number of partial steps between refreshes and a buffer; the first of each context is
-full attention, by a runtime without SpecPV. One request at a time; times are the host's, from one step's tokens to the
-next's, refreshes between them included.
+full attention, by a runtime without SpecPV. `--batch` requests decode at once; times are the host's, of steps that
+bring tokens to all of them, from one's tokens to the next's, refreshes between them included.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import torch
 from bench.clock import percentile
 from bench.conditions import release, stamps_of, write_json
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.models.partial_kv import cycle_gain
+from lowlat.models.partial_kv import PartialKV, cycle_gain
 from lowlat.models.target import OpenedTarget
 from lowlat.tools.bench.geometry import random_target, read_geometries
 from lowlat.tools.bench.step_bytes import step_bytes
@@ -50,14 +50,18 @@ AGREEMENTS = (0.9, 0.95, 0.97, 0.99, 1.0)
 
 @dataclass
 class Run:
-    """The requests of one row: tokens of each, milliseconds of each step, and what the runtime counted.
+    """The requests of one row: tokens of each, milliseconds of each step of all of them, and what the runtime counted.
 
-    proposed  of each step, the steps before it that only proposed and whose time it has
+    proposed      of each step, the steps before it that only proposed and whose time it has
+    refreshed     of each step, whether its time has a refresh; of lossless SpecPV alone
+    ms_a_refresh  of one request, by what the times of all steps have beside their median
     """
 
     tokens: list[list[int]] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     proposed: list[int] = field(default_factory=list)
+    refreshed: list[bool] = field(default_factory=list)
+    ms_a_refresh: float = 0.0
     num_timed: int = 0
     accept_length: float = 1.0
     counts: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     if sizes is not None and not sizes.lossless:
                         partial[context] = found
                     elif sizes is not None and context in partial:
-                        row |= _cycle(sizes.buffer, options.accept, found, full[context], partial[context])
+                        row |= _cycle(sizes, options, found, full[context], partial[context])
                     rows.append({**row, **stamps})
                     print(json.dumps(rows[-1]), flush=True)
                     if options.out is not None:
@@ -107,7 +111,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=3, help="S")
     parser.add_argument("--accept", type=float, default=3.0, help="tokens a step that are imposed")
     parser.add_argument("--tokens", type=int, default=384, help="of each request's completion")
-    parser.add_argument("--prompts", type=int, default=1, help="requests of a row")
+    parser.add_argument("--batch", type=int, default=1, help="requests that decode at once")
+    parser.add_argument("--prompts", type=int, default=1, help="such batches of a row")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=None)
@@ -142,43 +147,59 @@ def _pair(options: argparse.Namespace, folder: Path) -> tuple[str | OpenedTarget
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
-    return {"max_batch": 1, "max_context": max(options.context), "device": options.device, "prefix_reuse": False}
+    sizes = {"max_batch": options.batch, "max_context": max(options.context), "device": options.device}
+    return {**sizes, "prefix_reuse": False, "max_stall_ms": 10000.0}  # who decodes waits for the others' prompts
 
 
 def run_requests(runtime: Runtime, context: int, options: argparse.Namespace) -> Run:
-    """Run the requests of a context one after the other."""
+    """Run the requests of a context, a batch after the other."""
     found, before = Run(), _counts(runtime)
     accepted = drafted = 0
     for number in range(options.prompts):
-        prompt = _prompt(runtime, context - options.tokens, number, options)
-        name = runtime.submit(prompt, SamplingParams(max_tokens=options.tokens, ignore_eos=True))
-        found.tokens.append(_drive(runtime, found))
-        speculation = runtime.metrics(name).speculation
-        if speculation is not None:
-            accepted, drafted = accepted + speculation.total_accepted_tokens, drafted + speculation.num_drafts
+        names = []
+        for each in range(number * options.batch, (number + 1) * options.batch):
+            prompt = _prompt(runtime, context - options.tokens, each, options)
+            names.append(runtime.submit(prompt, SamplingParams(max_tokens=options.tokens, ignore_eos=True)))
+        found.tokens += _drive(runtime, found, names)
+        for name in names:
+            speculation = runtime.metrics(name).speculation
+            if speculation is not None:
+                accepted, drafted = accepted + speculation.total_accepted_tokens, drafted + speculation.num_drafts
     found.accept_length = 1 + accepted / max(drafted, 1)
     found.counts = {key: value - before[key] for key, value in _counts(runtime).items()}
-    bucket = runtime.ladder.choose(1, options.depth)
-    found.gigabytes = step_bytes(runtime, bucket, [context - options.tokens / 2], None) / 1e9
+    if found.counts["refreshes"]:
+        usual = percentile(found.step_ms, 50) * len(found.step_ms)
+        found.ms_a_refresh = max(0.0, sum(found.step_ms) - usual) / found.counts["refreshes"]
+    bucket = runtime.ladder.choose(options.batch, options.depth)
+    found.gigabytes = step_bytes(runtime, bucket, [context - options.tokens / 2] * options.batch, None) / 1e9
     return found
 
 
-def _drive(runtime: Runtime, found: Run) -> list[int]:
-    """Step a request to its end; the first steps are not timed."""
-    tokens: list[int] = []
+def _drive(runtime: Runtime, found: Run, names: Sequence[str]) -> list[list[int]]:
+    """Step requests to their end; timed are steps of all of them, but the first ones. Returns the tokens of each."""
+    tokens: dict[str, list[int]] = {name: [] for name in names}
     last, num_steps, proposed = 0.0, -1, 0  # what comes first comes out of prefill
+    partial, refreshes = runtime.geometry.partial, 0
     while runtime.busy:
         outputs = runtime.step()
         now = time.perf_counter()
         for output in outputs:
-            tokens += output.token_ids
-        if outputs and num_steps >= WARM_UP:
-            found.step_ms += [1e3 * (now - last) / len(outputs)] * len(outputs)
-            found.proposed += [proposed] * len(outputs)
+            tokens[output.request_id] += output.token_ids
+        if not outputs:  # steps that only propose count with the one that verifies
+            proposed += 1
+            continue
+        is_whole = {output.request_id for output in outputs} == tokens.keys()
+        if is_whole and num_steps >= WARM_UP:
+            count = len(outputs) // len(tokens)
+            found.step_ms += [1e3 * (now - last) / count] * count
+            found.proposed += [proposed] * count
             found.num_timed += sum(len(output.token_ids) for output in outputs)
-        num_steps, proposed = num_steps + len(outputs), 0 if outputs else proposed + 1
-        last = now if outputs else last  # steps that only propose count with the one that verifies
-    return tokens
+        if partial is not None and partial.lossless:
+            before, refreshes = refreshes, _counts(runtime)["refreshes"]
+            found.refreshed += [refreshes > before] * (len(found.step_ms) - len(found.refreshed))
+        num_steps = num_steps + len(outputs) if is_whole else -1
+        last, proposed = now, 0
+    return list(tokens.values())
 
 
 def _counts(runtime: Runtime) -> dict[str, int]:
@@ -206,7 +227,7 @@ def _row(options: argparse.Namespace, context: int, specpv: dict[str, Any], foun
     row: dict[str, Any] = {
         "model": options.model,
         "weights": "bundled" if options.model == BUNDLED else "random",
-        "batch": 1,
+        "batch": options.batch,
         "context": context,
         "num_speculative_tokens": options.depth,
         "attention": "partial" if specpv else "full",
@@ -224,23 +245,24 @@ def _row(options: argparse.Namespace, context: int, specpv: dict[str, Any], foun
         "gigabytes_of_full": round(found.gigabytes / full.gigabytes, 4),
         "tokens_per_s_of_full": round(speed / full_speed, 4),
     }
-    if specpv and found.counts["refreshes"]:
-        row["ms_a_refresh"] = round(max(0.0, total - median * len(found.step_ms)) / found.counts["refreshes"], 3)
+    if found.counts["refreshes"]:
+        row["ms_a_refresh"] = round(found.ms_a_refresh, 3)
     if options.model == BUNDLED:
         row |= _agreement(found.tokens, full.tokens)
     return row
 
 
-def _cycle(buffer: int, accept: float, found: Run, full: Run, partial: Run) -> dict[str, Any]:
+def _cycle(sizes: PartialKV, options: argparse.Namespace, found: Run, full: Run, partial: Run) -> dict[str, Any]:
     """The times of a cycle of lossless SpecPV, and what they give by the chance that a proposal is right.
 
-    A cycle is taken to be a whole buffer of proposals and their verification, and a step to bring `accept` tokens.
+    A cycle is taken to be a whole buffer of proposals and their verification, and a step to bring `--accept` tokens.
     """
     proposal = percentile(partial.step_ms, 50)
-    left = [cycle - count * proposal for cycle, count in zip(found.step_ms, found.proposed, strict=True)]
-    verification = percentile(left, 50)
+    cycles = zip(found.step_ms, found.proposed, found.refreshed, strict=True)
+    verification = percentile([cycle - count * proposal for cycle, count, refreshed in cycles if not refreshed], 50)
     times = {"partial": proposal, "verification": verification, "full": percentile(full.step_ms, 50)}
-    gains = {str(each): round(cycle_gain(buffer, each, accept, **times), 3) for each in AGREEMENTS}
+    times["refresh"] = options.batch * partial.ms_a_refresh
+    gains = {str(each): round(cycle_gain(sizes, each, options.accept, **times), 3) for each in AGREEMENTS}
     return {
         "proposals_a_cycle": percentile(found.proposed, 50),
         "ms_a_proposal": round(proposal, 4),

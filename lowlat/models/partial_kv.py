@@ -13,6 +13,7 @@ block, and the last tokens before a step score, which are certain.
 """
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from lowlat.errors import ConfigError
 from lowlat.kernels.reference.step.slots import MAX_FORCED
@@ -36,7 +37,7 @@ class PartialKV:
     num_queries        last rows of a refresh that score blocks, at most
     buffer             positions that partial steps may write between two refreshes
     threshold          positions from which a slot is in the partial state, and more than a list has at the start
-    num_refresh_steps  partial steps between two refreshes, at most
+    num_refresh_steps  partial steps between two refreshes, at most; where it is lossless to the end of a cycle
     lossless           what partial steps write is proposed, and verified before the buffer is full
     """
 
@@ -57,31 +58,50 @@ class PartialKV:
 
 
 def cycle_gain(
-    proposals: int, agreement: float, tokens_a_step: float, *, partial: float, verification: float, full: float
+    sizes: PartialKV,
+    agreement: float,
+    tokens_a_step: float,
+    *,
+    partial: float,
+    verification: float,
+    refresh: float,
+    full: float,
 ) -> float:
     """By what factor cycles of partial steps and a verification are faster than steps over all of the cache.
 
-    proposals      of a cycle, n of which are right with chance agreement ** n; the verification brings one token more
+    agreement      the chance that a proposal behind right ones is right; the verification brings one token more
     tokens_a_step  that a step brings, of either kind
-    partial, verification, full  what a partial step, a verification and a step over all of the cache take, in one unit
+    partial, verification, refresh, full  what a partial step, a verification, the refreshes of all slots and a step
+                   over all of the cache take, in one unit
     """
-    held = sum(agreement**place for place in range(proposals + 1))
-    cycle = proposals / tokens_a_step * partial + verification
+    held = sum(agreement**place for place in range(sizes.buffer + 1))
+    steps = sizes.buffer / tokens_a_step
+    refreshes = 1 / max(1, ceil(sizes.num_refresh_steps / steps))
+    cycle = steps * partial + verification + refreshes * refresh
     return held / cycle * full / tokens_a_step
 
 
-def lossless_gain(sizes: PartialKV, positions: int, weight_bytes: float, position_bytes: float) -> float:
+def lossless_gain(
+    sizes: PartialKV, positions: int, weight_bytes: float, position_bytes: float, num_slots: int = 1
+) -> float:
     """By what factor lossless SpecPV should be faster than steps over all of the cache, by bytes, at a context.
 
     weight_bytes    that every step reads
-    position_bytes  keys and values of a position, of layers without windows and of all slots that decode
+    position_bytes  keys and values of a slot's position, of layers without windows
+    num_slots       that decode; each is refreshed by itself
     A step is taken to bring a token and half of its drafts, and n proposals to be right with chance AGREEMENT ** n.
     """
     listed = min(positions, (sizes.num_sinks + sizes.num_retrieved + sizes.num_window) * sizes.block)
-    whole = weight_bytes + positions * position_bytes
-    tokens_a_step = 1 + (sizes.num_queries - 1) / 2
-    partial = weight_bytes + listed * position_bytes
-    return cycle_gain(sizes.buffer, AGREEMENT, tokens_a_step, partial=partial, verification=whole, full=whole)
+    whole = weight_bytes + num_slots * positions * position_bytes
+    return cycle_gain(
+        sizes,
+        AGREEMENT,
+        tokens_a_step=1 + (sizes.num_queries - 1) / 2,
+        partial=weight_bytes + num_slots * listed * position_bytes,
+        verification=whole,
+        refresh=num_slots * (weight_bytes + positions * position_bytes),
+        full=whole,
+    )
 
 
 def _begin_lossless(sizes: PartialKV, options: RuntimeConfig, config: ModelConfig, weight_bytes: float) -> PartialKV:
@@ -89,7 +109,7 @@ def _begin_lossless(sizes: PartialKV, options: RuntimeConfig, config: ModelConfi
     itemsize = 1 if config.coded_kv is not None else 2 if config.dtype == "bfloat16" else 4
     attended = config.windows.count(None) * config.num_kv_heads * config.head_dim * 2 * itemsize
     for positions in range(-(-sizes.threshold // GRAIN) * GRAIN, options.max_context, GRAIN):
-        if lossless_gain(sizes, positions, weight_bytes, options.max_batch * attended) > 1:
+        if lossless_gain(sizes, positions, weight_bytes, attended, options.max_batch) > 1:
             return replace(sizes, threshold=positions)
     raise ConfigError(
         f"specpv_lossless: by bytes it is slower than steps over all of the cache up to max_context "

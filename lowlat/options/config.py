@@ -156,7 +156,9 @@ class SpeculativeConfig:
     specpv_partial_threshold: int = declare(
         4096, "SpecPV: a shorter context is attended to whole, with the bits of a runtime without SpecPV.", 0, 1 << 20
     )
-    specpv_full_refresh_steps: int = declare(32, "SpecPV: partial steps between two refreshes, at most.", 1, 1 << 16)
+    specpv_full_refresh_steps: int = declare(
+        32, "SpecPV: partial steps between two refreshes, at most; lossless, a verification comes first.", 1, 1 << 16
+    )
     specpv_lossless: bool = declare(
         False,
         "SpecPV whose partial steps only propose: a step over all of the cache verifies up to 31 tokens.",

@@ -1,5 +1,6 @@
 """Programs of bench/, tried on tiny models without a card: what their rows say, and that these add up."""
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from bench.dense_cases import LLAMA_8B, step_bytes
 from bench.weights import CASES, WeightsCase, weight_bytes
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
+from lowlat.models.partial_kv import PartialKV
 from lowlat.models.target import load_target
 from lowlat.speculators.eagle3.weights import load_draft_model
 from lowlat.step.prefill import build_prefills
@@ -61,28 +63,36 @@ def test_agreement_is_by_place() -> None:
 
 
 def test_a_cycle_of_lossless_specpv_is_its_proposals_and_what_is_left_and_pays_from_some_agreement_on() -> None:
-    found = specpv.Run(step_ms=[73.0, 61.0, 73.0], proposed=[31, 25, 31])
-    full, partial = specpv.Run(step_ms=[6.0, 6.0]), specpv.Run(step_ms=[2.0, 2.0])
-    cycle = specpv._cycle(31, 3.1, found, full, partial)
+    steps: dict[str, list[Any]] = {"step_ms": [73.0, 61.0, 73.0, 99.0, 98.0], "proposed": [31, 25, 31, 31, 31]}
+    found = specpv.Run(**steps, refreshed=[False, False, False, True, True])
+    full, partial = specpv.Run(step_ms=[6.0, 6.0]), specpv.Run(step_ms=[2.0, 2.0], ms_a_refresh=8.0)
+    sizes = PartialKV(64, 4, 8, 2, 4, buffer=31, threshold=8192, num_refresh_steps=32, lossless=True)
+    options = argparse.Namespace(batch=1, accept=3.1)
+    cycle = specpv._cycle(sizes, options, found, full, partial)
     assert (cycle["proposals_a_cycle"], cycle["ms_a_proposal"], cycle["ms_a_verification"]) == (31, 2.0, 11.0)
-    # ten steps of 2 ms and 11 ms bring 32 tokens where each is right, steps over everything 3.1 in 6 ms
+    # ten steps of 2 ms, 11 ms and a quarter of 8 ms bring 32 tokens where each is right, steps over all 3.1 in 6 ms
     gains = cycle["gain_by_agreement"]
-    assert gains["1.0"] == pytest.approx(32 / 31 / (3.1 / 6), abs=1e-3)
+    assert gains["1.0"] == pytest.approx(32 / 33 / (3.1 / 6), abs=1e-3)
     assert gains["0.9"] < 1 < gains["0.97"] < gains["0.99"] < gains["1.0"]
+    options.batch = 4  # each request is refreshed by itself
+    four = specpv._cycle(sizes, options, found, full, partial)["gain_by_agreement"]
+    assert four["1.0"] == pytest.approx(32 / 39 / (3.1 / 6), abs=1e-3)
 
 
 @pytest.mark.second
+@pytest.mark.parametrize("batch", [1, 2])
 def test_lossless_rows_of_a_geometry_have_cycles_timed_beside_the_partial_steps_they_are_made_of(
-    tmp_path: Path,
+    tmp_path: Path, batch: int
 ) -> None:
     out = tmp_path / "specpv.json"
     sizes = ["--context", "512", "--retrieval", "4", "--threshold", "128", "--tokens", "160"]
+    sizes += ["--batch", str(batch)]
     assert specpv.main(["--model", "tiny", "--lossless", "--device", "cpu", "--out", str(out), *sizes]) == 0
     full, partial, cycles = json.loads(out.read_text())
     assert (full["attention"], partial["lossy"], cycles["lossy"]) == ("full", True, False)
     assert (partial["simulated"], cycles["simulated"]) == (True, False)
     assert cycles["ms_a_proposal"] == partial["ms_p50"] < cycles["ms_p50"] and cycles["proposals_a_cycle"] > 2
-    assert cycles["verified_tokens"] > 0
+    assert cycles["verified_tokens"] > 0 and {row["batch"] for row in (full, partial, cycles)} == {batch}
 
 
 @pytest.mark.second

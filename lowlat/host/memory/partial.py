@@ -1,7 +1,8 @@
 """SpecPV's schedule: when each slot's list of blocks is chosen anew, from counts that the host knows for certain.
 
 A slot attends to everything until its text reaches the threshold. Then a refresh chooses its blocks, and again when
-its partial steps are used up, or the next step might write past what a refresh can recompute. Each decision rests on
+its partial steps are used up, or the next step might write past what a refresh can recompute; where partial steps only
+propose, behind the verification that follows. Each decision rests on
 the slot's own published tokens and steps alone, never on what is under way: so it does not depend on how far the host
 runs ahead, nor on other slots. It knows no device and no tokens.
 """
@@ -94,7 +95,7 @@ class PartialSlots:
     def must_verify(self, slot: int, most: int) -> bool:
         """Whether what is proposed for a slot must be verified before a step that brings it up to `most` tokens."""
         state = self._slots[slot]
-        return bool(state.proposed or state.has_ended) and self._is_full(state, len(state.proposed) + most, 0)
+        return bool(state.proposed or state.has_ended) and self._is_full(state, len(state.proposed) + most)
 
     def verified(self, slot: int, num_accepted: int) -> None:
         """Record that a slot's proposals were verified, and how many of their tokens were accepted."""
@@ -112,12 +113,9 @@ class PartialSlots:
             return not state.proposed and state.num_steps >= self.sizes.num_refresh_steps
         return self._is_due(state, length, 0)
 
-    def _is_full(self, state: _Slot, num_proposed: int, num_more: int) -> bool:
-        """Whether a step with which so many tokens are proposed, behind so many more, must wait for a verification."""
-        if self.sizes is None:
-            return False
-        too_many = num_proposed > self.sizes.buffer
-        return state.has_ended or too_many or state.num_steps + num_more >= self.sizes.num_refresh_steps
+    def _is_full(self, state: _Slot, num_proposed: int) -> bool:
+        """Whether a step with which so many tokens are proposed must wait for a verification."""
+        return self.sizes is not None and (state.has_ended or num_proposed > self.sizes.buffer)
 
     def num_certain(self, lengths: Mapping[int, int], most: int, num_under_way: int) -> int | None:
         """Steps that may be launched behind those under way before a refresh can be due; None: any number.
@@ -145,7 +143,7 @@ class PartialSlots:
         if state.num_exact is None:
             return length - 1 >= self.sizes.threshold
         if self.sizes.lossless:
-            return self._is_full(state, length, num_more)
+            return self._is_full(state, length)
         too_many = length - state.num_exact + self.max_rows > self.sizes.buffer
         return too_many or state.num_steps + num_more >= self.sizes.num_refresh_steps
 
