@@ -148,7 +148,9 @@ def _pair(options: argparse.Namespace, folder: Path) -> tuple[str | OpenedTarget
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     sizes = {"max_batch": options.batch, "max_context": max(options.context), "device": options.device}
-    return {**sizes, "prefix_reuse": False, "max_stall_ms": 10000.0}  # who decodes waits for the others' prompts
+    if options.batch > 1:  # who decodes waits for the others' prompts, and is soon joined
+        sizes |= {"max_stall_ms": 10000.0, "max_prefill_chunks": 64}
+    return {**sizes, "prefix_reuse": False}
 
 
 def run_requests(runtime: Runtime, context: int, options: argparse.Namespace) -> Run:
