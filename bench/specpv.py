@@ -52,15 +52,15 @@ AGREEMENTS = (0.9, 0.95, 0.97, 0.99, 1.0)
 class Run:
     """The requests of one row: tokens of each, milliseconds of each step of all of them, and what the runtime counted.
 
-    proposed      of each step, the steps before it that only proposed and whose time it has
-    refreshed     of each step, whether its time has a refresh; of lossless SpecPV alone
+    proposed      of each step, the partial steps before it that proposed and whose time it has, a request
+    refreshed     of each step, the refreshes that its time has, of all requests; both of lossless SpecPV alone
     ms_a_refresh  of one request, by what the times of all steps have beside their median
     """
 
     tokens: list[list[int]] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
-    proposed: list[int] = field(default_factory=list)
-    refreshed: list[bool] = field(default_factory=list)
+    proposed: list[float] = field(default_factory=list)
+    refreshed: list[int] = field(default_factory=list)
     ms_a_refresh: float = 0.0
     num_timed: int = 0
     accept_length: float = 1.0
@@ -87,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     full.setdefault(context, found)
                     row = _row(options, context, specpv, found, full[context])
                     sizes = runtime.geometry.partial
+                    if sizes is not None:
+                        row["specpv_n_spec_tokens_buf"] = sizes.buffer
                     if sizes is not None and not sizes.lossless:
                         partial[context] = found
                     elif sizes is not None and context in partial:
@@ -106,7 +108,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--retrieval", type=int, nargs="+", default=[256], help="blocks that each head chooses")
     parser.add_argument("--refresh", type=int, nargs="+", default=[32], help="partial steps between refreshes")
     parser.add_argument("--threshold", type=int, default=4096)
-    parser.add_argument("--buffer", type=int, nargs="+", default=[128], help="positions that partial steps may write")
+    parser.add_argument(
+        "--buffer",
+        type=int,
+        nargs="+",
+        default=[128],
+        help="positions that partial steps may write; lossless, 128: what the runtime takes by itself",
+    )
     parser.add_argument("--lossless", action="store_true", help="what they say is verified; of a geometry besides")
     parser.add_argument("--depth", type=int, default=3, help="S")
     parser.add_argument("--accept", type=float, default=3.0, help="tokens a step that are imposed")
@@ -180,27 +188,29 @@ def run_requests(runtime: Runtime, context: int, options: argparse.Namespace) ->
 def _drive(runtime: Runtime, found: Run, names: Sequence[str]) -> list[list[int]]:
     """Step requests to their end; timed are steps of all of them, but the first ones. Returns the tokens of each."""
     tokens: dict[str, list[int]] = {name: [] for name in names}
-    last, num_steps, proposed = 0.0, -1, 0  # what comes first comes out of prefill
-    partial, refreshes = runtime.geometry.partial, 0
+    last, num_steps = 0.0, -1  # what comes first comes out of prefill
+    is_lossless = runtime.geometry.partial is not None and runtime.geometry.partial.lossless
+    before = _counts(runtime)
     while runtime.busy:
         outputs = runtime.step()
         now = time.perf_counter()
         for output in outputs:
             tokens[output.request_id] += output.token_ids
         if not outputs:  # steps that only propose count with the one that verifies
-            proposed += 1
             continue
         is_whole = {output.request_id for output in outputs} == tokens.keys()
+        count = len(outputs) // len(tokens)
         if is_whole and num_steps >= WARM_UP:
-            count = len(outputs) // len(tokens)
             found.step_ms += [1e3 * (now - last) / count] * count
-            found.proposed += [proposed] * count
             found.num_timed += sum(len(output.token_ids) for output in outputs)
-        if partial is not None and partial.lossless:
-            before, refreshes = refreshes, _counts(runtime)["refreshes"]
-            found.refreshed += [refreshes > before] * (len(found.step_ms) - len(found.refreshed))
-        num_steps = num_steps + len(outputs) if is_whole else -1
-        last, proposed = now, 0
+        if is_lossless:
+            counts = _counts(runtime)
+            if is_whole and num_steps >= WARM_UP:
+                found.proposed += [(counts["partial_steps"] - before["partial_steps"]) / len(tokens)] * count
+                found.refreshed += [counts["refreshes"] - before["refreshes"]] * count
+            before = counts
+        num_steps = num_steps + count if is_whole else -1
+        last = now
     return list(tokens.values())
 
 
@@ -261,14 +271,17 @@ def _cycle(sizes: PartialKV, options: argparse.Namespace, found: Run, full: Run,
     """
     proposal = percentile(partial.step_ms, 50)
     cycles = zip(found.step_ms, found.proposed, found.refreshed, strict=True)
-    verification = percentile([cycle - count * proposal for cycle, count, refreshed in cycles if not refreshed], 50)
+    left = [(cycle - count * proposal, refreshed) for cycle, count, refreshed in cycles]
+    verification = percentile([time for time, refreshed in left if not refreshed], 50)
+    refresh = percentile([(time - verification) / refreshed for time, refreshed in left if refreshed], 50)
     times = {"partial": proposal, "verification": verification, "full": percentile(full.step_ms, 50)}
-    times["refresh"] = options.batch * partial.ms_a_refresh
+    times["refresh"] = options.batch * refresh
     gains = {str(each): round(cycle_gain(sizes, each, options.accept, **times), 3) for each in AGREEMENTS}
     return {
-        "proposals_a_cycle": percentile(found.proposed, 50),
+        "partial_steps_a_cycle": percentile(found.proposed, 50),
         "ms_a_proposal": round(proposal, 4),
         "ms_a_verification": round(verification, 4),
+        "ms_a_refresh": round(refresh, 4),
         "gain_by_agreement": gains,
     }
 

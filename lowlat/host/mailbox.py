@@ -49,7 +49,7 @@ STAGED = tuple(
     f"staged_{part}" for part in ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
 )
 PREFILL = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")
-PARTIAL = ("prefill_span", "prefill_shifts")  # with SpecPV
+PARTIAL = ("prefill_span", "prefill_shifts", "prefill_start")  # with SpecPV
 MASKS = ("grammar_masks", "grammar_ready")
 FORCED = ("grammar_forced", "grammar_decided")
 ROWS = ("grammar_tokens", "grammar_paths", "grammar_lengths")
@@ -210,10 +210,10 @@ class Mailbox:
         self._arrays["command_tail"][0] = self._num_commands  # the last: a step may be reading
         self._host.send(("command_tail",))
 
-    def write_partial(self, span: tuple[int, int], shifts: Sequence[int]) -> None:
-        """Write what SpecPV adds to a chunk: positions of new keys, and what the lists of all slots leave out;
-        nothing without it."""
-        for name, values in zip(self._partial, (span, shifts), strict=False):
+    def write_partial(self, span: tuple[int, int], shifts: Sequence[int], start: int) -> None:
+        """Write what SpecPV adds to a chunk from position `start` on: positions of new keys, and what the lists of all
+        slots leave out; nothing without it."""
+        for name, values in zip(self._partial, (span, shifts, start), strict=False):
             self._arrays[name][:] = values
         self._host.send(self._partial)
 

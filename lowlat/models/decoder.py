@@ -95,7 +95,7 @@ def _emit_attention(emitter: Emitter, config: ModelConfig, layer: int, residual:
     emitter.kv_write(parts["k"], parts["v"], caches)
     sinks, scale = f"{name}.sinks" if config.sinks else None, config.head_dim**-0.5
     partial = emitter.rows.partial if config.windows[layer] is None else None
-    if partial is not None and emitter.rows.chunk is None:
+    if partial is not None and not emitter.rows.chooses:
         attended = emitter.partial_attention(parts["q"], layer, config.query_size, partial, sinks=sinks, scale=scale)
     else:
         if partial is not None:

@@ -30,10 +30,11 @@ class Rows:
     live       [M] uint8, or None for a chunk of prefill, which is processed whole
     positions  [M] int32, for RoPE
     attention  buffers of the attention's rows: slots, dense_lens, row_masks; or chunk, for prefill
-    write      buffers of the KV write: row_live, slots, write_lens, offsets, block_table; or chunk, for prefill
+    write      buffers of the KV write: row_live, slots, write_lens, offsets, block_table; or chunk, for prefill; none
+               of rows whose keys and values are in the cache
     chunk      positions of a chunk of prefill, of which there may be several; None: no prefill
     partial    SpecPV's sizes, where a step's rows may attend to a part of the cache; None: they attend to all of it
-    refresh    the rows are a refresh's, run by the operations of prefill
+    refresh    the rows are a refresh's, which choose the blocks of their slot's lists
     """
 
     prefix: str
@@ -45,6 +46,11 @@ class Rows:
     chunk: int | None = None
     partial: PartialKV | None = None
     refresh: bool = False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the rows attend to all of the cache and choose blocks, where other rows attend to lists."""
+        return self.refresh or self.chunk is not None
 
 
 @dataclass
@@ -180,8 +186,8 @@ class Emitter:
         return {"kv_scales": scales_name(k_cache)}
 
     def kv_write(self, k: str, v: str, caches: tuple[str, str]) -> None:
-        """Store keys and values of the live rows; of a refresh that only chooses blocks, nothing."""
-        if self.rows.refresh and self.rows.partial is not None and self.rows.partial.lossless:
+        """Store keys and values of the live rows, unless they are in the cache."""
+        if not self.rows.write:
             return
         kind = "kv_write" if self.rows.live is not None else "prefill_kv_write"
         reads = {"k": k, "v": v, **self.rows.write, **self.scales(caches[0])}
@@ -216,13 +222,14 @@ class Emitter:
 
     def choose_blocks(self, q: str, layer: int, partial: PartialKV) -> None:
         """Summaries of the keys that prefill wrote, and the blocks of its slot's list: all, if it is not partial."""
-        summary, common = f"key_summary.{layer}", self.rows.attention
-        reads = {"k_cache": f"k_cache.{layer}", "block_table": common["block_table"], "span": "prefill_span"}
+        summary, table = f"key_summary.{layer}", {"block_table": self.rows.attention["block_table"]}
+        reads = {"k_cache": f"k_cache.{layer}", **table, "span": "prefill_span"}
         reads |= self.scales(f"k_cache.{layer}")
         self.emit("summarise_blocks", reads, {"key_summary": summary})
+        own = {"chunk": "prefill_chunk", "slot": "prefill_slot", "shifts": "partial_shifts"}
         self.emit(
             "choose_blocks",
-            {"q": q, "key_summary": summary, **common, "slot": "prefill_slot", "shifts": "partial_shifts"},
+            {"q": q, "key_summary": summary, **table, **own},
             {"block_lists": f"block_lists.{layer}"},
             block=partial.block,
             num_queries=partial.num_queries,

@@ -20,10 +20,12 @@ from lowlat.kernels.reference.step.slots import MAX_FORCED
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 
-__all__ = ["PartialKV", "cycle_gain", "lossless_gain", "partial_kv"]
+__all__ = ["PartialKV", "StepBytes", "cycle_gain", "lossless_gain", "partial_kv"]
 
 AGREEMENT = 0.97  # of a partial step's tokens, the share that a step over all of the cache gives, too: assumed
 GRAIN = 1024  # positions: lossless SpecPV begins at a multiple
+QUERY_ROWS = 32  # of a key-value head, that share a reading of keys and values
+BUFFERS = (11, 15, 23, MAX_FORCED)  # proposals of a cycle that are weighed where none are asked for
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,22 @@ class PartialKV:
         return (first_of_window - self.num_sinks - self.num_retrieved) * self.block
 
 
+@dataclass(frozen=True)
+class StepBytes:
+    """What a runtime's steps read.
+
+    weights   bytes of the target's, which every step reads
+    position  bytes of keys and values of a slot's position, of layers without windows
+    slots     that decode
+    group     query heads of a key-value head
+    """
+
+    weights: float
+    position: float
+    slots: int
+    group: int
+
+
 def cycle_gain(
     sizes: PartialKV,
     agreement: float,
@@ -81,35 +99,30 @@ def cycle_gain(
     return held / cycle * full / tokens_a_step
 
 
-def lossless_gain(
-    sizes: PartialKV, positions: int, weight_bytes: float, position_bytes: float, num_slots: int = 1
-) -> float:
+def lossless_gain(sizes: PartialKV, positions: int, reads: StepBytes) -> float:
     """By what factor lossless SpecPV should be faster than steps over all of the cache, by bytes, at a context.
 
-    weight_bytes    that every step reads
-    position_bytes  keys and values of a slot's position, of layers without windows
-    num_slots       that decode; each is refreshed by itself
-    A step is taken to bring a token and half of its drafts, and n proposals to be right with chance AGREEMENT ** n.
+    A step is taken to bring a token and half of its drafts, n proposals to be right with chance AGREEMENT ** n, and
+    attention to read keys and values once for so many rows of queries as share a reading.
     """
     listed = min(positions, (sizes.num_sinks + sizes.num_retrieved + sizes.num_window) * sizes.block)
-    whole = weight_bytes + num_slots * positions * position_bytes
+    readings = -(-(sizes.buffer + 1) * reads.group // QUERY_ROWS)
+    whole = reads.slots * positions * reads.position
     return cycle_gain(
         sizes,
         AGREEMENT,
         tokens_a_step=1 + (sizes.num_queries - 1) / 2,
-        partial=weight_bytes + num_slots * listed * position_bytes,
-        verification=whole,
-        refresh=num_slots * (weight_bytes + positions * position_bytes),
-        full=whole,
+        partial=reads.weights + reads.slots * listed * reads.position,
+        verification=reads.weights + readings * whole,
+        refresh=reads.slots * reads.weights + whole,
+        full=reads.weights + whole,
     )
 
 
-def _begin_lossless(sizes: PartialKV, options: RuntimeConfig, config: ModelConfig, weight_bytes: float) -> PartialKV:
+def _begin_lossless(sizes: PartialKV, options: RuntimeConfig, reads: StepBytes) -> PartialKV:
     """The sizes with the threshold from which lossless SpecPV pays by bytes, with all slots decoding."""
-    itemsize = 1 if config.coded_kv is not None else 2 if config.dtype == "bfloat16" else 4
-    attended = config.windows.count(None) * config.num_kv_heads * config.head_dim * 2 * itemsize
     for positions in range(-(-sizes.threshold // GRAIN) * GRAIN, options.max_context, GRAIN):
-        if lossless_gain(sizes, positions, weight_bytes, attended, options.max_batch) > 1:
+        if lossless_gain(sizes, positions, reads) > 1:
             return replace(sizes, threshold=positions)
     raise ConfigError(
         f"specpv_lossless: by bytes it is slower than steps over all of the cache up to max_context "
@@ -136,24 +149,31 @@ def partial_kv(
     block = speculative.specpv_block_size
     fixed = speculative.specpv_n_sink_blocks + speculative.specpv_n_retrieval_blocks
     least = (fixed + speculative.specpv_n_window_blocks + 1) * block
-    lossless, buffer = speculative.specpv_lossless, speculative.specpv_n_spec_tokens_buf
-    if lossless and buffer == SpeculativeConfig.specpv_n_spec_tokens_buf:
-        buffer = MAX_FORCED
     found = PartialKV(
         block=block,
         num_sinks=speculative.specpv_n_sink_blocks,
         num_retrieved=speculative.specpv_n_retrieval_blocks,
         num_window=speculative.specpv_n_window_blocks,
         num_queries=speculative.num_speculative_tokens + 1,
-        buffer=buffer,
+        buffer=speculative.specpv_n_spec_tokens_buf,
         threshold=max(speculative.specpv_partial_threshold, least),
         num_refresh_steps=speculative.specpv_full_refresh_steps,
-        lossless=lossless,
+        lossless=speculative.specpv_lossless,
     )
+    reads = _step_bytes(config, options, weight_bytes)
+    if found.lossless and found.buffer == SpeculativeConfig.specpv_n_spec_tokens_buf:
+        sizes = (replace(found, buffer=buffer) for buffer in BUFFERS if buffer > max_rows)
+        found = max(sizes, key=lambda each: lossless_gain(each, options.max_context, reads))
     _check(found, options, config, max_rows)
-    if lossless and speculative.specpv_partial_threshold == SpeculativeConfig.specpv_partial_threshold:
-        return _begin_lossless(found, options, config, weight_bytes)
+    if found.lossless and speculative.specpv_partial_threshold == SpeculativeConfig.specpv_partial_threshold:
+        return _begin_lossless(found, options, reads)
     return found
+
+
+def _step_bytes(config: ModelConfig, options: RuntimeConfig, weight_bytes: float) -> StepBytes:
+    itemsize = 1 if config.coded_kv is not None else 2 if config.dtype == "bfloat16" else 4
+    position = config.windows.count(None) * config.num_kv_heads * config.head_dim * 2 * itemsize
+    return StepBytes(weight_bytes, position, options.max_batch, config.num_heads // config.num_kv_heads)
 
 
 def _check(partial: PartialKV, options: RuntimeConfig, config: ModelConfig, max_rows: int) -> None:

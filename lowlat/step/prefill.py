@@ -6,11 +6,14 @@ part of one: no bit of them depends on it. The hidden state of the last live row
 first token is chosen from it, see `lowlat.step.decode`.
 
 With SpecPV one more program refreshes a slot that decodes: it runs the last tokens over all of the cache, so that
-their keys and values become exact, and the last of these choose the slot's blocks.
+their keys and values become exact, and the last of these choose the slot's blocks. Where it is lossless all keys and
+values are exact, and the rows that choose are run as a step's are, which reads the cache once.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
+
+import torch
 
 from lowlat.models.decoder import emit_decoder, emit_prompt_logits
 from lowlat.models.layers import Rows
@@ -35,6 +38,8 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     """The Program of so many positions, whole chunks or the first part of one, None: one chunk; the host writes
     `prefill_*` before it runs. Of a negative size: a refresh, of the target alone."""
     refresh, size = (size or 0) < 0, abs(size or geometry.prefill_chunk)
+    if refresh and geometry.partial is not None and geometry.partial.lossless:
+        return _build_choice(geometry, size)
     stage = Stage.PREFILL
     builder = ProgramBuilder("refresh" if refresh else "prefill")
     declare_state(builder, geometry, dict.fromkeys(BY_ROW, size))
@@ -59,4 +64,25 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
         for boundary in dict.fromkeys(waiting_boundaries(geometry)):
             last = {"x": boundaries[boundary], "commit_lens": "prefill_count"}
             builder.emit("take_last", stage, reads=last, writes={"out": f"prefilled_source.{boundary}"})
+    return builder.build()
+
+
+def _build_choice(geometry: StepGeometry, size: int) -> Program:
+    """The Program of a refresh that writes no keys and values: the slot's last `size` rows choose its blocks."""
+    stage, builder = Stage.BASE_DECODE_STEP, ProgramBuilder("refresh")
+    declare_state(builder, geometry, dict.fromkeys(BY_ROW, size))
+    tables = declare_tables(builder, geometry)
+    earlier = torch.tensor([[2 ** (row + 1) - 1 for row in range(size)]], dtype=torch.int64)
+    attention = {
+        "slots": builder.constant("refresh.slots", torch.zeros(1, dtype=torch.int32)),  # the first row of prefill_table
+        "block_table": "prefill_table",
+        "dense_lens": "prefill_start",
+        "row_masks": builder.constant("refresh.row_masks", earlier),
+    }
+    rows = Rows(
+        prefix="refresh.", count=size, live="prefill_live", positions="prefill_positions", attention=attention,
+        write={}, partial=geometry.partial, refresh=True,
+    )  # fmt: skip
+    builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
+    emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage)
     return builder.build()

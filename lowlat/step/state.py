@@ -139,7 +139,7 @@ class StepGeometry:
         """
         if self.partial is None:
             raise ConfigError("nothing is refreshed without enable_specpv")
-        return -self.prefill_size(self.partial.buffer)
+        return -(self.partial.num_queries if self.partial.lossless else self.prefill_size(self.partial.buffer))
 
     @cached_property
     def tables(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -278,6 +278,7 @@ def _kv_state(geometry: StepGeometry) -> list[BufferSpec]:
         specs += partial_specs(geometry.config, geometry.partial, specs[0], *sizes)
         specs.append(BufferSpec("prefill_span", (2,), torch.int32, Role.COMMAND))
         specs.append(BufferSpec("prefill_shifts", (geometry.max_batch,), torch.int32, Role.COMMAND))
+        specs.append(BufferSpec("prefill_start", (1,), torch.int32, Role.COMMAND))
     if geometry.speculator is not None:
         specs += geometry.speculator.state_specs(geometry.state_sizes)
     return specs

@@ -146,8 +146,9 @@ def tokens_of(runtime: Runtime, count: int, max_tokens: int = 120) -> list[list[
     return [tokens[name] for name in names]
 
 
-def test_every_group_does_what_its_operations_mean(pair: PairPaths) -> None:
-    with load(pair, "eager") as runtime:
+@pytest.mark.parametrize("lossless", [False, True], ids=["lossy", "lossless"])
+def test_every_group_does_what_its_operations_mean(pair: PairPaths, lossless: bool) -> None:
+    with load(pair, "eager", lossless=lossless) as runtime:
         executor = runtime.executor
         assert isinstance(executor, EagerExecutor)
         draft = load_speculator(SpeculativeConfig(model=pair.head), load_target(pair.target, dtype="bfloat16").config)

@@ -372,13 +372,14 @@ def test_what_prefill_does_for_specpv_is_lowered(lowered: LoweredPairs) -> None:
         test_every_operation_is_covered_once_and_in_order(made)
         names = kinds_of(made, Stage.PREFILL)
         assert [names.count(name) for name in ("summarise_blocks", "block_scores", "choose_blocks")] == [2, 2, 2]
-    lossless = lowered.pair("llama", **SPECPV, specpv_lossless=True)
+    lossless = lowered.pair("llama", **SPECPV, specpv_lossless=True, specpv_n_spec_tokens_buf=31)
     geometry = lossless.geometry
     verifier = build_step(geometry, Bucket(8, geometry.max_rows, 7, verifies=True), TreeTopology.chain(7))
     for program in (verifier, build_prefill(geometry, geometry.refresh_size)):
         test_every_operation_is_covered_once_and_in_order(lossless.lower_program(program))
     assert geometry.max_rows == 32 and not any(op.kind == "partial_attention" for op in verifier.ops)
-    assert not any(op.kind == "prefill_kv_write" for op in program.ops)  # a refresh's
+    assert not any(op.kind in ("kv_write", "prefill_kv_write") for op in program.ops)  # a refresh's
+    assert not any(op.kind in ("partial_attention", "refresh_attention") for op in program.ops)
 
 
 def small_program(then: str) -> Program:

@@ -276,10 +276,13 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("batch", "context", "begins"), [(1, 32768, None), (1, 131072, 101), (4, 131072, 35), (8, 131072, 24)]
+    ("batch", "context", "begins", "buffer"),
+    [(1, 32768, None, 11), (1, 131072, 90, 15), (4, 131072, 34, 15), (8, 131072, 25, 15)],
 )
-def test_lossless_begins_where_it_pays_by_bytes(tmp_path: Path, batch: int, context: int, begins: int | None) -> None:
-    """Of Llama-3.1-8B's shape, by its defaults; a threshold that was chosen is kept."""
+def test_lossless_begins_where_it_pays_by_bytes(
+    tmp_path: Path, batch: int, context: int, begins: int | None, buffer: int
+) -> None:
+    """Of Llama-3.1-8B's shape, by its defaults; a threshold that was chosen is kept, and a buffer."""
     config = random_target(read_geometries()["llama-8b"], tmp_path, "bfloat16").config
     options = RuntimeConfig(max_batch=batch, max_context=context)
     lossless = SpeculativeConfig("head", enable_specpv=True, specpv_lossless=True)
@@ -288,7 +291,11 @@ def test_lossless_begins_where_it_pays_by_bytes(tmp_path: Path, batch: int, cont
             partial_kv(lossless, options, config, 8, 16e9)
         lossless = replace(lossless, specpv_partial_threshold=8192)
     sizes = partial_kv(lossless, options, config, 8, 16e9)
-    assert sizes is not None and (sizes.threshold, sizes.buffer) == (1024 * (begins or 8), 31)
+    assert sizes is not None and (sizes.threshold, sizes.buffer) == (1024 * (begins or 8), buffer)
+    own = partial_kv(
+        replace(lossless, specpv_n_spec_tokens_buf=23, specpv_partial_threshold=9), options, config, 8, 16e9
+    )
+    assert own is not None and (own.threshold, own.buffer) == (4272, 23)
 
 
 def test_lossless_begins_sooner_where_weights_are_rounded(tmp_path: Path) -> None:

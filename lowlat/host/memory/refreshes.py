@@ -41,7 +41,7 @@ class Refreshes:
         self._mailbox.write_chunk(session.slot, tokens, start, session.table)
         if self._is_on:
             self.slots.join(session.slot, len(session.prompt))
-            self._mailbox.write_partial((start, start + len(tokens)), self.slots.shifts)
+            self._mailbox.write_partial((start, start + len(tokens)), self.slots.shifts, start)
 
     def _run(self, depth: int) -> int | None:
         """Refresh the slots for which that is due; nothing may be under way. Returns `num_certain`, which is then 1 at
@@ -51,7 +51,8 @@ class Refreshes:
                 session, found = self._sessions[slot], self.slots.refresh(slot, length)
                 tokens = session.committed[found.start : found.start + found.count]
                 self._mailbox.write_chunk(slot, tokens, found.start, session.table)
-                self._mailbox.write_partial((found.span, found.start + found.count), self.slots.shifts)
+                span = found.span, found.start + found.count
+                self._mailbox.write_partial(span, self.slots.shifts, found.start)
                 self._launches.prefill(self._geometry.refresh_size, None)
         return self.num_certain(depth)
 
