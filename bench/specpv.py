@@ -22,12 +22,13 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.clock import percentile
@@ -44,7 +45,6 @@ __all__ = ["main", "run_requests"]
 
 DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
 BUNDLED = "bundled"
-WARM_UP = 4  # steps
 AGREEMENTS = (0.9, 0.95, 0.97, 0.99, 1.0)
 
 
@@ -120,6 +120,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--accept", type=float, default=3.0, help="tokens a step that are imposed")
     parser.add_argument("--tokens", type=int, default=384, help="of each request's completion")
     parser.add_argument("--batch", type=int, default=1, help="requests that decode at once")
+    parser.add_argument("--warm-up", type=int, default=4, help="steps of all requests that are not timed")
     parser.add_argument("--prompts", type=int, default=1, help="such batches of a row")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--device", default="cuda:0")
@@ -170,7 +171,7 @@ def run_requests(runtime: Runtime, context: int, options: argparse.Namespace) ->
         for each in range(number * options.batch, (number + 1) * options.batch):
             prompt = _prompt(runtime, context - options.tokens, each, options)
             names.append(runtime.submit(prompt, SamplingParams(max_tokens=options.tokens, ignore_eos=True)))
-        found.tokens += _drive(runtime, found, names)
+        found.tokens += _drive(runtime, found, names, options.warm_up)
         for name in names:
             speculation = runtime.metrics(name).speculation
             if speculation is not None:
@@ -185,7 +186,7 @@ def run_requests(runtime: Runtime, context: int, options: argparse.Namespace) ->
     return found
 
 
-def _drive(runtime: Runtime, found: Run, names: Sequence[str]) -> list[list[int]]:
+def _drive(runtime: Runtime, found: Run, names: Sequence[str], warm_up: int) -> list[list[int]]:
     """Step requests to their end; timed are steps of all of them, but the first ones. Returns the tokens of each."""
     tokens: dict[str, list[int]] = {name: [] for name in names}
     last, num_steps = 0.0, -1  # what comes first comes out of prefill
@@ -200,12 +201,12 @@ def _drive(runtime: Runtime, found: Run, names: Sequence[str]) -> list[list[int]
             continue
         is_whole = {output.request_id for output in outputs} == tokens.keys()
         count = len(outputs) // len(tokens)
-        if is_whole and num_steps >= WARM_UP:
+        if is_whole and num_steps >= warm_up:
             found.step_ms += [1e3 * (now - last) / count] * count
             found.num_timed += sum(len(output.token_ids) for output in outputs)
         if is_lossless:
             counts = _counts(runtime)
-            if is_whole and num_steps >= WARM_UP:
+            if is_whole and num_steps >= warm_up:
                 found.proposed += [(counts["partial_steps"] - before["partial_steps"]) / len(tokens)] * count
                 found.refreshed += [counts["refreshes"] - before["refreshes"]] * count
             before = counts
@@ -271,9 +272,10 @@ def _cycle(sizes: PartialKV, options: argparse.Namespace, found: Run, full: Run,
     """
     proposal = percentile(partial.step_ms, 50)
     cycles = zip(found.step_ms, found.proposed, found.refreshed, strict=True)
-    left = [(cycle - count * proposal, refreshed) for cycle, count, refreshed in cycles]
-    verification = percentile([time for time, refreshed in left if not refreshed], 50)
-    refresh = percentile([(time - verification) / refreshed for time, refreshed in left if refreshed], 50)
+    left: dict[int, list[float]] = {}
+    for cycle, count, refreshes in cycles:
+        left.setdefault(refreshes, []).append(cycle - count * proposal)
+    verification, refresh = _line({refreshes: percentile(each, 50) for refreshes, each in left.items()})
     times = {"partial": proposal, "verification": verification, "full": percentile(full.step_ms, 50)}
     times["refresh"] = options.batch * refresh
     gains = {str(each): round(cycle_gain(sizes, each, options.accept, **times), 3) for each in AGREEMENTS}
@@ -284,6 +286,14 @@ def _cycle(sizes: PartialKV, options: argparse.Namespace, found: Run, full: Run,
         "ms_a_refresh": round(refresh, 4),
         "gain_by_agreement": gains,
     }
+
+
+def _line(medians: Mapping[int, float]) -> tuple[float, float]:
+    """Where the straight line nearest to values by a count begins, and how much each adds; one value: nothing."""
+    if len(medians) < 2:
+        return next(iter(medians.values())), 0.0
+    slope, start = np.polyfit(list(medians), list(medians.values()), 1)
+    return float(start), float(slope)
 
 
 def _agreement(found: list[list[int]], full: list[list[int]]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ __all__ = ["choose_blocks", "examples", "list_lens", "scores_workspace"]
 
 SCORERS, BLOCKS = 256, 3  # threads that score, and their blocks a multiprocessor
 CHOOSERS = 1024
+DIGIT_BITS, DIGITS = 8, 256  # of a rank, by which the least that is chosen is found
 FULL_WARP = 0xFFFFFFFF
 HEAD_SIZES = (64, 128)
 MAX_BATCH = 32
@@ -155,21 +156,57 @@ def _entry(table: Any, logical: Any, parts: Any, held: Any) -> Any:
 
 
 @device_function
-def _threshold(scores: Any, count: Any, wanted: Any, thread: Any) -> Any:
-    """The least rank that is chosen: `wanted` scores or more have it or a higher one. All threads call it."""
-    threshold = uint32(0)
-    for bit in range(32):
-        tried, found = uint32(threshold | (uint32(0x80000000) >> uint32(bit))), int64(0)
-        base = int64(0)
-        while base < count and found < wanted:
-            number = base + thread
-            counts = number < count and _rank_of(scores, min(number, count - 1)) >= tried
-            ptx.sync_warp()  # the barrier that counts wants whole warps
-            found += int64(cuda.syncthreads_count(int32(1) if counts else int32(0)))
-            base += int64(CHOOSERS)
-        if found >= wanted:
-            threshold = tried
-    return threshold
+def _count_digits(scores: Any, count: Any, thread: Any, chosen: Any, shift: Any, bins: Any) -> None:
+    """Count in bins [DIGITS] the digits at `shift` of the ranks whose higher digits are those of `chosen`."""
+    if thread < DIGITS:
+        bins[thread] = int32(0)
+    cuda.syncthreads()
+    number = thread
+    while number < count:
+        rank = _rank_of(scores, number)
+        # by two shifts: one by 32 would be none
+        if ((rank ^ chosen) >> uint32(shift)) >> uint32(DIGIT_BITS) == uint32(0):
+            digit = uint32(rank >> uint32(shift)) & uint32(DIGITS - 1)
+            cuda.atomic.add(bins, int32(digit), int32(1))
+        number += int64(CHOOSERS)
+    cuda.syncthreads()
+
+
+@device_function
+def _add_up(bins: Any, thread: Any) -> None:
+    """Add to each bin those of all higher digits."""
+    distance = 1
+    while distance < DIGITS:
+        other = bins[thread + distance] if thread + distance < DIGITS else int32(0)
+        cuda.syncthreads()
+        if thread < DIGITS:
+            bins[thread] += other
+        cuda.syncthreads()
+        distance *= 2
+
+
+@device_function
+def _threshold(scores: Any, count: Any, wanted: Any, thread: Any, bins: Any, found: Any) -> Any:
+    """The least rank that is chosen, digit by digit, `wanted` scores or more have it or a higher one; and how many
+    have a higher one. All threads call it.
+
+    bins, found  [DIGITS] and [1] int32 of shared memory
+    """
+    threshold, above = uint32(0), int64(0)
+    for step in range(32 // DIGIT_BITS):
+        shift = 32 - DIGIT_BITS * (step + 1)
+        _count_digits(scores, count, thread, threshold, shift, bins)
+        _add_up(bins, thread)
+        if thread < DIGITS:
+            more = int64(bins[thread + 1]) if thread + 1 < DIGITS else int64(0)
+            if above + more < wanted <= above + int64(bins[thread]):
+                found[0] = int32(thread)
+        cuda.syncthreads()
+        digit = found[0]
+        above += int64(bins[digit + 1]) if digit + 1 < DIGITS else int64(0)
+        threshold = uint32(threshold | (uint32(digit) << uint32(shift)))
+        cuda.syncthreads()
+    return threshold, above
 
 
 @cache
@@ -183,6 +220,7 @@ def _choose(kv_heads: int, parts: int, block: int, num_sinks: int, num_retrieved
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         above, equal = cuda.shared.array(32, int32), cuda.shared.array(32, int32)
+        bins, found = cuda.shared.array(DIGITS, int32), cuda.shared.array(1, int32)
         head, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
         lane, warp = int32(thread) & int32(31), int32(thread) >> int32(5)
         own = int_at(slot, int64(0))
@@ -199,14 +237,7 @@ def _choose(kv_heads: int, parts: int, block: int, num_sinks: int, num_retrieved
         if left_out == 0:
             return
         count = left_out + int64(num_retrieved)
-        threshold = _threshold(scores, count, int64(num_retrieved), thread)
-        num_above, base = int64(0), int64(0)
-        while base < count:
-            number = base + thread
-            more = number < count and _rank_of(scores, min(number, count - 1)) > threshold
-            ptx.sync_warp()  # the barrier that counts wants whole warps
-            num_above += int64(cuda.syncthreads_count(int32(1) if more else int32(0)))
-            base += int64(CHOOSERS)
+        threshold, num_above = _threshold(scores, count, int64(num_retrieved), thread, bins, found)
         most_equal = int64(num_retrieved) - num_above  # of the last rank as many as are left, the first ones
         seen_above, seen_equal, base = int64(0), int64(0), int64(0)
         while base < count:
