@@ -293,8 +293,9 @@ def make_geometry(
     max_rows = max(topology.num_nodes for topology in topologies.values())
     num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
     simulated = speculative if speculator is not None else None
-    weight_bytes = float(sum(prod(shape) * dtype.itemsize for shape, dtype in weight_plan(config).values()))
-    partial = None if simulated is None else partial_kv(simulated, options, config, max_rows, weight_bytes)
+    plans = [weight_plan(config), {} if speculator is None else speculator.weight_plan(config.dtype)]
+    own = [float(sum(prod(shape) * dtype.itemsize for shape, dtype in plan.values())) for plan in plans]
+    partial = None if simulated is None else partial_kv(simulated, options, config, max_rows, *own)
     path_width = max(topology.path_width for topology in topologies.values())
     if partial is not None and partial.lossless:
         max_rows = path_width = max(max_rows, partial.buffer + 1)

@@ -24,7 +24,11 @@ __all__ = ["PartialKV", "StepBytes", "cycle_gain", "lossless_gain", "partial_kv"
 
 AGREEMENT = 0.97  # of a partial step's tokens, the share that a step over all of the cache gives, too: assumed
 GRAIN = 1024  # positions: lossless SpecPV begins at a multiple
+# what steps take beside a reading of all bytes, on an H200: bench/README.md
 QUERY_ROWS = 32  # of a key-value head, that share a reading of keys and values
+KV_COST = 1.25  # of a byte of keys and values, where one of weights costs 1
+FREE_ROWS, ROWS_A_READING = 16, 35  # so many rows of a step cost no more, so many others as much as all weights
+CYCLE_COST = 1.13  # of a cycle: the host reads what was proposed before it is verified
 BUFFERS = (11, 15, 23, MAX_FORCED)  # proposals of a cycle that are weighed where none are asked for
 
 
@@ -64,15 +68,25 @@ class StepBytes:
     """What a runtime's steps read.
 
     weights   bytes of the target's, which every step reads
+    drafts    bytes that the draft model reads for a step's drafts
     position  bytes of keys and values of a slot's position, of layers without windows
     slots     that decode
     group     query heads of a key-value head
     """
 
     weights: float
+    drafts: float
     position: float
     slots: int
     group: int
+
+    def step(self, positions: float, rows: int, readings: int = 1) -> float:
+        """What a step costs with so many rows and positions a slot, in bytes of weights.
+
+        readings  of all keys and values
+        """
+        cost = 1 + max(0, self.slots * rows - FREE_ROWS) / ROWS_A_READING
+        return cost * self.weights + self.drafts + readings * self.slots * positions * self.position * KV_COST
 
 
 def cycle_gain(
@@ -103,20 +117,22 @@ def lossless_gain(sizes: PartialKV, positions: int, reads: StepBytes) -> float:
     """By what factor lossless SpecPV should be faster than steps over all of the cache, by bytes, at a context.
 
     A step is taken to bring a token and half of its drafts, n proposals to be right with chance AGREEMENT ** n, and
-    attention to read keys and values once for so many rows of queries as share a reading.
+    attention to read keys and values once for so many rows of queries as share a reading. A refresh costs two: its
+    choice of blocks goes through all of their summaries.
     """
     listed = min(positions, (sizes.num_sinks + sizes.num_retrieved + sizes.num_window) * sizes.block)
-    readings = -(-(sizes.buffer + 1) * reads.group // QUERY_ROWS)
-    whole = reads.slots * positions * reads.position
-    return cycle_gain(
+    rows, verified = sizes.num_queries, sizes.buffer + 1
+    alone = replace(reads, drafts=0.0, slots=1)
+    gain = cycle_gain(
         sizes,
         AGREEMENT,
-        tokens_a_step=1 + (sizes.num_queries - 1) / 2,
-        partial=reads.weights + reads.slots * listed * reads.position,
-        verification=reads.weights + readings * whole,
-        refresh=reads.slots * reads.weights + whole,
-        full=reads.weights + whole,
+        tokens_a_step=1 + (rows - 1) / 2,
+        partial=reads.step(listed, rows),
+        verification=reads.step(positions, verified, -(-verified * reads.group // QUERY_ROWS)),
+        refresh=reads.slots * alone.step(positions, rows, 2),
+        full=reads.step(positions, rows),
     )
+    return gain / CYCLE_COST
 
 
 def _begin_lossless(sizes: PartialKV, options: RuntimeConfig, reads: StepBytes) -> PartialKV:
@@ -137,11 +153,13 @@ def partial_kv(
     config: ModelConfig,
     max_rows: int,
     weight_bytes: float = 0.0,
+    draft_bytes: float = 0.0,
 ) -> PartialKV | None:
     """SpecPV's sizes for a runtime; None where it is off.
 
     max_rows      rows that a step may write for a slot
     weight_bytes  of the target: lossless SpecPV begins where it pays, unless a threshold is given
+    draft_bytes   of the draft model, each of whose passes reads all
     Raises ConfigError for options that cannot be combined with it, or that never let a partial step run.
     """
     if not speculative.enable_specpv:
@@ -160,7 +178,7 @@ def partial_kv(
         num_refresh_steps=speculative.specpv_full_refresh_steps,
         lossless=speculative.specpv_lossless,
     )
-    reads = _step_bytes(config, options, weight_bytes)
+    reads = _step_bytes(config, options, weight_bytes, draft_bytes * speculative.num_speculative_tokens)
     if found.lossless and found.buffer == SpeculativeConfig.specpv_n_spec_tokens_buf:
         sizes = (replace(found, buffer=buffer) for buffer in BUFFERS if buffer > max_rows)
         found = max(sizes, key=lambda each: lossless_gain(each, options.max_context, reads))
@@ -170,10 +188,10 @@ def partial_kv(
     return found
 
 
-def _step_bytes(config: ModelConfig, options: RuntimeConfig, weight_bytes: float) -> StepBytes:
+def _step_bytes(config: ModelConfig, options: RuntimeConfig, weight_bytes: float, drafts: float) -> StepBytes:
     itemsize = 1 if config.coded_kv is not None else 2 if config.dtype == "bfloat16" else 4
     position = config.windows.count(None) * config.num_kv_heads * config.head_dim * 2 * itemsize
-    return StepBytes(weight_bytes, position, options.max_batch, config.num_heads // config.num_kv_heads)
+    return StepBytes(weight_bytes, drafts, position, options.max_batch, config.num_heads // config.num_kv_heads)
 
 
 def _check(partial: PartialKV, options: RuntimeConfig, config: ModelConfig, max_rows: int) -> None:

@@ -277,7 +277,7 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
 
 @pytest.mark.parametrize(
     ("batch", "context", "begins", "buffer"),
-    [(1, 32768, None, 11), (1, 131072, 90, 15), (4, 131072, 34, 15), (8, 131072, 25, 15)],
+    [(1, 32768, None, 11), (1, 262144, 141, 15), (2, 131072, 90, 15), (4, 131072, 64, 15), (8, 131072, 55, 15)],
 )
 def test_lossless_begins_where_it_pays_by_bytes(
     tmp_path: Path, batch: int, context: int, begins: int | None, buffer: int
@@ -288,9 +288,9 @@ def test_lossless_begins_where_it_pays_by_bytes(
     lossless = SpeculativeConfig("head", enable_specpv=True, specpv_lossless=True)
     if begins is None:
         with pytest.raises(ConfigError, match=f"slower than .* up to max_context {context} with max_batch {batch}"):
-            partial_kv(lossless, options, config, 8, 16e9)
+            partial_kv(lossless, options, config, 8, 16.06e9, 0.85e9)
         lossless = replace(lossless, specpv_partial_threshold=8192)
-    sizes = partial_kv(lossless, options, config, 8, 16e9)
+    sizes = partial_kv(lossless, options, config, 8, 16.06e9, 0.85e9)
     assert sizes is not None and (sizes.threshold, sizes.buffer) == (1024 * (begins or 8), buffer)
     own = partial_kv(
         replace(lossless, specpv_n_spec_tokens_buf=23, specpv_partial_threshold=9), options, config, 8, 16e9
@@ -299,12 +299,12 @@ def test_lossless_begins_where_it_pays_by_bytes(
 
 
 def test_lossless_begins_sooner_where_weights_are_rounded(tmp_path: Path) -> None:
-    pair, options = random_pair("llama-8b", tmp_path), RuntimeConfig(max_batch=1, max_context=131072, quantize="fp8")
+    pair, options = random_pair("llama-8b", tmp_path), RuntimeConfig(max_batch=2, max_context=131072, quantize="fp8")
     lossless = SpeculativeConfig("head", enable_specpv=True, specpv_lossless=True)
     topologies = {depth: TreeTopology.chain(depth) for depth in (0, 3)}
     found = [
         make_geometry(each.config, each.speculator, topologies, options, lossless).partial
-        for each in (pair, rounded_pair(pair, options))
+        for each in (pair, rounded_pair(pair, options, "fp8"))
     ]
     plain, rounded = (each.threshold for each in found if each is not None)
     assert 0.5 * plain < rounded < 0.65 * plain
