@@ -1,7 +1,7 @@
 """A slot's lists of blocks, by head: all blocks, or those that the last queries score best between sinks and window.
 
-Two launches: scores of all candidates, a warp for one head's block at a time; and for each head the choice, in order of
-position. Nothing is chosen for a slot whose list leaves nothing out: then the first launch has nothing to do.
+Two launches: scores of all candidates, a warp for four blocks of a head at a time; and for each head the choice, in
+order of position. Nothing is chosen for a slot whose list leaves nothing out: then the first launch has nothing to do.
 """
 
 from functools import cache
@@ -11,7 +11,6 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import divide, int_at, set_int, wide_count
-from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, Workspace, WorkspaceShape
@@ -65,8 +64,9 @@ def choose_blocks(
     sizes = (kv_heads, parts, block, num_sinks, num_retrieved)
     scores = workspace(*scores_workspace(kv_heads, width))
     grid = (BLOCKS * card.num_multiprocessors, 1, 1)
-    given = (q, key_summary, block_table, chunk, slot, shifts, scores, width, min(num_queries, rows))
-    score = KernelCall(_score(dim, heads // kv_heads, *sizes), grid, given)
+    group, queries = heads // kv_heads, min(num_queries, rows)
+    given = (q, key_summary, block_table, chunk, slot, shifts, scores, width, queries)
+    score = KernelCall(_score(dim, group, kv_heads, -(-queries * group // 16), *sizes[1:]), grid, given)
     own = (block_table, slot, shifts, scores, block_lists, width, block_table.shape[-1] * parts)
     return [score, KernelCall(_choose(*sizes), (kv_heads, 1, 1), own)]
 
@@ -76,13 +76,31 @@ def scores_workspace(kv_heads: int, width: int) -> WorkspaceShape:
     return ("choose_blocks.scores", (kv_heads, width), torch.float32)
 
 
+@device_function
+def _kept(words: Any, is_live: Any) -> Any:
+    """Four words, or zeros."""
+    a, b, c, d = words
+    zero = uint32(0)
+    return (a, b, c, d) if is_live else (zero, zero, zero, zero)
+
+
 @cache
-def _score(dim: int, group: int, kv_heads: int, parts: int, block: int, num_sinks: int, num_retrieved: int) -> Kernel:
-    """A pair of lanes' groups has a block's largest and smallest keys side by side, as they lie in memory."""
-    pieces = dim // 8
-    pair = 2 * pieces  # lanes
-    pairs = 32 // pair  # blocks that a warp scores at once
+def _score(
+    dim: int, group: int, kv_heads: int, tiles: int, parts: int, block: int, num_sinks: int, num_retrieved: int
+) -> Kernel:
+    """A warp multiplies 16 queries at a time, `tiles` times, with four blocks' largest and smallest keys.
+
+    Lane 4 r + p has the p-th quarter of dimensions of queries r and r + 8 and of row r of the keys, which are two for
+    each block, and of the products those of both rows of block p.
+    """
+    pieces, quarter_bytes, row_bytes = dim // 32, dim // 2, 2 * dim
     first, fixed = num_sinks, num_retrieved
+
+    @device_function
+    def query(n: Any, q: Any, head: Any, before: Any) -> Any:
+        """The address of a query of a head, by its number among those of the last rows."""
+        row, member = divide(n, group)
+        return q + (((before + row) * int64(kv_heads) + head) * int64(group) + member) * int64(row_bytes)
 
     def block_scores_kernel(
         q: Any, summary: Any, table: Any, chunk: Any, slot: Any, shifts: Any, scores: Any, width: Any, queries: Any
@@ -93,52 +111,41 @@ def _score(dim: int, group: int, kv_heads: int, parts: int, block: int, num_sink
         if left_out == 0:
             return
         lane = int64(cuda.threadIdx.x) & int64(31)
-        count = (left_out + int64(fixed)) * int64(kv_heads)
-        live = int_at(chunk, int64(1))
+        row, part_of_row = lane >> int64(2), (lane & int64(3)) * int64(quarter_bytes)
+        count, live = left_out + int64(fixed), int_at(chunk, int64(1))
         taken = min(int64(queries), live)
-        warp = int64(cuda.blockIdx.x) * int64(SCORERS // 32) + (int64(cuda.threadIdx.x) >> int64(5))
-        base = warp * int64(pairs)
-        while base < count:  # the same for all lanes of a warp
-            place = min(base + lane // int64(pair), count - 1)
-            number, head = divide(place, kv_heads)
-            index, part = divide(number + int64(first), parts)
+        before, num_queries = live - taken, taken * int64(group)
+        item = int64(cuda.blockIdx.x) * int64(SCORERS // 32) + (int64(cuda.threadIdx.x) >> int64(5))
+        while item < ((count + int64(3)) >> int64(2)) * int64(kv_heads):  # the same for all lanes of a warp
+            four, head = divide(item, kv_heads)
+            base = four * int64(4)
+            index, part = divide(min(base + (row >> int64(1)), count - 1) + int64(first), parts)
             owner = int_at(table, index) * int64(kv_heads) + head
-            inner = lane % int64(pair)
-            keys = ptx.load_global_128(summary + ((owner * int64(parts) + part) * int64(pair) + inner) * 16)
-            total = float32(0)
-            for query in range(taken * int64(group)):
-                row, member = divide(query, group)
-                at = ((live - taken + row) * int64(kv_heads) + head) * int64(group) + member
-                words = ptx.load_global_128(q + (at * int64(pieces) + inner % int64(pieces)) * 16)
-                product = _product(keys, words)
-                distance = 1
-                while distance < pieces:
-                    product = ptx.add_rn(product, cuda.shfl_xor_sync(FULL_WARP, product, distance))
-                    distance *= 2
-                other = cuda.shfl_xor_sync(FULL_WARP, product, pieces)
-                total = ptx.add_rn(total, max(product, other))
-            if inner == 0 and base + lane // int64(pair) < count:
-                address = scores + (head * int64(width) + number) * 4
-                ptx.store_global_f32(address, total)
-            base += int64(cuda.gridDim.x) * int64(SCORERS // 32 * pairs)
+            key = ((owner * int64(parts) + part) * int64(2) + (row & int64(1))) * int64(row_bytes)
+            keys, total = summary + key + part_of_row, float32(0)
+            for tile in range(tiles):
+                top, low = int64(tile * 16) + row, int64(tile * 16 + 8) + row
+                has_top, has_low = top < num_queries, low < num_queries
+                upper = query(top if has_top else int64(0), q, head, before) + part_of_row
+                lower = query(low if has_low else int64(0), q, head, before) + part_of_row
+                a, b, c, d = float32(0), float32(0), float32(0), float32(0)
+                for piece in range(pieces):
+                    k0, k1, k2, k3 = ptx.load_global_128(keys + piece * 16)
+                    t0, t1, t2, t3 = _kept(ptx.load_global_128(upper + piece * 16), has_top)
+                    l0, l1, l2, l3 = _kept(ptx.load_global_128(lower + piece * 16), has_low)
+                    a, b, c, d = ptx.mma_bf16(a, b, c, d, t0, l0, t1, l1, k0, k1)
+                    a, b, c, d = ptx.mma_bf16(a, b, c, d, t2, l2, t3, l3, k2, k3)
+                total = ptx.add_rn(total, ptx.add_rn(max(a, b), max(c, d)))
+            distance = 4
+            while distance < 32:
+                total = ptx.add_rn(total, cuda.shfl_xor_sync(FULL_WARP, total, distance))
+                distance *= 2
+            if lane < 4 and base + lane < count:
+                ptx.store_global_f32(scores + (head * int64(width) + base + lane) * 4, total)
+            item += int64(cuda.gridDim.x) * int64(SCORERS // 32)
 
-    name = f"block_scores_{dim}x{group}x{kv_heads}_b{block}x{parts}_{num_sinks}_{num_retrieved}"
+    name = f"block_scores_{dim}x{group}x{kv_heads}_{tiles}_b{block}x{parts}_{num_sinks}_{num_retrieved}"
     return Kernel(name, block_scores_kernel, (types.int64,) * 9, SCORERS, min_blocks=BLOCKS)
-
-
-@device_function
-def _product(keys: Any, words: Any) -> Any:
-    """The sum of products of 8 bf16 with 8 others, in order."""
-    a, b, c, d = keys
-    e, f, g, h = words
-    total = ptx.mul_rn(low_value(a), low_value(e))
-    total = ptx.fma_rn(high_value(a), high_value(e), total)
-    total = ptx.fma_rn(low_value(b), low_value(f), total)
-    total = ptx.fma_rn(high_value(b), high_value(f), total)
-    total = ptx.fma_rn(low_value(c), low_value(g), total)
-    total = ptx.fma_rn(high_value(c), high_value(g), total)
-    total = ptx.fma_rn(low_value(d), low_value(h), total)
-    return ptx.fma_rn(high_value(d), high_value(h), total)
 
 
 @device_function
@@ -297,4 +304,4 @@ def _lens() -> Kernel:
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles: Llama-8B's with SpecPV's defaults, scores of gpt-oss's heads."""
     sizes = (8, 2, 16, 2, 256)
-    return [_score(128, 4, *sizes), _choose(*sizes), _lens(), _score(64, 8, *sizes)]
+    return [_score(128, 4, 8, 1, *sizes[1:]), _choose(*sizes), _lens(), _score(64, 8, 8, 2, *sizes[1:])]

@@ -49,6 +49,8 @@ def test_lists_are_the_reference_s(length: int, dim: int, equal: bool, monkeypat
         monkeypatch.setattr(kernels, "SCORERS", 32)
         monkeypatch.setattr(kernels, "BLOCKS", 2)
         monkeypatch.setattr(kernels, "CHOOSERS", 64)
+        monkeypatch.setattr(kernels, "DIGIT_BITS", 4)  # no more digits than threads
+        monkeypatch.setattr(kernels, "DIGITS", 16)
         for call in kernels.choose_blocks(**found.choice(), workspace=workspace, card=SMALL):
             walker.run(call)
     reference.partial.choose_blocks(**expected.choice())
