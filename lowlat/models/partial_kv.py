@@ -117,8 +117,7 @@ def lossless_gain(sizes: PartialKV, positions: int, reads: StepBytes) -> float:
     """By what factor lossless SpecPV should be faster than steps over all of the cache, by bytes, at a context.
 
     A step is taken to bring a token and half of its drafts, n proposals to be right with chance AGREEMENT ** n, and
-    attention to read keys and values once for so many rows of queries as share a reading. A refresh costs two: its
-    choice of blocks goes through all of their summaries.
+    attention to read keys and values once for so many rows of queries as share a reading.
     """
     listed = min(positions, (sizes.num_sinks + sizes.num_retrieved + sizes.num_window) * sizes.block)
     rows, verified = sizes.num_queries, sizes.buffer + 1
@@ -129,7 +128,7 @@ def lossless_gain(sizes: PartialKV, positions: int, reads: StepBytes) -> float:
         tokens_a_step=1 + (rows - 1) / 2,
         partial=reads.step(listed, rows),
         verification=reads.step(positions, verified, -(-verified * reads.group // QUERY_ROWS)),
-        refresh=reads.slots * alone.step(positions, rows, 2),
+        refresh=reads.slots * alone.step(positions, rows),
         full=reads.step(positions, rows),
     )
     return gain / CYCLE_COST

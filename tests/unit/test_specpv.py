@@ -277,7 +277,7 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
 
 @pytest.mark.parametrize(
     ("batch", "context", "begins", "buffer"),
-    [(1, 32768, None, 11), (1, 262144, 141, 15), (2, 131072, 90, 15), (4, 131072, 64, 15), (8, 131072, 55, 15)],
+    [(1, 32768, None, 11), (1, 262144, 132, 15), (2, 131072, 84, 15), (4, 131072, 60, 15), (8, 131072, 51, 15)],
 )
 def test_lossless_begins_where_it_pays_by_bytes(
     tmp_path: Path, batch: int, context: int, begins: int | None, buffer: int
