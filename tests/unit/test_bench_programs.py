@@ -176,6 +176,7 @@ def test_the_checkpoint_holds_the_weights_by_their_public_names(tmp_path: Path) 
     assert torch.equal(found["head.draft_to_target"], expected["head.draft_to_target"])
 
 
+@pytest.mark.second
 def test_a_process_starts_from_a_written_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "start.json"
     start.main(["--directory", str(tmp_path), "--tiny", "--device", "cpu", "--max-batch", "1", "--max-context", "64",

@@ -124,6 +124,7 @@ def test_a_stretched_and_windowed_draft_model_is_read_as_it_was_trained(tmp_path
     assert not torch.allclose(plain, cos, atol=0.1)
 
 
+@pytest.mark.second
 def test_an_extended_target_learns_rows_of_several_lengths(tmp_path: Path) -> None:
     model = extend_target(str(tiny_target(tmp_path)), 4)
     model.save_pretrained(tmp_path / "extended")

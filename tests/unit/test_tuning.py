@@ -269,6 +269,7 @@ def test_a_device_that_fails_leaves_what_was_timed_before(
     assert [each.shape for each in swept] == shapes[:2] and "3 launches are left out" in caplog.text
 
 
+@pytest.mark.second
 def test_the_command_lists_launches_and_plans_without_a_card(pair: Pair) -> None:
     options = ("tune", "gemm", "--list", "--batch", 1, "-S", "0,2", "--candidates", 2)
     found = answer(*options, "--json")["shapes"]

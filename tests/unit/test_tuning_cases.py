@@ -169,6 +169,7 @@ def test_both_grouped_gemms_of_a_mixture_have_one_plan_in_tables(card: Card) -> 
         )
 
 
+@pytest.mark.second
 def test_tiles_are_listed_without_a_card() -> None:
     options = ("tune", "attention", "--list", "--tiles", "--batch", 2, "-S", "0,7")
     found = answer(*options, "--json")

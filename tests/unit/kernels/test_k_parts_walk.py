@@ -62,7 +62,7 @@ def cut_weight(name: str, rows: int, columns: int) -> Any:
     [
         ("bf16", 1, 48, 8, 1, {}),
         later("bf16", 3, 65, 11, 1, {"weight_tiles": 2, "stages": 2}),
-        ("bf16", 9, 32, 5, 1, {"stages": 1}),  # some parts have no columns
+        later("bf16", 9, 32, 5, 1, {"stages": 1}),  # some parts have no columns
         later("bf16", 2, 40, 22, 2, {"areas": 1, "num_blocks": 1}),
         later("fp8", 2, 32, 9, 1, {}),
         later("fp8_block", 1, 32, 16, 2, {"weight_tiles": 1}),
