@@ -179,7 +179,7 @@ def partial_kv(
     )
     reads = _step_bytes(config, options, weight_bytes, draft_bytes * speculative.num_speculative_tokens)
     if found.lossless and found.buffer == SpeculativeConfig.specpv_n_spec_tokens_buf:
-        sizes = (replace(found, buffer=buffer) for buffer in BUFFERS if buffer > max_rows)
+        sizes = [replace(found, buffer=buffer) for buffer in BUFFERS if buffer > max_rows or buffer == MAX_FORCED]
         found = max(sizes, key=lambda each: lossless_gain(each, options.max_context, reads))
     _check(found, options, config, max_rows)
     if found.lossless and speculative.specpv_partial_threshold == SpeculativeConfig.specpv_partial_threshold:
