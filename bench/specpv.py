@@ -52,16 +52,14 @@ AGREEMENTS = (0.9, 0.95, 0.97, 0.99, 1.0)
 class Run:
     """The requests of one row: tokens of each, milliseconds of each step of all of them, and what the runtime counted.
 
-    proposed      of each step, the partial steps before it that proposed and whose time it has, a request
-    refreshed     of each step, the refreshes that its time has, of all requests; both of lossless SpecPV alone
-    ms_a_refresh  of one request, by what the times of all steps have beside their median
+    proposed   of each step, the partial steps before it that proposed and whose time it has, a request
+    refreshed  of each step, the refreshes that its time has, of all requests; both of lossless SpecPV alone
     """
 
     tokens: list[list[int]] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     proposed: list[float] = field(default_factory=list)
     refreshed: list[int] = field(default_factory=list)
-    ms_a_refresh: float = 0.0
     num_timed: int = 0
     accept_length: float = 1.0
     counts: dict[str, Any] = field(default_factory=dict)
@@ -178,9 +176,6 @@ def run_requests(runtime: Runtime, context: int, options: argparse.Namespace) ->
                 accepted, drafted = accepted + speculation.total_accepted_tokens, drafted + speculation.num_drafts
     found.accept_length = 1 + accepted / max(drafted, 1)
     found.counts = {key: value - before[key] for key, value in _counts(runtime).items()}
-    if found.counts["refreshes"]:
-        usual = percentile(found.step_ms, 50) * len(found.step_ms)
-        found.ms_a_refresh = max(0.0, sum(found.step_ms) - usual) / found.counts["refreshes"]
     bucket = runtime.ladder.choose(options.batch, options.depth)
     found.gigabytes = step_bytes(runtime, bucket, [context - options.tokens / 2] * options.batch, None) / 1e9
     return found
@@ -200,13 +195,13 @@ def _drive(runtime: Runtime, found: Run, names: Sequence[str], warm_up: int) -> 
         if not outputs:  # steps that only propose count with the one that verifies
             continue
         is_whole = {output.request_id for output in outputs} == tokens.keys()
-        count = len(outputs) // len(tokens)
-        if is_whole and num_steps >= warm_up:
+        is_timed, count = is_whole and num_steps >= warm_up, len(outputs) // len(tokens)
+        if is_timed:
             found.step_ms += [1e3 * (now - last) / count] * count
             found.num_timed += sum(len(output.token_ids) for output in outputs)
         if is_lossless:
             counts = _counts(runtime)
-            if is_whole and num_steps >= warm_up:
+            if is_timed:
                 found.proposed += [(counts["partial_steps"] - before["partial_steps"]) / len(tokens)] * count
                 found.refreshed += [counts["refreshes"] - before["refreshes"]] * count
             before = counts
@@ -259,7 +254,7 @@ def _row(options: argparse.Namespace, context: int, specpv: dict[str, Any], foun
         "tokens_per_s_of_full": round(speed / full_speed, 4),
     }
     if found.counts["refreshes"]:
-        row["ms_a_refresh"] = round(found.ms_a_refresh, 3)
+        row["ms_a_refresh"] = round(max(0.0, total - median * len(found.step_ms)) / found.counts["refreshes"], 3)
     if options.model == BUNDLED:
         row |= _agreement(found.tokens, full.tokens)
     return row

@@ -65,7 +65,7 @@ class PartialKV:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What a runtime's steps read.
+    """The bytes that a runtime's steps read.
 
     weights   bytes of the target's, which every step reads
     drafts    bytes that the draft model reads for a step's drafts
@@ -81,7 +81,7 @@ class StepBytes:
     group: int
 
     def step(self, positions: float, rows: int, readings: int = 1) -> float:
-        """What a step costs with so many rows and positions a slot, in bytes of weights.
+        """The cost of a step with so many rows and positions a slot, in bytes of weights.
 
         readings  of all keys and values
         """

@@ -19,6 +19,7 @@ from lowlat.models.decoder import emit_decoder, emit_prompt_logits
 from lowlat.models.layers import Rows
 from lowlat.models.program import Program, ProgramBuilder, Stage
 from lowlat.speculators.base import PrefillScope
+from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.state import StepGeometry, declare_state, declare_tables, waiting_boundaries
 
 __all__ = ["build_prefill", "build_prefills"]
@@ -72,12 +73,12 @@ def _build_choice(geometry: StepGeometry, size: int) -> Program:
     stage, builder = Stage.BASE_DECODE_STEP, ProgramBuilder("refresh")
     declare_state(builder, geometry, dict.fromkeys(BY_ROW, size))
     tables = declare_tables(builder, geometry)
-    earlier = torch.tensor([[2 ** (row + 1) - 1 for row in range(size)]], dtype=torch.int64)
+    masks = torch.tensor([TreeTopology.chain(size - 1).packed_masks], dtype=torch.int64)
     attention = {
         "slots": builder.constant("refresh.slots", torch.zeros(1, dtype=torch.int32)),  # the first row of prefill_table
         "block_table": "prefill_table",
         "dense_lens": "prefill_start",
-        "row_masks": builder.constant("refresh.row_masks", earlier),
+        "row_masks": builder.constant("refresh.row_masks", masks),
     }
     rows = Rows(
         prefix="refresh.", count=size, live="prefill_live", positions="prefill_positions", attention=attention,
