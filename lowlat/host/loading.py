@@ -318,7 +318,7 @@ def make_geometry(
         num_blocks=num_blocks,
         prefill_chunk=options.prefill_chunk,
         max_prefill_chunks=_chunks_at_once(options),
-        simulated_accept_length=None if simulated is None else simulated.simulated_accept_length,
+        simulated_acceptance=None if simulated is None else simulated.imposed_acceptance,
         simulated_seed=0 if simulated is None else simulated.simulated_seed,
         num_drafted_rows=num_drafted_rows,
         partial=partial,

@@ -60,7 +60,7 @@ class Runtime:
         self.geometry = geometry = loaded.geometry
         used = None if self.speculator is None else speculative
         self.num_speculative_tokens = 0 if used is None else used.num_speculative_tokens
-        self.simulated = geometry.simulated_accept_length is not None
+        self.simulated = geometry.simulated_acceptance is not None
         self.kvcache = KVCache(
             geometry.num_blocks,
             geometry.block_size,

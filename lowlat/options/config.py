@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lowlat.errors import ConfigError
+from lowlat.options.acceptance import acceptance_for
 from lowlat.options.declaration import check_integer, check_options, declare, documented, options_of
 
 __all__ = ["MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "RuntimeConfig", "SpeculativeConfig", "TraceConfig"]
@@ -163,8 +164,15 @@ class SpeculativeConfig:
         False,
         "SpecPV whose partial steps only propose: a step over all of the cache verifies up to 31 tokens.",
     )
+    simulated_acceptance: float | None = declare(
+        None,
+        "Impose that each draft is accepted with this probability where those before it were, for benchmarks; the text "
+        "then means nothing.",
+        0,
+        1,
+    )
     simulated_accept_length: float | None = declare(
-        None, "Impose so many tokens a step, 1 to S + 1, for benchmarks; the text then means nothing."
+        None, "The same, as the tokens a step, 1 to S + 1, that it comes to at num_speculative_tokens."
     )
     simulated_seed: int = declare(0, "Seed of the imposed acceptance.", 0, (1 << 63) - 1)
 
@@ -193,16 +201,22 @@ class SpeculativeConfig:
         length = self.simulated_accept_length
         if length is not None and (isinstance(length, bool) or not isinstance(length, (int, float))):
             raise ConfigError(f"simulated_accept_length must be a number, got {length!r:.80}")
-        if length is not None and not 1.0 <= length <= self.num_speculative_tokens + 1:
-            raise ConfigError(
-                f"simulated_accept_length must be from 1 to num_speculative_tokens + 1 = "
-                f"{self.num_speculative_tokens + 1}, got {length}"
-            )
+        if length is not None and self.simulated_acceptance is not None:
+            raise ConfigError("simulated_acceptance and simulated_accept_length say the same; give one of them")
+        if length is not None:
+            acceptance_for(length, self.num_speculative_tokens)  # which refuses what cannot be
+
+    @property
+    def imposed_acceptance(self) -> float | None:
+        """The probability with which each draft is accepted; None: acceptance is the draft model's own."""
+        if self.simulated_accept_length is None:
+            return self.simulated_acceptance
+        return acceptance_for(self.simulated_accept_length, self.num_speculative_tokens)
 
     def _check_specpv(self) -> None:
         """Refuse what SpecPV does not have, and its sizes where it is off."""
         if self.specpv_lossless:
-            for name in ("tree", "dynamic_tree_max_topk", "simulated_accept_length"):
+            for name in ("tree", "dynamic_tree_max_topk", "simulated_acceptance", "simulated_accept_length"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"specpv_lossless goes with chains and their own acceptance, and {name} is given")
         if self.enable_specpv and self.adaptive_width:

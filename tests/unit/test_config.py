@@ -14,6 +14,7 @@ from lowlat.errors import ConfigError
 from lowlat.host.loading import make_topologies
 from lowlat.kernels.reference.trees.grow import first_entry
 from lowlat.options import config as module
+from lowlat.options.acceptance import expected_accept_length
 from lowlat.options.config import METHOD_OPTIONS, RuntimeConfig, SpeculativeConfig, TraceConfig, options_from
 from lowlat.speculators.methods import METHODS
 from lowlat.speculators.tree.dynamic import DynamicTree
@@ -60,7 +61,16 @@ def runtime(**options: Any) -> RuntimeConfig:
 
 
 def test_every_option_is_covered_here() -> None:
-    others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
+    others = {
+        "model",
+        "method",
+        "capture_layers",
+        "tree",
+        "enabled",
+        "strict",
+        "simulated_acceptance",
+        "simulated_accept_length",
+    }
     others |= {"dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens"}
     others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", "draft_quantize", *METHOD_OPTIONS["suffix"]}
     others |= {"adaptive_width", "adaptive_confidence", "enable_specpv", "specpv_lossless"}
@@ -232,6 +242,20 @@ def test_simulated_accept_length() -> None:
     assert speculative(num_speculative_tokens=0, simulated_accept_length=1.0).num_speculative_tokens == 0
     with pytest.raises(ConfigError, match=r"= 1, got 2"):
         speculative(num_speculative_tokens=0, simulated_accept_length=2)
+
+
+def test_imposed_acceptance_is_one_probability_for_all_positions() -> None:
+    assert speculative().imposed_acceptance is None
+    assert speculative(simulated_acceptance=0.607).imposed_acceptance == 0.607
+    for depth in range(8):
+        for length in (1.0, 1 + depth / 2, depth + 1.0):
+            imposed = speculative(num_speculative_tokens=depth, simulated_accept_length=length).imposed_acceptance
+            assert imposed is not None and 0 <= imposed <= 1
+            assert expected_accept_length(imposed, depth) == pytest.approx(length)
+    with pytest.raises(ConfigError, match="give one of them"):
+        speculative(simulated_acceptance=0.5, simulated_accept_length=2)
+    with pytest.raises(ConfigError, match=r"simulated_acceptance must be .* 0 to 1"):
+        speculative(simulated_acceptance=1.5)
 
 
 @pytest.mark.parametrize(("name", "choices"), [

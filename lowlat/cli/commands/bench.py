@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ROW_COLUMNS = ("case", "ms p50", "ms p99", "first token, ms", "tokens/s", "accept length", "of the wall")
 SPECULATION = (
     *("head", "method", "capture_layers", "draft_window", "dynamic_tree_max_topk", "max_total_draft_tokens"),
-    *("simulated_accept_length", "simulated_seed", "draft_quantize", "draft_tensor_parallel_size"),
+    *("simulated_acceptance", "simulated_seed", "draft_quantize", "draft_tensor_parallel_size"),
 )
 RUNNING = (
     *("device", "dtype", "executor", "device_loop", "perf_mode", "max_prefill_chunks"),
