@@ -260,12 +260,6 @@ def make_topologies(speculative: SpeculativeConfig) -> dict[int, Topology]:
         drafts = speculative.max_total_draft_tokens or DEFAULT_DRAFT_TOKENS
         return {0: TreeTopology.chain(0), depth: DynamicTree(depth, top_k, drafts + 1)}
     if speculative.tree is None:
-        limit = speculative.max_decoding_tokens
-        if limit is not None and limit < speculative.num_speculative_tokens + 1:
-            raise ConfigError(
-                f"max_decoding_tokens {limit} is below num_speculative_tokens + 1 = "
-                f"{speculative.num_speculative_tokens + 1}"
-            )
         most = speculative.num_speculative_tokens if speculative.adaptive_width else MAX_SPECULATIVE_TOKENS
         return {s: TreeTopology.chain(s) for s in range(most + 1)}
     tree = TreeTopology.load(

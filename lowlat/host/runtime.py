@@ -43,7 +43,8 @@ class Runtime:
 
     Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
     `device_choice` says where it runs and why, `memory` what it holds there, `speculation_error` why a draft model is
-    not used; `checks` refuses requests and may be asked by any thread, as may `grammars`, which compiles theirs.
+    not used, `speculation_limits` the sizes of speculation that were loaded, by option (`SpeculativeConfig.check`
+    reads them); `checks` refuses requests and may be asked by any thread, as may `grammars`, which compiles theirs.
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
@@ -61,6 +62,7 @@ class Runtime:
         used = None if self.speculator is None else speculative
         self.num_speculative_tokens = 0 if used is None else used.num_speculative_tokens
         self.simulated = geometry.simulated_acceptance is not None
+        self.speculation_limits = _speculation_limits(loaded, used)
         self.kvcache = KVCache(
             geometry.num_blocks,
             geometry.block_size,
@@ -498,3 +500,12 @@ class Runtime:
     def _end(self, session: Session) -> None:
         del self._sessions[session.request_id]
         self._book.update(session.metrics())
+
+
+def _speculation_limits(loaded: Loaded, used: SpeculativeConfig | None) -> dict[str, Any]:
+    """The sizes of speculation, by option; empty where there is none."""
+    if used is None:
+        return {}
+    draft = None if loaded.geometry.speculator is None else loaded.geometry.speculator.draft_config
+    boundaries = None if draft is None else draft.capture_boundaries
+    return {"method": used.method, **loaded.topologies[max(loaded.topologies)].limits, "capture_layers": boundaries}

@@ -69,9 +69,7 @@ def _shape(topology: "TreeTopology") -> dict[str, Any]:
         "depth": topology.depth,
         "is_chain": topology.is_chain,
         "num_paths": len(topology.paths),
-        "max_path_len": topology.depth + 1,
-        "max_decoding_tokens": topology.num_nodes,
-        "max_non_leaves_per_layer": max(len(level) for level in topology.levels) if topology.levels else 0,
+        **{name: value for name, value in topology.limits.items() if name.startswith("max_")},
         "nodes": nodes,
         "levels": [
             [{"node": branch.node, "children": list(branch.children)} for branch in level] for level in topology.levels

@@ -52,6 +52,16 @@ class DynamicTree:
         """Never, whatever nodes a step chooses."""
         return False
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """The limits, by the names of options, within which any tree lies that a step may choose."""
+        return {
+            "num_speculative_tokens": self.depth,
+            "max_path_len": self.depth + 1,
+            "max_decoding_tokens": self.num_nodes,
+            "max_non_leaves_per_layer": min(self.top_k, self.num_nodes - 1),
+        }
+
     @cached_property
     def num_entries(self) -> int:
         """The drafts that are looked at."""
