@@ -8,6 +8,7 @@ several threads: one thread owns a runtime.
 """
 
 import itertools
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -36,6 +37,8 @@ from lowlat.options.request import SamplingParams, StepOutput
 from lowlat.text.grammar.compiler import GrammarCompiler
 
 __all__ = ["Runtime"]
+
+logger = logging.getLogger("lowlat.host.runtime")
 
 
 class Runtime:
@@ -268,6 +271,7 @@ class Runtime:
             "memory": [each.to_dict() for each in self.memory],
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **(self._refreshes.report() | self._masks.report()),
+            **self._published.report(speculating=self.num_speculative_tokens > 0),
             **steps_by_width(self.ladder, self._published.undrafted, self._book.totals().speculation),
         }
 
@@ -285,6 +289,8 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
+        if self._published.active.num_steps:
+            logger.info("steps: %s", self._published.report(speculating=self.num_speculative_tokens > 0))
         self._sessions.clear()
         self._slots.clear()
         self._launches.stop()
@@ -432,6 +438,8 @@ class Runtime:
         outputs: list[StepOutput] = []
         for entry, read in zip(entries, published, strict=True):
             publications = [p for p in read if self._is_live(p.slot, entry.number)]
+            if active := sum(self._slots[p.slot].has_begun for p in publications):
+                self._published.active.count(active)
             if self._tracer is not None and bucket is not None:
                 self._tracer.step(bucket, publications, self.executor, self.kvcache)
             outputs.extend(filter(None, map(self._apply, publications)))

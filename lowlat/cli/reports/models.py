@@ -9,7 +9,7 @@ import torch
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.hub import Download
 from lowlat.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Checkpoint
-from lowlat.cli.reports.sizes import Plan, buffer_dict, kv_bytes_per_token, parts_of, plan_runtime
+from lowlat.cli.reports.sizes import Plan, buffer_dict, parts_of, plan_runtime
 from lowlat.cli.running import default_context
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice, choose_device
@@ -113,12 +113,8 @@ def _files(directory: Path, config: ModelConfig) -> dict[str, int] | None:
 def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:
     """The caches: bytes a token, and the pool that holds max_batch requests of the largest size."""
     caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS]
-    speculator = plan.geometry.speculator
-    own = [] if speculator is None else speculator.state_specs(plan.geometry.state_sizes)
-    heads, targets = [spec for spec in caches if spec in own], [spec for spec in caches if spec not in own]
     return {
-        "bytes_per_token": kv_bytes_per_token(targets, options.block_size),
-        "head_bytes_per_token": kv_bytes_per_token(heads, options.block_size),
+        **plan.kv_bytes_per_token(program),
         "max_context": options.max_context,
         "max_batch": options.max_batch,
         "block_size": options.block_size,
