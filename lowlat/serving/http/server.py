@@ -15,10 +15,11 @@ from lowlat.errors import ConfigError
 from lowlat.ipc.client import AsyncClient
 from lowlat.serving.http.app import make_app
 
-__all__ = ["Address", "parse_address", "run"]
+__all__ = ["Address", "bind", "parse_address", "run"]
 
 MAX_CONNECTIONS = 1000
 SHUTDOWN_S = 2
+BACKLOG = 128
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 logger = logging.getLogger("lowlat.serving.http")
@@ -69,7 +70,7 @@ def run(
     parent  file descriptor of the reading end of that pipe
     Raises ConfigError where the address cannot be bound.
     """
-    with _bind(address) as listener:
+    with bind(address) as listener:
         address = Address(address.host, listener.getsockname()[1])
         if not address.local:
             logger.warning("%s is reached from other machines, without encryption", address.url())
@@ -112,11 +113,18 @@ class _Server(uvicorn.Server):
         loop.remove_reader(parent)
 
 
-def _bind(address: Address) -> socket.socket:
+def bind(address: Address) -> socket.socket:
+    """A listener whose accepted sockets send every event at once.
+
+    asyncio sets TCP_NODELAY only where `socket.proto` says TCP, and `create_server` leaves that 0. Linux hands the
+    listener's option on to what it accepts.
+    """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        return socket.create_server((address.host, address.port), family=family, backlog=128)
+        listener = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"the HTTP gateway cannot listen at {address.host}:{address.port}: {error.strerror}"
         ) from error
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
