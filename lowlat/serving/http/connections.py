@@ -172,7 +172,10 @@ class Connection(H11Protocol):
             self._num_lingered = 0
             self._close_in(self._places.limits.linger_s)
             self.flow.resume_reading()
-            self.transport.write_eof()
+            try:
+                self.transport.write_eof()
+            except OSError:  # it is gone already
+                self.abort()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application, and close behind an answer for which it did not read the body."""

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable
-from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -74,26 +73,32 @@ async def read_body(request: Request) -> bytes:
 
 
 class Caller:
-    """The caller who waits for an answer, and may go away before it has come."""
+    """The caller who waits for an answer in this task, and may go away before it has come."""
 
     def __init__(self, receive: Receive) -> None:
+        self._task = asyncio.current_task()
+        self._has_left = False
         self._gone = asyncio.ensure_future(_disconnected(receive))
+        self._gone.add_done_callback(self._note)
 
     async def wait_for(self, work: Awaitable[Value]) -> Value | None:
         """The work's value; None, and the work cancelled, when the caller goes away first."""
-        task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
-            return await task if task.done() else None
-        finally:
-            if not task.done():
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+            return await work
+        except asyncio.CancelledError:
+            if not self._has_left or self._task is None or self._task.uncancel():
+                raise
+            return None
 
     def leave(self) -> None:
         """Stop watching for the caller's disconnect."""
+        self._gone.remove_done_callback(self._note)
         self._gone.cancel()
+
+    def _note(self, gone: "asyncio.Task[None]") -> None:
+        if self._task is not None and not gone.cancelled():
+            self._has_left = True
+            self._task.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -118,14 +123,15 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             await self._caller.wait_for(self._send_all(exchange_of(scope), send))
         finally:
             self._caller.leave()
             await self._choices.close()
 
     async def _send_all(self, exchange: Exchange | None, send: Send) -> None:
-        """Send all events: in the call that receives a chunk where the server has a way, and room; else by `send`."""
+        """Send the status and all events: an event in the call that receives its chunk, where the server offers a way
+        and its buffer has room, else by `send`.
+        """
 
         def write(place: int, chunk: Chunk) -> bool:
             if exchange is None or not exchange.can_write():
@@ -135,6 +141,7 @@ class EventStream(Response):
                 exchange.write(data)
             return True
 
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         try:
             taken: Taken | None = self._first
             while taken is not None:
