@@ -251,7 +251,8 @@ def test_headers_that_are_huge_or_none_are_refused(quick: RunningGateway, sent: 
 
 SCARCE = """
 import asyncio, logging, resource, socket, sys
-from lowlat.serving.http.acceptor import Acceptor, raise_descriptor_limit
+from lowlat.serving.descriptors import raise_descriptor_limit
+from lowlat.serving.http.acceptor import Acceptor
 
 logging.basicConfig(format="%(message)s")
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

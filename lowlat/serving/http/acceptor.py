@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 
-__all__ = ["Acceptor", "raise_descriptor_limit"]
+__all__ = ["Acceptor"]
 
 AT_ONCE = 128  # connections, before other work has its turn
 PAUSE_S = 0.1
@@ -19,18 +19,6 @@ LOG_S = 10.0
 _SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 logger = logging.getLogger("lowlat.serving.http")
-
-
-def raise_descriptor_limit() -> int:
-    """Let this process open as many files as it may, and return how many that are."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-        except (OSError, ValueError):  # some systems offer more than they give
-            pass
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
 class Acceptor:

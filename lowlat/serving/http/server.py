@@ -13,7 +13,8 @@ import uvicorn
 
 from lowlat.errors import ConfigError
 from lowlat.ipc.client import AsyncClient
-from lowlat.serving.http.acceptor import Acceptor, raise_descriptor_limit
+from lowlat.serving.descriptors import raise_descriptor_limit
+from lowlat.serving.http.acceptor import Acceptor
 from lowlat.serving.http.app import make_app
 from lowlat.serving.http.connections import Connection, ConnectionLimits, Connections
 
