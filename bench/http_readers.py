@@ -6,7 +6,7 @@ import re
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ TEXT = re.compile(rb'"text":"([@0-9. ]*)"')
 GONE_S = 60.0
 
 Ask = Callable[[Sequence[list[int]], int], "list[Timed]"]
+AskOne = Callable[[list[int], int], Awaitable["Timed"]]
 
 
 class Timed:
@@ -109,11 +110,12 @@ class Readers:
                 openai.AsyncOpenAI(base_url=f"{self._url}/v1", api_key=KEY, max_retries=0)
             )
 
-    def _run(self, ask: Callable[..., Any], prompts: Sequence[list[int]], tokens: int) -> list[Timed]:
+    def _run(self, ask: AskOne, prompts: Sequence[list[int]], tokens: int) -> list[Timed]:
         async def all_of_them() -> list[Timed]:
             return await asyncio.gather(*(ask(prompt, tokens) for prompt in prompts))
 
-        return self._runner.run(all_of_them())
+        streams: list[Timed] = self._runner.run(all_of_them())
+        return streams
 
     def _body(self, prompt: list[int], tokens: int) -> dict[str, Any]:
         sampling = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}

@@ -79,10 +79,9 @@ class StampingEngine:
         self._engine.close()
 
     def _stamped(self, output: Any, stamp: str) -> EngineOutput:
-        if not output.token_ids:
-            return replace(output, text="")
-        text = self._admitted.pop(output.request_id, "") + stamp * len(output.token_ids)
-        return replace(output, text=text)
+        text = self._admitted.pop(output.request_id, "") + stamp * len(output.token_ids) if output.token_ids else ""
+        stamped: EngineOutput = replace(output, text=text)
+        return stamped
 
 
 def serve(options: argparse.Namespace, *, slots: int, step_s: float) -> int:
@@ -108,6 +107,7 @@ def serve(options: argparse.Namespace, *, slots: int, step_s: float) -> int:
 
 
 def _model_engine(options: argparse.Namespace, slots: int, facts: dict[str, Any]) -> "RuntimeEngine":
+    from bench.conditions import release
     from bench.dense_cases import LLAMA_8B
     from bench.start import write_checkpoint
     from lowlat import Runtime, SpeculativeConfig
@@ -121,22 +121,24 @@ def _model_engine(options: argparse.Namespace, slots: int, facts: dict[str, Any]
         if not (target / "head" / "config.json").is_file():
             import torch
 
-            write_checkpoint(LLAMA_8B, target, torch.device(options.device or "cuda:0"))
+            device = torch.device(options.device or "cuda:0")
+            write_checkpoint(LLAMA_8B, target, device)
+            release(device)
         target, draft = target / "target", target / "head"
     speculative = None if draft is None else SpeculativeConfig(model=draft, num_speculative_tokens=DEPTH, strict=True)
     context = 256 + options.prompt + options.tokens
     runtime = Runtime.load(target, speculative, device=options.device or "auto", max_batch=slots, max_context=context)
-    device = runtime.device_choice.device
-    card = ""
-    if device.type == "cuda":
+    used = runtime.device_choice.device
+    gpu = ""
+    if used.type == "cuda":
         import torch
 
-        card = torch.cuda.get_device_name(device)
+        gpu = torch.cuda.get_device_name(used)
     facts.update(
         model=LLAMA_8B.name if options.write_llama else options.model,
         weights="random" if options.write_llama else "published",
-        device=str(device),
-        gpu=card,
+        device=str(used),
+        gpu=gpu,
         num_speculative_tokens=runtime.num_speculative_tokens,
     )
     return RuntimeEngine(runtime)

@@ -104,7 +104,7 @@ class Connection(H11Protocol):
         super().__init__(**options)
         self._places = places
         self._asked: ASGIApp = self.app
-        self.app = self._answer  # type: ignore[assignment]
+        self.app = self._answer
         self._timer: asyncio.TimerHandle | None = None  # closes the connection; None: it may take its time
         self._is_admitted = False
         self._num_lingered: int | None = None  # bytes dropped after the last answer
