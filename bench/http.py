@@ -43,7 +43,7 @@ TOKENS = 50
 WARM_UP = 2
 SLOTS = 8
 STEP_S = 0.004
-PACKAGES = ("aiohttp", "httptools", "openai", "pyzmq", "starlette", "torch", "uvicorn", "uvloop")
+PACKAGES = ("aiohttp", "h11", "openai", "pyzmq", "starlette", "torch", "uvicorn")
 
 Times = dict[str, list[float]]
 """Seconds by name: `first` and `token`."""
