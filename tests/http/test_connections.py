@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -110,6 +111,14 @@ def test_callers_that_are_all_busy_are_bounded_by_name(quick: RunningGateway) ->
         status, answer, headers = quick.ask("/v1/models")
         assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "too_many_connections", "1")
         assert quick.ask("/health", headers={"authorization": ""})[0] == 200
+    eventually(lambda: quick.ask("/v1/models")[0] == 200)
+
+
+def test_callers_who_are_gone_take_no_place(quick: RunningGateway) -> None:
+    for _ in range(4 * LIMITS.max_callers):
+        with connected(quick) as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
+            caller.sendall(request("POST /v1/completions", SLOW_BODY))
     eventually(lambda: quick.ask("/v1/models")[0] == 200)
 
 

@@ -117,6 +117,8 @@ class Connection(H11Protocol):
 
     def admit(self) -> bool:
         """See Connections.admit."""
+        if self.transport.is_closing():  # nobody will read the answer, and the place was given back already
+            return True
         if not self._is_admitted and self._places.admit(self):
             self._is_admitted = True
             self.timeout_keep_alive = self._places.limits.caller_idle_s  # type: ignore[assignment]
