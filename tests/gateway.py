@@ -16,6 +16,7 @@ from served import Served, serve_in
 from lowlat.ipc.client import AsyncClient
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.wire import Sampling
+from lowlat.serving.http.connections import ConnectionLimits
 from lowlat.serving.http.server import Address, run
 
 __all__ = ["KEY", "RunningGateway", "ScriptedEngine", "gateway_at", "running_gateway"]
@@ -109,12 +110,16 @@ def gateway_at(endpoint: str, **options: Any) -> Iterator[Address]:
 
 @contextmanager
 def running_gateway(
-    folder: Path, engine: FakeEngine | None = None, limits: Limits | None = None, **options: Any
+    folder: Path,
+    engine: FakeEngine | None = None,
+    limits: Limits | None = None,
+    connections: ConnectionLimits | None = None,
+    **options: Any,
 ) -> Iterator[RunningGateway]:
     """A gateway and the server of an engine behind it, both in this process."""
     folder.chmod(0o700)
     engine = engine or ScriptedEngine()
     with ExitStack() as stack:
         served = stack.enter_context(serve_in(folder, engine, FakeCodec(), limits or Limits(), {}))
-        address = stack.enter_context(gateway_at(served.server.endpoint, **options))
+        address = stack.enter_context(gateway_at(served.server.endpoint, limits=connections, **options))
         yield RunningGateway(address, served)
