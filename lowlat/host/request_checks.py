@@ -3,13 +3,34 @@
 The scheduler makes the checks that depend on the moment: a full queue, an id in use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from lowlat.errors import RequestError
+from lowlat.options.declaration import plain, shown
 from lowlat.options.request import SamplingParams
 
-__all__ = ["RequestChecks"]
+__all__ = ["RequestChecks", "check_call", "check_name"]
+
+
+def check_call(params: object, request_id: object, allow_special: object, cache_salt: object) -> None:
+    """Refuse arguments of `Runtime.submit` that are of another type than it takes. Raises RequestError naming them."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(
+            f"params must be SamplingParams, got {type(params).__name__}; SamplingParams.from_options makes them of a dict"
+        )
+    if request_id is not None:
+        check_name(request_id)
+    if not isinstance(allow_special, bool):
+        raise RequestError(f"allow_special must be true or false, got {shown(allow_special)}")
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt must be text, got {shown(cache_salt)}")
+
+
+def check_name(request_id: object) -> None:
+    """Raise RequestError for what is no request's id, whatever was submitted."""
+    if not isinstance(request_id, str) or not request_id:
+        raise RequestError(f"a request's id (request_id) must be text, and not empty, got {shown(request_id)}")
 
 
 @dataclass(frozen=True)
@@ -83,10 +104,15 @@ class RequestChecks:
 
     def prompt_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """The prompt's ids as ints of the vocabulary. Raises RequestError naming the first that is none."""
-        ids = tuple(prompt)
+        refused = (str, bytes, bytearray, memoryview, Mapping, Set)
+        ids = plain(prompt)
+        if isinstance(ids, refused) or not isinstance(ids, Iterable):
+            raise RequestError(f"the prompt must be text or a sequence of token ids, got {type(prompt).__name__}")
+        ids = tuple(ids)
         # all at once first: a long prompt is checked while others wait for their tokens
         if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size):
             return ids
+        ids = tuple(map(plain, ids))
         for place, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise RequestError(

@@ -24,14 +24,16 @@ from lowlat.host.memory.kvcache import KVCache
 from lowlat.host.memory.refreshes import Refreshes
 from lowlat.host.metrics import MetricsBook, RequestMetrics
 from lowlat.host.perf import PerfCounters, PublishedSteps, StepChecks, steps_by_width
-from lowlat.host.request_checks import RequestChecks
+from lowlat.host.request_checks import RequestChecks, check_call, check_name
 from lowlat.host.run_ahead import Launches, loop_of
 from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest, Scheduler
 from lowlat.host.session import Session
 from lowlat.host.trace import Tracer
+from lowlat.host.unbroken import Unbroken
 from lowlat.kernels.reference.step.slot_record import MAX_STOPS
 from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
+from lowlat.options.declaration import plain
 from lowlat.options.request import SamplingParams, StepOutput
 from lowlat.text.grammar.compiler import GrammarCompiler
 
@@ -102,6 +104,7 @@ class Runtime:
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
         self._ids = itertools.count()
         self._closed = False
+        self._whole = Unbroken()
 
     @classmethod
     def load(
@@ -147,10 +150,12 @@ class Runtime:
         allow_special  special tokens that a text spells become these tokens; otherwise they stay text
         cache_salt     only requests of the same salt share cached prefixes: others cannot learn, by the time to the
                        first token, what was asked before
-        Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full.
+        Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full,
+        DeviceError where a step was broken off.
         """
-        self._check_open()
+        self._check_usable()
         params = SamplingParams() if params is None else params
+        check_call(params, request_id, allow_special, cache_salt)
         prompt_ids = self.checks.check(self._encode(prompt, params, allow_special), params)
         name = self._new_id() if request_id is None else request_id
         if name in self._book:
@@ -159,15 +164,18 @@ class Runtime:
         stop_ids = self.checks.stop_ids(params)
         session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, self.speculator, self.simulated)
         session.grammar = self.grammars.open(params, prompt_ids, stop_ids)
-        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, len(prompt_ids) + params.max_tokens, cache_salt))
-        self._sessions[name] = session
-        self._stop_outdated()
+        scheduled = ScheduledRequest(name, prompt_ids, len(prompt_ids) + params.max_tokens, cache_salt)
+        self.scheduler.check(scheduled)
+        with self._whole:
+            self.scheduler.enqueue(scheduled)
+            self._sessions[name] = session
+            self._stop_outdated()
         return name
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to step for."""
-        return bool(self._pending) or self.scheduler.busy
+        """Whether there is anything left to step for; where a step was broken off, requests that it left unfinished."""
+        return not self._closed and (bool(self._pending) or self.scheduler.busy)
 
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
@@ -178,9 +186,16 @@ class Runtime:
         Returns what each request gained, ends included; steps that ran meanwhile are in it, too, so a request may be
         there several times, in order. Where it returns such steps alone, this call has admitted no request.
         Raises ConfigError for a depth without a bucket, DeviceError when the device has failed.
+        An exception that breaks a step off, Ctrl-C among them, ends the runtime: its requests' tokens may be lost, so
+        whatever is asked of it later raises DeviceError.
         """
-        self._check_open()
+        self._check_usable()
         depth = self._depth(num_speculative_tokens)
+        with self._whole:
+            return self._step(num_speculative_tokens, depth)
+
+    def _step(self, num_speculative_tokens: int | None, depth: int) -> list[StepOutput]:
+        """`step` of a depth that has a bucket."""
         ahead = num_speculative_tokens is None and self.executor.asynchronous and self._tracer is None
         outputs, self._pending = self._pending, []
         if not self.scheduler.busy:
@@ -210,8 +225,8 @@ class Runtime:
         Raises ConfigError for a depth without a bucket, while requests are there, and in strict mode for no drafts
         where there is a speculator.
         """
-        self._check_open()
-        self.ladder.choose(1, num_speculative_tokens)
+        self._check_usable()
+        self._check_depth(num_speculative_tokens)
         if self.scheduler.busy:
             raise ConfigError(f"the depth can become {num_speculative_tokens} between requests, and there are some")
         if self.config.is_strict and self.speculator is not None and num_speculative_tokens == 0:
@@ -220,16 +235,15 @@ class Runtime:
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last output says "cancelled". Raises RequestError for an unknown or ended one."""
-        self._check_open()
-        session = self._sessions.get(request_id)
-        if session is None:
-            raise RequestError(f"request {request_id!r} is unknown or has ended")
-        phase = self._leave(session)
-        if phase is Phase.DECODING:
-            self._mailbox.cancel(session.slot)
-        self._pending.append(session.output((), "cancelled"))
-        self._end(session)
-        self._stop_outdated()
+        self._check_usable()
+        session = self._live(request_id)
+        with self._whole:
+            phase = self._leave(session)
+            if phase is Phase.DECODING:
+                self._mailbox.cancel(session.slot)
+            self._pending.append(session.output((), "cancelled"))
+            self._end(session)
+            self._stop_outdated()
 
     def set_draft_limit(self, request_id: str, max_draft_tokens: int | None) -> None:
         """Change how many draft tokens of a live request are verified in one step, from the next launched step on.
@@ -237,25 +251,29 @@ class Runtime:
         max_draft_tokens   as in SamplingParams: None is as many as the bucket has, 0 none at all
         No token depends on it. Raises RequestError for an unknown or ended request, or a limit out of range.
         """
-        self._check_open()
-        session = self._sessions.get(request_id)
-        if session is None:
-            raise RequestError(f"request {request_id!r} is unknown or has ended")
+        self._check_usable()
+        session = self._live(request_id)
         self.checks.check_drafts(max_draft_tokens)
         session.params = replace(session.params, max_draft_tokens=max_draft_tokens)
         self._limited.add(request_id)
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
+        check_name(request_id)
         session = self._sessions.get(request_id)
-        return self._book.get(request_id) if session is None else session.metrics()
+        if session is None:
+            return self._book.get(request_id)
+        found = session.metrics()
+        return replace(found, finish_reason="error") if self._whole.failure else found
 
     def perf(self) -> PerfCounters:
         """Return the launches of its programs, and its waits, copies and steps without drafts since the load."""
+        self._check_open()
         return PerfCounters.of(self.executor.counts, self._mailbox.num_copies, self._published.undrafted)
 
     def summary(self) -> dict[str, Any]:
         """Totals since the load, as JSON: blocks such as `eagle_speculation` and `specpv` only of what has run."""
+        self._check_open()
         for session in self._sessions.values():
             self._book.update(session.metrics())
         return {
@@ -294,6 +312,7 @@ class Runtime:
         self.executor.close()  # the last: a device that has failed says so
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -308,18 +327,36 @@ class Runtime:
         if self._closed:
             raise LowlatError("the runtime is closed")
 
+    def _check_usable(self) -> None:
+        """Raise LowlatError for a closed runtime, DeviceError for one whose step, or other change, was broken off."""
+        self._check_open()
+        self._whole.check()
+
+    def _live(self, request_id: str) -> Session:
+        check_name(request_id)
+        session = self._sessions.get(request_id)
+        if session is None:
+            raise RequestError(f"request {request_id!r} is unknown or has ended")
+        return session
+
     def _new_id(self) -> str:
         names = (f"request-{number}" for number in self._ids)
         return next(name for name in names if name not in self._book and name not in self._sessions)
 
     def _depth(self, asked: int | None) -> int:
-        depth = self.num_speculative_tokens if asked is None else asked
+        depth = self.num_speculative_tokens if asked is None else plain(asked)
         if asked is None and self.speculator is None:
             return 0
         if self.config.is_strict and depth != self.num_speculative_tokens:
             raise ConfigError(f"perf_mode 'strict' decodes at S = {self.num_speculative_tokens} alone, got {depth}")
-        self.ladder.choose(1, depth)  # refuses a depth that has no bucket
+        self._check_depth(depth)
         return depth
+
+    def _check_depth(self, depth: int) -> None:
+        """Raise ConfigError for a depth that has no bucket."""
+        if isinstance(depth, bool) or not isinstance(depth, int):
+            raise ConfigError(f"num_speculative_tokens must be an integer, got {depth!r:.80}")
+        self.ladder.choose(1, depth)
 
     def _encode(self, prompt: Sequence[int] | str, params: SamplingParams, allow_special: bool) -> Sequence[int]:
         if not isinstance(prompt, str):

@@ -156,7 +156,7 @@ class Session:
             stop_reason=stop_reason,
             logprobs=logprobs,
             error=error,
-            error_code="grammar" if problem else "not_finite",
+            error_code=None if error is None else "grammar" if problem else "not_finite",
             num_accepted=num_accepted,
         )
 
@@ -192,7 +192,7 @@ class Session:
         stop_reason: str | int | None = None,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
         error: str | None = None,
-        error_code: ErrorCode = "not_finite",
+        error_code: ErrorCode | None = None,
         num_accepted: int = 0,
     ) -> StepOutput:
         """The caller's output; a reason ends the request, and one that is cut off gets the text that was held back."""
