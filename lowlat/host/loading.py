@@ -22,8 +22,10 @@ from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import Rank, check_positions, make_executor, refuse_parts, refuse_ranks, settle_executor
 from lowlat.graphs import Bucket, BucketLadder
 from lowlat.host.memory.held import HeldMemory, held_memory
+from lowlat.host.memory.kvcache import KVCache
 from lowlat.host.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
 from lowlat.host.perf import check_device, check_launches
+from lowlat.host.scheduler import Scheduler
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.program import Program
@@ -51,6 +53,7 @@ __all__ = [
     "load",
     "make_geometry",
     "make_ladder",
+    "make_scheduler",
     "make_topologies",
     "rank_geometries",
 ]
@@ -191,6 +194,17 @@ def make_ladder(
     adaptive = geometry.max_width is not None
     batches, ends = bucket_batches(geometry.max_batch), geometry.draft_ends
     return BucketLadder(batches, rows_of, adaptive=adaptive, ends=ends, verifier=verifier)
+
+
+def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
+    """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
+    sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
+    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded)
+    return Scheduler(
+        ladder, kvcache, options.max_batch, options.max_queue, geometry.prefill_chunk,
+        max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=options.max_stall_ms,
+        num_overprovision=geometry.overhang,
+    )  # fmt: skip
 
 
 def build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:

@@ -18,18 +18,16 @@ from lowlat.errors import ConfigError, LowlatError, RequestError
 from lowlat.executors.devices import make_current
 from lowlat.graphs import Bucket
 from lowlat.host.grammar_masks import GrammarMasks
-from lowlat.host.loading import Loaded, load
+from lowlat.host.loading import Loaded, load, make_scheduler
 from lowlat.host.mailbox import Entry, Mailbox, SlotPublication
-from lowlat.host.memory.kvcache import KVCache
 from lowlat.host.memory.refreshes import Refreshes
 from lowlat.host.metrics import MetricsBook, RequestMetrics
 from lowlat.host.perf import PerfCounters, PublishedSteps, StepChecks, steps_by_width
-from lowlat.host.request_checks import RequestChecks, check_call, check_name
+from lowlat.host.request_checks import RequestChecks, Unbroken, check_call, check_depth, check_name, encode_prompt
 from lowlat.host.run_ahead import Launches, loop_of
-from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest, Scheduler
+from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest
 from lowlat.host.session import Session
 from lowlat.host.trace import Tracer
-from lowlat.host.unbroken import Unbroken
 from lowlat.kernels.reference.step.slot_record import MAX_STOPS
 from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
@@ -63,18 +61,8 @@ class Runtime:
         used = None if self.speculator is None else speculative
         self.num_speculative_tokens = 0 if used is None else used.num_speculative_tokens
         self.simulated = geometry.simulated_accept_length is not None
-        self.kvcache = KVCache(
-            geometry.num_blocks,
-            geometry.block_size,
-            geometry.prefill_chunk,
-            reuse=config.prefix_reuse,
-            share_decoded=config.share_decoded,
-        )
-        self.scheduler = Scheduler(
-            self.ladder, self.kvcache, config.max_batch, config.max_queue, geometry.prefill_chunk,
-            max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=config.max_stall_ms,
-            num_overprovision=geometry.overhang,
-        )  # fmt: skip
+        self.scheduler = make_scheduler(self.ladder, geometry, config)
+        self.kvcache = self.scheduler.kvcache
         self.checks = RequestChecks(
             max_context=config.max_context,
             vocab_size=loaded.target.config.vocab_size,
@@ -93,9 +81,9 @@ class Runtime:
         self._launches = Launches(self.executor, self._mailbox, loop_of(self.executor, wanted=config.device_loop))
         self._tracer = Tracer.from_config(config.traces)
         self._book = MetricsBook()
-        self._published = PublishedSteps(
-            self._step_checks() if config.is_strict else None, adaptive=self.ladder.adaptive
-        )
+        must_draft = self.num_speculative_tokens > 0 and self.draft_config is not None and not self.ladder.adaptive
+        checks = StepChecks(geometry.max_rows - 1, self.model_config.vocab_size, must_draft=must_draft)
+        self._published = PublishedSteps(checks if config.is_strict else None, adaptive=self.ladder.adaptive)
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._refreshes = Refreshes(geometry, self.scheduler, self._mailbox, self._launches, self._slots)
@@ -150,13 +138,13 @@ class Runtime:
         allow_special  special tokens that a text spells become these tokens; otherwise they stay text
         cache_salt     only requests of the same salt share cached prefixes: others cannot learn, by the time to the
                        first token, what was asked before
-        Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full,
-        DeviceError where a step was broken off.
+        Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full.
         """
         self._check_usable()
         params = SamplingParams() if params is None else params
         check_call(params, request_id, allow_special, cache_salt)
-        prompt_ids = self.checks.check(self._encode(prompt, params, allow_special), params)
+        room = self.config.max_context, params.max_tokens
+        prompt_ids = self.checks.check(encode_prompt(self.codec, prompt, allow_special, *room), params)
         name = self._new_id() if request_id is None else request_id
         if name in self._book:
             raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
@@ -226,7 +214,7 @@ class Runtime:
         where there is a speculator.
         """
         self._check_usable()
-        self._check_depth(num_speculative_tokens)
+        check_depth(num_speculative_tokens, self.ladder)
         if self.scheduler.busy:
             raise ConfigError(f"the depth can become {num_speculative_tokens} between requests, and there are some")
         if self.config.is_strict and self.speculator is not None and num_speculative_tokens == 0:
@@ -318,11 +306,6 @@ class Runtime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _step_checks(self) -> StepChecks:
-        must_draft, vocab_size = self.num_speculative_tokens > 0, self.model_config.vocab_size
-        must_draft = must_draft and self.draft_config is not None and not self.ladder.adaptive
-        return StepChecks(max_drafts=self.geometry.max_rows - 1, vocab_size=vocab_size, must_draft=must_draft)
-
     def _check_open(self) -> None:
         if self._closed:
             raise LowlatError("the runtime is closed")
@@ -349,22 +332,8 @@ class Runtime:
             return 0
         if self.config.is_strict and depth != self.num_speculative_tokens:
             raise ConfigError(f"perf_mode 'strict' decodes at S = {self.num_speculative_tokens} alone, got {depth}")
-        self._check_depth(depth)
+        check_depth(depth, self.ladder)
         return depth
-
-    def _check_depth(self, depth: int) -> None:
-        """Raise ConfigError for a depth that has no bucket."""
-        if isinstance(depth, bool) or not isinstance(depth, int):
-            raise ConfigError(f"num_speculative_tokens must be an integer, got {depth!r:.80}")
-        self.ladder.choose(1, depth)
-
-    def _encode(self, prompt: Sequence[int] | str, params: SamplingParams, allow_special: bool) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.codec is None:
-            raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
-        max_context, max_tokens = self.config.max_context, params.max_tokens
-        return self.codec.encode(prompt, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens)
 
     def _admit(self, depth: int) -> Sequence[Entry]:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
@@ -445,15 +414,8 @@ class Runtime:
             return False
         if not launches.has_room(scheduler.choose_bucket(depth)):
             return False
-        rooms = [self._room_behind(session, depth) for session in self._slots.values()]
+        rooms = [session.room_after(launches.num_under_way, depth) for session in self._slots.values()]
         return max(rooms) > 0 and (min(rooms) > 0 or not scheduler.num_queued)
-
-    def _room_behind(self, session: Session, depth: int) -> int:
-        """Tokens that a request may still get when all that is under way has brought it as many as it can."""
-        limit = session.params.max_draft_tokens
-        most = 1 + (depth if limit is None else min(depth, limit))
-        room = 1 if session.grammar is not None and session.grammar.terminated else session.room
-        return room - most * self._launches.num_under_way
 
     def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> list[StepOutput]:
         """Outputs of entries; where the step after them is certain, it is launched first."""

@@ -168,7 +168,7 @@ def check_options(record: Any, error: type[Exception]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A scalar or an array of NumPy or torch, or `array`'s, as Python's numbers, nested lists of them; others as they are.
+    """The numbers of a scalar or an array of NumPy or torch, in lists as it has axes; another value as it is.
 
     Raises what the library does for one that has no values, such as a tensor of torch's meta device.
     """

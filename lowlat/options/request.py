@@ -207,9 +207,9 @@ class StepOutput:
 
     `token_ids` are new and final. `text` is what they make certain of the text (None without a tokenizer):
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or
-    token id that ended the request; where it failed `error` says why, and `error_code` whether it was the logits or the
-    grammar; both are None else. `simulated` marks imposed acceptance. The first `num_accepted` of token_ids were accepted drafts. With
-    `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
+    token id that ended the request; where it failed `error` says why, and `error_code` whether it was the logits or
+    the grammar; both are None otherwise. `simulated` marks imposed acceptance. The first `num_accepted` of token_ids
+    were accepted drafts. With `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
     """
 
     request_id: str

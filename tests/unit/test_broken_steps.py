@@ -1,4 +1,4 @@
-"""A step that an exception breaks off, wherever it is: the runtime says so from then on, and no token is lost silently."""
+"""A step that an exception breaks off, wherever it is: the runtime says so from then on; no token is lost silently."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -167,5 +167,5 @@ def test_a_refusal_breaks_nothing(pair: PairPaths, tmp_path: Path) -> None:
             raise ValueError("the caller's own")
 
         with pytest.raises(ValueError, match="own"):
-            runtime.submit(ids())  # type: ignore[arg-type]
+            runtime.submit(ids())
         assert len(run_all(runtime)[name]) == 3
