@@ -19,7 +19,7 @@ READ_FROM = "0.30.4"
 
 @contextlib.contextmanager
 def _names_of_older_numpy() -> Iterator[None]:
-    """Give NumPy the name that numba-cuda looks up while it is imported, for so long.
+    """Give NumPy the name that numba-cuda looks up when some of its modules are imported, for so long.
 
     NumPy 2.5 has no `row_stack`, an older name of `vstack`. numba-cuda (`np/arrayobj.py`) registers what kernels do for
     it, with every NumPy from 2.0 on; ours call neither.
@@ -38,6 +38,7 @@ with _names_of_older_numpy():
     from numba.cuda import codegen, types
     from numba.cuda.core import analysis, base, ir, ir_utils, postproc, targetconfig, transforms
     from numba.cuda.cudadrv import nvvm
+    from numba.cuda.np import arrayobj  # noqa: F401  else the first compilation imports it
 
 NUMBERS = (types.Number, types.Boolean, types.Literal)
 TEXTS = 512  # the modules of which the text for NVVM is kept

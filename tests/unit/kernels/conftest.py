@@ -4,12 +4,9 @@ import os
 import shutil
 
 import pytest
-from compiled_examples import Compiled
+from compiled_examples import Compiled  # imports Numba's CUDA target with any NumPy: tests may then import it themselves
 
-from lowlat.kernels.toolchain import numba_cuda
 from lowlat.kernels.toolchain.digests import source_digest
-
-assert numba_cuda  # before a test imports Numba's CUDA target, which imports with any NumPy only so
 
 COMPILING_S = 1800  # whoever comes first compiles for all, and the others wait; on a busy machine for long
 
