@@ -21,3 +21,7 @@ if not TYPE_CHECKING:  # else every name would be there, and of type Any
 
             return getattr(asynchronous, name)
         raise AttributeError(f"module 'lowlat.ipc.client' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
