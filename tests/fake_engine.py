@@ -40,7 +40,7 @@ class FakeOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[FakeLogprobs, ...] | None = None
     error: str | None = None
-    error_code: Literal["not_finite", "grammar"] = "not_finite"
+    error_code: Literal["not_finite", "grammar"] | None = None
     simulated: bool = False
     num_accepted: int = 0
     reasoning: str = ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from types import NoneType
 
 import torch
 
@@ -21,8 +22,10 @@ from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import Rank, check_positions, make_executor, refuse_parts, refuse_ranks, settle_executor
 from lowlat.graphs import Bucket, BucketLadder
 from lowlat.host.memory.held import HeldMemory, held_memory
+from lowlat.host.memory.kvcache import KVCache
 from lowlat.host.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
 from lowlat.host.perf import check_device, check_launches
+from lowlat.host.scheduler import Scheduler
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.program import Program
@@ -50,6 +53,7 @@ __all__ = [
     "load",
     "make_geometry",
     "make_ladder",
+    "make_scheduler",
     "make_topologies",
     "rank_geometries",
 ]
@@ -109,6 +113,7 @@ def load(
     Raises ConfigError; for a draft model that cannot be used only if `speculative.strict` or perf_mode is strict,
     otherwise it is one warning and the baseline.
     """
+    _check_call(model, speculative, progress, captured, downloaded)
     choice = choose_device(f"cuda:{options.devices[0]}" if options.devices else options.device, options.executor)
     _say(choice)
     target = model
@@ -167,6 +172,17 @@ def load(
     return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error, rank_config, memory)
 
 
+def _check_call(model: object, speculative: object, *told: object) -> None:
+    """Refuse arguments of `Runtime.load` that are of another type than it takes. Raises ConfigError naming them."""
+    if not isinstance(model, (str, Path, OpenedTarget)) or not str(model):
+        raise ConfigError(f"model must be a directory or ORG/NAME of a repository, got {model!r:.80}")
+    if not isinstance(speculative, (SpeculativeConfig, NoneType)):
+        raise ConfigError(f"speculative must be a SpeculativeConfig or None, got {type(speculative).__name__}")
+    for name, function in zip(("progress", "captured", "downloaded"), told, strict=True):
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name} must be a function or None, got {type(function).__name__}")
+
+
 def make_ladder(
     geometry: StepGeometry, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
 ) -> BucketLadder:
@@ -178,6 +194,17 @@ def make_ladder(
     adaptive = geometry.max_width is not None
     batches, ends = bucket_batches(geometry.max_batch), geometry.draft_ends
     return BucketLadder(batches, rows_of, adaptive=adaptive, ends=ends, verifier=verifier)
+
+
+def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
+    """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
+    sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
+    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded)
+    return Scheduler(
+        ladder, kvcache, options.max_batch, options.max_queue, geometry.prefill_chunk,
+        max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=options.max_stall_ms,
+        num_overprovision=geometry.overhang,
+    )  # fmt: skip
 
 
 def build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:
@@ -283,7 +310,11 @@ def make_geometry(
     options: RuntimeConfig,
     speculative: SpeculativeConfig | None,
 ) -> StepGeometry:
-    """The shapes of all programs; the pool defaults to max_batch requests of the largest size."""
+    """The shapes of all programs; the pool defaults to max_batch requests of the largest size.
+
+    Raises ConfigError for a tree that asks for more tokens after one than the draft model has.
+    """
+    _check_choices(speculator, topologies)
     max_rows = max(topology.num_nodes for topology in topologies.values())
     num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
     simulated = speculative if speculator is not None else None
@@ -320,6 +351,16 @@ def make_geometry(
         draft_ends=_draft_ends(speculator, speculative),
         prompt_logits=options.prompt_logits,
     )
+
+
+def _check_choices(speculator: Speculator | None, topologies: Mapping[int, Topology]) -> None:
+    draft = None if speculator is None else speculator.draft_config
+    most = max(topology.num_choices for topology in topologies.values())
+    if draft is not None and most > draft.draft_vocab_size:
+        raise ConfigError(
+            f"the tree asks for the {most} likeliest tokens after one (tree, or dynamic_tree_max_topk), and the draft "
+            f"model has {draft.draft_vocab_size} tokens (draft_vocab_size); make the tree narrower"
+        )
 
 
 def rank_geometries(

@@ -201,7 +201,7 @@ class StepChecks:
     must_draft   every step has drafts, but a slot's last: of a draft model, not of text alone
     """
 
-    def __init__(self, *, max_drafts: int, vocab_size: int, must_draft: bool) -> None:
+    def __init__(self, max_drafts: int, vocab_size: int, *, must_draft: bool) -> None:
         self._max_drafts, self._vocab_size, self._must_draft = max_drafts, vocab_size, must_draft
 
     def check(self, publication: SlotPublication, num_committed: int, *, first: bool, room: int) -> None:

@@ -277,8 +277,8 @@ class SpeculativeConfig:
         """The options of the method, and that none of another method was given."""
         own = METHOD_OPTIONS[self.method] + (() if self.text_drafts is None else METHOD_OPTIONS[self.text_drafts])
         for method, names in METHOD_OPTIONS.items():
-            for name in set(names).difference(own):
-                if getattr(self, name) != getattr(SpeculativeConfig, name):
+            for name in names:
+                if name not in own and getattr(self, name) != getattr(SpeculativeConfig, name):
                     raise ConfigError(f"{name} is an option of method {method!r}, and method is {self.method!r}")
         if self.text_drafts is not None:
             for name in ("tree", "dynamic_tree_max_topk"):

@@ -326,7 +326,7 @@ class Requests:
     def _end_decoded(self, stream: Stream, final: EngineOutput) -> None:
         reason = final.finish_reason
         if reason == "error":
-            self._end(stream, "error", code=final.error_code, message=final.error)
+            self._end(stream, "error", code=final.error_code or "internal", message=final.error)
         elif reason == "stop":
             self._end(stream, "stop", stop_reason=final.stop_reason)
         elif reason == "length":

@@ -68,6 +68,11 @@ class DynamicTree:
         return first_entry(self.depth + 1, self.top_k)
 
     @property
+    def num_choices(self) -> int:
+        """The likeliest tokens after one that drafting takes, at most."""
+        return self.top_k
+
+    @property
     def num_drafted_rows(self) -> int:
         """The rows of all levels but the root's that a draft model runs over."""
         return self.top_k * (self.depth - 1)

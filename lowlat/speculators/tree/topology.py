@@ -73,6 +73,11 @@ class TreeTopology:
         return self.depth + 1
 
     @property
+    def num_choices(self) -> int:
+        """The likeliest tokens after one that drafting takes, at most."""
+        return 1 + max(self.max_rank_by_level, default=0)
+
+    @property
     def num_drafted_rows(self) -> int:
         """The rows of all levels but the root's that a draft model runs over."""
         return len(self.draft_masks)
