@@ -41,10 +41,7 @@ def model_report(
     config, speculator = plan.geometry.config, plan.geometry.speculator
     draft = None if speculator is None else speculator.draft_config
     choice = settle_executor(_planned_device(runtime), runtime.executor, config, draft, runtime.block_size)
-    if runtime.max_context > config.max_position:
-        raise ConfigError(
-            f"max_context {runtime.max_context} exceeds the model's max_position_embeddings {config.max_position}"
-        )
+    config.check_context(runtime.max_context, directory / "config.json")
     depth = 0 if speculative is None else speculative.num_speculative_tokens
     program = plan.program(runtime.max_batch, depth)
     report: dict[str, Any] = {

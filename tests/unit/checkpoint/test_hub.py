@@ -207,7 +207,13 @@ def test_a_file_that_is_missing_names_no_folder_either(hub: Hub, tmp_path: Path)
 
 
 def test_names_that_lead_out_are_left_out_and_hashes_of_both_kinds_taken(hub: Hub) -> None:
-    names = ("../up.jinja", "/tmp/up", "additional_chat_templates/../x.jinja", "a\\b", "additional_chat_templates/t.jinja")
+    names = (
+        "../up.jinja",
+        "/tmp/up",
+        "additional_chat_templates/../x.jinja",
+        "a\\b",
+        "additional_chat_templates/t.jinja",
+    )
     hub.listed = [{"rfilename": name, "size": 1} for name in names]
     folder = hub.repositories["some/head"] / "additional_chat_templates"
     folder.mkdir()
