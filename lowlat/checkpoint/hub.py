@@ -284,12 +284,12 @@ def _silent_bar() -> type:
 
 def _library_bar() -> type:
     """huggingface_hub's own bar, on a terminal, of files that are no longer than listed."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-    class Bar(tqdm):  # type: ignore[type-arg, misc]
+    class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             self._file = ByteLimit()
-            super().__init__(*arguments, **options)
+            super().__init__(*arguments, **options)  # type: ignore[no-untyped-call]
 
         def update(self, count: float | None = 1) -> bool | None:
             self._file.add(count or 0)

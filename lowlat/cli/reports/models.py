@@ -15,6 +15,7 @@ from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import settle_executor
 from lowlat.graphs import Paging
+from lowlat.models.advice import read_advice
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.hf_config import read_config
 from lowlat.models.program import Program
@@ -52,6 +53,7 @@ def model_report(
         "files": _files(directory, config),
         "geometry": _geometry(config),
         "parts": parts_of(weight_plan(config)),
+        "sampling_advice": dict(read_advice(directory)),
         "default_capture_boundaries": default_boundaries(config.num_layers),
         "kv": _kv(plan, program, runtime),
         "memory": plan.memory(runtime.max_batch, choice),
