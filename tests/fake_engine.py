@@ -125,6 +125,7 @@ class FakeEngine:
         fault_step: int = 3,
         close_error: Exception | None = None,
         on_step: Callable[[], None] | None = None,
+        sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
         self.info = EngineInfo(
             model="fake",
@@ -134,6 +135,7 @@ class FakeEngine:
             tokenizer=tokenizer,
             has_chat_template=bool(tokenizer),
             on_device=on_device,
+            sampling_defaults=sampling_defaults or {},
         )
         self.step_s = step_s
         self.tokens_per_step = tokens_per_step

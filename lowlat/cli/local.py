@@ -21,12 +21,12 @@ __all__ = ["LocalModel"]
 class LocalModel:
     """A runtime that answers one request after the other.
 
-    advice  the sampling where a request leaves it open, beside lowlat's own defaults
+    advice  the sampling where a request leaves it open, beside lowlat's own defaults; None: these alone
     """
 
-    def __init__(self, runtime: Runtime, advice: Mapping[str, int | float]) -> None:
+    def __init__(self, runtime: Runtime, advice: Mapping[str, int | float] | None = None) -> None:
         self._runtime = runtime
-        self.advice = advice
+        self.advice = {} if advice is None else dict(advice)
         self.name = display_name(runtime.directory)
         self.place = str(runtime.device_choice.device)
         self.has_tokenizer = runtime.codec is not None
