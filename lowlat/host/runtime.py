@@ -9,7 +9,7 @@ several threads: one thread owns a runtime.
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -30,7 +30,6 @@ from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest, Schedul
 from lowlat.host.session import Session
 from lowlat.host.trace import Tracer
 from lowlat.kernels.reference.step.slot_record import MAX_STOPS
-from lowlat.models.advice import read_advice
 from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.options.request import SamplingParams, StepOutput
@@ -164,14 +163,6 @@ class Runtime:
         self._sessions[name] = session
         self._stop_outdated()
         return name
-
-    @property
-    def sampling_advice(self) -> Mapping[str, int | float]:
-        """The fields of SamplingParams that the model's authors advise (generation_config.json), empty without any.
-
-        No request takes them by itself: `SamplingParams(**runtime.sampling_advice, max_tokens=64)` does.
-        """
-        return read_advice(self.directory)
 
     @property
     def busy(self) -> bool:

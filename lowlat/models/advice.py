@@ -1,6 +1,7 @@
 """The sampling that a model's authors advise: generation_config.json beside its weights, as fields of SamplingParams.
 
-It is a default of the server and the command line, and never of SamplingParams that a program gives.
+It is a default of the server and the command line, and never of SamplingParams that a program gives. One that wants it
+asks: `SamplingParams(**read_advice(runtime.directory), max_tokens=64)`.
 """
 
 import logging

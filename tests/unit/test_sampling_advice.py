@@ -85,7 +85,7 @@ def test_generate_takes_the_advice_where_it_is_not_told(talker: Path) -> None:
     assert advised == tokens("--seed", 3, "--temperature", 8, "--top-k", 200, *own)
     assert tokens(*own) == tokens("--temperature", 0) != advised
     with Runtime.load(talker, max_batch=1, max_context=128) as runtime:
-        assert runtime.sampling_advice == {"temperature": 8.0, "top_k": 200}
+        assert read_advice(runtime.directory) == {"temperature": 8.0, "top_k": 200}
         runtime.submit("Hello", SamplingParams(max_tokens=8, ignore_eos=True))  # a program's parameters are its own
         greedy = [token for _ in range(20) if runtime.busy for output in runtime.step() for token in output.token_ids]
     assert greedy == tokens("--temperature", 0)

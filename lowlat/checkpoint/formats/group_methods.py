@@ -32,7 +32,10 @@ ROUND_PACKINGS = {
     "awq": "awq",
 }
 PLAIN_BITS = 16  # of a layer that is not quantised
-AWQ_NO_EFFECT = (*ROUND_NO_EFFECT, "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
+AWQ_NO_EFFECT = (
+    *(*ROUND_NO_EFFECT, "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"),
+    *("desc_act", "meta", "pack_impl"),
+)
 # how a file was made, who made it, and which kernels others would run
 GPTQ_NO_EFFECT = ROUND_NO_EFFECT + tuple(
     """
@@ -54,6 +57,10 @@ def parse_awq(fields: Fields) -> Quantisation:
     _check_numbers(fields)
     for key in ("zero_point", "sym"):
         fields.optional_boolean(key)
+    for key in ("format", "checkpoint_format"):  # as GPTQModel writes the version
+        fields.refuse_unless(key, ("gemm",), "AutoAWQ's layout for matrix products")
+    fields.refuse_unless("pack_dtype", ("int32",), "words of 32 bits")
+    fields.refuse_unless("lm_head", (False,), "a plain LM head")
     version = (fields.optional_string("version") or "gemm").lower()
     if version != "gemm":
         raise fields.error("version", "'gemm'")

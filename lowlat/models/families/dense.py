@@ -11,6 +11,7 @@ import torch
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import read_quantisation
 from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import (
     MAX_VOCABULARY,
@@ -20,7 +21,6 @@ from lowlat.models.hf_config import (
     parse_rope,
     special_tokens,
 )
-from lowlat.models.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.layers import TORCH_DTYPES
 
 __all__ = [

@@ -11,9 +11,9 @@ from lowlat.checkpoint.formats import STORED_FORMATS, Matrices, check_widths, re
 from lowlat.checkpoint.recipes import Arrange, Piece, Recipe
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import MAX_EXPERTS, Sizes, attention_recipes, outer_recipes, parse_sizes
+from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.geometry import ComputeDtype, ExpertsConfig, ModelConfig
 from lowlat.models.hf_config import check_architecture, parse_rope, special_tokens
-from lowlat.models.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.layers import TORCH_DTYPES
 
 __all__ = ["parse", "recipes"]
