@@ -1,5 +1,6 @@
 """`lowlat generate`: one prompt through any model directory, or a running server, streamed as text or as JSON."""
 
+import logging
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from lowlat.options.request import SamplingParams
 
 __all__ = ["command"]
 
+logger = logging.getLogger("lowlat")
 MAX_PROMPT_BYTES = 64 << 20
 
 
@@ -92,14 +94,17 @@ def _run_here(
 
     from lowlat.cli.channels import ChannelWriter, channel_dicts
     from lowlat.cli.running import chat_ids, load_runtime, run_request
-    from lowlat.models.advice import sampling_defaults
+    from lowlat.models.advice import advice_line, sampling_defaults
     from lowlat.text import HarmonyParser
 
     options = {"max_context": None, **given_options(values, RuntimeConfig)}
     directory = bundled("target") if model is None else model
     with load_runtime(directory, speculative, max_batch=1, traces=traces, **options) as runtime:
         defaults = sampling_defaults(runtime.directory, values["sampling_defaults"])
-        params = SamplingParams.from_options({**defaults, **sampling_values(values)})
+        given = sampling_values(values)
+        if taken := {name: value for name, value in defaults.items() if name not in given}:
+            logger.info("sampling as the model's authors advise: %s (--sampling-defaults)", advice_line(taken))
+        params = SamplingParams.from_options({**defaults, **given})
         if values["chat"]:
             prompt = chat_ids(runtime.codec, str(prompt), values["system"], allow_special=values["allow_special"])
         # a stop string may end within a token: its text is known, the channel's without it is not
