@@ -41,6 +41,7 @@ VERSION = 1
 MAX_MESSAGES = 4096  # of a chat
 MAX_SALT = 256
 MAX_GRAMMAR = 256 << 10
+DEFAULT_TOKENS = 256  # lowlat.SamplingParams.max_tokens
 
 Int32 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 62))]
@@ -165,6 +166,11 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     choice: Annotated[tuple[GrammarText, ...], Meta(max_length=1024)] = ()
     tool_calls: GrammarText | None = None
     parse: Parse = "none"
+
+    @property
+    def token_limit(self) -> int:
+        """max_tokens; lowlat's own default where the client left it out."""
+        return DEFAULT_TOKENS if self.max_tokens is UNSET else self.max_tokens
 
     @property
     def has_grammar(self) -> bool:

@@ -89,9 +89,12 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
             f"{fields.label}: model_type {shown(family)} is not implemented; implemented: {', '.join(FAMILIES)}"
             f"{f' ({why})' if why else ''}"
         )
-    config = FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
-    if config.quantisation is not None:
-        target_recipes(config)  # a layer that its format cannot hold is known before anything is fetched
+    try:
+        config = FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
+        if config.quantisation is not None:
+            target_recipes(config)  # a layer that its format cannot hold is known before anything is fetched
+    except ConfigError as error:
+        raise ConfigError(f"{error} (model_type {family!r})") from error
     return config
 
 

@@ -119,7 +119,8 @@ def test_sampling_is_the_runtimes_own() -> None:
 
 def test_a_default_that_is_given_is_told_from_one_that_is_not() -> None:
     """A client's greedy temperature is not the absence of one: a model's advice holds for that alone."""
-    for options in ({}, {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "max_tokens": 256}):
+    whole: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "max_tokens": 256}
+    for options in (dict[str, Any](), whole):
         submit, _ = decode_client([encode(Submit(number=1, credit=1, sampling=Sampling(**options), text="a"))])
         assert isinstance(submit, Submit)
         for name in ADVISED_OPTIONS:

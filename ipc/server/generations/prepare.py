@@ -21,7 +21,6 @@ __all__ = ["MAX_INLINE_BYTES", "TextThreads", "prepare"]
 
 MAX_INLINE_BYTES = 4 * 256  # a prompt of ids up to this is checked in microseconds: two changes of thread cost more
 MAX_SHORT_BYTES = 32 << 10  # a request up to this has its token ids in about 10 ms
-DEFAULT_TOKENS = 256  # lowlat.SamplingParams.max_tokens
 GRAMMAR_PATIENCE_S = 0.1  # a grammar that takes longer to compile waits for others that do
 
 
@@ -64,15 +63,15 @@ def _settled(sampling: Sampling, defaults: Mapping[str, float], room: int | None
     room  tokens that the context has room for, where the request is to fit it
     """
     settled: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(sampling, name) is UNSET}
-    most = sampling.max_tokens
-    if most is UNSET:
-        most = DEFAULT_TOKENS if room is None else max(default_max_tokens, sampling.min_tokens)
+    most = sampling.token_limit
+    if room is not None and sampling.max_tokens is UNSET:
+        most = max(default_max_tokens, sampling.min_tokens)
     settled["max_tokens"] = most if room is None else min(most, room)
     return msgspec.structs.replace(sampling, **settled)
 
 
 def _encode(submit: Submit, body: bytes, codec: Codec | None, max_context: int) -> Sequence[int]:
-    max_tokens = DEFAULT_TOKENS if submit.sampling.max_tokens is UNSET else submit.sampling.max_tokens
+    max_tokens = submit.sampling.token_limit
     if submit.text is None and submit.messages is None:
         if len(body) // 4 >= max_context:  # before it becomes numbers, which takes the GIL for long
             raise RequestError(

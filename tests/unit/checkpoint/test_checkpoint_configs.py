@@ -39,7 +39,8 @@ def edited(made: dict[str, Path], family: str, directory: Path, **changes: Any) 
 def refuses(made: dict[str, Path], family: str, directory: Path, changes: dict[str, Any], *parts: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_model_config(edited(made, family, directory, **changes))
-    for part in ("config.json", *parts):
+    named = () if "model_type" in changes else (f"model_type '{'gpt_oss' if family == 'mxfp4' else family}'",)
+    for part in ("config.json", *named, *parts):
         assert part in str(caught.value), str(caught.value)
 
 

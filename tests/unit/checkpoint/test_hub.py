@@ -35,7 +35,23 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         ("Qwen/Qwen3-0.6B", Repository("Qwen/Qwen3-0.6B")),
         ("a/b@v1", Repository("a/b", "v1")),
         ("a/b@refs/pr/3", Repository("a/b", "refs/pr/3")),
-        *((text, None) for text in ("demo", "/a/b", "./a/b", "../b", "~/b", "a/b/c", "a/b@", "a b/c", "Hello", "")),
+        *(
+            (text, None)
+            for text in (
+                "demo",
+                "/a/b",
+                "./a/b",
+                "../b",
+                "~/b",
+                "a/b/c",
+                "a/b@",
+                "a/b@/tmp/x",
+                "a/b@../x",
+                "a b/c",
+                "Hello",
+                "",
+            )
+        ),
     ],
 )
 def test_names_of_repositories(text: str, found: Repository | None) -> None:
