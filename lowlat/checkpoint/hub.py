@@ -287,12 +287,14 @@ def _library_bar() -> type:
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     class Bar(tqdm):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            self._file = ByteLimit()
-            super().__init__(*arguments, **options)  # type: ignore[no-untyped-call]
+        def __init__(self, *arguments: Any, name: str | None = None, **options: Any) -> None:
+            # bytes on the wire, in chunks that several files share, are not the file's
+            self._file = None if (name or "").endswith(".transfer") else ByteLimit()
+            super().__init__(*arguments, name=name, **options)  # type: ignore[no-untyped-call]
 
         def update(self, count: float | None = 1) -> bool | None:
-            self._file.add(count or 0)
+            if self._file is not None:
+                self._file.add(count or 0)
             return super().update(count)  # type: ignore[no-any-return]
 
     return Bar

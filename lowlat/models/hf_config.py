@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lowlat.checkpoint.fields import Fields
-from lowlat.checkpoint.foreign import foreign_directory
+from lowlat.checkpoint.foreign import foreign_directory, foreign_files
 from lowlat.checkpoint.json_file import read_object
 from lowlat.checkpoint.tensors import QUANTISATION_FILE, Checkpoint
 from lowlat.errors import ConfigError
@@ -38,6 +38,8 @@ DTYPES = ("auto", "bfloat16", "float32")
 
 def read_config(directory: Path) -> Fields:
     """The directory's config.json. Raises ConfigError when the directory or the file is missing or malformed."""
+    if directory.is_file() and (why := foreign_files([directory.name])) is not None:
+        raise ConfigError(f"{directory}: {why}")
     if not directory.is_dir():
         raise ConfigError(
             f"{directory}: no such directory; expected a Hugging Face model directory, or ORG/NAME of a repository"

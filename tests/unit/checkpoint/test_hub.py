@@ -284,3 +284,21 @@ def test_the_variables_of_huggingface_hub_hold(hub: Hub, tmp_path: Path) -> None
     expected = tmp_path / "home" / "hub" / "models--some--head" / "snapshots" / COMMIT
     assert done.stdout.strip() == str(expected), done.stderr
     assert re.search("secret", done.stderr) is None
+
+
+def test_a_file_that_goes_on_and_on_is_broken_off() -> None:
+    """An answer without a length ends at what was listed, whichever bar counts its bytes."""
+    from lowlat.checkpoint.hub import _bar_class, _library_bar
+    from lowlat.checkpoint.hub_answers import checked
+
+    bars = [_library_bar(), _bar_class(lambda done, total: None, 0)]
+    for bar in bars:
+        with checked("x.safetensors", 100):
+            file = bar(disable=True)
+            file.update(60)
+            file.update(-60)  # what is fetched anew
+            file.update(100)
+            with pytest.raises(ConfigError, match=r"x\.safetensors: the hub sends more bytes than it listed"):
+                file.update(1)
+    with checked("x.safetensors", 100):
+        bars[0](disable=True, name="huggingface_hub.xet_get.transfer").update(1000)

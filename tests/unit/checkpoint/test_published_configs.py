@@ -245,3 +245,7 @@ def test_other_forms_of_models_are_told_by_name(files: dict[str, str], message: 
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         open_target(tmp_path)
+    for name in files:
+        if name.endswith(".gguf"):
+            with pytest.raises(ConfigError, match="GGUF is not read"):
+                open_target(tmp_path / name)
