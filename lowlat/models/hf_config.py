@@ -18,6 +18,7 @@ __all__ = [
     "MAX_VOCABULARY",
     "check_architecture",
     "check_head_counts",
+    "dtype_error",
     "is_quantised",
     "max_positions",
     "parse_rope",
@@ -144,11 +145,16 @@ def resolve_dtype(fields: Fields, requested: str, checkpoint: Path) -> ComputeDt
     if name == "float16" and is_quantised(fields, checkpoint):
         return "bfloat16"
     if name not in DTYPES[1:]:
-        raise ConfigError(
-            f"{source}: the model is stored in {name!r}, in which lowlat does not compute; choose one with "
-            '--dtype bfloat16 or --dtype float32 (dtype="bfloat16", dtype="float32")'
-        )
+        raise dtype_error(name, source)
     return cast(ComputeDtype, name)
+
+
+def dtype_error(name: str, source: str) -> ConfigError:
+    """The error for a dtype in which lowlat does not compute."""
+    return ConfigError(
+        f"{source}: the model is stored in {name!r}, in which lowlat does not compute; choose one with "
+        '--dtype bfloat16 or --dtype float32 (dtype="bfloat16", dtype="float32")'
+    )
 
 
 def special_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None]:

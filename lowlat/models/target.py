@@ -25,7 +25,7 @@ from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 from lowlat.errors import ConfigError
 from lowlat.models.families import FAMILIES
 from lowlat.models.geometry import CodedKV, DraftConfig, ModelConfig
-from lowlat.models.hf_config import read_config, resolve_dtype, stored_dtype
+from lowlat.models.hf_config import dtype_error, is_quantised, read_config, resolve_dtype, stored_dtype
 from lowlat.options.model_names import display_name
 
 __all__ = [
@@ -93,9 +93,18 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
         config = FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
         if config.quantisation is not None:
             target_recipes(config)  # a layer that its format cannot hold is known before anything is fetched
+        if dtype == "auto" and is_quantised(fields, directory) and not _has_codes(config):
+            name, source = stored_dtype(fields, directory)
+            if name == "float16":  # what is quantised is no weight: the KV cache
+                raise dtype_error(name, source)
     except ConfigError as error:
         raise ConfigError(f"{error} (model_type {family!r})") from error
     return config
+
+
+def _has_codes(config: ModelConfig) -> bool:
+    """Whether any weights are stored as codes."""
+    return config.quantisation is not None or (config.experts is not None and config.experts.weight_format != "bf16")
 
 
 def fetch_target(model: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> Path:

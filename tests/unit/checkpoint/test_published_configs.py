@@ -170,6 +170,10 @@ def test_plain_float16_is_the_callers_choice(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"stored in 'float16'.*--dtype bfloat16 or --dtype float32"):
         read_model_config(tmp_path)
     assert read_model_config(tmp_path, dtype="float32").dtype == "float32"
+    cache = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}, "config_groups": {}}
+    write(tmp_path, LLAMA, {"torch_dtype": "float16", "quantization_config": cache})  # no weight is quantised
+    with pytest.raises(ConfigError, match=r"stored in 'float16'.*--dtype bfloat16"):
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize(
