@@ -127,11 +127,7 @@ def load(
                           f"{target.config.dtype}: take 'auto', or dtype 'bfloat16'")  # fmt: skip
     if options.quantize is not None:
         target = quantise_target(target, Quantiser(options.quantize, options.quantize_lm_head))
-    if options.max_context > target.config.max_position:
-        raise ConfigError(
-            f"max_context {options.max_context} exceeds the model's max_position_embeddings "
-            f"{target.config.max_position} ({target.directory / 'config.json'})"
-        )
+    target.config.check_context(options.max_context, target.directory / "config.json")
     codec = TextCodec.load(target.directory)
     loaded, topologies, error = _load_speculation(target, speculative, downloaded, must_fit=options.is_strict)
     speculator = None if loaded is None else loaded.speculator

@@ -12,6 +12,7 @@ from lowlat.errors import RequestError
 from lowlat.options.declaration import check_integer, check_number, check_options, declare, documented, plain, shown
 
 __all__ = [
+    "ADVISED_OPTIONS",
     "GRAMMAR_OPTIONS",
     "MAX_CHOICES",
     "MAX_GRAMMAR_BYTES",
@@ -35,6 +36,7 @@ MAX_LOGIT_BIASES = 300
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_CHOICES = 1024
 GRAMMAR_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice", "tool_calls")
+ADVISED_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a model's authors may advise
 MAX_INT32 = (1 << 31) - 1  # what the device's counters hold
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ErrorCode = Literal["not_finite", "grammar"]

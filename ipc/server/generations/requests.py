@@ -263,7 +263,9 @@ class Requests:
             stream.deadline = self._timers.after(submit.deadline_ms / 1000, self._late, stream)
         prepared = None
         if 0 < len(body) <= MAX_INLINE_BYTES and not submit.sampling.has_grammar:
-            prepared = prepare(stream, submit, body, self._engine, self._codec, self._log)
+            prepared = prepare(
+                stream, submit, body, self._engine, self._codec, self._log, self._limits.default_max_tokens
+            )
         if prepared is not None:
             self.prepared(prepared)
         else:

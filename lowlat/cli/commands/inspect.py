@@ -133,6 +133,8 @@ def _print_model(report: dict[str, Any]) -> None:
         size = format_bytes(files["bytes"])
         click.echo(f"weights: {size} in {files['count']} files, {files['tensors']} tensors, as the config asks for")
     _print_download(report["download"])
+    advice = ", ".join(f"{name} {value:g}" for name, value in report["sampling_advice"].items())
+    click.echo(f"sampling that its authors advise, which --sampling-defaults takes or not: {advice or 'none'}")
     default = report["default_capture_boundaries"]
     click.echo(
         f"capture boundaries of a draft model that names none: {default or 'none, the target has too few layers'}"

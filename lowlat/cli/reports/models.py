@@ -15,6 +15,7 @@ from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import settle_executor
 from lowlat.graphs import Paging
+from lowlat.models.advice import read_advice
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.hf_config import read_config
 from lowlat.models.program import Program
@@ -41,10 +42,7 @@ def model_report(
     config, speculator = plan.geometry.config, plan.geometry.speculator
     draft = None if speculator is None else speculator.draft_config
     choice = settle_executor(_planned_device(runtime), runtime.executor, config, draft, runtime.block_size)
-    if runtime.max_context > config.max_position:
-        raise ConfigError(
-            f"max_context {runtime.max_context} exceeds the model's max_position_embeddings {config.max_position}"
-        )
+    config.check_context(runtime.max_context, directory / "config.json")
     depth = 0 if speculative is None else speculative.num_speculative_tokens
     program = plan.program(runtime.max_batch, depth)
     report: dict[str, Any] = {
@@ -55,6 +53,7 @@ def model_report(
         "files": _files(directory, config),
         "geometry": _geometry(config),
         "parts": parts_of(weight_plan(config)),
+        "sampling_advice": dict(read_advice(directory)),
         "default_capture_boundaries": default_boundaries(config.num_layers),
         "kv": _kv(plan, program, runtime),
         "memory": plan.memory(runtime.max_batch, choice),

@@ -41,7 +41,7 @@ async def chat_completions(request: Request) -> Response:
     tools = offered_tools(asked)
     options = _template_options(asked, tools)
     bound = _bound(asked)
-    sampling = asked.sampling() | _lengths(asked) | bound | tool_options(asked, tools, bound)
+    sampling = asked.sampling(server.advice) | _lengths(asked) | bound | tool_options(asked, tools, bound)
     sampling["parse"] = "tools" if "tools" in options else "reasoning"
     if asked.logprobs:
         sampling["logprobs"] = asked.top_logprobs or 0
@@ -53,7 +53,7 @@ async def chat_completions(request: Request) -> Response:
             messages,
             template_options=options,
             fit_context="max_tokens" not in sampling,
-            **{"max_tokens": server.limits.max_context, **seeded(sampling, place)},
+            **seeded(sampling, place),
         )
         for place in range(asked.n or 1)
     ]

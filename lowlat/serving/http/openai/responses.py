@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -41,17 +42,16 @@ async def responses(request: Request) -> Response:
     if asked.reasoning is not None and asked.reasoning.effort is not None:
         options["reasoning_effort"] = asked.reasoning.effort
     most = asked.max_output_tokens
-    bound = _bound(asked)
+    bound = _bound(asked) | ({} if most is None else {"max_tokens": most})
     generation = gateway.client.generate(
         messages,
         template_options=options,
         fit_context=most is None,
-        max_tokens=server.limits.max_context if most is None else most,
         parse="reasoning",
-        **asked.sampling(),
+        **asked.sampling(server.advice),
         **bound,
     )
-    return await respond(request, Choices([generation]), _Response(asked), stream=bool(asked.stream))
+    return await respond(request, Choices([generation]), _Response(asked, server.advice), stream=bool(asked.stream))
 
 
 def _bound(asked: ResponsesRequest) -> dict[str, Any]:
@@ -73,8 +73,9 @@ def _bound(asked: ResponsesRequest) -> dict[str, Any]:
 class _Response:
     """The answer: a reasoning item where the model reasons, then a message."""
 
-    def __init__(self, asked: ResponsesRequest) -> None:
+    def __init__(self, asked: ResponsesRequest, advice: Mapping[str, float]) -> None:
         self._asked = asked
+        self._advice = advice
         form = None if asked.text is None else asked.text.format
         self._format = {"type": "text"} if form is None or form.type == "text" else msgspec.to_builtins(form)
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -205,11 +206,11 @@ class _Response:
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": self._advice.get("temperature", 1.0) if asked.temperature is None else asked.temperature,
             "text": {"format": self._format},
             "tool_choice": asked.tool_choice or "auto",
             "tools": [],
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "top_p": self._advice.get("top_p", 1.0) if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
             "metadata": asked.metadata or {},
             "usage": usage,

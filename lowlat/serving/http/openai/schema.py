@@ -95,13 +95,12 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     max_draft_tokens: int | None = None
 
-    def sampling(self) -> dict[str, Any]:
-        """Sampling options by the server's names; the default of temperature is OpenAI's."""
-        values = {name: getattr(self, name) for name in ("top_p", *_OWN)}
-        return {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            **{name: value for name, value in values.items() if value is not None},
-        }
+    def sampling(self, advice: Mapping[str, float]) -> dict[str, Any]:
+        """Sampling options by the server's names, those that are given; the temperature is OpenAI's where neither the
+        request nor the model's advice, `Welcome.advice`, has one."""
+        values = {name: getattr(self, name) for name in ("temperature", "top_p", *_OWN)}
+        own = {} if "temperature" in advice else {"temperature": 1.0}
+        return own | {name: value for name, value in values.items() if value is not None}
 
 
 _OWN = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "max_draft_tokens")
@@ -118,7 +117,7 @@ class Choosing(Generating, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self, advice: Mapping[str, float]) -> dict[str, Any]:
         """See Generating; adds the fields of this class. Raises ApiError for a logit_bias key that is no token id, and
         for stream_options without `stream`.
         """
@@ -128,7 +127,7 @@ class Choosing(Generating, kw_only=True):
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.logit_bias:
             values["logit_bias"] = _biases(self.logit_bias)
-        return super().sampling() | values
+        return super().sampling(advice) | values
 
 
 class ContentPart(Struct):
