@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from lowlat.errors import CapacityError, DeviceError, RequestError
 from lowlat.ipc.engine import EngineInfo
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.ipc.wire import Message, Sampling, ToolCallDelta
 
 __all__ = ["FakeCodec", "FakeEngine", "FakeOutput", "expected_text", "expected_tokens"]
@@ -45,6 +46,7 @@ class FakeOutput:
     num_accepted: int = 0
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass

@@ -40,6 +40,7 @@ from lowlat.kernels.reference.step.slot_record import (
     TOP_P,
 )
 from lowlat.kernels.reference.step.slots import CANCEL, JOIN, REWIND, SET_DRAFT_LIMIT
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.options.request import FinishReason, SamplingParams, TokenLogprobs
 
 __all__ = ["NEVER", "Entry", "Mailbox", "SlotPublication"]
@@ -50,6 +51,8 @@ STAGED = tuple(
 )
 PREFILL = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")
 PARTIAL = ("prefill_span", "prefill_shifts", "prefill_start")  # with SpecPV
+ASKED = ("prompt_targets", "prompt_ints")  # where requests may ask for the logprobs of their prompts
+ANSWERED = ("prompt_logprob_values", "prompt_logprob_ids", "prompt_ranks")
 MASKS = ("grammar_masks", "grammar_ready")
 FORCED = ("grammar_forced", "grammar_decided")
 ROWS = ("grammar_tokens", "grammar_paths", "grammar_lengths")
@@ -98,7 +101,8 @@ class Mailbox:
 
     def __init__(self, state: Mapping[str, torch.Tensor], max_draft_tokens: int) -> None:
         self._partial = tuple(name for name in PARTIAL if name in state)
-        held = (*WRITTEN, *READ, *ROWS, *self._partial, *(["width_bounds"] if "width_bounds" in state else []))
+        optional = (*ASKED, *ANSWERED, "width_bounds")
+        held = (*WRITTEN, *READ, *ROWS, *self._partial, *(name for name in optional if name in state))
         self._host = _HostView({name: state[name] for name in held})
         self._arrays = self._host.arrays
         self._head, self._records = self._arrays["ring_head"], self._arrays["ring_records"]
@@ -277,6 +281,29 @@ class Mailbox:
         arrays["prefill_positions"][:] = rows + start
         arrays["prefill_draft_positions"][:] = np.maximum(rows + start - 1, 0)
         self._host.send(tuple(f"prefill_{part}" for part in PREFILL))
+
+    def ask_prompt(self, tokens: Sequence[int], num_logprobs: int) -> None:
+        """Write what passes over a chunk read: the tokens behind its positions, and how many likeliest ones are wanted.
+
+        tokens  one a position; of a prompt's last position there is none
+        """
+        _fill(self._arrays["prompt_targets"], tokens, -1)
+        self._arrays["prompt_ints"][0, NUM_LOGPROBS] = num_logprobs
+        self._host.send(ASKED)
+
+    def read_prompt(self, count: int, num_logprobs: int) -> PromptLogprobs | int:
+        """What passes over a chunk gave of the tokens behind its first `count` positions; where the logits of any were
+        not finite, the first such position."""
+        self._host.fetch(ANSWERED)
+        values, ids, ranks = (self._arrays[name][:count] for name in ANSWERED)
+        broken = np.flatnonzero(ids[:, 0] < 0)
+        if len(broken):
+            return int(broken[0])
+        top = slice(1, 1 + num_logprobs)
+        packed = (ids[:, 0], values[:, 0], ranks, ids[:, top], values[:, top])
+        return PromptLogprobs(
+            num_logprobs, *(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in packed)
+        )
 
     def poll(self) -> list[Entry]:
         """The entries of the ring that were not seen yet, in order; `read` them in this order, too."""

@@ -32,7 +32,7 @@ from lowlat.host.trace import Tracer
 from lowlat.kernels.reference.step.slot_record import MAX_STOPS
 from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
-from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.options.request import ErrorCode, SamplingParams, StepOutput
 from lowlat.text.grammar.compiler import GrammarCompiler
 
 __all__ = ["Runtime"]
@@ -83,6 +83,7 @@ class Runtime:
             block_size=geometry.block_size,
             greedy_only=config.is_strict,
             must_draft=config.is_strict and self.num_speculative_tokens > 0,
+            has_prompts=geometry.prompt_logprobs,
             has_masks=loaded.takes_grammars,
         )
         self.grammars = GrammarCompiler(self.codec, self.checks.vocab_size, self.checks.eos_token_ids)
@@ -159,7 +160,8 @@ class Runtime:
         stop_ids = self.checks.stop_ids(params)
         session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, self.speculator, self.simulated)
         session.grammar = self.grammars.open(params, prompt_ids, stop_ids)
-        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, len(prompt_ids) + params.max_tokens, cache_salt))
+        total, reads = len(prompt_ids) + params.max_tokens, params.prompt_logprobs is None
+        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, total, cache_salt, reads))
         self._sessions[name] = session
         self._stop_outdated()
         return name
@@ -350,9 +352,30 @@ class Runtime:
             self._join(session)
         self.scheduler.prefill_done(chunk)
         first = self.ladder.first_token(depth) if chunk.last else None
-        size = self.geometry.prefill_size(chunk.num_tokens)
+        size, passes = self.geometry.prefill_size(chunk.num_tokens), self._ask_prompt(session, chunk)
         with self.scheduler.pace.timed(size / self.geometry.prefill_chunk):
-            return self._launches.prefill(size, first)
+            entries = self._launches.prefill(size, first, passes)
+        if passes:
+            self._read_prompt(session, chunk)
+        return entries
+
+    def _ask_prompt(self, session: Session, chunk: PrefillChunk) -> int:
+        """Ask for the logprobs of the tokens behind a chunk's positions; returns the passes that takes."""
+        wanted = session.params.prompt_logprobs
+        if wanted is None:
+            return 0
+        behind = session.prompt[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
+        self._mailbox.ask_prompt(behind, wanted)
+        return -(-chunk.num_tokens // self.geometry.pass_rows)
+
+    def _read_prompt(self, session: Session, chunk: PrefillChunk) -> None:
+        """Take what passes over a chunk gave; where logits were not finite, end the request."""
+        count = chunk.num_tokens - chunk.last
+        found = self._mailbox.read_prompt(count, session.params.prompt_logprobs or 0)
+        if isinstance(found, int):
+            self._fail(session, f"logits at position {chunk.start + found + 1} are not finite", "not_finite")
+        else:
+            session.add_prompt(found)
 
     def _join(self, session: Session) -> None:
         max_length = len(session.prompt) + session.params.max_tokens
@@ -376,11 +399,11 @@ class Runtime:
             for session, problem in self._masks.fill(self._launches.bucket.rows):
                 self._fail(session, problem)
 
-    def _fail(self, session: Session, problem: str) -> None:
+    def _fail(self, session: Session, problem: str, code: ErrorCode = "grammar") -> None:
         """End a request with an error; its last output comes with the next step's."""
-        if self._leave(session) is Phase.DECODING:
+        if self._leave(session, poisoned=code == "not_finite") is Phase.DECODING:
             self._mailbox.cancel(session.slot)
-        self._pending.append(session.output((), "error", error=problem, error_code="grammar"))
+        self._pending.append(session.output((), "error", error=problem, error_code=code))
         self._end(session)
 
     def _go_on(self, depth: int, ahead: bool) -> list[StepOutput]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lowlat.errors import RequestError
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.options.declaration import check_integer, check_number, check_options, declare, documented, shown
 
 __all__ = [
@@ -79,6 +80,14 @@ class SamplingParams:
     ignore_eos: bool = declare(False, "The model's own end tokens do not end it.")
     logprobs: int | None = declare(
         None, f"With every token its N likeliest alternatives, 0 to {MAX_LOGPROBS}.", 0, MAX_LOGPROBS
+    )
+    prompt_logprobs: int | None = declare(
+        None,
+        f"Of every token of the prompt its logprob and rank, and the N likeliest there, 0 to {MAX_LOGPROBS}; no prefix is "
+        "reused for it.",
+        0,
+        MAX_LOGPROBS,
+        python_only=True,
     )
     max_draft_tokens: int | None = declare(
         None, "Draft tokens verified in one step, at most; 0: no speculation.", 0, 63
@@ -206,7 +215,8 @@ class StepOutput:
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or
     token id that ended the request; `error` says what failed, `error_code` whether it was the logits or the grammar.
     `simulated` marks imposed acceptance. The first `num_accepted` of token_ids were accepted drafts. With
-    `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
+    `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`. `prompt_logprobs` stands in
+    the first output of a request that asked for them.
     """
 
     request_id: str
@@ -221,6 +231,7 @@ class StepOutput:
     num_accepted: int = 0
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 def _as_json(name: str, value: object) -> object:
