@@ -255,8 +255,8 @@ class PromptPart(Struct, array_like=True, gc=False):
     """The logarithmic probabilities of a prompt's tokens at the positions from `start` on, of `total`.
 
     Packed little-endian int32 and float32: a token, its logprob and its rank at each position (rank 0: nothing is known
-    of it, as of the first), and its num_top likeliest tokens with theirs (-1: there are no more). texts are the bytes of
-    tokens that no part before had, end to end, of the ids and lengths beside them; None without a tokenizer.
+    of it, as of the first), and its num_top likeliest tokens with theirs (-1: there are no more). texts are the bytes
+    of tokens that no part before had, end to end, of the ids and lengths beside them; None without a tokenizer.
     """
 
     start: int

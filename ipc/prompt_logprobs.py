@@ -90,7 +90,7 @@ class PromptLogprobs(Sequence[PromptLogprob | None]):
     def __getitem__(self, place: int) -> PromptLogprob | None: ...
     @overload
     def __getitem__(self, place: slice) -> list[PromptLogprob | None]: ...
-    def __getitem__(self, place: int | slice) -> "PromptLogprob | None | list[PromptLogprob | None]":
+    def __getitem__(self, place: int | slice) -> "PromptLogprob | list[PromptLogprob | None] | None":
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
         place = range(len(self))[place]

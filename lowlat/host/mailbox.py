@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.kernels.reference.step.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
 from lowlat.kernels.reference.step.publish import (
     ACCEPTED,
@@ -40,8 +41,8 @@ from lowlat.kernels.reference.step.slot_record import (
     TOP_P,
 )
 from lowlat.kernels.reference.step.slots import CANCEL, JOIN, REWIND, SET_DRAFT_LIMIT
-from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.options.request import FinishReason, SamplingParams, TokenLogprobs
+from lowlat.step.state import PASS_ROWS
 
 __all__ = ["NEVER", "Entry", "Mailbox", "SlotPublication"]
 
@@ -282,28 +283,30 @@ class Mailbox:
         arrays["prefill_draft_positions"][:] = np.maximum(rows + start - 1, 0)
         self._host.send(tuple(f"prefill_{part}" for part in PREFILL))
 
-    def ask_prompt(self, tokens: Sequence[int], num_logprobs: int) -> None:
-        """Write what passes over a chunk read: the tokens behind its positions, and how many likeliest ones are wanted.
+    def ask_prompt(self, prompt: Sequence[int], start: int, count: int, num_top: int | None) -> int:
+        """Write what passes over `count` positions from `start` on read; returns how many passes that takes.
 
-        tokens  one a position; of a prompt's last position there is none
+        num_top  likeliest tokens that are wanted; None: nothing is, which takes none
         """
-        _fill(self._arrays["prompt_targets"], tokens, -1)
-        self._arrays["prompt_ints"][0, NUM_LOGPROBS] = num_logprobs
+        if num_top is None:
+            return 0
+        targets = self._arrays["prompt_targets"]
+        _fill(targets, prompt[start + 1 : start + count + 1], -1)
+        self._arrays["prompt_ints"][0, NUM_LOGPROBS] = num_top
         self._host.send(ASKED)
+        return -(-count // min(PASS_ROWS, len(targets)))
 
-    def read_prompt(self, count: int, num_logprobs: int) -> PromptLogprobs | int:
-        """What passes over a chunk gave of the tokens behind its first `count` positions; where the logits of any were
-        not finite, the first such position."""
+    def read_prompt(self, prompt: Sequence[int], start: int, count: int, num_top: int | None) -> PromptLogprobs | int:
+        """What these passes gave of the tokens behind the positions; where logits were not finite, the first such
+        position, from `start` on."""
         self._host.fetch(ANSWERED)
+        count, top = min(count, len(prompt) - start - 1), slice(1, 1 + (num_top or 0))
         values, ids, ranks = (self._arrays[name][:count] for name in ANSWERED)
         broken = np.flatnonzero(ids[:, 0] < 0)
         if len(broken):
             return int(broken[0])
-        top = slice(1, 1 + num_logprobs)
         packed = (ids[:, 0], values[:, 0], ranks, ids[:, top], values[:, top])
-        return PromptLogprobs(
-            num_logprobs, *(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in packed)
-        )
+        return PromptLogprobs(num_top or 0, *(each.astype(each.dtype.newbyteorder("<")).tobytes() for each in packed))
 
     def poll(self) -> list[Entry]:
         """The entries of the ring that were not seen yet, in order; `read` them in this order, too."""

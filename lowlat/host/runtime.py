@@ -62,12 +62,9 @@ class Runtime:
         self.num_speculative_tokens = 0 if used is None else used.num_speculative_tokens
         self.simulated = geometry.simulated_accept_length is not None
         self.kvcache = KVCache(
-            geometry.num_blocks,
-            geometry.block_size,
-            geometry.prefill_chunk,
-            reuse=config.prefix_reuse,
+            geometry.num_blocks, geometry.block_size, geometry.prefill_chunk, reuse=config.prefix_reuse,
             share_decoded=config.share_decoded,
-        )
+        )  # fmt: skip
         self.scheduler = Scheduler(
             self.ladder, self.kvcache, config.max_batch, config.max_queue, geometry.prefill_chunk,
             max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=config.max_stall_ms,
@@ -92,9 +89,8 @@ class Runtime:
         self._launches = Launches(self.executor, self._mailbox, loop_of(self.executor, wanted=config.device_loop))
         self._tracer = Tracer.from_config(config.traces)
         self._book = MetricsBook()
-        self._published = PublishedSteps(
-            self._step_checks() if config.is_strict else None, adaptive=self.ladder.adaptive
-        )
+        strict = self._step_checks() if config.is_strict else None
+        self._published = PublishedSteps(strict, adaptive=self.ladder.adaptive)
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._refreshes = Refreshes(geometry, self.scheduler, self._mailbox, self._launches, self._slots)
@@ -302,17 +298,17 @@ class Runtime:
         self.close()
 
     def _step_checks(self) -> StepChecks:
-        must_draft, vocab_size = self.num_speculative_tokens > 0, self.model_config.vocab_size
-        must_draft = must_draft and self.draft_config is not None and not self.ladder.adaptive
-        return StepChecks(max_drafts=self.geometry.max_rows - 1, vocab_size=vocab_size, must_draft=must_draft)
+        most, vocab_size = self.geometry.max_rows - 1, self.model_config.vocab_size
+        must_draft = self.num_speculative_tokens > 0 and self.draft_config is not None and not self.ladder.adaptive
+        return StepChecks(max_drafts=most, vocab_size=vocab_size, must_draft=must_draft)
 
     def _check_open(self) -> None:
         if self._closed:
             raise LowlatError("the runtime is closed")
 
     def _new_id(self) -> str:
-        names = (f"request-{number}" for number in self._ids)
-        return next(name for name in names if name not in self._book and name not in self._sessions)
+        known = (self._book, self._sessions)
+        return next(name for n in self._ids if not any((name := f"request-{n}") in each for each in known))
 
     def _depth(self, asked: int | None) -> int:
         depth = self.num_speculative_tokens if asked is None else asked
@@ -328,8 +324,8 @@ class Runtime:
             return prompt
         if self.codec is None:
             raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
-        max_context, max_tokens = self.config.max_context, params.max_tokens
-        return self.codec.encode(prompt, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens)
+        most = {"max_context": self.config.max_context, "max_tokens": params.max_tokens}
+        return self.codec.encode(prompt, allow_special=allow_special, **most)
 
     def _admit(self, depth: int) -> Sequence[Entry]:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
@@ -352,30 +348,14 @@ class Runtime:
             self._join(session)
         self.scheduler.prefill_done(chunk)
         first = self.ladder.first_token(depth) if chunk.last else None
-        size, passes = self.geometry.prefill_size(chunk.num_tokens), self._ask_prompt(session, chunk)
+        size = self.geometry.prefill_size(chunk.num_tokens)
+        own = (session.prompt, chunk.start, chunk.num_tokens, session.params.prompt_logprobs)
+        passes = self._mailbox.ask_prompt(*own)
         with self.scheduler.pace.timed(size / self.geometry.prefill_chunk):
             entries = self._launches.prefill(size, first, passes)
-        if passes:
-            self._read_prompt(session, chunk)
+        if passes and (problem := session.add_prompt(self._mailbox.read_prompt(*own), chunk.start)) is not None:
+            self._fail(session, problem, "not_finite")
         return entries
-
-    def _ask_prompt(self, session: Session, chunk: PrefillChunk) -> int:
-        """Ask for the logprobs of the tokens behind a chunk's positions; returns the passes that takes."""
-        wanted = session.params.prompt_logprobs
-        if wanted is None:
-            return 0
-        behind = session.prompt[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
-        self._mailbox.ask_prompt(behind, wanted)
-        return -(-chunk.num_tokens // self.geometry.pass_rows)
-
-    def _read_prompt(self, session: Session, chunk: PrefillChunk) -> None:
-        """Take what passes over a chunk gave; where logits were not finite, end the request."""
-        count = chunk.num_tokens - chunk.last
-        found = self._mailbox.read_prompt(count, session.params.prompt_logprobs or 0)
-        if isinstance(found, int):
-            self._fail(session, f"logits at position {chunk.start + found + 1} are not finite", "not_finite")
-        else:
-            session.add_prompt(found)
 
     def _join(self, session: Session) -> None:
         max_length = len(session.prompt) + session.params.max_tokens
@@ -427,9 +407,7 @@ class Runtime:
         stop id or string cannot be foreseen: where it ends the last request, one step is run for nobody.
         """
         scheduler, launches = self.scheduler, self._launches
-        if scheduler.has_work or not scheduler.num_active:
-            return False
-        if not launches.has_room(scheduler.choose_bucket(depth)):
+        if scheduler.has_work or not scheduler.num_active or not launches.has_room(scheduler.choose_bucket(depth)):
             return False
         rooms = [self._room_behind(session, depth) for session in self._slots.values()]
         return max(rooms) > 0 and (min(rooms) > 0 or not scheduler.num_queued)
@@ -482,9 +460,8 @@ class Runtime:
     def _fits(self, depth: int) -> bool:
         """Whether one more step like the last is what is wanted now."""
         scheduler = self.scheduler
-        if scheduler.has_work or not scheduler.num_active:
-            return False
-        return scheduler.choose_bucket(depth) == self._launches.bucket
+        decodes = scheduler.num_active > 0 and not scheduler.has_work
+        return decodes and scheduler.choose_bucket(depth) == self._launches.bucket
 
     def _stop_outdated(self) -> None:
         """Ask a loop to end where something else is wanted now; the next `step` takes what it published."""

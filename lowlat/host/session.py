@@ -79,14 +79,17 @@ class Session:
         self.slot, self.table, self._num_cached = slot, table, num_cached
         self._placed = time.monotonic()
 
-    def add_prompt(self, part: PromptLogprobs) -> None:
-        """Take the logprobs of the prompt's next tokens."""
+    def add_prompt(self, part: PromptLogprobs | int, start: int) -> str | None:
+        """Take the logprobs of the prompt's next tokens; returns why it cannot go on, of a position without any."""
+        if isinstance(part, int):
+            return f"logits at position {start + part + 1} are not finite"
         if not self._prompt_parts:
             self._prompt_parts.append(PromptLogprobs.first(self.prompt[0], part.num_top))
         self._prompt_parts.append(part)
         if self._codec is not None:
             new = (part.tokens() | {self.prompt[0]}) - self._prompt_texts.keys()
             self._prompt_texts.update((token, self._codec.token_bytes(token)) for token in new)
+        return None
 
     def _take_prompt(self) -> PromptLogprobs | None:
         """All of the prompt's logprobs, once."""

@@ -83,8 +83,8 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = declare(
         None,
-        f"Of every token of the prompt its logprob and rank, and the N likeliest there, 0 to {MAX_LOGPROBS}; no prefix is "
-        "reused for it.",
+        f"Of every token of the prompt its logprob and rank, and the N likeliest there, 0 to {MAX_LOGPROBS}; no prefix "
+        "is reused for it.",
         0,
         MAX_LOGPROBS,
         python_only=True,
@@ -215,8 +215,8 @@ class StepOutput:
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or
     token id that ended the request; `error` says what failed, `error_code` whether it was the logits or the grammar.
     `simulated` marks imposed acceptance. The first `num_accepted` of token_ids were accepted drafts. With
-    `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`. `prompt_logprobs` stands in
-    the first output of a request that asked for them.
+    `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`. `prompt_logprobs` stands
+    in the first output of a request that asked for them.
     """
 
     request_id: str

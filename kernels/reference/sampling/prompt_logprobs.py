@@ -1,8 +1,8 @@
 """The rows of a prompt whose logits are made, a bounded number at a time: taken, ranked, and kept for the host.
 
 Prefill leaves the residual stream of its positions. A pass takes the next rows of it, from a cursor on the device; the
-LM head and `logprobs` follow; what they gave is kept by position, and the cursor goes on. The pass that reaches the last
-position sets it back, so the host starts as many passes as there are, and writes nothing between them.
+LM head and `logprobs` follow; what they gave is kept by position, and the cursor goes on. The pass that reaches the
+last position sets it back, so the host starts as many passes as there are, and writes nothing between them.
 """
 
 import torch
