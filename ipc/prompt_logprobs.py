@@ -16,6 +16,7 @@ __all__ = ["PromptLogprob", "PromptLogprobs"]
 
 PART_VALUES = 1 << 16  # numbers of a part, of 4 bytes each; texts come on top
 WIDTH = 4  # bytes of a number
+Packed = tuple[bytes, bytes, bytes, bytes, bytes]
 
 
 class PromptLogprob(NamedTuple):
@@ -36,55 +37,39 @@ class PromptLogprob(NamedTuple):
 class PromptLogprobs(Sequence[PromptLogprob | None]):
     """A PromptLogprob for each token of a prompt; None for the first, which nothing stands before.
 
-    num_top       likeliest tokens at each position
-    token_ids     n little-endian int32: the prompt; so are ranks, 0 for the first position
-    logprobs      n little-endian float32
-    top_ids       n * num_top int32; -1 where the vocabulary has no more
-    top_logprobs  n * num_top float32
-    texts         bytes by token id, of all tokens that occur; None without a tokenizer
+    num_top  likeliest tokens at each position
+    packed   of n positions: token ids, n little-endian int32; logprobs, n little-endian float32; ranks, n int32, 0 for
+             the first position; ids of the likeliest, n * num_top int32, -1 where the vocabulary has no more; theirs
+    texts    bytes by token id, of all tokens that occur; None without a tokenizer
     """
 
-    __slots__ = ("logprobs", "num_top", "ranks", "texts", "token_ids", "top_ids", "top_logprobs")
+    __slots__ = ("num_top", "packed", "texts")
 
-    def __init__(
-        self,
-        num_top: int,
-        token_ids: bytes = b"",
-        logprobs: bytes = b"",
-        ranks: bytes = b"",
-        top_ids: bytes = b"",
-        top_logprobs: bytes = b"",
-        texts: Mapping[int, bytes] | None = None,
-    ) -> None:
+    def __init__(self, num_top: int, packed: Packed, texts: Mapping[int, bytes] | None = None) -> None:
         self.num_top = num_top
-        self.token_ids, self.logprobs, self.ranks = token_ids, logprobs, ranks
-        self.top_ids, self.top_logprobs = top_ids, top_logprobs
+        self.packed = packed
         self.texts = texts
 
     @classmethod
     def first(cls, token_id: int, num_top: int) -> "PromptLogprobs":
         """The first token's, of which nothing is known but its id."""
         nothing = bytes(WIDTH)
-        unused = _packed("i", [-1] * num_top)
-        return cls(num_top, _packed("i", [token_id]), nothing, nothing, unused, nothing * num_top)
+        unused = _packed([-1] * num_top)
+        return cls(num_top, (_packed([token_id]), nothing, nothing, unused, nothing * num_top))
 
     @classmethod
     def joined(cls, parts: Sequence["PromptLogprobs"], texts: Mapping[int, bytes] | None) -> "PromptLogprobs":
         """Positions that follow each other, one at least."""
-        packed = zip(*(each.packed for each in parts), strict=True)
-        return cls(parts[0].num_top, *map(b"".join, packed), texts=texts)
-
-    @property
-    def packed(self) -> tuple[bytes, bytes, bytes, bytes, bytes]:
-        """The packed numbers, in the order of the constructor."""
-        return self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
+        token_ids, logprobs, ranks, top_ids, top_logprobs = zip(*(each.packed for each in parts), strict=True)
+        packed = (b"".join(token_ids), b"".join(logprobs), b"".join(ranks), b"".join(top_ids), b"".join(top_logprobs))
+        return cls(parts[0].num_top, packed, texts)
 
     def tokens(self) -> frozenset[int]:
         """All tokens that occur, the likeliest ones included."""
-        return frozenset(_unpacked("i", self.token_ids)) | (frozenset(_unpacked("i", self.top_ids)) - {-1})
+        return frozenset(_ints(self.packed[0])) | (frozenset(_ints(self.packed[3])) - {-1})
 
     def __len__(self) -> int:
-        return len(self.token_ids) // WIDTH
+        return len(self.packed[0]) // WIDTH
 
     @overload
     def __getitem__(self, place: int) -> PromptLogprob | None: ...
@@ -94,13 +79,11 @@ class PromptLogprobs(Sequence[PromptLogprob | None]):
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
         place = range(len(self))[place]
-        (rank,) = _unpacked("i", self._own(self.ranks, place, 1))
+        token_ids, logprobs, ranks, top_ids, top_logprobs = self._own(place, 1)
+        (rank,) = _ints(ranks)
         if not rank:
             return None
-        (token,) = _unpacked("i", self._own(self.token_ids, place, 1))
-        (logprob,) = _unpacked("f", self._own(self.logprobs, place, 1))
-        ids = _unpacked("i", self._own(self.top_ids, place, self.num_top))
-        values = _unpacked("f", self._own(self.top_logprobs, place, self.num_top))
+        (token,), (logprob,), ids, values = _ints(token_ids), _floats(logprobs), _ints(top_ids), _floats(top_logprobs)
         top = tuple((each, value) for each, value in zip(ids, values, strict=True) if each >= 0)
         texts = None
         if self.texts is not None:
@@ -119,7 +102,7 @@ class PromptLogprobs(Sequence[PromptLogprob | None]):
 
     def prompt(self) -> tuple[int, ...]:
         """The prompt's token ids."""
-        return tuple(_unpacked("i", self.token_ids))
+        return tuple(_ints(self.packed[0]))
 
     def prompt_texts(self) -> list[bytes]:
         """The bytes of each token of the prompt; none without a tokenizer."""
@@ -131,14 +114,13 @@ class PromptLogprobs(Sequence[PromptLogprob | None]):
         size = max(1, PART_VALUES // (3 + 2 * self.num_top))
         for start in range(0, total, size):
             count = min(size, total - start)
-            widths = (1, 1, 1, self.num_top, self.num_top)
-            own = [self._own(each, start, width, count) for each, width in zip(self.packed, widths, strict=True)]
+            own = self._own(start, count)
             part = PromptPart(start, total, self.num_top, *own)
             if self.texts is not None:
-                new = sorted(PromptLogprobs(self.num_top, *own).tokens() - told)
+                new = sorted(PromptLogprobs(self.num_top, own).tokens() - told)
                 told.update(new)
                 texts = [self.texts.get(token, b"") for token in new]
-                part.text_ids, part.text_lengths = _packed("i", new), _packed("i", map(len, texts))
+                part.text_ids, part.text_lengths = _packed(new), _packed(map(len, texts))
                 part.texts = b"".join(texts)
             yield part
 
@@ -154,33 +136,44 @@ class PromptLogprobs(Sequence[PromptLogprob | None]):
             if rest or sizes != (own, own, top, top) or (part.start, part.num_top) != (start, parts[0].num_top):
                 raise ValueError(f"the part of a prompt's logprobs from position {part.start} on does not fit")
             start += count
-            found.append(cls(part.num_top, part.token_ids, part.logprobs, part.ranks, part.top_ids, part.top_logprobs))
+            packed = (part.token_ids, part.logprobs, part.ranks, part.top_ids, part.top_logprobs)
+            found.append(cls(part.num_top, packed))
             if part.texts is not None:
                 texts = {} if texts is None else texts
                 texts.update(_texts(part.text_ids, part.text_lengths, part.texts))
         return cls.joined(found, texts)
 
-    def _own(self, packed: bytes, place: int, width: int, count: int = 1) -> bytes:
-        return packed[place * width * WIDTH : (place + count) * width * WIDTH]
+    def _own(self, place: int, count: int) -> Packed:
+        """The packed numbers of some positions."""
+        one = slice(place * WIDTH, (place + count) * WIDTH)
+        top = slice(one.start * self.num_top, one.stop * self.num_top)
+        token_ids, logprobs, ranks, top_ids, top_logprobs = self.packed
+        return token_ids[one], logprobs[one], ranks[one], top_ids[top], top_logprobs[top]
 
 
 def _texts(ids: bytes, lengths: bytes, texts: bytes) -> Iterator[tuple[int, bytes]]:
-    bounds = list(accumulate(_unpacked("i", lengths), initial=0))
-    tokens = _unpacked("i", ids)
+    tokens, bounds = _ints(ids), list(accumulate(_ints(lengths), initial=0))
     if len(tokens) != len(bounds) - 1 or bounds[-1] != len(texts):
         raise ValueError(f"{len(texts)} bytes of texts of tokens do not fit their {len(tokens)} ids")
     return ((token, texts[begin:end]) for token, (begin, end) in zip(tokens, pairwise(bounds), strict=True))
 
 
-def _packed(kind: str, values: Iterable[int]) -> bytes:
-    return _swapped(array(kind, values)).tobytes()
+def _packed(values: Iterable[int]) -> bytes:
+    packed = array("i", values)
+    if sys.byteorder != "little":
+        packed.byteswap()
+    return packed.tobytes()
 
 
-def _unpacked(kind: str, packed: bytes) -> "array[int] | array[float]":
-    return _swapped(array(kind, packed))
+def _ints(packed: bytes) -> "array[int]":
+    values = array("i", packed)
+    if sys.byteorder != "little":
+        values.byteswap()
+    return values
 
 
-def _swapped(values: "array[int]") -> "array[int]":
+def _floats(packed: bytes) -> "array[float]":
+    values = array("f", packed)
     if sys.byteorder != "little":
         values.byteswap()
     return values

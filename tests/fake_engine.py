@@ -72,8 +72,9 @@ def prompt_logprobs(prompt: Sequence[int], sampling: Sampling, text: bool = True
     top_ids = array("i", [-1] * num_top + [*range(num_top)] * (count - 1))
     top = array("f", [0.0] * num_top + [-token / 8 for token in range(num_top)] * (count - 1))
     texts = {token: expected_text([token]).encode() for token in {*prompt, *range(num_top)}} if text else None
-    packed = (array("i", prompt), logprobs, ranks, top_ids, top)
-    return PromptLogprobs(num_top, *(each.tobytes() for each in packed), texts=texts)
+    ids = array("i", prompt)
+    packed = (ids.tobytes(), logprobs.tobytes(), ranks.tobytes(), top_ids.tobytes(), top.tobytes())
+    return PromptLogprobs(num_top, packed, texts)
 
 
 def expected_tokens(prompt: Sequence[int], max_tokens: int, seed: int | None = None) -> tuple[int, ...]:

@@ -305,8 +305,8 @@ class Mailbox:
         broken = np.flatnonzero(ids[:, 0] < 0)
         if len(broken):
             return int(broken[0])
-        packed = (ids[:, 0], values[:, 0], ranks, ids[:, top], values[:, top])
-        return PromptLogprobs(num_top or 0, *(each.astype(each.dtype.newbyteorder("<")).tobytes() for each in packed))
+        own = (_packed(ids[:, 0]), _packed(values[:, 0]), _packed(ranks), _packed(ids[:, top]), _packed(values[:, top]))
+        return PromptLogprobs(num_top or 0, own)
 
     def poll(self) -> list[Entry]:
         """The entries of the ring that were not seen yet, in order; `read` them in this order, too."""
@@ -380,6 +380,11 @@ class _HostView:
 def _token_logprobs(ids: list[int], values: list[float]) -> TokenLogprobs:
     top = tuple((token, value) for token, value in zip(ids[1:], values[1:], strict=True) if token >= 0)
     return TokenLogprobs(ids[0], values[0], top)
+
+
+def _packed(numbers: np.ndarray[Any, Any]) -> bytes:
+    """Numbers, little-endian, in order."""
+    return numbers.astype(numbers.dtype.newbyteorder("<")).tobytes()
 
 
 def _fill(target: np.ndarray[Any, Any], values: Sequence[float], pad: float) -> None:

@@ -324,8 +324,8 @@ class Runtime:
             return prompt
         if self.codec is None:
             raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
-        most = {"max_context": self.config.max_context, "max_tokens": params.max_tokens}
-        return self.codec.encode(prompt, allow_special=allow_special, **most)
+        max_context, max_tokens = self.config.max_context, params.max_tokens
+        return self.codec.encode(prompt, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens)
 
     def _admit(self, depth: int) -> Sequence[Entry]:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""

@@ -125,7 +125,7 @@ class _Completion(ChoicesAnswer):
         if self._logprobs is not None:
             behind = choice.lists.take(choice.logprobs)
             lists = behind if lists is None else {name: lists[name] + behind[name] for name in lists}
-        fields = {"text": before + "".join(choice.content), "logprobs": lists}
+        fields: dict[str, Any] = {"text": before + "".join(choice.content), "logprobs": lists}
         if self._num_prompt is not None and choice.prompt is not None:
             fields["prompt_logprobs"] = prompt_logprobs(choice.prompt, self._num_prompt)
         return fields
