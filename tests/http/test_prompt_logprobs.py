@@ -1,14 +1,14 @@
 """The logprobs of prompts over HTTP: vLLM's field, and echo as OpenAI's completions have it."""
 
-import json
 from typing import Any
 
 import openai
 import pytest
-from fake_engine import FakeCodec, expected_text, expected_tokens
-from gateway import RunningGateway
+from fake_engine import FakeCodec, expected_text, expected_tokens, prompt_logprobs
 
-from lowlat.ipc.messages import Message
+from lowlat.errors import RequestError
+from lowlat.ipc.messages import Message, Sampling
+from lowlat.serving.http.openai.logprobs import prompt_logprobs as shown
 
 PROMPT = [5, 1, 9, 0]
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -87,7 +87,7 @@ def test_vllms_field(client: openai.OpenAI) -> None:
     assert "prompt_logprobs" not in plain
 
 
-def test_what_is_not_served_is_refused(client: openai.OpenAI, gateway: RunningGateway) -> None:
+def test_what_is_not_served_is_refused(client: openai.OpenAI) -> None:
     def refused(match: str, **options: Any) -> None:
         with pytest.raises(openai.BadRequestError, match=match):
             list(client.completions.create(**{"model": "fake", "prompt": PROMPT, "max_tokens": 2, **options}))
@@ -97,5 +97,7 @@ def test_what_is_not_served_is_refused(client: openai.OpenAI, gateway: RunningGa
     refused("prompt_logprobs", extra_body={"prompt_logprobs": -1})
     refused("logprobs", echo=True, logprobs=21)
     refused("max_tokens", max_tokens=-1)
-    long = json.dumps([1] * 20000)
-    refused("262144 over HTTP", prompt=json.loads(long), extra_body={"prompt_logprobs": 20})
+    long = prompt_logprobs([1] * 13000, Sampling(prompt_logprobs=20))
+    assert long is not None and len(shown(long, 19)) == 13000
+    with pytest.raises(RequestError, match=r"13000 tokens .* 20 likeliest .* 262144 over HTTP"):
+        shown(long, 20)
