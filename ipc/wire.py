@@ -37,7 +37,7 @@ else. TOKENS and END of a request are numbered by `sequence` from 0 without a ga
 sent: so a client can prove that nothing was lost, doubled or reordered. Texts of all TOKENS, joined, are the text of
 the completion; where `sampling.parse` asks for it, its content, apart from reasoning and tool calls. With
 `sampling.prompt_logprobs` the first TOKENS have no token, need no credit, and hold the logprobs of the prompt, in parts
-of at most 1 MiB and a half, in order of position.
+of at most 65536 numbers and the texts of their tokens, in order of position.
 
 A server sends as many tokens as it was granted: `credit` of SUBMIT, and what CREDIT adds to it. It sends a chunk while
 the balance is positive, so a step's tokens may overdraw it by less than a step. Without credit the tokens wait in the

@@ -147,7 +147,8 @@ class Stream(Waiter):
         self._follows(message.sequence)
         if message.prompt_logprobs is not None:
             self._prompt_part(message.prompt_logprobs)
-            return
+            if not token_ids and message.text is None:
+                return
         self._token_ids.extend(token_ids)
         text = message.text or ""
         if text:
