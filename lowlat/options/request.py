@@ -81,14 +81,6 @@ class SamplingParams:
     logprobs: int | None = declare(
         None, f"With every token its N likeliest alternatives, 0 to {MAX_LOGPROBS}.", 0, MAX_LOGPROBS
     )
-    prompt_logprobs: int | None = declare(
-        None,
-        f"Of every token of the prompt its logprob and rank, and the N likeliest there, 0 to {MAX_LOGPROBS}; no prefix "
-        "is reused for it.",
-        0,
-        MAX_LOGPROBS,
-        python_only=True,
-    )
     max_draft_tokens: int | None = declare(
         None, "Draft tokens verified in one step, at most; 0: no speculation.", 0, 63
     )
@@ -109,6 +101,14 @@ class SamplingParams:
     parse: Parse = declare(
         "none",
         "Take from the text what the model's format marks: its reasoning, or tool calls as well.",
+        python_only=True,
+    )
+    prompt_logprobs: int | None = declare(
+        None,
+        f"Of every token of the prompt its logprob and rank, and the N likeliest there, 0 to {MAX_LOGPROBS}; no prefix "
+        "is reused for it.",
+        0,
+        MAX_LOGPROBS,
         python_only=True,
     )
 
