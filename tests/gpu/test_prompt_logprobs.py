@@ -4,15 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kernel_cases import Bench
 from prompt_logprob_cases import check_all
 from recording import prompt_of, run_all, tokens_of
 from tiny_models import PairPaths, make_pair
 
+import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.host import loading
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.options.request import StepOutput
 
+DEMO = Path(lowlat.__file__).parent / "demo"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 320, "block_size": 16, "prefill_chunk": 64, "device": "cuda"}
 LENGTHS = (1, 2, 63, 64, 65, 129, 200)
@@ -91,3 +95,20 @@ def test_nothing_is_waited_for_or_copied_after_the_load(tmp_path: Path) -> None:
         run_all(runtime)
         after = runtime.perf()
     assert (after.synchronisations, after.copies) == (before.synchronisations, before.copies)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_two_ranks(invariant: bool, rank_cards: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the bundled pair: tokens as without, the next token's bits, and near what one rank gives."""
+    if rank_cards[0] == rank_cards[1]:
+        monkeypatch.setattr(loading, "rank_devices", lambda choice, size, named=(): rank_cards[:size])
+    pair = PairPaths(DEMO / "target", DEMO / "head")
+    own = {"executor": "graph", "tp_invariant": invariant}
+    found, alone = (found_in(pair, **own, tensor_parallel_size=size) for size in (2, 1))
+    if invariant:
+        assert found == alone
+    for mine, theirs in zip(found, alone, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            if one is not None and other is not None:
+                assert one.logprob == pytest.approx(other.logprob, abs=0.15)
