@@ -26,6 +26,7 @@ __all__ = [
     "Message",
     "Parse",
     "Pong",
+    "PromptPart",
     "Sampling",
     "ServerLimits",
     "Stats",
@@ -166,6 +167,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     choice: Annotated[tuple[GrammarText, ...], Meta(max_length=1024)] = ()
     tool_calls: GrammarText | None = None
     parse: Parse = "none"
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
     @property
     def token_limit(self) -> int:
@@ -264,13 +266,35 @@ class ToolCallDelta(Struct, array_like=True, gc=False):
     name: str | None = None
 
 
+class PromptPart(Struct, array_like=True, gc=False):
+    """The logarithmic probabilities of a prompt's tokens at the positions from `start` on, of `total`.
+
+    Packed little-endian int32 and float32: a token, its logprob and its rank at each position (rank 0: nothing is known
+    of it, as of the first), and its num_top likeliest tokens with theirs (-1: there are no more). texts are the bytes
+    of tokens that no part before had, end to end, of the ids and lengths beside them; None without a tokenizer.
+    """
+
+    start: int
+    total: int
+    num_top: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+    text_ids: bytes = b""
+    text_lengths: bytes = b""
+    texts: bytes | None = None
+
+
 class Tokens(Struct, array_like=True, gc=False):
     """The output of a step, or several, for a request: token ids as packed int32, and the text that is certain now.
 
     text is None without a tokenizer; a chunk may have text and no token (what was held back), or tokens and no text.
     simulated marks imposed acceptance: the text means nothing. Of an answer that is parsed (`Sampling.parse`), text is
     the content alone, beside reasoning and tool_calls. accepted has a byte for each token, 1 for an accepted draft and
-    0 for the target's own choice; None where none of them was drafted.
+    0 for the target's own choice; None where none of them was drafted. prompt_logprobs is a part of what
+    `Sampling.prompt_logprobs` asks for: all come before the first token, in messages without any.
     """
 
     number: int
@@ -282,6 +306,7 @@ class Tokens(Struct, array_like=True, gc=False):
     reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
     accepted: bytes | None = None
+    prompt_logprobs: PromptPart | None = None
 
 
 class End(Struct, array_like=True):

@@ -36,7 +36,9 @@ answered by TOKENS, as often as there is something to say, and one END; or by on
 else. A field that its `sampling` leaves out is the server's to choose: WELCOME's sampling_defaults, else lowlat's.
 TOKENS and END of a request are numbered by `sequence` from 0 without a gap; END repeats how many tokens were sent: so
 a client can prove that nothing was lost, doubled or reordered. Texts of all TOKENS, joined, are the completion's;
-where `sampling.parse` asks for it, its content, apart from reasoning and tool calls.
+where `sampling.parse` asks for it, its content, apart from reasoning and tool calls. With `sampling.prompt_logprobs`
+the first TOKENS have no token, need no credit, and hold the logprobs of the prompt, in parts of at most 65536 numbers
+and the texts of their tokens, in order of position.
 
 A server sends as many tokens as it was granted: `credit` of SUBMIT, and what CREDIT adds to it. It sends a chunk while
 the balance is positive, so a step's tokens may overdraw it by less than a step. Without credit the tokens wait in the
@@ -84,6 +86,7 @@ from lowlat.ipc.messages import (
     Kind,
     Message,
     Pong,
+    PromptPart,
     Sampling,
     ServerLimits,
     Stats,
@@ -116,6 +119,7 @@ __all__ = [
     "Kind",
     "Message",
     "Pong",
+    "PromptPart",
     "Sampling",
     "ServerLimits",
     "Stats",

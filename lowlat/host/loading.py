@@ -346,6 +346,7 @@ def make_geometry(
         max_width=_max_width(speculator, speculative),
         draft_ends=_draft_ends(speculator, speculative),
         prompt_logits=options.prompt_logits,
+        prompt_logprobs=options.prompt_logprobs and not options.is_strict,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lowlat.host.mailbox import SlotPublication
 from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_METHOD, FROM_TEXT
 from lowlat.options.request import ErrorCode, FinishReason, SamplingParams, StepOutput, TokenLogprobs, ToolCallDelta
 from lowlat.speculators.base import Speculator
@@ -64,6 +65,8 @@ class Session:
         self._prefilled: float | None = None
         self._first: float | None = None
         self._last: float | None = None
+        self._prompt_parts: list[PromptLogprobs] = []
+        self._prompt_texts: dict[int, bytes] = {}
         self._codec = codec
         self._text: AnswerStream | None = None
         if codec is not None:
@@ -75,6 +78,24 @@ class Session:
         """The scheduler gave it a slot and blocks, which hold num_cached tokens' KV already."""
         self.slot, self.table, self._num_cached = slot, table, num_cached
         self._placed = time.monotonic()
+
+    def add_prompt(self, part: PromptLogprobs | int, start: int) -> str | None:
+        """Take the logprobs of the prompt's next tokens; returns why it cannot go on, of a position without any."""
+        if isinstance(part, int):
+            return f"logits at position {start + part + 1} are not finite"
+        if not self._prompt_parts:
+            self._prompt_parts.append(PromptLogprobs.first(self.prompt[0], part.num_top))
+        self._prompt_parts.append(part)
+        if self._codec is not None:
+            new = (part.tokens() | {self.prompt[0]}) - self._prompt_texts.keys()
+            self._prompt_texts.update((token, self._codec.token_bytes(token)) for token in new)
+        return None
+
+    def _take_prompt(self) -> PromptLogprobs | None:
+        """All of the prompt's logprobs, once."""
+        parts, self._prompt_parts = self._prompt_parts, []
+        texts = None if self._codec is None else self._prompt_texts
+        return PromptLogprobs.joined(parts, texts) if parts else None
 
     def joined(self, first_entry: int) -> None:
         """Its last chunk is about to be run; its first token will be in this entry."""
@@ -222,6 +243,7 @@ class Session:
             num_accepted=num_accepted,
             reasoning="".join(delta.reasoning for delta in deltas),
             tool_calls=tool_calls,
+            prompt_logprobs=self._take_prompt() if self.has_begun else None,
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lowlat.errors import RequestError
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.options.declaration import check_integer, check_number, check_options, declare, documented, plain, shown
 
 __all__ = [
@@ -102,6 +103,14 @@ class SamplingParams:
     parse: Parse = declare(
         "none",
         "Take from the text what the model's format marks: its reasoning, or tool calls as well.",
+        python_only=True,
+    )
+    prompt_logprobs: int | None = declare(
+        None,
+        f"Of every token of the prompt its logprob and rank, and the N likeliest there, 0 to {MAX_LOGPROBS}; no prefix "
+        "is reused for it.",
+        0,
+        MAX_LOGPROBS,
         python_only=True,
     )
 
@@ -212,6 +221,7 @@ class StepOutput:
     token id that ended the request; where it failed `error` says why, and `error_code` whether it was the logits or
     the grammar; both are None otherwise. `simulated` marks imposed acceptance. The first `num_accepted` of token_ids
     were accepted drafts. With `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
+    `prompt_logprobs` stands in the first output of a request that asked for them.
     """
 
     request_id: str
@@ -226,6 +236,7 @@ class StepOutput:
     num_accepted: int = 0
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 def _as_json(name: str, value: object) -> object:

@@ -19,6 +19,7 @@ INT_BOUNDS = {
     "max_tokens": (1, INT32),
     "min_tokens": (0, 256),
     "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
     "max_draft_tokens": (0, 63),
 }
 FLOAT_BOUNDS = {
@@ -93,7 +94,7 @@ def test_no_finite_numbers(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", [*INT_BOUNDS, *FLOAT_BOUNDS])
 def test_none_is_for_options_only(name: str) -> None:
-    if name in ("seed", "logprobs", "max_draft_tokens"):
+    if name in ("seed", "logprobs", "prompt_logprobs", "max_draft_tokens"):
         assert getattr(made(**{name: None}), name) is None
     else:
         refused(f"^{name} must be .*got None", **{name: None})

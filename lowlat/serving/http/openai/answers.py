@@ -9,6 +9,7 @@ from typing import Any
 from lowlat.errors import StreamError
 from lowlat.ipc.client import Chunk
 from lowlat.ipc.messages import TokenLogprob
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.serving.http.openai.logprobs import CompletionLogprobs
 from lowlat.serving.http.openai.schema import Choosing
 from lowlat.serving.http.streaming import DONE, event
@@ -27,6 +28,8 @@ class Choice:
         self.num_calls = 0
         self.logprobs: list[TokenLogprob] = []
         self.lists = CompletionLogprobs()
+        self.prompt: PromptLogprobs | None = None
+        self.echo: str | None = None  # the prompt's text, which goes before the content; "": that of its tokens
         self.token_ids: list[int] = []
         self.accepted: list[bool] = []
         self.num_tokens = 0
@@ -95,6 +98,7 @@ class ChoicesAnswer(ABC):
         choice.num_tokens += len(chunk.token_ids)
         choice.content.append(chunk.text)
         choice.logprobs += chunk.logprobs or ()
+        choice.prompt = chunk.prompt_logprobs or choice.prompt
         self.take_part(choice, chunk)
         if chunk.finish_reason is not None:
             self._end(choice, chunk)

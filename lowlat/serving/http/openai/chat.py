@@ -14,7 +14,7 @@ from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import ApiError
 from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, seeded
-from lowlat.serving.http.openai.logprobs import chat_logprobs
+from lowlat.serving.http.openai.logprobs import chat_logprobs, prompt_logprobs
 from lowlat.serving.http.openai.schema import (
     ChatMessage,
     ChatRequest,
@@ -145,6 +145,7 @@ class _Chat(ChoicesAnswer):
     def __init__(self, asked: ChatRequest) -> None:
         super().__init__("chatcmpl", ("chat.completion", "chat.completion.chunk"), asked)
         self._logprobs = bool(asked.logprobs)
+        self._num_prompt = asked.prompt_logprobs
         self._one_call = asked.parallel_tool_calls is False
 
     def part(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
@@ -183,6 +184,13 @@ class _Chat(ChoicesAnswer):
         if choice.calls:
             message["tool_calls"] = choice.calls
         return {"message": message, "logprobs": chat_logprobs(choice.logprobs) if self._logprobs else None}
+
+    def body(self) -> dict[str, Any]:
+        """See `streaming.Answer`; what all choices share of the prompt stands beside them."""
+        prompt = self._choices[0].prompt
+        if self._num_prompt is None or prompt is None:
+            return super().body()
+        return {**super().body(), "prompt_logprobs": prompt_logprobs(prompt, self._num_prompt)}
 
     def _calls(self, choice: Choice, chunk: Chunk) -> list[dict[str, Any]]:
         calls = []

@@ -1,5 +1,6 @@
 """/v1/completions: prompts of text or token ids in, their continuations out."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import ApiError
 from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, seeded
+from lowlat.serving.http.openai.logprobs import Lists, prompt_logprobs
 from lowlat.serving.http.openai.schema import CompletionRequest, decode
 from lowlat.serving.http.openai.structured import structured_options
 from lowlat.serving.http.streaming import read_body, respond
@@ -28,15 +30,25 @@ async def completions(request: Request) -> Response:
     asked = decode(_DECODER, await read_body(request))
     server = await gateway.serving(asked.model)
     sampling = asked.sampling(server.advice) | structured_options(asked.structured_outputs)
-    sampling["max_tokens"] = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
+    # a prompt alone takes a step, too, whose token is not shown
+    sampling["max_tokens"] = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens or 1
     if asked.logprobs is not None:
         sampling["logprobs"] = asked.logprobs
     prompts = _prompts(asked.prompt)
     num = asked.n or 1
     generations = [
-        gateway.client.generate(prompt, **seeded(sampling, place)) for prompt in prompts for place in range(num)
+        gateway.client.generate(prompt, **seeded(sampling | _echo_options(asked, prompt), place))
+        for prompt in prompts
+        for place in range(num)
     ]
-    return await respond(request, Choices(generations), _Completion(asked, len(prompts)), stream=bool(asked.stream))
+    return await respond(request, Choices(generations), _Completion(asked, prompts), stream=bool(asked.stream))
+
+
+def _echo_options(asked: CompletionRequest, prompt: str | list[int]) -> dict[str, int]:
+    """What is needed to give a prompt back: its logprobs where they are asked for, and of token ids their texts."""
+    if not asked.echo or (asked.logprobs is None and isinstance(prompt, str)):
+        return {}
+    return {"prompt_logprobs": max(asked.logprobs or 0, asked.prompt_logprobs or 0)}
 
 
 def _prompts(given: str | list[Any]) -> list[Any]:
@@ -56,20 +68,64 @@ def _prompts(given: str | list[Any]) -> list[Any]:
 class _Completion(ChoicesAnswer):
     """The answer to a completion."""
 
-    def __init__(self, asked: CompletionRequest, num_prompts: int) -> None:
-        super().__init__("cmpl", ("text_completion", "text_completion"), asked, num_prompts)
-        self._logprobs = asked.logprobs is not None
+    def __init__(self, asked: CompletionRequest, prompts: Sequence[str | list[int]]) -> None:
+        super().__init__("cmpl", ("text_completion", "text_completion"), asked, len(prompts))
+        self._logprobs, self._num_prompt = asked.logprobs, asked.prompt_logprobs
+        self._prompt_alone = asked.max_tokens == 0
+        for place, choice in enumerate(self._choices if asked.echo else ()):
+            prompt = prompts[place // (asked.n or 1)]
+            choice.echo = prompt if isinstance(prompt, str) else ""
+
+    def events(self, place: int, chunk: Chunk) -> bytes:
+        """See `streaming.Answer`."""
+        return super().events(place, self._shown(chunk))
+
+    def take(self, place: int, chunk: Chunk) -> None:
+        """See `streaming.Answer`."""
+        super().take(place, self._shown(chunk))
+
+    def _shown(self, chunk: Chunk) -> Chunk:
+        """A chunk without the token that nobody asked for."""
+        if not self._prompt_alone:
+            return chunk
+        ended = (
+            None if chunk.finish_reason is None else "length" if chunk.finish_reason == "stop" else chunk.finish_reason
+        )
+        return msgspec.structs.replace(
+            chunk, token_ids=(), text="", logprobs=None, accepted=(), finish_reason=ended, stop_reason=None
+        )
 
     def part(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
         """See ChoicesAnswer."""
-        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None:
+        echoes = choice.echo is not None and not choice.begun
+        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None and not echoes:
             return {}
-        return {"text": chunk.text, "logprobs": choice.lists.take(chunk.logprobs) if chunk.logprobs else None}
+        text, lists = chunk.text, choice.lists.take(chunk.logprobs) if chunk.logprobs else None
+        if echoes:
+            choice.prompt = chunk.prompt_logprobs
+            before, of_prompt = self._echo(choice)
+            text, lists, choice.prompt = before + text, of_prompt or lists, None
+        choice.begun = True
+        return {"text": text, "logprobs": lists}
+
+    def _echo(self, choice: Choice) -> tuple[str, Lists | None]:
+        """The prompt's text, and the lists of its tokens where logprobs are asked for."""
+        prompt, text = choice.prompt, choice.echo or ""
+        if prompt is None or choice.echo is None:
+            return text, None
+        lists = None if self._logprobs is None else choice.lists.take_prompt(prompt, self._logprobs)
+        return text or b"".join(prompt.prompt_texts()).decode("utf-8", "replace"), lists
 
     def take_part(self, choice: Choice, chunk: Chunk) -> None:
         """See ChoicesAnswer."""
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """See ChoicesAnswer."""
-        logprobs = choice.lists.take(choice.logprobs) if self._logprobs else None
-        return {"text": "".join(choice.content), "logprobs": logprobs}
+        before, lists = self._echo(choice)
+        if self._logprobs is not None:
+            behind = choice.lists.take(choice.logprobs)
+            lists = behind if lists is None else {name: lists[name] + behind[name] for name in lists}
+        fields: dict[str, Any] = {"text": before + "".join(choice.content), "logprobs": lists}
+        if self._num_prompt is not None and choice.prompt is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(choice.prompt, self._num_prompt)
+        return fields

@@ -107,7 +107,10 @@ _OWN = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "sto
 
 
 class Choosing(Generating, kw_only=True):
-    """The fields that chats and completions share."""
+    """The fields that chats and completions share.
+
+    prompt_logprobs  as vLLM has it
+    """
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream_options: StreamOptions | None = None
@@ -116,6 +119,7 @@ class Choosing(Generating, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
 
     def sampling(self, advice: Mapping[str, float]) -> dict[str, Any]:
         """See Generating; adds the fields of this class. Raises ApiError for a logit_bias key that is no token id, and
@@ -123,7 +127,9 @@ class Choosing(Generating, kw_only=True):
         """
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
-        names = ("stop", "seed", "presence_penalty", "frequency_penalty")
+        if self.prompt_logprobs is not None and self.stream:
+            raise unsupported("prompt_logprobs", "an answer that is streamed has none; leave stream out")
+        names = ("stop", "seed", "presence_penalty", "frequency_penalty", "prompt_logprobs")
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.logit_bias:
             values["logit_bias"] = _biases(self.logit_bias)
@@ -224,7 +230,7 @@ class CompletionRequest(Choosing, kw_only=True):
     prompt: str | list[Any]
     max_tokens: int | None = None
     logprobs: int | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: Literal[1] | None = None
 
 
