@@ -37,7 +37,7 @@ MAX_CHOICES = 1024
 GRAMMAR_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice", "tool_calls")
 MAX_INT32 = (1 << 31) - 1  # what the device's counters hold
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-ErrorCode = Literal["not_finite", "grammar"]
+ErrorCode = Literal["not_finite", "grammar", "text"]
 Parse = Literal["none", "reasoning", "tools"]
 
 
@@ -204,9 +204,9 @@ class StepOutput:
 
     `token_ids` are new and final. `text` is what they make certain of the text (None without a tokenizer):
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or
-    token id that ended the request; `error` says what failed, `error_code` whether it was the logits or the grammar.
-    `simulated` marks imposed acceptance. The first `num_accepted` of token_ids were accepted drafts. With
-    `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
+    token id that ended the request; `error` says what failed, `error_code` whether it was the logits, the grammar
+    or the tokenizer. `simulated` marks imposed acceptance. The first `num_accepted` of token_ids were accepted drafts.
+    With `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
     """
 
     request_id: str

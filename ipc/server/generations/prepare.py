@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from lowlat.errors import RequestError
+from lowlat.errors import RequestError, is_panic
 from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.server.generations.fair_queue import FairQueue
 from lowlat.ipc.server.generations.streams import Stream
@@ -51,7 +51,9 @@ def prepare(
                 return None
     except RequestError as error:
         return Prepared(stream, code="invalid", message=str(error))
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         log.error("preparing a request failed: %s", describe(error), extra={"event": "prepare_failed"})
         return Prepared(stream, code="internal", message="the server failed on this request; its log says more")
     return Prepared(stream, prompt)
@@ -138,6 +140,7 @@ class TextThreads:
         self._long = _TextThread("lowlat-long-text", engine, codec, offer, log)
         self._slow_grammars = _TextThread("lowlat-slow-grammars", engine, codec, offer, log)
         self._grammars = _TextThread("lowlat-grammars", engine, codec, offer, log, self._slow_grammars)
+        self._stopping = False
         self.threads = (self._short, self._long, self._grammars, self._slow_grammars)
 
     def put(self, job: Prepare) -> None:
@@ -153,8 +156,16 @@ class TextThreads:
         for thread in self.threads:
             thread.start()
 
+    @property
+    def ended(self) -> str | None:
+        """The name of a thread that has ended without being asked to, if there is one."""
+        if self._stopping:
+            return None
+        return next((thread.name for thread in self.threads if thread.ident and not thread.is_alive()), None)
+
     def stop(self) -> None:
         """End each thread after the job under way; queued jobs are left."""
+        self._stopping = True
         for thread in self.threads:
             thread.jobs.put(_Stop())
 
