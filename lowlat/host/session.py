@@ -15,7 +15,7 @@ from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_METHOD, FROM_TEXT
 from lowlat.options.request import ErrorCode, FinishReason, SamplingParams, StepOutput, TokenLogprobs, ToolCallDelta
 from lowlat.speculators.base import Speculator
-from lowlat.text import AnswerDelta, AnswerStream, TextCodec
+from lowlat.text import AnswerDelta, AnswerStream, TextCodec, tools_of
 from lowlat.text.grammar.state import GrammarState
 
 __all__ = ["FROM_PART", "Session"]
@@ -70,7 +70,12 @@ class Session:
         self._text: AnswerStream | None = None
         if codec is not None:
             self._text = AnswerStream(
-                codec, params.parse, stop=params.stop, prefix_ids=prompt, stop_enabled_after=params.min_tokens
+                codec,
+                params.parse,
+                stop=params.stop,
+                prefix_ids=prompt,
+                stop_enabled_after=params.min_tokens,
+                tools=tools_of(params),
             )
 
     def place(self, slot: int, table: Sequence[int], num_cached: int) -> None:

@@ -16,9 +16,12 @@ from lowlat.checkpoint.files import find_bytes, find_text
 from lowlat.errors import ConfigError, RequestError
 from lowlat.text.chat import ChatTemplates
 from lowlat.text.faults import library_failures
+from lowlat.text.generic_tools import generic_messages, has_calls, with_short_ids
 from lowlat.text.lengths import LengthBound
 from lowlat.text.literal import LiteralTokenizer
+from lowlat.text.probes import TemplateProbes
 from lowlat.text.streams import Streams, TokenStream
+from lowlat.text.tags import CALLS
 
 __all__ = ["TextCodec"]
 
@@ -59,6 +62,7 @@ class TextCodec:
         self._add_bos = self._edge("bos_token", add_bos)
         self._add_eos = self._edge("eos_token", add_eos)
         self._chat = ChatTemplates(templates) if templates else None
+        self._probes = None if self._chat is None else TemplateProbes(self._chat, self.special_tokens)
 
     @classmethod
     def load(cls, directory: str | Path) -> "TextCodec | None":
@@ -112,6 +116,13 @@ class TextCodec:
         """Whether `apply_chat_template` can work."""
         return self._chat is not None
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template that is used with tools writes them; others get them in a prompt of lowlat's."""
+        names = () if self._chat is None else self._chat.names
+        name = "tool_use" if "tool_use" in names else "default"
+        return self._probes is not None and name in names and self._probes.takes_tools(name)
+
     def added_tokens(self) -> dict[int, str]:
         """Ids of the special tokens, and their text."""
         decoder = self._tokenizer.get_added_tokens_decoder()
@@ -130,6 +141,10 @@ class TextCodec:
     def spells(self, text: str) -> bool:
         """Whether the vocabulary has the text as a token, or a chat template writes it."""
         return self._tokenizer.token_to_id(text) is not None or self.template_has(text)
+
+    def has_token(self, text: str) -> bool:
+        """Whether the vocabulary has the text as a token."""
+        return self._tokenizer.token_to_id(text) is not None
 
     def template_has(self, text: str) -> bool:
         """Whether a chat template writes, or asks for, this text."""
@@ -270,20 +285,28 @@ class TextCodec:
 
         messages   mappings such as {"role": "user", "content": "..."}; JSON values only. A field that is None is left
                    out. An assistant's message may lack its content: it is absent for the template, or "" where the
-                   template cannot do without
+                   template cannot do without. Where the template takes no tools, they and their calls and results
+                   are written as text (`generic_tools`)
         variables  what else the template may use (tools, documents, enable_thinking, ...), and `chat_template`: the
                    name of one of several templates, "tool_use" where there are tools, else "default"
         The template runs in a process of its own, with limits. Raises RequestError without a template, or
         when it refuses the messages; ConfigError when the template is at fault.
         """
-        if self._chat is None:
+        if self._chat is None or self._probes is None:
             raise RequestError("the model has no chat template (chat_template.jinja or chat_template)")
         name = self._template_name(variables.pop("chat_template", None), bool(variables.get("tools")))
         values = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        values["messages"] = [
+        plain = [
             {key: value for key, value in message.items() if value is not None}
             for message in _checked_messages(messages)
         ]
+        tools = variables.get("tools")
+        if (tools or has_calls(plain)) and not self._probes.takes_tools(name):
+            plain = generic_messages(plain, tools or (), system=self._probes.takes_system(name))
+            values["tools"] = None
+        elif CALLS in self._chat.source(name):
+            plain = list(map(with_short_ids, plain))
+        values["messages"] = plain
         values["add_generation_prompt"] = add_generation_prompt
         try:
             return self._chat.render(name, values)

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from lowlat.errors import RequestError, is_panic
 from lowlat.ipc.engine import Codec, Engine
+from lowlat.ipc.messages import MAX_GRAMMAR
 from lowlat.ipc.server.generations.fair_queue import FairQueue
 from lowlat.ipc.server.generations.streams import Stream
 from lowlat.ipc.server.logs import describe
@@ -44,6 +45,11 @@ def prepare(
             room = max(1, max_context - len(prompt))
             if room < submit.sampling.max_tokens:
                 stream.sampling = msgspec.structs.replace(submit.sampling, max_tokens=room)
+        offered = (submit.template_options or {}).get("tools")
+        if offered and stream.sampling.parse == "tools" and stream.sampling.tools is None:
+            tools = msgspec.json.encode(offered).decode()
+            if len(tools) <= MAX_GRAMMAR:  # else values are typed by what they look like
+                stream.sampling = msgspec.structs.replace(stream.sampling, tools=tools)
         engine.validate(prompt, stream.sampling)
         if stream.sampling.has_grammar:
             stream.grammar = engine.compile(stream.sampling, patience_s)
