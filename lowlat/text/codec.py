@@ -14,14 +14,14 @@ from tokenizers import Tokenizer
 
 from lowlat.checkpoint.files import find_bytes, find_text
 from lowlat.errors import ConfigError, RequestError
-from lowlat.text.chat import ChatTemplates
 from lowlat.text.faults import library_failures
-from lowlat.text.generic_tools import generic_messages, has_calls, with_short_ids
 from lowlat.text.lengths import LengthBound
 from lowlat.text.literal import LiteralTokenizer
-from lowlat.text.probes import TemplateProbes
 from lowlat.text.streams import Streams, TokenStream
-from lowlat.text.tags import CALLS
+from lowlat.text.templates.chat import ChatTemplates
+from lowlat.text.templates.generic_tools import generic_messages, has_calls, with_short_ids
+from lowlat.text.templates.probes import TemplateProbes
+from lowlat.text.templates.tags import CALLS
 
 __all__ = ["TextCodec"]
 

@@ -17,7 +17,7 @@ from lowlat.text.answers.harmony import HarmonyAnswer
 from lowlat.text.answers.syntax import LISTED_SYNTAX, LLAMA3_SYNTAX, MISTRAL_SYNTAX, TAGGED_SYNTAX
 from lowlat.text.answers.tagged import THOUGHTS, TaggedAnswer
 from lowlat.text.detokenizer import Marker
-from lowlat.text.tags import CALL, END_CALL, END_THOUGHT, PYTHON_TAG, THOUGHT
+from lowlat.text.templates.tags import CALL, END_CALL, END_THOUGHT, PYTHON_TAG, THOUGHT
 
 HARMONY = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
 TAGS = [THOUGHT, END_THOUGHT, CALL, END_CALL]
@@ -142,7 +142,7 @@ def read(parser: AnswerFormat, pieces: list[str]) -> Answer:
                     (
                         "f",
                         '{"s": " 1\\nline \\"2\\" </x>", "i": 42, "b": true, "l": [1, {}], '
-                            '"o": {"a": null}, "m": null}',
+                        '"o": {"a": null}, "m": null}',
                     ),
                     ("g", "{}"),
                 ],

@@ -33,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_library_panics_and_no_exception_says_so() -> None:
-    with pytest.raises(BaseException) as caught:  # noqa: PT011
+    with pytest.raises(BaseException) as caught:
         panicking().encode("Q")
     assert is_panic(caught.value) and not isinstance(caught.value, Exception)
 

@@ -1,7 +1,7 @@
 """The formats of tool calls and of reasoning, and which of them a model has: by its chat template, or its tokens.
 
 A template that takes tools says in its own text how calls are marked. One that takes none gets them in a prompt of
-lowlat's own (`lowlat.text.generic_tools`), which asks for Hermes' format. Without a template the vocabulary decides.
+lowlat's own (`templates.generic_tools`), which asks for Hermes' format. Without a template the vocabulary decides.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from lowlat.text.answers.syntax import LISTED_SYNTAX, LLAMA3_SYNTAX, MISTRAL_SYN
 from lowlat.text.answers.tagged import THOUGHTS, ThoughtTags
 from lowlat.text.codec import TextCodec
 from lowlat.text.harmony import HarmonyParser
-from lowlat.text.tags import (
+from lowlat.text.templates.tags import (
     ARGUMENTS_MARK,
     CALL,
     CALLS,

@@ -13,7 +13,7 @@ from typing import Any
 from lowlat.text.answers.base import Calls, Parts, Tools, held_suffix
 from lowlat.text.answers.json_call import MAX_NAME, ObjectText
 from lowlat.text.answers.values import is_string, typed_value
-from lowlat.text.tags import END_FUNCTION, END_PARAMETER, PARAMETER
+from lowlat.text.templates.tags import END_FUNCTION, END_PARAMETER, PARAMETER
 
 __all__ = ["FunctionCall"]
 

@@ -2,7 +2,7 @@
 
 from lowlat.text.answers.base import Calls, Parts
 from lowlat.text.answers.json_call import MAX_NAME, ObjectText
-from lowlat.text.tags import ARGUMENTS_MARK, ID_MARK
+from lowlat.text.templates.tags import ARGUMENTS_MARK, ID_MARK
 
 __all__ = ["NamedCall"]
 

@@ -7,7 +7,7 @@ from lowlat.text.answers.base import CallBody, Calls, Parts, Tools
 from lowlat.text.answers.function_call import FunctionCall
 from lowlat.text.answers.json_call import ListedCalls, PendingCall
 from lowlat.text.answers.named_call import NamedCall
-from lowlat.text.tags import (
+from lowlat.text.templates.tags import (
     ARGUMENTS_MARK,
     CALL,
     CALLS,

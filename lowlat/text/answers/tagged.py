@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lowlat.text.answers.base import CallBody, Calls, Parts, Tools, TrimmedText, held_suffix
 from lowlat.text.answers.syntax import CallSyntax
-from lowlat.text.tags import END_THOUGHT, THOUGHT
+from lowlat.text.templates.tags import END_THOUGHT, THOUGHT
 
 __all__ = ["THOUGHTS", "TaggedAnswer", "ThoughtTags"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lowlat.text.answers.values import kinds_of
 from lowlat.text.grammar.exact import NotHeld
-from lowlat.text.tags import END_PARAMETER, PARAMETER
+from lowlat.text.templates.tags import END_PARAMETER, PARAMETER
 
 __all__ = ["parameter_rules"]
 

@@ -18,7 +18,7 @@ from lowlat.text.codec import TextCodec
 from lowlat.text.grammar.exact import ESCAPES, NotHeld, exact_schema
 from lowlat.text.grammar.parameters import parameter_rules
 from lowlat.text.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
-from lowlat.text.tags import (
+from lowlat.text.templates.tags import (
     ARGUMENTS_MARK,
     CALL,
     CALLS,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lowlat.text.tags import CALL, END_CALL
+from lowlat.text.templates.tags import CALL, END_CALL
 
 __all__ = ["generic_messages", "has_calls", "with_short_ids"]
 

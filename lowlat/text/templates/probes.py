@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowlat.errors import ConfigError, RequestError
-from lowlat.text.chat import ChatTemplates
+from lowlat.text.templates.chat import ChatTemplates
 
 __all__ = ["TemplateProbes"]
 
