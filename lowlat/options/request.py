@@ -118,13 +118,12 @@ class SamplingParams:
         self._check_tools()
 
     def _check_tools(self) -> None:
-        tools = self.tools
-        if tools is None:
+        if self.tools is None:
             return
-        tools = tools if isinstance(tools, str) else _as_json("tools", tools)
-        if not isinstance(tools, str) or not 1 <= len(tools) <= MAX_GRAMMAR_BYTES:
+        text = _as_json("tools", self.tools)
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_GRAMMAR_BYTES:
             raise RequestError(f"tools must be a list, of at most {MAX_GRAMMAR_BYTES} characters as JSON")
-        object.__setattr__(self, "tools", tools)
+        object.__setattr__(self, "tools", text)
 
     def _check_stops(self) -> None:
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))

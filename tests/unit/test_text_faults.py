@@ -113,7 +113,7 @@ def test_a_request_whose_answer_fails_ends_and_others_do_not(directory: Path, mo
         def push(tokens: object) -> object:
             if len(runtime._sessions[failing].committed) > 3:
                 raise RequestError("the model's tokenizer failed to decode an answer (PanicException)")
-            return pushed(tokens)  # type: ignore[arg-type]
+            return pushed(tokens)
 
         monkeypatch.setattr(text, "push", push)
         ends = {}

@@ -152,7 +152,7 @@ def test_a_template_without_tools_gets_a_prompt(system: bool) -> None:
     roles += "{% if m.role == 'tool' or m.content is not string %}{{ raise_exception('no tools') }}{% endif %}"
     codec = TextCodec(byte_level(), templates={"default": TALK.replace("[{{", roles + "[{{", 1)})
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         *([{"role": "system", "content": "Be kind."}] if system else []),
         {"role": "user", "content": "Rain?"},
         {"role": "assistant", "content": None, "tool_calls": [call, call]},
@@ -187,7 +187,7 @@ def test_ids_are_short_for_mistrals_templates() -> None:
     check += "{{ m.tool_call_id }};{% endfor %}"
     codec = TextCodec(byte_level(), templates={"default": TOOLS_FIRST + check + "{# [TOOL_CALLS] #}"})
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "assistant", "tool_calls": [{"id": "call_0123456789", **call}, {"id": "abcdefgh9", **call}]},
         {"role": "tool", "content": "1", "tool_call_id": "call_0123456789"},
     ]
