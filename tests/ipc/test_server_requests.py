@@ -11,6 +11,7 @@ from raw_client import Completion
 from served import Serve, eventually
 
 from lowlat.errors import RequestError
+from lowlat.ipc.messages import Parse
 from lowlat.ipc.wire import Error, Message, Sampling, StatsReply, Submit, Welcome, encode, pack_tokens
 from lowlat.ipc.wire import Stats as AskStats
 
