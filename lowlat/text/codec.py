@@ -311,7 +311,7 @@ class TextCodec:
         try:
             return self._chat.render(name, values)
         except RequestError:
-            filled = [_with_content(message) for message in values["messages"]]
+            filled = [_as_most_take_it(message) for message in values["messages"]]
             if filled == values["messages"]:
                 raise
         return self._chat.render(name, {**values, "messages": filled})
@@ -347,9 +347,19 @@ def _checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
     return messages
 
 
-def _with_content(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as templates take it that write an assistant's content whether there is one or not."""
-    return {**message, "content": ""} if message["role"] == "assistant" and "content" not in message else message
+def _as_most_take_it(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as templates take it that are particular about what an assistant said beside its calls.
+
+    Some write content whether there is any or not; gpt-oss's has no place for content beside thinking, before a call.
+    """
+    if message["role"] != "assistant":
+        return message
+    if "content" not in message:
+        return {**message, "content": ""}
+    thinking, content = message.get("thinking"), message["content"]
+    if message.get("tool_calls") and isinstance(content, str) and isinstance(thinking, str) and thinking and content:
+        return {**message, "content": "", "thinking": f"{thinking}\n\n{content}"}
+    return message
 
 
 def _find_object(path: Path) -> dict[str, Any]:

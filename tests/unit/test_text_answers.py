@@ -150,8 +150,13 @@ def read(parser: AnswerFormat, pieces: list[str]) -> Answer:
         ),
         (
             "tagged",
-            "<function=f><parameter=s>12<parameter=s>\n<parameter=m>x</parameter><parameter=z>7</parameter></tool_call>",
-            ("", "", [("f", '{"s": "12<parameter=s>", "m": "x", "z": 7}')]),
+            "<function=f><parameter=m>x</parameter><parameter=z>7</parameter><parameter=s>\n1\n</function>\n</tool_call>",
+            ("", "", [("f", '{"m": "x", "z": 7, "s": "1"}')]),
+        ),
+        (
+            "tagged",
+            "<function=f><parameter=s>\n<function=g>\n<parameter=x>\n</function>\nso</parameter></tool_call>",
+            ("", "", [("f", '{"s": "<function=g>\\n<parameter=x>\\n</function>\\nso"}')]),
         ),
         ("tagged", "<tool_call><function=f>\n<parameter=s>\n\n</parameter></function>", ("", "", [("f", '{"s": ""}')])),
         ("tagged", "<tool_call><function=f>\n<parameter=s>\nab", ("", "", [("f", '{"s": "ab')])),

@@ -225,6 +225,20 @@ def test_an_assistant_may_have_no_content(family: str, content: dict[str, Any]) 
     codec.close()
 
 
+def test_content_thinking_and_calls_come_together_as_gpt_oss_answers() -> None:
+    template = (
+        "{% for m in messages %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "<{{ m.thinking or m.content }}>{% endfor %}{{ tools }}"
+    )
+    codec = TextCodec(byte_level(), templates={"default": template})
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    message = {"role": "assistant", "content": "I look.", "thinking": "Hm.", "tool_calls": [call]}
+    assert codec.apply_chat_template([message], tools=[]).startswith("<Hm.\n\nI look.>")
+    with pytest.raises(RequestError, match="both"):
+        codec.apply_chat_template([{"role": "user", "content": "a", "thinking": "b"}])
+    codec.close()
+
+
 def test_none_is_dropped_as_transformers_does() -> None:
     codec = TextCodec(byte_level(), templates={"default": "{{ messages[0].content is defined }}{{ tools }}"})
     assert codec.apply_chat_template([{"role": "assistant", "content": None}]).startswith("False")

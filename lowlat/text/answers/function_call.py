@@ -13,11 +13,12 @@ from typing import Any
 from lowlat.text.answers.base import Calls, Parts, Tools, held_suffix
 from lowlat.text.answers.json_call import MAX_NAME, ObjectText
 from lowlat.text.answers.values import is_string, typed_value
-from lowlat.text.templates.tags import END_FUNCTION, END_PARAMETER, PARAMETER
+from lowlat.text.templates.tags import END_CALL, END_FUNCTION, END_PARAMETER, PARAMETER, SEED_END_CALL
 
 __all__ = ["FunctionCall"]
 
-VALUE_ENDS = (END_PARAMETER, "\n" + PARAMETER, "\n" + END_FUNCTION)  # some models leave out the first
+# some models leave out the first
+VALUE_ENDS = (END_PARAMETER, *(f"\n{END_FUNCTION}\n{tag}" for tag in (END_CALL, SEED_END_CALL)))
 HELD = ("\n" + END_PARAMETER, *VALUE_ENDS)
 
 

@@ -243,7 +243,7 @@ class PendingCall:
         if not was_begun:
             self.raw += text[:taken]
         self._is_other = bool(self._names and reader.name is not None and reader.name not in self._names)
-        if reader.begun and not self.failed:
+        if reader.begun and not self._is_other:
             if not was_begun:
                 self.raw = ""
                 calls.begin(reader.name or "", parts)

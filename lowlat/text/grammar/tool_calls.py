@@ -87,10 +87,14 @@ def _tagged(codec: TextCodec, calls: ToolCalls) -> list[str]:
     return [*_in_text(calls, opening, body, between='"\\n"'), *_objects(calls, "arguments")]
 
 
-def _functions(codec: TextCodec, calls: ToolCalls) -> list[str]:
-    """`<tool_call><function=...><parameter=...>...</parameter></function></tool_call>`, on lines."""
-    seed = not codec.spells(CALL) or codec.template_has(SEED_CALL)
-    opening, closing = (_tag(codec, tag) for tag in ((SEED_CALL, SEED_END_CALL) if seed else (CALL, END_CALL)))
+def _functions(
+    codec: TextCodec, calls: ToolCalls, tags: tuple[str, str] = (CALL, END_CALL), line: str = "\n"
+) -> list[str]:
+    """`<tool_call><function=...><parameter=...>...</parameter></function></tool_call>`, on lines.
+
+    line  what stands around a value
+    """
+    opening, closing = (_tag(codec, tag) for tag in tags)
     body = f'"\\n" ({_names("function", calls)}) {_literal(END_FUNCTION)} "\\n" {closing}'
     rules = []
     for place, function in enumerate(calls.functions):
@@ -98,13 +102,18 @@ def _functions(codec: TextCodec, calls: ToolCalls) -> list[str]:
             raise RequestError(f"tool_calls: the name {function.name!r:.80} holds > or a line break")
         schema, options = _exact(function)
         try:
-            rules += parameter_rules(f"parameters_{place}", schema, options, strict=function.strict)
+            rules += parameter_rules(f"parameters_{place}", schema, options, line=line, strict=function.strict)
         except NotHeld as error:
             raise RequestError(f"tool_calls: {function.name}: {error}") from None
         begin = _literal(f"{FUNCTION}{function.name}>\n")
         rules.append(f"function_{place}: {begin} parameters_{place}")
     lines = _in_text(calls, opening, body, between='"\\n"')
     return [*lines, *([] if TEXT in lines else [TEXT]), *rules]
+
+
+def _seed(codec: TextCodec, calls: ToolCalls) -> list[str]:
+    """The same in Seed's tags, values without lines of their own."""
+    return _functions(codec, calls, (SEED_CALL, SEED_END_CALL), "")
 
 
 def _mistral(codec: TextCodec, calls: ToolCalls) -> list[str]:
@@ -221,7 +230,7 @@ GRAMMARS: Mapping[str, Grammar] = {
     "Harmony": _harmony,
     "Mistral": _mistral,
     "Mistral, listed": _listed_in(CALLS),
-    "Seed": _functions,
+    "Seed": _seed,
     "Qwen3-Coder": _functions,
     "Hermes": _tagged,
     "listed, closed": _listed_in(LISTED, END_LISTED),
