@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from grammars import codec_with, mask_of, state_of
 from text_tokenizers import byte_level, sentencepiece, write_directory
 from tiny_models import make_target
 from tokenizers import Regex, Tokenizer, decoders, normalizers
 
 from lowlat import Runtime, SamplingParams
-from lowlat.errors import RequestError, is_panic
+from lowlat.errors import GrammarError, RequestError, is_panic
 from lowlat.ipc import Client, Server, StreamError
 from lowlat.serving.codec import ServingCodec
 from lowlat.serving.engine import RuntimeEngine
@@ -125,6 +126,21 @@ def test_a_request_whose_answer_fails_ends_and_others_do_not(directory: Path, mo
         assert "failed to decode" in str(ends[failing].error)
         assert ends[fine].finish_reason == "length" and ends[fine].error is None
         runtime.kvcache.invariants()
+
+
+def test_a_grammar_whose_library_panics_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        pass
+
+    class Failing:
+        def __getattr__(self, name: str) -> object:
+            raise PanicException(name)
+
+    state = state_of(codec_with(), regex="a+")
+    monkeypatch.setattr(state, "_matcher", Failing())
+    for call in (lambda: mask_of(state, codec_with()), lambda: state.advance([5]), lambda: state.forced(3)):
+        with pytest.raises(GrammarError, match="its library failed"):
+            call()
 
 
 def test_eos_of_the_tokenizer_ends_an_answer(tmp_path: Path) -> None:
