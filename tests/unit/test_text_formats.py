@@ -96,10 +96,10 @@ def test_forced_calls_are_in_the_familys_format_and_are_read_back(name: str, par
     params = SamplingParams(tool_calls=forced, parse="tools")
     prompt = codec.encode(PROMPT.get(name, "x"), allow_special=True)
     num_read = 0
-    for seed in range(6):
+    for seed in range(8):
         state = compiler_of(codec).open(params, prompt, (END,))
         assert state is not None
-        tokens = walk(state, codec, seed)
+        tokens = None if num_read == 2 else walk(state, codec, seed)
         if tokens is None:
             continue
         content, calls = read(codec, tokens, params)
@@ -111,7 +111,7 @@ def test_forced_calls_are_in_the_familys_format_and_are_read_back(name: str, par
             if function == "weather":
                 assert isinstance(values["city"], str) and isinstance(values["days"], int)
                 assert values.keys() <= PARAMETERS["properties"].keys()  # type: ignore[attr-defined]
-        for place in range(0, len(tokens), 3):  # cut by max_tokens anywhere
+        for place in range(0, len(tokens), max(1, len(tokens) // 12)):  # cut by max_tokens anywhere
             cut, some = read(codec, tokens[:place], params)
             assert content.startswith(cut.rstrip("\ufffd")) and len(some) <= len(calls)
             for (own, text), (whole, entire) in zip(some, calls, strict=False):
