@@ -59,6 +59,7 @@ Code = Literal[
     "forbidden",  # this peer may not ask for that
     "not_finite",  # the model's logits had NaN or infinity for this request
     "grammar",  # the request's grammar came to a limit, or to a place where nothing may follow
+    "text",  # the model's tokenizer failed to decode the answer
     "deadline",  # deadline_ms passed
     "slow_consumer",  # no credit for too long
     "shutdown",  # the server ends
@@ -139,7 +140,8 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     """How tokens are chosen and when the request ends; meanings and ranges are those of lowlat.SamplingParams.
 
     UNSET fields are those that the client left to the server: its defaults may be the model's own. At most one of
-    json_schema and tool_calls (JSON as text), json_object, regex, grammar and choice.
+    json_schema and tool_calls (JSON as text), json_object, regex, grammar and choice. tools is JSON as text, too; where
+    it is absent it is `template_options["tools"]`, if calls are parsed.
     """
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | UnsetType = UNSET
@@ -167,6 +169,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     choice: Annotated[tuple[GrammarText, ...], Meta(max_length=1024)] = ()
     tool_calls: GrammarText | None = None
     parse: Parse = "none"
+    tools: GrammarText | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
     @property

@@ -128,3 +128,47 @@ def test_a_lenient_schema_leaves_out_what_is_not_held() -> None:
     calls["functions"][0]["strict"] = True
     with pytest.raises(RequestError, match="tool_calls: go: const: 1152921504606846977 has more digits"):
         state_of(caller, tool_calls=calls)
+
+
+UNKNOWN = [
+    r"^(?=.*a)b+$",
+    r"(?!a)b",
+    r"(?<=a)b",
+    r"(?<!a)b",
+    r"(a)\1",
+    r"(?>a)b",
+    r"\bfoo\b",
+    r"\cA",
+    "a^b",
+    r"a$\n",
+    "a{,3}",
+]
+
+
+@pytest.mark.parametrize("pattern", UNKNOWN)
+def test_expressions_that_are_not_known_are_left_out_where_not_all_must_hold(pattern: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "string", "pattern": pattern}},
+        "patternProperties": {pattern: {"type": "integer"}},
+        "required": ["x"],
+    }
+    with pytest.raises(RequestError, match="json_schema: "):
+        state_of(CODEC, json_schema=schema)
+    state = state_of(CODEC, json_schema={**schema, "x-guidance": {"lenient": True}})
+    state.advance(CODEC.encode('{"x": "c"}', add_special_tokens=False))
+    caller = codec_with("<tool_call>", "</tool_call>")
+    functions = [{"name": "f", "parameters": schema}]
+    assert state.terminated or state_of(caller, tool_calls={"functions": functions}) is not None
+    with pytest.raises(RequestError, match="tool_calls: "):
+        state_of(caller, tool_calls={"functions": [{**functions[0], "strict": True}]})
+
+
+@pytest.mark.parametrize("pattern", ["^[a-z]+$", r"(?:a|b)?\d{2,}", "^a$|^b$", r"[^\]a]\/", "(?i)a", r"\p{L}+"])
+def test_expressions_that_are_known_hold_in_any_case(pattern: str) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    for options in ({}, {"x-guidance": {"lenient": True}}):
+        state = state_of(CODEC, json_schema={**schema, **options})
+        with pytest.raises(GrammarError):
+            state.advance([*CODEC.encode('"!!', add_special_tokens=False)])
+            state.advance([*CODEC.encode('"', add_special_tokens=False), 0])
