@@ -6,7 +6,7 @@ that asks nothing is let go, and of too many callers one that asks nothing.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -231,12 +231,12 @@ class _Exchange:
         open_ = self._chunked and not cycle.response_complete and not cycle.disconnected and not cycle.more_body
         return open_ and not cycle.flow.write_paused and not self._transport.is_closing()
 
-    def begin(self, headers: Sequence[tuple[bytes, bytes]], data: bytes) -> None:
+    def begin(self, start: Awaitable[None], data: bytes) -> None:
         """See Exchange."""
         head = _Head()
         self._cycle.transport = head  # type: ignore[assignment]
         try:
-            _finish(self._cycle.send({"type": "http.response.start", "status": 200, "headers": headers}))
+            _finish(start)
         finally:
             self._cycle.transport = self._transport
         self._transport.write(b"".join((*head.pieces, _piece(data) if data else b"")))
@@ -259,11 +259,10 @@ def _piece(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def _finish(work: Coroutine[Any, Any, None]) -> None:
+def _finish(work: Awaitable[None]) -> None:
     """Run a coroutine that has nothing to wait for. Raises RuntimeError for one that waits."""
     try:
-        work.send(None)
+        next(iter(work.__await__()))
     except StopIteration:
         return
-    work.close()
     raise RuntimeError("the head of an answer had to wait for its socket")

@@ -1,6 +1,6 @@
 """A request's connection, as far as the application deals with it; servers other than the gateway's own have none."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable
 from typing import Protocol
 
 from starlette.types import Scope
@@ -19,8 +19,11 @@ class Exchange(Protocol):
     def can_write(self) -> bool:
         """Whether a body in pieces can be sent, and the caller's socket takes more."""
 
-    def begin(self, headers: Sequence[tuple[bytes, bytes]], data: bytes) -> None:
-        """Send the status 200, headers and a first piece of the body at once, after `can_write` said so."""
+    def begin(self, start: Awaitable[None], data: bytes) -> None:
+        """Send a status and a first piece of the body at once, after `can_write` said so.
+
+        start   `send` of the status, called and not awaited: middleware sees it as any other
+        """
 
     def write(self, data: bytes) -> None:
         """Send a further piece at once, after `can_write` said so."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from lowlat.errors import LowlatError
 from lowlat.ipc.client import Chunk
@@ -133,13 +133,15 @@ class EventStream(Response):
         has room, else by `send`. Raises LowlatError for what fails before the first event.
         """
 
+        start: Message = {"type": "http.response.start", "status": self.status_code, "headers": HEADERS}
+
         def write(place: int, chunk: Chunk) -> bool:
             if exchange is None or not exchange.can_write():
                 return False
             data = self._answer.events(place, chunk)
             if not self._begun:
                 self._begun = True
-                exchange.begin(HEADERS, data)
+                exchange.begin(send(start), data)
             elif data:
                 exchange.write(data)
             return True
@@ -147,7 +149,7 @@ class EventStream(Response):
         try:
             while (taken := await self._choices.next(write)) is not None:
                 data = self._answer.events(*taken)
-                await self._begin(send)
+                await self._begin(send, start)
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             data = self._answer.last_events()
@@ -155,14 +157,14 @@ class EventStream(Response):
             if not self._begun:
                 raise
             data = event(api_error(error).body)
-        await self._begin(send)
+        await self._begin(send, start)
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
-    async def _begin(self, send: Send) -> None:
+    async def _begin(self, send: Send, start: Message) -> None:
         """Send the status, once."""
         if not self._begun:
             self._begun = True
-            await send({"type": "http.response.start", "status": self.status_code, "headers": HEADERS})
+            await send(start)
 
 
 async def respond(request: Request, choices: Choices, answer: Answer, *, stream: bool) -> Response:
