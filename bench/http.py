@@ -14,9 +14,9 @@ from its admission. Ways are asked in turns, in an order by chance:
     raw      bare sockets in one thread, which acknowledge late (TCP_QUICKACK off) and look for the text alone
     aiohttp, openai   those clients, a task a stream, where they are installed
 
-Streams begin at random times, which are the same for all ways; with `--spread 0` they begin at once, and a first token is
-then also what a reader needs to send so many requests. Connections are open before a request is sent, as those of clients
-that keep theirs are.
+Streams begin at random times, which are the same for all ways; with `--spread 0` they begin at once, and a first token
+is then also what a reader needs to send so many requests. Connections are open before a request is sent, as those of
+clients that keep theirs are.
 """
 
 import argparse
