@@ -16,7 +16,7 @@ from lowlat.host.mailbox import Mailbox
 from lowlat.host.scheduler import Scheduler
 from lowlat.host.session import Session
 
-SIZES: dict[str, Any] = {"max_batch": 2, "max_context": 64, "block_size": 4, "prefill_chunk": 8, "device": "cpu"}
+SIZES: dict[str, Any] = {"max_batch": 2, "max_context": 64, "block_size": 4, "prefill_chunk": 8}
 REQUESTS = {
     "greedy": ([5, 6, 7, 8] * 3, SamplingParams(max_tokens=12)),
     "sampled": ([9, 2, 4], SamplingParams(max_tokens=12, temperature=1.0, seed=3)),
@@ -32,7 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
 def load(pair: PairPaths) -> Runtime:
     """A runtime with a draft model and a tree, whose accepted nodes' KV is moved."""
     draft = SpeculativeConfig(model=pair.head, num_speculative_tokens=2, tree=TREE, strict=True)
-    return Runtime.load(pair.target, draft, **SIZES)
+    return Runtime.load(pair.target, draft, device="cpu", **SIZES)
 
 
 @pytest.fixture(scope="module")
