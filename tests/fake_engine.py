@@ -259,7 +259,8 @@ class FakeEngine:
             self.unhang.wait()
         if fault == "nan":
             self._end(request_id, self._running.pop(request_id))
-            return FakeOutput(request_id, (), "error", error=f"logits at position {request.num_sent} are not finite")
+            problem = f"logits at position {request.num_sent} are not finite"
+            return FakeOutput(request_id, (), "error", error=problem, error_code="not_finite")
         if not request.tokens:
             request.tokens = expected_tokens(request.prompt, request.sampling.token_limit, request.sampling.seed)
         tokens = request.tokens[request.num_sent : request.num_sent + self.tokens_per_step]
