@@ -7,6 +7,7 @@ on stdout as well; `--debug` shows the traceback.
 
 import os
 import sys
+import threading
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import click
 
 from lowlat import __version__
-from lowlat.cli.failures import failure, failures_told, flush_output
+from lowlat.cli.failures import INTERRUPTED, failure, failures_told, flush_output, message_of
 
 __all__ = ["COMMANDS", "LazyGroup", "cli", "main"]
 
@@ -100,7 +101,7 @@ class LazyGroup(click.Group):
             print_error_json("interrupted")
             raise
         except click.ClickException as error:
-            print_error_json(error.format_message())
+            print_error_json(message_of(error))
             raise
         except Exception as error:
             if ctx.params["debug"]:
@@ -135,6 +136,10 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal's encoding may lack what a model writes
     try:
         cli(prog_name="lowlat")
+    except SystemExit as end:
+        if end.code == INTERRUPTED and threading.active_count() > 1:
+            os._exit(INTERRUPTED)  # a thread that loads cannot be interrupted, and Python would abort beneath it
+        raise
     finally:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             flush_output(stream)

@@ -13,7 +13,17 @@ import click
 
 from lowlat.errors import ConfigError, LowlatError, RequestError
 
-__all__ = ["FAILED", "INTERRUPTED", "REFUSED", "Failure", "Refusal", "failure", "failures_told", "flush_output"]
+__all__ = [
+    "FAILED",
+    "INTERRUPTED",
+    "REFUSED",
+    "Failure",
+    "Refusal",
+    "failure",
+    "failures_told",
+    "flush_output",
+    "message_of",
+]
 
 FAILED = 1
 REFUSED = 2
@@ -38,6 +48,11 @@ def failure(error: Exception) -> Failure:
     return kind(_described(error))
 
 
+def message_of(error: click.ClickException) -> str:
+    """What an error says, without a full stop."""
+    return error.format_message().removesuffix(".")
+
+
 @contextmanager
 def failures_told() -> Iterator[None]:
     """Tell what a command raises, and end the process with its exit code."""
@@ -47,7 +62,7 @@ def failures_told() -> Iterator[None]:
         error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        _tell(f"error: {error.format_message().removesuffix('.')}{_where_to_read(error)}")
+        _tell(f"error: {message_of(error)}{_where_to_read(error)}")
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _tell("interrupted")
@@ -85,8 +100,6 @@ def _described(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError) and error.filename is None and error.strerror:
         return f"the output cannot be written: {error.strerror}"
-    if isinstance(error, UnicodeEncodeError) and "surrogates not allowed" in str(error):
-        return f"a text is not UTF-8: character {error.start} stands for a byte that belongs to none"
     return f"{type(error).__name__}: {error} (not expected; `lowlat --debug ...` shows where)"
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import CHROMIUM, Page, browser
@@ -18,7 +19,10 @@ from lowlat.ipc.messages import Message
 
 PAGE = Path(lowlat.serving.http.__file__).parent / "page"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
-SIZES = {"desktop": {"width": 1100, "height": 640}, "phone": {"width": 390, "height": 660, "mobile": True}}
+SIZES: dict[str, Any] = {
+    "desktop": {"width": 1100, "height": 640},
+    "phone": {"width": 390, "height": 660, "mobile": True},
+}
 SLOW_STEP_S = 0.01
 TOKENS = "document.querySelectorAll('.message .token').length"
 BOX = "document.getElementById('prompt').value"
@@ -35,9 +39,9 @@ class Shown:
     gateway: RunningGateway
     engine: ScriptedEngine
 
-    def open(self, size: str = "desktop", **options: str) -> None:
+    def open(self, size: str = "desktop", *, scheme: str = "light") -> None:
         """Load the page with the key, and wait until it knows the model."""
-        self.page.open(f"{self.gateway.address.url()}/#key={KEY}", **SIZES[size], **options)
+        self.page.open(f"{self.gateway.address.url()}/#key={KEY}", **SIZES[size], scheme=scheme)
         self.page.until("document.getElementById('model')?.textContent == 'fake'")
 
     def ask(self, text: str, at_most: int | None = None) -> None:

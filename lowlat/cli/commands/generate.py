@@ -163,7 +163,12 @@ def _read_prompt(model: Path | None, values: dict[str, Any]) -> str | tuple[int,
         return tuple(values["token_ids"])
     if values["prompt_file"] is not None:
         return _read_text(values["prompt_file"])
-    return str(values["prompt"])
+    prompt = str(values["prompt"])
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not UTF-8: character {error.start}") from error
+    return prompt
 
 
 def _what_to_type(model: Path | None) -> str:

@@ -44,7 +44,8 @@ class _ModelByDefault(click.Group):
         """The command; `model` where the word is none, nor like one, and no option."""
         word = args[0]
         known = self.get_command(ctx, word) is not None or word.startswith("-")
-        if not known and (Path(word).exists() or not get_close_matches(word, self.list_commands(ctx))):
+        path = "/" in word or Path(word).exists()
+        if not known and (path or not get_close_matches(word, self.list_commands(ctx))):
             args = ["model", *args]
         return super().resolve_command(ctx, args)
 

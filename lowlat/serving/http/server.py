@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import threading
@@ -123,7 +122,7 @@ def _bind(address: Address) -> socket.socket:
     try:
         return socket.create_server((address.host, address.port), family=family, backlog=128)
     except OSError as error:
-        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        why = str(error.strerror).partition(" (while ")[0]  # then comes the address, again
         privileged = "; a port below 1024 takes a privilege" if isinstance(error, PermissionError) else ""
         raise ConfigError(
             f"the HTTP gateway cannot listen at {address.host}:{address.port}: {why}{privileged}; choose another"
