@@ -7,7 +7,6 @@ on stdout as well; `--debug` shows the traceback.
 
 import os
 import sys
-import threading
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -137,9 +136,14 @@ def main() -> None:
     try:
         cli(prog_name="lowlat")
     except SystemExit as end:
-        if end.code == INTERRUPTED and threading.active_count() > 1:
-            os._exit(INTERRUPTED)  # a thread that loads cannot be interrupted, and Python would abort beneath it
+        _flush()
+        if end.code == INTERRUPTED:
+            os._exit(INTERRUPTED)  # a thread that loads would abort Python's own end, and an interrupted exec change it
         raise
-    finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            flush_output(stream)
+    else:
+        _flush()
+
+
+def _flush() -> None:
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        flush_output(stream)

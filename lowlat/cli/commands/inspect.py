@@ -81,11 +81,12 @@ def model(
     DIRECTORY is a Hugging Face directory, or ORG/NAME of a repository, of which the weights' headers alone are read and
     what a download would take is told; without one, it is the bundled model.
     """
+    pair = directory or bundled("target"), speculative_config(values, needed=True)
+
     from lowlat.cli.models import outlined
     from lowlat.cli.reports.models import download_report, model_report
 
-    name = directory or bundled("target")
-    with outlined(name, speculative_config(values, needed=True)) as (target, speculative, draft_download):
+    with outlined(*pair) as (target, speculative, draft_download):
         report = model_report(
             target.directory,
             speculative,
@@ -98,7 +99,7 @@ def model(
             },
             buffers=buffers,
         )
-    report["directory"] = str(target.directory if target.download is None else name)
+    report["directory"] = str(target.directory if target.download is None else pair[0])
     report["download"] = download_report(target.download, draft_download)
     if json_output:
         print_json(report)
