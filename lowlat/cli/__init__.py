@@ -37,7 +37,7 @@ COMMANDS = {
         "lowlat.cli.commands.draft_model",
         "Make a draft model that drafts fewer ids of one that has more.",
     ),
-    "quantize": ("lowlat.cli.quantize", "Write a checkpoint of 8 or 4 bits of a plain one."),
+    "quantize": ("lowlat.cli.commands.quantize", "Write a checkpoint of 8 or 4 bits of a plain one."),
     "compare": (
         "lowlat.cli.commands.compare",
         "Compare target and draft model, stage by stage, with another implementation.",

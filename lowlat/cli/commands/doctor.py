@@ -49,7 +49,7 @@ def command(
     if (target is None) != (head is None):
         raise click.UsageError("--target and --draft-model go together")
 
-    from lowlat.cli.environment import environment
+    from lowlat.cli.reports.environment import environment
 
     report = environment()
     report["peers"] = _peers()
