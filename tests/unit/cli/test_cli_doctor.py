@@ -13,8 +13,8 @@ from cli_calls import answer, lowlat, refusal
 from tiny_dflash import MASK, dflash_draft_model
 from tiny_models import PairPaths, copying_draft_model, make_target
 
-from lowlat.cli import environment
 from lowlat.cli.options import bundled
+from lowlat.cli.reports import environment
 from lowlat.cli.reports.shifts import ShiftResult, read_prompts, unshifted_is_best
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice
