@@ -241,7 +241,12 @@ class FakeEngine:
         return {
             "num_steps": self.num_steps,
             "kv": {"num_blocks": 100, "num_free": 100 - len(self._running)},
-            "eagle_speculation": {"num_drafts": self.num_steps, "fraction_accepted_ge2": 0.5},
+            "eagle_speculation": {
+                "num_drafts": self.num_steps,
+                "fraction_accepted_ge2": 0.5,
+                "acceptance_by_position": [0.5],
+                "drafted_by_position": [self.num_steps],
+            },
         }
 
     def close(self) -> None:
