@@ -13,6 +13,7 @@ from lowlat.cli.options import IntegerList, bundled, given_options, record_optio
 from lowlat.cli.paths import FILE, FOLDER, MODEL, NEW_FOLDER, PLACE
 from lowlat.errors import ConfigError
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.declaration import options_of
 
 if TYPE_CHECKING:
     from lowlat.tools.bench.results import Failure, Result, Row
@@ -23,9 +24,12 @@ __all__ = ["command", "compare", "gates", "report", "run"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 ROW_COLUMNS = ("case", "ms p50", "ms p99", "first token, ms", "tokens/s", "accept length", "of the wall")
-SPECULATION = (
-    *("head", "method", "capture_layers", "draft_window", "dynamic_tree_max_topk", "max_total_draft_tokens"),
-    *("simulated_acceptance", "simulated_seed", "draft_quantize", "draft_tensor_parallel_size"),
+# -S gives draft lengths and whether they are chosen; an acceptance that is the same at all of them is a probability
+SPECULATION = tuple(
+    option.key
+    for option in options_of(SpeculativeConfig)
+    if not option.python_only
+    and option.name not in ("num_speculative_tokens", "adaptive_width", "strict", "simulated_accept_length")
 )
 RUNNING = (
     *("device", "dtype", "executor", "device_loop", "perf_mode", "max_prefill_chunks"),

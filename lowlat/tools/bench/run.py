@@ -9,6 +9,7 @@ import torch
 
 from lowlat.errors import ConfigError, DeviceError, LowlatError
 from lowlat.executors.devices import DeviceChoice
+from lowlat.host.loading import make_topologies
 from lowlat.host.runtime import Runtime
 from lowlat.tools.bench.measure import CaseRun, room_of
 from lowlat.tools.bench.results import Environment, Failure, Result, Row, read_result, write_struct
@@ -57,7 +58,9 @@ class ScenarioRun:
         self._cases = [case for case in scenario.cases() if self.result.row(case) is None]
         self._check_room()
         for depth, policy in sorted({(case.num_speculative_tokens, case.policy) for case in self._cases}):
-            subject.speculative(depth, adaptive=policy == "auto")  # refused before anything is loaded
+            speculative = subject.speculative(depth, adaptive=policy == "auto")
+            if speculative is not None:
+                make_topologies(speculative)  # refused before anything is loaded
 
     @property
     def num_done(self) -> int:

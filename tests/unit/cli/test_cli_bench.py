@@ -63,6 +63,29 @@ def test_the_bundled_pair_runs_and_its_file_keeps_the_schema(tmp_path: Path) -> 
 
 
 @pytest.mark.second
+def test_any_way_to_speculate_is_measured(tmp_path: Path) -> None:
+    """Trees, drafts from the text, SpecPV: options of a runtime are options of a measurement."""
+    tree = tmp_path / "tree.json"
+    tree.write_text("[[0], [1], [0, 0]]")
+    specpv = ("--enable-specpv", "--specpv-partial-threshold", 64, "--specpv-n-retrieval-blocks", 2)
+    ways: dict[str, tuple[object, ...]] = {
+        "tree": ("-S", "0,2", "--tree", tree),
+        "suffix": ("-S", 3, "--method", "suffix"),
+        "beside": ("-S", 3, "--text-drafts", "suffix"),
+        "specpv": ("-S", 3, "--context", 120, *specpv, "--specpv-n-window-blocks", 2, "--specpv-n-sink-blocks", 1),
+    }
+    for name, options in ways.items():
+        draft = () if name == "suffix" else ("--draft-model", bundled("head"))
+        common = ("--model", bundled("target"), *draft, *SMALL, "--repeats", 1, "--device", "cpu")
+        shown = last_line("run", "batch", *common, *options, "--out", tmp_path / name)
+        assert shown["complete"] and shown["rows"], name
+        environment = read_result(tmp_path / name / "batch.json").environment
+        assert all(word in environment.speculator for word in [name] if name in ("tree", "suffix", "specpv"))
+    message = refusal("bench", "run", "batch", *common[:4], *SMALL, "--tree", tree, "--out", tmp_path / "no")
+    assert "the tree is 2 deep but num_speculative_tokens is 3" in message or "2 deep" in message
+
+
+@pytest.mark.second
 def test_an_interrupted_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("run", "single", *TINY, *SMALL, "-S", "0,3", "--repeats", 1, "--out", tmp_path, "--commit", "c")
     repeat, seen = CaseRun.repeat, []
