@@ -178,7 +178,8 @@ def check_run(run: Run, case: Case, expected: list[Answer]) -> None:
     if case["method"] != "none":
         stats = runtime.summary()["eagle_speculation"]
         assert stats["num_drafts"] > 0
-        assert stats["total_accepted_tokens"] > 0 or case["method"] in TEXT  # else the case would try little
+        rarely = case["method"] in TEXT or case["shape"] in ADAPTIVE  # a width that is chosen is often 0 there
+        assert stats["total_accepted_tokens"] > 0 or rarely  # else the case would try little
     if case["partial"] != "whole":
         assert runtime.summary()["specpv"]["partial_steps"] > 0
     executor: Any = runtime.executor if case["device"] == "steps" else runtime.executor.inner  # type: ignore[attr-defined]
