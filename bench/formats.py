@@ -130,7 +130,7 @@ def _accepted(
     options: argparse.Namespace, prompts: Sequence[str], weights: str, draft_weights: str
 ) -> tuple[dict[str, Any], str]:
     """Acceptance over all prompts, and whether tokens are those without drafts; and where it ran."""
-    draft = None if draft_weights == "bfloat16" else draft_weights
+    draft: Any = None if draft_weights == "bfloat16" else draft_weights
     depth = options.num_speculative_tokens
     config = SpeculativeConfig(model=options.head, num_speculative_tokens=depth, strict=True, draft_quantize=draft)
     params, total = SamplingParams(max_tokens=options.max_tokens, temperature=0.0), Sum()

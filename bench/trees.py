@@ -20,7 +20,7 @@ what that length and the time make, for a dynamic tree over random weights seldo
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -214,7 +214,7 @@ def _acceptance_by_rank(options: argparse.Namespace, prompts: Sequence[str], tem
     """[S][ranks] how often the target draws a rank's draft, where it went along with the likeliest chain so far."""
     tree, tried, drawn = TreeTopology.from_choices(SPINE), [0] * DEPTH, [[0] * RANKS for _ in range(DEPTH)]
 
-    def look(op: Op, arguments: dict[str, torch.Tensor]) -> None:
+    def look(op: Op, arguments: Mapping[str, torch.Tensor]) -> None:
         if op.kind != "accept" or not bool(arguments["draft_tokens"][0, 1:].ge(0).all()):
             return
         nodes = [node for node in arguments["accepted_nodes"][0].tolist() if node >= 0]

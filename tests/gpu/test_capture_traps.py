@@ -185,7 +185,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
 
 def load(pair: PairPaths) -> Runtime:
     config = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, strict=True)
-    options = {"max_batch": 2, "max_context": 160, "block_size": 16, "prefill_chunk": 32}
+    options: dict[str, Any] = {"max_batch": 2, "max_context": 160, "block_size": 16, "prefill_chunk": 32}
     return Runtime.load(pair.target, config, device="cuda", dtype="bfloat16", executor="graph", **options)
 
 

@@ -14,7 +14,7 @@ from lowlat.host.memory.plan import available_bytes
 DEMO = Path(lowlat.__file__).parent / "demo"
 # gigabytes of keys and values, beside which a context, code and graphs are as little as beside a large model
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 2048, "kv_blocks": 160_000, "device": "cuda:0"}
-CASES: dict[str, tuple[int | str, dict[str, Any]]] = {  # the depth of drafts, and options
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # the depth of drafts, and options
     "bf16": (3, {}),
     "fp8": (3, {"quantize": "fp8", "kv_cache_dtype": "fp8"}),
     "int4": (3, {"quantize": "int4"}),

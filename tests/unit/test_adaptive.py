@@ -102,7 +102,11 @@ def _is_body(key: Any) -> bool:
 @pytest.mark.parametrize("confident", [False, True])
 def test_ahead_and_in_a_loop_tokens_are_those_without_drafts(confident: bool, pair: PairPaths) -> None:
     def run(runtime: Runtime) -> list[list[int]]:
-        kinds = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "max_draft_tokens": 1})
+        kinds: tuple[dict[str, Any], ...] = (
+            {"temperature": 0.0},
+            {"temperature": 1.0},
+            {"temperature": 1.0, "max_draft_tokens": 1},
+        )
         names = [
             runtime.submit(prompt_of(1 + 17 * number), SamplingParams(seed=number, max_tokens=20, **kinds[number % 3]))
             for number in range(5)

@@ -167,7 +167,8 @@ def test_logits_that_are_not_finite_end_the_request_by_position(tmp_path: Path, 
     make_target(tmp_path, "llama", tie_word_embeddings=False)
     prompt = [*range(40, 76)]
     with Runtime.load(tmp_path, dtype="float32", max_prefill_chunks=1, **OPTIONS) as runtime:
-        runtime.executor._weights["embed.weight"][prompt[poisoned]] = torch.nan
+        executor: Any = runtime.executor
+        executor._weights["embed.weight"][prompt[poisoned]] = torch.nan
         outputs = run(runtime, prompt, prompt_logprobs=1)
         assert [(each.finish_reason, each.error_code) for each in outputs] == [("error", "not_finite")]
         assert outputs[0].error == f"logits at position {position} are not finite"

@@ -178,7 +178,8 @@ def test_experts_are_rounded_at_load_and_routers_are_not(family: str, tmp_path: 
         assert len(traced(runtime, prompt, params)[0]) == 4
         plan, experts = weight_plan(runtime.model_config), runtime.model_config.experts
         plain = load_target(tmp_path, dtype="float32").weights["layers.1.experts.down.weight"]
-        rounded = runtime.executor._weights["layers.1.experts.down.weight"]
+        executor: Any = runtime.executor
+        rounded = executor._weights["layers.1.experts.down.weight"]
     assert experts is not None and plan["layers.1.experts.down.fp8"] == (tuple(plain.shape), torch.uint8)
     assert {"layers.1.qkv.fp8", "layers.1.router.weight"} < set(plan)
     for expert in range(experts.num_experts):
@@ -232,7 +233,8 @@ def test_memory_counts_what_is_held(tmp_path: Path) -> None:
     }
     with Runtime.load(tmp_path, **OPTIONS) as runtime:
         programs = [runtime.executor.program(bucket) for bucket in runtime.ladder.buckets]
-        kept = sum(each.nbytes for each in runtime.executor._weights.values())
+        executor: Any = runtime.executor
+        kept = sum(each.nbytes for each in executor._weights.values())
     assert memory_need(programs, target.weights, torch.device("cpu")).weights_bytes == kept
     stored = load_file(tmp_path / "model.safetensors")
     assert sum(each.nbytes for each in target.weights.values()) == sum(each.nbytes for each in stored.values())

@@ -206,7 +206,8 @@ def test_a_refresh_makes_all_keys_and_values_exact(pair: PairPaths) -> None:
             caches.append(positions(runtime, session.table, length - 1))  # before it
             return refresh(slot, length)
 
-        runtime._refreshes.slots.refresh = watch
+        slots: Any = runtime._refreshes.slots
+        slots.refresh = watch
         while len(refreshed) < 3:
             runtime.step()
         after = positions(runtime, session.table, refreshed[-1] - 1)

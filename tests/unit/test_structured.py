@@ -78,7 +78,7 @@ def test_answers_are_of_their_grammars_and_the_same_with_drafts(runtime: Runtime
 def test_a_grammar_that_comes_to_its_limit_fails_its_request_alone(runtime: Runtime) -> None:
     options: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "stop": "aab"}  # "aa" may begin it: held back
     limited = runtime.submit("a", SamplingParams(regex="(a{1,1000}){1,1000}", **options))
-    other = runtime.submit("a", SamplingParams(choice=["yes"], max_tokens=100))
+    other = runtime.submit("a", SamplingParams(choice=("yes",), max_tokens=100))
     outputs = [output for _ in iter(lambda: runtime.busy, False) for output in runtime.step()]
     ends = {output.request_id: output for output in outputs}
     assert (ends[limited].finish_reason, ends[limited].error_code) == ("error", "grammar")
@@ -123,7 +123,7 @@ def test_a_stop_token_that_is_text_stands_behind_no_document(runtime: Runtime) -
     assert runtime.codec is not None
     (first, *_), (other,) = (runtime.codec.encode(text, add_special_tokens=False) for text in ("yes", "q"))
     for token, expected in ((other, "yes"), (first, runtime.codec.decode([first]))):
-        params = SamplingParams(choice=["yes"], stop_token_ids=[token], max_tokens=20)
+        params = SamplingParams(choice=("yes",), stop_token_ids=(token,), max_tokens=20)
         name = runtime.submit("a", params)
         outputs = [output for _ in iter(lambda: runtime.busy, False) for output in runtime.step()]
         assert {output.request_id for output in outputs} == {name} and outputs[-1].finish_reason == "stop"

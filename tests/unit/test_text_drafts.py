@@ -290,7 +290,9 @@ def test_a_limit_can_be_changed_while_a_request_runs(target: Path) -> None:
     with Runtime.load(target, **OPTIONS) as runtime:
         expected = run_one(runtime, prompt, sampling)
     with Runtime.load(target, NGRAM, **OPTIONS) as runtime:
-        name, tokens, verified = runtime.submit(prompt, sampling), [], []
+        name = runtime.submit(prompt, sampling)
+        tokens: list[int] = []
+        verified: list[int] = []
         runtime.set_draft_limit(name, 0)
         for number in range(200):
             if number in (16, 20):
@@ -304,6 +306,7 @@ def test_a_limit_can_be_changed_while_a_request_runs(target: Path) -> None:
                 break
         assert tokens == expected
         assert set(verified[:16]) == {0} and max(verified[16:20]) == 2 and max(verified[20:24]) == 4
+        wrong: Any
         for wrong in (-1, 1.5, "2"):
             with pytest.raises(RequestError, match="max_draft_tokens"):
                 runtime.set_draft_limit(runtime.submit(prompt, sampling), wrong)

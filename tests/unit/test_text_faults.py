@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grammars import codec_with, mask_of, state_of
@@ -89,6 +90,7 @@ def test_a_server_and_its_neighbours_go_on(directory: Path, tmp_path: Path, monk
 
     def engine() -> RuntimeEngine:
         runtime = Runtime.load(directory, max_batch=2, max_context=64)
+        assert runtime.codec is not None
         assert runtime.checks.eos_token_ids == (0, runtime.codec.token_id("</s>"))  # the configs', then its own
         codec.bind(runtime.codec)
         return RuntimeEngine(runtime)
@@ -111,7 +113,7 @@ def test_a_request_whose_answer_fails_ends_and_others_do_not(directory: Path, mo
         assert text is not None
         pushed = text.push
 
-        def push(tokens: object) -> object:
+        def push(tokens: Any) -> Any:
             if len(runtime._sessions[failing].committed) > 3:
                 raise RequestError("the model's tokenizer failed to decode an answer (PanicException)")
             return pushed(tokens)

@@ -5,6 +5,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -115,7 +116,8 @@ def test_kernels_leave_the_logits_of_all_positions(tmp_path: Path) -> None:
 def test_logits_that_are_not_finite_are_no_figures() -> None:
     options = {**OPTIONS, "max_context": 64, "device": "cpu"}
     with Runtime.load(bundled("target"), **options) as runtime:
-        runtime.executor._weights["norm.weight"][0] = torch.inf
+        executor: Any = runtime.executor
+        executor._weights["norm.weight"][0] = torch.inf
         with pytest.raises(LowlatError, match="not finite"):
             measure_quality(runtime, None, "The President shall be")
 
