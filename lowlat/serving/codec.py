@@ -11,6 +11,8 @@ from lowlat.text import TextCodec
 
 __all__ = ["ServingCodec"]
 
+TESTS_OF_NONE = tuple(f"content{end} is {word}" for end in ("", "']", '"]') for word in ("none", "not none"))
+
 
 class ServingCodec:
     """Encodes for `lowlat.ipc.engine.Codec`; the TextCodec stays its owner's to close.
@@ -49,21 +51,46 @@ class ServingCodec:
         options   what else the template may use: tools, documents, enable_thinking, add_generation_prompt, ...
         Raises RequestError without a template, when it fails on these messages, and for too many tokens.
         """
-        # a field left out is absent for the template, too: None would be written as a word
-        values = [msgspec.to_builtins(message) for message in messages]
-        for value in values:  # templates differ in what they call these
-            if "thinking" in value:
-                value["reasoning_content"] = value["thinking"]
-            if value["role"] == "developer" and not self._codec.template_has("developer"):
-                value["role"] = "system"
+        codec = self._codec
+        values = [_for_template(message, codec) for message in messages]
         for name in ("self", "messages", "allow_special", "max_context", "max_tokens"):
             if name in options:
                 raise RequestError(f"template_options may not hold {name!r}")
         if not isinstance(options.get("add_generation_prompt", True), bool):
             raise RequestError("template_options: add_generation_prompt must be true or false")
+        how = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens, **options}
         try:
-            return self._codec.encode_chat(
-                values, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens, **options
-            )
+            try:
+                return codec.encode_chat(values, **how)
+            except RequestError:
+                others = [_in_other_words(value) for value in values]
+                if others == values:
+                    raise
+                return codec.encode_chat(others, **how)
         except ConfigError as error:  # the template uses too much, which is about this request: others go on
             raise RequestError(str(error)) from error
+
+
+def _for_template(message: Message, codec: TextCodec) -> dict[str, Any]:
+    """A message as the model's template reads it: templates differ in what they call its parts.
+
+    Fields that are left out stay absent, but for the content: many templates join it to other text, unseen, and those
+    that test whether it is none take an absent one for text.
+    """
+    value: dict[str, Any] = msgspec.to_builtins(message)
+    if "thinking" in value:
+        value["reasoning_content"] = value["thinking"]
+    if value["role"] == "developer" and not codec.template_has("developer"):
+        value["role"] = "system"
+    if "content" not in value:
+        value["content"] = None if any(map(codec.template_has, TESTS_OF_NONE)) else ""
+    return value
+
+
+def _in_other_words(value: dict[str, Any]) -> dict[str, Any]:
+    """A message for a template that has refused it: no content as "", and no text beside both thought and calls."""
+    content, thought = value["content"] or "", value.get("thinking")
+    if value.get("tool_calls") and thought and content:
+        thought = f"{thought}\n\n{content}"
+        return {**value, "thinking": thought, "reasoning_content": thought, "content": ""}
+    return {**value, "content": content}
