@@ -55,8 +55,8 @@ def _add(answer: dict[str, Any], item: InputItem, param: str) -> None:
         answer.setdefault("tool_calls", []).append(call_of(call_id, function))
         return
     if item.type == "reasoning":
-        parts = item.content or item.summary
-        name, text = "thinking", text_of(parts, f"{param}.content") if parts else ""
+        name = "thinking"
+        text = text_of(item.content or "", f"{param}.content") or text_of(item.summary or [], f"{param}.summary")
     else:
         name, text = "content", _text(item.content, f"{param}.content")
     if text:
