@@ -14,6 +14,7 @@ import msgspec
 from fake_engine import FakeCodec, FakeEngine, FakeOutput
 from served import Served, serve_in
 
+import lowlat
 from lowlat.ipc.client import AsyncClient
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.wire import Message, Sampling
@@ -21,6 +22,7 @@ from lowlat.serving.http.server import Address, run
 
 __all__ = ["KEY", "RecordingCodec", "RunningGateway", "ScriptedEngine", "gateway_at", "running_gateway"]
 
+SERVER = f"lowlat {lowlat.__version__}"
 KEY = "a key for tests only"[:16].replace(" ", "-")
 
 
@@ -133,6 +135,8 @@ def running_gateway(
     folder.chmod(0o700)
     engine = engine or ScriptedEngine()
     with ExitStack() as stack:
-        served = stack.enter_context(serve_in(folder, engine, codec or FakeCodec(), limits or Limits(), {}))
+        served = stack.enter_context(
+            serve_in(folder, engine, codec or FakeCodec(), limits or Limits(), {"name": SERVER})
+        )
         address = stack.enter_context(gateway_at(served.server.endpoint, **options))
         yield RunningGateway(address, served)

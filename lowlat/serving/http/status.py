@@ -6,7 +6,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from lowlat import __version__
 from lowlat.ipc.messages import Pong
 from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.metrics import CONTENT_TYPE, exposition
@@ -31,8 +30,10 @@ async def model(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """The version of lowlat."""
-    return JSONResponse({"version": __version__})
+    """The server's version of lowlat."""
+    gateway: Gateway = request.app.state.gateway
+    server = await gateway.server()
+    return JSONResponse({"version": server.server.rpartition(" ")[2]})
 
 
 def _model(gateway: Gateway, name: str, max_context: int) -> dict[str, Any]:

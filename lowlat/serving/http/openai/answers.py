@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowlat import __version__
 from lowlat.errors import StreamError
 from lowlat.ipc.client import Chunk
 from lowlat.ipc.messages import TokenLogprob, Welcome
@@ -228,5 +227,5 @@ def usage_of(prompts: Sequence[Mapping[str, Any]], num_completion: int, num_reas
 
 def fingerprint(server: Welcome) -> str:
     """The field system_fingerprint: equal for servers of the same model, tokenizer and version of lowlat."""
-    parts = (server.model, server.tokenizer, server.vocab_size, __version__)
+    parts = (server.model, server.tokenizer, server.vocab_size, server.server)
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
