@@ -11,7 +11,9 @@ from lowlat.text import TextCodec
 
 __all__ = ["ServingCodec"]
 
-TESTS_OF_NONE = tuple(f"content{end} is {word}" for end in ("", "']", '"]') for word in ("none", "not none"))
+TESTS_OF_NONE = tuple(
+    f"content{end} is {word}" for end in ("", "']", '"]', "')", '")') for word in ("none", "not none")
+)
 
 
 class ServingCodec:

@@ -171,6 +171,13 @@ def test_any_seed_wraps(tmp_path: Path, seed: int, seeds: list[int]) -> None:
     assert sorted(sampling.seed for sampling in engine.asked) == sorted(seeds)
 
 
+def test_a_top_p_of_zero_takes_the_likeliest_token(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    with running_gateway(tmp_path, engine) as gateway:
+        assert gateway.ask("/v1/completions", BODIES["completions"] | {"top_p": 0})[0] == 200
+    assert (engine.asked[0].top_p, engine.asked[0].top_k) == (1.0, 1)
+
+
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     with running_gateway(tmp_path_factory.mktemp("gateway"), ScriptedEngine(max_context=32)) as gateway:

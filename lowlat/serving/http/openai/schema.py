@@ -130,6 +130,8 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
     def sampling(self) -> dict[str, Any]:
         """Sampling options by the server's names; the default of temperature is OpenAI's."""
         values = {name: getattr(self, name) for name in ("top_p", *_OWN)}
+        if values["top_p"] == 0:  # the least set of tokens: the likeliest alone
+            values |= {"top_p": None, "top_k": 1}
         return {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             **{name: value for name, value in values.items() if value is not None},
