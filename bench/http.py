@@ -1,161 +1,192 @@
-"""The time that the HTTP gateway adds to a token, beside a client over ipc that asks the same server, in turns.
+"""First tokens and later ones through a socket and through HTTP, by streams at once, in turns on one server.
 
     PYTHONPATH=tests python -m bench.http --out bench/results/cpu/http.json
+    PYTHONPATH=tests python -m bench.http --model bundled --out bench/results/h200/http.json
+    PYTHONPATH=tests python -m bench.http --model /tmp/llama --write-llama --out bench/results/h200/http.json
 
-The server is another process, the gateway a third. The engine's steps take a constant time, without the GIL, as a
-device's do, and a token's text is the time at which its step ended: so the reader knows how long it was under way.
-The reader of the stream is a bare socket that looks for the text alone; over ipc it is the blocking client. A round
-asks in both ways, in an order by chance. It knows no model.
+The server is one process, the gateway another, the readers this one. Without --model the engine's steps take a constant
+time, without the GIL, as a device's do. A token's text is the time at which its step ended, of any engine: so a reader
+knows how long it was under way. A first token counts from the request; where more streams wait than there are slots,
+from its admission. Ways are asked in turns, in an order by chance:
+
+    socket   the blocking client, a thread a stream
+    asyncio  the asyncio client, a task a stream
+    raw      bare sockets in one thread, which acknowledge late (TCP_QUICKACK off) and look for the text alone
+    aiohttp, openai   those clients, a task a stream, where they are installed
+
+Connections are open before a request is sent, as those of clients that keep theirs are.
 """
 
 import argparse
-import http.client
 import json
 import os
 import random
-import re
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
-from fake_engine import FakeCodec, FakeEngine, FakeOutput
-
+from bench.http_readers import KEY, Readers, Timed
+from bench.http_server import MODEL, serve
 from bench.ready_process import ready_process
 from bench.serving import conditions
-from lowlat.ipc import Client
-from lowlat.ipc.limits import Limits
-from lowlat.ipc.server import Server
+from lowlat.tools.bench.machine import driver
 
-__all__ = ["StampingEngine", "main", "measure", "table"]
+__all__ = ["main", "measure", "table"]
 
-KEY = "a-key-for-benchmarks"
+ROUNDS = {1: 60, 4: 20, 8: 20, 32: 8}  # by streams
 TOKENS = 50
-ROUNDS = {1: 60, 4: 20, 16: 10}  # by streams
+WARM_UP = 2
+SLOTS = 8
 STEP_S = 0.004
-PROMPT = list(range(16))
-STAMP = re.compile(rb'"text":"([0-9. ]+)"')
+PACKAGES = ("aiohttp", "h11", "openai", "pyzmq", "starlette", "torch", "uvicorn")
+
+Times = dict[str, list[float]]
+"""Seconds by name: `first` and `token`."""
 
 
-class StampingEngine(FakeEngine):
-    """A FakeEngine whose tokens say when their step ended, in seconds of the system's monotonic clock."""
+def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The engine's facts, and rows by streams and way, us: the first token, later ones, what HTTP adds to the socket's.
 
-    def step(self) -> list[FakeOutput]:
-        """Run one step, then stamp its tokens with the time."""
-        outputs = super().step()
-        stamp = f"{time.monotonic():.6f} "
-        return [replace(output, text=stamp) if output.token_ids else output for output in outputs]
-
-
-def serve(endpoint: str) -> int:
-    """Serve the engine until the process is ended."""
-    sys.setswitchinterval(0.0005)  # as `lowlat serve` does
-    server = Server(
-        lambda: StampingEngine(STEP_S, max_running=16, text=True, tokenizer="a hash"), FakeCodec(), endpoint, Limits()
-    )
-    server.start()
-    print("ready", flush=True)
-    return server.run()
-
-
-class Ways:
-    """Both ways to ask; each gives, for its tokens, the seconds from their step's end."""
-
-    def __init__(self, client: Client, url: str) -> None:
-        self._client = client
-        self._address = url.removeprefix("http://")
-
-    def ipc(self, _: int) -> list[float]:
-        """Ask over ipc."""
-        chunks = self._client.generate(PROMPT, max_tokens=TOKENS)
-        return [time.monotonic() - float(stamp) for chunk in chunks for stamp in chunk.text.split()]
-
-    def http(self, _: int) -> list[float]:
-        """Ask through the HTTP gateway."""
-        connection = http.client.HTTPConnection(self._address)
-        connection.connect()
-        body = json.dumps({"model": "fake", "prompt": PROMPT, "max_tokens": TOKENS, "stream": True})
-        headers = f"host: {self._address}\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(body)}"
-        connection.sock.sendall(f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n{body}".encode())
-        late: list[float] = []
-        unread = b""
-        while b"[DONE]" not in unread:
-            piece = connection.sock.recv(1 << 16)
-            now = time.monotonic()
-            unread += piece
-            if not piece:
-                break
-            while found := STAMP.search(unread):
-                late += [now - float(stamp) for stamp in found[1].split()]
-                unread = unread[found.end() :]
-        connection.close()
-        return late
-
-
-def measure(rounds: dict[int, int]) -> list[dict[str, Any]]:
-    """Rows by number of streams, us: how late tokens are in each way, and what the gateway adds."""
+    Raises RuntimeError where tokens are missing.
+    """
     rows = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowlat-")))
         endpoint = f"ipc://{folder}/s.sock"
         environment = {**os.environ, "LOWLAT_API_KEY": KEY}
-        stack.enter_context(ready_process("-m", "bench.http", "--serve", endpoint, env=environment))
+        command = ("-m", "bench.http", "--serve", endpoint, *_server_options(options))
+        facts = json.loads(stack.enter_context(ready_process(*command, env=environment)).line)
         command = ("-m", "lowlat.cli", "http", "0", "--json", f"--endpoint={endpoint}")
         gateway = stack.enter_context(ready_process(*command, env=environment))
-        client = stack.enter_context(Client(endpoint))
-        ways = Ways(client, json.loads(gateway.line)["url"])
-        pool = stack.enter_context(ThreadPoolExecutor(max(rounds)))
-        for num_streams, num_rounds in rounds.items():
-            late: dict[str, list[float]] = {"ipc": [], "http": []}
-            for number in range(num_rounds + 2):
-                for way in random.sample([ways.ipc, ways.http], 2):
-                    for tokens in pool.map(way, range(num_streams)):
-                        if len(tokens) != TOKENS:
-                            raise RuntimeError(f"{way.__name__}: {len(tokens)} tokens came of {TOKENS}")
-                        if number >= 2:  # the first rounds warm up
-                            late[way.__name__] += tokens
-            rows.append(_row(num_streams, late))
-    return rows
+        prompts = _Prompts(facts["vocab_size"], options.prompt)
+        num_streams = max(options.streams)
+        readers = stack.enter_context(Readers(endpoint, json.loads(gateway.line)["url"], MODEL, num_streams))
+        names = options.ways or readers.names
+        for num_streams in options.streams:
+            times: dict[str, Times] = {name: {"first": [], "token": []} for name in names}
+            num_rounds = options.rounds or ROUNDS.get(num_streams, 10)
+            for number in range(WARM_UP + num_rounds):
+                for name in random.sample(names, len(names)):
+                    streams = readers.ask(name, [prompts.next() for _ in range(num_streams)], options.tokens)
+                    if number >= WARM_UP:
+                        _take(times[name], name, streams, options.tokens, waits=num_streams > SLOTS)
+            rows += [_row(num_streams, name, times) for name in names]
+            print(table(rows[-len(names) :]), flush=True)
+    return facts, rows
 
 
-def _row(num_streams: int, late: dict[str, list[float]]) -> dict[str, Any]:
-    row: dict[str, Any] = {"streams": num_streams, "tokens": len(late["http"])}
-    for way, times in late.items():
-        row[f"{way}_us"] = {"p50": _us(times, 50), "p99": _us(times, 99)}
-    row["added_us"] = {name: round(row["http_us"][name] - row["ipc_us"][name], 1) for name in ("p50", "p99")}
+class _Prompts:
+    """Prompts of random tokens, each its own."""
+
+    def __init__(self, vocab_size: int, length: int) -> None:
+        self._random = random.Random(0)
+        self._vocab_size, self._length = vocab_size, length
+
+    def next(self) -> list[int]:
+        """The next one."""
+        return [self._random.randrange(self._vocab_size) for _ in range(self._length)]
+
+
+def _take(times: Times, name: str, streams: Sequence[Timed], tokens: int, *, waits: bool) -> None:
+    for stream in streams:
+        if stream.num_tokens != tokens:
+            raise RuntimeError(f"{name}: {stream.num_tokens} tokens came of {tokens}")
+        times["first"].append(stream.arrivals[0] - (stream.admitted if waits else stream.begin))
+        times["token"] += [
+            arrival - stamp for arrival, stamp in zip(stream.arrivals[1:], stream.stamps[1:], strict=True)
+        ]
+
+
+def _row(num_streams: int, name: str, times: dict[str, Times]) -> dict[str, Any]:
+    row: dict[str, Any] = {"streams": num_streams, "way": name}
+    for kind, values in times[name].items():
+        row[f"{kind}_us"] = _summary(values)
+        row[f"num_{kind}"] = len(values)
+    if "socket" in times:
+        for kind, values in times["socket"].items():
+            base = _summary(values)
+            row[f"{kind}_over_socket_us"] = {at: round(row[f"{kind}_us"][at] - base[at], 1) for at in base}
     return row
 
 
-def _us(times: Sequence[float], percent: int) -> float:
-    ordered = sorted(times)
-    return round(1e6 * ordered[min(len(ordered) - 1, len(ordered) * percent // 100)], 1)
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    percentiles = quantiles(values, n=100, method="inclusive")
+    return {"p50": round(1e6 * percentiles[49], 1), "p99": round(1e6 * percentiles[98], 1)}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as a table of Markdown."""
-    lines = ["| streams | ipc p50 / p99, us | http p50 / p99, us | added p50 / p99, us |", "|---:|---:|---:|---:|"]
+    lines = [
+        "| streams | way | first token p50 / p99, us | over the socket's | token p50 / p99, us | over the socket's |",
+        "|---:|---|---:|---:|---:|---:|",
+    ]
     for row in rows:
-        cells = [f"{row[name]['p50']:.0f} / {row[name]['p99']:.0f}" for name in ("ipc_us", "http_us", "added_us")]
-        lines.append("| " + " | ".join([str(row["streams"]), *cells]) + " |")
+        cells = [str(row["streams"]), row["way"]]
+        for kind in ("first", "token"):
+            for found in (row[f"{kind}_us"], row.get(f"{kind}_over_socket_us")):
+                cells.append("-" if found is None else f"{found['p50']:.0f} / {found['p99']:.0f}")
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _server_options(options: argparse.Namespace) -> list[str]:
+    given = {"model": options.model, "draft-model": options.draft_model, "device": options.device}
+    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    flags += [f"--prompt={options.prompt}", f"--tokens={options.tokens}"]
+    return flags + ["--write-llama"] * options.write_llama
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a Hugging Face directory, or `bundled`; none: steps of a constant time")
+    parser.add_argument("--draft-model", type=Path, help="the bundled model has its own")
+    parser.add_argument(
+        "--write-llama",
+        action="store_true",
+        help="write random weights of Llama-3.1-8B's shape and its draft model into --model, where they are not yet",
+    )
+    parser.add_argument("--device", help="cuda:0, or cpu")
+    parser.add_argument("--streams", type=int, nargs="+", default=list(ROUNDS))
+    parser.add_argument("--rounds", type=int, help="for every number of streams")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer")
+    parser.add_argument("--ways", nargs="+", help="of those above")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--serve", metavar="ENDPOINT", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--serve", metavar="ENDPOINT", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = _options(arguments)
     if options.serve:
-        sys.exit(serve(options.serve))
-    result = {**conditions(), "step_ms": STEP_S * 1e3, "rows": measure(ROUNDS)}
-    print(table(result["rows"]))
+        sys.exit(serve(options, slots=SLOTS, step_s=STEP_S))
+    made = conditions()  # the load before the measurement
+    if options.commit:
+        made["commit"] = options.commit
+    facts, rows = measure(options)
+    cuda = facts["device"].startswith("cuda")
+    own = {"driver": driver() if cuda else "", "versions": _versions(), "prompt": options.prompt, "engine": facts}
+    result = {**made, **own, "slots": SLOTS, "tokens": options.tokens, "rows": rows}
+    print(table(rows))
     if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -18,6 +18,7 @@ import lowlat
 from lowlat.ipc.client import AsyncClient
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.wire import Message, Sampling
+from lowlat.serving.http.connections import ConnectionLimits
 from lowlat.serving.http.server import Address, run
 
 __all__ = ["KEY", "RecordingCodec", "RunningGateway", "ScriptedEngine", "gateway_at", "running_gateway"]
@@ -129,6 +130,7 @@ def running_gateway(
     engine: FakeEngine | None = None,
     limits: Limits | None = None,
     codec: FakeCodec | None = None,
+    connections: ConnectionLimits | None = None,
     **options: Any,
 ) -> Iterator[RunningGateway]:
     """A gateway and the server of an engine behind it, both in this process."""
@@ -138,5 +140,5 @@ def running_gateway(
         served = stack.enter_context(
             serve_in(folder, engine, codec or FakeCodec(), limits or Limits(), {"name": SERVER})
         )
-        address = stack.enter_context(gateway_at(served.server.endpoint, **options))
+        address = stack.enter_context(gateway_at(served.server.endpoint, limits=connections, **options))
         yield RunningGateway(address, served)

@@ -4,6 +4,8 @@ import asyncio
 import select
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 from lowlat.errors import LowlatError
 from lowlat.ipc.client.dealer import Dealer
@@ -20,7 +22,7 @@ class AsyncConnection:
         self.loop = loop
         self._thread = threading.get_ident()
         self._dealer = dealer
-        self._waiting: dict[Waiter, asyncio.Future[None]] = {}
+        self._waiting: dict[Waiter, Callable[[], None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._shut = False
         self._news = select.poll()
@@ -71,21 +73,30 @@ class AsyncConnection:
 
     async def wait(self, waiter: Waiter, deadline: float | None) -> bool:
         """Wait until there is something to take; False when the deadline (monotonic) has passed."""
-        self.protocol.attend(time.monotonic())
         while not waiter.ready and self.protocol.failure is None:
-            future = self._waiting[waiter] = self.loop.create_future()
+            future = self.loop.create_future()
+            self.watch(waiter, partial(_resolve, future))
             timer = None if deadline is None else self.loop.call_later(deadline - time.monotonic(), _resolve, future)
-            if self._timer is None:
-                self._tick()
             try:
                 await future
             finally:
-                self._waiting.pop(waiter, None)
+                self.unwatch(waiter)
                 if timer is not None:
                     timer.cancel()
             if deadline is not None and not waiter.ready and time.monotonic() >= deadline:
                 return False
         return True
+
+    def watch(self, waiter: Waiter, wake: Callable[[], None]) -> None:
+        """Have `wake` called, by the call that receives it, whenever there is something more to take."""
+        self.protocol.attend(time.monotonic())
+        self._waiting[waiter] = wake
+        if self._timer is None:
+            self._tick()
+
+    def unwatch(self, waiter: Waiter) -> None:
+        """Call what watches it no more."""
+        self._waiting.pop(waiter, None)
 
     def abandon(self, number: int) -> None:
         """Cancel a request whose reader is gone; from any thread, as when memory is collected."""
@@ -109,9 +120,9 @@ class AsyncConnection:
                 self._timer = self.loop.call_later(due, self._tick)
 
     def _wake(self, waiter: Waiter | None) -> None:
-        future = None if waiter is None else self._waiting.get(waiter)
-        if future is not None:
-            _resolve(future)
+        wake = None if waiter is None else self._waiting.get(waiter)
+        if wake is not None:
+            wake()
 
     def _shut_down(self) -> None:
         if self._shut:
@@ -119,8 +130,8 @@ class AsyncConnection:
         self._shut = True
         if self._timer is not None:
             self._timer.cancel()
-        for future in self._waiting.values():
-            _resolve(future)
+        for wake in list(self._waiting.values()):
+            wake()
         if not self.loop.is_closed():
             self.loop.remove_reader(self._dealer.message_fd)
             self.loop.remove_reader(self._dealer.loss_fd)

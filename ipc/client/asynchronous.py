@@ -39,6 +39,8 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
     ) -> None:
         super().__init__(client, submission, deadline)
         self._starting = starting
+        self._wake: Callable[[], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -54,6 +56,43 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         self._end(chunk)
         if chunk is None:
             raise StopAsyncIteration
+        return chunk
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, by the call that receives it, whenever `take` may have something more.
+
+        It takes the place of `async for` where chunks are handed on at once: no task is switched to for them. `wake`
+        runs in the event loop, must not block, and raises nothing.
+        """
+        self._wake = wake
+        if self._starting is not None:
+            self._starting.add_done_callback(self._watch_sent)
+        else:
+            self._watch_sent()
+        if self._deadline is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, self._deadline - time.monotonic()), wake)
+
+    def take(self) -> Chunk | None:
+        """The next chunk where it has come; None where it has not, and after the last. Raises as reading does."""
+        if self._done or (self._starting is not None and not self._starting.done()):
+            self._check_deadline()
+            return None
+        self._starting = None
+        try:
+            connection, stream = self._submitted()
+            if not stream.ready:
+                self._check_deadline()
+                return None
+            chunk = connection.protocol.take(stream)
+        except BaseException:
+            self._leave()
+            raise
+        self._end(chunk)
+        if self._done:
+            self._unwatch()
+        if connection.protocol.outgoing:
+            connection.loop.call_soon(connection.pump)
         return chunk
 
     async def cancel(self) -> None:
@@ -74,6 +113,37 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave()
+
+    def _watch_sent(self, starting: "asyncio.Task[None] | None" = None) -> None:
+        """Watch the stream of a request that was sent, and look at once."""
+        connection, stream = self._submission.connection, self._submission.stream
+        if self._wake is None or self._done:
+            return
+        if connection is not None and stream is not None and not stream.ended:
+            connection.watch(stream, self._wake)
+        self._wake()
+
+    def _unwatch(self) -> None:
+        connection, stream = self._submission.connection, self._submission.stream
+        if self._wake is not None and connection is not None and stream is not None:
+            connection.unwatch(stream)
+        self._wake = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _leave(self) -> None:
+        self._unwatch()
+        super()._leave()
+
+    def _check_deadline(self) -> None:
+        """Raises StreamError when timeout_s has passed."""
+        if self._done or self._deadline is None or time.monotonic() < self._deadline:
+            return
+        stream = self._submission.stream
+        if stream is None:
+            raise StreamError("timeout_s has passed, and the client has not connected yet", code="timeout")
+        raise stream.broken("timeout_s has passed", "timeout")
 
     async def _started(self) -> None:
         """Wait until it was sent, or could not be."""

@@ -22,6 +22,7 @@ from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.server import Server
 from lowlat.serving.codec import ServingCodec
 from lowlat.serving.config import ServeConfig
+from lowlat.serving.descriptors import raise_descriptor_limit
 from lowlat.serving.gateway import check_gateway, http_gateway
 from lowlat.serving.logs import serving_log
 
@@ -46,6 +47,7 @@ def serve(settings: ServeConfig, bundled_target: Path, bundled_draft_model: Path
 
         curve = server_curve(settings["curve_keys"])
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    raise_descriptor_limit()
     server = Server(
         loading.make_engine,
         loading.codec,

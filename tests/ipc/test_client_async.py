@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,56 @@ def test_several_streams_at_once(server: ScriptedServer) -> None:
 
     asyncio.run(main())
     assert len(server.wait_for(Hello)) == 1
+
+
+def taken(generation: AsyncGeneration, chunks: list[Chunk], ended: "asyncio.Future[None]") -> None:
+    """Take what has come, as `watch` calls for it."""
+    try:
+        while (chunk := generation.take()) is not None:
+            chunks.append(chunk)
+            if chunk.finish_reason is not None:
+                ended.set_result(None)
+    except LowlatError as error:
+        if not ended.done():
+            ended.set_exception(error)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_chunks_are_taken_in_the_call_that_receives_them(server: ScriptedServer, connected: bool) -> None:
+    async def main() -> None:
+        client = AsyncClient(server.url, window=16)
+        if connected:
+            await client.connect()
+        loop = asyncio.get_running_loop()
+        watched: list[tuple[list[Chunk], asyncio.Future[None]]] = [([], loop.create_future()) for _ in range(4)]
+        for number, (chunks, ended) in enumerate(watched):
+            generation = client.generate([number], max_tokens=200)
+            generation.watch(partial(taken, generation, chunks, ended))
+        for number, (chunks, ended) in enumerate(watched):
+            await ended
+            assert ids_of(chunks) == expected_tokens((number,), 200)
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10.0))
+
+
+@pytest.mark.parametrize("why", ["deadline", "closed", "gone"])
+def test_whoever_takes_chunks_is_told_why_none_comes(server: ScriptedServer, why: str) -> None:
+    async def main() -> None:
+        client = AsyncClient(server.url if why != "gone" else server.url + "none", connect_timeout_s=0.2)
+        if why != "gone":
+            await client.connect()
+        chunks, ended = list[Chunk](), asyncio.get_running_loop().create_future()
+        generation = client.generate([1], max_tokens=10**6, timeout_s=0.2 if why == "deadline" else None)
+        generation.watch(partial(taken, generation, chunks, ended))
+        if why == "closed":
+            await client.close()
+        with pytest.raises({"deadline": StreamError, "closed": LowlatError, "gone": ServerGone}[why]):
+            await ended
+        assert generation.take() is None
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10.0))
 
 
 @pytest.mark.parametrize("connected", [True, False])

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lowlat.errors import ConfigError
 from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.exchange import exchange_of
 
 __all__ = ["KEY_VARIABLE", "Guard", "checked_key", "key_of"]
 
@@ -57,7 +58,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers: dict[bytes, bytes] = dict(scope["headers"])
-            error = self._check_host(headers.get(b"host", b"")) or self._check_key(scope["path"], headers)
+            error = self._check_host(headers.get(b"host", b"")) or self._check_key(scope, headers)
             if error is not None:
                 await error.response()(scope, receive, send)
                 return
@@ -71,11 +72,20 @@ class Guard:
             403, f"the Host header names {name!r:.80}, which is not this gateway; --http-host adds names", code="host"
         )
 
-    def _check_key(self, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
-        if self._key is None or path in self._open_paths:
-            return None
+    def _check_key(self, scope: Scope, headers: Mapping[bytes, bytes]) -> ApiError | None:
+        exchange = exchange_of(scope)
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key):
+        if self._key is not None and scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key):
+            if exchange is None or exchange.admit():
+                return None
+            return ApiError(
+                503,
+                "all connections of the gateway are answering requests; come again later",
+                kind="server_error",
+                code="too_many_connections",
+                headers={"retry-after": "1"},
+            )
+        if self._key is None or scope["path"] in self._open_paths:
             return None
         return ApiError(
             401,

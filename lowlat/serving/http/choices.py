@@ -3,84 +3,122 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
-from lowlat.errors import Busy
+from lowlat.errors import Busy, LowlatError
 from lowlat.ipc.client import AsyncGeneration, Chunk
 
-__all__ = ["MAX_AT_ONCE", "Choices"]
+__all__ = ["MAX_AT_ONCE", "Choices", "Taken"]
 
 MAX_AT_ONCE = 16  # of the server's max_requests_per_client, which all callers share
 RETRY_S = 0.1
 
+Taken = tuple[int, Chunk]
+"""The number of a choice, and a chunk of it."""
+
 
 class Choices:
-    """Chunks of some generations, by the place of each, as they come; at most MAX_AT_ONCE are under way.
+    """Chunks of some generations, by the place of each, as they come. One task at a time asks for the next.
 
-    start   sends the request of a choice, by its number. Raises RequestError
-    Where the server is busy, the first ones are refused and later ones wait.
+    start   sends the request of a choice, by its place. Raises RequestError
+    At most MAX_AT_ONCE are under way. Where the server is busy, the first ones are refused and later ones wait.
     """
 
     def __init__(self, start: Callable[[int], AsyncGeneration], num_choices: int = 1) -> None:
         self._start = start
         self._num_choices = num_choices
-        self._open = {place: start(place) for place in range(min(num_choices, MAX_AT_ONCE))}
-        self._next_place = len(self._open)
-        self._reads: dict[asyncio.Task[Chunk], int] = {}
-        self._ready: deque[tuple[int, Chunk]] = deque()
         self._num_open = num_choices
+        self._next_place = min(num_choices, MAX_AT_ONCE)
+        self._generations: dict[int, AsyncGeneration] = {}  # under way, by place
+        self._to_open: dict[int, asyncio.Handle] = {}
+        self._arrived: deque[int] = deque()  # places where something came, in order
+        self._failure: LowlatError | None = None
+        self._waiting: asyncio.Future[Taken | None] | None = None
+        self._use: Callable[[int, Chunk], bool] | None = None
+        for place in range(self._next_place):
+            self._open(place)
 
-    async def next(self) -> tuple[int, Chunk] | None:
-        """The number of a choice and its next chunk; None when all have ended. Raises what a generation raises."""
-        if not self._num_open:
-            return None
-        if self._num_choices == 1:
-            place, chunk = 0, await anext(self._open[0])
-        else:
-            place, chunk = await self._next_of_several()
-        if chunk.finish_reason is not None:
-            self._num_open -= 1
-        return place, chunk
+    async def next(self, use: Callable[[int, Chunk], bool] | None = None) -> Taken | None:
+        """The number of a choice and its next chunk; None when all have ended. Raises what a generation raises.
+
+        use   takes a chunk in the very call that receives it, and no task is switched to for it; the first chunk for
+              which it returns False is returned here. What it raises is raised here.
+        """
+        self._use = use
+        self._waiting = asyncio.get_running_loop().create_future()
+        try:
+            self._hand_on()
+            return await self._waiting
+        finally:
+            self._waiting = None
 
     async def close(self) -> None:
         """Cancel what has not ended."""
-        for read in self._reads:
-            read.cancel()
-        self._reads.clear()
-        for generation in self._open.values():
+        for handle in self._to_open.values():
+            handle.cancel()
+        for generation in self._generations.values():
             await generation.aclose()
 
-    async def _next_of_several(self) -> tuple[int, Chunk]:
-        if not self._reads and not self._ready:
-            for place in self._open:
-                self._read(place)
-        while not self._ready:
-            done, _ = await asyncio.wait(self._reads, return_when=asyncio.FIRST_COMPLETED)
-            for read in done:
-                self._take(self._reads.pop(read), read)
-        return self._ready.popleft()
+    def _open(self, place: int) -> None:
+        generation = self._generations[place] = self._start(place)
+        generation.watch(partial(self._note, place))
 
-    def _take(self, place: int, read: "asyncio.Task[Chunk]") -> None:
+    def _note(self, place: int) -> None:
+        self._arrived.append(place)
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Give chunks that have come to whoever waits for them."""
+        waiting = self._waiting
+        if waiting is None or waiting.done():
+            return
         try:
-            chunk = read.result()
-        except Busy as error:
-            if place < MAX_AT_ONCE:
-                raise
-            self._reads[asyncio.ensure_future(self._again(place, error.retry_after_s or RETRY_S))] = place
-            return
-        self._ready.append((place, chunk))
-        if chunk.finish_reason is None:
-            self._read(place)
-            return
-        del self._open[place]
-        if self._next_place < self._num_choices:
-            place, self._next_place = self._next_place, self._next_place + 1
-            self._open[place] = self._start(place)
-            self._read(place)
+            if self._failure is not None:
+                raise self._failure
+            while (taken := self._take()) is not None:
+                if self._use is None or not self._use(*taken):
+                    waiting.set_result(taken)
+                    return
+            if not self._num_open:
+                waiting.set_result(None)
+        except Exception as error:  # of a generation or of `use`: it belongs to the task that waits
+            waiting.set_exception(error)
 
-    async def _again(self, place: int, after_s: float) -> Chunk:
-        await asyncio.sleep(after_s)
-        self._open[place] = self._start(place)
-        return await anext(self._open[place])
+    def _take(self) -> Taken | None:
+        while self._arrived:
+            place = self._arrived.popleft()
+            generation = self._generations.get(place)
+            if generation is None:
+                continue
+            try:
+                chunk = generation.take()
+            except Busy as error:
+                if place < MAX_AT_ONCE:
+                    raise
+                del self._generations[place]
+                self._open_later(place, error.retry_after_s or RETRY_S)
+                continue
+            if chunk is None:
+                continue
+            if chunk.finish_reason is None:
+                self._arrived.append(place)  # a call that receives several chunks may tell of them once
+                return place, chunk
+            self._num_open -= 1
+            del self._generations[place]
+            if self._next_place < self._num_choices:
+                self._open_later(self._next_place, 0.0)
+                self._next_place += 1
+            return place, chunk
+        return None
 
-    def _read(self, place: int) -> None:
-        self._reads[asyncio.ensure_future(anext(self._open[place]))] = place
+    def _open_later(self, place: int, after_s: float) -> None:
+        """Open a choice in a call of its own: sending its request can bring chunks of others."""
+        self._to_open[place] = asyncio.get_running_loop().call_later(after_s, self._open_now, place)
+
+    def _open_now(self, place: int) -> None:
+        del self._to_open[place]
+        try:
+            self._open(place)
+        except LowlatError as error:
+            self._failure = error
+            self._hand_on()

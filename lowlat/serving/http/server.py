@@ -13,12 +13,16 @@ import uvicorn
 
 from lowlat.errors import ConfigError
 from lowlat.ipc.client import AsyncClient
+from lowlat.serving.descriptors import raise_descriptor_limit
+from lowlat.serving.http.acceptor import Acceptor
 from lowlat.serving.http.app import make_app
+from lowlat.serving.http.connections import Connection, ConnectionLimits, Connections
 
-__all__ = ["Address", "parse_address", "run"]
+__all__ = ["Address", "bind", "parse_address", "run"]
 
-MAX_CONNECTIONS = 1000
 SHUTDOWN_S = 2
+BACKLOG = 1024
+OWN_DESCRIPTORS = 64  # of the process beside connections: sockets to the server, pipes, logs
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 logger = logging.getLogger("lowlat.serving.http")
@@ -62,14 +66,17 @@ def run(
     hosts: Iterable[str] = (),
     opened: Callable[[Address], None],
     parent: int | None = None,
+    limits: ConnectionLimits | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, or until nothing holds the other end of a pipe any more.
 
     opened  called with the address when connections are accepted; its port is the one that was chosen
     parent  file descriptor of the reading end of that pipe
+    limits  of connections
     Raises ConfigError where the address cannot be bound.
     """
-    with _bind(address) as listener:
+    limits = (limits or ConnectionLimits()).within(raise_descriptor_limit() - OWN_DESCRIPTORS)
+    with bind(address) as listener:
         address = Address(address.host, listener.getsockname()[1])
         if not address.local:
             logger.warning("%s is reached from other machines, without encryption", address.url())
@@ -77,20 +84,24 @@ def run(
         config = uvicorn.Config(
             app,
             log_config=None,
-            log_level="warning",
+            log_level="error",  # what strangers send wrongly is not worth a line each
             access_log=False,
             server_header=False,
             ws="none",
             proxy_headers=False,
-            limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
         opened(address)
-        asyncio.run(_Server(config).run_until_ended(listener, parent))
+        asyncio.run(_Server(config, limits).run_until_ended(listener, parent))
 
 
 class _Server(uvicorn.Server):
-    """A server that a signal ends well; uvicorn's own raises the signal again."""
+    """A server that a signal ends well (uvicorn's own raises the signal again) and that bounds its connections."""
+
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits) -> None:
+        super().__init__(config)
+        self._places = Connections(limits)
+        self._acceptor: Acceptor | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -105,18 +116,43 @@ class _Server(uvicorn.Server):
                 loop.add_signal_handler(number, self.handle_exit, number, None)
         if parent is not None:
             loop.add_reader(parent, self._parent_ended, loop, parent)
-        await self.serve(sockets=[listener])
+        self._listener = listener
+        await self.serve(sockets=[])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, then take connections."""
+        await super().startup(sockets)
+        self._acceptor = Acceptor(self._listener, self._connection, self._places.drop_stranger)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, and let answers under way end."""
+        if self._acceptor is not None:
+            self._acceptor.close()
+        self._listener.close()
+        await super().shutdown(sockets)
+
+    def _connection(self) -> Connection:
+        return Connection(
+            self._places, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
     def _parent_ended(self, loop: asyncio.AbstractEventLoop, parent: int) -> None:
         self.should_exit = True
         loop.remove_reader(parent)
 
 
-def _bind(address: Address) -> socket.socket:
+def bind(address: Address) -> socket.socket:
+    """A listener whose accepted sockets send every event at once.
+
+    asyncio sets TCP_NODELAY only where `socket.proto` says TCP, and `create_server` leaves that 0. Linux hands the
+    listener's option on to what it accepts.
+    """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        return socket.create_server((address.host, address.port), family=family, backlog=128)
+        listener = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"the HTTP gateway cannot listen at {address.host}:{address.port}: {error.strerror}"
         ) from error
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

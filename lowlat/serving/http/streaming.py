@@ -1,19 +1,19 @@
 """Reading a request's body, watching whether its caller disconnects, and answers as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lowlat.errors import LowlatError
 from lowlat.ipc.client import Chunk
-from lowlat.serving.http.choices import Choices
+from lowlat.serving.http.choices import Choices, Taken
 from lowlat.serving.http.errors import ApiError, api_error
+from lowlat.serving.http.exchange import Exchange, exchange_of
 
 __all__ = ["DONE", "MAX_BODY_BYTES", "Answer", "Caller", "EventStream", "event", "read_body", "respond"]
 
@@ -54,39 +54,51 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 async def read_body(request: Request) -> bytes:
     """The whole body. Raises ApiError for one that is too long or too slow."""
+    too_long = ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes", code="too_large")
+    told = request.headers.get("content-length", "")
+    if told.isdecimal() and int(told[:20]) > MAX_BODY_BYTES:
+        raise too_long
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for piece in request.stream():
                 body += piece
                 if len(body) > MAX_BODY_BYTES:
-                    raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes", code="too_large")
+                    raise too_long
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="timeout") from None
+    except ClientDisconnect:
+        raise ApiError(CLIENT_GONE, "the caller went away before the body had come", code="gone") from None
     return bytes(body)
 
 
 class Caller:
-    """The caller who waits for an answer, and may go away before it has come."""
+    """The caller who waits for an answer in this task, and may go away before it has come."""
 
     def __init__(self, receive: Receive) -> None:
+        self._task = asyncio.current_task()
+        self._has_left = False
         self._gone = asyncio.ensure_future(_disconnected(receive))
+        self._gone.add_done_callback(self._note)
 
     async def wait_for(self, work: Awaitable[Value]) -> Value | None:
         """The work's value; None, and the work cancelled, when the caller goes away first."""
-        task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
-            return await task if task.done() else None
-        finally:
-            if not task.done():
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+            return await work
+        except asyncio.CancelledError:
+            if not self._has_left or self._task is None or self._task.uncancel():
+                raise
+            return None
 
     def leave(self) -> None:
         """Stop watching for the caller's disconnect."""
+        self._gone.remove_done_callback(self._note)
         self._gone.cancel()
+
+    def _note(self, gone: "asyncio.Task[None]") -> None:
+        if self._task is not None and not gone.cancelled():
+            self._has_left = True
+            self._task.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -97,32 +109,50 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as they come until they end, fail, or nobody reads them any more.
 
-    events  begun only when the first chunk has come, so that a refusal before it can still set the HTTP status
-    close   ends the generations behind the events
+    first    the first chunk: it has come before the status is sent, so that a refusal can still set that
+    choices  where the others come from; they are closed with the stream
     """
 
-    def __init__(self, events: AsyncIterator[bytes], caller: Caller, close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, first: Taken, choices: Choices, answer: Answer, caller: Caller) -> None:
         self.background = None
         self.status_code = 200
-        self._events = events
+        self._first = first
+        self._choices = choices
+        self._answer = answer
         self._caller = caller
-        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            await self._caller.wait_for(self._send_all(send))
+            await self._caller.wait_for(self._send_all(exchange_of(scope), send))
         finally:
             self._caller.leave()
-            await self._close()
+            await self._choices.close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, exchange: Exchange | None, send: Send) -> None:
+        """Send the status and all events: an event in the call that receives its chunk, where the server offers a way
+        and its buffer has room, else by `send`.
+        """
+
+        def write(place: int, chunk: Chunk) -> bool:
+            if exchange is None or not exchange.can_write():
+                return False
+            data = self._answer.events(place, chunk)
+            if data:
+                exchange.write(data)
+            return True
+
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         try:
-            async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            taken: Taken | None = self._first
+            while taken is not None:
+                data = self._answer.events(*taken)
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                taken = await self._choices.next(write)
+            data = self._answer.last_events()
         except LowlatError as error:
-            await send({"type": "http.response.body", "body": event(api_error(error).body), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            data = event(api_error(error).body)
+        await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
 async def respond(request: Request, choices: Choices, answer: Answer, *, stream: bool) -> Response:
@@ -135,7 +165,7 @@ async def respond(request: Request, choices: Choices, answer: Answer, *, stream:
             if first is None:
                 return Response(status_code=CLIENT_GONE)
             streaming = True
-            return EventStream(_events(first, choices, answer), caller, choices.close)
+            return EventStream(first, choices, answer, caller)
         if not await caller.wait_for(_collect(choices, answer)):
             return Response(status_code=CLIENT_GONE)
         return Response(_encode(answer.body()), media_type="application/json")
@@ -149,13 +179,3 @@ async def _collect(choices: Choices, answer: Answer) -> bool:
     while (got := await choices.next()) is not None:
         answer.take(*got)
     return True
-
-
-async def _events(first: tuple[int, Chunk], choices: Choices, answer: Answer) -> AsyncIterator[bytes]:
-    got: tuple[int, Chunk] | None = first
-    while got is not None:
-        data = answer.events(*got)
-        if data:
-            yield data
-        got = await choices.next()
-    yield answer.last_events()

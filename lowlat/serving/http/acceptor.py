@@ -1,0 +1,87 @@
+"""Taking connections from a listener, also when no file descriptors are left.
+
+asyncio's own way logs a traceback for every attempt then, and tries again at once.
+"""
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+import time
+from collections.abc import Callable
+
+__all__ = ["Acceptor"]
+
+AT_ONCE = 128  # connections, before other work has its turn
+PAUSE_S = 0.1
+LOG_S = 10.0
+_SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+logger = logging.getLogger("lowlat.serving.http")
+
+
+class Acceptor:
+    """Makes a protocol for every connection to a listener.
+
+    make        a protocol
+    make_room   closes a connection that can be spared
+    """
+
+    def __init__(
+        self, listener: socket.socket, make: Callable[[], asyncio.Protocol], make_room: Callable[[], bool]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._make = make
+        self._make_room = make_room
+        self._opening: set[asyncio.Task[object]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._logged = -LOG_S
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._loop.remove_reader(self._listener)
+        if self._pause is not None:
+            self._pause.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                accepted, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _SCARCE:
+                    raise
+                self._wait(error)
+                return
+            accepted.setblocking(False)
+            opening = self._loop.create_task(self._open(accepted))
+            self._opening.add(opening)
+            opening.add_done_callback(self._opening.discard)
+
+    async def _open(self, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make, accepted)
+        except OSError:  # it is gone already
+            accepted.close()
+
+    def _wait(self, error: OSError) -> None:
+        """Leave connections in the listener's queue for a moment, and let one go that asks nothing."""
+        now = time.monotonic()
+        if now - self._logged >= LOG_S:
+            self._logged = now
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            logger.warning(
+                "no connection can be accepted now: %s (ulimit -n is %d); new ones wait", error.strerror, limit
+            )
+        self._make_room()
+        self._loop.remove_reader(self._listener)
+        self._pause = self._loop.call_later(PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listener, self._accept)

@@ -1,0 +1,235 @@
+"""The gateway's connections: who may hold one and for how long.
+
+A connection is a stranger's until a request with the key came on it, and then a caller's. Strangers and callers have
+bounds of their own, so that whoever lacks the key cannot keep those out who have it: of too many strangers the oldest
+that asks nothing is let go, and of too many callers one that asks nothing.
+"""
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from lowlat.serving.http.exchange import EXTENSION
+
+__all__ = ["Connection", "ConnectionLimits", "Connections"]
+
+CLOSE = (b"connection", b"close")
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Bounds of connections.
+
+    answer_s           that a stranger's request may take: of the few paths that need no key
+    headers_s          within which a request's headers must have come, from the connection's begin or their first byte
+    idle_s             that a stranger's connection may wait for its next request
+    caller_idle_s      that a caller's may: longer than clients keep theirs, or they would send into one that closes
+    linger_s           that what is sent after an answer is dropped before the connection is closed: a socket that is
+    max_linger_bytes   closed with unread bytes would take the answer away from its reader
+    max_strangers      connections of those who have not shown the key
+    max_callers        connections of those who have
+    """
+
+    headers_s: float = 10.0
+    answer_s: float = 30.0
+    idle_s: float = 5.0
+    caller_idle_s: float = 75.0
+    linger_s: float = 2.0
+    max_linger_bytes: int = 4 << 20
+    max_strangers: int = 256
+    max_callers: int = 1000
+
+    def within(self, num_descriptors: int) -> "ConnectionLimits":
+        """The same bounds, lower where a process may open only so many files."""
+        strangers = max(1, min(self.max_strangers, num_descriptors // 4))
+        callers = max(1, min(self.max_callers, num_descriptors - strangers))
+        return replace(self, max_strangers=strangers, max_callers=callers)
+
+
+class Connections:
+    """All connections, strangers' and callers' apart, oldest first."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._strangers: dict[Connection, None] = {}
+        self._callers: dict[Connection, None] = {}
+
+    def add(self, connection: "Connection") -> None:
+        """Take a new connection; of too many strangers one is let go."""
+        if len(self._strangers) >= self.limits.max_strangers:
+            self.drop_stranger()
+        self._strangers[connection] = None
+
+    def admit(self, connection: "Connection") -> bool:
+        """Make a stranger a caller; False where all callers' connections are busy."""
+        if connection in self._callers:
+            return True
+        if len(self._callers) >= self.limits.max_callers:
+            idle = next((other for other in self._callers if other.idle), None)
+            if idle is None:
+                return False
+            self._let_go(idle)
+        self._strangers.pop(connection, None)
+        self._callers[connection] = None
+        return True
+
+    def discard(self, connection: "Connection") -> None:
+        """Forget a connection that was closed."""
+        self._strangers.pop(connection, None)
+        self._callers.pop(connection, None)
+
+    def drop_stranger(self) -> bool:
+        """Close the oldest stranger that asks nothing, or the oldest of all; False where there is none."""
+        found = next((other for other in self._strangers if other.idle), next(iter(self._strangers), None))
+        if found is None:
+            return False
+        self._let_go(found)
+        return True
+
+    def _let_go(self, connection: "Connection") -> None:
+        self.discard(connection)
+        connection.abort()
+
+
+class Connection(H11Protocol):
+    """A connection of uvicorn's, with bounds on time: for a request's headers, between requests, after an answer.
+
+    places   every connection of the gateway
+    """
+
+    def __init__(self, places: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._places = places
+        self._asked: ASGIApp = self.app
+        self.app = self._answer
+        self._timer: asyncio.TimerHandle | None = None  # closes the connection; None: it may take its time
+        self._is_admitted = False
+        self._num_lingered: int | None = None  # bytes dropped after the last answer
+        self.timeout_keep_alive = places.limits.idle_s  # type: ignore[assignment]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def admit(self) -> bool:
+        """See Connections.admit."""
+        if self.transport.is_closing():  # nobody will read the answer, and the place was given back already
+            return True
+        if not self._is_admitted and self._places.admit(self):
+            self._is_admitted = True
+            self.timeout_keep_alive = self._places.limits.caller_idle_s  # type: ignore[assignment]
+            self._close_in(None)
+        return self._is_admitted
+
+    def abort(self) -> None:
+        """Close at once."""
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._places.add(self)
+        self._close_in(self._places.limits.headers_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._places.discard(self)
+        self._close_in(None)
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        limits = self._places.limits
+        if self._num_lingered is not None:
+            self._num_lingered += len(data)
+            if self._num_lingered > limits.max_linger_bytes:
+                self.abort()
+            return
+        was_idle = self.idle
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if not self.idle:
+            if was_idle:
+                self._close_in(None if self._is_admitted else limits.answer_s)
+        elif self._timer is None:
+            self._close_in(limits.headers_s)
+
+    def on_response_complete(self) -> None:
+        """See H11Protocol; it may begin the next request, where that has come already."""
+        if self._num_lingered is None:
+            self._close_in(None)
+        super().on_response_complete()
+        if not self.idle and not self._is_admitted:
+            self._close_in(self._places.limits.answer_s)
+
+    def linger(self) -> None:
+        """Close after an answer whose request was not read to its end, once the caller has had time to read it."""
+        if self._num_lingered is None and not self.transport.is_closing():
+            self._num_lingered = 0
+            self._close_in(self._places.limits.linger_s)
+            self.flow.resume_reading()
+            try:
+                self.transport.write_eof()
+            except OSError:  # it is gone already
+                self.abort()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application, and close behind an answer for which it did not read the body."""
+        exchange = _Exchange(self, self.cycle)
+        scope.setdefault("extensions", {})[EXTENSION] = exchange
+
+        async def send_checked(message: Message) -> None:
+            if message["type"] == "http.response.start" and self.cycle.more_body:
+                self.cycle.transport = _LingeringTransport(self)  # type: ignore[assignment]
+                message = {**message, "headers": [*message.get("headers", ()), CLOSE]}
+            await send(message)
+
+        await self._asked(scope, receive, send_checked)
+
+    def _close_in(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self.abort)
+
+
+class _LingeringTransport:
+    """A connection's transport for one last answer."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        """Close after a while."""
+        self._connection.linger()
+
+
+class _Exchange:
+    """See Exchange. Of HTTP/1.1 alone, whose bodies of unknown length are chunked."""
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._connection = connection
+        self._cycle = cycle
+        self._chunked = cycle.scope["http_version"] == "1.1"
+        self._transport = connection.transport
+
+    def admit(self) -> bool:
+        """See Exchange."""
+        return self._connection.admit()
+
+    def can_write(self) -> bool:
+        """See Exchange."""
+        cycle = self._cycle
+        begun = self._chunked and cycle.response_started and not cycle.response_complete and not cycle.disconnected
+        return begun and not cycle.flow.write_paused and not self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """See Exchange."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))

@@ -1,0 +1,28 @@
+"""A request's connection, as far as the application deals with it; servers other than the gateway's own have none."""
+
+from typing import Protocol
+
+from starlette.types import Scope
+
+__all__ = ["EXTENSION", "Exchange", "exchange_of"]
+
+EXTENSION = "lowlat.exchange"  # its name among a scope's extensions
+
+
+class Exchange(Protocol):
+    """What a server's connection offers while one request is answered."""
+
+    def admit(self) -> bool:
+        """Note that the caller has the key; False where so many callers are connected that this one cannot be."""
+
+    def can_write(self) -> bool:
+        """Whether the status was sent and the caller's socket takes more."""
+
+    def write(self, data: bytes) -> None:
+        """Send a piece of the body at once, after `can_write` said so."""
+
+
+def exchange_of(scope: Scope) -> Exchange | None:
+    """The connection of this request, None where the server offers none."""
+    found: Exchange | None = scope.get("extensions", {}).get(EXTENSION)
+    return found
