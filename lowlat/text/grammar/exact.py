@@ -8,6 +8,7 @@
 - Numbers: it reads them as floats of 64 bits. Large bounds are drawn in to the next that it holds.
 - Keys: where others are free beside those that have rules, `\\u` would spell one that has a rule. So it is no escape,
   but where a text has control characters, which are written by it alone.
+- Expressions that the library does not have, such as look-around: where not all must be held, they are left out.
 - `minProperties`: a key that the schema does not name may come twice, which it counts twice.
 """
 
@@ -43,12 +44,11 @@ WORD, DIGIT, SPACE = r"\p{L}\p{N}_", r"\p{Nd}", r"\s\uFEFF"
 NEGATED = MappingProxyType({r"\W": f"[^{WORD}]", r"\D": f"[^{DIGIT}]", r"\S": f"[^{SPACE}]"})
 ANYTHING = (r"\w\W]", r"\W\w]", r"\d\D]", r"\D\d]", r"\s\S]", r"\S\s]")  # classes of all characters
 SETS = frozenset({r"\w", r"\d", r"\s", *NEGATED, WORD, DIGIT, SPACE, *NEGATED.values()})
+KNOWN_ESCAPES = frozenset("dDwWsSnrtfvaxuUpPAz")  # letters behind a backslash; digits would be references
+KNOWN_GROUPS = re.compile(r"\?(:|[a-zA-Z-]+[:)]|P?<[A-Za-z_])")
+CLASS_BEGINS = re.compile(r"\^?\]?")
 ESCAPES = 'nrbtf\\"'  # letters behind a backslash, as `worker.py` has them
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without an escape of its own
-# of an expression: escapes, classes, the beginnings of groups, all other characters
-PIECES = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?.?.?|.", re.DOTALL)
-GROUPS = re.compile(r"\(\?(:|P<|<[^=!]|[imsxuU-])")  # that the library knows
-NO_ESCAPES = re.compile(r"\\[bBAZGkc0-9]")
 WHOLE = 1 << 53  # floats from here on are not all the whole numbers
 MOST = (1 << 63) - 1024  # of floats that are whole numbers of 64 bits
 
@@ -104,16 +104,19 @@ def _exact(schema: Any, lenient: bool, found: set[str]) -> Any:
         made["allOf"] = [*parts, dict(EXACT[name])]
     if isinstance(made.get("pattern"), str):
         made["pattern"] = exact_pattern(made["pattern"])
+        if lenient and not is_known(made["pattern"]):
+            del made["pattern"]
     if isinstance(made.get("patternProperties"), dict):
-        made["patternProperties"] = {exact_pattern(key): each for key, each in made["patternProperties"].items()}
+        patterns = {exact_pattern(key): each for key, each in made["patternProperties"].items()}
+        made["patternProperties"] = {key: each for key, each in patterns.items() if not lenient or is_known(key)}
     if any(_has_control(made.get(name)) for name in ("const", "enum")):
         found.add("control")
     if (made.get("properties") or made.get("patternProperties")) and made.get("additionalProperties") is not False:
         found.add("free")
     for hold in (_hold_numbers, _hold_bounds, _hold_count):
         hold(made, lenient)
-    if lenient:
-        _leave_out_patterns(made)
+    if lenient and len(made.get("patternProperties") or ()) < len(schema.get("patternProperties") or ()):
+        made.pop("additionalProperties", None)  # keys of an expression that was left out may be any
     return made
 
 
@@ -140,31 +143,33 @@ def exact_pattern(pattern: str) -> str:
     return "".join(parts)
 
 
-def is_held(pattern: str) -> bool:
-    """Whether the library may know an expression: none with look-around, word boundaries or references back."""
-    pieces = PIECES.findall(pattern)
-    for place, piece in enumerate(pieces):
-        if piece.startswith("(?"):
-            held = GROUPS.match(piece) is not None
-        elif piece == "^":
-            held = not place or pieces[place - 1] == "|" or pieces[place - 1].startswith("(")
-        elif piece == "$":
-            held = place + 1 == len(pieces) or pieces[place + 1] in "|)"
-        else:
-            held = not (piece.startswith(("\\", "[")) and NO_ESCAPES.search(piece))
-        if not held:
+def is_known(pattern: str) -> bool:
+    """Whether the library has all that an expression uses: no look-around, no references, no anchors amid it.
+
+    Where a schema is held as far as it can be, other expressions are left out.
+    """
+    place, in_class = 0, False
+    while place < len(pattern):
+        item = _item(pattern, place)
+        before, place = pattern[:place], place + len(item)
+        if item[0] == "\\" and item[1:] not in KNOWN_ESCAPES and (item[1:].isalnum() or item == "\\"):
+            return False
+        if in_class:
+            in_class = item != "]"
+        elif item == "[":
+            in_class = True
+            begin = CLASS_BEGINS.match(pattern, place)
+            place = place if begin is None else begin.end()
+        elif any(
+            (
+                item == "(" and pattern.startswith("?", place) and not KNOWN_GROUPS.match(pattern, place),
+                item == "^" and before and not before.endswith(("|", "(", "?:")),
+                item == "$" and place < len(pattern) and pattern[place] not in "|)",
+                item == "{" and pattern.startswith(",", place),
+            )
+        ):
             return False
     return True
-
-
-def _leave_out_patterns(schema: dict[str, Any]) -> None:
-    """Leave out expressions that the library does not know; keys that are by one of them may then be any."""
-    if isinstance(schema.get("pattern"), str) and not is_held(schema["pattern"]):
-        del schema["pattern"]
-    keys = schema.get("patternProperties")
-    if isinstance(keys, dict) and not all(map(is_held, keys)):
-        schema["patternProperties"] = {key: each for key, each in keys.items() if is_held(key)}
-        schema.pop("additionalProperties", None)
 
 
 def _item(pattern: str, place: int) -> str:

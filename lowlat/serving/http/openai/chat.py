@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lowlat.ipc.client import AsyncGeneration, Chunk
-from lowlat.ipc.client.request import Prompt
 from lowlat.ipc.messages import Welcome
 from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import ApiError, invalid
@@ -49,16 +48,14 @@ async def chat_completions(request: Request) -> Response:
     elif asked.top_logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     messages = chat_messages(asked.messages)
-    options: dict[str, Any] | None = _template_options(asked, calling)
-    prompt: Prompt = messages
+    options = _template_options(asked, calling)
     prompt_ids: list[tuple[int, ...]] = []
     if asked.needs_prompt_ids:
-        prompt = await gateway.client.tokenize(messages, template_options=options)
-        prompt_ids, options = [prompt], None
+        prompt_ids.append(await gateway.client.tokenize(messages, template_options=options))
 
     def start(place: int) -> AsyncGeneration:
         return gateway.client.generate(
-            prompt,
+            messages,
             template_options=options,
             fit_context="max_tokens" not in sampling,
             cache_salt=asked.cache_salt or "",
