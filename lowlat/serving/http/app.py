@@ -18,7 +18,7 @@ from lowlat.serving.http.auth import Guard
 from lowlat.serving.http.errors import ApiError, answer_error
 from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai import chat, completions, responses, tokenize
-from lowlat.serving.http.request_ids import RequestIds
+from lowlat.serving.http.openai.request_ids import RequestIds
 
 __all__ = ["make_app"]
 
