@@ -22,6 +22,7 @@ from bench.acceptance import given_prompt, read_prompts
 from bench.conditions import stamps_of, write_json
 from bench.subjects import DEMO, open_subject
 from lowlat import Runtime, SamplingParams
+from lowlat.options.acceptance import acceptance_for
 from lowlat.tools.bench.scenarios import Case
 from lowlat.tools.bench.subject import Subject
 
@@ -63,7 +64,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="JSON: domain -> prompts; by default the bundled pair's")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt with the model's chat template")
     lengths = parser.add_argument(
-        "--accept-length", default=ACCEPT_LENGTHS, help="imposed tokens a step, of a geometry"
+        "--accept-length",
+        default=ACCEPT_LENGTHS,
+        help=f"imposed acceptance of a geometry, as its tokens a step at S = {MOST}",
     )
     lengths.type = lambda text: tuple(float(part) for part in text.split(","))
     parser.add_argument("--context", type=int, default=1024, help="tokens of a geometry's prompt")
@@ -87,7 +90,7 @@ def _rows_by_load(
         loads.append((length, "", MOST, [(depth, depth) for depth in FIXED]))
         loads += [(length, policy, MOST, [(policy, None)]) for policy in (AUTO, CONFIDENT)]
     for length, policy, most, settings in loads:
-        drafting: dict[str, Any] = {} if length is None else {"simulated_accept_length": length}
+        drafting: dict[str, Any] = {} if length is None else {"simulated_acceptance": acceptance_for(length, MOST)}
         drafting["adaptive_confidence"] = policy == CONFIDENT
         with subject.drafting(**drafting).load(most, adaptive=bool(policy), **sizes) as runtime:
             stamps = stamps_of(runtime.device_choice.device, options.commit)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from lowlat.models.geometry import AttentionWidths
+from lowlat.options.acceptance import acceptance_for
 
 __all__ = [
     "ALL_CASES",
@@ -83,6 +84,11 @@ class Case:
         if depth == 0:
             return None
         return SIMULATED_ACCEPT_LENGTH.get(depth, 1 + 2 * depth / 3)
+
+    @property
+    def acceptance(self) -> float | None:
+        """The probability by position that comes to that length; None at S = 0."""
+        return None if self.accept_length is None else acceptance_for(self.accept_length, self.num_speculative_tokens)
 
 
 PLACES = ((1, 8192), (1, 32768), (4, 16384))

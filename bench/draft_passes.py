@@ -35,6 +35,7 @@ from bench.subjects import known_geometry
 from bench.wall import measure_wall
 from lowlat.host.loading import make_geometry
 from lowlat.models.geometry import ModelConfig
+from lowlat.options.acceptance import acceptance_for
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.tree.topology import TreeTopology
@@ -126,7 +127,8 @@ def step_shapes(config: ModelConfig, speculator: Speculator, options: argparse.N
         max_batch=options.batch, max_context=options.context + ROOM, dtype=config.dtype, max_prefill_chunks=1
     )
     made = make_geometry(config, speculator, topologies, running, None)
-    return replace(made, simulated_accept_length=min(options.accept_length, min(options.depth) + 1.0))
+    least = min(options.depth)
+    return replace(made, simulated_acceptance=acceptance_for(min(options.accept_length, least + 1.0), least))
 
 
 def _row(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_TOKENS", "WARM_UP", "Ask", "ask_often", "asking", "asking_server", "main"]
 
 WARM_UP = 3
+GREEDY = ("--sampling-defaults", "lowlat")  # whatever a model's authors advise
 MAX_TOKENS = 12
 
 Ask = Callable[[list[int]], tuple[float, float]]  # a prompt to the seconds to its first token, and to the next
@@ -140,7 +141,19 @@ def asking_server(target: Path, head: Path | None, depth: int, *, max_context: i
         endpoint = f"ipc://{folder}/s.sock"
         draft = [] if head is None else ["--draft-model", head, "--num-speculative-tokens", depth]
         size = ["--max-batch", 1, "--max-context", max_context, "--device", device]
-        command = ("-m", "lowlat.cli", "serve", "--model", target, *draft, *size, "--endpoint", endpoint, "--json")
+        command = (
+            "-m",
+            "lowlat.cli",
+            "serve",
+            "--model",
+            target,
+            *draft,
+            *size,
+            *GREEDY,
+            "--endpoint",
+            endpoint,
+            "--json",
+        )
         with ready_process(*command, stderr=subprocess.DEVNULL), Client(endpoint) as client:
 
             def ask(prompt: list[int]) -> tuple[float, float]:

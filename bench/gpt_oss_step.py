@@ -16,6 +16,7 @@ from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.models.target import coded
 from lowlat.models.weight_plan import weight_plan
+from lowlat.options.acceptance import acceptance_for
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.weights import draft_weight_plan
 from lowlat.speculators.tree.topology import TreeTopology
@@ -88,7 +89,8 @@ def shapes_of(
 ) -> StepGeometry:
     """The shapes of a case's programs; a head is loaded only where the case drafts, and acceptance imposed."""
     step, context = case.step, case.step.context + room
-    drafts = step.num_speculative_tokens > 0
+    depth = step.num_speculative_tokens
+    drafts = depth > 0
     return StepGeometry(
         config=model_config(model, context),
         speculator=Eagle3Speculator(draft_config(model, case.draft_vocab_size, context)) if drafts else None,
@@ -100,7 +102,9 @@ def shapes_of(
         block_size=BLOCK_SIZE,
         num_blocks=step.batch * -(-(context + drafted.num_nodes) // BLOCK_SIZE) + 1,
         prefill_chunk=128,
-        simulated_accept_length=simulated if drafts else None,
+        simulated_acceptance=None
+        if simulated is None or not drafts
+        else acceptance_for(min(simulated, depth + 1.0), depth),
     )
 
 

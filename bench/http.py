@@ -30,10 +30,10 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+from bench.host_conditions import host_conditions
 from bench.http_readers import KEY, Readers, Timed
 from bench.http_server import MODEL, serve
 from bench.ready_process import ready_process
-from bench.serving import conditions
 from lowlat.tools.bench.machine import driver
 
 __all__ = ["main", "measure", "table"]
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     if options.serve:
         sys.exit(serve(options, slots=SLOTS, step_s=STEP_S))
-    made = conditions()  # the load before the measurement
+    made = host_conditions()  # the load before the measurement
     if options.commit:
         made["commit"] = options.commit
     facts, rows = measure(options)

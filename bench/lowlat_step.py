@@ -87,7 +87,7 @@ def step_geometry(geometry: DenseGeometry, case: Case, topology: Topology) -> St
         block_size=BLOCK_SIZE,
         num_blocks=case.batch * -(-(case.context + ROOM + overhang) // BLOCK_SIZE) + 1,
         prefill_chunk=128,
-        simulated_accept_length=case.accept_length,
+        simulated_acceptance=case.acceptance,
         num_drafted_rows=topology.num_drafted_rows,
     )
 

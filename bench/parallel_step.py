@@ -90,7 +90,7 @@ class ParallelModel:
             block_size=BLOCK_SIZE,
             num_blocks=case.batch * -(-(context + chain.num_nodes) // BLOCK_SIZE) + 1,
             prefill_chunk=128,
-            simulated_accept_length=case.accept_length,
+            simulated_acceptance=case.acceptance,
             num_drafted_rows=chain.num_drafted_rows,
             **options,
         )
@@ -133,7 +133,7 @@ class ParallelStep:
         self.bucket = Bucket(case.batch, chain.num_nodes, chain.depth)
         shapes = model.shapes(target.config, case)
         if not imposed:
-            shapes = replace(shapes, simulated_accept_length=None)
+            shapes = replace(shapes, simulated_acceptance=None)
         own = model.rank_shapes(shapes)
         programs = [{self.bucket: build_step(each, self.bucket, chain)} for each in own]
         ranks = [Rank(each.config, made, build_prefills(each)) for each, made in zip(own, programs, strict=True)]

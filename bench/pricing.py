@@ -28,8 +28,8 @@ from typing import Any
 
 import zmq
 
+from bench.host_conditions import host_conditions
 from bench.ready_process import ready_process
-from bench.serving import conditions
 from lowlat.ipc import Client
 from lowlat.ipc.wire import Bye, End, Error, Hello, Message, Sampling, Stats, Submit, decode_server, encode, pack_tokens
 
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.attack is not None:
         attack(options.attack, options.endpoint)
         return
-    result: dict[str, Any] = {**conditions(), "rows": []}
+    result: dict[str, Any] = {**host_conditions(), "rows": []}
     for name in options.only.split(",") if options.only else ATTACKS:
         with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as (endpoint, process):
             result["rows"].append(measure(endpoint, process, name, options.rounds, options.requests))

@@ -14,8 +14,6 @@ are cold. It knows no model.
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import subprocess
 import threading
@@ -33,9 +31,8 @@ from fake_engine import FakeEngine
 from bench.ready_process import ready_process
 from lowlat.ipc import AsyncClient, Client
 from lowlat.ipc.wire import Sampling
-from lowlat.tools.bench.machine import commit_at, processor
 
-__all__ = ["MAX_STREAMS", "PROMPT", "Case", "bare_echo", "conditions", "main", "served", "table"]
+__all__ = ["MAX_STREAMS", "PROMPT", "Case", "bare_echo", "main", "served", "table"]
 
 MAX_STREAMS = 16
 PROMPT = tuple(range(16))
@@ -221,20 +218,6 @@ def _split(rounds: Sequence[Times]) -> tuple[list[float], list[float]]:
 def _summary(values: Sequence[float]) -> dict[str, float]:
     percentiles = quantiles(values, n=100, method="inclusive")
     return {"p50": round(percentiles[49], 1), "p99": round(percentiles[98], 1)}
-
-
-def conditions() -> dict[str, Any]:
-    """Commit, machine and versions, and how busy the machine is."""
-    return {
-        "commit": commit_at(Path(__file__).parent) or "unknown",
-        "cpu": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "pyzmq": zmq.pyzmq_version(),
-        "libzmq": zmq.zmq_version(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-    }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from bench.host_conditions import host_conditions
 from bench.samples import MEASURED, record
-from bench.serving import Case, conditions, served
+from bench.serving import Case, served
 from lowlat.ipc.wire import Submit, Tokens, decode_client, decode_server, encode, pack_tokens
 
 WARMUP = 3
@@ -37,12 +38,12 @@ ROUNDS = {  # (step, s; streams; in a row): rounds
 @pytest.fixture(scope="module")
 def rows(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """The measurement; written where --serving-out says, with how busy the machine was before and after."""
-    result = conditions()
+    result = host_conditions()
     measured: list[dict[str, Any]] = []
     yield measured
     out: Path | None = request.config.getoption("--serving-out")
     if out is not None and measured:
-        result["load_average_after"] = conditions()["load_average"]
+        result["load_average_after"] = host_conditions()["load_average"]
         result["rows"] = measured
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

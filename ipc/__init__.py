@@ -42,10 +42,12 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'lowlat.ipc' has no attribute {name!r}")
-    return getattr(import_module(_HOMES.get(name, "lowlat.errors")), name)
+if not TYPE_CHECKING:  # else every name would be there, and of type Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'lowlat.ipc' has no attribute {name!r}")
+        return getattr(import_module(_HOMES.get(name, "lowlat.errors")), name)
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ called from the text threads.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from lowlat.ipc.wire import Message, Sampling
@@ -21,6 +21,7 @@ class EngineInfo:
     max_context   tokens of prompt and completion, at most
     tokenizer     SHA-256 of tokenizer.json, hexadecimal; "" without one
     on_device     steps run on a device and leave the host's cores free, for a thread that polls for a moment
+    sampling_defaults  fields of a request's sampling, where it leaves them out
     """
 
     model: str
@@ -31,6 +32,7 @@ class EngineInfo:
     has_chat_template: bool = False
     num_speculative_tokens: int = 0
     on_device: bool = False
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 class TokenLogprobs(Protocol):
@@ -81,7 +83,7 @@ class EngineOutput(Protocol):
     @property
     def error(self) -> str | None: ...
     @property
-    def error_code(self) -> Literal["not_finite", "grammar"]: ...
+    def error_code(self) -> Literal["not_finite", "grammar"] | None: ...
     @property
     def simulated(self) -> bool: ...
     @property

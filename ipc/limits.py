@@ -21,6 +21,12 @@ class Limits:
     max_clients: int = _limit(256, 1, 1 << 16, "Connections at once; further ones are refused.")
     max_requests_per_client: int = _limit(64, 1, 1 << 16, "Requests of one connection, waiting and running.")
     max_queue: int = _limit(256, 0, 1 << 20, "Requests of all clients that wait for a slot; beyond it `busy`.")
+    default_max_tokens: int = _limit(
+        4096,
+        1,
+        (1 << 31) - 1,
+        "Tokens of a chat that names no limit, at most: KV is reserved for so many, and the rest is left to others.",
+    )
     max_credit: int = _limit(1 << 20, 1, (1 << 31) - 1, "Tokens that a request may be granted at once.")
     max_bad_messages: int = _limit(8, 1, 1 << 16, "Wrong messages in a minute before a peer is dropped.")
     max_messages_per_s: int = _limit(

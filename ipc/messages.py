@@ -5,7 +5,7 @@ Structs of a client's messages carry their bounds, so that decoding is checking.
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 __all__ = [
     "HEADERS",
@@ -42,6 +42,7 @@ VERSION = 1
 MAX_MESSAGES = 4096  # of a chat
 MAX_SALT = 256
 MAX_GRAMMAR = 256 << 10
+DEFAULT_TOKENS = 256  # lowlat.SamplingParams.max_tokens
 
 Int32 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 62))]
@@ -111,7 +112,8 @@ class Welcome(Struct):
     """The server's answer to HELLO.
 
     tokenizer is the SHA-256 of tokenizer.json, hexadecimal, or "" for a model that has none: then only token ids are
-    taken and no text is given.
+    taken and no text is given. sampling_defaults has the fields of a request's sampling that hold where it leaves them
+    out, as the model's authors advise; it is absent where lowlat's own defaults hold.
     """
 
     version: int
@@ -123,6 +125,12 @@ class Welcome(Struct):
     has_chat_template: bool
     num_speculative_tokens: int
     limits: ServerLimits
+    sampling_defaults: dict[str, int | float] | UnsetType = UNSET
+
+    @property
+    def advice(self) -> dict[str, int | float]:
+        """The sampling defaults that are not lowlat's own; empty without any."""
+        return {} if self.sampling_defaults is UNSET else self.sampling_defaults
 
 
 GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR)]
@@ -131,14 +139,15 @@ GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR)]
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are chosen and when the request ends; meanings and ranges are those of lowlat.SamplingParams.
 
-    At most one of json_schema and tool_calls (JSON as text), json_object, regex, grammar and choice.
+    UNSET fields are those that the client left to the server: its defaults may be the model's own. At most one of
+    json_schema and tool_calls (JSON as text), json_object, regex, grammar and choice.
     """
 
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
-    top_k: Int32 = 0
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | UnsetType = UNSET
+    top_k: Int32 | UnsetType = UNSET
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | UnsetType = UNSET
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | UnsetType = UNSET
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | UnsetType = UNSET
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=300)] | None = (
@@ -147,7 +156,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=16)] = ()
     stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=1024)], ...], Meta(max_length=16)] = ()
-    max_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] = 256
+    max_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | UnsetType = UNSET
     min_tokens: Int32 = 0
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -159,6 +168,11 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     choice: Annotated[tuple[GrammarText, ...], Meta(max_length=1024)] = ()
     tool_calls: GrammarText | None = None
     parse: Parse = "none"
+
+    @property
+    def token_limit(self) -> int:
+        """max_tokens; lowlat's own default where the client left it out."""
+        return DEFAULT_TOKENS if self.max_tokens is UNSET else self.max_tokens
 
     @property
     def has_grammar(self) -> bool:
@@ -181,7 +195,8 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
 class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A request. Exactly one of text, messages and the body is there; template_options go with messages alone.
 
-    fit_context lowers max_tokens to what the context has room for beside the prompt. allow_special takes special tokens
+    fit_context lowers max_tokens to what the context has room for beside the prompt; without max_tokens it is as much,
+    and the server's default_max_tokens at most, for which KV is reserved. allow_special takes special tokens
     that text or messages spell as these tokens; otherwise they stay text. A cached prefix is shared only among requests
     of the same user and the same cache_salt. add_special_tokens puts around a text what its tokenizer does.
 

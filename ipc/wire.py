@@ -33,10 +33,11 @@ than before talks to another process: whatever it had under way is lost.
 SUBMIT carries a number, unique and growing within the connection, by which all later messages name the request, and
 the prompt in one of three forms: `text`, `messages` for the model's chat template, or token ids as the body. It is
 answered by TOKENS, as often as there is something to say, and one END; or by one ERROR that names it, and nothing
-else. TOKENS and END of a request are numbered by `sequence` from 0 without a gap; END repeats how many tokens were
-sent: so a client can prove that nothing was lost, doubled or reordered. Texts of all TOKENS, joined, are the text of
-the completion; where `sampling.parse` asks for it, its content, apart from reasoning and tool calls. A SUBMIT whose
-`result` is no completion is never decoded: its TOKENS hold the prompt's token ids, or the text of its ids.
+else. A field that its `sampling` leaves out is the server's to choose: WELCOME's sampling_defaults, else lowlat's.
+TOKENS and END of a request are numbered by `sequence` from 0 without a gap; END repeats how many tokens were sent: so
+a client can prove that nothing was lost, doubled or reordered. Texts of all TOKENS, joined, are the completion's;
+where `sampling.parse` asks for it, its content, apart from reasoning and tool calls. A SUBMIT whose `result` is no
+completion is never decoded: its TOKENS hold the prompt's token ids, or the text of its ids.
 
 A server sends as many tokens as it was granted: `credit` of SUBMIT, and what CREDIT adds to it. It sends a chunk while
 the balance is positive, so a step's tokens may overdraw it by less than a step. Without credit the tokens wait in the

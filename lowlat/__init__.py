@@ -4,37 +4,65 @@ The public names are resolved on first use, so that `import lowlat.ipc` loads ne
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowlat.errors import (
+        Busy,
+        CapacityError,
+        ConfigError,
+        DeviceError,
+        LowlatError,
+        RequestError,
+        ServerGone,
+        StreamError,
+    )
+    from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
+    from lowlat.host.runtime import Runtime
+    from lowlat.options.config import RuntimeConfig, SpeculativeConfig, TraceConfig
+    from lowlat.options.request import SamplingParams, StepOutput, TokenLogprobs
+
+__version__ = "0.1.0"
+__all__ = [
+    "Busy",
+    "CapacityError",
+    "ConfigError",
+    "DeviceError",
+    "LowlatError",
+    "RequestError",
+    "RequestMetrics",
+    "Runtime",
+    "RuntimeConfig",
+    "SamplingParams",
+    "ServerGone",
+    "SpeculativeConfig",
+    "SpeculativeDecodingStats",
+    "StepOutput",
+    "StreamError",
+    "TokenLogprobs",
+    "TraceConfig",
+    "__version__",
+]
 
 _HOMES = {
-    "Busy": "lowlat.errors",
-    "CapacityError": "lowlat.errors",
-    "ConfigError": "lowlat.errors",
-    "DeviceError": "lowlat.errors",
-    "LowlatError": "lowlat.errors",
-    "RequestError": "lowlat.errors",
     "RequestMetrics": "lowlat.host.metrics",
     "Runtime": "lowlat.host.runtime",
     "RuntimeConfig": "lowlat.options.config",
     "SamplingParams": "lowlat.options.request",
-    "ServerGone": "lowlat.errors",
     "SpeculativeConfig": "lowlat.options.config",
     "SpeculativeDecodingStats": "lowlat.host.metrics",
     "StepOutput": "lowlat.options.request",
-    "StreamError": "lowlat.errors",
     "TokenLogprobs": "lowlat.options.request",
     "TraceConfig": "lowlat.options.config",
 }
 
-__version__ = "0.1.0"
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 
+if not TYPE_CHECKING:  # else every name would be there, and of type Any
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'lowlat' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'lowlat' has no attribute {name!r}")
+        return getattr(import_module(_HOMES.get(name, "lowlat.errors")), name)
 
 
 def __dir__() -> list[str]:

@@ -25,7 +25,7 @@ COMMIT_OUTS = ("draft_live", "draft_lens")
 DRAFT_OUTS = ("tokens", "positions", "row_live", "write_lens", "live_positions")
 
 
-def check_accept(bench: Bench, seed: int, *, batch: int, alone: bool, head: bool, mean: float | None) -> Arrays:
+def check_accept(bench: Bench, seed: int, *, batch: int, alone: bool, head: bool, probability: float | None) -> Arrays:
     """One random acceptance and commit against the reference, fused or each alone; returns what the reference gives."""
     torch.manual_seed(seed)
     arrays = _arrays(random.Random(seed // SAME_SHAPES), random.Random(seed), batch)
@@ -33,10 +33,12 @@ def check_accept(bench: Bench, seed: int, *, batch: int, alone: bool, head: bool
     def apply(module: Any, found: Arrays) -> list[KernelCall]:
         """Every operation of a module, the reference's or the kernels', in order."""
         first = {name: found[name] for name in (*ACCEPT_READS, *ACCEPT_OUTS)}
-        if mean is None:
+        if probability is None:
             made = [module.accept(**first)]
         else:
-            made = [module.accept_simulated(**first, lengths=found["lengths"], mean_length=mean, seed=seed * 7919)]
+            made = [
+                module.accept_simulated(**first, lengths=found["lengths"], probability=probability, seed=seed * 7919)
+            ]
         names: tuple[str, ...] = (*ACCEPT_OUTS[:3], *TRUNCATE_READS, "slots", *TRUNCATE_OUTS)
         made.append(module.truncate(**{name: found[name] for name in names}))
         names = ("accepted_tokens", *TRUNCATE_OUTS, "slots", *STATE, *COMMIT_OUTS)
@@ -49,8 +51,8 @@ def check_accept(bench: Bench, seed: int, *, batch: int, alone: bool, head: bool
     def fused(found: Arrays) -> list[KernelCall]:
         names = (*ACCEPT_READS, *ACCEPT_OUTS, *TRUNCATE_READS, *TRUNCATE_OUTS, *STATE, *COMMIT_OUTS)
         given: dict[str, Any] = {name: found[name] for name in names}
-        if mean is not None:
-            given |= {"mean_length": mean, "seed": seed * 7919}
+        if probability is not None:
+            given |= {"probability": probability, "seed": seed * 7919}
         if head:
             given |= {"draft_rows": _draft_outs(found), "dense_lens": found["dense_lens"]}
         return kernels.accept_and_commit(**given)

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 from kernel_inventory import CARDS, MINOR_CARDS, examples, first_examples
-from numba.cuda import compiler as numba_compiler
 
 from lowlat.kernels.toolchain import compiler
 from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
 from lowlat.kernels.toolchain.kernel import H200, Kernel
-from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler
+from lowlat.kernels.toolchain.numba_cuda import compile_ptx, cuda, fork_compiler
 
 Capability = tuple[int, int]
+numba_compiler = cuda.compiler
 OLDEST = (8, 0)
 
 

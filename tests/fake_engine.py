@@ -40,7 +40,7 @@ class FakeOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[FakeLogprobs, ...] | None = None
     error: str | None = None
-    error_code: Literal["not_finite", "grammar"] = "not_finite"
+    error_code: Literal["not_finite", "grammar"] | None = None
     simulated: bool = False
     num_accepted: int = 0
     reasoning: str = ""
@@ -137,6 +137,7 @@ class FakeEngine:
         fault_step: int = 3,
         close_error: Exception | None = None,
         on_step: Callable[[], None] | None = None,
+        sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
         self.info = EngineInfo(
             model="fake",
@@ -146,6 +147,7 @@ class FakeEngine:
             tokenizer=tokenizer,
             has_chat_template=bool(tokenizer),
             on_device=on_device,
+            sampling_defaults=sampling_defaults or {},
         )
         self.step_s = step_s
         self.tokens_per_step = tokens_per_step
@@ -170,9 +172,9 @@ class FakeEngine:
         for place, token in enumerate(prompt):
             if not 0 <= token < VOCAB_SIZE:
                 raise RequestError(f"prompt token {place} is {token}; ids are integers from 0 to {VOCAB_SIZE - 1}")
-        if len(prompt) + sampling.max_tokens > self.info.max_context:
+        if len(prompt) + sampling.token_limit > self.info.max_context:
             raise RequestError(
-                f"prompt of {len(prompt)} tokens and max_tokens {sampling.max_tokens} exceed "
+                f"prompt of {len(prompt)} tokens and max_tokens {sampling.token_limit} exceed "
                 f"{self.info.max_context} (max_context)"
             )
 
@@ -249,9 +251,15 @@ class FakeEngine:
             self.unhang.wait()
         if fault == "nan":
             self._end(request_id, self._running.pop(request_id))
-            return FakeOutput(request_id, (), "error", error=f"logits at position {request.num_sent} are not finite")
+            return FakeOutput(
+                request_id,
+                (),
+                "error",
+                error=f"logits at position {request.num_sent} are not finite",
+                error_code="not_finite",
+            )
         if not request.tokens:
-            request.tokens = expected_tokens(request.prompt, request.sampling.max_tokens, request.sampling.seed)
+            request.tokens = expected_tokens(request.prompt, request.sampling.token_limit, request.sampling.seed)
         tokens = request.tokens[request.num_sent : request.num_sent + self.tokens_per_step]
         stop = next((place for place, token in enumerate(tokens) if token in request.sampling.stop_token_ids), None)
         reason: str | None = None

@@ -31,6 +31,11 @@ class Hub:
     page: bytes | None = None  # in place of what the API says, as a portal of a network would
     silent: threading.Event = field(default_factory=threading.Event)  # unset: requests wait
     cut: int | None = None  # the next large file breaks off after so many bytes
+    etag: str | None = None  # in place of a file's own hash
+    commit: str = COMMIT
+    headers: dict[str, str] = field(default_factory=dict)  # further ones of answers about files
+    listed: list[dict[str, Any]] = field(default_factory=list)  # further files that the API lists
+    num_added: int = 0  # bytes that a file is longer than the API lists
     asked: list[str] = field(default_factory=list)
     root: Path = Path()
 
@@ -95,6 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
                 {"rfilename": str(file.relative_to(hub.repositories[name])), "size": file.stat().st_size}
                 for file in files
             ]
+            listed += hub.listed
             self._send(200, json.dumps({"id": name, "sha": COMMIT, "siblings": listed}).encode(), body=body)
         elif hub.gated:
             self._refuse(403, "Access to this model is restricted", "GatedRepo")
@@ -105,8 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not file.is_file():
             self._refuse(404, "Entry not found", "EntryNotFound")
             return
-        data, status, extra = file.read_bytes(), 200, {}
-        extra["ETag"] = f'"{sha256(data).hexdigest()}"'
+        data, status, extra = file.read_bytes() + bytes(self.hub.num_added), 200, dict(self.hub.headers)
+        extra["ETag"] = f'"{sha256(data).hexdigest()}"' if self.hub.etag is None else self.hub.etag
         asked = self.headers.get("range", "")
         if asked.startswith("bytes="):
             first, _, last = asked[6:].partition("-")
@@ -117,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, data: bytes, *, body: bool, **headers: str) -> None:
         self.send_response(status)
-        for name, value in {"X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes", **headers}.items():
+        for name, value in {"X-Repo-Commit": self.hub.commit, "Accept-Ranges": "bytes", **headers}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -133,6 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: int, message: str, code: str = "") -> None:
         self.send_response(status)
         self.send_header("X-Error-Message", message)
+        self.send_header("X-Repo-Commit", self.hub.commit)
         if code:
             self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", "0")

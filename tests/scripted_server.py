@@ -198,7 +198,7 @@ class ScriptedServer:
             return [encode(welcome())]
         if isinstance(message, Submit):
             prompt = unpack_tokens(body) if body else (len(message.text or ""),)
-            running = Running(identity, message, expected_tokens(prompt, message.sampling.max_tokens), message.credit)
+            running = Running(identity, message, expected_tokens(prompt, message.sampling.token_limit), message.credit)
             self.running[identity, message.number] = running
             return list(running.next_messages(self.per_chunk))
         if isinstance(message, Cancel | Credit):

@@ -24,13 +24,15 @@ def dflash_draft_model(
 
     copies  its first mask attends to the token before alone, and answers what the target's embedding, final norm and
             LM head would: of a target made with a low gain, a part of its drafts is accepted
-    flags   num_hidden_layers, hidden_size, head_dim, num_key_value_heads, captures (boundaries), draft_vocab_size,
-            own_embedding, own_lm_head, qk_norm (True), attention_bias, block_size, anchor (the first row drafts, too);
-            markov_rank, with which it is DSpark's, markov_head_type, confidence ("markov", "states" or "")
+    flags   num_attention_heads, num_key_value_heads, num_hidden_layers, hidden_size, head_dim, intermediate_size,
+            captures (boundaries), draft_vocab_size, own_embedding, own_lm_head, qk_norm (True), attention_bias,
+            block_size, anchor (the first row drafts, too); markov_rank, with which it is DSpark's, markov_head_type,
+            confidence ("markov", "states" or "")
     """
     config = target.config
     if copies:
-        flags |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": config.hidden_size}
+        heads = flags.get("num_attention_heads", 1)
+        flags |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": config.hidden_size}
         flags |= {"qk_norm": False, "attention_bias": True, "own_embedding": True, "own_lm_head": True}
     width, captures = (
         flags.get("hidden_size", config.hidden_size),
@@ -39,7 +41,7 @@ def dflash_draft_model(
     layer = {
         "model_type": "qwen3" if flags.get("qk_norm", True) else "llama",
         "hidden_size": width,
-        "intermediate_size": 40,
+        "intermediate_size": flags.get("intermediate_size", 40),
         "num_hidden_layers": flags.get("num_hidden_layers", 2),
         "num_attention_heads": flags.get("num_attention_heads", 4),
         "num_key_value_heads": flags.get("num_key_value_heads", 2),
@@ -67,7 +69,7 @@ def dflash_draft_model(
         kept = torch.randperm(config.vocab_size, generator=generator)[:drafted].sort().values
         tensors["d2t"] = kept - torch.arange(drafted)
     if copies:
-        _copy(tensors, target, layer["num_hidden_layers"])
+        _copy(tensors, target, layer["num_hidden_layers"], flags["num_attention_heads"])
     heads = _heads(flags) if method == "dspark" else {}
     block = {"block_size": flags.get("block_size", 8), "draft_vocab_size": drafted, **heads}
     ids = {"target_layer_ids": [boundary - 1 for boundary in captures], "mask_token_id": MASK}
@@ -95,7 +97,7 @@ def _heads(flags: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _copy(tensors: dict[str, torch.Tensor], target: Any, num_layers: int) -> None:
+def _copy(tensors: dict[str, torch.Tensor], target: Any, num_layers: int, heads: int) -> None:
     """Keys that are the same everywhere, and queries that RoPE turns to the position before; values are the input."""
     width = target.config.hidden_size
     key, turned = torch.full((width,), 7.0), 10000.0 ** (-torch.arange(width // 2) / (width // 2))
@@ -104,9 +106,9 @@ def _copy(tensors: dict[str, torch.Tensor], target: Any, num_layers: int) -> Non
         own = f"layers.{layer}"
         for part, bias in (("q", query), ("k", key), ("v", torch.zeros(width))):
             tensors[f"{own}.self_attn.{part}_proj.weight"].zero_()
-            tensors[f"{own}.self_attn.{part}_proj.bias"] = bias.clone()
-        tensors[f"{own}.self_attn.v_proj.weight"] = torch.eye(width)
-        tensors[f"{own}.self_attn.o_proj.weight"] = torch.eye(width) * (0.1 if layer else 1)
+            tensors[f"{own}.self_attn.{part}_proj.bias"] = bias.repeat(heads)
+        tensors[f"{own}.self_attn.v_proj.weight"] = torch.eye(width).repeat(heads, 1)
+        tensors[f"{own}.self_attn.o_proj.weight"] = torch.eye(width).repeat(1, heads) * (0.1 if layer else 1) / heads
         tensors[f"{own}.mlp.down_proj.weight"] *= 0.1
         tensors[f"{own}.input_layernorm.weight"] = torch.ones(width)
     tensors["embed_tokens.weight"] = target.model.embed_tokens.weight.detach().clone()

@@ -290,22 +290,24 @@ def random_draft_values(name: str, shape: tuple[int, ...], generator: torch.Gene
 
 
 def copying_draft_model(
-    directory: Path, target: Any, *, draft_vocab_size: int | None = None, seed: int = 0, **flags: Any
+    directory: Path, target: Any, *, draft_vocab_size: int | None = None, seed: int = 0, heads: int = 1, **flags: Any
 ) -> None:
     """Write a head that answers what the target's embedding, final norm and LM head alone would answer.
 
-    Its one wide attention head looks at its own row; so over a target made with a low gain, a good part of its
-    drafts is accepted, and a good part is not. Later layers, which `flags` may ask for, add little.
+    Its wide attention heads, all alike, look at their own row; so over a target made with a low gain, a good part of
+    its drafts is accepted, and a good part is not. Later layers, which `flags` may ask for, add little.
+    heads  of its attention; ranks can share 8
     """
     width, vocab = target.config.hidden_size, target.config.vocab_size
-    shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": width, "norm_before_residual": True}
+    shape = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": width}
+    shape["norm_before_residual"] = True
     config, tensors = random_draft_model(
         directory, target, seed=seed, draft_vocab_size=draft_vocab_size or vocab, **{**shape, **flags}
     )
     left = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)
     for part, gain in (("q", 1.5), ("k", 1.5), ("v", 1.0)):
-        tensors[f"layers.0.self_attn.{part}_proj.weight"] = gain * left
-    tensors["layers.0.self_attn.o_proj.weight"] = torch.eye(width)
+        tensors[f"layers.0.self_attn.{part}_proj.weight"] = gain * left.repeat(heads, 1)
+    tensors["layers.0.self_attn.o_proj.weight"] = torch.eye(width).repeat(1, heads) / heads
     tensors["layers.0.input_layernorm.weight"] = torch.ones(width)
     tensors["layers.0.hidden_norm.weight"] = torch.full((width,), 0.1)
     for layer in range(config["transformer_layer_config"]["num_hidden_layers"]):

@@ -12,10 +12,16 @@ if TYPE_CHECKING:
 __all__ = ["AsyncClient", "AsyncGeneration", "Chunk", "Client", "ClientCurve", "Generation"]
 
 
-def __getattr__(name: str) -> Any:
-    """Load the asyncio client, and asyncio with it, on first use."""
-    if name in ("AsyncClient", "AsyncGeneration"):
-        from lowlat.ipc.client import asynchronous
+if not TYPE_CHECKING:  # else every name would be there, and of type Any
 
-        return getattr(asynchronous, name)
-    raise AttributeError(f"module 'lowlat.ipc.client' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """Load the asyncio client, and asyncio with it, on first use."""
+        if name in ("AsyncClient", "AsyncGeneration"):
+            from lowlat.ipc.client import asynchronous
+
+            return getattr(asynchronous, name)
+        raise AttributeError(f"module 'lowlat.ipc.client' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -179,7 +179,7 @@ class Server:
         self.endpoint = router.endpoint
         peers = Peers(limits, timers, router)
         shared = bool(self._users.others) if self._lock is not None else self._curve is not None
-        self._text = TextThreads(engine, self._codec, self._offer, log)
+        self._text = TextThreads(engine, self._codec, self._offer, log, limits.default_max_tokens)
         requests = Requests(
             engine,
             self._codec,

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.limits import Limits
@@ -233,4 +233,5 @@ def _welcome(info: EngineInfo, limits: Limits, epoch: str, name: str) -> Welcome
             slow_consumer_s=limits.slow_consumer_s,
             heartbeat_interval_s=limits.heartbeat_interval_s,
         ),
+        sampling_defaults=dict(info.sampling_defaults) or UNSET,
     )

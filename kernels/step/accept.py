@@ -55,12 +55,12 @@ def accept_simulated(
     accepted_nodes: torch.Tensor,
     accepted_lens: torch.Tensor,
     best_path: torch.Tensor,
-    mean_length: float,
+    probability: float,
     seed: int,
 ) -> list[KernelCall]:
     """`accept_simulated` of the reference, whose arguments these are."""
     given = {name: value for name, value in locals().items() if name in ARGUMENTS}
-    return _calls(given, accepts=True, mean_length=mean_length, seed=seed)
+    return _calls(given, accepts=True, probability=probability, seed=seed)
 
 
 def truncate(
@@ -138,10 +138,10 @@ def accept_and_commit(
     draft_live: torch.Tensor,
     draft_lens: torch.Tensor,
     draft_rows: Mapping[str, torch.Tensor] | None = None,
-    mean_length: float | None = None,
+    probability: float | None = None,
     seed: int = 0,
 ) -> list[KernelCall]:
-    """`accept` (with a mean length `accept_simulated`), `truncate`, `commit` and maybe `draft_rows`, in one launch.
+    """`accept` (with a probability `accept_simulated`), `truncate`, `commit` and maybe `draft_rows`, in one launch.
 
     dense_lens  [B]  int32  with draft_rows
     draft_rows  the outputs of `draft_rows` by name; None: it is not done
@@ -157,7 +157,7 @@ def accept_and_commit(
         truncates=True,
         commits=True,
         lays_out=draft_rows is not None,
-        mean_length=mean_length,
+        probability=probability,
         seed=seed,
     )
 
@@ -175,7 +175,7 @@ def _calls(
     truncates: bool = False,
     commits: bool = False,
     lays_out: bool = False,
-    mean_length: float | None = None,
+    probability: float | None = None,
     seed: int = 0,
 ) -> list[KernelCall]:
     """The launch of these operations over arguments by the kernel's names."""
@@ -195,8 +195,8 @@ def _calls(
         check_shape("output_counts", given["output_counts"], given["tokens"].shape[0], vocabulary)
     if rows > MAX_ROWS or num_paths > MAX_PATHS:
         raise ShapeError(f"acceptance takes at most {MAX_ROWS} rows and {MAX_PATHS} paths, got {rows} and {num_paths}")
-    signed = (seed + 2**63) % 2**64 - 2**63 if mean_length is not None else 0
-    parts = (accepts, truncates, commits, lays_out, mean_length, signed)
+    signed = (seed + 2**63) % 2**64 - 2**63 if probability is not None else 0
+    parts = (accepts, truncates, commits, lays_out, probability, signed)
     plan = AcceptPlan(rows, num_paths, width, stops, context, vocabulary, *parts)
     return [KernelCall(accept_kernel(plan), (batch, 1, 1), tuple(given.get(name, 0) for name in ARGUMENTS))]
 
@@ -210,7 +210,7 @@ def examples() -> list[Kernel]:
         chain,
         tree,
         replace(chain, lays_out=False),
-        replace(chain, mean_length=2.5, seed=7),
+        replace(chain, probability=0.75, seed=7),
         *(replace(lone, **{part: True}) for part in ("accepts", "truncates", "commits", "lays_out")),
     )
     return [accept_kernel(plan) for plan in plans]

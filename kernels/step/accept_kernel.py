@@ -13,7 +13,7 @@ from lowlat.kernels.reference.step.accept import FINISH_ERROR, FINISH_LENGTH, FI
 from lowlat.kernels.reference.step.slot_record import MAX_LENGTH, NUM_INTS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel
-from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32, uint64
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32, uint64
 
 __all__ = ["ARGUMENTS", "MAX_PATHS", "MAX_ROWS", "AcceptPlan", "accept_kernel"]
 
@@ -34,7 +34,7 @@ class AcceptPlan:
     """The extents and operations that the kernel is specialised by; extents of operations that it lacks are 1.
 
     accepts, truncates, commits, lays_out  its operations, a run of them: `lays_out` is `draft_rows`
-    mean_length                            None: acceptance is real
+    probability                            of an imposed acceptance; None: acceptance is real
     """
 
     rows: int
@@ -47,17 +47,23 @@ class AcceptPlan:
     truncates: bool
     commits: bool
     lays_out: bool
-    mean_length: float | None = None
+    probability: float | None = None
     seed: int = 0
 
 
 @device_function
-def _simulated_count(slot: Any, length: Any, seed: Any, whole: Any, fraction: Any) -> Any:
-    """The rows that a simulated acceptance takes: by a coin keyed by (seed + slot, length)."""
+def _simulated_count(slot: Any, length: Any, seed: Any, probability: Any, width: Any) -> Any:
+    """The rows that a simulated acceptance takes: a coin a draft, keyed by (seed + slot, the draft's position)."""
     key = uint64(int64(seed + slot))
     stream, zero = uint32(SIMULATION_STREAM), uint32(0)
-    word, _, _, _ = philox(uint32(length), zero, stream, zero, uint32(key & WORD), uint32(key >> HALF))
-    return int64(1) + whole + (int64(1) if uniform(word) < fraction else int64(0))
+    count, going = int64(1), True
+    for place in range(1, width):
+        position = uint32(length + place - 1)
+        word, _, _, _ = philox(position, zero, stream, zero, uint32(key & WORD), uint32(key >> HALF))
+        going = going and uniform(word) < float32(probability)
+        if going:
+            count += 1
+    return count
 
 
 @device_function
@@ -212,9 +218,9 @@ def _accept(
 ) -> Any:
     """Follow all paths, or pretend to, and take the longest run: as `_take` gives it."""
     rows, num_paths, width = sizes
-    simulated, seed, whole, fraction = simulation
+    simulated, seed, probability = simulation
     _walk_all(row, threads, num_paths, width, simulated, shared)
-    limit = _simulated_count(slot, length, seed, whole, fraction) if simulated else int64(rows)
+    limit = _simulated_count(slot, length, seed, probability, width) if simulated else int64(rows)
     cuda.syncthreads()
     return _take(index, row, slot, (rows, width, limit), simulated, shared, outs)
 
@@ -278,8 +284,8 @@ def accept_kernel(plan: AcceptPlan) -> Kernel:
     """The kernel for a plan; arguments are addresses, zero for those of operations that it lacks."""
     rows, num_paths, width, num_stops, context, vocabulary = astuple(plan)[:6]
     accepts, truncates, commits, lays_out = plan.accepts, plan.truncates, plan.commits, plan.lays_out
-    simulated, mean = plan.mean_length is not None, plan.mean_length or 1.0
-    simulation = (simulated, plan.seed, int(mean - 1), mean - 1 - int(mean - 1))
+    simulated = plan.probability is not None
+    simulation = (simulated, plan.seed, plan.probability or 0.0)
     threads, num_nodes = 32 if rows <= 32 else MAX_ROWS, num_paths * width
     needs = (accepts or truncates or commits, simulated or truncates or commits, truncates)
 

@@ -14,11 +14,12 @@ from typing import Any
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from numba import config, cuda, float32, float64, int32, int64, uint32, uint64
-    from numba.cuda import extending, types
+    from numba import config
 
     if not config.ENABLE_CUDASIM:
-        from lowlat.kernels.toolchain import quicker_numba
+        from lowlat.kernels.toolchain import quicker_numba  # first: it imports Numba's CUDA target with any NumPy
+    from numba import cuda, float32, float64, int32, int64, uint32, uint64
+    from numba.cuda import extending, types
 
 __all__ = [
     "SIMULATED",

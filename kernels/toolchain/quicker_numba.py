@@ -1,16 +1,44 @@
-"""Slow spots of Numba's compiler, replaced by functions of the same results: half of a compilation is Numba's own.
+"""Numba's internals that are replaced: a name that NumPy 2.5 lacks, and slow spots of the compiler.
 
-`quicken` puts them in place. They are written for the release of numba-cuda that pyproject.toml names.
+Importing this module imports Numba's CUDA target, with any NumPy that Numba takes; `quicken` puts functions of the same
+results in place of slow ones, since half of a compilation is Numba's own. All is written for READ_FROM, the release of
+numba-cuda that pyproject.toml names.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
-from numba.cuda import codegen, types
-from numba.cuda.core import analysis, base, ir, ir_utils, postproc, targetconfig, transforms
-from numba.cuda.cudadrv import nvvm
+import numpy as np
 
-__all__ = ["quicken"]
+__all__ = ["READ_FROM", "quicken"]
+
+READ_FROM = "0.30.4"
+
+
+@contextlib.contextmanager
+def _names_of_older_numpy() -> Iterator[None]:
+    """Give NumPy the name that numba-cuda looks up when some of its modules are imported, for so long.
+
+    NumPy 2.5 has no `row_stack`, an older name of `vstack`. numba-cuda (`np/arrayobj.py`) registers what kernels do for
+    it, with every NumPy from 2.0 on; ours call neither.
+    """
+    if hasattr(np, "row_stack"):
+        yield
+        return
+    np.row_stack = lambda arrays: np.vstack(arrays)  # another function: what is registered for vstack stays
+    try:
+        yield
+    finally:
+        del np.row_stack
+
+
+with _names_of_older_numpy():
+    from numba.cuda import codegen, types
+    from numba.cuda.core import analysis, base, ir, ir_utils, postproc, targetconfig, transforms
+    from numba.cuda.cudadrv import nvvm
+    from numba.cuda.np import arrayobj  # noqa: F401  else the first compilation imports it
 
 NUMBERS = (types.Number, types.Boolean, types.Literal)
 TEXTS = 512  # the modules of which the text for NVVM is kept

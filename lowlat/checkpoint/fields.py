@@ -138,8 +138,8 @@ class Fields:
     def refuse_unknown(self, harmless: Collection[str]) -> None:
         """Refuse the first key that nobody used, that is not known to be harmless, and that is switched on.
 
-        Null, false and empty values are off: they ask for nothing. Keys with a leading underscore are the
-        writing library's own notes.
+        Null, false and empty values are off: they ask for nothing, but for keys where they do, which must have been
+        read before. Keys with a leading underscore are the writing library's own notes.
         """
         for key, value in self.values.items():
             if key in self._used or key in harmless or key.startswith("_"):

@@ -7,7 +7,6 @@ It knows no family and no tensor's name.
 """
 
 import logging
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowlat.checkpoint.foreign import foreign_files
+from lowlat.checkpoint.hub_answers import COMMIT, ByteLimit, checked, read_listing
 from lowlat.checkpoint.json_file import read_object, shown
 from lowlat.checkpoint.tensors import INDEX_FILE, MAX_HEADER_BYTES, QUANTISATION_FILE, SINGLE_FILE
 from lowlat.errors import ConfigError
@@ -29,7 +30,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 CONFIG_FILE = "config.json"
 CONFIG_FILES = (CONFIG_FILE, "generation_config.json", QUANTISATION_FILE, INDEX_FILE)
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-COMMIT = re.compile("[0-9a-f]{40}")
+TEMPLATES = "additional_chat_templates"  # a folder of further ones
 CHUNK = 1 << 16  # bytes of a header that are asked for at once
 SPARE_BYTES = 64 << 20  # of the cache's disk, that a download leaves
 
@@ -60,6 +61,12 @@ class _Listing:
     commit: str
     sizes: Mapping[str, int]
 
+    @property
+    def text_files(self) -> tuple[str, ...]:
+        """What a tokenizer and chats need."""
+        further = (name for name in self.sizes if name.startswith(f"{TEMPLATES}/") and name.endswith(".jinja"))
+        return (*TEXT_FILES, *(name for name in further if name.count("/") == 1))
+
     def missing(self, directory: Path, names: Sequence[str]) -> list[str]:
         """Those of the names that the repository has and its snapshot lacks."""
         return [name for name in names if name in self.sizes and not (directory / name).exists()]
@@ -89,7 +96,7 @@ def fetch(
     total = sum(listing.sizes[name] for name in weights)
     _check_room(repository, total)
     logger.info("fetching %s, %.1f MB, into %s", repository, total / 1e6, directory)
-    _fetch_files(listing, directory, TEXT_FILES)
+    _fetch_files(listing, directory, listing.text_files)
     _fetch_files(listing, directory, weights, None if progress is None else _bar_class(progress, total))
     return directory
 
@@ -116,7 +123,7 @@ def outline(model: str | Path) -> Iterator[Outline]:
         weights = _weight_files(listing, snapshot)
         for name in weights:
             _write_header(listing, name, directory / name)
-        wanted = listing.missing(snapshot, (*TEXT_FILES, *weights))
+        wanted = listing.missing(snapshot, (*listing.text_files, *weights))
         place, free = _room()
         size = sum(listing.sizes[name] for name in wanted)
         yield Outline(directory, Download(len(wanted), size, free, str(place)))
@@ -159,16 +166,20 @@ def _list(repository: Repository) -> _Listing:
     from huggingface_hub import HfApi, constants
 
     with _explained(repository):
-        info = HfApi(library_name="lowlat").model_info(
-            repository.name,
-            revision=repository.revision,
-            files_metadata=True,
-            timeout=constants.HF_HUB_ETAG_TIMEOUT,
-        )
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        try:
+            info = HfApi(library_name="lowlat").model_info(
+                repository.name,
+                revision=repository.revision,
+                files_metadata=True,
+                timeout=constants.HF_HUB_ETAG_TIMEOUT,
+            )
+        except (AttributeError, TypeError, RecursionError) as error:  # JSON of another form than the library expects
+            raise ValueError(f"its answer describes no repository: {type(error).__name__}") from error
+        commit, sizes = read_listing(info, f"{repository}: {constants.ENDPOINT}")
     if CONFIG_FILE not in sizes:
-        raise ConfigError(f"{repository} on {constants.ENDPOINT} has no {CONFIG_FILE}: it is no model that can be run")
-    return _Listing(repository, str(info.sha), sizes)
+        why = foreign_files(sizes) or "it is no model that can be run"
+        raise ConfigError(f"{repository} on {constants.ENDPOINT} has no {CONFIG_FILE}: {why}")
+    return _Listing(repository, commit, sizes)
 
 
 def _snapshot(listing: _Listing) -> Path:
@@ -179,7 +190,7 @@ def _snapshot(listing: _Listing) -> Path:
     from huggingface_hub import hf_hub_download
 
     repository = listing.repository
-    with _explained(repository):
+    with _explained(repository), checked(CONFIG_FILE, listing.sizes[CONFIG_FILE]):
         config = hf_hub_download(
             repository.name, CONFIG_FILE, revision=repository.revision, library_name="lowlat", tqdm_class=_silent_bar()
         )
@@ -192,8 +203,9 @@ def _fetch_files(listing: _Listing, directory: Path, names: Sequence[str], bar: 
     """Bring those files into a snapshot that it lacks and the repository has, one after the other."""
     from huggingface_hub import hf_hub_download
 
+    bar = _library_bar() if bar is None else bar
     for name in listing.missing(directory, names):
-        with _explained(listing.repository):
+        with _explained(listing.repository), checked(name, listing.sizes[name]):
             hf_hub_download(
                 listing.repository.name, name, revision=directory.name, library_name="lowlat", tqdm_class=bar
             )
@@ -205,9 +217,8 @@ def _weight_files(listing: _Listing, directory: Path) -> list[str]:
         return [SINGLE_FILE]
     where = f"{listing.repository}: expected {SINGLE_FILE} or {INDEX_FILE}"
     if INDEX_FILE not in listing.sizes:
-        other = sorted(name for name in listing.sizes if name.endswith((".bin", ".pt", ".pth", ".gguf")))
-        hint = f" (found {other[0]}: pickles are never read, and other formats neither)" if other else ""
-        raise ConfigError(f"{where} in the repository, found neither{hint}")
+        why = foreign_files(listing.sizes)
+        raise ConfigError(f"{where} in the repository, found neither{f': {why}' if why else ''}")
     shards = _shards(directory)
     for name in shards:
         if name not in listing.sizes:
@@ -271,12 +282,31 @@ def _silent_bar() -> type:
     return _bar_class(lambda done, total: None, 0)
 
 
+def _library_bar() -> type:
+    """huggingface_hub's own bar, on a terminal, of files that are no longer than listed."""
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, name: str | None = None, **options: Any) -> None:
+            # bytes on the wire, in chunks that several files share, are not the file's
+            self._file = None if (name or "").endswith(".transfer") else ByteLimit()
+            super().__init__(*arguments, name=name, **options)  # type: ignore[no-untyped-call]
+
+        def update(self, count: float | None = 1) -> bool | None:
+            if self._file is not None:
+                self._file.add(count or 0)
+            return super().update(count)  # type: ignore[no-any-return]
+
+    return Bar
+
+
 def _bar_class(progress: Progress, total: int) -> type:
     """A class that huggingface_hub takes for a tqdm: what its bars are told adds up to one progress."""
     done = 0
 
     class Bar:
         def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
+            self._file = ByteLimit()
             self.update(initial)
 
         def __enter__(self) -> "Bar":
@@ -287,6 +317,7 @@ def _bar_class(progress: Progress, total: int) -> type:
 
         def update(self, count: int | float | None = 1) -> None:
             nonlocal done
+            self._file.add(count or 0)
             done += int(count or 0)
             progress(min(done, total), total)
 

@@ -55,14 +55,16 @@ def _check_depth(value: Any, label: str) -> None:
     raise ConfigError(f"{label}: nested deeper than {MAX_DEPTH} levels")
 
 
-def parse_object(data: bytes, label: str) -> dict[str, Any]:
+def parse_object(data: bytes, label: str, *, take_infinity: bool = False) -> dict[str, Any]:
     """Decode one JSON object; label names the source in messages.
 
+    take_infinity  let NaN and Infinity through, for whoever reads the key to refuse
     Raises ConfigError for anything that is not UTF-8, not JSON, not an object, holds NaN, Infinity, a duplicate
     key or more than 32 levels.
     """
+    constants = float if take_infinity else _refuse_constant
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=constants)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{label}: not UTF-8 at byte {error.start}") from error
     except RecursionError as error:
@@ -79,6 +81,6 @@ def parse_object(data: bytes, label: str) -> dict[str, Any]:
     return value
 
 
-def read_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read and decode a JSON object from a regular file of at most max_bytes. Raises ConfigError."""
-    return parse_object(read_bytes(path, max_bytes), str(path))
+def read_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES, take_infinity: bool = False) -> dict[str, Any]:
+    """Read and decode a JSON object from a regular file of at most max_bytes. Raises ConfigError as `parse_object`."""
+    return parse_object(read_bytes(path, max_bytes), str(path), take_infinity=take_infinity)

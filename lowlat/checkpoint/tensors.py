@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from lowlat.checkpoint.foreign import foreign_directory
 from lowlat.checkpoint.json_file import parse_object, read_object, shown
 from lowlat.errors import ConfigError
 
@@ -238,9 +239,10 @@ class Checkpoint:
             return cls(directory, read_header(single))
         if index.exists():
             return cls(directory, _read_index(index))
-        other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
-        hint = f" (found {other[0]}: pickles are never read, convert it to safetensors)" if other else ""
-        raise ConfigError(f"{directory}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither{hint}")
+        why = foreign_directory(directory)
+        raise ConfigError(
+            f"{directory}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither{f': {why}' if why else ''}"
+        )
 
     def main_dtype(self) -> tuple[str, str]:
         """The dtype of the largest floating-point tensor, and where it was seen."""

@@ -120,10 +120,13 @@ class ServedModel:
         self.place = client.endpoint
         self.has_tokenizer = bool(client.server.tokenizer)
         self.has_chat_template = client.server.has_chat_template
+        self.advice = client.server.advice
 
     def ask(self, prompt: str | list[dict[str, Any]], sampling: Mapping[str, Any]) -> Asked:
-        """A request for a text's continuation or a conversation's next message."""
-        return Asked(self._client, prompt, sampling)
+        """A request for a text's continuation or a conversation's next message, which has what the context has room
+        for where it names no max_tokens."""
+        fit = not isinstance(prompt, str) and "max_tokens" not in sampling
+        return Asked(self._client, prompt, {**sampling, "fit_context": fit})
 
     def writer(self, sampling: Mapping[str, Any]) -> Callable[[Output], None] | None:
         """How an answer is shown: as it comes."""

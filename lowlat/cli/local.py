@@ -10,6 +10,7 @@ from lowlat.cli.channels import ChannelWriter
 from lowlat.cli.generation import Generation, Output
 from lowlat.cli.running import step_outputs
 from lowlat.host.runtime import Runtime
+from lowlat.ipc.limits import Limits
 from lowlat.options.model_names import display_name
 from lowlat.options.request import SamplingParams
 from lowlat.text import HarmonyParser, parse_channels
@@ -18,22 +19,34 @@ __all__ = ["LocalModel"]
 
 
 class LocalModel:
-    """A runtime that answers one request after the other."""
+    """A runtime that answers one request after the other.
 
-    def __init__(self, runtime: Runtime) -> None:
+    advice  the sampling where a request leaves it open, beside lowlat's own defaults; None: these alone
+    """
+
+    def __init__(self, runtime: Runtime, advice: Mapping[str, int | float] | None = None) -> None:
         self._runtime = runtime
+        self.advice = {} if advice is None else dict(advice)
         self.name = display_name(runtime.directory)
         self.place = str(runtime.device_choice.device)
         self.has_tokenizer = runtime.codec is not None
         self.has_chat_template = runtime.codec is not None and runtime.codec.has_chat_template
 
     def ask(self, prompt: str | list[dict[str, Any]], sampling: Mapping[str, Any]) -> "_LocalAsked":
-        """A request for a text's continuation or a conversation's next message."""
+        """A request for a text's continuation or a conversation's next message.
+
+        A message without max_tokens may have what the context has room for, and the server's default_max_tokens at
+        most.
+        """
         codec = self._runtime.codec
         ids: Any = prompt
+        options = {**self.advice, **sampling}
         if codec is not None and not isinstance(prompt, str):
             ids = codec.encode(codec.apply_chat_template(prompt), add_special_tokens=False)
-        return _LocalAsked(self._runtime, ids, SamplingParams.from_options(sampling))
+            room = max(1, self._runtime.config.max_context - len(ids))
+            most = max(Limits.default_max_tokens, options.get("min_tokens", 0))
+            options.setdefault("max_tokens", min(room, most))
+        return _LocalAsked(self._runtime, ids, SamplingParams.from_options(options))
 
     def writer(self, sampling: Mapping[str, Any]) -> Callable[[Any], None] | None:
         """How an answer is shown where it has channels; None: as it comes."""

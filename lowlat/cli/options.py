@@ -11,7 +11,7 @@ import click
 
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig, TraceConfig
 from lowlat.options.declaration import Option, options_of
-from lowlat.options.request import SamplingParams
+from lowlat.options.request import ADVISED_OPTIONS, SamplingParams
 
 __all__ = [
     "CURVE_HELP",
@@ -20,8 +20,10 @@ __all__ = [
     "GroupedCommand",
     "IntegerList",
     "as_json",
+    "asked_sampling",
     "bundled",
     "declared_options",
+    "defaults_option",
     "depth_option",
     "draft_model_option",
     "given_options",
@@ -193,6 +195,21 @@ def given_options(values: Mapping[str, Any], record: type) -> dict[str, Any]:
 def sampling_options(function: F) -> F:
     """Add every field of SamplingParams as an option; `sampling_params` builds the record."""
     return declared_options(function, (option for option in options_of(SamplingParams) if not option.python_only))
+
+
+def defaults_option(function: F) -> F:
+    """Add --sampling-defaults, as the server has it; one that is not given is None."""
+    from lowlat.serving.config import SETTINGS
+
+    return declared_options(function, [SETTINGS["sampling_defaults"]])
+
+
+def asked_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling to send to a server: what was given, and lowlat's own defaults where these were asked for."""
+    own: dict[str, Any] = {}
+    if values.get("sampling_defaults") == "lowlat":
+        own = {name: getattr(SamplingParams, name) for name in ADVISED_OPTIONS}
+    return own | sampling_values(values)
 
 
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:

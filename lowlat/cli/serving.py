@@ -4,6 +4,7 @@ torch is imported in that thread, when the endpoint is already this server's: so
 """
 
 import json
+import logging
 import os
 import shlex
 import signal
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["serve"]
 
+logger = logging.getLogger("lowlat.serving")
+SAMPLING = (
+    "requests that leave sampling open get {}, as the model's authors advise; sampling_defaults 'lowlat' turns it off"
+)
 BUNDLED_NAME = "lowlat-demo"
 SWITCH_INTERVAL_S = 0.0005  # a thread that has work waits no longer for one that computes; Python's own is 5 ms
 
@@ -101,6 +106,7 @@ class _Loading:
     def make_engine(self) -> "RuntimeEngine":
         """Load; called in the thread that will decode."""
         from lowlat.cli.running import load_runtime
+        from lowlat.models.advice import advice_line, sampling_defaults
         from lowlat.serving.engine import RuntimeEngine
 
         settings = self._settings
@@ -109,7 +115,11 @@ class _Loading:
         )
         self.codec.bind(runtime.codec)
         name = settings["name"] or (BUNDLED_NAME if settings["model"] is None else None)
-        engine = RuntimeEngine(runtime, name)
+        strict = settings["perf_mode"] == "strict"
+        defaults = sampling_defaults(runtime.directory, settings["sampling_defaults"], strict=strict)
+        if defaults:
+            logger.info("%s", SAMPLING.format(advice_line(defaults)))
+        engine = RuntimeEngine(runtime, name, defaults)
         self.facts = _facts(engine.info, runtime)
         return engine
 
@@ -126,6 +136,7 @@ def _facts(info: EngineInfo, runtime: "Runtime") -> dict[str, Any]:
         "speculation_error": runtime.speculation_error,
         "has_tokenizer": bool(info.tokenizer),
         "has_chat_template": info.has_chat_template,
+        "sampling_defaults": dict(info.sampling_defaults),
     }
 
 
@@ -156,6 +167,9 @@ def _how_to_reach(facts: dict[str, Any], curve_keys: Path | None) -> str:
     lines.append(f"  shell     lowlat generate --endpoint{shell}{keys} {asked}")
     if facts["has_tokenizer"]:
         lines.append(f"            lowlat chat{' --endpoint' + shell if own else ''}{keys}")
+    if facts["sampling_defaults"]:
+        advice = ", ".join(f"{name} {value:g}" for name, value in facts["sampling_defaults"].items())
+        lines.append(f"  sampling  {advice}, as the model's authors advise (--sampling-defaults)")
     if "http" in facts:
         lines.append(f"  http      {facts['http']['page']}")
     lines.append("Ctrl-C ends it.")

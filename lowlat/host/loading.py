@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from types import NoneType
 
 import torch
 
@@ -21,8 +22,10 @@ from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import Rank, check_positions, make_executor, refuse_parts, refuse_ranks, settle_executor
 from lowlat.graphs import Bucket, BucketLadder
 from lowlat.host.memory.held import HeldMemory, held_memory
+from lowlat.host.memory.kvcache import KVCache
 from lowlat.host.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
 from lowlat.host.perf import check_device, check_launches
+from lowlat.host.scheduler import Scheduler
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.program import Program
@@ -50,6 +53,7 @@ __all__ = [
     "load",
     "make_geometry",
     "make_ladder",
+    "make_scheduler",
     "make_topologies",
     "rank_geometries",
 ]
@@ -109,6 +113,7 @@ def load(
     Raises ConfigError; for a draft model that cannot be used only if `speculative.strict` or perf_mode is strict,
     otherwise it is one warning and the baseline.
     """
+    _check_call(model, speculative, progress, captured, downloaded)
     choice = choose_device(f"cuda:{options.devices[0]}" if options.devices else options.device, options.executor)
     _say(choice)
     target = model
@@ -122,11 +127,7 @@ def load(
                           f"{target.config.dtype}: take 'auto', or dtype 'bfloat16'")  # fmt: skip
     if options.quantize is not None:
         target = quantise_target(target, Quantiser(options.quantize, options.quantize_lm_head))
-    if options.max_context > target.config.max_position:
-        raise ConfigError(
-            f"max_context {options.max_context} exceeds the model's max_position_embeddings "
-            f"{target.config.max_position} ({target.directory / 'config.json'})"
-        )
+    target.config.check_context(options.max_context, target.directory / "config.json")
     codec = TextCodec.load(target.directory)
     loaded, topologies, error = _load_speculation(target, speculative, downloaded, must_fit=options.is_strict)
     speculator = None if loaded is None else loaded.speculator
@@ -167,6 +168,17 @@ def load(
     return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error, rank_config, memory)
 
 
+def _check_call(model: object, speculative: object, *told: object) -> None:
+    """Refuse arguments of `Runtime.load` that are of another type than it takes. Raises ConfigError naming them."""
+    if not isinstance(model, (str, Path, OpenedTarget)) or not str(model):
+        raise ConfigError(f"model must be a directory or ORG/NAME of a repository, got {model!r:.80}")
+    if not isinstance(speculative, (SpeculativeConfig, NoneType)):
+        raise ConfigError(f"speculative must be a SpeculativeConfig or None, got {type(speculative).__name__}")
+    for name, function in zip(("progress", "captured", "downloaded"), told, strict=True):
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name} must be a function or None, got {type(function).__name__}")
+
+
 def make_ladder(
     geometry: StepGeometry, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
 ) -> BucketLadder:
@@ -178,6 +190,17 @@ def make_ladder(
     adaptive = geometry.max_width is not None
     batches, ends = bucket_batches(geometry.max_batch), geometry.draft_ends
     return BucketLadder(batches, rows_of, adaptive=adaptive, ends=ends, verifier=verifier)
+
+
+def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
+    """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
+    sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
+    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded)
+    return Scheduler(
+        ladder, kvcache, options.max_batch, options.max_queue, geometry.prefill_chunk,
+        max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=options.max_stall_ms,
+        num_overprovision=geometry.overhang,
+    )  # fmt: skip
 
 
 def build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:
@@ -260,12 +283,6 @@ def make_topologies(speculative: SpeculativeConfig) -> dict[int, Topology]:
         drafts = speculative.max_total_draft_tokens or DEFAULT_DRAFT_TOKENS
         return {0: TreeTopology.chain(0), depth: DynamicTree(depth, top_k, drafts + 1)}
     if speculative.tree is None:
-        limit = speculative.max_decoding_tokens
-        if limit is not None and limit < speculative.num_speculative_tokens + 1:
-            raise ConfigError(
-                f"max_decoding_tokens {limit} is below num_speculative_tokens + 1 = "
-                f"{speculative.num_speculative_tokens + 1}"
-            )
         most = speculative.num_speculative_tokens if speculative.adaptive_width else MAX_SPECULATIVE_TOKENS
         return {s: TreeTopology.chain(s) for s in range(most + 1)}
     tree = TreeTopology.load(
@@ -289,7 +306,11 @@ def make_geometry(
     options: RuntimeConfig,
     speculative: SpeculativeConfig | None,
 ) -> StepGeometry:
-    """The shapes of all programs; the pool defaults to max_batch requests of the largest size."""
+    """The shapes of all programs; the pool defaults to max_batch requests of the largest size.
+
+    Raises ConfigError for a tree that asks for more tokens after one than the draft model has.
+    """
+    _check_choices(speculator, topologies)
     max_rows = max(topology.num_nodes for topology in topologies.values())
     num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
     simulated = speculative if speculator is not None else None
@@ -318,7 +339,7 @@ def make_geometry(
         num_blocks=num_blocks,
         prefill_chunk=options.prefill_chunk,
         max_prefill_chunks=_chunks_at_once(options),
-        simulated_accept_length=None if simulated is None else simulated.simulated_accept_length,
+        simulated_acceptance=None if simulated is None else simulated.imposed_acceptance,
         simulated_seed=0 if simulated is None else simulated.simulated_seed,
         num_drafted_rows=num_drafted_rows,
         partial=partial,
@@ -326,6 +347,16 @@ def make_geometry(
         draft_ends=_draft_ends(speculator, speculative),
         prompt_logits=options.prompt_logits,
     )
+
+
+def _check_choices(speculator: Speculator | None, topologies: Mapping[int, Topology]) -> None:
+    draft = None if speculator is None else speculator.draft_config
+    most = max(topology.num_choices for topology in topologies.values())
+    if draft is not None and most > draft.draft_vocab_size:
+        raise ConfigError(
+            f"the tree asks for the {most} likeliest tokens after one (tree, or dynamic_tree_max_topk), and the draft "
+            f"model has {draft.draft_vocab_size} tokens (draft_vocab_size); make the tree narrower"
+        )
 
 
 def rank_geometries(

@@ -201,7 +201,7 @@ class StepChecks:
     must_draft   every step has drafts, but a slot's last: of a draft model, not of text alone
     """
 
-    def __init__(self, *, max_drafts: int, vocab_size: int, must_draft: bool) -> None:
+    def __init__(self, max_drafts: int, vocab_size: int, *, must_draft: bool) -> None:
         self._max_drafts, self._vocab_size, self._must_draft = max_drafts, vocab_size, must_draft
 
     def check(self, publication: SlotPublication, num_committed: int, *, first: bool, room: int) -> None:
@@ -230,8 +230,32 @@ class StepChecks:
             raise DeviceError(f"perf_mode 'strict': a step of slot {p.slot} {problem}")
 
 
+class ActiveSlots:
+    """Counts the slots that decode steps brought tokens: the fewest, the mean and the most of a step."""
+
+    def __init__(self) -> None:
+        self.num_steps = self.total = self.most = 0
+        self.fewest: int | None = None
+
+    def count(self, active: int) -> None:
+        """Count a step of so many active slots, one at least."""
+        self.num_steps += 1
+        self.total += active
+        if active > self.most:
+            self.most = active
+        if self.fewest is None or active < self.fewest:
+            self.fewest = active
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values; nothing but the number of steps where there was none."""
+        if not self.num_steps:
+            return {"steps": 0}
+        mean = round(self.total / self.num_steps, 4)
+        return {"steps": self.num_steps, "min": self.fewest, "mean": mean, "max": self.most}
+
+
 class PublishedSteps:
-    """Looks at every publication of a slot: `undrafted` counts those without drafts, by reason.
+    """Looks at every publication of a slot: `undrafted` counts those without drafts, by reason; `active` the slots.
 
     checks    of strict mode; None: none are made
     adaptive  steps choose their width
@@ -239,8 +263,14 @@ class PublishedSteps:
 
     def __init__(self, checks: StepChecks | None, *, adaptive: bool = False) -> None:
         self.undrafted: Counter[str] = Counter()
+        self.active = ActiveSlots()
         self._adaptive = adaptive
         self._checks = checks
+
+    def report(self, *, speculating: bool) -> dict[str, Any]:
+        """Return, as JSON, the active slots of a step, and the steps of slots whose speculation was off, by reason."""
+        disabled = {"disabled_slots": dict(self.undrafted)} if speculating else {}
+        return {"active_slots": self.active.to_dict(), **disabled}
 
     def see(self, session: Session, publication: SlotPublication, *, speculating: bool) -> None:
         """Count and check one publication, before its session takes it. Raises DeviceError in strict mode."""

@@ -1,15 +1,57 @@
-"""Checks of a request against the fixed limits of a loaded model: any thread may ask, for nothing here changes.
+"""Checks of a runtime's calls: types, limits of the loaded model, and whether an earlier call was broken off.
 
-The scheduler makes the checks that depend on the moment: a full queue, an id in use.
+Those of a request any thread may ask, for its limits do not change. The scheduler makes the checks that depend on the
+moment: a full queue, an id in use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import TracebackType
 
-from lowlat.errors import RequestError
+from lowlat.errors import ConfigError, DeviceError, RequestError
+from lowlat.graphs import BucketLadder
+from lowlat.options.declaration import plain, shown
 from lowlat.options.request import SamplingParams
+from lowlat.text import TextCodec
 
-__all__ = ["RequestChecks"]
+__all__ = ["RequestChecks", "Unbroken", "check_call", "check_depth", "check_name", "encode_prompt"]
+
+
+def check_call(params: object, request_id: object, allow_special: object, cache_salt: object) -> None:
+    """Refuse arguments of `Runtime.submit` that are of another type than it takes. Raises RequestError naming them."""
+    if not isinstance(params, SamplingParams):
+        found = type(params).__name__
+        raise RequestError(f"params must be SamplingParams, got {found} (SamplingParams.from_options takes a dict)")
+    if request_id is not None:
+        check_name(request_id)
+    if not isinstance(allow_special, bool):
+        raise RequestError(f"allow_special must be true or false, got {shown(allow_special)}")
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt must be text, got {shown(cache_salt)}")
+
+
+def check_depth(depth: object, ladder: BucketLadder) -> None:
+    """Raise ConfigError for a depth of speculation that is no integer, or has no bucket."""
+    if isinstance(depth, bool) or not isinstance(depth, int):
+        raise ConfigError(f"num_speculative_tokens must be an integer, got {shown(depth)}")
+    ladder.choose(1, depth)
+
+
+def check_name(request_id: object) -> None:
+    """Raise RequestError for what is no request's id, whatever was submitted."""
+    if not isinstance(request_id, str) or not request_id:
+        raise RequestError(f"a request's id (request_id) must be text, and not empty, got {shown(request_id)}")
+
+
+def encode_prompt(
+    codec: TextCodec | None, prompt: Sequence[int] | str, allow_special: bool, max_context: int, max_tokens: int
+) -> Sequence[int]:
+    """The token ids of a text; others as they are. Raises RequestError for a text where there is no tokenizer."""
+    if not isinstance(prompt, str):
+        return prompt
+    if codec is None:
+        raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
+    return codec.encode(prompt, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens)
 
 
 @dataclass(frozen=True)
@@ -83,10 +125,15 @@ class RequestChecks:
 
     def prompt_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """The prompt's ids as ints of the vocabulary. Raises RequestError naming the first that is none."""
-        ids = tuple(prompt)
+        refused = (str, bytes, bytearray, memoryview, Mapping, Set)
+        ids = plain(prompt)
+        if isinstance(ids, refused) or not isinstance(ids, Iterable):
+            raise RequestError(f"the prompt must be text or a sequence of token ids, got {type(prompt).__name__}")
+        ids = tuple(ids)
         # all at once first: a long prompt is checked while others wait for their tokens
         if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size):
             return ids
+        ids = tuple(map(plain, ids))
         for place, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise RequestError(
@@ -104,3 +151,30 @@ class RequestChecks:
                 "give fewer stop_token_ids, or ignore_eos"
             )
         return stop_ids
+
+
+class Unbroken:
+    """A context in which a change is made whole: whatever exception leaves it is remembered, then `check` raises.
+
+    A step that Ctrl-C ends may have committed tokens that its caller never gets, or have moved a part of the KV cache.
+    """
+
+    def __init__(self) -> None:
+        self.failure = ""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.failure = f"{kind.__name__} broke it off amid a change"
+
+    def check(self) -> None:
+        """Raise DeviceError where a change was broken off."""
+        if self.failure:
+            raise DeviceError(
+                f"the runtime is of no more use: {self.failure}, so that tokens of its requests may be lost; load it "
+                "again (Ctrl-C ends a runtime if it comes within a step)"
+            )

@@ -8,6 +8,7 @@ several threads: one thread owns a runtime.
 """
 
 import itertools
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -18,24 +19,26 @@ from lowlat.errors import ConfigError, LowlatError, RequestError
 from lowlat.executors.devices import make_current
 from lowlat.graphs import Bucket
 from lowlat.host.grammar_masks import GrammarMasks
-from lowlat.host.loading import Loaded, load
+from lowlat.host.loading import Loaded, load, make_scheduler
 from lowlat.host.mailbox import Entry, Mailbox, SlotPublication
-from lowlat.host.memory.kvcache import KVCache
 from lowlat.host.memory.refreshes import Refreshes
 from lowlat.host.metrics import MetricsBook, RequestMetrics
 from lowlat.host.perf import PerfCounters, PublishedSteps, StepChecks, steps_by_width
-from lowlat.host.request_checks import RequestChecks
+from lowlat.host.request_checks import RequestChecks, Unbroken, check_call, check_depth, check_name, encode_prompt
 from lowlat.host.run_ahead import Launches, loop_of
-from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest, Scheduler
+from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest
 from lowlat.host.session import Session
 from lowlat.host.trace import Tracer
 from lowlat.kernels.reference.step.slot_record import MAX_STOPS
 from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
+from lowlat.options.declaration import plain
 from lowlat.options.request import SamplingParams, StepOutput
 from lowlat.text.grammar.compiler import GrammarCompiler
 
 __all__ = ["Runtime"]
+
+logger = logging.getLogger("lowlat.host.runtime")
 
 
 class Runtime:
@@ -43,7 +46,8 @@ class Runtime:
 
     Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
     `device_choice` says where it runs and why, `memory` what it holds there, `speculation_error` why a draft model is
-    not used; `checks` refuses requests and may be asked by any thread, as may `grammars`, which compiles theirs.
+    not used, `speculation_limits` the sizes of speculation that were loaded, by option (`SpeculativeConfig.check`
+    reads them); `checks` refuses requests and may be asked by any thread, as may `grammars`, which compiles theirs.
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
@@ -60,19 +64,10 @@ class Runtime:
         self.geometry = geometry = loaded.geometry
         used = None if self.speculator is None else speculative
         self.num_speculative_tokens = 0 if used is None else used.num_speculative_tokens
-        self.simulated = geometry.simulated_accept_length is not None
-        self.kvcache = KVCache(
-            geometry.num_blocks,
-            geometry.block_size,
-            geometry.prefill_chunk,
-            reuse=config.prefix_reuse,
-            share_decoded=config.share_decoded,
-        )
-        self.scheduler = Scheduler(
-            self.ladder, self.kvcache, config.max_batch, config.max_queue, geometry.prefill_chunk,
-            max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=config.max_stall_ms,
-            num_overprovision=geometry.overhang,
-        )  # fmt: skip
+        self.simulated = geometry.simulated_acceptance is not None
+        self.speculation_limits = _speculation_limits(loaded, used)
+        self.scheduler = make_scheduler(self.ladder, geometry, config)
+        self.kvcache = self.scheduler.kvcache
         self.checks = RequestChecks(
             max_context=config.max_context,
             vocab_size=loaded.target.config.vocab_size,
@@ -91,9 +86,9 @@ class Runtime:
         self._launches = Launches(self.executor, self._mailbox, loop_of(self.executor, wanted=config.device_loop))
         self._tracer = Tracer.from_config(config.traces)
         self._book = MetricsBook()
-        self._published = PublishedSteps(
-            self._step_checks() if config.is_strict else None, adaptive=self.ladder.adaptive
-        )
+        must_draft = self.num_speculative_tokens > 0 and self.draft_config is not None and not self.ladder.adaptive
+        checks = StepChecks(geometry.max_rows - 1, self.model_config.vocab_size, must_draft=must_draft)
+        self._published = PublishedSteps(checks if config.is_strict else None, adaptive=self.ladder.adaptive)
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._refreshes = Refreshes(geometry, self.scheduler, self._mailbox, self._launches, self._slots)
@@ -102,6 +97,7 @@ class Runtime:
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
         self._ids = itertools.count()
         self._closed = False
+        self._whole = Unbroken()
 
     @classmethod
     def load(
@@ -149,9 +145,11 @@ class Runtime:
                        first token, what was asked before
         Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full.
         """
-        self._check_open()
+        self._check_usable()
         params = SamplingParams() if params is None else params
-        prompt_ids = self.checks.check(self._encode(prompt, params, allow_special), params)
+        check_call(params, request_id, allow_special, cache_salt)
+        room = self.config.max_context, params.max_tokens
+        prompt_ids = self.checks.check(encode_prompt(self.codec, prompt, allow_special, *room), params)
         name = self._new_id() if request_id is None else request_id
         if name in self._book:
             raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
@@ -159,15 +157,18 @@ class Runtime:
         stop_ids = self.checks.stop_ids(params)
         session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, self.speculator, self.simulated)
         session.grammar = self.grammars.open(params, prompt_ids, stop_ids)
-        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, len(prompt_ids) + params.max_tokens, cache_salt))
-        self._sessions[name] = session
-        self._stop_outdated()
+        scheduled = ScheduledRequest(name, prompt_ids, len(prompt_ids) + params.max_tokens, cache_salt)
+        self.scheduler.check(scheduled)
+        with self._whole:
+            self.scheduler.enqueue(scheduled)
+            self._sessions[name] = session
+            self._stop_outdated()
         return name
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to step for."""
-        return bool(self._pending) or self.scheduler.busy
+        """Whether there is anything left to step for; where a step was broken off, requests that it left unfinished."""
+        return not self._closed and (bool(self._pending) or self.scheduler.busy)
 
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
@@ -178,9 +179,16 @@ class Runtime:
         Returns what each request gained, ends included; steps that ran meanwhile are in it, too, so a request may be
         there several times, in order. Where it returns such steps alone, this call has admitted no request.
         Raises ConfigError for a depth without a bucket, DeviceError when the device has failed.
+        An exception that breaks a step off, Ctrl-C among them, ends the runtime: its requests' tokens may be lost, so
+        whatever is asked of it later raises DeviceError.
         """
-        self._check_open()
+        self._check_usable()
         depth = self._depth(num_speculative_tokens)
+        with self._whole:
+            return self._step(num_speculative_tokens, depth)
+
+    def _step(self, num_speculative_tokens: int | None, depth: int) -> list[StepOutput]:
+        """`step` of a depth that has a bucket."""
         ahead = num_speculative_tokens is None and self.executor.asynchronous and self._tracer is None
         outputs, self._pending = self._pending, []
         if not self.scheduler.busy:
@@ -210,8 +218,8 @@ class Runtime:
         Raises ConfigError for a depth without a bucket, while requests are there, and in strict mode for no drafts
         where there is a speculator.
         """
-        self._check_open()
-        self.ladder.choose(1, num_speculative_tokens)
+        self._check_usable()
+        check_depth(num_speculative_tokens, self.ladder)
         if self.scheduler.busy:
             raise ConfigError(f"the depth can become {num_speculative_tokens} between requests, and there are some")
         if self.config.is_strict and self.speculator is not None and num_speculative_tokens == 0:
@@ -220,16 +228,15 @@ class Runtime:
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last output says "cancelled". Raises RequestError for an unknown or ended one."""
-        self._check_open()
-        session = self._sessions.get(request_id)
-        if session is None:
-            raise RequestError(f"request {request_id!r} is unknown or has ended")
-        phase = self._leave(session)
-        if phase is Phase.DECODING:
-            self._mailbox.cancel(session.slot)
-        self._pending.append(session.output((), "cancelled"))
-        self._end(session)
-        self._stop_outdated()
+        self._check_usable()
+        session = self._live(request_id)
+        with self._whole:
+            phase = self._leave(session)
+            if phase is Phase.DECODING:
+                self._mailbox.cancel(session.slot)
+            self._pending.append(session.output((), "cancelled"))
+            self._end(session)
+            self._stop_outdated()
 
     def set_draft_limit(self, request_id: str, max_draft_tokens: int | None) -> None:
         """Change how many draft tokens of a live request are verified in one step, from the next launched step on.
@@ -237,25 +244,29 @@ class Runtime:
         max_draft_tokens   as in SamplingParams: None is as many as the bucket has, 0 none at all
         No token depends on it. Raises RequestError for an unknown or ended request, or a limit out of range.
         """
-        self._check_open()
-        session = self._sessions.get(request_id)
-        if session is None:
-            raise RequestError(f"request {request_id!r} is unknown or has ended")
+        self._check_usable()
+        session = self._live(request_id)
         self.checks.check_drafts(max_draft_tokens)
         session.params = replace(session.params, max_draft_tokens=max_draft_tokens)
         self._limited.add(request_id)
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
+        check_name(request_id)
         session = self._sessions.get(request_id)
-        return self._book.get(request_id) if session is None else session.metrics()
+        if session is None:
+            return self._book.get(request_id)
+        found = session.metrics()
+        return replace(found, finish_reason="error") if self._whole.failure else found
 
     def perf(self) -> PerfCounters:
         """Return the launches of its programs, and its waits, copies and steps without drafts since the load."""
+        self._check_open()
         return PerfCounters.of(self.executor.counts, self._mailbox.num_copies, self._published.undrafted)
 
     def summary(self) -> dict[str, Any]:
         """Totals since the load, as JSON: blocks such as `eagle_speculation` and `specpv` only of what has run."""
+        self._check_open()
         for session in self._sessions.values():
             self._book.update(session.metrics())
         return {
@@ -266,6 +277,7 @@ class Runtime:
             "memory": [each.to_dict() for each in self.memory],
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **(self._refreshes.report() | self._masks.report()),
+            **self._published.report(speculating=self.num_speculative_tokens > 0),
             **steps_by_width(self.ladder, self._published.undrafted, self._book.totals().speculation),
         }
 
@@ -283,6 +295,8 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
+        if self._published.active.num_steps:
+            logger.info("steps: %s", self._published.report(speculating=self.num_speculative_tokens > 0))
         self._sessions.clear()
         self._slots.clear()
         self._launches.stop()
@@ -294,40 +308,40 @@ class Runtime:
         self.executor.close()  # the last: a device that has failed says so
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _step_checks(self) -> StepChecks:
-        must_draft, vocab_size = self.num_speculative_tokens > 0, self.model_config.vocab_size
-        must_draft = must_draft and self.draft_config is not None and not self.ladder.adaptive
-        return StepChecks(max_drafts=self.geometry.max_rows - 1, vocab_size=vocab_size, must_draft=must_draft)
-
     def _check_open(self) -> None:
         if self._closed:
             raise LowlatError("the runtime is closed")
+
+    def _check_usable(self) -> None:
+        """Raise LowlatError for a closed runtime, DeviceError for one whose step, or other change, was broken off."""
+        self._check_open()
+        self._whole.check()
+
+    def _live(self, request_id: str) -> Session:
+        check_name(request_id)
+        session = self._sessions.get(request_id)
+        if session is None:
+            raise RequestError(f"request {request_id!r} is unknown or has ended")
+        return session
 
     def _new_id(self) -> str:
         names = (f"request-{number}" for number in self._ids)
         return next(name for name in names if name not in self._book and name not in self._sessions)
 
     def _depth(self, asked: int | None) -> int:
-        depth = self.num_speculative_tokens if asked is None else asked
+        depth = self.num_speculative_tokens if asked is None else plain(asked)
         if asked is None and self.speculator is None:
             return 0
         if self.config.is_strict and depth != self.num_speculative_tokens:
             raise ConfigError(f"perf_mode 'strict' decodes at S = {self.num_speculative_tokens} alone, got {depth}")
-        self.ladder.choose(1, depth)  # refuses a depth that has no bucket
+        check_depth(depth, self.ladder)
         return depth
-
-    def _encode(self, prompt: Sequence[int] | str, params: SamplingParams, allow_special: bool) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.codec is None:
-            raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
-        max_context, max_tokens = self.config.max_context, params.max_tokens
-        return self.codec.encode(prompt, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens)
 
     def _admit(self, depth: int) -> Sequence[Entry]:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
@@ -408,15 +422,8 @@ class Runtime:
             return False
         if not launches.has_room(scheduler.choose_bucket(depth)):
             return False
-        rooms = [self._room_behind(session, depth) for session in self._slots.values()]
+        rooms = [session.room_after(launches.num_under_way, depth) for session in self._slots.values()]
         return max(rooms) > 0 and (min(rooms) > 0 or not scheduler.num_queued)
-
-    def _room_behind(self, session: Session, depth: int) -> int:
-        """Tokens that a request may still get when all that is under way has brought it as many as it can."""
-        limit = session.params.max_draft_tokens
-        most = 1 + (depth if limit is None else min(depth, limit))
-        room = 1 if session.grammar is not None and session.grammar.terminated else session.room
-        return room - most * self._launches.num_under_way
 
     def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> list[StepOutput]:
         """Outputs of entries; where the step after them is certain, it is launched first."""
@@ -430,6 +437,8 @@ class Runtime:
         outputs: list[StepOutput] = []
         for entry, read in zip(entries, published, strict=True):
             publications = [p for p in read if self._is_live(p.slot, entry.number)]
+            if active := sum(self._slots[p.slot].has_begun for p in publications):
+                self._published.active.count(active)
             if self._tracer is not None and bucket is not None:
                 self._tracer.step(bucket, publications, self.executor, self.kvcache)
             outputs.extend(filter(None, map(self._apply, publications)))
@@ -498,3 +507,12 @@ class Runtime:
     def _end(self, session: Session) -> None:
         del self._sessions[session.request_id]
         self._book.update(session.metrics())
+
+
+def _speculation_limits(loaded: Loaded, used: SpeculativeConfig | None) -> dict[str, Any]:
+    """The sizes of speculation, by option; empty where there is none."""
+    if used is None:
+        return {}
+    draft = None if loaded.geometry.speculator is None else loaded.geometry.speculator.draft_config
+    boundaries = None if draft is None else draft.capture_boundaries
+    return {"method": used.method, **loaded.topologies[max(loaded.topologies)].limits, "capture_layers": boundaries}

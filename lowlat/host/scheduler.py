@@ -187,7 +187,13 @@ class Scheduler:
         return None if slot is None else slot.number
 
     def enqueue(self, request: ScheduledRequest) -> None:
-        """Put a request at the end of the queue.
+        """Put a request at the end of the queue. Raises what `check` does."""
+        self.check(request)
+        self._queue.append(request)
+        self._requests[request.request_id] = None
+
+    def check(self, request: ScheduledRequest) -> None:
+        """Refuse a request that cannot be queued now.
 
         Raises CapacityError when the queue is full; RequestError for an id in use, an empty prompt, a total
         that leaves no room for a token, or a worst case larger than the KV pool.
@@ -209,8 +215,6 @@ class Scheduler:
                 f"{len(self._queue)} requests wait already, all {self.max_batch} slots counted; "
                 f"the limit is {self.max_queue} (max_queue)"
             )
-        self._queue.append(request)
-        self._requests[name] = None
 
     def plan(self) -> StepPlan:
         """Admit what fits, and choose one chunk. Time: slots, and what `KVCache.admit` takes.

@@ -90,6 +90,13 @@ class Session:
         """Tokens that it may still get."""
         return len(self.prompt) + self.params.max_tokens - len(self.committed)
 
+    def room_after(self, num_steps: int, depth: int) -> int:
+        """Tokens that it may still get when so many steps of a depth have brought it as many as they can."""
+        limit = self.params.max_draft_tokens
+        most = 1 + (depth if limit is None else min(depth, limit))
+        room = 1 if self.grammar is not None and self.grammar.terminated else self.room
+        return room - most * num_steps
+
     def describe(self, phase: str) -> dict[str, Any]:
         """Its slot, phase, tokens of prompt and completion, and their bound, as JSON."""
         return {
@@ -156,7 +163,7 @@ class Session:
             stop_reason=stop_reason,
             logprobs=logprobs,
             error=error,
-            error_code="grammar" if problem else "not_finite",
+            error_code=None if error is None else "grammar" if problem else "not_finite",
             num_accepted=num_accepted,
         )
 
@@ -192,7 +199,7 @@ class Session:
         stop_reason: str | int | None = None,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
         error: str | None = None,
-        error_code: ErrorCode = "not_finite",
+        error_code: ErrorCode | None = None,
         num_accepted: int = 0,
     ) -> StepOutput:
         """The caller's output; a reason ends the request, and one that is cut off gets the text that was held back."""

@@ -5,11 +5,13 @@ reads them.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from lowlat.checkpoint.formats import Quantisation
 from lowlat.checkpoint.kv_scales import LayerScales
 from lowlat.checkpoint.quantising import Quantiser
+from lowlat.errors import ConfigError
 from lowlat.models.shard import Shard
 
 __all__ = ["AttentionWidths", "CodedKV", "DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
@@ -108,7 +110,26 @@ class ModelConfig(AttentionWidths):
     quantisation: Quantisation | None = None  # of linear layers in files; None: plain
     quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
     coded_kv: CodedKV | None = None  # None: the cache has the compute dtype
+    window_limit: int | None = None  # positions up to which windows that are not implemented change nothing
     shard: Shard | None = None  # the rank whose part this is: heads and inner width are its own; None: all of it
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and text, at most."""
+        return self.max_position if self.window_limit is None else min(self.max_position, self.window_limit)
+
+    def check_context(self, max_context: int, source: Path | str) -> None:
+        """Raise ConfigError for a context that is longer than the model's; source is the config, for the message."""
+        if self.window_limit is not None and self.window_limit < min(max_context, self.max_position):
+            raise ConfigError(
+                f"max_context {max_context} exceeds sliding_window {self.window_limit} ({source}): this family runs "
+                "with full attention, which is the same up to there; lower max_context (--max-context)"
+            )
+        if max_context > self.max_position:
+            raise ConfigError(
+                f"max_context {max_context} exceeds the model's max_position_embeddings {self.max_position} "
+                f"({source}); lower max_context (--max-context)"
+            )
 
     @property
     def cache_dtype(self) -> str:

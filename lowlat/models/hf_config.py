@@ -1,4 +1,4 @@
-"""Common parts of all families' config.json: harmless keys, RoPE in both spellings, dtype, special tokens.
+"""Common parts of all families' config.json: RoPE in both spellings, windows, dtype, special tokens.
 
 It knows transformers' conventions as of versions 4 and 5 and no family's own keys.
 """
@@ -8,43 +8,30 @@ from pathlib import Path
 from typing import Any, cast
 
 from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.foreign import foreign_directory, foreign_files
 from lowlat.checkpoint.json_file import read_object
-from lowlat.checkpoint.tensors import Checkpoint
+from lowlat.checkpoint.tensors import QUANTISATION_FILE, Checkpoint
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import ComputeDtype, RopeConfig
 
 __all__ = [
-    "HARMLESS_KEYS",
     "MAX_VOCABULARY",
     "check_architecture",
     "check_head_counts",
+    "dtype_error",
+    "is_quantised",
+    "max_positions",
     "parse_rope",
     "read_config",
     "refuse_windows",
     "resolve_dtype",
     "special_tokens",
+    "stored_dtype",
+    "window_limit",
 ]
 
 MAX_VOCABULARY = 1 << 24
 MAX_EOS_TOKENS = 64
-
-# Keys that describe training, generation defaults or file handling, and never what a forward pass computes.
-HARMLESS_KEYS = frozenset(
-    """
-    architectures attention_dropout attn_implementation bad_words_ids base_model_ep_plan
-    base_model_name_or_path base_model_pp_plan base_model_tp_plan begin_suppress_tokens bos_token_id
-    chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dropout early_stopping
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing has_no_defaults_at_init id2label
-    initial_context_length initializer_range label2id length_penalty max_length max_new_tokens
-    max_window_layers min_length min_new_tokens model_type name_or_path no_repeat_ngram_size
-    num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states
-    output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
-    remove_invalid_values repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef
-    sep_token_id suppress_tokens task_specific_params temperature tokenizer_class top_k top_p torchscript
-    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
-    """.split()  # noqa: SIM905  a line a key would be three pages
-)
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 DTYPES = ("auto", "bfloat16", "float32")
@@ -52,12 +39,17 @@ DTYPES = ("auto", "bfloat16", "float32")
 
 def read_config(directory: Path) -> Fields:
     """The directory's config.json. Raises ConfigError when the directory or the file is missing or malformed."""
+    if directory.is_file() and (why := foreign_files([directory.name])) is not None:
+        raise ConfigError(f"{directory}: {why}")
     if not directory.is_dir():
         raise ConfigError(
             f"{directory}: no such directory; expected a Hugging Face model directory, or ORG/NAME of a repository"
         )
     path = directory / "config.json"
-    return Fields(read_object(path), str(path))
+    if not path.exists() and (why := foreign_directory(directory)) is not None:
+        raise ConfigError(f"{directory}: no config.json: {why}")
+    # other families' configs hold Infinity, which must not hide their model_type; numbers are checked as they are read
+    return Fields(read_object(path, take_infinity=True), str(path))
 
 
 def check_architecture(fields: Fields, allowed: tuple[str, ...]) -> None:
@@ -80,45 +72,89 @@ def check_head_counts(fields: Fields, num_heads: int, num_kv_heads: int, head_di
         raise ConfigError(f"{fields.label}: head_dim must be even, found {head_dim}")
 
 
-def refuse_windows(fields: Fields, *, off_by_default: bool) -> None:
-    """Refuse sliding windows in families that lowlat runs with full attention.
+def window_limit(
+    fields: Fields, *, off_by_default: bool = False, default: int | None = None, default_first: int | None = None
+) -> int | None:
+    """The positions up to which a config's sliding windows change nothing; None where no layer has a window.
 
-    off_by_default: without use_sliding_window the size alone asks for nothing (Qwen2, Qwen3).
+    off_by_default  without use_sliding_window the size alone asks for nothing (Qwen2, Qwen3)
+    default         the window that a config without the key has (Mistral)
+    default_first   the first layer with a window where max_window_layers is missing; None: that key means nothing
+    A row sees the window's rows, its own included: a text of so many tokens is seen whole. Raises ConfigError.
     """
     uses = fields.optional_boolean("use_sliding_window")
     window = fields.optional_integer("sliding_window", 0, 1 << 30)
-    if uses or (window and uses is None and not off_by_default):
-        raise ConfigError(
-            f"{fields.label}: sliding window attention (use_sliding_window {uses}, sliding_window {window}) is not "
-            f"implemented for this family"
-        )
+    if "sliding_window" not in fields.values:
+        window = default
     kinds = fields.optional_strings("layer_types", max_count=4096) or ()
     for kind in kinds:
-        if kind != "full_attention":
+        if kind not in ("full_attention", "sliding_attention"):
             raise ConfigError(f"{fields.label}: layer_types entry {kind!r} is not implemented for this family")
+    if "sliding_attention" in kinds:
+        has_windows = True
+    elif off_by_default:
+        first = 0
+        if default_first is not None:
+            first = fields.integer("max_window_layers", 0, 1 << 20, default=default_first)
+        some = not kinds and first < fields.integer("num_hidden_layers", 1, 1 << 20)
+        has_windows = bool(uses) and window is not None and some
+    else:
+        has_windows = bool(uses) or (window is not None and uses is None)
+    if not has_windows:
+        return None
+    if not window:
+        raise fields.error("sliding_window", "an integer from 1 where layers have a window")
+    return window
+
+
+def refuse_windows(fields: Fields, *, off_by_default: bool) -> None:
+    """Refuse sliding windows where no limit of the context stands for them. Raises ConfigError."""
+    if "sliding_attention" in (fields.optional_strings("layer_types", max_count=4096) or ()):
+        raise ConfigError(f"{fields.label}: layer_types entry 'sliding_attention' is not implemented here")
+    window = window_limit(fields, off_by_default=off_by_default)
+    if window is not None:
+        raise ConfigError(f"{fields.label}: sliding window attention (sliding_window {window}) is not implemented here")
+
+
+def is_quantised(fields: Fields, directory: Path) -> bool:
+    """Whether a config, or ModelOpt's file beside it, says that weights are quantised."""
+    return bool(fields.values.get("quantization_config")) or (directory / QUANTISATION_FILE).exists()
+
+
+def stored_dtype(fields: Fields, checkpoint: Path) -> tuple[str, str]:
+    """The dtype that the config names, else that of the largest stored tensor, and where it was seen."""
+    named = fields.optional_string("dtype") or fields.optional_string("torch_dtype")
+    name, source = Checkpoint.open(checkpoint).main_dtype() if named is None else (named, fields.label)
+    return name.removeprefix("torch."), source
 
 
 def resolve_dtype(fields: Fields, requested: str, checkpoint: Path) -> ComputeDtype:
     """The compute dtype: the one asked for, else the one the config names, else that of the stored weights.
 
-    Raises ConfigError for float16 and other dtypes that lowlat does not compute in, naming the dtype option.
+    Quantised weights are what their numbers say in any dtype: what is float16 beside them runs in bfloat16. Raises
+    ConfigError for plain float16 weights, which bfloat16 would round, and for other dtypes that lowlat does not compute
+    in, naming the dtype option.
     """
-    stored = fields.optional_string("dtype")
-    older = fields.optional_string("torch_dtype")
     if requested not in DTYPES:
         raise ConfigError(f"dtype must be 'auto', 'bfloat16' or 'float32', got {requested!r}")
+    for key in ("dtype", "torch_dtype"):
+        fields.optional_string(key)
     if requested != "auto":
         return cast(ComputeDtype, requested)
-    name, source = stored or older, fields.label
-    if name is None:
-        name, source = Checkpoint.open(checkpoint).main_dtype()
-    name = name.removeprefix("torch.")
+    name, source = stored_dtype(fields, checkpoint)
+    if name == "float16" and is_quantised(fields, checkpoint):
+        return "bfloat16"
     if name not in DTYPES[1:]:
-        raise ConfigError(
-            f"{source}: the model is stored in {name!r}, in which lowlat does not compute; choose one with "
-            f'dtype="bfloat16" or dtype="float32"'
-        )
+        raise dtype_error(name, source)
     return cast(ComputeDtype, name)
+
+
+def dtype_error(name: str, source: str) -> ConfigError:
+    """The error for a dtype in which lowlat does not compute."""
+    return ConfigError(
+        f"{source}: the model is stored in {name!r}, in which lowlat does not compute; choose one with "
+        '--dtype bfloat16 or --dtype float32 (dtype="bfloat16", dtype="float32")'
+    )
 
 
 def special_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
@@ -202,6 +238,14 @@ def _llama3(rope: Fields, theta: float, max_position: int) -> RopeConfig:
     )
 
 
+def max_positions(rope: RopeConfig, stated: int) -> int:
+    """The positions that a model has: those that its config states, or what YaRN stretches the trained ones to.
+
+    The recipe for long contexts adds YaRN to a config, and leaves max_position_embeddings as it was.
+    """
+    return max(stated, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else stated
+
+
 def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
@@ -209,12 +253,16 @@ def _mscale(factor: float, scale: float) -> float:
 def _yarn(rope: Fields, theta: float, max_position: int) -> RopeConfig:
     factor = rope.number("factor", 1e-3, 1e6)
     attention_factor = rope.optional_number("attention_factor", 1e-3, 1e3)
+    further = rope.optional_number("attn_factor", 1e-3, 1e3)  # vLLM's, beside the factor that follows from YaRN's
+    if attention_factor is not None and further is not None:
+        raise ConfigError(f"{rope.label}: attention_factor and attn_factor are both given; one of them says the factor")
     mscale = rope.optional_number("mscale", 0.0, 1e3)
     mscale_all = rope.optional_number("mscale_all_dim", 0.0, 1e3)
     if attention_factor is None:
         attention_factor = _mscale(factor, 1.0)
         if mscale and mscale_all:
             attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all)
+        attention_factor *= 1.0 if further is None else further
     fast = rope.number("beta_fast", 1e-3, 1e6, default=32.0)
     slow = rope.number("beta_slow", 1e-3, 1e6, default=1.0)
     if fast < slow:

@@ -3,6 +3,7 @@
 Families say how their weights are made of stored tensors, formats how quantised ones are checked.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from lowlat.checkpoint import hub
+from lowlat.checkpoint.foreign import foreign_directory
 from lowlat.checkpoint.formats import narrowed, part_groups
 from lowlat.checkpoint.json_file import shown
 from lowlat.checkpoint.kv_scales import kv_scale_names, read_kv_scales
@@ -23,7 +25,8 @@ from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 from lowlat.errors import ConfigError
 from lowlat.models.families import FAMILIES
 from lowlat.models.geometry import CodedKV, DraftConfig, ModelConfig
-from lowlat.models.hf_config import read_config, resolve_dtype
+from lowlat.models.hf_config import dtype_error, is_quantised, read_config, resolve_dtype, stored_dtype
+from lowlat.options.model_names import display_name
 
 __all__ = [
     "LoadedTarget",
@@ -41,6 +44,7 @@ __all__ = [
     "target_recipes",
 ]
 
+logger = logging.getLogger("lowlat")
 COMPARED_BYTES = 8 << 20
 Config = TypeVar("Config", ModelConfig, DraftConfig)
 
@@ -80,13 +84,27 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
     fields = read_config(directory)
     family = fields.optional_string("model_type")
     if family is None or family not in FAMILIES:
+        why = foreign_directory(directory) if family is None else None
         raise ConfigError(
             f"{fields.label}: model_type {shown(family)} is not implemented; implemented: {', '.join(FAMILIES)}"
+            f"{f' ({why})' if why else ''}"
         )
-    config = FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
-    if config.quantisation is not None:
-        target_recipes(config)  # a layer that its format cannot hold is known before anything is fetched
+    try:
+        config = FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
+        if config.quantisation is not None:
+            target_recipes(config)  # a layer that its format cannot hold is known before anything is fetched
+        if dtype == "auto" and is_quantised(fields, directory) and not _has_codes(config):
+            name, source = stored_dtype(fields, directory)
+            if name == "float16":  # what is quantised is no weight: the KV cache
+                raise dtype_error(name, source)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (model_type {family!r})") from error
     return config
+
+
+def _has_codes(config: ModelConfig) -> bool:
+    """Whether any weights are stored as codes."""
+    return config.quantisation is not None or (config.experts is not None and config.experts.weight_format != "bf16")
 
 
 def fetch_target(model: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> Path:
@@ -177,6 +195,11 @@ def open_target(directory: str | Path, *, dtype: str = "auto", progress: Progres
     directory = Path(directory)
     config = read_model_config(directory, dtype=dtype)
     checkpoint = Checkpoint.open(directory)
+    if dtype == "auto" and stored_dtype(read_config(directory), directory)[0] == "float16":
+        logger.warning(
+            "%s is stored in float16 beside quantised weights, and runs in bfloat16; --dtype float32 keeps every bit",
+            display_name(directory),
+        )
     weights = StoredWeights(
         checkpoint,
         target_groups(config, checkpoint),

@@ -7,10 +7,12 @@ against layers) is checked at load.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from lowlat.errors import ConfigError
+from lowlat.options.acceptance import acceptance_for
 from lowlat.options.declaration import check_integer, check_options, declare, documented, options_of
+from lowlat.options.limits import LimitCheck, compare_limits
 
 __all__ = ["MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "RuntimeConfig", "SpeculativeConfig", "TraceConfig"]
 
@@ -33,6 +35,17 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "dflash": ("model", "draft_quantize", "capture_layers", *_TREES),
     "dspark": ("model", "draft_quantize", "capture_layers", *_STATIC),
 }
+
+
+_SIZES = frozenset({"num_speculative_tokens", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer"})
+
+
+class Limited(Protocol):
+    """A runtime, as `SpeculativeConfig.check` knows it."""
+
+    @property
+    def speculation_limits(self) -> Mapping[str, Any]:
+        """What it was loaded with, by option; empty without speculation."""
 
 
 @documented
@@ -163,8 +176,15 @@ class SpeculativeConfig:
         False,
         "SpecPV whose partial steps only propose: a step over all of the cache verifies up to 31 tokens.",
     )
+    simulated_acceptance: float | None = declare(
+        None,
+        "Impose that each draft is accepted with this probability where those before it were, for benchmarks; the text "
+        "then means nothing.",
+        0,
+        1,
+    )
     simulated_accept_length: float | None = declare(
-        None, "Impose so many tokens a step, 1 to S + 1, for benchmarks; the text then means nothing."
+        None, "The same, as the tokens a step, 1 to S + 1, that it comes to at num_speculative_tokens."
     )
     simulated_seed: int = declare(0, "Seed of the imposed acceptance.", 0, (1 << 63) - 1)
 
@@ -175,6 +195,7 @@ class SpeculativeConfig:
             object.__setattr__(self, "adaptive_width", True)
         self._check_method()
         self._check_dynamic_tree()
+        self._check_limits()
         trees = [name for name in ("tree", "dynamic_tree_max_topk") if getattr(self, name) is not None]
         if self.adaptive_width and (trees or not self.num_speculative_tokens):
             problem = f"{trees[0]} asks for one of its own" if trees else "num_speculative_tokens is 0"
@@ -193,16 +214,56 @@ class SpeculativeConfig:
         length = self.simulated_accept_length
         if length is not None and (isinstance(length, bool) or not isinstance(length, (int, float))):
             raise ConfigError(f"simulated_accept_length must be a number, got {length!r:.80}")
-        if length is not None and not 1.0 <= length <= self.num_speculative_tokens + 1:
-            raise ConfigError(
-                f"simulated_accept_length must be from 1 to num_speculative_tokens + 1 = "
-                f"{self.num_speculative_tokens + 1}, got {length}"
-            )
+        if length is not None and self.simulated_acceptance is not None:
+            raise ConfigError("simulated_acceptance and simulated_accept_length say the same; give one of them")
+        if length is not None:
+            acceptance_for(length, self.num_speculative_tokens)  # which refuses what cannot be
+
+    @property
+    def imposed_acceptance(self) -> float | None:
+        """The probability with which each draft is accepted; None: acceptance is the draft model's own."""
+        if self.simulated_accept_length is None:
+            return self.simulated_acceptance
+        return acceptance_for(self.simulated_accept_length, self.num_speculative_tokens)
+
+    def check(self, runtime: "Limited") -> list[LimitCheck]:
+        """Say how this configuration lies beside what a runtime was loaded with, option by option.
+
+        A size within the runtime's fits; another method, or other boundaries, ask for another load. A chain's limits
+        are those that its draft length needs, where none are given.
+        """
+        chain = self.tree is None and self.dynamic_tree_max_topk is None
+        rows = self.num_speculative_tokens + 1 if chain else None
+        asked = {
+            "method": self.method,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "max_path_len": self.max_path_len or rows,
+            "max_decoding_tokens": self.max_decoding_tokens or rows,
+            "max_non_leaves_per_layer": self.max_non_leaves_per_layer,
+            "capture_layers": self.capture_layers,
+        }
+        return compare_limits(asked, runtime.speculation_limits, _SIZES)
+
+    def _check_limits(self) -> None:
+        """Refuse limits that a chain of this draft length exceeds, and limits that exclude each other."""
+        rows, most = self.num_speculative_tokens + 1, self.max_decoding_tokens
+        if self.tree is None and self.dynamic_tree_max_topk is None:
+            for name in ("max_path_len", "max_decoding_tokens"):
+                limit = getattr(self, name)
+                if limit is not None and limit < rows:
+                    raise ConfigError(
+                        f"{name} {limit} is below the {rows} nodes, root included, of a chain with "
+                        f"num_speculative_tokens {rows - 1}; raise {name}, or lower num_speculative_tokens"
+                    )
+        for name in ("max_path_len", "max_non_leaves_per_layer"):
+            limit = getattr(self, name)
+            if limit is not None and most is not None and limit > most:
+                raise ConfigError(f"{name} {limit} is above max_decoding_tokens {most}, all nodes of the tree")
 
     def _check_specpv(self) -> None:
         """Refuse what SpecPV does not have, and its sizes where it is off."""
         if self.specpv_lossless:
-            for name in ("tree", "dynamic_tree_max_topk", "simulated_accept_length"):
+            for name in ("tree", "dynamic_tree_max_topk", "simulated_acceptance", "simulated_accept_length"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"specpv_lossless goes with chains and their own acceptance, and {name} is given")
         if self.enable_specpv and self.adaptive_width:
@@ -216,8 +277,8 @@ class SpeculativeConfig:
         """The options of the method, and that none of another method was given."""
         own = METHOD_OPTIONS[self.method] + (() if self.text_drafts is None else METHOD_OPTIONS[self.text_drafts])
         for method, names in METHOD_OPTIONS.items():
-            for name in set(names).difference(own):
-                if getattr(self, name) != getattr(SpeculativeConfig, name):
+            for name in names:
+                if name not in own and getattr(self, name) != getattr(SpeculativeConfig, name):
                     raise ConfigError(f"{name} is an option of method {method!r}, and method is {self.method!r}")
         if self.text_drafts is not None:
             for name in ("tree", "dynamic_tree_max_topk"):

@@ -22,6 +22,7 @@ __all__ = [
     "declare",
     "documented",
     "options_of",
+    "plain",
     "shown",
 ]
 
@@ -150,6 +151,8 @@ def check_options(record: Any, error: type[Exception]) -> None:
     kind: Any = type(record)
     for option in options_of(kind):
         value = getattr(record, option.name)
+        if option.kind in ("int", "float", "bool") and (number := plain(value)) is not value:
+            object.__setattr__(record, option.name, value := number)
         if (value is None and option.nullable) or (isinstance(value, str) and value in option.words):
             continue
         if option.kind == "int":
@@ -162,6 +165,14 @@ def check_options(record: Any, error: type[Exception]) -> None:
             allowed = tuple(option.choices)
             choices = " or ".join(", ".join(map(repr, part)) for part in (allowed[:-1], allowed[-1:]) if part)
             raise error(f"{option.name} must be {choices}, got {shown(value)}")
+
+
+def plain(value: Any) -> Any:
+    """The numbers of a scalar or an array of NumPy or torch, in lists as it has axes; another value as it is.
+
+    Raises what the library does for one that has no values, such as a tensor of torch's meta device.
+    """
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, (type, memoryview)) else value
 
 
 def check_integer(name: str, value: object, low: Any, high: Any, error: type[Exception]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["Repository", "display_name", "find_repository"]
 
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w./-]+))?", re.ASCII)
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w-][\w./-]*))?", re.ASCII)
 _SNAPSHOT = re.compile(r"models--(.+?)--(.+)", re.ASCII)
 DEFAULT_REVISION = "main"
 

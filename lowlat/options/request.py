@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lowlat.errors import RequestError
-from lowlat.options.declaration import check_integer, check_number, check_options, declare, documented, shown
+from lowlat.options.declaration import check_integer, check_number, check_options, declare, documented, plain, shown
 
 __all__ = [
+    "ADVISED_OPTIONS",
     "GRAMMAR_OPTIONS",
     "MAX_CHOICES",
     "MAX_GRAMMAR_BYTES",
@@ -35,6 +36,7 @@ MAX_LOGIT_BIASES = 300
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_CHOICES = 1024
 GRAMMAR_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice", "tool_calls")
+ADVISED_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a model's authors may advise
 MAX_INT32 = (1 << 31) - 1  # what the device's counters hold
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ErrorCode = Literal["not_finite", "grammar"]
@@ -132,10 +134,11 @@ class SamplingParams:
             raise RequestError(f"logit_bias must map token ids to numbers, got {type(self.logit_bias).__name__}")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise RequestError(f"logit_bias holds {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIASES}")
-        for token, bias in self.logit_bias.items():
+        biases = {plain(token): plain(bias) for token, bias in self.logit_bias.items()}
+        for token, bias in biases.items():
             check_integer("logit_bias token", token, 0, MAX_INT32, RequestError)
             check_number(f"logit_bias[{token}]", bias, -100.0, 100.0, RequestError)
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change after the check
+        object.__setattr__(self, "logit_bias", biases)  # the caller's may change after the check
 
     @property
     def grammar_option(self) -> str | None:
@@ -171,6 +174,8 @@ class SamplingParams:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "SamplingParams":
         """Build from keyword options; an unknown one raises RequestError by name."""
+        if not isinstance(options, Mapping):
+            raise RequestError(f"sampling parameters must map names to values, got {type(options).__name__}")
         known = {field.name for field in fields(cls)}
         for name in options:
             if name not in known:
@@ -204,9 +209,9 @@ class StepOutput:
 
     `token_ids` are new and final. `text` is what they make certain of the text (None without a tokenizer):
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or
-    token id that ended the request; `error` says what failed, `error_code` whether it was the logits or the grammar.
-    `simulated` marks imposed acceptance. The first `num_accepted` of token_ids were accepted drafts. With
-    `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
+    token id that ended the request; where it failed `error` says why, and `error_code` whether it was the logits or
+    the grammar; both are None otherwise. `simulated` marks imposed acceptance. The first `num_accepted` of token_ids
+    were accepted drafts. With `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
     """
 
     request_id: str
@@ -216,7 +221,7 @@ class StepOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
-    error_code: ErrorCode = "not_finite"
+    error_code: ErrorCode | None = None
     simulated: bool = False
     num_accepted: int = 0
     reasoning: str = ""
@@ -234,6 +239,7 @@ def _as_json(name: str, value: object) -> object:
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    value = plain(value)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return tuple(value)
+        return tuple(map(plain, value))
     raise RequestError(f"{name} must be a sequence, got {type(value).__name__}")

@@ -51,6 +51,11 @@ class _Model:
         None, "A Hugging Face directory, or ORG/NAME of a repository; the bundled model by default.", metavar="MODEL"
     )
     name: str | None = declare(None, "What clients are told the model is called.")
+    sampling_defaults: Literal["model", "lowlat"] = declare(
+        "model",
+        "What holds where a request leaves sampling open: the advice of the model's authors "
+        "(generation_config.json), or lowlat's own defaults.",
+    )
 
 
 _RECORDS = {

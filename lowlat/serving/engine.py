@@ -4,6 +4,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from lowlat.errors import CapacityError
 from lowlat.host.runtime import Runtime
 from lowlat.ipc.engine import EngineInfo
@@ -15,18 +17,21 @@ __all__ = ["RuntimeEngine", "sampling_params"]
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """A request's sampling as the runtime's record; the fields have the same names. Raises RequestError."""
-    return SamplingParams(**{name: getattr(sampling, name) for name in Sampling.__struct_fields__})
+    """A request's sampling as the runtime's record, which has the same names and lowlat's own defaults where nothing is
+    given. Raises RequestError."""
+    given = {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
+    return SamplingParams(**{name: value for name, value in given.items() if value is not UNSET})
 
 
 class RuntimeEngine:
     """Drives a Runtime for `lowlat.ipc.engine.Engine`, and closes it in the end.
 
-    name   what clients are told the model is called; None: its directory's name, or its repository's
+    name      what clients are told the model is called; None: its directory's name, or its repository's
+    defaults  fields of a request's sampling where it leaves them out; None: lowlat's own
     The first call from another thread than the last hands the runtime to that thread.
     """
 
-    def __init__(self, runtime: Runtime, name: str | None = None) -> None:
+    def __init__(self, runtime: Runtime, name: str | None = None, defaults: Mapping[str, float] | None = None) -> None:
         self._runtime = runtime
         self._owner = threading.get_ident()
         codec = runtime.codec
@@ -41,6 +46,7 @@ class RuntimeEngine:
             has_chat_template=codec is not None and codec.has_chat_template,
             num_speculative_tokens=runtime.num_speculative_tokens,
             on_device=runtime.device_choice.device.type == "cuda",
+            sampling_defaults={} if defaults is None else dict(defaults),
         )
 
     def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:

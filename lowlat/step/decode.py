@@ -171,13 +171,13 @@ class StepBuilder:
             "accepted_lens": self._ints("accepted_lens", batch),
             "best_path": self._ints("best_path", batch),
         }
-        mean = self.geometry.simulated_accept_length
-        if mean is None:
+        probability = self.geometry.simulated_acceptance
+        if probability is None:
             emit("accept", stage, reads=reads, writes=writes)
         else:
             reads["lengths"] = "lengths"
             seed = self.geometry.simulated_seed
-            emit("accept_simulated", stage, reads=reads, writes=writes, mean_length=mean, seed=seed)
+            emit("accept_simulated", stage, reads=reads, writes=writes, probability=probability, seed=seed)
 
     def _commit(self) -> None:
         stage, batch = Stage.EAGLE_TAIL_COMMIT, self.batch

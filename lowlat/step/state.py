@@ -65,7 +65,7 @@ class StepGeometry:
     num_blocks: int
     prefill_chunk: int
     max_prefill_chunks: int = 1
-    simulated_accept_length: float | None = None
+    simulated_acceptance: float | None = None
     simulated_seed: int = 0
     max_width: int | None = None
     draft_ends: tuple[int, ...] = ()

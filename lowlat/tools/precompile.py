@@ -63,8 +63,7 @@ def kernels_of(
     Raises ConfigError for options that a runtime refuses, and for a model that the kernels do not cover.
     """
     config = read_model_config(target, dtype=options.dtype)
-    if options.max_context > config.max_position:
-        raise ConfigError(f"max_context {options.max_context} exceeds the model's {config.max_position} positions")
+    config.check_context(options.max_context, target / "config.json")
     topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}
     speculator = None
     if speculative is not None and speculative.enabled:

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 from gateway import KEY, RecordingCodec, RunningGateway, ScriptedEngine, running_gateway
+from msgspec import UNSET
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
@@ -175,7 +176,7 @@ def test_a_top_p_of_zero_takes_the_likeliest_token(tmp_path: Path) -> None:
     engine = ScriptedEngine()
     with running_gateway(tmp_path, engine) as gateway:
         assert gateway.ask("/v1/completions", BODIES["completions"] | {"top_p": 0})[0] == 200
-    assert (engine.asked[0].top_p, engine.asked[0].top_k) == (1.0, 1)
+    assert (engine.asked[0].top_p, engine.asked[0].top_k) == (UNSET, 1)
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ class CoreMachine(RuleBasedStateMachine):
             count -= 1
             message, body = decode_client(self.core.outgoing.popleft())
             if isinstance(message, Submit):
-                ids = expected_tokens(unpack_tokens(body), message.sampling.max_tokens)
+                ids = expected_tokens(unpack_tokens(body), message.sampling.token_limit)
                 found = self.running[message.number] = Running(b"", message, ids, message.credit)
             else:
                 assert isinstance(message, Cancel | Credit)

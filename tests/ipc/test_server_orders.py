@@ -131,7 +131,7 @@ class Orders(RuleBasedStateMachine):
             stream, submit, body = self.text.jobs.pop(0).take()
             assert (submit is None) == stream.over
             if submit is not None:
-                prepared = prepare(stream, submit, body, self.engine, None, logging.getLogger("test"))
+                prepared = prepare(stream, submit, body, self.engine, None, logging.getLogger("test"), 4096)
                 assert prepared is not None
                 self.taken.append(prepared)
 

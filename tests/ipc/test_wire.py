@@ -35,7 +35,7 @@ from lowlat.ipc.wire import (
     pack_tokens,
     unpack_tokens,
 )
-from lowlat.options.request import SamplingParams
+from lowlat.options.request import ADVISED_OPTIONS, SamplingParams
 
 GOLDEN = Path(__file__).parent / "golden" / "v1.json"
 NAMES = {header.__name__: kind for kind, header in HEADERS.items()}
@@ -74,9 +74,13 @@ def keeps(seen: Any, value: Any) -> bool:
 
 
 def fields_of(message: msgspec.Struct) -> dict[str, Any]:
-    """A struct's fields by name, also where it travels as an array."""
+    """A struct's fields by name, also where it travels as an array; one left to the server has lowlat's own default."""
     return {
-        name: fields_of(value) if isinstance(value, msgspec.Struct) else value
+        name: fields_of(value)
+        if isinstance(value, msgspec.Struct)
+        else getattr(SamplingParams, name, None)
+        if value is msgspec.UNSET
+        else value
         for name, value in msgspec.structs.asdict(message).items()
     }
 
@@ -109,7 +113,18 @@ def test_sampling_is_the_runtimes_own() -> None:
     theirs = SamplingParams()
     assert set(ours) == set(SamplingParams.__dataclass_fields__)
     for name, field in ours.items():
-        assert field.default == getattr(theirs, name), name
+        left_to_server = name in (*ADVISED_OPTIONS, "max_tokens")
+        assert field.default == (msgspec.UNSET if left_to_server else getattr(theirs, name)), name
+
+
+def test_a_default_that_is_given_is_told_from_one_that_is_not() -> None:
+    """A client's greedy temperature is not the absence of one: a model's advice holds for that alone."""
+    whole: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "max_tokens": 256}
+    for options in (dict[str, Any](), whole):
+        submit, _ = decode_client([encode(Submit(number=1, credit=1, sampling=Sampling(**options), text="a"))])
+        assert isinstance(submit, Submit)
+        for name in ADVISED_OPTIONS:
+            assert getattr(submit.sampling, name) == options.get(name, msgspec.UNSET), name
 
 
 @pytest.mark.parametrize(

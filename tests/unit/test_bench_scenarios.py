@@ -21,7 +21,7 @@ from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.tools.bench.compare import compare_results
-from lowlat.tools.bench.gates import GateRun, GateState, green_in_a_row, judge
+from lowlat.tools.bench.gates import GateRun, GateState, Verdict, check_gates, judge, standing
 from lowlat.tools.bench.geometry import RandomWeights, random_target, read_geometries
 from lowlat.tools.bench.measure import CaseRun, room_of
 from lowlat.tools.bench.prompts import Prompts
@@ -44,9 +44,46 @@ def test_the_shipped_plan_has_the_suites_and_gates_by_name() -> None:
     assert [name for name, each in plan.scenarios.items() if each.gated] == ["large-context"]
     cases = plan.scenario("large-context").cases()
     assert len(set(cases)) == len(cases) == 72 and cases[0] == Case(65536, 8, 0)
-    assert [(g.context, g.batch, g.steps, g.min_speed_up, g.min_accept_length) for g in plan.gates] == [
+    assert [(g.context, g.batch, g.steps, g.min_speed_up, g.min_accept_length) for g in plan.gates_of("micro")] == [
         (16384, 4, 128, 1.0, 2.2), (32768, 1, 512, 2.0, 3.0),
     ]  # fmt: skip
+    assert [(g.context, g.batch, g.needed, g.min_speed_up) for g in plan.gates_of("full")] == [
+        (16384, 4, 1, 1.0), (32768, 1, 1, 2.0),
+    ]  # fmt: skip
+    for gate in plan.gates_of("full"):  # the whole of a scenario's rows
+        assert set(gate.scenario().num_speculative_tokens) == set(single.num_speculative_tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "asked"),
+    [
+        ("large-context", {}, "own shipped"),
+        ("single", {}, "shipped"),
+        ("single", {"contexts": (8192,)}, ""),
+        ("batch", {"contexts": (8192, 16384)}, "shipped"),
+        ("baseline", {}, ""),  # no drafts
+        ("stress", {}, ""),
+        ("mine", {}, "shipped"),
+        ("mine", {"contexts": (64,)}, ""),
+        ("mine", {"contexts": (64,), "gated": True}, "own"),
+        ("mine", {"gated": True}, "own shipped"),
+        ("large-context", {"contexts": (64,)}, "own"),
+    ],
+)
+def test_a_scenario_asks_for_gates_by_what_it_measures(
+    name: str, changes: dict[str, Any], asked: str, tmp_path: Path
+) -> None:
+    """Whatever its name, and whatever gates a file of one's own has."""
+    own = tmp_path / "own.toml"
+    own.write_text(
+        "[scenarios.mine]\ncontexts = [65536]\nbatches = [1]\nnum_speculative_tokens = [3]\n"
+        '[[gates]]\nname = "toy"\ncontext = 64\nbatch = 1\nnum_speculative_tokens = 1\nsteps = 1\n'
+        "min_speed_up = 0.001\nmin_accept_length = 0.001\n"
+    )
+    plan = read_plan(own)
+    names = {"own": [gate.name for gate in plan.gates], "shipped": [gate.name for gate in read_plan().gates]}
+    scenario = msgspec.structs.replace(plan.scenario(name), **changes)
+    assert [gate.name for gate in plan.gates_for(scenario)] == [each for kind in asked.split() for each in names[kind]]
 
 
 @pytest.mark.parametrize(
@@ -221,18 +258,41 @@ def test_a_gate_is_judged_by_speed_acceptance_and_bound(
 ) -> None:
     rows = row(PLAIN, [4.1]), row(DRAFTED, [ms], accept=accept, bytes_per_step=drafted_bytes)
     verdict = judge(GATE, result(*rows), mixture=mixture)
-    assert verdict.green is green and (verdict.bound is not None) is mixture
+    assert verdict.green is green and (verdict.bound is not None) is mixture and verdict.accept_tested
     assert not judge(GATE, result(rows[0]), mixture=mixture).green
 
 
-def test_greens_count_in_a_row_and_under_the_same_conditions_alone() -> None:
-    state = GateState()
+def test_an_accept_length_that_was_imposed_is_not_tested() -> None:
+    drafted = row(DRAFTED, [4.0], accept=2.3, simulated_accept_length=2.3)  # 2.4 is asked for
+    verdict = judge(GATE, result(row(PLAIN, [4.1]), drafted), mixture=False)
+    assert verdict.green and not verdict.accept_tested
 
-    def add(green: bool, **others: str) -> int:
-        state.runs.append(GateRun(green=green, environment=environment(**others), gates=()))
-        return green_in_a_row(state, environment())
+
+def test_greens_count_in_a_row_for_the_same_gate_and_conditions_alone() -> None:
+    state = GateState()
+    toy = msgspec.structs.replace(GATE, min_speed_up=0.1)
+
+    def add(green: bool, gate: Gate = GATE, **others: str) -> int:
+        verdict = Verdict(name=gate.name, green=green, gate=gate, required_speed_up=1.0, required_accept_length=1.0)
+        state.runs.append(GateRun(green=green, environment=environment(**others), gates=(verdict,)))
+        return standing(state, environment(), GATE).in_a_row
 
     assert [add(True), add(True), add(False, commit="other"), add(True), add(False), add(True)] == [1, 2, 2, 3, 0, 1]
+    assert [add(True, toy), add(False, toy), add(True), add(True), add(True)] == [1, 1, 2, 3, 3]
+    unnamed = Verdict(name="g", green=True, required_speed_up=1.0, required_accept_length=1.0)
+    old = GateState(runs=[GateRun(green=True, environment=environment(), gates=(unnamed,))] * 5)
+    assert standing(old, environment(), GATE).in_a_row == 0
+
+
+def test_what_was_forced_marks_all_that_follows() -> None:
+    verdict = Verdict(name="g", green=True, gate=GATE, required_speed_up=1.0, required_accept_length=1.0)
+    runs = [GateRun(green=True, environment=environment(), gates=(verdict,), forced=number == 0) for number in range(4)]
+    with pytest.raises(ConfigError, match=r"mine needs green gates .* g was green 0 of 3 times in a row"):
+        check_gates("mine", [GATE], GateState(), environment())
+    assert check_gates("mine", [GATE], GateState(), environment(), force=True)
+    assert check_gates("mine", [GATE], GateState(runs=runs[:3]), environment())
+    assert not check_gates("mine", [GATE], GateState(runs=runs), environment())  # the last three were not
+    assert not check_gates("mine", [], GateState(), environment())
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from lowlat.errors import ConfigError
 from lowlat.host.loading import make_topologies
 from lowlat.kernels.reference.trees.grow import first_entry
 from lowlat.options import config as module
+from lowlat.options.acceptance import expected_accept_length
 from lowlat.options.config import METHOD_OPTIONS, RuntimeConfig, SpeculativeConfig, TraceConfig, options_from
 from lowlat.speculators.methods import METHODS
 from lowlat.speculators.tree.dynamic import DynamicTree
@@ -50,6 +51,8 @@ NO_INT: list[Any] = [True, False, 1.0, "1", [1], math.nan]
 def speculative(**options: Any) -> SpeculativeConfig:
     if any(name.startswith("specpv_") for name in options):
         options["enable_specpv"] = True
+    if {"max_path_len", "max_decoding_tokens"} & set(options):
+        options.setdefault("num_speculative_tokens", 0)  # which any limit holds
     return SpeculativeConfig(**{"model": "head", **options})
 
 
@@ -60,7 +63,16 @@ def runtime(**options: Any) -> RuntimeConfig:
 
 
 def test_every_option_is_covered_here() -> None:
-    others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
+    others = {
+        "model",
+        "method",
+        "capture_layers",
+        "tree",
+        "enabled",
+        "strict",
+        "simulated_acceptance",
+        "simulated_accept_length",
+    }
     others |= {"dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens"}
     others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", "draft_quantize", *METHOD_OPTIONS["suffix"]}
     others |= {"adaptive_width", "adaptive_confidence", "enable_specpv", "specpv_lossless"}
@@ -232,6 +244,64 @@ def test_simulated_accept_length() -> None:
     assert speculative(num_speculative_tokens=0, simulated_accept_length=1.0).num_speculative_tokens == 0
     with pytest.raises(ConfigError, match=r"= 1, got 2"):
         speculative(num_speculative_tokens=0, simulated_accept_length=2)
+
+
+@pytest.mark.parametrize("name", ["max_path_len", "max_decoding_tokens"])
+def test_a_chain_longer_than_a_limit_is_refused(name: str) -> None:
+    for depth in range(8):
+        assert speculative(num_speculative_tokens=depth, **{name: depth + 1}).num_speculative_tokens == depth
+        if depth:
+            with pytest.raises(ConfigError, match=rf"{name} {depth} is below the {depth + 1} nodes.* {name}"):
+                speculative(num_speculative_tokens=depth, **{name: depth})
+    with pytest.raises(ConfigError, match=f"{name} 7 is below the 8 nodes"):
+        speculative(num_speculative_tokens="auto", **{name: 7})
+    assert speculative(tree=[[0], [1]], num_speculative_tokens=1, max_path_len=2, max_decoding_tokens=3).tree
+
+
+@pytest.mark.parametrize("name", ["max_path_len", "max_non_leaves_per_layer"])
+def test_limits_that_exclude_each_other_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} 5 is above max_decoding_tokens 4"):
+        speculative(tree=[[0]], **{name: 5}, max_decoding_tokens=4)
+
+
+class Loaded:
+    """A runtime with these sizes."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.speculation_limits = limits
+
+
+def test_a_configuration_says_how_it_lies_beside_an_engine() -> None:
+    sizes = {"num_speculative_tokens": 7, "max_path_len": 8, "max_decoding_tokens": 8, "max_non_leaves_per_layer": 1}
+    engine = Loaded(method="eagle3", capture_layers=(2, 8, 13), **sizes)
+
+    def verdicts(**options: Any) -> dict[str, str]:
+        found = speculative(**options).check(engine)
+        assert all(check.fits for check in found) or any("load anew" in check.verdict for check in found)
+        return {check.name: check.verdict for check in found}
+
+    plain = verdicts()
+    assert plain["method"] == "the same" and plain["capture_layers"] == "left open"
+    assert plain["num_speculative_tokens"] == plain["max_decoding_tokens"] == "within the engine's"
+    assert verdicts(max_path_len=8)["max_path_len"] == "the same"
+    assert verdicts(tree=[[0]], max_decoding_tokens=9)["max_decoding_tokens"] == "above the engine's; load anew"
+    assert verdicts(capture_layers=(2, 8, 14))["capture_layers"] == "another; load anew"
+    assert verdicts(method="peagle")["method"] == "another; load anew"
+    assert not any(check.fits for check in speculative().check(Loaded()) if check.asked is not None)
+
+
+def test_imposed_acceptance_is_one_probability_for_all_positions() -> None:
+    assert speculative().imposed_acceptance is None
+    assert speculative(simulated_acceptance=0.607).imposed_acceptance == 0.607
+    for depth in range(8):
+        for length in (1.0, 1 + depth / 2, depth + 1.0):
+            imposed = speculative(num_speculative_tokens=depth, simulated_accept_length=length).imposed_acceptance
+            assert imposed is not None and 0 <= imposed <= 1
+            assert expected_accept_length(imposed, depth) == pytest.approx(length)
+    with pytest.raises(ConfigError, match="give one of them"):
+        speculative(simulated_acceptance=0.5, simulated_accept_length=2)
+    with pytest.raises(ConfigError, match=r"simulated_acceptance must be .* 0 to 1"):
+        speculative(simulated_acceptance=1.5)
 
 
 @pytest.mark.parametrize(("name", "choices"), [

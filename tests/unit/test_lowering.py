@@ -355,7 +355,7 @@ def test_every_card_gets_kernels_that_fit_it(name: str, card: Card, lowered: Low
 
 @pytest.mark.parametrize(
     "speculation",
-    [{"simulated_accept_length": 2.5, "simulated_seed": 3}, {"draft_window": 64}, SPECPV],
+    [{"simulated_acceptance": 0.75, "simulated_seed": 3}, {"draft_window": 64}, SPECPV],
     ids=["simulated", "window", "specpv"],
 )
 def test_options_of_speculation_are_lowered_too(speculation: dict[str, Any], lowered: LoweredPairs) -> None:

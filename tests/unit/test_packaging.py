@@ -175,6 +175,18 @@ print(json.dumps({"heavy": heavy, "seconds": seconds, "names": lowlat.ipc.__all_
     assert min(seen["seconds"] for seen in runs) < 0.2
 
 
+def test_an_editable_install_is_a_path_to_lowlat_alone(clone: Path, tmp_path: Path) -> None:
+    """Type checkers and editors follow a path and no import hook; kernels/ and tests/ must not come along."""
+    code = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    run(sys.executable, "-c", code, cwd=clone)
+    (wheel,) = tmp_path.glob("*.whl")
+    inside = zipfile.ZipFile(wheel)
+    (path,) = (inside.read(name).decode().strip() for name in inside.namelist() if ".dist-info/" not in name)
+    beside = {each.name for each in Path(path).iterdir()} - {"lowlat.egg-info"}  # which a build leaves
+    assert path == str(clone / "src") and beside == {"lowlat"}
+    assert (clone / "src" / "lowlat").is_symlink() and os.readlink(clone / "src" / "lowlat") == "../lowlat"
+
+
 def test_links_stand_at_the_four_folders(repository: Path) -> None:
     for folder in FOLDERS:
         link = repository / "lowlat" / folder

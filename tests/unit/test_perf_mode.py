@@ -1,5 +1,6 @@
 """Strict mode and performance counters: what is refused, where; what is counted of lowered programs and of steps."""
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,6 +152,21 @@ def test_steps_without_drafts_are_counted_by_reason(pair: PairPaths) -> None:
         since = runtime.perf().since(before)
         assert since.undrafted_steps == {"last_token": 2, "no_drafts": 7}
         assert since.plus(since).undrafted_steps == {"last_token": 4, "no_drafts": 14}
+        summary = runtime.summary()
+        assert summary["disabled_slots"] == {"max_draft_tokens": 8, "last_token": 2, "no_drafts": 7}
+        assert summary["active_slots"] == {"steps": 17, "min": 1, "mean": 1.0, "max": 1}
+
+
+def test_active_slots_are_in_the_summary_and_once_in_the_log(pair: PairPaths, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lowlat.host"), Runtime.load(pair.target, **OPTIONS) as runtime:
+        for max_tokens in (3, 9):
+            runtime.submit([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        while runtime.busy:
+            runtime.step()
+        assert runtime.summary()["active_slots"] == {"steps": 9, "min": 1, "mean": 1.1111, "max": 2}
+        assert "disabled_slots" not in runtime.summary()  # nothing to be disabled
+    (line,) = (record.getMessage() for record in caplog.records if "active_slots" in record.getMessage())
+    assert "'mean': 1.1111" in line
 
 
 GOOD = SlotPublication(

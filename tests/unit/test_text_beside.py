@@ -1,9 +1,11 @@
 """Drafts from text beside a draft model: what is learnt and chosen, by reference and walked kernel; in a runtime."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from drafting_models import DraftingModels
 from fake_device import load_fake
 from kernel_cases import Arrays, Bench
 from kernel_walk import Walker, walkable
@@ -23,6 +25,7 @@ from lowlat.kernels.reference.sampling.choose_drafts import (
 )
 from lowlat.kernels.reference.sampling.suffix_draft import SHARE
 from lowlat.kernels.sampling.choose_drafts import choose_drafts as kernel
+from lowlat.speculators.base import Speculator
 from lowlat.speculators.suffix.beside import TextBeside
 
 SIZES: dict[str, Any] = {"max_batch": 3, "max_context": 128, "block_size": 4, "prefill_chunk": 8, "device": "cpu"}
@@ -110,6 +113,29 @@ def test_a_text_that_is_copied_is_drafted_from_the_text(pair: PairPaths) -> None
                 assert report["text_drafts"]["suffix_cache_max_depth"] == 24
     assert found[None][0] == found["suffix"][0]
     assert found["suffix"][1] > found[None][1]
+
+
+def test_ranks_share_the_draft_model_beside_it(tmp_path: Path) -> None:
+    """Each has its part, and the tokens are those of one."""
+    models, sampling = DraftingModels(tmp_path), SamplingParams(max_tokens=16)
+    draft = models.draft_model("float32", "eagle3")
+    config = SpeculativeConfig(draft, num_speculative_tokens=4, text_drafts="suffix", strict=True)
+    found = []
+    for size in (1, 2):
+        options = {**SIZES, "tp_invariant": True, "tensor_parallel_size": size}
+        with Runtime.load(models.target("float32"), config, **options) as runtime:
+            found.append(run_one(runtime, [5, 6, 7, 8] * 5, sampling))
+            caches = [each for name, each in runtime.executor.state.items() if name.startswith("head.k_cache")]
+            assert caches and {cache.shape[1] for cache in caches} == {8 // size}
+            assert runtime.summary()["eagle_speculation"]["by_source"].keys() == {"eagle3", "suffix"}
+    assert found[0] == found[1]
+
+
+def test_it_stands_for_its_model_in_all_that_a_speculator_is() -> None:
+    """The rest, which it takes over, is of drafting that opens a step: it does not do so."""
+    opening = {"drafts_by_level", "waiting_boundaries", "emit_levels", "feedback_size", "fed_back"}
+    public = {name for name in vars(Speculator) if name[0] != "_"}
+    assert public - set(vars(TextBeside)) == opening
 
 
 def test_options_that_do_not_go_together_are_refused(pair: PairPaths) -> None:

@@ -2,10 +2,11 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from lowlat.errors import RequestError
 from lowlat.ipc.engine import Codec, Engine
@@ -15,7 +16,7 @@ from lowlat.ipc.server.generations.streams import Stream
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.threads.events import Post, Prepare, Prepared
 from lowlat.ipc.server.threads.wake import Inbox
-from lowlat.ipc.wire import Submit, unpack_tokens
+from lowlat.ipc.wire import Sampling, Submit, unpack_tokens
 
 __all__ = ["MAX_INLINE_BYTES", "TextThreads", "prepare"]
 
@@ -31,10 +32,12 @@ def prepare(
     engine: Engine,
     codec: Codec | None,
     log: logging.Logger,
+    default_max_tokens: int,
     patience_s: float | None = None,
 ) -> Prepared | None:
     """Token ids of a request, or the reason why it cannot be served; never an exception.
 
+    default_max_tokens  of a request that is to fit the context and names no limit
     patience_s  for compiling its grammar, as in `Engine.compile`; returns None for one that takes longer
     """
     try:
@@ -42,10 +45,8 @@ def prepare(
         if submit.result != "completion":
             return Prepared(stream, converted=convert(submit, body, codec, max_context))
         prompt = _encode(submit, body, codec, max_context)
-        if submit.fit_context:
-            room = max(1, max_context - len(prompt))
-            if room < submit.sampling.max_tokens:
-                stream.sampling = msgspec.structs.replace(submit.sampling, max_tokens=room)
+        room = max(1, max_context - len(prompt)) if submit.fit_context else None
+        stream.sampling = _settled(submit.sampling, engine.info.sampling_defaults, room, default_max_tokens)
         engine.validate(prompt, stream.sampling)
         if stream.sampling.has_grammar:
             stream.grammar = engine.compile(stream.sampling, patience_s)
@@ -59,17 +60,30 @@ def prepare(
     return Prepared(stream, prompt)
 
 
+def _settled(sampling: Sampling, defaults: Mapping[str, float], room: int | None, default_max_tokens: int) -> Sampling:
+    """The sampling with the server's defaults where the client was silent, field by field, and its limit of tokens.
+
+    room  tokens that the context has room for, where the request is to fit it
+    """
+    settled: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(sampling, name) is UNSET}
+    most = sampling.token_limit
+    if room is not None and sampling.max_tokens is UNSET:
+        most = max(default_max_tokens, sampling.min_tokens)
+    settled["max_tokens"] = most if room is None else min(most, room)
+    return msgspec.structs.replace(sampling, **settled)
+
+
 def _encode(submit: Submit, body: bytes, codec: Codec | None, max_context: int) -> Sequence[int]:
+    max_tokens = submit.sampling.token_limit
     if submit.text is None and submit.messages is None:
         if len(body) // 4 >= max_context:  # before it becomes numbers, which takes the GIL for long
             raise RequestError(
-                f"prompt of {len(body) // 4} tokens and max_tokens {submit.sampling.max_tokens} exceed "
-                f"{max_context} (max_context)"
+                f"prompt of {len(body) // 4} tokens and max_tokens {max_tokens} exceed {max_context} (max_context)"
             )
         return unpack_tokens(body)
     if codec is None:
         raise RequestError("this server's model has no tokenizer; send token ids")
-    return encode_prompt(submit, codec, max_context, 1 if submit.fit_context else submit.sampling.max_tokens)
+    return encode_prompt(submit, codec, max_context, 1 if submit.fit_context else max_tokens)
 
 
 class _Stop(Struct, frozen=True):
@@ -89,6 +103,7 @@ class _TextThread(threading.Thread):
         codec: Codec | None,
         offer: Post,
         log: logging.Logger,
+        default_max_tokens: int,
         slower: "_TextThread | None" = None,
     ) -> None:
         super().__init__(name=name, daemon=True)
@@ -97,6 +112,7 @@ class _TextThread(threading.Thread):
         self._codec = codec
         self._offer = offer
         self._log = log
+        self._default_max_tokens = default_max_tokens
         self._queue: FairQueue[Prepare] = FairQueue()
         self.jobs: Inbox[Prepare | _Stop] = Inbox()
 
@@ -114,7 +130,9 @@ class _TextThread(threading.Thread):
             if submit is None:
                 continue
             patience_s = None if self._slower is None else GRAMMAR_PATIENCE_S
-            prepared = prepare(stream, submit, body, self._engine, self._codec, self._log, patience_s)
+            prepared = prepare(
+                stream, submit, body, self._engine, self._codec, self._log, self._default_max_tokens, patience_s
+            )
             if prepared is not None:
                 self._offer(prepared)
             elif self._slower is not None and job.put_back(submit, body):
@@ -128,11 +146,16 @@ class TextThreads:
     another, and those of them that are long or compile for long a third. The I/O thread bounds what is queued here.
     """
 
-    def __init__(self, engine: Engine, codec: Codec | None, offer: Post, log: logging.Logger) -> None:
-        self._short = _TextThread("lowlat-text", engine, codec, offer, log)
-        self._long = _TextThread("lowlat-long-text", engine, codec, offer, log)
-        self._slow_grammars = _TextThread("lowlat-slow-grammars", engine, codec, offer, log)
-        self._grammars = _TextThread("lowlat-grammars", engine, codec, offer, log, self._slow_grammars)
+    def __init__(
+        self, engine: Engine, codec: Codec | None, offer: Post, log: logging.Logger, default_max_tokens: int
+    ) -> None:
+        def thread(name: str, slower: _TextThread | None = None) -> _TextThread:
+            return _TextThread(name, engine, codec, offer, log, default_max_tokens, slower)
+
+        self._short = thread("lowlat-text")
+        self._long = thread("lowlat-long-text")
+        self._slow_grammars = thread("lowlat-slow-grammars")
+        self._grammars = thread("lowlat-grammars", self._slow_grammars)
         self.threads = (self._short, self._long, self._grammars, self._slow_grammars)
 
     def put(self, job: Prepare) -> None:

@@ -274,7 +274,9 @@ class Requests:
             stream.deadline = self._timers.after(submit.deadline_ms / 1000, self._late, stream)
         prepared = None
         if 0 < len(body) <= MAX_INLINE_BYTES and not submit.sampling.has_grammar:
-            prepared = prepare(stream, submit, body, self._engine, self._codec, self._log)
+            prepared = prepare(
+                stream, submit, body, self._engine, self._codec, self._log, self._limits.default_max_tokens
+            )
         if prepared is not None:
             self.prepared(prepared)
         else:
@@ -337,7 +339,7 @@ class Requests:
     def _end_decoded(self, stream: Stream, final: EngineOutput) -> None:
         reason = final.finish_reason
         if reason == "error":
-            self._end(stream, "error", code=final.error_code, message=final.error)
+            self._end(stream, "error", code=final.error_code or "internal", message=final.error)
         elif reason == "stop":
             self._end(stream, "stop", stop_reason=final.stop_reason)
         elif reason == "length":

@@ -80,29 +80,35 @@ def accept_simulated(
     accepted_nodes: torch.Tensor,
     accepted_lens: torch.Tensor,
     best_path: torch.Tensor,
-    mean_length: float,
+    probability: float,
     seed: int,
 ) -> None:
-    """Accept a fixed mean number of drafts whatever they are, for benchmarks.
+    """Accept each draft with a probability, whatever it is, where those before it were accepted; for benchmarks.
 
-    The count is the floor of mean_length - 1, plus one with the remaining probability, by a coin keyed by
-    (seed, position); a slot with fewer drafts accepts them all. The text means nothing.
+    The coin of a draft is keyed by (seed + slot, its absolute position) alone: a longer or a shorter run of drafts
+    accepts the same ones. The text means nothing.
     """
     accepted_tokens.fill_(-1)
     accepted_nodes.fill_(-1)
     best_path.fill_(-1)
     accepted_lens.zero_()
-    whole = int(mean_length - 1)
+    chance = float(torch.tensor(probability, dtype=torch.float32))  # as coins are
     for index, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        coin = float(uniforms(seed + slot, int(lengths[slot]), 1, torch.device("cpu"), stream=SIMULATION_STREAM))
-        count = whole + (coin < mean_length - 1 - whole)
         longest = max(range(paths.shape[1]), key=lambda p: int((paths[index, p] >= 0).sum()))
-        nodes = [node for node in paths[index, longest].tolist() if node >= 0][: count + 1]
+        path = [node for node in paths[index, longest].tolist() if node >= 0]
+        count = 1
+        while count < len(path) and _coin(seed + slot, int(lengths[slot]) + count - 1) < chance:
+            count += 1
+        nodes = path[:count]
         tokens = [int(draft_tokens[index, node]) for node in nodes[1:]] + [int(target_tokens[index, nodes[-1]])]
         best_path[index] = longest
         _take(index, nodes, tokens, accepted_tokens, accepted_nodes, accepted_lens)
+
+
+def _coin(seed: int, position: int) -> float:
+    return float(uniforms(seed, position, 1, torch.device("cpu"), stream=SIMULATION_STREAM))
 
 
 def _take(

@@ -1,4 +1,10 @@
-"""AutoAWQ's and GPTQ's keys in quantization_config: four bits in groups of inputs, the LM head plain unless told."""
+"""AutoAWQ's, GPTQ's and AutoRound's keys in quantization_config: four bits in groups of inputs, a plain LM head.
+
+AutoRound stores tensors as one of the other two does, which `packing_format` says. It also exports files under their
+names, with its own keys beside theirs.
+"""
+
+import re
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats.linear import AwqLinear, GptqLinear
@@ -9,24 +15,52 @@ from lowlat.kernels.formats.int4 import GROUPS
 __all__ = ["parse_awq", "parse_gptq"]
 
 MAX_MODULES = 1 << 16
-AWQ_NO_EFFECT = ("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
-# how a file was made, who made it, and which kernels others would run
-GPTQ_NO_EFFECT = tuple(
+# how AutoRound searched for the numbers, and what it did to activations, which stay bfloat16 here
+ROUND_NO_EFFECT = tuple(
     """
-    act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent
-    dataset disable_exllama exllama_config max_input_length meta model_file_base_name model_name_or_path
-    model_seqlen module_name_preceding_first_block mse pad_token_id quantizer static_groups tokenizer true_sequential
+    act_bits act_data_type act_dynamic act_group_size act_sym amp autoround_version batch_size block_name_to_quantize
+    dataset disable_opt_rtn enable_adam enable_alg_ext enable_deterministic_algorithms enable_minmax_tuning
+    enable_norm_bias_tuning enable_quanted_input enable_torch_compile gradient_accumulate_steps iters low_cpu_mem_usage
+    low_gpu_mem_usage lr minmax_lr model_free nblocks nsamples not_use_best_mse provider scale_dtype seed seqlen
+    supported_types to_quant_block_names
+    """.split()  # noqa: SIM905  a line a key would be a page
+)
+ROUND_PACKINGS = {
+    "auto_gptq": "gptq",
+    "gptq": "gptq",
+    "auto_awq": "awq",
+    "awq": "awq",
+}
+PLAIN_BITS = 16  # of a layer that is not quantised
+AWQ_NO_EFFECT = (
+    *(*ROUND_NO_EFFECT, "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"),
+    *("desc_act", "meta", "pack_impl"),
+)
+# how a file was made, who made it, and which kernels others would run
+GPTQ_NO_EFFECT = ROUND_NO_EFFECT + tuple(
+    """
+    act_group_aware backend cache_block_outputs damp_auto_increment damp_percent disable_exllama exllama_config
+    max_input_length meta model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block mse
+    offload_to_disk offload_to_disk_path pack_impl pad_token_id quantizer static_groups tokenizer true_sequential
     use_cuda_fp16 use_exllama
     """.split()  # noqa: SIM905  a line a key would be a page
 )
 
 
 def parse_awq(fields: Fields) -> Quantisation:
-    """The layers of a file of AutoAWQ's. Raises ConfigError for other versions than `gemm`."""
+    """The layers of a file of AutoAWQ's. Raises ConfigError for other versions than `gemm`.
+
+    Zero points are read where the config says that there are none, too: `gemm` stores them always.
+    """
     _check_bits(fields, ("bits", "w_bit"))
     group = _group(fields, ("group_size", "q_group_size"))
-    if not fields.boolean("zero_point", True):
-        raise fields.error("zero_point", "true")
+    _check_numbers(fields)
+    for key in ("zero_point", "sym"):
+        fields.optional_boolean(key)
+    for key in ("format", "checkpoint_format"):  # as GPTQModel writes the version
+        fields.refuse_unless(key, ("gemm",), "AutoAWQ's layout for matrix products")
+    fields.refuse_unless("pack_dtype", ("int32",), "words of 32 bits")
+    fields.refuse_unless("lm_head", (False,), "a plain LM head")
     version = (fields.optional_string("version") or "gemm").lower()
     if version != "gemm":
         raise fields.error("version", "'gemm'")
@@ -38,15 +72,68 @@ def parse_awq(fields: Fields) -> Quantisation:
     return Quantisation(fields.label, (rule,), Names.parse(fields.label, ["lm_head", *names]))
 
 
+def parse_auto_round(fields: Fields) -> Quantisation:
+    """The layers of a file of AutoRound's, packed as GPTQ's or AutoAWQ's.
+
+    Raises ConfigError for other packings, and for quantised layers that differ from the rest.
+    """
+    packing = fields.optional_string("packing_format") or fields.optional_string("backend") or "auto_gptq"
+    named = [ROUND_PACKINGS[part] for part in packing.split(":") if part in ROUND_PACKINGS]
+    if not named:
+        raise fields.error("packing_format", "'auto_round:auto_gptq' or 'auto_round:auto_awq'")
+    _check_bits(fields, ("bits",))
+    group, symmetric = _group(fields, ("group_size",)), fields.boolean("sym", True)
+    _check_numbers(fields)
+    names = fields.optional_strings("modules_to_not_convert", max_count=MAX_MODULES) or ()
+    plain, head = _round_exceptions(fields, group, symmetric)
+    head = fields.boolean("quant_lm_head", head)
+    for key in (*ROUND_NO_EFFECT, "backend", "damp_percent", "desc_act", "static_groups", "true_sequential", "version"):
+        fields.raw(key)
+    fields.refuse_unknown(())
+    stored = AwqLinear(group) if named[0] == "awq" else GptqLinear(group, has_offset=True, symmetric=symmetric)
+    others = () if head else ("lm_head",)
+    return Quantisation(
+        fields.label, (Rule(Names(whole=True), stored),), Names.parse(fields.label, [*others, *names, *plain])
+    )
+
+
+def _round_exceptions(fields: Fields, group: int, symmetric: bool) -> tuple[list[str], bool]:
+    """The layers that `extra_config` leaves plain, and whether the LM head is quantised as the others are."""
+    extra = fields.optional_object("extra_config")
+    plain, head = [], False
+    for name in () if extra is None else extra.values:
+        layer = extra.optional_object(name) if extra is not None else None
+        if layer is None:
+            continue
+        bits = layer.integer("bits", 1, 32, default=4)
+        if bits >= PLAIN_BITS:
+            # the library searches for a name that is an expression anywhere in a module's
+            plain.append(f"re:.*{name.removeprefix('.*')}" if re.search(r"[*+?^$()\[\]{}|\\]", name) else name)
+            continue
+        _check_bits(layer, ("bits",))
+        layer.refuse_unless("group_size", (group,), "layers in groups of one size")
+        layer.refuse_unless("sym", (symmetric,), "layers with zero points of one kind")
+        _check_numbers(layer)
+        head = head or name == "lm_head"
+        for key in ROUND_NO_EFFECT:
+            layer.raw(key)
+        layer.refuse_unknown(())
+    return plain, head
+
+
+def _check_numbers(fields: Fields) -> None:
+    fields.refuse_unless("data_type", ("int",), "whole numbers")
+    fields.refuse_unless("super_bits", (), "scales that are stored as they are")
+
+
 def parse_gptq(fields: Fields) -> Quantisation:
     """The layers of a GPTQ file, version 1 or 2. Raises ConfigError for activation order, and for other bits."""
     _check_bits(fields, ("bits",))
     group = _group(fields, ("group_size",))
     if fields.boolean("desc_act", False):
         raise ConfigError(f"{fields.label}: desc_act (columns in the order of activations) is not implemented")
-    layout = fields.optional_string("checkpoint_format") or "gptq"
-    if layout not in ("gptq", "gptq_v2"):
-        raise fields.error("checkpoint_format", "'gptq' or 'gptq_v2'")
+    layout = _gptq_layout(fields)
+    _check_numbers(fields)
     fields.refuse_unless("pack_dtype", ("int32",), "words of 32 bits")
     fields.refuse_unless("modules_in_block_to_quantize", ((), []), "every linear layer of a block")
     for key in GPTQ_NO_EFFECT:
@@ -55,6 +142,18 @@ def parse_gptq(fields: Fields) -> Quantisation:
     fields.refuse_unknown(())
     rule = Rule(Names(whole=True), GptqLinear(group, layout == "gptq", symmetric))
     return Quantisation(fields.label, (rule,), Names(() if head else ("lm_head",)))
+
+
+def _gptq_layout(fields: Fields) -> str:
+    """The version of the layout, which `checkpoint_format` says, GPTQModel's `format`, or both."""
+    found = {key: fields.optional_string(key) for key in ("checkpoint_format", "format")}
+    for key, layout in found.items():
+        if layout not in (None, "gptq", "gptq_v2"):
+            raise fields.error(key, "'gptq' or 'gptq_v2'")
+    older, newer = found.values()
+    if older is not None and newer is not None and older != newer:
+        raise ConfigError(f"{fields.label}: checkpoint_format {older!r} and format {newer!r} differ")
+    return older or newer or "gptq"
 
 
 def _check_bits(fields: Fields, keys: tuple[str, ...]) -> None:

@@ -1,14 +1,14 @@
 """Spellings of quantisation in configs, by quant_method: keys that are read, refused by name, or of no effect.
 
 Only weights are quantised here: a config's keys for activations, which stay bfloat16, have no effect, nor those for
-the KV cache, which the option kv_cache_dtype decides. GPTQ's and AutoAWQ's own keys are in `group_methods`.
+the KV cache, which the option kv_cache_dtype decides. GPTQ's, AutoAWQ's and AutoRound's keys are in `group_methods`.
 """
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
-from lowlat.checkpoint.formats.group_methods import parse_awq, parse_gptq
+from lowlat.checkpoint.formats.group_methods import parse_auto_round, parse_awq, parse_gptq
 from lowlat.checkpoint.formats.linear import Fp8Linear, Nvfp4Linear, PackedLinear, StoredLinear
 from lowlat.checkpoint.formats.quantisation import Names, Quantisation, Rule
 from lowlat.checkpoint.json_file import read_object, shown
@@ -125,16 +125,21 @@ def _parse_fp8(fields: Fields) -> Quantisation:
     fields.refuse_unless("fmt", ("e4m3", "float8_e4m3fn"), "FP8 of four bits of exponent")
     fields.refuse_unless("activation_scheme", ("dynamic", "static"), "FP8 as transformers has it")
     fields.refuse_unless("scale_fmt", ("ue8m0", "float"), "scales that are stored as numbers")
-    if fields.optional_integers("weight_block_size", 1, 1 << 20, max_count=2) != (128, 128):
-        raise fields.error("weight_block_size", "[128, 128]")
+    shape = fields.optional_integers("weight_block_size", 1, 1 << 20, max_count=2)
+    if shape not in (None, (128, 128)):
+        raise fields.error("weight_block_size", "[128, 128], or absent where a tensor has one scale")
+    fields.raw("kv_cache_scheme")
     names = [
         name
         for key in ("modules_to_not_convert", "ignored_layers")
         for name in fields.optional_strings(key, max_count=MAX_MODULES) or ()
     ]
     fields.refuse_unknown(("dequantize",))
-    rule = Rule(Names(whole=True), Fp8Linear("block", "weight_scale_inv"))
-    return Quantisation(fields.label, (rule,), Names.parse(fields.label, ["lm_head", *names]))
+    # AutoFP8's files of 2024 have no blocks, and a scale for each tensor under another name
+    stored = Fp8Linear("tensor") if shape is None else Fp8Linear("block", "weight_scale_inv")
+    return Quantisation(
+        fields.label, (Rule(Names(whole=True), stored),), Names.parse(fields.label, ["lm_head", *names])
+    )
 
 
 def _parse_modelopt(fields: Fields) -> Quantisation | None:
@@ -189,6 +194,8 @@ METHODS: Mapping[str, Callable[[Fields], Quantisation | None]] = {
     "fp8": _parse_fp8,
     "awq": parse_awq,
     "gptq": parse_gptq,
+    "auto-round": parse_auto_round,
+    "intel/auto-round": parse_auto_round,
     "modelopt": _parse_modelopt,
     "modelopt_fp4": _parse_modelopt,
 }

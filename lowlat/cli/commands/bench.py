@@ -15,7 +15,7 @@ from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.tools.bench.results import Failure, Result, Row
-    from lowlat.tools.bench.scenarios import Scenario
+    from lowlat.tools.bench.scenarios import Level, Scenario
     from lowlat.tools.bench.subject import Subject
 
 __all__ = ["command", "compare", "gates", "report", "run"]
@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ROW_COLUMNS = ("case", "ms p50", "ms p99", "first token, ms", "tokens/s", "accept length", "of the wall")
 SPECULATION = (
     *("head", "method", "capture_layers", "draft_window", "dynamic_tree_max_topk", "max_total_draft_tokens"),
-    *("simulated_accept_length", "simulated_seed", "draft_quantize", "draft_tensor_parallel_size"),
+    *("simulated_acceptance", "simulated_seed", "draft_quantize", "draft_tensor_parallel_size"),
 )
 RUNNING = (
     *("device", "dtype", "executor", "device_loop", "perf_mode", "max_prefill_chunks"),
@@ -86,7 +86,7 @@ def _subject_options(function: F) -> F:
 @click.option("--warm-up", type=int, metavar="N", help="Steps before them.")
 @click.option("--repeats", type=int, metavar="N", help="Repeats of each case.")
 @click.option("--fresh", is_flag=True, help="Begin anew where there are results already.")
-@click.option("--force", is_flag=True, help="Run a gated scenario whose gates are not green; the result says so.")
+@click.option("--force", is_flag=True, help="Run without the gates that it asks for; the result says so.")
 @click.option("--profile", is_flag=True, help="Write the time of each stage, too: needs an NVIDIA card.")
 @_subject_options
 def run(
@@ -99,11 +99,14 @@ def run(
     """
     from lowlat.tools.bench.scenarios import read_plan
 
-    chosen = _overridden(read_plan(plan_file).scenario(scenario), values)
+    plan = read_plan(plan_file)
+    chosen = _overridden(plan.scenario(scenario), values)
     with _subject(values, drafts=chosen.drafts) as subject:
+        from lowlat.tools.bench.gates import check_gates, read_state
         from lowlat.tools.bench.run import ScenarioRun
 
-        forced = chosen.gated and _check_gates(scenario, subject, out, values["commit"], force)
+        environment = subject.environment(values["commit"])
+        forced = check_gates(scenario, plan.gates_for(chosen), read_state(out), environment, force=force)
         path = out / f"{scenario}.json"
         prepared = ScenarioRun(
             scenario, chosen, subject, path, fresh=fresh, forced=forced, commit=values["commit"], profile=profile
@@ -118,20 +121,35 @@ def run(
 
 
 @command.command("gates")
-@_subject_options
+@click.option(
+    "--level",
+    type=click.Choice(["micro", "full"]),
+    default="micro",
+    show_default=True,
+    help="micro: a few steps; full: whole scenarios, when the micro gates are green.",
+)
 @click.option("--times", type=click.IntRange(1, 20), default=1, show_default=True, help="Rounds of all gates.")
-def gates(out: Path, plan_file: Path | None, times: int, **values: Any) -> None:
-    """Measure the gates; large-context runs when they were green three times in a row under the same conditions.
+@click.option("--force", is_flag=True, help="Measure full gates whose micro gates are not green; the state says so.")
+@_subject_options
+def gates(level: "Level", out: Path, plan_file: Path | None, times: int, force: bool, **values: Any) -> None:
+    """Measure the gates of a level, which drafts at long contexts ask for under the same conditions.
 
-    Exit code 1 where one is not green. The last line on stdout is a summary in JSON.
+    An accept length that is imposed is not tested. Exit code 1 where a gate is not green. The last line on stdout is a
+    summary in JSON.
     """
-    from lowlat.tools.bench.gates import NEEDED, green_in_a_row, read_state, run_gates
+    from lowlat.tools.bench.gates import check_gates, read_state, run_gates, standing
     from lowlat.tools.bench.scenarios import read_plan
 
     plan = read_plan(plan_file)
+    asked = plan.gates_of(level)
+    if not asked:
+        raise ConfigError(f"{plan_file or 'the plan'} has no gates of level {level}")
     with _subject(values, drafts=True) as subject, progress_bar("gates") as update:
+        before = plan.gates_of("micro") if level == "full" else []
+        environment = subject.environment(values["commit"])
+        forced = check_gates("the full gates", before, read_state(out), environment, force=force)
         rounds = run_gates(
-            plan.gates, subject, out, times=times, commit=values["commit"], report=_tell, progress=update
+            asked, subject, out, times=times, commit=values["commit"], forced=forced, report=_tell, progress=update
         )
     done = rounds[-1]
     rows = [
@@ -141,24 +159,34 @@ def gates(out: Path, plan_file: Path | None, times: int, **values: Any) -> None:
             _number(gate.speed_up, ".2f"),
             f"{gate.required_speed_up:.2f}",
             _number(gate.accept_length, ".2f"),
-            f"{gate.required_accept_length:.2f}",
+            f"{gate.required_accept_length:.2f}" if gate.accept_tested else "not tested",
             gate.error or "",
         )
         for each in rounds
         for gate in each.gates
     ]
     columns = ("gate", "state", "speed-up", "asked for", "accept length", "asked for", "")
-    print_table(f"gates of {done.environment.model}", columns, rows)
-    count = green_in_a_row(read_state(out), done.environment)
+    print_table(f"{level} gates of {done.environment.model}", columns, rows)
+    state = read_state(out)
+    stand = [standing(state, done.environment, gate) for gate in asked]
     for simulated in done.environment.simulated:
         click.echo(f"simulated: {simulated}")
-    click.echo(f"green {count} times in a row; large-context asks for {NEEDED}")
+    for each in stand:
+        click.echo(f"{each.gate.name}: green {each.in_a_row} times in a row, {each.gate.needed} needed")
     greens = {
         name: all(gate.green for each in rounds for gate in each.gates if gate.name == name)
         for name in (gate.name for gate in done.gates)
     }
     green = all(greens.values())
-    summary = {"green": green, "in_a_row": count, "needed": NEEDED, "simulated": list(done.environment.simulated)}
+    summary = {
+        "green": green,
+        "level": level,
+        "in_a_row": {each.gate.name: each.in_a_row for each in stand},
+        "needed": {each.gate.name: each.gate.needed for each in stand},
+        "accept_length_tested": all(gate.accept_tested for gate in done.gates),
+        "forced": done.forced,
+        "simulated": list(done.environment.simulated),
+    }
     print_json({**summary, "gates": greens})
     raise click.exceptions.Exit(0 if green else 1)
 
@@ -179,7 +207,8 @@ def compare(old: Path, new: Path, tolerance: float, force: bool) -> None:
     from lowlat.tools.bench.compare import compare_results
     from lowlat.tools.bench.results import read_results
 
-    found = compare_results(read_results(old), read_results(new), tolerance=tolerance, force=force)
+    before, after = read_results(old), read_results(new)
+    found = compare_results(before, after, tolerance=tolerance, force=force)
     rows = [
         (
             f"{each.scenario}: {each.case.name}",
@@ -195,7 +224,11 @@ def compare(old: Path, new: Path, tolerance: float, force: bool) -> None:
     print_table(f"{new} against {old}", ("case", "figure", "old", "new", "worse by", "noise", ""), rows)
     counts = {kind: sum(each.judgement == kind for each in found) for kind in ("regression", "improvement", "same")}
     worst = [f"{each.scenario}: {each.case.name}: {each.metric}" for each in found if each.judgement == "regression"]
-    print_json({"compared": len(found), **counts, "regressions": worst})
+    names = dict.fromkeys(each.scenario for each in found)
+    forced = [name for name in names if before[name].forced or after[name].forced]
+    for name in forced:
+        click.echo(f"{name}: run by force, without the gates that it asks for")
+    print_json({"compared": len(found), **counts, "regressions": worst, "forced": forced})
     raise click.exceptions.Exit(1 if worst else 0)
 
 
@@ -270,21 +303,6 @@ def _subject(values: Mapping[str, Any], *, drafts: bool) -> Iterator["Subject"]:
             prompts=prompts,
             temperature=temperature,
         )
-
-
-def _check_gates(name: str, subject: "Subject", out: Path, commit: str, force: bool) -> bool:
-    """Whether a gated scenario runs by force. Raises ConfigError where it may not run."""
-    from lowlat.tools.bench.gates import NEEDED, green_in_a_row, read_state
-
-    count = green_in_a_row(read_state(out), subject.environment(commit))
-    if count >= NEEDED:
-        return False
-    if not force:
-        raise ConfigError(
-            f"{name} needs gates that were green {NEEDED} times in a row under the same conditions, and they were "
-            f"{count} times: run `lowlat bench gates` with the same options, or --force"
-        )
-    return True
 
 
 def _tell(found: "Row | Failure") -> None:

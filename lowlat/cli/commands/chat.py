@@ -13,7 +13,9 @@ from lowlat.cli.console import stream_text
 from lowlat.cli.generation import Generation, Output
 from lowlat.cli.options import (
     GroupedCommand,
+    asked_sampling,
     bundled,
+    defaults_option,
     given_options,
     runtime_options,
     sampling_options,
@@ -55,6 +57,8 @@ class _Model(Protocol):
     has_tokenizer: bool
     has_chat_template: bool
 
+    @property
+    def advice(self) -> Mapping[str, int | float]: ...
     def ask(self, prompt: str | list[dict[str, Any]], sampling: Mapping[str, Any]) -> _Asking: ...
     def writer(self, sampling: Mapping[str, Any]) -> Callable[[Output], None] | None: ...
     def answer_of(self, generation: Generation) -> str: ...
@@ -65,6 +69,7 @@ class _Help(GroupedCommand):
 
     groups: ClassVar[Mapping[str, str]] = {
         **{option.key: "sampling" for option in options_of(SamplingParams)},
+        "sampling_defaults": "sampling",
         **{option.key: "with MODEL: speculation" for option in options_of(SpeculativeConfig)},
         **{option.key: "with MODEL: runtime" for option in options_of(RuntimeConfig)},
     }
@@ -83,6 +88,7 @@ class _Help(GroupedCommand):
 @click.option("--system", metavar="TEXT", help="A system message before the conversation.")
 @click.option("--plain", is_flag=True, help="Continue each line as text, without chat template or memory.")
 @sampling_options
+@defaults_option
 @speculation_options
 @runtime_options
 def command(model: Path | None, endpoint: str | None, curve_keys: Path | None, demo: bool, **values: Any) -> None:
@@ -114,7 +120,8 @@ def command(model: Path | None, endpoint: str | None, curve_keys: Path | None, d
                 _offer(error)
                 local = demo = True
         answerer = _load(stack, model, demo, values) if local else ServedModel(client)
-        _talk(answerer, sampling_values(values), system, plain=plain)
+        sampling = sampling_values(values) if local else asked_sampling(values)
+        _talk(answerer, sampling, system, plain=plain)
 
 
 def _offer(error: ServerGone) -> None:
@@ -132,13 +139,15 @@ def _load(stack: ExitStack, model: Path | None, demo: bool, values: dict[str, An
 
     from lowlat.cli.local import LocalModel
     from lowlat.cli.running import load_runtime
+    from lowlat.models.advice import sampling_defaults
 
     if demo or model is None:
         from lowlat.cli.commands.demo import chat_model
 
         model = chat_model(None)
     options = {"max_context": None, **given_options(values, RuntimeConfig)}
-    return LocalModel(stack.enter_context(load_runtime(model, speculative, max_batch=1, **options)))
+    runtime = stack.enter_context(load_runtime(model, speculative, max_batch=1, **options))
+    return LocalModel(runtime, sampling_defaults(runtime.directory, values["sampling_defaults"]))
 
 
 def _talk(model: _Model, sampling: dict[str, Any], system: str | None, *, plain: bool) -> None:
@@ -167,6 +176,10 @@ class _Chat:
         """Answer lines until there are no more."""
         if self._on_terminal:
             click.secho(f"{self._model.name} at {self._model.place}; /help says more", dim=True, err=True)
+            left = {name: value for name, value in self._model.advice.items() if name not in self._sampling}
+            if left:
+                advice = ", ".join(f"{name} {value:g}" for name, value in left.items())
+                click.secho(f"{advice}, as its authors advise (--sampling-defaults)", dim=True, err=True)
         for line in _lines(self._on_terminal):
             if not line.strip():
                 continue

@@ -1,5 +1,6 @@
 """`lowlat doctor`: the environment, and whether a draft model's capture boundaries are the right ones."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from lowlat.options.config import RuntimeConfig
 
 if TYPE_CHECKING:
     from lowlat.cli.reports.shifts import ShiftResult
+    from lowlat.options.limits import LimitCheck
 
 __all__ = ["command"]
 
@@ -60,7 +62,7 @@ def command(
         from lowlat.cli.reports.shifts import measure_shifts, read_prompts, unshifted_is_best
 
         directory = local_target(target or bundled("target"))
-        results = measure_shifts(
+        results, checks = measure_shifts(
             directory,
             local_draft_model(head or bundled("head"), directory),
             read_prompts(prompts or bundled("prompts.json"), num_prompts),
@@ -70,9 +72,11 @@ def command(
         )
         healthy = unshifted_is_best(results)
         report["capture_shifts"] = [result.to_dict() for result in results]
+        report["limits"] = [asdict(check) for check in checks]
         report["verdict"] = _verdict(results, healthy)
         if not json_output:
             _print_shifts(results, report["verdict"])
+            _print_limits(checks)
     report["healthy"] = healthy
     if json_output:
         print_json(report)
@@ -146,6 +150,14 @@ def _verdict(results: "list[ShiftResult]", healthy: bool) -> str:
         f"the capture boundaries are off by {best:+d}: {measured[best]:.1%} against {rates[0]:.1%} of the first "
         f"drafts; use --capture-layers {','.join(map(str, found.boundaries))}"
     )
+
+
+def _print_limits(checks: "list[LimitCheck]") -> None:
+    def shown(value: Any) -> str:
+        return "" if value is None else ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    rows = [[check.name, shown(check.asked), shown(check.engine), check.verdict] for check in checks]
+    print_table("speculation by default beside what was loaded", ("option", "asked", "engine", ""), rows)
 
 
 def _print_shifts(results: "list[ShiftResult]", verdict: str) -> None:

@@ -1,5 +1,6 @@
 """`lowlat generate`: one prompt through any model directory, or a running server, streamed as text or as JSON."""
 
+import logging
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,9 @@ from lowlat.cli.options import (
     DIRECTORY,
     IntegerList,
     as_json,
+    asked_sampling,
     bundled,
+    defaults_option,
     given_options,
     runtime_options,
     sampling_options,
@@ -31,6 +34,7 @@ from lowlat.options.request import SamplingParams
 
 __all__ = ["command"]
 
+logger = logging.getLogger("lowlat")
 MAX_PROMPT_BYTES = 64 << 20
 
 
@@ -45,6 +49,7 @@ MAX_PROMPT_BYTES = 64 << 20
 @click.option("--allow-special", is_flag=True, help="Special tokens that the prompt spells are tokens, and not text.")
 @speculation_options
 @sampling_options
+@defaults_option
 @runtime_options
 @click.option("--trace", metavar="NAMES", help="Log what steps do, on stderr: step,accept,kv,tree.")
 @server_options
@@ -69,19 +74,18 @@ def command(model: Path | None, **values: Any) -> None:
     prompt: str | Sequence[int] = _read_prompt(model, values)
     if values["logprobs"] is not None and not values["json_output"]:
         raise click.UsageError("--logprobs needs --json")
-    params = sampling_params(values)
+    sampling_params(values)  # refuses what is out of range before anything is loaded or asked
     write = None if values["json_output"] else _write
     if served:
         generation, device = _ask_server(prompt, values, write)
         _show(generation, values, device, None)
     else:
-        _run_here(model, prompt, params, values, write)
+        _run_here(model, prompt, values, write)
 
 
 def _run_here(
     model: Path | None,
     prompt: str | Sequence[int],
-    params: SamplingParams,
     values: dict[str, Any],
     write: Callable[[Output], None] | None,
 ) -> None:
@@ -90,11 +94,17 @@ def _run_here(
 
     from lowlat.cli.channels import ChannelWriter, channel_dicts
     from lowlat.cli.running import chat_ids, load_runtime, run_request
+    from lowlat.models.advice import advice_line, sampling_defaults
     from lowlat.text import HarmonyParser
 
     options = {"max_context": None, **given_options(values, RuntimeConfig)}
     directory = bundled("target") if model is None else model
     with load_runtime(directory, speculative, max_batch=1, traces=traces, **options) as runtime:
+        defaults = sampling_defaults(runtime.directory, values["sampling_defaults"])
+        given = sampling_values(values)
+        if taken := {name: value for name, value in defaults.items() if name not in given}:
+            logger.info("sampling as the model's authors advise: %s (--sampling-defaults)", advice_line(taken))
+        params = SamplingParams.from_options({**defaults, **given})
         if values["chat"]:
             prompt = chat_ids(runtime.codec, str(prompt), values["system"], allow_special=values["allow_special"])
         # a stop string may end within a token: its text is known, the channel's without it is not
@@ -117,7 +127,7 @@ def _ask_server(
         asked = [{"role": "system", "content": values["system"]}] if values["system"] is not None else []
         asked.append({"role": "user", "content": prompt})
     with connected(values["endpoint"], values["curve_keys"], "lowlat generate") as client:
-        options = {**sampling_values(values), "allow_special": values["allow_special"]}
+        options = {**asked_sampling(values), "allow_special": values["allow_special"]}
         generation = Asked(client, asked, options).run(write)
         device = None
         if values["json_output"] and generation.error is None:

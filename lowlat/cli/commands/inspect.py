@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowlat.cli.console import check_json_file, format_bytes, print_json, print_table, write_json
+from lowlat.cli.console import check_json_file, format_bytes, print_json, print_table, stream_text, write_json
 from lowlat.cli.options import (
     DIRECTORY,
     IntegerList,
@@ -133,6 +133,8 @@ def _print_model(report: dict[str, Any]) -> None:
         size = format_bytes(files["bytes"])
         click.echo(f"weights: {size} in {files['count']} files, {files['tensors']} tensors, as the config asks for")
     _print_download(report["download"])
+    advice = ", ".join(f"{name} {value:g}" for name, value in report["sampling_advice"].items())
+    click.echo(f"sampling that its authors advise, which --sampling-defaults takes or not: {advice or 'none'}")
     default = report["default_capture_boundaries"]
     click.echo(
         f"capture boundaries of a draft model that names none: {default or 'none, the target has too few layers'}"
@@ -246,7 +248,8 @@ def tree(
     if file is not None or chain is not None:
         report |= tree_report(file, chain, batch, target or bundled("target"), head or bundled("head"))
     if what_if:
-        report["what_if"] = what_if_report(acceptance, budgets, step_times_us)
+        pair = (target or bundled("target"), head or bundled("head"))
+        report["what_if"] = what_if_report(acceptance, budgets, step_times_us, batch, *pair)
     if json_output:
         print_json(report)
         return
@@ -323,6 +326,10 @@ def _print_run(found: "Activity") -> None:
     click.echo(f"multi-token speculation is {'active' if found.active else 'NOT active'}")
     for reason in found.reasons:
         click.echo(f"because {reason.text}")
+    for number, text in enumerate(found.texts, 1):
+        click.echo(f"\nprompt {number}: ", nl=False)
+        stream_text(str(text.prompt), dim=True)
+        stream_text(f"{text.answer}\n")
 
 
 @command.command("quality")

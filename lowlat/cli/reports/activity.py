@@ -18,7 +18,7 @@ from lowlat.host.runtime import Runtime
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
 
-__all__ = ["Activity", "Reason", "guess_rate", "measure_activity"]
+__all__ = ["Activity", "Decoded", "Reason", "guess_rate", "measure_activity"]
 
 ENOUGH_DRAFTS = 10  # verified first drafts; with fewer, acceptance says little
 UNIFORM = 0.5  # where guessing is right more often, the texts repeat one token and tell nothing about drafts
@@ -35,6 +35,13 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+class Decoded(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and its answer; the answer is token ids where there is no tokenizer."""
+
+    prompt: Prompt
+    answer: str | list[int]
+
+
 class Activity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The report of `lowlat inspect run`.
 
@@ -44,6 +51,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     guess_rate         how often a token drawn from those of the texts would be accepted; None without text
     tokens_per_s       of decoding, one request at a time, with a short request before
     eagle_speculation  as in the metrics; absent in JSON where no draft was verified
+    texts              each prompt, with what was decoded behind it
     """
 
     model: str
@@ -62,6 +70,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     acceptance_by_position: tuple[float, ...]
     guess_rate: float | None
     eagle_speculation: dict[str, Any] | None = None
+    texts: tuple[Decoded, ...] = ()
 
 
 def measure_activity(
@@ -82,7 +91,11 @@ def measure_activity(
         ready = [chat_ids(runtime.codec, each) if chat and isinstance(each, str) else each for each in prompts]
         run_request(runtime, ready[0], SamplingParams(max_tokens=min(4, params.max_tokens)))  # first steps are slow
         runs = [run_request(runtime, prompt, params) for prompt in ready]
-        return _report(runtime, model, speculative, params, runs)
+        pairs = zip(prompts, runs, strict=True)
+        texts = tuple(
+            Decoded(prompt=prompt, answer=run.token_ids if run.text is None else run.text) for prompt, run in pairs
+        )
+        return msgspec.structs.replace(_report(runtime, model, speculative, params, runs), texts=texts)
 
 
 def _report(
@@ -137,7 +150,7 @@ def _why_off(runtime: Runtime, speculative: SpeculativeConfig | None, params: Sa
     if params.max_draft_tokens == 0:
         return Reason(code="draft_limit", text="max_draft_tokens is 0 (--max-draft-tokens): no draft is verified")
     if runtime.simulated:
-        text = "acceptance is simulated (--simulated-accept-length): it says nothing about the pair"
+        text = "acceptance is simulated (--simulated-acceptance): it says nothing about the pair"
         return Reason(code="simulated", text=text)
     return None
 

@@ -9,12 +9,13 @@ import torch
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.hub import Download
 from lowlat.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Checkpoint
-from lowlat.cli.reports.sizes import Plan, buffer_dict, kv_bytes_per_token, parts_of, plan_runtime
+from lowlat.cli.reports.sizes import Plan, buffer_dict, parts_of, plan_runtime
 from lowlat.cli.running import default_context
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import settle_executor
 from lowlat.graphs import Paging
+from lowlat.models.advice import read_advice
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.hf_config import read_config
 from lowlat.models.program import Program
@@ -41,10 +42,7 @@ def model_report(
     config, speculator = plan.geometry.config, plan.geometry.speculator
     draft = None if speculator is None else speculator.draft_config
     choice = settle_executor(_planned_device(runtime), runtime.executor, config, draft, runtime.block_size)
-    if runtime.max_context > config.max_position:
-        raise ConfigError(
-            f"max_context {runtime.max_context} exceeds the model's max_position_embeddings {config.max_position}"
-        )
+    config.check_context(runtime.max_context, directory / "config.json")
     depth = 0 if speculative is None else speculative.num_speculative_tokens
     program = plan.program(runtime.max_batch, depth)
     report: dict[str, Any] = {
@@ -55,6 +53,7 @@ def model_report(
         "files": _files(directory, config),
         "geometry": _geometry(config),
         "parts": parts_of(weight_plan(config)),
+        "sampling_advice": dict(read_advice(directory)),
         "default_capture_boundaries": default_boundaries(config.num_layers),
         "kv": _kv(plan, program, runtime),
         "memory": plan.memory(runtime.max_batch, choice),
@@ -113,12 +112,8 @@ def _files(directory: Path, config: ModelConfig) -> dict[str, int] | None:
 def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:
     """The caches: bytes a token, and the pool that holds max_batch requests of the largest size."""
     caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS]
-    speculator = plan.geometry.speculator
-    own = [] if speculator is None else speculator.state_specs(plan.geometry.state_sizes)
-    heads, targets = [spec for spec in caches if spec in own], [spec for spec in caches if spec not in own]
     return {
-        "bytes_per_token": kv_bytes_per_token(targets, options.block_size),
-        "head_bytes_per_token": kv_bytes_per_token(heads, options.block_size),
+        **plan.kv_bytes_per_token(program),
         "max_context": options.max_context,
         "max_batch": options.max_batch,
         "block_size": options.block_size,

@@ -14,6 +14,7 @@ from lowlat.errors import ConfigError, LowlatError
 from lowlat.host.runtime import Runtime
 from lowlat.models.target import read_model_config
 from lowlat.options.config import SpeculativeConfig
+from lowlat.options.limits import LimitCheck
 from lowlat.options.request import SamplingParams
 from lowlat.speculators.methods import draft_method, plan_speculator
 
@@ -79,17 +80,18 @@ def measure_shifts(
     max_tokens: int,
     chat: bool,
     **options: Any,
-) -> list[ShiftResult]:
+) -> tuple[list[ShiftResult], list[LimitCheck]]:
     """Decode the prompts greedily, one draft a step, once for each shift of the draft model's capture boundaries.
 
-    Boundaries stay between 0 and the target's layers; where that undoes a shift, nothing is run for it. Raises
-    ConfigError and RequestError.
+    Boundaries stay between 0 and the target's layers; where that undoes a shift, nothing is run for it. Also returns
+    how the default configuration of this draft model lies beside the engine that was loaded. Raises ConfigError and
+    RequestError.
     """
     config = read_model_config(target)
     method = draft_method(head)
     draft = plan_speculator(SpeculativeConfig(model=head, method=method, num_speculative_tokens=1), config).draft_config
     own = () if draft is None else draft.capture_boundaries
-    results = []
+    results, checks = [], list[LimitCheck]()
     for shift in SHIFTS:
         boundaries = tuple(min(max(boundary + shift, 0), config.num_layers) for boundary in own)
         if shift and boundaries == own:
@@ -104,8 +106,10 @@ def measure_shifts(
         )
         with load_runtime(target, speculative, None, max_batch=BATCH, **options) as runtime:
             drafted, accepted = _first_position(runtime, prompts, max_tokens, chat)
+            if not shift:
+                checks = SpeculativeConfig(model=head, method=method).check(runtime)
         results.append(ShiftResult(shift, boundaries, drafted, accepted))
-    return results
+    return results, checks
 
 
 def _first_position(runtime: Runtime, prompts: Sequence[Prompt], max_tokens: int, chat: bool) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Sizes of a model, a speculator and a runtime of them, by part, from their configs alone: no weight is read."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
 
-__all__ = ["Plan", "buffer_dict", "kv_bytes_per_token", "parts_of", "plan_runtime"]
+__all__ = ["Plan", "buffer_dict", "parts_of", "plan_runtime"]
 
 WeightPlan = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 PART_OF = {  # the last name but the tensor's own: `layers.3.qkv.weight` is qkv
@@ -63,12 +63,6 @@ def _part(name: str) -> str:
     return PART_OF.get(pieces[0], pieces[0])
 
 
-def kv_bytes_per_token(specs: Iterable[BufferSpec], block_size: int) -> int:
-    """Bytes that one more token takes in the caches among these buffers, [P, G, block, D] each."""
-    caches = (spec for spec in specs if spec.paging is Paging.POSITIONS)
-    return sum(spec.num_bytes // (spec.shape[0] * block_size) for spec in caches)
-
-
 @dataclass(frozen=True)
 class Plan:
     """A runtime's shapes and programs, with weights that have shapes and no content; host memory of its loading.
@@ -87,6 +81,17 @@ class Plan:
         """The step's program in one bucket."""
         topology = self.topologies[num_speculative_tokens]
         return build_step(self.ranks[rank], Bucket(batch, topology.num_nodes, num_speculative_tokens), topology)
+
+    def kv_bytes_per_token(self, program: Program) -> dict[str, int]:
+        """Bytes that one more token takes in the caches of the target, and of the draft model (`head_`)."""
+        speculator, size = self.geometry.speculator, self.geometry.block_size
+        own = [] if speculator is None else speculator.state_specs(self.geometry.state_sizes)
+        caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS]
+        found = {"bytes_per_token": 0, "head_bytes_per_token": 0}
+        for spec in caches:  # [P, G, block, D] each
+            part = "head_bytes_per_token" if spec in own else "bytes_per_token"
+            found[part] += spec.num_bytes // (spec.shape[0] * size)
+        return found
 
     def first_token(self, num_speculative_tokens: int, rank: int = 0) -> Program:
         """The program that chooses a prompt's first token and drafts behind it."""

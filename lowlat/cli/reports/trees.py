@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.checkpoint.files import read_json
-from lowlat.cli.console import print_table
+from lowlat.cli.console import format_bytes, print_table
 from lowlat.errors import ConfigError
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 
@@ -69,9 +69,7 @@ def _shape(topology: "TreeTopology") -> dict[str, Any]:
         "depth": topology.depth,
         "is_chain": topology.is_chain,
         "num_paths": len(topology.paths),
-        "max_path_len": topology.depth + 1,
-        "max_decoding_tokens": topology.num_nodes,
-        "max_non_leaves_per_layer": max(len(level) for level in topology.levels) if topology.levels else 0,
+        **{name: value for name, value in topology.limits.items() if name.startswith("max_")},
         "nodes": nodes,
         "levels": [
             [{"node": branch.node, "children": list(branch.children)} for branch in level] for level in topology.levels
@@ -83,27 +81,44 @@ def _shape(topology: "TreeTopology") -> dict[str, Any]:
 
 
 def what_if_report(
-    acceptance: Path | None, budgets: tuple[int, ...], step_times_us: tuple[int, ...] | None
+    acceptance: Path | None,
+    budgets: tuple[int, ...],
+    step_times_us: tuple[int, ...] | None,
+    batch: int,
+    target: Path,
+    head: Path,
 ) -> dict[str, Any]:
-    """The best tree of each budget, by acceptance that was measured or is assumed. Raises ConfigError."""
+    """The best tree of each budget, by acceptance that was measured or is assumed, and the KV that its rows take.
+
+    Each step writes keys and values of all its rows; those of rows that are not accepted are room that a slot keeps
+    for the next step. Raises ConfigError.
+    """
+    from lowlat.cli.reports.sizes import plan_runtime
+    from lowlat.cli.running import default_context
+    from lowlat.speculators.methods import draft_method
     from lowlat.speculators.tree.topology import what_if
 
     table = ASSUMED_ACCEPTANCE if acceptance is None else _read_acceptance(acceptance)
     times = None if step_times_us is None else [time * 1e-6 for time in step_times_us]
     found: WhatIf = what_if(table, budgets, step_times_s=times)
+    speculative = SpeculativeConfig(model=head, method=draft_method(head), num_speculative_tokens=1)
+    plan = plan_runtime(target, RuntimeConfig(max_context=default_context(target, None)), speculative)
+    kv = plan.kv_bytes_per_token(plan.program(1, 1))
     source = "assumed, not measured: give --acceptance FILE" if acceptance is None else str(acceptance)
     return {
         "acceptance_from": source,
         "acceptance_by_rank": table,
-        "plans": [_plan_dict(plan) for plan in found.plans],
-        "recommended": _plan_dict(found.recommended),
+        "batch": batch,
+        "kv": kv,
+        "plans": [_plan_dict(plan, kv, batch) for plan in found.plans],
+        "recommended": _plan_dict(found.recommended, kv, batch),
         "because": "it is the smallest within 2 % of the longest"
         if times is None
         else "it has the most tokens a second",
     }
 
 
-def _plan_dict(plan: "TreePlan") -> dict[str, Any]:
+def _plan_dict(plan: "TreePlan", kv: Mapping[str, int], batch: int) -> dict[str, Any]:
     return {
         "budget": plan.budget,
         "max_path_len": plan.max_path_len,
@@ -111,6 +126,7 @@ def _plan_dict(plan: "TreePlan") -> dict[str, Any]:
         "max_non_leaves_per_layer": plan.max_non_leaves_per_layer,
         "mean_acceptance_length": plan.mean_acceptance_length,
         "chain_acceptance_length": plan.chain_acceptance_length,
+        "kv_bytes": batch * plan.max_decoding_tokens * sum(kv.values()),
         "tokens_per_s": plan.tokens_per_s,
         "choices": [list(path) for path in plan.choices],
     }
@@ -146,8 +162,10 @@ def print_tree(report: Mapping[str, Any]) -> None:
 
 def print_what_if(report: Mapping[str, Any]) -> None:
     """Print what `what_if_report` gave."""
-    columns = ("rows", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer", "tokens a step", "a chain's")
-    rows = [list(plan.values())[: len(columns)] for plan in report["plans"]]
+    limits = ("max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer")
+    shown = ("budget", *limits, "mean_acceptance_length", "chain_acceptance_length")
+    rows = [[*(plan[name] for name in shown), format_bytes(plan["kv_bytes"])] for plan in report["plans"]]
+    columns = ("rows", *limits, "tokens a step", "a chain's", f"KV of a step's rows, {report['batch']} slots")
     print_table(f"what if: the best tree for each budget; acceptance {report['acceptance_from']}", columns, rows)
     best = report["recommended"]
     click.echo(

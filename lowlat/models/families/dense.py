@@ -11,12 +11,13 @@ import torch
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import read_quantisation
 from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import (
-    HARMLESS_KEYS,
     MAX_VOCABULARY,
     check_architecture,
     check_head_counts,
+    max_positions,
     parse_rope,
     special_tokens,
 )
@@ -97,20 +98,24 @@ def parse_decoder(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    window_limit: int | None = None,
 ) -> ModelConfig:
     """The geometry of a dense decoder with full attention in every layer, from the keys that such families share.
 
+    window_limit  positions up to which the windows that it asks for change nothing
     The family's own keys must have been read before: here every key that nobody read is refused. Raises ConfigError.
     """
     check_architecture(fields, (architecture,))
+    check_settled(fields, qk_norm=qk_norm)
     fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
     quantisation = read_quantisation(fields, directory)
     sizes = parse_sizes(fields, default_head_dim=default_head_dim)
     ends, begin = special_tokens(directory, fields, sizes.vocab_size)
+    rope = parse_rope(fields, max_position=sizes.max_position)
     config = ModelConfig(
         family=family,
-        **vars(sizes),
-        rope=parse_rope(fields, max_position=sizes.max_position),
+        **{**vars(sizes), "max_position": max_positions(rope, sizes.max_position)},
+        rope=rope,
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
@@ -123,6 +128,7 @@ def parse_decoder(
         eos_token_ids=ends,
         bos_token_id=begin,
         quantisation=quantisation,
+        window_limit=window_limit,
     )
     fields.refuse_unknown(HARMLESS_KEYS)
     return config

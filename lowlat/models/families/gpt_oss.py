@@ -11,8 +11,9 @@ from lowlat.checkpoint.formats import STORED_FORMATS, Matrices, check_widths, re
 from lowlat.checkpoint.recipes import Arrange, Piece, Recipe
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import MAX_EXPERTS, Sizes, attention_recipes, outer_recipes, parse_sizes
+from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.geometry import ComputeDtype, ExpertsConfig, ModelConfig
-from lowlat.models.hf_config import HARMLESS_KEYS, check_architecture, parse_rope, special_tokens
+from lowlat.models.hf_config import check_architecture, parse_rope, special_tokens
 from lowlat.models.layers import TORCH_DTYPES
 
 __all__ = ["parse", "recipes"]
@@ -66,6 +67,7 @@ def _experts(fields: Fields, sizes: Sizes) -> ExpertsConfig:
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     """The geometry of a gpt-oss. Raises ConfigError for what lowlat does not implement."""
     check_architecture(fields, ("GptOssForCausalLM",))
+    check_settled(fields, qk_norm=False)
     fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
     sizes = parse_sizes(fields, default_head_dim=64)
     attention_bias = fields.boolean("attention_bias", True)

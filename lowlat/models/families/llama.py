@@ -5,7 +5,7 @@ from pathlib import Path
 from lowlat.checkpoint.fields import Fields
 from lowlat.models.families.dense import parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import refuse_windows
+from lowlat.models.hf_config import window_limit
 
 __all__ = ["parse"]
 
@@ -15,7 +15,6 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
     Source: transformers models/llama.
     """
-    refuse_windows(fields, off_by_default=False)
     biased = fields.boolean("attention_bias", False)
     return parse_decoder(
         fields,
@@ -26,4 +25,5 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         qkv_bias=biased,
         output_bias=biased,
         mlp_bias=fields.boolean("mlp_bias", False),
+        window_limit=window_limit(fields),
     )

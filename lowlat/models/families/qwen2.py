@@ -5,7 +5,7 @@ from pathlib import Path
 from lowlat.checkpoint.fields import Fields
 from lowlat.models.families.dense import parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import refuse_windows
+from lowlat.models.hf_config import window_limit
 
 __all__ = ["parse"]
 
@@ -16,5 +16,13 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     Its configs name a window's size even where no layer has a window: `use_sliding_window` says whether one does.
     Source: transformers models/qwen2.
     """
-    refuse_windows(fields, off_by_default=True)
-    return parse_decoder(fields, directory, dtype, family="qwen2", architecture="Qwen2ForCausalLM", qkv_bias=True)
+    fields.optional_boolean("qkv_bias")  # they are always there, and the tensors are looked for
+    return parse_decoder(
+        fields,
+        directory,
+        dtype,
+        family="qwen2",
+        architecture="Qwen2ForCausalLM",
+        qkv_bias=True,
+        window_limit=window_limit(fields, off_by_default=True, default=4096, default_first=28),
+    )

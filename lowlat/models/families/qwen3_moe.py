@@ -11,7 +11,7 @@ from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import MAX_EXPERTS, MAX_WIDTH, attention_recipes, outer_recipes, parse_decoder
 from lowlat.models.geometry import ComputeDtype, ExpertsConfig, ModelConfig
-from lowlat.models.hf_config import refuse_windows
+from lowlat.models.hf_config import window_limit
 from lowlat.models.layers import TORCH_DTYPES
 
 __all__ = ["parse", "recipes"]
@@ -42,7 +42,6 @@ def _experts(fields: Fields) -> ExpertsConfig:
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     """The geometry of a Qwen3-MoE. Raises ConfigError for what lowlat does not implement, dense layers among it."""
-    refuse_windows(fields, off_by_default=True)
     experts = _experts(fields)
     inner = fields.integer("moe_intermediate_size", 1, MAX_WIDTH)
     biased = fields.boolean("attention_bias", False)
@@ -55,6 +54,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         qkv_bias=biased,
         output_bias=biased,
         qk_norm=True,
+        window_limit=window_limit(fields, off_by_default=True, default=4096),
     )
     return replace(config, intermediate_size=inner, experts=experts)
 

@@ -20,8 +20,9 @@ from lowlat.checkpoint.formats import read_quantisation
 from lowlat.checkpoint.tensors import Checkpoint
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes, parse_sizes
+from lowlat.models.families.known_keys import HARMLESS_KEYS
 from lowlat.models.geometry import DraftConfig, DraftLayout, DsparkHeads, ModelConfig
-from lowlat.models.hf_config import HARMLESS_KEYS, check_architecture, read_config, refuse_windows
+from lowlat.models.hf_config import check_architecture, read_config, refuse_windows
 from lowlat.speculators.eagle3.sizes import check_target, size_fields, vocabulary_fields
 from lowlat.speculators.eagle3.tensors import DraftTensors
 

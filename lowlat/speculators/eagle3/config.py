@@ -11,8 +11,9 @@ from typing import Any
 from lowlat.checkpoint.formats import read_quantisation
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes, parse_sizes
+from lowlat.models.families.known_keys import HARMLESS_KEYS
 from lowlat.models.geometry import DraftConfig, ModelConfig
-from lowlat.models.hf_config import HARMLESS_KEYS, check_architecture, read_config
+from lowlat.models.hf_config import check_architecture, read_config
 from lowlat.speculators.eagle3.capture import IDS_KEY, MAX_FEATURES, OUTPUTS_KEY, capture_boundaries
 from lowlat.speculators.eagle3.draft_file import DEEPSPEC, DraftFile
 from lowlat.speculators.eagle3.sizes import check_target, size_fields, vocabulary_fields

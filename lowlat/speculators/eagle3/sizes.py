@@ -6,7 +6,7 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.hf_config import MAX_VOCABULARY, parse_rope
+from lowlat.models.hf_config import MAX_VOCABULARY, max_positions, parse_rope
 from lowlat.speculators.eagle3.tensors import DraftTensors
 
 __all__ = ["check_target", "size_fields", "vocabulary_fields"]
@@ -25,6 +25,7 @@ def size_fields(layer: Fields, tensors: DraftTensors, sizes: Sizes, target: Mode
 
     layer  where the config has the layers' sizes
     """
+    rope = parse_rope(layer, max_position=sizes.max_position)
     return {
         "hidden_size": sizes.hidden_size,
         "target_hidden_size": target.hidden_size,
@@ -33,9 +34,9 @@ def size_fields(layer: Fields, tensors: DraftTensors, sizes: Sizes, target: Mode
         "num_kv_heads": sizes.num_kv_heads,
         "head_dim": sizes.head_dim,
         "vocab_size": target.vocab_size,
-        "max_position": sizes.max_position,
+        "max_position": max_positions(rope, sizes.max_position),
         "rms_norm_eps": sizes.rms_norm_eps,
-        "rope": parse_rope(layer, max_position=sizes.max_position),
+        "rope": rope,
         "qk_norm": any(tensors.in_any_layer(f"self_attn.{part}_norm.weight") for part in "qk"),
     }
 

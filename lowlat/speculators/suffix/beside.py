@@ -4,7 +4,7 @@ It knows the model's speculator by the interface alone. A proposal of each is ma
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -48,6 +48,10 @@ class TextBeside(Speculator):
     def draft_config(self) -> DraftConfig | None:
         """The model's."""
         return self.model.draft_config
+
+    def with_config(self, config: DraftConfig) -> Speculator:
+        """The same with another geometry of the model."""
+        return replace(self, model=self.model.with_config(config))
 
     @property
     def rope(self) -> tuple[RopeConfig, int] | None:

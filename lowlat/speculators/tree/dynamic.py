@@ -52,10 +52,25 @@ class DynamicTree:
         """Never, whatever nodes a step chooses."""
         return False
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """The limits, by the names of options, within which any tree lies that a step may choose."""
+        return {
+            "num_speculative_tokens": self.depth,
+            "max_path_len": self.depth + 1,
+            "max_decoding_tokens": self.num_nodes,
+            "max_non_leaves_per_layer": min(self.top_k, self.num_nodes - 1),
+        }
+
     @cached_property
     def num_entries(self) -> int:
         """The drafts that are looked at."""
         return first_entry(self.depth + 1, self.top_k)
+
+    @property
+    def num_choices(self) -> int:
+        """The likeliest tokens after one that drafting takes, at most."""
+        return self.top_k
 
     @property
     def num_drafted_rows(self) -> int:

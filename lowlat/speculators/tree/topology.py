@@ -73,9 +73,24 @@ class TreeTopology:
         return self.depth + 1
 
     @property
+    def num_choices(self) -> int:
+        """The likeliest tokens after one that drafting takes, at most."""
+        return 1 + max(self.max_rank_by_level, default=0)
+
+    @property
     def num_drafted_rows(self) -> int:
         """The rows of all levels but the root's that a draft model runs over."""
         return len(self.draft_masks)
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The smallest limits, by the names of options, within which the tree lies."""
+        return {
+            "num_speculative_tokens": self.depth,
+            "max_path_len": self.depth + 1,
+            "max_decoding_tokens": self.num_nodes,
+            "max_non_leaves_per_layer": max((len(level) for level in self.levels), default=0),
+        }
 
     @classmethod
     def chain(cls, num_speculative_tokens: int) -> "TreeTopology":
@@ -102,12 +117,12 @@ class TreeTopology:
         """
         tree = cls.from_choices(source)
         name = str(source) if isinstance(source, (str, Path)) else "tree"
-        width = max((len(level) for level in tree.levels), default=0)
-        for knob, limit, found, what in (
-            ("max_path_len", max_path_len, tree.depth + 1, "nodes on its longest path, root included"),
-            ("max_decoding_tokens", max_decoding_tokens, tree.num_nodes, "nodes, root included"),
-            ("max_non_leaves_per_layer", max_non_leaves_per_layer, width, "nodes with children at one depth"),
+        for knob, limit, what in (
+            ("max_path_len", max_path_len, "nodes on its longest path, root included"),
+            ("max_decoding_tokens", max_decoding_tokens, "nodes, root included"),
+            ("max_non_leaves_per_layer", max_non_leaves_per_layer, "nodes with children at one depth"),
         ):
+            found = tree.limits[knob]
             if limit is not None and found > limit:
                 raise ConfigError(f"{name}: the tree has {found} {what}; the limit is {limit} ({knob})")
         return tree

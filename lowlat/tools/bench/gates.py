@@ -1,46 +1,60 @@
-"""Gates: micro measurements that large suites ask for first, judged by thresholds and remembered beside the results."""
+"""Gates: measurements that large scenarios ask for first, judged by thresholds and remembered beside the results.
+
+A gate counts by its whole definition and under the same conditions: another threshold, scenario, commit or imposed
+acceptance is another gate. Full gates are measured only when the micro gates before them are green.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from lowlat.errors import ConfigError
 from lowlat.tools.bench.results import Environment, Result, read_struct, write_struct
 from lowlat.tools.bench.run import Progress, Report, ScenarioRun, counter, measure_wall_of
 from lowlat.tools.bench.runtimes import Runtimes
 from lowlat.tools.bench.scenarios import Case, Gate
 from lowlat.tools.bench.subject import Subject
 
-__all__ = ["NEEDED", "GateRun", "GateState", "Verdict", "green_in_a_row", "judge", "read_state", "run_gates"]
+__all__ = [
+    "GateRun", "GateState", "Standing", "Verdict", "check_gates", "judge", "read_state", "run_gates", "standing",
+]  # fmt: skip
 
-NEEDED = 3
 STATE_FILE = "gates.json"
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """One gate's figures beside its thresholds.
 
+    gate               its definition; None in files of before it was kept, which count for no gate
     bound              speed-up that the bytes of both steps allow at this accept length; None where it is not asked for
     required_speed_up  the threshold, or the share of the bound that is enough for a mixture of experts
+    accept_tested      false where acceptance was imposed: the accept length is then not judged
     error              why it could not be measured
     """
 
     name: str
     green: bool
+    gate: Gate | None = None
     speed_up: float | None = None
     required_speed_up: float
     bound: float | None = None
     accept_length: float | None = None
     required_accept_length: float
+    accept_tested: bool = True
     error: str | None = None
 
 
 class GateRun(msgspec.Struct, frozen=True, kw_only=True):
-    """All gates, once; green when every one is."""
+    """Gates measured together, once; green when every one is.
+
+    forced  gates that they ask for first were not green, or were so by force
+    """
 
     green: bool
     environment: Environment
     gates: tuple[Verdict, ...]
+    forced: bool = False
 
 
 class GateState(msgspec.Struct, kw_only=True, tag="gates", tag_field="kind"):
@@ -50,22 +64,57 @@ class GateState(msgspec.Struct, kw_only=True, tag="gates", tag_field="kind"):
     runs: list[GateRun] = []
 
 
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """How a gate stands: how many of its last runs were green in a row, and whether one of them was forced."""
+
+    gate: Gate
+    in_a_row: int
+    forced: bool
+
+    @property
+    def green(self) -> bool:
+        """Whether it was green as often in a row as it needs to be."""
+        return self.in_a_row >= self.gate.needed
+
+
 def read_state(directory: Path) -> GateState:
     """The state that a directory remembers; nothing where no gates were run. Raises ConfigError for a damaged file."""
     path = directory / STATE_FILE
     return read_struct(path, GateState) if path.exists() else GateState()
 
 
-def green_in_a_row(state: GateState, environment: Environment) -> int:
-    """How many of the last runs under these very conditions were green, one after the other."""
-    count = 0
+def standing(state: GateState, environment: Environment, gate: Gate) -> Standing:
+    """How a gate of this very definition stands under these very conditions."""
+    count, forced = 0, False
     for run in reversed(state.runs):
-        if run.environment != environment:
+        verdict = next((each for each in run.gates if each.gate == gate), None)
+        if run.environment != environment or verdict is None:
             continue
-        if not run.green:
+        if not verdict.green or count == gate.needed:
             break
-        count += 1
-    return count
+        count, forced = count + 1, forced or run.forced
+    return Standing(gate=gate, in_a_row=count, forced=forced)
+
+
+def check_gates(
+    what: str, gates: Sequence[Gate], state: GateState, environment: Environment, *, force: bool = False
+) -> bool:
+    """Refuse what asks for gates that are not green; return whether it goes on by force, its gates' or its own.
+
+    Raises ConfigError that names each gate and how it stands.
+    """
+    found = [standing(state, environment, gate) for gate in gates]
+    red = [each for each in found if not each.green]
+    if red and not force:
+        stand = "; ".join(
+            f"{each.gate.name} was green {each.in_a_row} of {each.gate.needed} times in a row" for each in red
+        )
+        levels = " and ".join(dict.fromkeys(f"`lowlat bench gates --level {each.gate.level}`" for each in red))
+        raise ConfigError(
+            f"{what} needs green gates under the same conditions, and {stand}: run {levels} with the same options, or "
+            "--force, which marks the result"
+        )
+    return bool(red) or any(each.forced for each in found)
 
 
 def run_gates(
@@ -75,6 +124,7 @@ def run_gates(
     *,
     times: int = 1,
     commit: str = "",
+    forced: bool = False,
     report: Report | None = None,
     progress: Progress | None = None,
 ) -> list[GateRun]:
@@ -85,7 +135,7 @@ def run_gates(
     """
     state = read_state(directory)
     environment = subject.environment(commit)
-    rounds = [[_scenario_run(gate, subject, directory, commit) for gate in gates] for _ in range(times)]
+    rounds = [[_scenario_run(gate, subject, directory, commit, forced) for gate in gates] for _ in range(times)]
     runs = [run for each in rounds for run in each]
     advance = counter(sum(run.num_repeats for run in runs), progress)
     wall = measure_wall_of(subject.choice())
@@ -100,42 +150,51 @@ def run_gates(
                 run.measure(True, runtimes, wall, report, advance)
             verdicts = [judge(gate, run.finish(), mixture=mixture) for gate, run in zip(gates, each, strict=True)]
             green = all(verdict.green for verdict in verdicts)
-            found.append(GateRun(green=green, environment=environment, gates=tuple(verdicts)))
+            found.append(GateRun(green=green, environment=environment, gates=tuple(verdicts), forced=forced))
             state.runs.append(found[-1])
             write_struct(directory / STATE_FILE, state)
     return found
 
 
-def _scenario_run(gate: Gate, subject: Subject, directory: Path, commit: str) -> ScenarioRun:
+def _scenario_run(gate: Gate, subject: Subject, directory: Path, commit: str, forced: bool) -> ScenarioRun:
     name = f"gate-{gate.name}"
-    return ScenarioRun(name, gate.scenario(), subject, directory / f"{name}.json", fresh=True, commit=commit)
+    path = directory / f"{name}.json"
+    return ScenarioRun(name, gate.scenario(), subject, path, fresh=True, forced=forced, commit=commit)
 
 
 def judge(gate: Gate, result: Result, *, mixture: bool) -> Verdict:
-    """Hold a gate's two rows against its thresholds; mixture: the target is a mixture of experts."""
+    """Hold a gate's two judged rows against its thresholds; mixture: the target is a mixture of experts.
+
+    An accept length that was imposed is shown and not judged.
+    """
     cases = [Case(gate.context, gate.batch, depth) for depth in (0, gate.num_speculative_tokens)]
     baseline, drafted = (result.row(case) for case in cases)
+    errors = "; ".join(f"{failure.case.name}: {failure.error}" for failure in result.failures)
     if baseline is None or drafted is None:
-        errors = [f"{failure.case.name}: {failure.error}" for failure in result.failures]
         return Verdict(
             name=gate.name,
             green=False,
+            gate=gate,
             required_speed_up=gate.min_speed_up,
             required_accept_length=gate.min_accept_length,
-            error="; ".join(errors) or "not measured",
+            error=errors or "not measured",
         )
     speed_up = drafted.tokens_per_s / baseline.tokens_per_s
-    length = drafted.accept_length or 0.0
+    length, tested = drafted.accept_length or 0.0, drafted.simulated_accept_length is None
     required, bound = gate.min_speed_up, None
     if mixture and gate.experts_bound_share is not None:
         bound = length * baseline.bytes_per_step / drafted.bytes_per_step
         required = min(required, gate.experts_bound_share * bound)
+    accepted = not tested or length >= gate.min_accept_length
     return Verdict(
         name=gate.name,
-        green=speed_up >= required and length >= gate.min_accept_length,
+        green=speed_up >= required and accepted and not errors,
+        gate=gate,
         speed_up=speed_up,
         required_speed_up=required,
         bound=bound,
         accept_length=length,
         required_accept_length=gate.min_accept_length,
+        accept_tested=tested,
+        error=errors or None,
     )

@@ -19,6 +19,7 @@ from lowlat.errors import LowlatError
 from lowlat.host.metrics import SpeculativeDecodingStats
 from lowlat.host.perf import PerfCounters, steps_by_width
 from lowlat.host.runtime import Runtime
+from lowlat.options.acceptance import expected_accept_length
 from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import SamplingParams, StepOutput
 from lowlat.tools.bench.prompts import Prompts
@@ -159,10 +160,12 @@ class CaseRun:
         widths = steps_by_width(runtime.ladder, perf.undrafted_steps, stats).get("steps_by_width")
         moved = self._bytes([length] * max(1, round(fmean(active))), experts, widths)
         floor = None if self._wall is None else moved / self._wall / 1e6
-        imposed = runtime.geometry.simulated_accept_length
+        imposed = runtime.geometry.simulated_acceptance
         return Row(
             case=case,
-            simulated_accept_length=None if imposed is None else min(imposed, case.num_speculative_tokens + 1.0),
+            simulated_accept_length=None
+            if imposed is None
+            else round(expected_accept_length(imposed, case.num_speculative_tokens), 4),
             num_steps=len(pooled),
             num_tokens=num_tokens,
             mean_context=round(length, 1),

@@ -191,7 +191,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True, tag="scenario", tag_field="kind"):
-    """A scenario's file. `forced` says that its gates were not green; it is complete when nothing is left to run."""
+    """A scenario's file. `forced` says that its gates, or gates before those, were not
+    green; it is complete when nothing is left to run."""
 
     version: int = VERSION
     name: str

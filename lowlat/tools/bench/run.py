@@ -153,7 +153,7 @@ class ScenarioRun:
 
     def _check_room(self) -> None:
         """Leave out cases beyond the model's positions. Raises ConfigError where no case is left of some."""
-        most = self.subject.config.max_position
+        most = self.subject.config.max_context
         fitting = [case for case in self._cases if case.context + self._room(case) <= most]
         if self._cases and not fitting:
             least = min(self._cases, key=lambda case: case.context + self._room(case))

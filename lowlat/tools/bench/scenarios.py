@@ -1,5 +1,6 @@
 """Scenarios and gates: what is measured, as TOML declares it, and the cases that it comes to. It knows no model."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +18,7 @@ Context = Annotated[int, Meta(ge=1, le=1 << 20)]
 Batch = Annotated[int, Meta(ge=1, le=8)]
 Depth = Annotated[int, Meta(ge=0, le=MAX_SPECULATIVE_TOKENS)]
 Policy = Literal["fixed", "auto"]
+Level = Literal["micro", "full"]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -52,7 +54,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     traffic        steady: all requests decode side by side; churn: they come, go and are cancelled
     reuse_prompts  share keys and values of prompts between repeats and cases: prefill is then timed only where it is
                    the first, in the largest case
-    gated          refused before the gates were green three times in a row
+    gated          asks for the gates of its own file; one with drafts at a context of the shipped plan's gated
+                   scenarios asks for the shipped gates, whatever its name and whatever this says
     """
 
     contexts: Annotated[tuple[Context, ...], Meta(min_length=1)]
@@ -80,14 +83,23 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether some case has drafts."""
         return any(depth != 0 for depth in self.num_speculative_tokens)
 
+    @property
+    def longest_drafted(self) -> int:
+        """The longest context that it drafts at; 0 where it does not draft."""
+        return max(self.contexts) if self.drafts else 0
+
     def measuring(self) -> "Scenario":
         """How rows are measured, whichever they are: equal for scenarios whose rows can stand in one file."""
         return msgspec.structs.replace(self, contexts=(), batches=(), num_speculative_tokens=(), help="")
 
 
 class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A micro measurement that a large suite asks for first: S draft tokens deep beside none.
+    """A measurement that large scenarios ask for first: a draft length beside none.
 
+    num_speculative_tokens  the draft length that is judged
+    beside               further draft lengths that are measured with it, and are no part of the verdict
+    level                micro: a few steps; full: a whole scenario, measured only when the micro gates are green
+    needed               green so many times in a row
     min_speed_up         tokens/s over those without speculation, at least
     experts_bound_share  of a mixture of experts, so much of the bound that was measured is enough where that is less
     min_accept_length    tokens a drafted step, bonus included, at least
@@ -101,15 +113,18 @@ class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_speed_up: Positive
     min_accept_length: Positive
     experts_bound_share: Positive | None = None
+    level: Level = "micro"
+    needed: Annotated[int, Meta(ge=1, le=100)] = 3
+    beside: tuple[Depth, ...] = ()
     warm_up: Count = 16
     repeats: Annotated[int, Meta(ge=1, le=100)] = 1
 
     def scenario(self) -> Scenario:
-        """The two rows that it compares."""
+        """The two rows that it compares, and those beside them."""
         return Scenario(
             contexts=(self.context,),
             batches=(self.batch,),
-            num_speculative_tokens=(0, self.num_speculative_tokens),
+            num_speculative_tokens=tuple(dict.fromkeys((0, self.num_speculative_tokens, *self.beside))),
             steps=self.steps,
             warm_up=self.warm_up,
             repeats=self.repeats,
@@ -117,11 +132,37 @@ class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file's scenarios by name, and its gates."""
 
     scenarios: dict[str, Scenario] = {}
     gates: tuple[Gate, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shipped scenarios and gates, and those of a file of one's own, whose scenarios go before.
+
+    gates    the file's own where it has any, else the shipped ones: those that `lowlat bench gates` measures
+    shipped  the shipped gates
+    large    drafts at this context or a longer one ask for the shipped gates
+    """
+
+    scenarios: dict[str, Scenario]
+    gates: tuple[Gate, ...]
+    shipped: tuple[Gate, ...]
+    large: int
+
+    def gates_for(self, scenario: Scenario) -> list[Gate]:
+        """The gates that a scenario asks for: the shipped ones by what it measures, its file's where it says so."""
+        asked = [*self.gates] if scenario.gated else []
+        if scenario.longest_drafted >= self.large:
+            asked += self.shipped
+        return list(dict.fromkeys(asked))
+
+    def gates_of(self, level: Level) -> list[Gate]:
+        """The gates of one level."""
+        return [gate for gate in self.gates if gate.level == level]
 
     def scenario(self, name: str) -> Scenario:
         """One scenario. Raises ConfigError for an unknown name."""
@@ -131,20 +172,16 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_plan(path: Path | None = None) -> Plan:
-    """The shipped plan; scenarios of a file of one's own go before it, and its gates replace the shipped ones.
-
-    Raises ConfigError naming the file and the field.
-    """
+    """The shipped plan, with scenarios and gates of a file of one's own. Raises ConfigError naming file and field."""
     shipped = _read(SHIPPED)
-    if path is None:
-        return shipped
-    own = _read(path)
-    return Plan({**shipped.scenarios, **own.scenarios}, own.gates or shipped.gates)
+    own = PlanFile() if path is None else _read(path)
+    large = min(min(scenario.contexts) for scenario in shipped.scenarios.values() if scenario.gated)
+    return Plan({**shipped.scenarios, **own.scenarios}, own.gates or shipped.gates, shipped.gates, large)
 
 
-def _read(path: Path) -> Plan:
+def _read(path: Path) -> PlanFile:
     try:
-        plan = msgspec.toml.decode(path.read_bytes(), type=Plan)
+        plan = msgspec.toml.decode(path.read_bytes(), type=PlanFile)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:

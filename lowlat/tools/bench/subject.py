@@ -121,7 +121,7 @@ class Subject:
     def _speculator(self) -> str:
         if self.speculation is None:
             return ""
-        own = ("method", "model", "simulated_accept_length")
+        own = ("method", "model", "simulated_acceptance", "simulated_accept_length")
         values = {key: value for key, value in self.speculation.items() if key not in own and value is not None}
         shown = [str(self.speculation.get("method", "eagle3"))]
         if self.speculation.get("model") is not None:
@@ -132,9 +132,12 @@ class Subject:
         found = ["weights: random"] if isinstance(self.target, OpenedTarget) else []
         if not self.prompts.stream:
             found.append("prompts: random tokens")
-        length = (self.speculation or {}).get("simulated_accept_length")
-        if length is not None:
-            found.append(f"acceptance: {length} tokens a step imposed, or S + 1 where that is less")
+        speculation = self.speculation or {}
+        if speculation.get("simulated_acceptance") is not None:
+            found.append(f"acceptance: each draft with probability {speculation['simulated_acceptance']:g}, imposed")
+        if speculation.get("simulated_accept_length") is not None:
+            length = speculation["simulated_accept_length"]
+            found.append(f"acceptance: {length:g} tokens a step imposed, by one probability for all positions")
         return tuple(found)
 
 

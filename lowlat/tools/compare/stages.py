@@ -178,7 +178,7 @@ def record(
 def _context(target: str | Path, prompt: Sequence[int] | str, num_tokens: int) -> int:
     """A context that holds the prompt, whatever its tokens; never more than the model has."""
     longest = len(prompt.encode()) + 8 if isinstance(prompt, str) else len(prompt)
-    return max(2, min(longest + num_tokens, read_model_config(target).max_position))
+    return max(2, min(longest + num_tokens, read_model_config(target).max_context))
 
 
 def check_same_shape(target: str | Path, other: str | Path) -> None:

@@ -39,7 +39,8 @@ def edited(made: dict[str, Path], family: str, directory: Path, **changes: Any) 
 def refuses(made: dict[str, Path], family: str, directory: Path, changes: dict[str, Any], *parts: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_model_config(edited(made, family, directory, **changes))
-    for part in ("config.json", *parts):
+    named = () if "model_type" in changes else (f"model_type '{'gpt_oss' if family == 'mxfp4' else family}'",)
+    for part in ("config.json", *named, *parts):
         assert part in str(caught.value), str(caught.value)
 
 
@@ -63,25 +64,19 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
         ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, ["quant_method 'awq'", "'mxfp4'"]),
         ("mxfp4", {"quantization_config": {"quant_method": "mxfp4", "dequantize": True}}, ["'dequantize' = True"]),
         ("mxfp4", {"intermediate_size": 48}, ["intermediate_size must be a multiple of 32", "found 48"]),
-        ("llama", {"sliding_window": 128}, ["sliding window attention", "sliding_window 128"]),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 64}, ["sliding window attention"]),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 64},
-            ["(use_sliding_window True"],
-        ),
+        ("llama", {"use_sliding_window": True}, ["sliding_window must be an integer from 1", "found None"]),
+        ("llama", {"sliding_window": 0}, ["sliding_window must be an integer from 1", "found 0"]),
+        ("llama", {"layer_types": ["chunked_attention"] * 3}, ["'chunked_attention'"]),
         ("qwen2", {"architectures": ["Qwen2ForSequenceClassification"]}, ["implemented: Qwen2ForCausalLM"]),
         ("qwen2", {"mlp_bias": True}, ["'mlp_bias' = True"]),
-        ("mistral", {"sliding_window": 4096}, ["sliding window attention", "sliding_window 4096"]),
-        ("mistral", {"sliding_window": ...}, ["sliding_window is missing, which means 4096", "null"]),
-        ("mistral", {"layer_types": ["sliding_attention"] * 3}, ["'sliding_attention'"]),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3}, ["sliding_window must be an integer from 1"]),
         ("mistral", {"attention_bias": True}, ["'attention_bias' = True"]),
         ("mistral", {"quantization_config": {"quant_method": "hqq"}}, ["quantization_config", "not implemented"]),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "x"]}, ["'sliding_attention'"]),
+        ("qwen3", {"layer_types": ["full_attention", "full_attention", "x"]}, ["'x'"]),
         ("qwen3_moe", {"mlp_only_layers": [1]}, ["layers without experts", "mlp_only_layers [1]"]),
         ("qwen3_moe", {"decoder_sparse_step": 2}, ["layers without experts (decoder_sparse_step 2"]),
         ("qwen3_moe", {"num_experts": 6}, ["num_experts 6 and num_local_experts 5 differ"]),
-        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, ["'shared_expert_intermediate_size' = 8"]),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, ["shared_expert_intermediate_size = 8", "0"]),
         ("gpt_oss", {"layer_types": ["full_attention"] * 2}, ["layer_types has 2 entries, expected 3"]),
         ("gpt_oss", {"layer_types": ["full_attention"] * 2 + ["chunked"]}, ["'chunked' is not implemented"]),
         ("gpt_oss", {"num_experts_per_tok": 5}, ["num_experts_per_tok", "from 1 to 4, found 5"]),
@@ -90,7 +85,18 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
         ("gpt_oss", {"num_local_experts": 0}, ["num_local_experts", "from 1 to 4096, found 0"]),
         ("gpt_oss", {"swiglu_limit": -1.0}, ["swiglu_limit must be a number from 0.001", "found -1.0"]),
         ("llama", {"logit_scale": 0.5}, ["'logit_scale' = 0.5", "may change what the model computes"]),
-        ("llama", {"auto_map": {"AutoModel": "evil.Model"}}, ["'auto_map'", "evil.Model"]),
+        *(("llama", {"is_causal": value}, [f"is_causal = {value}", "allowed: True"]) for value in (False, None, 0)),
+        ("gpt_oss", {"is_causal": False}, ["is_causal = False"]),
+        ("qwen3", {"use_qk_norm": False}, ["use_qk_norm = False is not implemented", "normed, as the family's are"]),
+        ("llama", {"use_qk_norm": True}, ["use_qk_norm = True is not implemented", "are not normed"]),
+        ("llama", {"scale_attn_weights": False}, ["scale_attn_weights = False"]),
+        ("llama", {"rope_interleaved": True}, ["rope_interleaved = True"]),
+        ("llama", {"activation": "geglu"}, ["activation = 'geglu'"]),
+        ("llama", {"rms_norm_eps": float("inf")}, ["rms_norm_eps", "found inf"]),
+        ("llama", {"rms_norm_eps": float("nan")}, ["rms_norm_eps", "found nan"]),
+        ("llama", {"time_step_limit": [0.0, float("inf")]}, ["'time_step_limit' = [0.0, inf]"]),
+        ("llama", {"model_type": "nemotron_h", "time_step_limit": [0.0, float("inf")]}, ["model_type 'nemotron_h'"]),
+        ("llama", {"rope_parameters": {**YARN, "attn_factor": 1.0, "attention_factor": 1.0}}, ["are both given"]),
         ("llama", {"is_decoder": True, "add_cross_attention": True}, ["'is_decoder' = True"]),
         ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5", "RoPE covers whole heads"]),
         ("llama", {"num_key_value_heads": 3}, ["num_attention_heads 4 is not a multiple of num_key_value_heads 3"]),
@@ -108,7 +114,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
         ("llama", {"tie_word_embeddings": 1}, ["tie_word_embeddings must be true or false, found 1"]),
         ("llama", {"attention_bias": "yes"}, ["attention_bias must be true or false, found 'yes'"]),
         ("llama", {"eos_token_id": 97}, ["eos_token_id", "from 0 to 96, found 97"]),
-        ("llama", {"dtype": "float64"}, ["'float64'", 'dtype="bfloat16"']),
+        ("llama", {"dtype": "float64"}, ["'float64'", "--dtype bfloat16", 'dtype="bfloat16"']),
         ("llama", {"dtype": 32}, ["dtype must be a string, found 32"]),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["'dynamic' is not implemented"]),
         (

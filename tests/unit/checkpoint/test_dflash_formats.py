@@ -78,7 +78,7 @@ ZLAB: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
         ("z-lab", {"dflash_config": {"target_layer_ids": [0, 1]}}, ["mask_token_id is missing"]),
         ("z-lab", {"dflash_config": {**ZLAB, "block_size": 4}}, ["expected one block_size, found [4, 8]"]),
         ("z-lab", {"block_size": ...}, ["expected one block_size, found none"]),
-        ("z-lab", {"layer_types": ["sliding_attention"] * 2}, ["'sliding_attention' is not implemented"]),
+        ("z-lab", {"layer_types": ["sliding_attention"] * 2}, ["'sliding_attention' is not implemented here"]),
         ("z-lab", {"use_sliding_window": True, "sliding_window": 64}, ["sliding window attention"]),
         ("z-lab", {"num_target_layers": 36}, ["num_target_layers 36 is not the target's 3"]),
         ("z-lab", {"num_hidden_layers": 1}, ["of draft layer 1", "num_hidden_layers is 1"]),

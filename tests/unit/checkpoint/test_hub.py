@@ -35,7 +35,23 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         ("Qwen/Qwen3-0.6B", Repository("Qwen/Qwen3-0.6B")),
         ("a/b@v1", Repository("a/b", "v1")),
         ("a/b@refs/pr/3", Repository("a/b", "refs/pr/3")),
-        *((text, None) for text in ("demo", "/a/b", "./a/b", "../b", "~/b", "a/b/c", "a/b@", "a b/c", "Hello", "")),
+        *(
+            (text, None)
+            for text in (
+                "demo",
+                "/a/b",
+                "./a/b",
+                "../b",
+                "~/b",
+                "a/b/c",
+                "a/b@",
+                "a/b@/tmp/x",
+                "a/b@../x",
+                "a b/c",
+                "Hello",
+                "",
+            )
+        ),
     ],
 )
 def test_names_of_repositories(text: str, found: Repository | None) -> None:
@@ -141,17 +157,90 @@ def test_what_does_not_run_is_refused_before_its_weights_are_fetched(hub: Hub) -
         ("some/target", {"token": "secret"}, "without a token that may .status 401.: set HF_TOKEN"),
         ("some/target", {"page": b"<html>Sign in"}, "could not be fetched from http://127.*JSONDecodeError"),
         ("some/target", {"page": b"{}"}, "could not be fetched from http://127.*KeyError"),
-        ("some/pickle", {}, r"found neither \(found model.bin: pickles are never read"),
+        ("some/pickle", {}, r"found neither: found 'model.bin': pickles are never read"),
+        ("some/target", {"page": b"[]"}, "could not be fetched from http://127.*describes no repository"),
+        ("some/target", {"page": b'{"id": 5, "sha": 7}'}, "commit is 7, which is no commit"),
+        ("some/target", {"page": json.dumps({"id": "x", "sha": "../up"}).encode()}, "commit is '../up'"),
+        ("some/target", {"page": json.dumps({"id": "x", "sha": COMMIT, "siblings": 5}).encode()}, "could not be"),
+        ("some/target", {"page": b'{"id": "x", "siblings": [5]}'}, "describes no repository"),
+        ("some/target", {"page": b"[" * 100_000}, "describes no repository: RecursionError"),
+        ("some/target", {"listed": [{"rfilename": 7}]}, "a file with the name 7, which is no name"),
+        ("some/target", {"listed": [{"rfilename": "x", "size": -1}]}, "'x' with the size -1, which is no number"),
+        ("some/target", {"listed": [{"rfilename": "x", "size": "9"}]}, "'x' with the size '9'"),
+        ("some/target", {"listed": [{"rfilename": "x", "size": 1 << 60}]}, "'x' with the size 1152921504606846976"),
+        ("some/adapter", {}, r"has no config.json: it is an adapter \(LoRA\)"),
+        ("some/gguf", {}, "has no config.json: found 'x-Q4_K_M.gguf': GGUF is not read"),
+        ("some/mistral", {}, "found neither: found 'consolidated.safetensors', Mistral's own layout"),
         ("some/nothing", {}, "has no config.json"),
     ],
 )
 def test_refusals_say_what_to_do(hub: Hub, name: str, change: dict[str, Any], message: str) -> None:
     hub.add("some/pickle", config_json="{}", model_bin="x")
     hub.add("some/nothing", README_md="empty")
+    hub.add("some/mistral", config_json="{}", consolidated_safetensors="x")
+    (hub.add("some/adapter") / "adapter_config.json").write_text("{}")
+    (hub.add("some/gguf") / "x-Q4_K_M.gguf").write_text("x")
     for key, value in change.items():
         setattr(hub, key, value)
     with pytest.raises(ConfigError, match=message):
         fetch(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"etag": '"../../../../../stolen"'}, r"config.json: .*ETag '../../../../../stolen'; expected 40 or 64 hex"),
+        ({"etag": "/tmp/lowlat-stolen"}, "ETag 'tmp/lowlat-stolen'"),
+        ({"etag": '"c0ffee"'}, "ETag 'c0ffee'"),
+        ({"headers": {"X-Linked-Etag": '"../../stolen"'}}, "ETag '../../stolen'"),
+        ({"commit": "../../../stolen"}, "X-Repo-Commit '../../../stolen'"),
+        ({"headers": {"X-Xet-Hash": "../stolen", "X-Xet-Refresh-Route": "/x"}}, "X-Xet-Hash '../stolen'"),
+        ({"headers": {"Location": "file:///etc/passwd"}}, "sends to 'file:///etc/passwd'"),
+        ({"num_added": 1}, r"config.json: the hub lists \d+ bytes, and answers that it has \d+"),
+    ],
+)
+def test_what_a_hub_answers_becomes_no_path(
+    hub: Hub, change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in change.items():
+        setattr(hub, key, value)
+    with pytest.raises(ConfigError, match=message):
+        fetch("some/head")
+    assert not [path for path in tmp_path.parent.rglob("*stolen*") if path != tmp_path]
+    assert not list((tmp_path / "cache").rglob("config.json")) and not Path("/tmp/lowlat-stolen").exists()
+
+
+def test_a_file_that_is_missing_names_no_folder_either(hub: Hub, tmp_path: Path) -> None:
+    hub.listed = [{"rfilename": "generation_config.json", "size": 5}]
+    fetched = [path for path in (hub.repositories["some/head"] / "generation_config.json",) if path.exists()]
+    assert not fetched
+    with pytest.raises(ConfigError):
+        fetch("some/head")
+    hub.commit = "../../stolen"
+    with pytest.raises(ConfigError, match="X-Repo-Commit"):
+        fetch("some/head")
+    assert not list(tmp_path.rglob("*stolen*"))
+
+
+def test_names_that_lead_out_are_left_out_and_hashes_of_both_kinds_taken(hub: Hub) -> None:
+    names = (
+        "../up.jinja",
+        "/tmp/up",
+        "additional_chat_templates/../x.jinja",
+        "a\\b",
+        "additional_chat_templates/t.jinja",
+    )
+    hub.listed = [{"rfilename": name, "size": 1} for name in names]
+    folder = hub.repositories["some/head"] / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "t.jinja").write_text("x")
+    for hash_ in ('"' + "A0" * 20 + '"', 'W/"' + "b1" * 32 + '"'):
+        hub.etag = hash_
+        with outline("some/head") as found:
+            assert found.download is not None
+    hub.etag = None
+    directory = fetch("some/head")
+    assert (directory / "additional_chat_templates" / "t.jinja").read_text() == "x"
 
 
 def test_a_hub_that_hangs_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,3 +284,21 @@ def test_the_variables_of_huggingface_hub_hold(hub: Hub, tmp_path: Path) -> None
     expected = tmp_path / "home" / "hub" / "models--some--head" / "snapshots" / COMMIT
     assert done.stdout.strip() == str(expected), done.stderr
     assert re.search("secret", done.stderr) is None
+
+
+def test_a_file_that_goes_on_and_on_is_broken_off() -> None:
+    """An answer without a length ends at what was listed, whichever bar counts its bytes."""
+    from lowlat.checkpoint.hub import _bar_class, _library_bar
+    from lowlat.checkpoint.hub_answers import checked
+
+    bars = [_library_bar(), _bar_class(lambda done, total: None, 0)]
+    for bar in bars:
+        with checked("x.safetensors", 100):
+            file = bar(disable=True)
+            file.update(60)
+            file.update(-60)  # what is fetched anew
+            file.update(100)
+            with pytest.raises(ConfigError, match=r"x\.safetensors: the hub sends more bytes than it listed"):
+                file.update(1)
+    with checked("x.safetensors", 100):
+        bars[0](disable=True, name="huggingface_hub.xet_get.transfer").update(1000)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_files import target_geometry, write_draft_layout
-from quantised_layers import INT4, LAYOUTS, compressed, fp8, nvfp4, quantise_target, rewrite
+from quantised_layers import GPTQ, INT4, LAYOUTS, awq, compressed, fp8, gptq, nvfp4, quantise_target, rewrite
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import make_target
@@ -26,6 +26,23 @@ from lowlat.models.target import load_target, open_target, read_model_config
 
 GOLDEN = Path(__file__).parents[2] / "data" / "quantised_layers.safetensors"
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 1}
+ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int", "iters": 200}
+# spellings of tensors that other layouts have, too
+SPELLINGS = {
+    "autofp8-2024": (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        partial(fp8, per="tensor"),
+    ),
+    "gptqmodel-5": (
+        {**GPTQ, "format": "gptq", "checkpoint_format": "gptq", "pack_impl": "cpu"},
+        partial(gptq, group=32, less=1, zero=8),
+    ),
+    "auto-round-gptq": (
+        {**ROUND, "sym": True, "packing_format": "auto_round:auto_gptq"},
+        partial(gptq, group=32, less=1, zero=8),
+    ),
+    "auto-round-awq": ({**ROUND, "sym": False, "packing_format": "auto_round:auto_awq"}, partial(awq, group=32)),
+}
 HOSTILE = {"quant_method": "awq", "bits": 4, "group_size": 32}
 
 
@@ -85,6 +102,27 @@ def test_every_layout_is_read_exactly(layout: str, rows: int, columns: int, tmp_
     tensors, values = make(np.random.default_rng(rows), rows, columns)
     save_file({f"layer.{name}": each for name, each in tensors.items()}, tmp_path / "model.safetensors")
     assert np.array_equal(load_layer(tmp_path, config, rows, columns).numpy(), values)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_other_spellings_are_the_same_tensors(spelling: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole checkpoints, which say float16 as most of them do: the numbers are those of the layers, dequantised."""
+    config, make = SPELLINGS[spelling]
+    model = make_target(tmp_path, "llama", **SIZES)
+    rewrite(tmp_path, {"": make}, model, seed=3)
+    path = tmp_path / "config.json"
+    said = {**json.loads(path.read_text()), "quantization_config": config, "torch_dtype": "float16"}
+    path.write_text(json.dumps({key: value for key, value in said.items() if key != "dtype"}))
+    target = open_target(tmp_path)
+    assert target.config.dtype == "bfloat16"
+    (line,) = [record.message for record in caplog.records if "float16" in record.message]
+    assert line.startswith(f"{tmp_path.name} is stored in float16") and "--dtype float32" in line
+    weights = load_target(tmp_path, dtype="float32").weights
+    own = model.model.layers[0]
+    gates = torch.cat([own.mlp.gate_proj.weight, own.mlp.up_proj.weight])
+    assert torch.equal(matrix(weights, "layers.0.o.weight"), own.self_attn.o_proj.weight)
+    assert torch.equal(matrix(weights, "layers.0.gate_up.weight"), gates)
+    assert len([record for record in caplog.records if "float16" in record.message]) == 1  # none where it was asked for
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -171,7 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bits": (HOSTILE | {"bits": 8}, "bits = 8 is not implemented"),
     "group": (HOSTILE | {"group_size": 16}, "group_size must be one of 32, 64, 128, found 16"),
     "gemv": (HOSTILE | {"version": "gemv"}, "version must be 'gemm'"),
-    "no zeros": (HOSTILE | {"zero_point": False}, "zero_point must be true"),
+    "no zeros": (HOSTILE | {"zero_point": 0}, "zero_point must be true or false"),
     "order": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, "desc_act"),
     "dynamic": (
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"x": {}}},

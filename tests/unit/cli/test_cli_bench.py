@@ -14,7 +14,7 @@ from lowlat.tools.bench.gates import GateState
 from lowlat.tools.bench.measure import CaseRun
 from lowlat.tools.bench.results import read_result, read_struct
 
-TINY = ("--geometry", "tiny", "--device", "cpu", "--simulated-accept-length", 2.5)
+TINY = ("--geometry", "tiny", "--device", "cpu", "--simulated-acceptance", 0.75)
 SMALL = ("--context", 40, "--batch", 1, "--steps", 4, "--warm-up", 1)
 GATES = """
 [[gates]]
@@ -105,21 +105,28 @@ def test_gates_open_the_large_suite_after_three_greens_in_a_row(tmp_path: Path) 
     common = (*TINY, "--file", plan, "--out", tmp_path / "out", "--commit", "c")
     large = ("run", "large-context", *common, *SMALL, "-S", 3, "--repeats", 1)
     first = last_line("gates", *common)
-    assert first["green"] and first["in_a_row"] == 1 and "acceptance: 2.5" in " ".join(first["simulated"])
-    assert "they were 1 times" in refusal("bench", *large)
-    assert last_line("gates", *common, "--times", 2)["in_a_row"] == 3
+    assert first["green"] and first["in_a_row"] == {"small": 1} and "probability 0.75" in " ".join(first["simulated"])
+    assert not first["accept_length_tested"] and not first["forced"]
+    assert "small was green 1 of 3 times" in refusal("bench", *large)
+    assert last_line("gates", *common, "--times", 2)["in_a_row"] == {"small": 3}
     plan.write_text(GATES.format(speed_up=1000))
     red = last_line("gates", *common, code=1)
-    assert not red["green"] and red["in_a_row"] == 0 and red["gates"] == {"small": False}
+    assert not red["green"] and red["in_a_row"] == {"small": 0} and red["gates"] == {"small": False}
+    plan.write_text(GATES.format(speed_up=0.02))
+    assert "small was green 0 of 3 times" in refusal("bench", *large), "a gate with another threshold is another gate"
     assert last_line(*large, "--force")["forced"]
     assert read_result(tmp_path / "out" / "large-context.json").forced
+    plan.write_text(GATES.format(speed_up=0.01))
     path = tmp_path / "out" / "gates.json"
     state = read_struct(path, GateState)
     assert [each.green for each in state.runs] == [True, True, True, False]
     state.runs = state.runs[:1] * 3
     path.write_bytes(msgspec.json.encode(state))
     assert not last_line(*large, "--fresh")["forced"]
-    assert "they were 0 times" in refusal("bench", *large, "--fresh", "--temperature", 0.5)
+    assert "small was green 0 of 3 times" in refusal("bench", *large, "--fresh", "--temperature", 0.5)
+    assert "has no gates of level full" in refusal("bench", "gates", *common, "--level", "full")
+    message = refusal("bench", "gates", *TINY, "--level", "full", "--out", tmp_path / "out")
+    assert "16k-batch-4 was green 0 of 3 times in a row" in message and "--level micro" in message
 
 
 @pytest.mark.second
@@ -152,7 +159,7 @@ def test_compare_and_report_read_what_run_wrote(tmp_path: Path) -> None:
         (["run", "single", "--batch", "9"], "<= 8"),
         (["run", "single", "--steps", "0"], ">= 1"),
         (["run", "single", "--model", "m", "--draft-window", "5"], "need a draft model (--draft-model DIR)"),
-        (["run", "single", "--geometry", "tiny", "--device", "cpu", "--profile"], "a profile needs an NVIDIA card"),
+        (["run", "batch", "--geometry", "tiny", "--device", "cpu", "--profile"], "a profile needs an NVIDIA card"),
         (["compare", "none", "none"], "none: cannot be read: No such file"),
         (["report", "."], "no results of `lowlat bench run` are here"),
     ],

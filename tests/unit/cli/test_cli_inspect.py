@@ -182,6 +182,9 @@ def test_what_if_recommends_limits_and_names_its_assumptions(tmp_path: Path) -> 
     assert found["recommended"]["choices"] == [[0], [1], [0, 0], [1, 0]]
     limits = ("max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer")
     assert [found["recommended"][name] for name in limits] == [3, 5, 2]
+    a_row = sum(found["kv"].values())
+    assert a_row > found["kv"]["bytes_per_token"] > 0
+    assert [plan["kv_bytes"] for plan in found["plans"]] == [found["batch"] * rows * a_row for rows in (1, 3, 5)]
     timed = answer(*common, "--budgets", "1,3,5", "--step-times-us", "100,110,200")["what_if"]
     assert timed["recommended"]["budget"] == 3
     assert "given" not in timed["acceptance_from"] and timed["acceptance_from"] == str(table)

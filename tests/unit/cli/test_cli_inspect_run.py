@@ -20,7 +20,7 @@ CASES: dict[str, tuple[tuple[object, ...], str]] = {
     "refused": ((bundled("target"), "--head", bundled("chat_head"), *BRIEF), "576 is not the target's 320"),
     "zero_depth": (("-S", 0, *BRIEF), "-S"),
     "draft_limit": (("--max-draft-tokens", 0, *BRIEF), "--max-draft-tokens"),
-    "simulated": (("--simulated-accept-length", 3, *SHORT), "nothing about the pair"),
+    "simulated": (("--simulated-acceptance", 0.7, *SHORT), "nothing about the pair"),
     "no_drafts": (("--num-prompts", 2, "--max-tokens", 1), "the 2 tokens left no step"),
     "few_drafts": (("--num-prompts", 1, "--max-tokens", 4, "--temperature", 100, "--seed", 1), "too few to tell"),
 }
@@ -36,6 +36,9 @@ def test_the_bundled_pair_speculates() -> None:
     assert found.eagle_speculation is not None
     assert found.mean_acceptance_length == found.eagle_speculation["mean_acceptance_length"] > 1.5
     assert found.eagle_speculation["num_drafts"] <= found.num_steps < 62
+    assert len(found.texts) == 2 and all(isinstance(text.answer, str) and text.answer for text in found.texts)
+    shown = lowlat("inspect", "run", *SHORT, "-S", 2).stdout
+    assert all(str(text.prompt) in shown and str(text.answer) in shown for text in found.texts)
 
 
 @pytest.mark.parametrize("code", staged(CASES, first=["refused", "few_drafts", "no_drafts"]))

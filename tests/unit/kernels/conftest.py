@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from compiled_examples import Compiled
+from compiled_examples import Compiled  # first: it imports Numba with any NumPy, as tests then may
 
 from lowlat.kernels.toolchain.digests import source_digest
 

@@ -2,6 +2,9 @@
 
 import copy
 import re
+import subprocess
+import sys
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from numba.cuda.core import analysis, base, ir, ir_utils, postproc
 from numba.cuda.cudadrv import nvvm
 from numba.cuda.descriptor import cuda_target
 
-from lowlat.kernels.toolchain import numba_cuda
+from lowlat.kernels.toolchain import numba_cuda, quicker_numba
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, cuda, device_function, float32, int64
 
 
@@ -50,6 +53,30 @@ def generating(x: Any, count: Any, out: Any) -> Any:
         yield more
         yield more + k
     yield out
+
+
+def test_internals_are_those_that_were_read() -> None:
+    """Another release may have other internals: read `quicker_numba` beside its sources, then change READ_FROM."""
+    assert metadata.version("numba-cuda") == quicker_numba.READ_FROM
+
+
+def test_numpy_may_lack_what_later_releases_lack() -> None:
+    """`row_stack` is gone from 2.5 on; it is not left behind, nor is NumPy's own replaced where it has one."""
+    code = """
+import sys, warnings
+import numpy as np
+if sys.argv[1] == "without":
+    vars(np).pop("row_stack", None)
+before = vars(np).get("row_stack")
+from lowlat.kernels.toolchain.numba_cuda import compile_ptx, cuda, types
+assert vars(np).get("row_stack") is before
+def kernel(out):
+    out[cuda.threadIdx.x] = 1.0
+assert "st.global" in compile_ptx(kernel, (types.Array(types.float32, 1, "C"),), (9, 0))[0]
+"""
+    for case in ("without", "as it is"):
+        done = subprocess.run([sys.executable, "-c", code, case], capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr
 
 
 FUNCTIONS = pytest.mark.parametrize("function", [branching, straight, generating], ids=lambda each: each.__name__)

@@ -12,6 +12,7 @@ from lowlat.kernels.reference.step.accept import FINISH_ERROR, FINISH_LENGTH, FI
 from lowlat.kernels.reference.step.publish import ACCEPTED, COMMITTED, FINISH, RECORD_WIDTH, SLOT, VERIFIED_SOURCE
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, HAS_GRAMMAR, MAX_LENGTH, NUM_INTS
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_TEXT
+from lowlat.options.acceptance import expected_accept_length
 from lowlat.speculators.tree.topology import TreeTopology
 
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
@@ -82,17 +83,35 @@ def test_a_dead_slot_accepts_nothing() -> None:
     assert outs["best_path"].tolist() == [-1]
 
 
-@pytest.mark.parametrize("mean", [1.0, 1.7, 2.5, 3.0, 4.0])
-def test_simulated_acceptance_has_the_mean_asked_for(mean: float) -> None:
-    arrays = {"target_tokens": ints([5, 6, 7, 8]), "draft_tokens": ints([0, 1, 2, 3]), "paths": ints([[0, 1, 2, 3]])}
+@pytest.mark.parametrize(("probability", "mean"), [(0.0, 1.0), (0.607, 2.2), (0.75, 2.734), (1.0, 4.0)])
+def test_simulated_acceptance_has_the_mean_asked_for(probability: float, mean: float) -> None:
     total, rounds = 0, 600
     for position in range(rounds):
-        state = {"slots": ints(0), "lengths": ints(position), "mean_length": mean, "seed": 3}
-        outs = meant("accept_simulated", {**arrays, **state})
-        count = int(outs["accepted_lens"])
-        assert outs["accepted_tokens"][0, :count].tolist() == [*range(1, count), 5 + count - 1]
+        count = simulate_acceptance(probability, position, 3)
         total += count
-    assert abs(total / rounds - mean) < 0.07
+    assert abs(total / rounds - mean) < 0.1
+    assert abs(expected_accept_length(probability, 3) - mean) < 0.001
+
+
+def test_a_shorter_run_of_drafts_accepts_those_of_the_longer_one() -> None:
+    for position in range(100):
+        longest = simulate_acceptance(0.7, position, 7)
+        assert [simulate_acceptance(0.7, position, depth) for depth in range(8)] == [
+            min(longest, depth + 1) for depth in range(8)
+        ]
+        for skipped in range(1, longest):  # nor does it matter where a step began
+            assert simulate_acceptance(0.7, position + skipped, 7) >= longest - skipped
+
+
+def simulate_acceptance(probability: float, position: int, depth: int) -> int:
+    """Tokens that a step of a chain accepts behind so many committed ones."""
+    nodes = [*range(depth + 1)]
+    arrays = {"target_tokens": ints([node + 50 for node in nodes]), "draft_tokens": ints(nodes), "paths": ints([nodes])}
+    state = {"slots": ints(0), "lengths": ints(position), "probability": probability, "seed": 3}
+    outs = meant("accept_simulated", {**arrays, **state})
+    count = int(outs["accepted_lens"])
+    assert outs["accepted_tokens"][0, :count].tolist() == [*range(1, count), 50 + count - 1]
+    return count
 
 
 @pytest.mark.parametrize(

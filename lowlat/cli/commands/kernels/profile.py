@@ -95,7 +95,7 @@ def _profile(
     config = read_model_config(model)
     room = profiling.find_room(
         values["context"],
-        config.max_position,
+        config.max_context,
         batch=values["batch"],
         num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
         num_steps=values["steps"],
@@ -103,7 +103,7 @@ def _profile(
     )
     if room.prompt_length < values["context"]:
         click.echo(
-            f"prompts of {room.prompt_length} tokens, not {values['context']}: the model has {config.max_position} "
+            f"prompts of {room.prompt_length} tokens, not {values['context']}: the model has {config.max_context} "
             f"positions and the steps need {room.max_tokens}",
             err=True,
         )

@@ -41,7 +41,7 @@ async def chat_completions(request: Request) -> Response:
     calling = Calling.of(asked.tools or (), asked.tool_choice, asked.parallel_tool_calls)
     bound = _bound(asked)
     format_field = "response_format" if asked.structured_outputs is None else "structured_outputs"
-    sampling = asked.sampling() | _lengths(asked) | bound | calling.options(bound, format_field)
+    sampling = asked.sampling(server.advice) | _lengths(asked) | bound | calling.options(bound, format_field)
     sampling["parse"] = "tools" if calling.tools else "reasoning"
     if asked.logprobs:
         sampling["logprobs"] = asked.top_logprobs or 0
@@ -59,7 +59,7 @@ async def chat_completions(request: Request) -> Response:
             template_options=options,
             fit_context="max_tokens" not in sampling,
             cache_salt=asked.cache_salt or "",
-            **{"max_tokens": server.limits.max_context, **seeded(sampling, place)},
+            **seeded(sampling, place),
         )
 
     answer = _Chat(asked, calling, fingerprint(server), prompt_ids)

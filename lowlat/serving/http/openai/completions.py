@@ -28,7 +28,7 @@ async def completions(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     asked = decode(_DECODER, await read_body(request))
     server = await gateway.serving(asked.model)
-    sampling = asked.sampling() | structured_options(asked.structured_outputs)
+    sampling = asked.sampling(server.advice) | structured_options(asked.structured_outputs)
     sampling["max_tokens"] = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
     if asked.logprobs is not None:
         sampling["logprobs"] = asked.logprobs

@@ -42,20 +42,20 @@ async def responses(request: Request) -> Response:
     calling = _calling(asked)
     bound = _bound(asked)
     format_field = "text.format" if asked.structured_outputs is None else "structured_outputs"
-    sampling = asked.sampling() | _logprobs(asked) | bound | calling.options(bound, format_field)
+    sampling = asked.sampling(server.advice) | _logprobs(asked) | bound | calling.options(bound, format_field)
     most = asked.max_output_tokens
+    if most is not None:
+        sampling["max_tokens"] = most
     generation = gateway.client.generate(
         input_messages(asked),
         template_options=_template_options(asked, calling),
         fit_context=most is None,
         cache_salt=asked.cache_salt or "",
-        max_tokens=server.limits.max_context if most is None else most,
         parse="tools" if calling.tools else "reasoning",
         **sampling,
     )
-    return await respond(
-        request, Choices(lambda _: generation), ResponsesAnswer(asked, calling), stream=bool(asked.stream)
-    )
+    answer = ResponsesAnswer(asked, calling, server.advice)
+    return await respond(request, Choices(lambda _: generation), answer, stream=bool(asked.stream))
 
 
 def _calling(asked: ResponsesRequest) -> Calling:

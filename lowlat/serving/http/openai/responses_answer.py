@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -20,8 +21,9 @@ __all__ = ["ResponsesAnswer"]
 class ResponsesAnswer:
     """One answer. One that must be a call has no message: text in it is a call that was cut off."""
 
-    def __init__(self, asked: ResponsesRequest, calling: Calling) -> None:
+    def __init__(self, asked: ResponsesRequest, calling: Calling, advice: Mapping[str, float]) -> None:
         self._calling = calling
+        self._advice = advice
         self._asked = asked
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -170,12 +172,12 @@ class ResponsesAnswer:
             "safety_identifier": asked.safety_identifier,
             "service_tier": "default",
             "store": False,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": self._advice.get("temperature", 1.0) if asked.temperature is None else asked.temperature,
             "text": {"format": {"type": "text"} if form is None else msgspec.to_builtins(form), **verbosity},
             "tool_choice": msgspec.to_builtins(asked.tool_choice) or "auto",
             "tools": [_tool(tool) for tool in msgspec.to_builtins(asked.tools or [])],
             "top_logprobs": asked.top_logprobs or 0,
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "top_p": self._advice.get("top_p", 1.0) if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
             "user": asked.user,
             "metadata": asked.metadata or {},

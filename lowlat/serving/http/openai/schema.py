@@ -127,15 +127,14 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     max_draft_tokens: int | None = None
 
-    def sampling(self) -> dict[str, Any]:
-        """Sampling options by the server's names; the default of temperature is OpenAI's."""
-        values = {name: getattr(self, name) for name in ("top_p", *_OWN)}
+    def sampling(self, advice: Mapping[str, float]) -> dict[str, Any]:
+        """Sampling options by the server's names, those that are given; the temperature is OpenAI's where neither the
+        request nor the model's advice, `Welcome.advice`, has one."""
+        values = {name: getattr(self, name) for name in ("temperature", "top_p", *_OWN)}
         if values["top_p"] == 0:  # the least set of tokens: the likeliest alone
             values |= {"top_p": None, "top_k": 1}
-        return {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            **{name: value for name, value in values.items() if value is not None},
-        }
+        own = {} if "temperature" in advice else {"temperature": 1.0}
+        return own | {name: value for name, value in values.items() if value is not None}
 
 
 _OWN = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "max_draft_tokens")
@@ -162,7 +161,7 @@ class Choosing(Generating, kw_only=True):
         options = self.stream_options
         return bool(self.return_token_ids) or (options is not None and bool(options.continuous_usage_stats))
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self, advice: Mapping[str, float]) -> dict[str, Any]:
         """See Generating; adds the fields of this class. Raises ApiError for a logit_bias key that is no token id, and
         for stream_options without `stream`.
         """
@@ -174,7 +173,7 @@ class Choosing(Generating, kw_only=True):
             values["seed"] = self.seed % SEEDS
         if self.logit_bias:
             values["logit_bias"] = _biases(self.logit_bias)
-        return super().sampling() | values
+        return super().sampling(advice) | values
 
 
 class ContentPart(Struct):

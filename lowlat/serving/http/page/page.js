@@ -77,7 +77,9 @@ function tokensOf(event, choice) {
 }
 
 function request(prompt) {
-  const limits = { temperature: Number(find("temperature").value), max_tokens: Number(find("max-tokens").value) };
+  const limits = { max_tokens: Number(find("max-tokens").value) };
+  const temperature = find("temperature").value;
+  if (temperature !== "") limits.temperature = Number(temperature); // empty: as the server has it
   const common = { model, stream: true, lowlat: true, ...limits };
   if (!hasTemplate) return ["v1/completions", { ...common, prompt, logprobs: 0 }];
   const messages = [...history_, { role: "user", content: prompt }];
@@ -164,6 +166,16 @@ function bar(name, share, value) {
   return row;
 }
 
+// Where the model's authors advise a temperature, the empty box says which; what was typed before stays.
+function showAdvice(advice) {
+  const box = find("temperature");
+  if (box.dataset.advised || advice?.temperature === undefined) return;
+  box.dataset.advised = "true";
+  if (box.value === box.defaultValue) box.value = "";
+  box.placeholder = String(advice.temperature);
+  box.title = "as the model's authors advise: " + Object.entries(advice).map((pair) => pair.join(" ")).join(", ");
+}
+
 function showFigures({ stats }) {
   const engine = stats.engine || {};
   find("server-speed").textContent = stats.tokens_per_s.toFixed(1);
@@ -190,6 +202,7 @@ async function refresh() {
     const figures = await (await ask("lowlat/stats")).json();
     model = figures.server.model;
     hasTemplate = figures.server.has_chat_template;
+    showAdvice(figures.server.sampling_defaults);
     find("model").textContent = model;
     state.textContent = figures.stats.state;
     state.className = "";

@@ -144,7 +144,7 @@ def _conditions(environment: Environment) -> str:
 def _warnings(result: Result) -> list[str]:
     found = [] if result.complete else ["This scenario is not complete."]
     if result.forced:
-        found.append("Run by force: its gates were not green three times in a row.")
+        found.append("Run by force: its gates, or gates before those, were not green.")
     return found + [f"Not measured: {failure.case.name}: {failure.error}" for failure in result.failures]
 
 
@@ -182,7 +182,9 @@ def _gates(runs: Sequence[GateRun]) -> Table:
         for gate in run.gates:
             shown = (gate.speed_up, gate.required_speed_up, gate.accept_length, gate.required_accept_length)
             figures = ["" if value is None else f"{value:.2f}" for value in shown]
-            state = "green" if gate.green else gate.error or "red"
+            if not gate.accept_tested:
+                figures[-1] = "not tested"
+            state = ("green" if gate.green else gate.error or "red") + (", by force" if run.forced else "")
             simulated = ", ".join(run.environment.simulated) or "nothing"
             rows.append((gate.name, str(number), *figures, state, simulated))
     columns = ("gate", "run", "speed-up", "asked for", "accept length", "asked for", "state", "simulated")

@@ -1,0 +1,255 @@
+"""config.json as published models have it, by their keys: what they mean is read, and what means nothing is left."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowlat.checkpoint.formats.linear import AwqLinear, Fp8Linear, GptqLinear
+from lowlat.errors import ConfigError
+from lowlat.models.rope import rope_tables
+from lowlat.models.target import read_model_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 49152,
+}
+QWEN = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {**LLAMA, **QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MISTRAL = {**LLAMA, **QWEN, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+CODER = {
+    **QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_window_layers": 28,
+    "qkv_bias": False,
+    "shared_expert_intermediate_size": 0,
+    "use_qk_norm": True,
+    "use_sliding_window": False,
+}
+LONG = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+GPTQMODEL = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "desc_act": False,
+    "sym": True,
+    "lm_head": False,
+    "checkpoint_format": "gptq",
+    "format": "gptq",
+    "pack_dtype": "int32",
+    "pack_impl": "cpu",
+    "meta": {"quantizer": ["gptqmodel:5.0.0"], "damp_percent": 0.05, "mse": 0.0},
+}
+ROUND = {
+    "autoround_version": "0.6.0",
+    "batch_size": 4,
+    "bits": 4,
+    "data_type": "int",
+    "enable_quanted_input": True,
+    "group_size": 128,
+    "iters": 200,
+    "low_gpu_mem_usage": True,
+    "nsamples": 512,
+    "seqlen": 2048,
+    "sym": True,
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+
+
+def write(directory: Path, base: dict[str, Any], changes: dict[str, Any]) -> Path:
+    (directory / "config.json").write_text(json.dumps(base | changes))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        pytest.param(CODER, {}, id="Qwen3-Coder-30B-A3B"),
+        pytest.param(
+            LLAMA,
+            {
+                "is_llama_config": True,
+                "rope_interleaved": False,
+                "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+            },
+            id="SmolLM2",
+        ),
+        pytest.param(LLAMA, {"activation": "swiglu", "head_dim": 256}, id="Falcon3"),
+        pytest.param(LLAMA, {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, id="remote code beside"),
+        pytest.param(QWEN2, {"use_sliding_window": True, "max_window_layers": 24}, id="windows from the last layer on"),
+        pytest.param(LLAMA, {"is_causal": True, "scale_attn_weights": True}, id="what is so anyway"),
+    ],
+)
+def test_keys_that_say_what_the_family_does(base: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
+    config = read_model_config(write(tmp_path, base, changes))
+    assert config.family == base["model_type"] and config.dtype == "bfloat16"
+    assert config.window_limit is None and config.max_context == config.max_position == 8192
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "stored", "plain"),
+    [
+        pytest.param(GPTQMODEL, GptqLinear(128, True, True), [], id="GPTQModel 5"),
+        pytest.param({**GPTQMODEL, "format": "gptq_v2", "checkpoint_format": "gptq_v2"},
+                     GptqLinear(128, False, True), [], id="GPTQ of version 2"),
+        pytest.param({key: value for key, value in GPTQMODEL.items() if key != "checkpoint_format"},
+                     GptqLinear(128, True, True), [], id="format alone"),
+        pytest.param({**ROUND, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq",
+                      "block_name_to_quantize": "model.layers",
+                      "extra_config": {"model.layers.0.mlp.down_proj": {"bits": 16, "data_type": "float"},
+                                       ".*layers\\.1\\.mlp.*": {"bits": 16, "data_type": "float"}}},
+                     GptqLinear(128, True, True), ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.up_proj"],
+                     id="AutoRound as GPTQ"),
+        pytest.param({**ROUND, "quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "sym": False},
+                     AwqLinear(128), [], id="AutoRound as AWQ"),
+        pytest.param({**ROUND, "quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2"},
+                     GptqLinear(128, True, True), [], id="AutoRound of 2024"),
+        pytest.param({**ROUND, "quant_method": "gptq", "provider": "auto-round", "damp_percent": 0.01,
+                      "true_sequential": False}, GptqLinear(128, True, True), [], id="AutoRound's export to GPTQ"),
+        pytest.param({**ROUND, **AWQ, "zero_point": False, "provider": "auto-round", "modules_to_not_convert": None},
+                     AwqLinear(128), [], id="AutoRound's export to AWQ"),
+        pytest.param(AUTO_FP8, Fp8Linear("tensor"), [], id="AutoFP8 of 2024"),
+        pytest.param({**AUTO_FP8, "activation_scheme": "dynamic", "kv_cache_scheme": "static"}, Fp8Linear("tensor"), [],
+                     id="AutoFP8, dynamic"),
+    ],
+)  # fmt: skip
+def test_quantised_files(quantisation: dict[str, Any], stored: Any, plain: list[str], tmp_path: Path) -> None:
+    """float16 beside quantised weights runs in bfloat16: that is what most of them say."""
+    changes = {"torch_dtype": "float16", "quantization_config": quantisation}
+    config = read_model_config(write(tmp_path, QWEN3, changes))
+    assert config.dtype == "bfloat16" and config.quantisation is not None
+    assert config.quantisation.stored("model.layers.2.mlp.up_proj") == stored
+    for module in ("lm_head", *plain):
+        assert config.quantisation.stored(module) is None, module
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "message"),
+    [
+        ({**GPTQMODEL, "format": "gptq_v2"}, "checkpoint_format 'gptq' and format 'gptq_v2' differ"),
+        ({**GPTQMODEL, "format": "marlin"}, "format must be 'gptq' or 'gptq_v2', found 'marlin'"),
+        (
+            {**ROUND, "quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+            "packing_format must be",
+        ),
+        ({**ROUND, "quant_method": "auto-round", "extra_config": {"a.b": {"bits": 8}}}, "a.b: bits = 8"),
+        ({**ROUND, "quant_method": "auto-round", "data_type": "mx_fp"}, "data_type = 'mx_fp'"),
+        ({**ROUND, "quant_method": "auto-round", "rotation_config": {"x": 1}}, "'rotation_config'"),
+        ({**AUTO_FP8, "weight_block_size": [64, 64]}, r"weight_block_size must be \[128, 128\], or absent"),
+    ],
+)
+def test_quantised_files_that_are_refused(quantisation: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_model_config(write(tmp_path, QWEN3, {"quantization_config": quantisation}))
+
+
+def test_plain_float16_is_the_callers_choice(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA, {"torch_dtype": "float16"})
+    with pytest.raises(ConfigError, match=r"stored in 'float16'.*--dtype bfloat16 or --dtype float32"):
+        read_model_config(tmp_path)
+    assert read_model_config(tmp_path, dtype="float32").dtype == "float32"
+    cache = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}, "config_groups": {}}
+    write(tmp_path, LLAMA, {"torch_dtype": "float16", "quantization_config": cache})  # no weight is quantised
+    with pytest.raises(ConfigError, match=r"stored in 'float16'.*--dtype bfloat16"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("further", "factor"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attn_factor": 0.8782488562869419}, 1.0),  # DeepSeek-R1-0528-Qwen3-8B: YaRN's own factor is taken back
+        ({"attn_factor": 1.5}, 1.5 * (0.1 * math.log(4) + 1)),
+        ({"attention_factor": 1.25}, 1.25),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0, "attn_factor": 0.5}, 0.5),
+    ],
+)
+def test_the_factor_of_yarn(further: dict[str, float], factor: float, tmp_path: Path) -> None:
+    rope = read_model_config(write(tmp_path, QWEN3, {"rope_scaling": LONG | further})).rope
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+    cosines, _ = rope_tables(rope, 128, 2)
+    assert float(cosines[0, 0]) == pytest.approx(factor, rel=1e-6)
+
+
+@pytest.mark.parametrize(("stated", "limit"), [(40960, 131072), (32768, 131072), (131072, 131072), (262144, 262144)])
+def test_yarn_stretches_the_positions(stated: int, limit: int, tmp_path: Path) -> None:
+    write(tmp_path, QWEN3, {"max_position_embeddings": stated, "rope_scaling": LONG})
+    assert read_model_config(tmp_path).max_position == limit
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "window"),
+    [
+        pytest.param(MISTRAL, {"sliding_window": 4096}, 4096, id="Mistral-7B-v0.1"),
+        pytest.param(MISTRAL, {}, 4096, id="Mistral without the key"),
+        pytest.param(MISTRAL, {"sliding_window": None}, None, id="Mistral-7B-v0.3"),
+        pytest.param(QWEN2, {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 12}, 1024,
+                     id="Qwen2 with windows"),
+        pytest.param(QWEN2, {"use_sliding_window": False, "sliding_window": 1024}, None, id="Qwen2.5"),
+        pytest.param(QWEN2, {"layer_types": ["full_attention", "sliding_attention"] * 12, "sliding_window": 512}, 512,
+                     id="by layer"),
+        pytest.param(CODER, {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 99}, 512,
+                     id="Qwen3-MoE, of which every layer has it"),
+    ],
+)  # fmt: skip
+def test_windows_limit_the_context(
+    base: dict[str, Any], changes: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    config = read_model_config(write(tmp_path, base, changes))
+    assert config.windows == (None,) * 24 and config.window_limit == window and config.max_position == 8192
+    assert config.max_context == (window or 8192)
+    config.check_context(config.max_context, "config.json")
+    message = f"exceeds sliding_window {window}.*--max-context" if window else "exceeds the model's max_position"
+    with pytest.raises(ConfigError, match=message):
+        config.check_context(config.max_context + 1, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"model-Q4_K_M.gguf": "x"}, "no config.json: found 'model-Q4_K_M.gguf': GGUF is not read"),
+        ({"config.json": json.dumps(LLAMA), "a.gguf": "x"}, "expected model.safetensors .*: found 'a.gguf'"),
+        (
+            {"adapter_config.json": '{"base_model_name_or_path": "org/base"}', "adapter_model.safetensors": "x"},
+            r"it is an adapter \(LoRA\), .*merge it .*\(it is for 'org/base'\)",
+        ),
+        ({"params.json": "{}", "consolidated.safetensors": "x"}, "'consolidated.safetensors', Mistral's own layout"),
+        ({"config.json": json.dumps(LLAMA), "consolidated.safetensors": "x"}, "Mistral's own layout"),
+        ({"config.json": "{}", "adapter_config.json": "{}"}, r"model_type None is not implemented.*\(it is an adapter"),
+        ({"config.json": json.dumps(LLAMA), "pytorch_model.bin": "x"}, "pickles are never read"),
+        ({"README.md": "x"}, "config.json: no such file"),
+    ],
+)
+def test_other_forms_of_models_are_told_by_name(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    from lowlat.models.target import open_target
+
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        open_target(tmp_path)
+    for name in files:
+        if name.endswith(".gguf"):
+            with pytest.raises(ConfigError, match="GGUF is not read"):
+                open_target(tmp_path / name)

@@ -1,0 +1,102 @@
+"""What a type checker knows of lowlat outside its checkout: names, types and errors in a user's program."""
+
+import ast
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+LAZY = ("lowlat", "lowlat.ipc", "lowlat.ipc.client")
+PROGRAM = """
+import lowlat
+from lowlat import Runtime
+from lowlat.ipc import AsyncClient, Client
+
+runtime = lowlat.Runtime.load("model", speculative=lowlat.SpeculativeConfig(method="ngram"), max_batch=2)
+reveal_type(runtime)
+reveal_type(Runtime.submit(runtime, [1, 2], lowlat.SamplingParams(max_tokens=3)))
+for output in runtime.step():
+    reveal_type(output)
+    reveal_type(output.error_code)
+reveal_type(runtime.metrics("name"))
+with Client() as client:
+    for chunk in client.generate("text", max_tokens=3):
+        reveal_type(chunk)
+reveal_type(AsyncClient())
+lowlat.Runtme
+lowlat.SamplingParams(max_tokens="three")
+"""
+REVEALED = (
+    "lowlat.host.runtime.Runtime",
+    "str",
+    "lowlat.options.request.StepOutput",
+    "not_finite",
+    "lowlat.host.metrics.RequestMetrics",
+    "lowlat.ipc.client.chunk.Chunk",
+    "lowlat.ipc.client.asynchronous.AsyncClient",
+)
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_names_that_are_resolved_lazily_are_named_for_type_checkers(name: str) -> None:
+    """As it is found, and from where; `__getattr__` is hidden from checkers, so that a wrong name is an error."""
+    module = importlib.import_module(name)
+    assert module.__file__ is not None
+    body = ast.parse(Path(module.__file__).read_text()).body
+    checks = [node for node in body if isinstance(node, ast.If)]
+    (seen,) = (node for node in checks if ast.unparse(node.test) == "TYPE_CHECKING")
+    (hidden,) = (node for node in checks if ast.unparse(node.test) == "not TYPE_CHECKING")
+    assert [node.name for node in hidden.body if isinstance(node, ast.FunctionDef)] == ["__getattr__"]
+    plain = {node for node in body if isinstance(node, ast.ImportFrom)}
+    imported = {}
+    for node in (*seen.body, *plain):
+        assert isinstance(node, ast.ImportFrom) and node.module is not None
+        imported |= {alias.name: node.module for alias in node.names}
+    for public in module.__all__:
+        found = getattr(module, public)
+        if public == "__version__":
+            continue
+        assert found is getattr(importlib.import_module(imported[public]), public)
+    assert set(module.__all__) <= {*dir(module)}
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'Runtme'"):
+        module.Runtme  # noqa: B018
+
+
+def test_the_version_is_the_distributions() -> None:
+    assert importlib.import_module("lowlat").__version__ == metadata.version("lowlat")
+
+
+def run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.second
+@pytest.mark.timeout(900)
+def test_mypy_knows_the_types_of_a_users_program(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(PROGRAM)
+    lines = run([sys.executable, "-m", "mypy", "--strict", "--cache-dir", "cache", "user.py"], tmp_path).splitlines()
+    revealed = [line for line in lines if "Revealed type" in line]
+    errors = [line for line in lines if "error:" in line]
+    assert len(revealed) == len(REVEALED), "\n".join(lines)
+    for line, expected in zip(revealed, REVEALED, strict=True):
+        assert expected in line and "Any" not in line
+    assert len(errors) == 2 and '"Runtme"' in errors[0] and '"max_tokens"' in errors[1]
+
+
+@pytest.mark.second
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
+def test_pyright_knows_the_types_of_a_users_program(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(PROGRAM)
+    report = json.loads(run(["pyright", "--outputjson", "--pythonpath", sys.executable, "user.py"], tmp_path))
+    told = [each["message"] for each in report["generalDiagnostics"]]
+    revealed = [each for each in told if each.startswith("Type of")]
+    assert len(revealed) == len(REVEALED), told
+    for message, expected in zip(revealed, REVEALED, strict=True):
+        assert expected.rpartition(".")[2] in message and "Unknown" not in message
+    assert any('"Runtme" is not a known attribute' in each for each in told)
