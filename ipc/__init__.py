@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lowlat.ipc.client.chunk import Chunk
     from lowlat.ipc.client.curve import ClientCurve
     from lowlat.ipc.limits import Limits
+    from lowlat.ipc.prompt_logprobs import PromptLogprobs
     from lowlat.ipc.server import Server
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigError",
     "Limits",
     "LowlatError",
+    "PromptLogprobs",
     "RequestError",
     "Server",
     "ServerGone",
@@ -38,6 +40,7 @@ _HOMES = {
     "Client": "lowlat.ipc.client.blocking",
     "ClientCurve": "lowlat.ipc.client.curve",
     "Limits": "lowlat.ipc.limits",
+    "PromptLogprobs": "lowlat.ipc.prompt_logprobs",
     "Server": "lowlat.ipc.server",
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.ipc.wire import Message, Sampling
 
 __all__ = ["Codec", "Engine", "EngineInfo", "EngineOutput"]
@@ -66,6 +67,7 @@ class EngineOutput(Protocol):
 
     num_accepted           of token_ids, how many at the front were accepted drafts
     reasoning, tool_calls  of an answer that is parsed, the parts that are not in text
+    prompt_logprobs        in the first output of a request that asked for them
     """
 
     @property
@@ -83,7 +85,7 @@ class EngineOutput(Protocol):
     @property
     def error(self) -> str | None: ...
     @property
-    def error_code(self) -> Literal["not_finite", "grammar"] | None: ...
+    def error_code(self) -> Literal["not_finite", "grammar", "text"] | None: ...
     @property
     def simulated(self) -> bool: ...
     @property
@@ -92,6 +94,8 @@ class EngineOutput(Protocol):
     def reasoning(self) -> str: ...
     @property
     def tool_calls(self) -> Sequence[ToolCallPart]: ...
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None: ...
 
 
 class Engine(Protocol):

@@ -26,6 +26,7 @@ __all__ = [
     "Message",
     "Parse",
     "Pong",
+    "PromptPart",
     "Result",
     "Sampling",
     "ServerLimits",
@@ -60,6 +61,7 @@ Code = Literal[
     "forbidden",  # this peer may not ask for that
     "not_finite",  # the model's logits had NaN or infinity for this request
     "grammar",  # the request's grammar came to a limit, or to a place where nothing may follow
+    "text",  # the model's tokenizer failed to decode the answer
     "deadline",  # deadline_ms passed
     "slow_consumer",  # no credit for too long
     "shutdown",  # the server ends
@@ -140,7 +142,8 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     """How tokens are chosen and when the request ends; meanings and ranges are those of lowlat.SamplingParams.
 
     UNSET fields are those that the client left to the server: its defaults may be the model's own. At most one of
-    json_schema and tool_calls (JSON as text), json_object, regex, grammar and choice.
+    json_schema and tool_calls (JSON as text), json_object, regex, grammar and choice. tools is JSON as text, too; where
+    it is absent it is `template_options["tools"]`, if calls are parsed.
     """
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | UnsetType = UNSET
@@ -168,6 +171,8 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     choice: Annotated[tuple[GrammarText, ...], Meta(max_length=1024)] = ()
     tool_calls: GrammarText | None = None
     parse: Parse = "none"
+    tools: GrammarText | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
     @property
     def token_limit(self) -> int:
@@ -271,13 +276,35 @@ class ToolCallDelta(Struct, array_like=True, gc=False):
     name: str | None = None
 
 
+class PromptPart(Struct, array_like=True, gc=False):
+    """The logarithmic probabilities of a prompt's tokens at the positions from `start` on, of `total`.
+
+    Packed little-endian int32 and float32: a token, its logprob and its rank at each position (rank 0: nothing is known
+    of it, as of the first), and its num_top likeliest tokens with theirs (-1: there are no more). texts are the bytes
+    of tokens that no part before had, end to end, of the ids and lengths beside them; None without a tokenizer.
+    """
+
+    start: int
+    total: int
+    num_top: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+    text_ids: bytes = b""
+    text_lengths: bytes = b""
+    texts: bytes | None = None
+
+
 class Tokens(Struct, array_like=True, gc=False):
     """The output of a step, or several, for a request: token ids as packed int32, and the text that is certain now.
 
     text is None without a tokenizer; a chunk may have text and no token (what was held back), or tokens and no text.
     simulated marks imposed acceptance: the text means nothing. Of an answer that is parsed (`Sampling.parse`), text is
     the content alone, beside reasoning and tool_calls. accepted has a byte for each token, 1 for an accepted draft and
-    0 for the target's own choice; None where none of them was drafted.
+    0 for the target's own choice; None where none of them was drafted. prompt_logprobs is a part of what
+    `Sampling.prompt_logprobs` asks for: all come before the first token, in messages without any.
     """
 
     number: int
@@ -289,6 +316,7 @@ class Tokens(Struct, array_like=True, gc=False):
     reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
     accepted: bytes | None = None
+    prompt_logprobs: PromptPart | None = None
 
 
 class End(Struct, array_like=True):

@@ -37,7 +37,9 @@ else. A field that its `sampling` leaves out is the server's to choose: WELCOME'
 TOKENS and END of a request are numbered by `sequence` from 0 without a gap; END repeats how many tokens were sent: so
 a client can prove that nothing was lost, doubled or reordered. Texts of all TOKENS, joined, are the completion's;
 where `sampling.parse` asks for it, its content, apart from reasoning and tool calls. A SUBMIT whose `result` is no
-completion is never decoded: its TOKENS hold the prompt's token ids, or the text of its ids.
+completion is never decoded: its TOKENS hold the prompt's token ids, or the text of its ids. With
+`sampling.prompt_logprobs` the first TOKENS have no token, need no credit, and hold the logprobs of the prompt, in parts
+of at most 65536 numbers and the texts of their tokens, in order of position.
 
 A server sends as many tokens as it was granted: `credit` of SUBMIT, and what CREDIT adds to it. It sends a chunk while
 the balance is positive, so a step's tokens may overdraw it by less than a step. Without credit the tokens wait in the
@@ -85,6 +87,7 @@ from lowlat.ipc.messages import (
     Kind,
     Message,
     Pong,
+    PromptPart,
     Sampling,
     ServerLimits,
     Stats,
@@ -117,6 +120,7 @@ __all__ = [
     "Kind",
     "Message",
     "Pong",
+    "PromptPart",
     "Sampling",
     "ServerLimits",
     "Stats",

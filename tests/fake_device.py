@@ -180,14 +180,14 @@ class FakeDevice:
         self._hurry()
         return self.head >= count
 
-    def prefill(self, size: int, first: Bucket | None = None) -> None:
+    def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
         assert self.idle
         self.log.append(("prefill",))
         if first is None:
-            self.inner.prefill(size)
+            self.inner.prefill(size, None, passes)
         else:
             self.first_tokens.add(self.head)
-            self._publish(lambda: self.inner.prefill(size, first))
+            self._publish(lambda: self.inner.prefill(size, first, passes))
 
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         self.inner.write_state(values)

@@ -7,12 +7,14 @@ constant time after it began. It imports no torch, so that a server with it star
 import hashlib
 import threading
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lowlat.errors import CapacityError, DeviceError, RequestError
 from lowlat.ipc.engine import EngineInfo
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.ipc.wire import Message, Sampling, ToolCallDelta
 
 __all__ = ["FakeCodec", "FakeEngine", "FakeOutput", "expected_text", "expected_tokens"]
@@ -40,11 +42,12 @@ class FakeOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[FakeLogprobs, ...] | None = None
     error: str | None = None
-    error_code: Literal["not_finite", "grammar"] | None = None
+    error_code: Literal["not_finite", "grammar", "text"] | None = None
     simulated: bool = False
     num_accepted: int = 0
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass
@@ -55,6 +58,23 @@ class _Request:
     num_sent: int = 0
     num_steps: int = 0
     submitted: float = field(default_factory=time.monotonic)
+
+
+def prompt_logprobs(prompt: Sequence[int], sampling: Sampling, text: bool = True) -> PromptLogprobs | None:
+    """The logprobs that a FakeEngine gives for a prompt: token t has -t / 8 and rank t + 1, and ids from 0 on are the
+    likeliest."""
+    num_top = sampling.prompt_logprobs
+    if num_top is None:
+        return None
+    count = len(prompt)
+    logprobs = array("f", [0.0, *(-token / 8 for token in prompt[1:])])
+    ranks = array("i", [0, *(token + 1 for token in prompt[1:])])
+    top_ids = array("i", [-1] * num_top + [*range(num_top)] * (count - 1))
+    top = array("f", [0.0] * num_top + [-token / 8 for token in range(num_top)] * (count - 1))
+    texts = {token: expected_text([token]).encode() for token in {*prompt, *range(num_top)}} if text else None
+    ids = array("i", prompt)
+    packed = (ids.tobytes(), logprobs.tobytes(), ranks.tobytes(), top_ids.tobytes(), top.tobytes())
+    return PromptLogprobs(num_top, packed, texts)
 
 
 def expected_tokens(prompt: Sequence[int], max_tokens: int, seed: int | None = None) -> tuple[int, ...]:
@@ -76,7 +96,7 @@ def expected_text(tokens: Sequence[int]) -> str:
 class FakeCodec:
     """Bytes as token ids; `delay_s` makes encoding slow, `fails` makes it raise."""
 
-    def __init__(self, delay_s: float = 0.0, fails: Exception | None = None) -> None:
+    def __init__(self, delay_s: float = 0.0, fails: BaseException | None = None) -> None:
         self.delay_s = delay_s
         self.fails = fails
 
@@ -276,10 +296,12 @@ class FakeEngine:
                 FakeLogprobs(token, -0.5, ((token, -0.5),), texts=(expected_text([token]).encode(),) * 2)
                 for token in tokens
             )
+        begins = request.num_sent == len(tokens)
         return FakeOutput(
             request_id,
             tokens,
             reason,
+            prompt_logprobs=prompt_logprobs(request.prompt, request.sampling, self.text) if begins else None,
             text=expected_text(tokens) if self.text else None,
             stop_reason=tokens[-1] if reason == "stop" else None,
             logprobs=logprobs,

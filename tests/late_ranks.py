@@ -72,9 +72,9 @@ class LateRanks(RankedReferenceExecutor):
 
         return op, run, arguments
 
-    def prefill(self, size: int, first: Bucket | None = None) -> None:
+    def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
         """The host waits for the first token of all."""
-        super().prefill(size, first)
+        super().prefill(size, first, passes)
         self.catch_up()
 
     def wait_for_ranks(self, count: int) -> None:

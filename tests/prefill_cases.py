@@ -66,7 +66,7 @@ def make_prefill(pair: Pair, program: Program, launcher: Launcher) -> Prefill:
     device = launcher.device
     specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
     constants = {name: content.to(device) for name, content in program.constants.items()}
-    arguments = ChunkArguments(program, device)
+    arguments = ChunkArguments([program], device)
     buffers = BufferSet(specs, device, constants, pinned=pinned_names(specs), given=arguments.host)
     weights, workspace = pair.weights_on(device), SharedWorkspace(device)
     groups = lower(Binding(program, {**buffers, **arguments.device}, weights, launcher.card, workspace))

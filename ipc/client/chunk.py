@@ -5,6 +5,7 @@ from typing import Any
 from msgspec import Struct
 
 from lowlat.ipc.messages import FinishReason, TokenLogprob, ToolCallDelta
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 
 __all__ = ["Chunk"]
 
@@ -22,6 +23,7 @@ class Chunk(Struct, frozen=True, gc=False):
     code               why the server cancelled: "deadline"
     reasoning_content  with parse="reasoning" or "tools", the model's reasoning, which is no part of text then
     tool_calls         with parse="tools", calls that begin (id, name) or go on (arguments), by index
+    prompt_logprobs    in one chunk, before all tokens, if asked for: see PromptLogprobs
     accepted           for each token whether it was an accepted draft; () where none was
     """
 
@@ -36,3 +38,4 @@ class Chunk(Struct, frozen=True, gc=False):
     reasoning_content: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     accepted: tuple[bool, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None

@@ -26,11 +26,13 @@ from lowlat.ipc.messages import (
     Health,
     Hello,
     Pong,
+    PromptPart,
     Stats,
     StatsReply,
     Tokens,
     Welcome,
 )
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.ipc.wire import WireError, decode_server, encode, unpack_tokens
 
 __all__ = ["DEFAULT_WINDOW", "HEARTBEAT_INTERVAL_S", "SILENCE_S", "ClientProtocol", "Reply", "Stream", "Waiter"]
@@ -87,7 +89,7 @@ class Reply(Waiter, Generic[Value]):
 class Stream(Waiter):
     """A request under way: chunks that came and were not taken, and all tokens and text that came at all."""
 
-    __slots__ = ("_sequence", "_texts", "_token_ids", "_untold", "chunks", "ended", "number", "window")
+    __slots__ = ("_prompt", "_sequence", "_texts", "_token_ids", "_untold", "chunks", "ended", "number", "window")
 
     def __init__(self, number: int, window: int) -> None:
         self.failure = None
@@ -97,6 +99,7 @@ class Stream(Waiter):
         self.ended = False
         self._sequence = 0
         self._untold = 0  # tokens taken and not yet granted again
+        self._prompt: list[PromptPart] = []
         self._token_ids: list[int] = []
         self._texts: list[str] = []
 
@@ -142,6 +145,10 @@ class Stream(Waiter):
         """Take a TOKENS. Raises WireError, StreamError for a gap."""
         token_ids = unpack_tokens(message.token_ids)
         self._follows(message.sequence)
+        if message.prompt_logprobs is not None:
+            self._prompt_part(message.prompt_logprobs)
+            if not token_ids and message.text is None:
+                return
         self._token_ids.extend(token_ids)
         text = message.text or ""
         if text:
@@ -158,6 +165,17 @@ class Stream(Waiter):
                 accepted=() if message.accepted is None else tuple(map(bool, message.accepted)),
             )
         )
+
+    def _prompt_part(self, part: PromptPart) -> None:
+        """Take a part of the prompt's logprobs; the last one makes a chunk of all. Raises WireError."""
+        self._prompt.append(part)
+        if part.start + len(part.token_ids) // 4 < part.total:
+            return
+        try:
+            self.chunks.append(Chunk(prompt_logprobs=PromptLogprobs.of_parts(self._prompt)))
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        self._prompt.clear()
 
     def end(self, message: End) -> None:
         """Take an END. Raises StreamError when something before it is missing."""

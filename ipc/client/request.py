@@ -16,7 +16,7 @@ __all__ = ["Prompt", "Request", "make_request"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 _OPTIONS = frozenset(field.name for field in msgspec.structs.fields(Sampling))
-_IN_SEVERAL_FORMS = frozenset({"stop", "stop_token_ids", "logit_bias", "json_schema", "choice", "tool_calls"})
+_IN_SEVERAL_FORMS = frozenset({"stop", "stop_token_ids", "logit_bias", "json_schema", "choice", "tool_calls", "tools"})
 _MAX_DEADLINE_S = (1 << 40) / 1000.0
 
 
@@ -168,6 +168,8 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("json_schema", "tool_calls"):
         if isinstance(options.get(name), Mapping):
             options[name] = _as_text(name, options[name])
+    if isinstance(options.get("tools"), (list, tuple)):
+        options["tools"] = _as_text("tools", options["tools"])
     if isinstance(options.get("logit_bias"), Mapping):
         options["logit_bias"] = dict(options["logit_bias"])
     for name in ("stop", "stop_token_ids"):
@@ -176,7 +178,7 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _as_text(name: str, value: Mapping[str, Any]) -> str:
+def _as_text(name: str, value: Mapping[str, Any] | Sequence[Any]) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

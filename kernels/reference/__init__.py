@@ -16,6 +16,7 @@ from lowlat.kernels.reference.sampling import (
     draft_topk,
     logprobs,
     ngram_draft,
+    prompt_logprobs,
     sample,
     suffix_draft,
 )
@@ -45,6 +46,7 @@ OPERATIONS = operations_of(
     markov,
     ngram_draft,
     partial,
+    prompt_logprobs,
     publish,
     ranks,
     rope,

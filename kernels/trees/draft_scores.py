@@ -13,7 +13,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import byte_at, int_at, set_int
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.sampling.logprobs import chunk_sum, row_sum
+from lowlat.kernels.sampling.logprobs.tokens import chunk_sum, row_sum
 from lowlat.kernels.sampling.ranking import block_ranks, row_ranks
 from lowlat.kernels.sampling.select import (
     BROKEN,

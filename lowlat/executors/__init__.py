@@ -91,9 +91,11 @@ class Executor(Protocol):
         """Return when every rank has published `count` steps, where the ring shows them: what the host had written for
         those steps is read no more. Raises DeviceError when a device has failed."""
 
-    def prefill(self, size: int, first: Bucket | None = None) -> None:
+    def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
         """Run the prefill program of so many positions over what the host has written.
 
+        passes  how often the program of PASS runs behind it, before that of the first token; what it writes for the
+                host is there when this returns
         first  behind a prompt's last chunk: a `prefilled` bucket, whose program chooses the first token. It is in the
                ring when this returns, and counts as a step there; the drafts behind it may be made later
         """

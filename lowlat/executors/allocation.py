@@ -26,8 +26,9 @@ def pinned_names(specs: Iterable[BufferSpec]) -> set[str]:
 
 
 def first_rows(program: Program, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By name, the leading rows that a program reads of command buffers with more rows than it declares."""
-    specs = {spec.name: spec.shape for spec in program.specs(Role.COMMAND) if spec.name in buffers}
+    """By name, the leading rows that a program has of buffers with more rows than it declares: commands that it reads,
+    and state that it leaves."""
+    specs = {spec.name: spec.shape for spec in program.specs(Role.COMMAND, Role.STATE) if spec.name in buffers}
     fewer = {name: shape[0] for name, shape in specs.items() if shape[0] < buffers[name].shape[0]}
     return {name: buffers[name][:count] for name, count in fewer.items()}
 

@@ -41,7 +41,7 @@ from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl
-from lowlat.models.program import Program
+from lowlat.models.program import PASS, Program
 
 __all__ = ["KernelExecutor", "Size", "abandon"]
 
@@ -60,7 +60,7 @@ class KernelExecutor(ABC):
     """Lowers programs to launches; the two executors differ in how those are issued.
 
     programs  the step's programs by bucket, the largest first; those of first tokens among them
-    prefills  the prefill programs by the positions that they take, ascending
+    prefills  the prefill programs by the positions that they take, ascending, and a pass over what they leave by PASS
     weights   canonical weights, on any device; experts may be packed already, see `DeviceWeights`
     fuse      False: every operation has launches of its own
     watchdog  its factor and min_s, see `Watchdog`: a step or a prefill that lasts too long is a DeviceError
@@ -102,7 +102,9 @@ class KernelExecutor(ABC):
         with torch.cuda.stream(self.stream):
             leader = None if place is None else place.leader
             self._arguments: ChunkArguments = ChunkArguments(
-                largest, device, None if leader is None else leader._arguments
+                [largest, *(prefills[PASS] for _ in range(PASS in prefills))],
+                device,
+                None if leader is None else leader._arguments,
             )
             given = self._arguments.host if place is None or place.given is None else place.given
             self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=given)
@@ -132,7 +134,7 @@ class KernelExecutor(ABC):
         program, arguments = self._programs[size], self._arguments.device
         buffers = {**self.state, **self._scratch[size]}
         if not isinstance(size, Bucket):
-            buffers |= {**arguments, **first_rows(program, arguments)}
+            buffers |= {**arguments, **first_rows(program, {**self.state, **arguments})}
         place = self._place
         if place is not None:
             buffers["command_tail"] = place.command_tail
@@ -179,16 +181,18 @@ class KernelExecutor(ABC):
                     raise DeviceError("the device is idle and has not told which rows its step verifies")
                 since = self._check_age(since, count)
 
-    def prefill(self, size: int, first: Bucket | None = None) -> None:
-        """Run the prefill program of so many positions, and the one that chooses the first token behind it."""
-        self.wait_for_prefill(self.start_prefill(size, first))
+    def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
+        """Run the prefill program of so many positions, passes, and the one that chooses the first token behind it."""
+        self.wait_for_prefill(self.start_prefill(size, first, passes))
 
-    def start_prefill(self, size: int, first: Bucket | None = None) -> Callable[[], bool]:
+    def start_prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> Callable[[], bool]:
         """Start what `prefill` runs; returns a function that says whether it has ended."""
         entry = int(self._ring_head[0])
         with self._failures(), torch.cuda.stream(self.stream):
             self._arguments.send()
             self._run(size)
+            for _ in range(passes):
+                self._run(PASS)
             if first is None:
                 return self.stream.query
             self._run(first)

@@ -1,5 +1,7 @@
 """The host's arguments of a chunk of prefill, side by side, so that one copy brings all of it to the device."""
 
+from collections.abc import Sequence
+
 import torch
 
 from lowlat.graphs import BufferSet, Role
@@ -10,16 +12,18 @@ __all__ = ["ChunkArguments"]
 
 
 class ChunkArguments:
-    """The commands that a prefill program reads: the host's, and the device's copies, by name.
+    """The commands that prefill programs read, of the most rows: the host's, and the device's copies, by name.
 
     host    in one block of host memory, pinned where the device is a GPU
     device  in one block of the device's; on a CPU the host's own
     Those of another rank may be given, of the same shapes: then the host writes once, for both.
     """
 
-    def __init__(self, program: Program, device: torch.device, given: "ChunkArguments | None" = None) -> None:
-        names = dict.fromkeys(name for op in program.ops for name in op.reads.values())
-        specs = [program.buffers[name] for name in names if program.buffers[name].role is Role.COMMAND]
+    def __init__(
+        self, programs: Sequence[Program], device: torch.device, given: "ChunkArguments | None" = None
+    ) -> None:
+        read = {name: program.buffers[name] for program in programs for op in program.ops for name in op.reads.values()}
+        specs = [spec for spec in read.values() if spec.role is Role.COMMAND]
         total = sum(aligned_bytes(spec) for spec in specs)
         on_gpu = device.type == "cuda"
         self._here: torch.Tensor = (

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.kernels.reference.step.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
 from lowlat.kernels.reference.step.publish import (
     ACCEPTED,
@@ -41,6 +42,7 @@ from lowlat.kernels.reference.step.slot_record import (
 )
 from lowlat.kernels.reference.step.slots import CANCEL, JOIN, REWIND, SET_DRAFT_LIMIT
 from lowlat.options.request import FinishReason, SamplingParams, TokenLogprobs
+from lowlat.step.state import PASS_ROWS
 
 __all__ = ["NEVER", "Entry", "Mailbox", "SlotPublication"]
 
@@ -50,6 +52,8 @@ STAGED = tuple(
 )
 PREFILL = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")
 PARTIAL = ("prefill_span", "prefill_shifts", "prefill_start")  # with SpecPV
+ASKED = ("prompt_targets", "prompt_ints")  # where requests may ask for the logprobs of their prompts
+ANSWERED = ("prompt_logprob_values", "prompt_logprob_ids", "prompt_ranks")
 MASKS = ("grammar_masks", "grammar_ready")
 FORCED = ("grammar_forced", "grammar_decided")
 ROWS = ("grammar_tokens", "grammar_paths", "grammar_lengths")
@@ -98,7 +102,8 @@ class Mailbox:
 
     def __init__(self, state: Mapping[str, torch.Tensor], max_draft_tokens: int) -> None:
         self._partial = tuple(name for name in PARTIAL if name in state)
-        held = (*WRITTEN, *READ, *ROWS, *self._partial, *(["width_bounds"] if "width_bounds" in state else []))
+        optional = (*ASKED, *ANSWERED, "width_bounds")
+        held = (*WRITTEN, *READ, *ROWS, *self._partial, *(name for name in optional if name in state))
         self._host = _HostView({name: state[name] for name in held})
         self._arrays = self._host.arrays
         self._head, self._records = self._arrays["ring_head"], self._arrays["ring_records"]
@@ -278,6 +283,31 @@ class Mailbox:
         arrays["prefill_draft_positions"][:] = np.maximum(rows + start - 1, 0)
         self._host.send(tuple(f"prefill_{part}" for part in PREFILL))
 
+    def ask_prompt(self, prompt: Sequence[int], start: int, count: int, num_top: int | None) -> int:
+        """Write what passes over `count` positions from `start` on read; returns how many passes that takes.
+
+        num_top  likeliest tokens that are wanted; None: nothing is, which takes none
+        """
+        if num_top is None:
+            return 0
+        targets = self._arrays["prompt_targets"]
+        _fill(targets, prompt[start + 1 : start + count + 1], -1)
+        self._arrays["prompt_ints"][0, NUM_LOGPROBS] = num_top
+        self._host.send(ASKED)
+        return -(-count // min(PASS_ROWS, len(targets)))
+
+    def read_prompt(self, prompt: Sequence[int], start: int, count: int, num_top: int | None) -> PromptLogprobs | int:
+        """What these passes gave of the tokens behind the positions; where logits were not finite, the first such
+        position, from `start` on."""
+        self._host.fetch(ANSWERED)
+        count, top = min(count, len(prompt) - start - 1), slice(1, 1 + (num_top or 0))
+        values, ids, ranks = (self._arrays[name][:count] for name in ANSWERED)
+        broken = np.flatnonzero(ids[:, 0] < 0)
+        if len(broken):
+            return int(broken[0])
+        own = (_packed(ids[:, 0]), _packed(values[:, 0]), _packed(ranks), _packed(ids[:, top]), _packed(values[:, top]))
+        return PromptLogprobs(num_top or 0, own)
+
     def poll(self) -> list[Entry]:
         """The entries of the ring that were not seen yet, in order; `read` them in this order, too."""
         self._host.fetch(READ)
@@ -350,6 +380,11 @@ class _HostView:
 def _token_logprobs(ids: list[int], values: list[float]) -> TokenLogprobs:
     top = tuple((token, value) for token, value in zip(ids[1:], values[1:], strict=True) if token >= 0)
     return TokenLogprobs(ids[0], values[0], top)
+
+
+def _packed(numbers: np.ndarray[Any, Any]) -> bytes:
+    """Numbers, little-endian, in order."""
+    return numbers.astype(numbers.dtype.newbyteorder("<")).tobytes()
 
 
 def _fill(target: np.ndarray[Any, Any], values: Sequence[float], pad: float) -> None:

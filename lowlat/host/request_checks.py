@@ -67,6 +67,7 @@ class RequestChecks:
     block_size        positions of a KV block, for the message
     greedy_only       sampling is refused: perf_mode is strict
     must_draft        so are requests without drafts: perf_mode is strict, and there is a speculator
+    has_prompts       prompts may be asked for their logprobs; else requests that ask are refused
     has_masks         steps draw under the masks of grammars; else requests that have one are refused
     """
 
@@ -79,6 +80,7 @@ class RequestChecks:
     block_size: int
     greedy_only: bool = False
     must_draft: bool = False
+    has_prompts: bool = False
     has_masks: bool = False
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
@@ -112,6 +114,11 @@ class RequestChecks:
             raise RequestError(
                 f"{params.grammar_option}: the steps of this runtime draw under no grammar's masks; load it without "
                 "specpv_lossless"
+            )
+        if params.prompt_logprobs is not None and not self.has_prompts:
+            raise RequestError(
+                "prompt_logprobs: this runtime keeps nothing of prompts; load it with prompt_logprobs, and not with "
+                "perf_mode 'strict'"
             )
         if self.greedy_only and params.temperature:
             raise RequestError(f"perf_mode 'strict' decodes greedily: temperature must be 0, got {params.temperature}")

@@ -103,12 +103,13 @@ class Launches:
             self._executor.step(bucket, meanwhile)
             self._expected = self._first + ahead + 1
 
-    def prefill(self, size: int, first: Bucket | None) -> Sequence[Entry]:
+    def prefill(self, size: int, first: Bucket | None, passes: int = 0) -> Sequence[Entry]:
         """Run chunks of prefill; the entry of the first token where `first` is its bucket. Nothing may be under way.
 
+        passes  over what they leave, see `Executor.prefill`
         Raises DeviceError when the device has failed.
         """
-        self._executor.prefill(size, first)
+        self._executor.prefill(size, first, passes)
         if first is None:
             return ()
         self._first, self.bucket, self._in_loop = self._mailbox.num_seen, first, False

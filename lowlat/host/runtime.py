@@ -33,7 +33,7 @@ from lowlat.kernels.reference.step.slot_record import MAX_STOPS
 from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.options.declaration import plain
-from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.options.request import ErrorCode, SamplingParams, StepOutput
 from lowlat.text.grammar.compiler import GrammarCompiler
 
 __all__ = ["Runtime"]
@@ -71,13 +71,14 @@ class Runtime:
         self.checks = RequestChecks(
             max_context=config.max_context,
             vocab_size=loaded.target.config.vocab_size,
-            eos_token_ids=loaded.target.config.eos_token_ids,
+            eos_token_ids=loaded.eos_token_ids,
             has_text=self.codec is not None,
             max_stop_ids=MAX_STOPS,
             max_total_tokens=self.kvcache.capacity * geometry.block_size - geometry.overhang,
             block_size=geometry.block_size,
             greedy_only=config.is_strict,
             must_draft=config.is_strict and self.num_speculative_tokens > 0,
+            has_prompts=geometry.prompt_logprobs,
             has_masks=loaded.takes_grammars,
         )
         self.grammars = GrammarCompiler(self.codec, self.checks.vocab_size, self.checks.eos_token_ids)
@@ -157,7 +158,8 @@ class Runtime:
         stop_ids = self.checks.stop_ids(params)
         session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, self.speculator, self.simulated)
         session.grammar = self.grammars.open(params, prompt_ids, stop_ids)
-        scheduled = ScheduledRequest(name, prompt_ids, len(prompt_ids) + params.max_tokens, cache_salt)
+        total, reads = len(prompt_ids) + params.max_tokens, params.prompt_logprobs is None
+        scheduled = ScheduledRequest(name, prompt_ids, total, cache_salt, reads)
         self.scheduler.check(scheduled)
         with self._whole:
             self.scheduler.enqueue(scheduled)
@@ -331,8 +333,8 @@ class Runtime:
         return session
 
     def _new_id(self) -> str:
-        names = (f"request-{number}" for number in self._ids)
-        return next(name for name in names if name not in self._book and name not in self._sessions)
+        known = (self._book, self._sessions)
+        return next(name for n in self._ids if not any((name := f"request-{n}") in each for each in known))
 
     def _depth(self, asked: int | None) -> int:
         depth = self.num_speculative_tokens if asked is None else plain(asked)
@@ -365,8 +367,13 @@ class Runtime:
         self.scheduler.prefill_done(chunk)
         first = self.ladder.first_token(depth) if chunk.last else None
         size = self.geometry.prefill_size(chunk.num_tokens)
+        own = (session.prompt, chunk.start, chunk.num_tokens, session.params.prompt_logprobs)
+        passes = self._mailbox.ask_prompt(*own)
         with self.scheduler.pace.timed(size / self.geometry.prefill_chunk):
-            return self._launches.prefill(size, first)
+            entries = self._launches.prefill(size, first, passes)
+        if passes and (problem := session.add_prompt(self._mailbox.read_prompt(*own), chunk.start)) is not None:
+            self._fail(session, problem, "not_finite")
+        return entries
 
     def _join(self, session: Session) -> None:
         max_length = len(session.prompt) + session.params.max_tokens
@@ -390,11 +397,11 @@ class Runtime:
             for session, problem in self._masks.fill(self._launches.bucket.rows):
                 self._fail(session, problem)
 
-    def _fail(self, session: Session, problem: str) -> None:
+    def _fail(self, session: Session, problem: str, code: ErrorCode = "grammar") -> None:
         """End a request with an error; its last output comes with the next step's."""
-        if self._leave(session) is Phase.DECODING:
+        if self._leave(session, poisoned=code == "not_finite") is Phase.DECODING:
             self._mailbox.cancel(session.slot)
-        self._pending.append(session.output((), "error", error=problem, error_code="grammar"))
+        self._pending.append(session.output((), "error", error=problem, error_code=code))
         self._end(session)
 
     def _go_on(self, depth: int, ahead: bool) -> list[StepOutput]:
@@ -418,9 +425,7 @@ class Runtime:
         stop id or string cannot be foreseen: where it ends the last request, one step is run for nobody.
         """
         scheduler, launches = self.scheduler, self._launches
-        if scheduler.has_work or not scheduler.num_active:
-            return False
-        if not launches.has_room(scheduler.choose_bucket(depth)):
+        if scheduler.has_work or not scheduler.num_active or not launches.has_room(scheduler.choose_bucket(depth)):
             return False
         rooms = [session.room_after(launches.num_under_way, depth) for session in self._slots.values()]
         return max(rooms) > 0 and (min(rooms) > 0 or not scheduler.num_queued)
@@ -468,9 +473,8 @@ class Runtime:
     def _fits(self, depth: int) -> bool:
         """Whether one more step like the last is what is wanted now."""
         scheduler = self.scheduler
-        if scheduler.has_work or not scheduler.num_active:
-            return False
-        return scheduler.choose_bucket(depth) == self._launches.bucket
+        decodes = scheduler.num_active > 0 and not scheduler.has_work
+        return decodes and scheduler.choose_bucket(depth) == self._launches.bucket
 
     def _stop_outdated(self) -> None:
         """Ask a loop to end where something else is wanted now; the next `step` takes what it published."""

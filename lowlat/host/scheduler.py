@@ -48,13 +48,15 @@ class Phase(StrEnum):
 class ScheduledRequest:
     """The properties of a request that scheduling needs; max_total_tokens counts prompt and completion.
 
-    Only requests of the same cache_salt share cached prefixes.
+    Only requests of the same cache_salt share cached prefixes. One that does not read the cache has all of its prompt
+    prefilled.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     max_total_tokens: int
     cache_salt: str = ""
+    reads_cache: bool = True
 
 
 @dataclass(frozen=True)
@@ -329,6 +331,7 @@ class Scheduler:
             request.max_total_tokens,
             self.num_overprovision,
             request.cache_salt,
+            reads=request.reads_cache,
         )
         self._refused = (request, self.kvcache.generation) if allocation is None else None
         return allocation

@@ -5,15 +5,18 @@ It turns a step's publication into the caller's output: text, stop strings, ends
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from lowlat.errors import RequestError
 from lowlat.host.mailbox import SlotPublication
 from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_METHOD, FROM_TEXT
 from lowlat.options.request import ErrorCode, FinishReason, SamplingParams, StepOutput, TokenLogprobs, ToolCallDelta
 from lowlat.speculators.base import Speculator
-from lowlat.text import AnswerDelta, AnswerStream, TextCodec
+from lowlat.text import AnswerDelta, AnswerStream, TextCodec, tools_of
 from lowlat.text.grammar.state import GrammarState
 
 __all__ = ["FROM_PART", "Session"]
@@ -64,17 +67,42 @@ class Session:
         self._prefilled: float | None = None
         self._first: float | None = None
         self._last: float | None = None
+        self._prompt_parts: list[PromptLogprobs] = []
+        self._prompt_texts: dict[int, bytes] = {}
         self._codec = codec
         self._text: AnswerStream | None = None
         if codec is not None:
             self._text = AnswerStream(
-                codec, params.parse, stop=params.stop, prefix_ids=prompt, stop_enabled_after=params.min_tokens
+                codec,
+                params.parse,
+                stop=params.stop,
+                prefix_ids=prompt,
+                stop_enabled_after=params.min_tokens,
+                tools=tools_of(params),
             )
 
     def place(self, slot: int, table: Sequence[int], num_cached: int) -> None:
         """The scheduler gave it a slot and blocks, which hold num_cached tokens' KV already."""
         self.slot, self.table, self._num_cached = slot, table, num_cached
         self._placed = time.monotonic()
+
+    def add_prompt(self, part: PromptLogprobs | int, start: int) -> str | None:
+        """Take the logprobs of the prompt's next tokens; returns why it cannot go on, of a position without any."""
+        if isinstance(part, int):
+            return f"logits at position {start + part + 1} are not finite"
+        if not self._prompt_parts:
+            self._prompt_parts.append(PromptLogprobs.first(self.prompt[0], part.num_top))
+        self._prompt_parts.append(part)
+        if self._codec is not None:
+            new = (part.tokens() | {self.prompt[0]}) - self._prompt_texts.keys()
+            self._prompt_texts.update((token, self._codec.token_bytes(token)) for token in new)
+        return None
+
+    def _take_prompt(self) -> PromptLogprobs | None:
+        """All of the prompt's logprobs, once."""
+        parts, self._prompt_parts = self._prompt_parts, []
+        texts = None if self._codec is None else self._prompt_texts
+        return PromptLogprobs.joined(parts, texts) if parts else None
 
     def joined(self, first_entry: int) -> None:
         """Its last chunk is about to be run; its first token will be in this entry."""
@@ -131,19 +159,25 @@ class Session:
         """Add a step's tokens; a stop string found in their text drops the tokens after it and ends the request.
 
         problem  why it ends, where the reason is an error; None: by its logits
+        A text that the tokenizer fails to decode ends the request with an error of the code "text".
         """
         tokens, reason = publication.token_ids, publication.finish_reason
+        error_code: ErrorCode = "grammar" if problem else "not_finite"
         deltas: list[AnswerDelta] = []
         stopped = None
-        if self._text is not None:
-            deltas.append(self._text.push(tokens))
-            stopped = deltas[0].stopped
-            if stopped is not None:
-                tokens, reason = tokens[: deltas[0].num_tokens_used], "stop"
-            elif reason is not None:
-                deltas.append(self._text.finish())
-                stopped = deltas[1].stopped
-                reason = reason if stopped is None else "stop"
+        try:
+            if self._text is not None:
+                deltas.append(self._text.push(tokens))
+                stopped = deltas[0].stopped
+                if stopped is not None:
+                    tokens, reason = tokens[: deltas[0].num_tokens_used], "stop"
+                elif reason is not None:
+                    deltas.append(self._text.finish())
+                    stopped = deltas[1].stopped
+                    reason = reason if stopped is None else "stop"
+        except RequestError as failure:
+            # without text from here on: what is held back cannot be decoded
+            self._text, reason, problem, error_code = None, "error", str(failure), "text"
         self.num_written = len(self.committed) - 1
         self.committed.extend(tokens)
         num_accepted = self._count(publication, len(tokens))
@@ -163,7 +197,7 @@ class Session:
             stop_reason=stop_reason,
             logprobs=logprobs,
             error=error,
-            error_code=None if error is None else "grammar" if problem else "not_finite",
+            error_code=None if error is None else error_code,
             num_accepted=num_accepted,
         )
 
@@ -205,7 +239,8 @@ class Session:
         """The caller's output; a reason ends the request, and one that is cut off gets the text that was held back."""
         self.finish_reason = reason
         if reason in ("cancelled", "error") and not deltas and self._text is not None:
-            deltas = (self._text.finish(),)
+            with suppress(RequestError):  # it ends by another reason already
+                deltas = (self._text.finish(),)
         tool_calls: tuple[ToolCallDelta, ...] = ()
         for delta in deltas:
             tool_calls += delta.tool_calls
@@ -222,6 +257,7 @@ class Session:
             num_accepted=num_accepted,
             reasoning="".join(delta.reasoning for delta in deltas),
             tool_calls=tool_calls,
+            prompt_logprobs=self._take_prompt() if self.has_begun else None,
         )
 
 

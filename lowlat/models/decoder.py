@@ -60,11 +60,12 @@ def emit_decoder(
     tables: tuple[str, str],
     stage: Stage,
     num_layers: int | None = None,
+    last: str = "",
 ) -> list[str]:
     """Append the layers' operations; return the residual stream at boundaries 0 to L, as buffer names.
 
     tokens  [M] int32; tables: cos and sin, [C, D / 2] float32. The KV cache must be declared. `num_layers`
-    stops early, where nobody needs the rest.
+    stops early, where nobody needs the rest. `last` is a buffer for the last boundary; "": one of the rows' own.
     """
     emitter = Emitter(builder, rows, TORCH_DTYPES[config.dtype], stage)
     boundaries = [emitter.embed(tokens, "embed.weight", config.hidden_size, "residual.0")]
@@ -78,7 +79,8 @@ def emit_decoder(
             output = emitter.gated_ffn(normed, name, inner, width, bias=config.mlp_bias, shard=config.shard)
         else:
             output = _emit_experts(emitter, config, layer, normed)
-        boundaries.append(emitter.add(middle, output, f"residual.{layer + 1}"))
+        out = last if layer + 1 == config.num_layers else ""
+        boundaries.append(emitter.add(middle, output, f"residual.{layer + 1}", out))
     return boundaries
 
 

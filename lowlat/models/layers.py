@@ -149,9 +149,9 @@ class Emitter:
         self.emit("join_columns", {"parts": gathered}, {"out": out}, unit=VOCABULARY_UNIT)
         return out
 
-    def add(self, a: str, b: str, name: str) -> str:
-        """A residual sum, rounded to the compute dtype."""
-        out = self.scratch(name, *self.builder.spec(a).shape)
+    def add(self, a: str, b: str, name: str, out: str = "") -> str:
+        """A residual sum, rounded to the compute dtype; out: a buffer that it is written to, "": one of their own."""
+        out = out or self.scratch(name, *self.builder.spec(a).shape)
         self.emit("add", {"a": a, "b": b}, {"out": out})
         return out
 

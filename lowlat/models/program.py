@@ -20,8 +20,9 @@ from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.schema import Access, OperationSchema
 from lowlat.kernels.reference.schema_check import ArrayType, check_operation
 
-__all__ = ["Op", "Program", "ProgramBuilder", "Stage"]
+__all__ = ["PASS", "Op", "Program", "ProgramBuilder", "Stage"]
 
+PASS = 0  # among programs of prefill, which have the positions that they take as keys: a pass over what they leave
 Param = int | float | bool | str | None
 
 

@@ -367,6 +367,11 @@ class RuntimeConfig:
     share_decoded: bool = declare(
         False, "Also share what decoding wrote: a later request's bits may then differ from a cold start."
     )
+    prompt_logprobs: bool = declare(
+        True,
+        "Requests may ask for the logprobs of their prompts; prefill then keeps a row of each of its positions. Not in "
+        "perf_mode strict.",
+    )
     prompt_logits: bool = declare(
         False,
         "Keep the logits of all positions of the chunk that was prefilled last: for measuring. Needs prefix_reuse off.",

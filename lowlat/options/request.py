@@ -4,11 +4,12 @@ Limits that depend on the model (vocabulary, context) are checked by `Runtime.su
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lowlat.errors import RequestError
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.options.declaration import check_integer, check_number, check_options, declare, documented, plain, shown
 
 __all__ = [
@@ -39,7 +40,7 @@ GRAMMAR_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice", "
 ADVISED_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a model's authors may advise
 MAX_INT32 = (1 << 31) - 1  # what the device's counters hold
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-ErrorCode = Literal["not_finite", "grammar"]
+ErrorCode = Literal["not_finite", "grammar", "text"]
 Parse = Literal["none", "reasoning", "tools"]
 
 
@@ -104,6 +105,19 @@ class SamplingParams:
         "Take from the text what the model's format marks: its reasoning, or tool calls as well.",
         python_only=True,
     )
+    tools: str | Sequence[Mapping[str, Any]] | None = declare(
+        None,
+        "Functions that may be called, as the chat template gets them: they type arguments that are written as text.",
+        python_only=True,
+    )
+    prompt_logprobs: int | None = declare(
+        None,
+        f"Of every token of the prompt its logprob and rank, and the N likeliest there, 0 to {MAX_LOGPROBS}; no prefix "
+        "is reused for it.",
+        0,
+        MAX_LOGPROBS,
+        python_only=True,
+    )
 
     def __post_init__(self) -> None:
         check_options(self, RequestError)
@@ -112,6 +126,15 @@ class SamplingParams:
         self._check_stops()
         self._check_biases()
         self._check_grammar()
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        if self.tools is None:
+            return
+        text = _as_json("tools", self.tools)
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_GRAMMAR_BYTES:
+            raise RequestError(f"tools must be a list, of at most {MAX_GRAMMAR_BYTES} characters as JSON")
+        object.__setattr__(self, "tools", text)
 
     def _check_stops(self) -> None:
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
@@ -209,9 +232,10 @@ class StepOutput:
 
     `token_ids` are new and final. `text` is what they make certain of the text (None without a tokenizer):
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or
-    token id that ended the request; where it failed `error` says why, and `error_code` whether it was the logits or
-    the grammar; both are None otherwise. `simulated` marks imposed acceptance. The first `num_accepted` of token_ids
-    were accepted drafts. With `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
+    token id that ended the request; where it failed `error` says why, and `error_code` whether it was the logits, the
+    grammar or the tokenizer; both are None otherwise. `simulated` marks imposed acceptance. The first `num_accepted`
+    of token_ids were accepted drafts. With `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and
+    `tool_calls`. `prompt_logprobs` stands in the first output of a request that asked for them.
     """
 
     request_id: str
@@ -226,11 +250,12 @@ class StepOutput:
     num_accepted: int = 0
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 def _as_json(name: str, value: object) -> object:
-    """JSON text of a mapping; whatever else was given as it is."""
-    if not isinstance(value, Mapping):
+    """JSON text of a mapping or a list; whatever else was given as it is."""
+    if not isinstance(value, (Mapping, list, tuple)):
         return value
     try:
         return json.dumps(value, allow_nan=False)

@@ -11,10 +11,6 @@ from lowlat.text import TextCodec
 
 __all__ = ["ServingCodec"]
 
-TESTS_OF_NONE = tuple(
-    f"content{end} is {word}" for end in ("", "']", '"]', "')", '")') for word in ("none", "not none")
-)
-
 
 class ServingCodec:
     """Encodes for `lowlat.ipc.engine.Codec`; the TextCodec stays its owner's to close.
@@ -85,13 +81,7 @@ class ServingCodec:
             raise RequestError("template_options: add_generation_prompt must be true or false")
         how = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens, **options}
         try:
-            try:
-                return codec.encode_chat(values, **how)
-            except RequestError:
-                others = [_in_other_words(value) for value in values]
-                if others == values:
-                    raise
-                return codec.encode_chat(others, **how)
+            return codec.encode_chat(values, **how)
         except ConfigError as error:  # the template uses too much, which is about this request: others go on
             raise RequestError(str(error)) from error
 
@@ -99,23 +89,11 @@ class ServingCodec:
 def _for_template(message: Message, codec: TextCodec) -> dict[str, Any]:
     """A message as the model's template reads it: templates differ in what they call its parts.
 
-    Fields that are left out stay absent, but for the content: many templates join it to other text, unseen, and those
-    that test whether it is none take an absent one for text.
+    Fields that are left out stay absent: None would be written as a word.
     """
     value: dict[str, Any] = msgspec.to_builtins(message)
     if "thinking" in value:
         value["reasoning_content"] = value["thinking"]
     if value["role"] == "developer" and not codec.template_has("developer"):
         value["role"] = "system"
-    if "content" not in value:
-        value["content"] = None if any(map(codec.template_has, TESTS_OF_NONE)) else ""
     return value
-
-
-def _in_other_words(value: dict[str, Any]) -> dict[str, Any]:
-    """A message for a template that has refused it: no content as "", and no text beside both thought and calls."""
-    content, thought = value["content"] or "", value.get("thinking")
-    if value.get("tool_calls") and thought and content:
-        thought = f"{thought}\n\n{content}"
-        return {**value, "thinking": thought, "reasoning_content": thought, "content": ""}
-    return {**value, "content": content}

@@ -17,9 +17,10 @@ import torch
 
 from lowlat.models.decoder import emit_decoder, emit_prompt_logits
 from lowlat.models.layers import Rows
-from lowlat.models.program import Program, ProgramBuilder, Stage
+from lowlat.models.program import PASS, Program, ProgramBuilder, Stage
 from lowlat.speculators.base import PrefillScope
 from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.prompt_logprobs import build_pass
 from lowlat.step.state import StepGeometry, declare_state, declare_tables, waiting_boundaries
 
 __all__ = ["build_prefill", "build_prefills"]
@@ -30,9 +31,14 @@ BY_ROW = ("prefill_tokens", "prefill_live", "prefill_draft_live", "prefill_posit
 
 
 def build_prefills(geometry: StepGeometry) -> Mapping[int, Program]:
-    """The Programs of all sizes, ascending, by the positions that they take; a refresh's by its own, negative."""
-    sizes = geometry.prefill_sizes if geometry.partial is None else (geometry.refresh_size, *geometry.prefill_sizes)
-    return MappingProxyType({size: build_prefill(geometry, size) for size in sizes})
+    """The Programs of all sizes, ascending, by the positions that they take; a refresh's by its own, negative, and that
+    of a pass over what they leave by PASS."""
+    sizes = () if geometry.partial is None else (geometry.refresh_size,)
+    passes = {PASS: build_pass(geometry)} if geometry.prompt_logprobs else {}
+    made = {size: build_prefill(geometry, size) for size in sizes}
+    return MappingProxyType(
+        {**made, **passes, **{size: build_prefill(geometry, size) for size in geometry.prefill_sizes}}
+    )
 
 
 def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
@@ -43,7 +49,8 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
         return _build_choice(geometry, size)
     stage = Stage.PREFILL
     builder = ProgramBuilder("refresh" if refresh else "prefill")
-    declare_state(builder, geometry, dict.fromkeys(BY_ROW, size))
+    leaves = "prompt_residual" if geometry.prompt_logprobs and not refresh else ""
+    declare_state(builder, geometry, dict.fromkeys((*BY_ROW, leaves), size))
     tables = declare_tables(builder, geometry)
     common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
     write = {"row_live": "prefill_live", **common}
@@ -51,7 +58,7 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     rows = Rows("prefill.", size, None, "prefill_positions", common, write, chunk, partial, refresh)
     if partial is not None:
         builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
-    boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage)
+    boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage, last=leaves)
     if refresh:
         return builder.build()
     builder.emit("identity", stage, reads={"x": "prefill_slot"}, writes={"out": "prefilled_slot"})

@@ -27,12 +27,21 @@ from lowlat.models.rope import rope_tables
 from lowlat.speculators.base import Speculator, StateSizes
 from lowlat.step.chunks import chunk_counts
 
-__all__ = ["RING_ENTRIES", "StepGeometry", "declare_state", "declare_tables", "state_specs", "waiting_boundaries"]
+__all__ = [
+    "PASS_ROWS",
+    "RING_ENTRIES",
+    "StepGeometry",
+    "declare_state",
+    "declare_tables",
+    "state_specs",
+    "waiting_boundaries",
+]
 
 RING_ENTRIES = 64
 EMPTY: Mapping[str, int] = MappingProxyType({})
 MAX_WAITING, MAX_PASS_ROWS = 64, 64  # positions of a slot that wait for the draft model; rows of all slots in a pass
 SHORT_STEP = 64  # positions: parts of a chunk are multiples of it
+PASS_ROWS = 64  # of a prompt whose logits are made at once, at most: as many as a step has
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class StepGeometry:
     draft_ends   levels behind which drafting of such a step may end, by how sure the draft model is, ascending and
                  below max_width; (): a step drafts what it verifies
     partial      SpecPV's sizes; None: everything is attended to
+    prompt_logprobs     whether requests may ask for the logprobs of their prompts: prefill then leaves the residual
+                        stream of its positions, see `lowlat.step.prompt_logprobs`
     prompt_logits       whether prefill leaves the logits of all its positions; it then runs one whole chunk at a time
     """
 
@@ -72,6 +83,7 @@ class StepGeometry:
     num_drafted_rows: int = 0
     partial: PartialKV | None = None
     prompt_logits: bool = False
+    prompt_logprobs: bool = False
 
     @property
     def overhang(self) -> int:
@@ -132,6 +144,11 @@ class StepGeometry:
         )
 
     @property
+    def pass_rows(self) -> int:
+        """Positions of which a pass over a prompt makes the logits."""
+        return min(PASS_ROWS, self.prefill_sizes[-1])
+
+    @property
     def refresh_size(self) -> int:
         """The key of a refresh's program among those of prefill: the positions that it takes, negative.
 
@@ -181,6 +198,9 @@ def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
         ("prefilled_slot", (1,), torch.int32),  # below: the last prompt whose chunks were run, for its first token
         ("prefilled_residual", (1, geometry.config.hidden_size), geometry.dtype),
     ]
+    if geometry.prompt_logprobs:
+        specs.append(("prompt_residual", (geometry.prefill_sizes[-1], geometry.config.hidden_size), geometry.dtype))
+        specs.append(("prompt_cursor", (1,), torch.int32))
     if geometry.prompt_logits:
         specs.append(("prompt_logits", (geometry.prefill_chunk, vocab), torch.float32))
     return [BufferSpec(name, shape, dtype, Role.STATE) for name, shape, dtype in specs]
@@ -255,6 +275,9 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
         ("prefill_slot", (1,), torch.int32),
         ("prefill_count", (1,), torch.int32),
     ]
+    positions = geometry.prefill_sizes[-1]
+    if geometry.prompt_logprobs:
+        commands += [("prompt_targets", (positions,), torch.int32), ("prompt_ints", (1, NUM_INTS), torch.int64)]
     publications: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("ring_records", (RING_ENTRIES, batch, RECORD_WIDTH), torch.int32),
         ("ring_tokens", (RING_ENTRIES, batch, rows), torch.int32),
@@ -265,6 +288,12 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
         ("grammar_paths", (batch, rows), torch.int64),
         ("grammar_lengths", (batch,), torch.int64),
     ]
+    if geometry.prompt_logprobs:
+        publications += [
+            ("prompt_logprob_values", (positions, MAX_LOGPROBS + 1), torch.float32),
+            ("prompt_logprob_ids", (positions, MAX_LOGPROBS + 1), torch.int32),
+            ("prompt_ranks", (positions,), torch.int32),
+        ]
     return [
         *(BufferSpec(name, shape, dtype, Role.COMMAND) for name, shape, dtype in commands),
         *(BufferSpec(name, shape, dtype, Role.PUBLICATION) for name, shape, dtype in publications),
@@ -291,7 +320,8 @@ def declare_state(builder: ProgramBuilder, geometry: StepGeometry, fewer: Mappin
     """
     coded, layers = geometry.config.coded_kv, [f"k_cache.{layer}" for layer in range(geometry.config.num_layers)]
     for spec in state_specs(geometry):
-        builder.declare(replace(spec, shape=(fewer[spec.name],)) if spec.name in fewer else spec)
+        own_rows = (fewer.get(spec.name, spec.shape[0]), *spec.shape[1:])
+        builder.declare(replace(spec, shape=own_rows))
         if coded is not None and spec.paging is Paging.POSITIONS and "k_cache" in spec.name:
             own = coded.scales[layers.index(spec.name)] if spec.name in layers else None
             scales = torch.ones(2, spec.shape[1]) if own is None else torch.tensor(own, dtype=torch.float32)

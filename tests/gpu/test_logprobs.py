@@ -7,7 +7,7 @@ from selection_cases import Memory
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.reference.sampling import logprobs as reference
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOGPROBS
-from lowlat.kernels.sampling.logprobs import logprobs
+from lowlat.kernels.sampling.logprobs.tokens import logprobs
 
 WIDTH = MAX_LOGPROBS + 1
 VOCABULARIES = (7, 97, 4096, 8203, 128256, 201088)

@@ -10,7 +10,7 @@ from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
 
 DEMO = Path(lowlat.__file__).parent / "demo"
 HEAD = SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=3)
-OPTIONS: dict[str, Any] = {"max_batch": 1, "max_context": 512, "device": "cuda"}
+OPTIONS: dict[str, Any] = {"max_batch": 1, "max_context": 512, "prompt_logprobs": False, "device": "cuda"}
 
 
 @pytest.mark.parametrize("device_loop", [False, True])

@@ -1,5 +1,6 @@
 """Requests of one server: what comes, in what order, and how each of them ends."""
 
+import json
 import statistics
 import threading
 import time
@@ -10,6 +11,7 @@ from raw_client import Completion
 from served import Serve, eventually
 
 from lowlat.errors import RequestError
+from lowlat.ipc.messages import Parse
 from lowlat.ipc.wire import Error, Message, Sampling, StatsReply, Submit, Welcome, encode, pack_tokens
 from lowlat.ipc.wire import Stats as AskStats
 
@@ -67,6 +69,21 @@ def test_text_without_a_codec_and_a_codec_that_breaks(serve: Serve, caplog: pyte
     assert "secret" not in broken.error.message
     assert "secret" not in caplog.text
     assert "ValueError at" in caplog.text
+
+
+def test_a_chats_tools_go_with_calls_that_are_parsed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve(codec=FakeCodec())
+    client = served.client()
+    seen: list[Sampling] = []
+    monkeypatch.setattr(served.engine, "validate", lambda prompt, sampling: seen.append(sampling))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    cases: list[tuple[Parse, str | None]] = [("tools", None), ("tools", "[]"), ("reasoning", None)]
+    for number, (parse, own) in enumerate(cases, 1):
+        done = client.completions[number] = Completion()
+        sampling = Sampling(max_tokens=1, parse=parse, tools=own)
+        client.say(Submit(number, 10, sampling, messages=[Message("user", "hi")], template_options={"tools": tools}))
+        client.finish(done)
+    assert [json.loads(one.tools) if one.tools else None for one in seen] == [tools, [], None]
 
 
 def test_ids_alone_are_served_without_a_codec(serve: Serve) -> None:

@@ -220,7 +220,7 @@ def test_clients_ignore_what_they_do_not_know() -> None:
     pong = decode_server(frame)
     assert isinstance(pong, wire.Pong)
     assert pong.last_step_age_s == 0.5
-    longer = b"\x82" + msgspec.msgpack.encode([1, 0, b"", None, None, False, None, None, None, "a later field"])
+    longer = b"\x82" + msgspec.msgpack.encode([1, 0, b"", None, None, False, None, None, None, None, "a later field"])
     assert decode_server(longer) == Tokens(1, 0, b"")
     assert decode_server(b"\xf0anything") is None
 

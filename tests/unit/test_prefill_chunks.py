@@ -31,7 +31,7 @@ def pair_of(name: str, directory: Path, **shape: Any) -> Pair:
 def test_arguments_of_a_chunk_lie_in_one_block(tmp_path: Path) -> None:
     """What the host sees by name are parts of what one copy brings to the device; a set takes them as its own."""
     program = build_prefill(pair_of("llama", tmp_path).geometry)
-    arguments = ChunkArguments(program, torch.device("cpu"))
+    arguments = ChunkArguments([program], torch.device("cpu"))
     parts = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")
     assert set(arguments.host) == {f"prefill_{part}" for part in parts}
     storages = {tensor.untyped_storage().data_ptr() for tensor in arguments.host.values()}

@@ -14,6 +14,7 @@ from lowlat import Runtime, SamplingParams
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import first_rows
 from lowlat.graphs import BufferSet, Role
+from lowlat.models.program import PASS
 from lowlat.step.prefill import build_prefills
 
 
@@ -40,7 +41,9 @@ def test_short_prompts_and_ends_take_parts_of_a_chunk(chunk: int, sizes: list[in
     assert geometry.prefill_sizes == (*sizes, 2 * chunk)
     assert [geometry.prefill_size(size) for size in sizes] == sizes
     assert geometry.prefill_size(1) == sizes[0] and geometry.prefill_size(chunk + 1) == 2 * chunk
-    for size, program in build_prefills(geometry).items():
+    programs = build_prefills(geometry)
+    for size in geometry.prefill_sizes:
+        program = programs[size]
         assert program.buffers["prefill_tokens"].shape == (size,)
         assert {op.params["chunk_size"] for op in program.ops if op.kind == "prefill_attention"} == {chunk}
 
@@ -48,13 +51,16 @@ def test_short_prompts_and_ends_take_parts_of_a_chunk(chunk: int, sizes: list[in
 def test_programs_of_fewer_rows_read_the_first_that_the_host_writes(tmp_path: Path) -> None:
     geometry = replace(make_named("llama", tmp_path).geometry, max_prefill_chunks=3)
     programs = build_prefills(geometry)
-    assert list(programs) == list(geometry.prefill_sizes)
+    assert list(programs) == [PASS, *geometry.prefill_sizes]
     largest = programs[geometry.prefill_sizes[-1]]
     state = BufferSet(largest.specs(Role.STATE, Role.COMMAND, Role.PUBLICATION), torch.device("cpu"))
-    for size, program in programs.items():
+    for size in geometry.prefill_sizes:
+        program = programs[size]
         own = first_rows(program, state)
-        assert set(own) == (set() if program is largest else {name for name in own if name.startswith("prefill_")})
-        for spec in program.specs(Role.COMMAND):
+        assert set(own) == (
+            set() if program is largest else {name for name in own if name.startswith(("prefill_", "prompt_res"))}
+        )
+        for spec in program.specs(Role.COMMAND, Role.STATE):
             found = {**state, **own}[spec.name]
             assert tuple(found.shape) == spec.shape
             assert found.data_ptr() == state[spec.name].data_ptr()

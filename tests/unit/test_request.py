@@ -1,6 +1,7 @@
 """Sampling parameters: every bound from both sides, every wrong type, and messages that name the parameter."""
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ INT_BOUNDS = {
     "max_tokens": (1, INT32),
     "min_tokens": (0, 256),
     "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
     "max_draft_tokens": (0, 63),
 }
 FLOAT_BOUNDS = {
@@ -50,9 +52,17 @@ def test_defaults_are_valid_and_greedy() -> None:
 
 
 def test_every_parameter_is_covered_here() -> None:
-    others = {"logit_bias", "stop_token_ids", "stop", "ignore_eos", "parse"}
+    others = {"logit_bias", "stop_token_ids", "stop", "ignore_eos", "parse", "tools"}
     covered = {*INT_BOUNDS, *FLOAT_BOUNDS, *others, *module.GRAMMAR_OPTIONS}  # the last in test_grammar_compiler.py
     assert {item.name for item in dataclasses.fields(SamplingParams)} == covered
+
+
+def test_tools_are_json() -> None:
+    tools = [{"name": "f", "parameters": {"type": "object"}}]
+    assert made(tools=tools).tools == made(tools=json.dumps(tools)).tools == json.dumps(tools)
+    for wrong in (3, {1, 2}, "", "x" * (module.MAX_GRAMMAR_BYTES + 1)):
+        refused("tools must be a list", tools=wrong)
+    refused("tools must be of JSON values", tools=[{"name": {1}}])
 
 
 @pytest.mark.parametrize("name", INT_BOUNDS)
@@ -93,7 +103,7 @@ def test_no_finite_numbers(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", [*INT_BOUNDS, *FLOAT_BOUNDS])
 def test_none_is_for_options_only(name: str) -> None:
-    if name in ("seed", "logprobs", "max_draft_tokens"):
+    if name in ("seed", "logprobs", "prompt_logprobs", "max_draft_tokens"):
         assert getattr(made(**{name: None}), name) is None
     else:
         refused(f"^{name} must be .*got None", **{name: None})

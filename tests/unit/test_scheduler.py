@@ -268,9 +268,9 @@ def test_a_refused_head_asks_again_only_when_something_changed(monkeypatch: pyte
     asked = []
     admit = scheduler.kvcache.admit
 
-    def counted(name: str, *arguments: Any) -> object:
+    def counted(name: str, *arguments: Any, **options: Any) -> object:
         asked.append(name)
-        return admit(name, *arguments)
+        return admit(name, *arguments, **options)
 
     monkeypatch.setattr(scheduler.kvcache, "admit", counted)
     for _ in range(5):

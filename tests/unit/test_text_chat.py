@@ -13,7 +13,7 @@ from text_tokenizers import byte_level, write_directory
 
 from lowlat.errors import ConfigError, RequestError
 from lowlat.text import TextCodec
-from lowlat.text.chat import ChatLimits, ChatTemplates
+from lowlat.text.templates.chat import ChatLimits, ChatTemplates
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from lowlat.errors import RequestError
 from lowlat.ipc.engine import Codec, EngineOutput, TokenLogprobs, ToolCallPart
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.ipc.server.generations.streams import MAX_TOKENS_PER_MESSAGE
 from lowlat.ipc.wire import Submit, unpack_tokens
 
@@ -26,11 +27,12 @@ class _Converted(Struct, frozen=True):
     stop_reason: str | int | None = None
     logprobs: Sequence[TokenLogprobs] | None = None
     error: str | None = None
-    error_code: Literal["not_finite", "grammar"] = "not_finite"
+    error_code: Literal["not_finite", "grammar"] | None = None
     simulated: bool = False
     num_accepted: int = 0
     reasoning: str = ""
     tool_calls: Sequence[ToolCallPart] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 def convert(submit: Submit, body: bytes, codec: Codec | None, max_context: int) -> Sequence[EngineOutput]:

@@ -206,7 +206,7 @@ class Requests:
                 continue
             if output.finish_reason == "cancelled" and stream.waiting:
                 stream.waiting.clear()  # an end that was asked for does not wait for credit
-            elif output.token_ids or output.text or output.reasoning or output.tool_calls:
+            elif output.token_ids or output.text or output.reasoning or output.tool_calls or output.prompt_logprobs:
                 stream.waiting.append(output)
             if output.finish_reason is not None:
                 stream.phase = Phase.DECODED

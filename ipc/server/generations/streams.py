@@ -1,7 +1,7 @@
 """A request under way: its options, its credit, and its outputs that wait to be sent. It knows no socket."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,16 @@ from msgspec import Struct, field
 
 from lowlat.ipc.engine import EngineOutput, TokenLogprobs
 from lowlat.ipc.server.generations.timers import Timer
-from lowlat.ipc.wire import End, FinishReason, Sampling, TokenLogprob, Tokens, ToolCallDelta, pack_tokens
+from lowlat.ipc.wire import (
+    End,
+    FinishReason,
+    PromptPart,
+    Sampling,
+    TokenLogprob,
+    Tokens,
+    ToolCallDelta,
+    pack_tokens,
+)
 
 if TYPE_CHECKING:
     from lowlat.ipc.server.peer import Peer
@@ -42,6 +51,7 @@ class Stream(Struct, eq=False):
     over       END or ERROR went out, or nobody is there to read it
     final      the output that ended it in the engine
     converted  it asked for no completion, and never enters the engine
+    parts      of the prompt's logprobs, yet to be sent; they go before the output that has them
     """
 
     peer: "Peer"
@@ -64,6 +74,7 @@ class Stream(Struct, eq=False):
     cancelled: bool = False
     final: EngineOutput | None = None
     converted: bool = False
+    parts: Iterator[PromptPart] | None = None
     metrics: Mapping[str, Any] = {}
     arrived: float = field(default_factory=time.monotonic)
     handed: float = 0.0
@@ -76,6 +87,9 @@ class Stream(Struct, eq=False):
         Text without tokens needs no credit, so that an end is never held up by it.
         """
         waiting = self.waiting
+        if waiting and (part := self._next_part(waiting[0])) is not None:
+            self.sequence += 1
+            return Tokens(self.number, self.sequence - 1, b"", prompt_logprobs=part), 0
         if not waiting or (self.balance <= 0 and waiting[0].token_ids):
             return None
         output = waiting[0]
@@ -117,6 +131,14 @@ class Stream(Struct, eq=False):
         num_tokens = len(token_ids)
         self.num_sent += num_tokens
         return message, num_tokens
+
+    def _next_part(self, output: EngineOutput) -> PromptPart | None:
+        """The next part of the prompt's logprobs that an output has; they need no credit."""
+        if output.prompt_logprobs is None:
+            return None
+        if self.parts is None:
+            self.parts = output.prompt_logprobs.parts()
+        return next(self.parts, None)
 
     def end_message(
         self,

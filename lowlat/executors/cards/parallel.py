@@ -121,9 +121,9 @@ class ParallelExecutor:
         if meanwhile is not None:
             meanwhile()
 
-    def prefill(self, size: int, first: Bucket | None = None) -> None:
+    def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
         """Run a prefill on all, until the host may write the next; see `Executor.prefill`."""
-        ends = self._ask_each(lambda rank: rank.start_prefill(size, first))
+        ends = self._ask_each(lambda rank: rank.start_prefill(size, first, passes))
         with self._together():
             for rank, ended in zip(self.ranks, ends, strict=True):
                 rank.wait_for_prefill(ended)

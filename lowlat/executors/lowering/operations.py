@@ -47,7 +47,8 @@ from lowlat.kernels.rows.rotate import rotate
 from lowlat.kernels.rows.waiting import keep_features, take_features, waiting_rows
 from lowlat.kernels.sampling.choose_drafts import choose_drafts
 from lowlat.kernels.sampling.draft_topk import draft_topk
-from lowlat.kernels.sampling.logprobs import logprobs
+from lowlat.kernels.sampling.logprobs.prompt import keep_prompt_logprobs, take_prompt_rows, token_ranks
+from lowlat.kernels.sampling.logprobs.tokens import logprobs
 from lowlat.kernels.sampling.ngram_draft import ngram_draft
 from lowlat.kernels.sampling.row_pairs import finite
 from lowlat.kernels.sampling.sample import sample
@@ -254,7 +255,7 @@ _BY_NAME = (
         tree_masks,
         truncate,
     ),
-    *(join_columns, sum_ranks, waiting_rows),
+    *(join_columns, keep_prompt_logprobs, sum_ranks, take_prompt_rows, token_ranks, waiting_rows),
 )
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(
     {

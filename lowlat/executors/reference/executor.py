@@ -26,7 +26,7 @@ from lowlat.kernels.formats import dequantised, matrix_format, matrix_parts
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
 from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
-from lowlat.models.program import Op, Program, Stage
+from lowlat.models.program import PASS, Op, Program, Stage
 
 __all__ = ["Bound", "ReferenceExecutor", "bind", "meaning_of"]
 
@@ -73,7 +73,7 @@ class ReferenceExecutor:
     """Runs programs operation by operation; see `lowlat.executors.Executor`.
 
     programs  the step's programs by bucket
-    prefills  the prefill programs by the positions that they take, ascending
+    prefills  the prefill programs by the positions that they take, ascending, and a pass over what they leave by PASS
     weights   canonical weights; expanded to float32 on a CPU, integers excepted; quantised matrices are expanded on
               every device
     hooks     False: hooks are refused
@@ -153,9 +153,11 @@ class ReferenceExecutor:
         """Return at once: all ranks of a device are one executor."""
 
     @torch.inference_mode()
-    def prefill(self, size: int, first: Bucket | None = None) -> None:
-        """Run the prefill program of so many positions, and the one that chooses the first token behind it."""
+    def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
+        """Run the prefill program of so many positions, passes, and the one that chooses the first token behind it."""
         self._run(self._prepare(size)[1])
+        for _ in range(passes):
+            self._run(self._prepare(PASS)[1])
         if first is not None:
             self._run(self._prepare(first)[1])
 

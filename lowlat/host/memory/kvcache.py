@@ -130,6 +130,8 @@ class KVCache:
         max_total_tokens: int,
         num_overprovision: int,
         salt: str = "",
+        *,
+        reads: bool = True,
     ) -> Allocation | None:
         """Reserve a request's worst case, sharing what is cached of its prompt; None when it does not fit
         now.
@@ -138,6 +140,7 @@ class KVCache:
         max_total_tokens    prompt and completion at most
         num_overprovision   positions that a step may write past them
         salt                only what requests of the same salt have cached is shared
+        reads               False: all of the prompt will be prefilled; it is shared with others all the same
         num_cached_tokens of the result is a multiple of prefill_chunk, at most n - 1.
         Time: one digest a cached chunk, plus the blocks. Raises RequestError for an id in use, an empty
         prompt, a total below the prompt, or a worst case larger than the whole pool.
@@ -145,7 +148,7 @@ class KVCache:
         total = self.num_blocks_for(max_total_tokens, num_overprovision)
         self._check_admission(request_id, prompt_token_ids, max_total_tokens, total)
         root = self._index.root(salt)
-        digests, hits = self._lookup(prompt_token_ids, root)
+        digests, hits = self._lookup(prompt_token_ids, root) if reads else ([], [])
         shared = [block for chunk in hits for block in chunk.blocks]
         num_pinned = sum(len(chunk.blocks) for chunk in hits if not chunk.num_users)
         if total - len(shared) > len(self._free) + self._num_evictable() - num_pinned:

@@ -5,12 +5,13 @@ request's own end tokens, which may follow where the document may end.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lowlat.errors import GrammarError
+from lowlat.errors import GrammarError, is_panic
 from lowlat.text.grammar.drafted import DraftedPaths
 from lowlat.text.grammar.reasoning import AT_ONCE, Gate, Phase, Place
 from lowlat.text.grammar.vocabulary import Vocabulary
@@ -23,6 +24,17 @@ __all__ = ["MAX_MASK_S", "MatchedGrammar"]
 MAX_MASK_S = 0.05  # of processor time, for one row
 ALL = np.int32(-1)
 BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Raise GrammarError for a panic of the library, which is no `Exception` and would end the decode thread."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise GrammarError("the grammar cannot go on: its library failed") from error
 
 
 class MatchedGrammar:
@@ -69,6 +81,7 @@ class MatchedGrammar:
         """See GrammarState."""
         return self._is_over(self._place)
 
+    @_named()
     def fill(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
         """See GrammarState. Raises GrammarError where a grammar cannot go on: it came to a limit, or to a dead end."""
         begin = time.thread_time()
@@ -89,6 +102,7 @@ class MatchedGrammar:
             self._fail(f"masks of {len(tokens)} rows took {spent * 1000:.0f} ms; at most {MAX_MASK_S * 1000:g} ms each")
         self._check()
 
+    @_named()
     def advance(self, tokens: Sequence[int]) -> None:
         """See GrammarState."""
         for token in tokens:
@@ -103,6 +117,7 @@ class MatchedGrammar:
             self._place = place
             self._num_committed += 1
 
+    @_named()
     def forced(self, limit: int) -> list[int]:
         """See GrammarState."""
         if self._failure or limit < 1 or self._place.phase is not Phase.DOCUMENT:
@@ -140,8 +155,11 @@ class MatchedGrammar:
                 return Place(Phase.ENDED), []
             behind, document = gate.step(place, token)
             return behind, list(self._vocabulary(document)) if document else []
-        if gate is not None and token in gate.extra.get(phase, ()):
-            return gate.extra[phase][token], []
+        instead = {} if gate is None else gate.instead(place)
+        if token in instead:
+            return instead[token], []
+        if phase is Phase.BOUND:
+            return None, []
         if token in self._end_ids and matcher.is_accepting():
             return Place(Phase.ENDED), []
         return (None, []) if matcher.is_stopped() else (AT_ONCE, [token])
@@ -153,6 +171,11 @@ class MatchedGrammar:
         """
         if place is None or place.phase is Phase.THINKING:
             row[:] = ALL
+            return ""
+        if place.phase is Phase.BOUND:
+            row[:] = 0
+            for token in () if self._gate is None else self._gate.instead(place):
+                self._set(row, token)
             return ""
         row[:] = self._end_row
         if place.phase is Phase.ENDED or (matcher.is_stopped() and matcher.is_accepting()):
@@ -173,7 +196,7 @@ class MatchedGrammar:
         if end_id not in self._end_ids:
             row[end_id >> 5] &= ~BITS[end_id & 31]
         if self._gate is not None:
-            for token in self._gate.extra.get(place.phase, ()):
+            for token in self._gate.instead(place):
                 self._set(row, token)
         return ""
 

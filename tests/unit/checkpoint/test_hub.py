@@ -21,6 +21,7 @@ from lowlat.models.target import fetch_target, open_target
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.model_names import Repository, find_repository
 from lowlat.serving.engine import RuntimeEngine
+from lowlat.text import TextCodec
 
 
 @pytest.fixture
@@ -98,6 +99,18 @@ def test_a_pair_is_fetched_once_and_then_needs_no_network(
     with caplog.at_level(logging.WARNING, "lowlat"):
         assert run() == first
     assert "some/target: taken from the cache as it is" in caplog.text
+
+
+def test_additional_chat_templates_are_fetched_and_no_other_folder_is(hub: Hub) -> None:
+    folder = hub.add("some/talker", DEMO / "target")
+    for name in ("additional_chat_templates/tool_use.jinja", "additional_chat_templates/a/b.jinja", "other/x.jinja"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{{ tools|length }}")
+    directory = fetch("some/talker")
+    assert [path.name for path in directory.rglob("*.jinja")] == ["tool_use.jinja"]
+    codec = TextCodec.load(directory)
+    assert codec is not None and codec.takes_tools
+    codec.close()
 
 
 def test_a_broken_transfer_goes_on_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

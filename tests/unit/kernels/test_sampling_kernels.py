@@ -12,12 +12,13 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS
 from lowlat.kernels.sampling import argmax as argmax_kernels
 from lowlat.kernels.sampling import draft_topk as draft_kernels
-from lowlat.kernels.sampling import logprobs as logprob_kernels
 from lowlat.kernels.sampling import row_pairs as pair_kernels
 from lowlat.kernels.sampling import sample as sample_kernels
+from lowlat.kernels.sampling.logprobs import prompt as prompt_kernels
+from lowlat.kernels.sampling.logprobs import tokens as logprob_kernels
 from lowlat.kernels.toolchain.kernel import Kernel
 
-MODULES = (argmax_kernels, draft_kernels, logprob_kernels, pair_kernels, sample_kernels)
+MODULES = (argmax_kernels, draft_kernels, logprob_kernels, pair_kernels, sample_kernels, prompt_kernels)
 KERNELS = [kernel for module in MODULES for kernel in module.examples()]
 HOPPER = (9, 0)
 REGISTERS = 128  # two blocks of 256 threads and more fit on a multiprocessor
@@ -31,9 +32,8 @@ def test_resources(kernel: Kernel, compiled: Compiled) -> None:
     assert code.shared_bytes <= 48 * 1024
 
 
-READING = [
-    kernel for kernel in KERNELS if "_97" not in kernel.name and not kernel.name.startswith(("argmax", "finite"))
-]
+LEFT_OUT = ("argmax", "finite", "take_prompt", "token_ranks", "keep_prompt")  # they read few, or nothing but rows
+READING = [kernel for kernel in KERNELS if "_97" not in kernel.name and not kernel.name.startswith(LEFT_OUT)]
 
 
 @pytest.mark.parametrize("kernel", staged_cases(READING))

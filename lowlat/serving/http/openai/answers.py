@@ -10,6 +10,7 @@ from typing import Any
 from lowlat.errors import StreamError
 from lowlat.ipc.client import Chunk
 from lowlat.ipc.messages import TokenLogprob, Welcome
+from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.serving.http.openai.logprobs import CompletionLogprobs
 from lowlat.serving.http.openai.schema import SEEDS, Choosing
 from lowlat.serving.http.streaming import DONE, event
@@ -38,13 +39,15 @@ class Choice:
 
     def __init__(self) -> None:
         self.begun = False
-        self.named = False  # its role was told
+        self.named = False  # its role was told, or its prompt given back
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[dict[str, Any]] = []
         self.num_calls = 0
         self.logprobs: list[TokenLogprob] = []
         self.lists = CompletionLogprobs()
+        self.prompt: PromptLogprobs | None = None
+        self.echo: str | None = None  # the prompt's text, which goes before the content; "": that of its tokens
         self.token_ids: list[int] = []
         self.accepted: list[bool] = []
         self.num_tokens = 0
@@ -141,6 +144,7 @@ class ChoicesAnswer(ABC):
         choice.num_tokens += len(chunk.token_ids)
         choice.reasoned.take(chunk)
         choice.logprobs += chunk.logprobs or ()
+        choice.prompt = chunk.prompt_logprobs or choice.prompt
         self.take_part(choice, chunk)
         if self._lowlat or self._ids:
             choice.token_ids += chunk.token_ids

@@ -14,7 +14,7 @@ from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import ApiError, invalid
 from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
-from lowlat.serving.http.openai.logprobs import chat_logprobs
+from lowlat.serving.http.openai.logprobs import chat_logprobs, prompt_logprobs
 from lowlat.serving.http.openai.schema import (
     ChatMessage,
     ChatRequest,
@@ -165,6 +165,7 @@ class _Chat(ChoicesAnswer):
         kind = ("chat.completion", "chat.completion.chunk")
         super().__init__("chatcmpl", kind, asked, fingerprint, prompt_ids=prompt_ids)
         self._logprobs = bool(asked.logprobs)
+        self._num_prompt = asked.prompt_logprobs
         self._one_call = not calling.parallel
         self._forced = calling.forced
 
@@ -205,6 +206,13 @@ class _Chat(ChoicesAnswer):
         if choice.calls:
             message["tool_calls"] = choice.calls
         return {"message": message, "logprobs": chat_logprobs(choice.logprobs) if self._logprobs else None}
+
+    def body(self) -> dict[str, Any]:
+        """See `streaming.Answer`; what all choices share of the prompt stands beside them."""
+        prompt = self._choices[0].prompt
+        if self._num_prompt is None or prompt is None:
+            return super().body()
+        return {**super().body(), "prompt_logprobs": prompt_logprobs(prompt, self._num_prompt)}
 
     def _calls(self, choice: Choice, chunk: Chunk) -> list[dict[str, Any]]:
         calls = []

@@ -12,6 +12,7 @@ from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import invalid
 from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
+from lowlat.serving.http.openai.logprobs import Lists, prompt_logprobs
 from lowlat.serving.http.openai.schema import CompletionRequest, decode, unsupported
 from lowlat.serving.http.openai.structured import structured_options
 from lowlat.serving.http.streaming import read_body, respond
@@ -29,7 +30,8 @@ async def completions(request: Request) -> Response:
     asked = decode(_DECODER, await read_body(request))
     server = await gateway.serving(asked.model)
     sampling = asked.sampling(server.advice) | structured_options(asked.structured_outputs)
-    sampling["max_tokens"] = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
+    # a prompt alone takes a step, too, whose token is not shown
+    sampling["max_tokens"] = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens or 1
     if asked.logprobs is not None:
         sampling["logprobs"] = asked.logprobs
     prompts = _prompts(asked.prompt, server.vocab_size)
@@ -38,19 +40,25 @@ async def completions(request: Request) -> Response:
         raise invalid("n", f"n: {len(prompts)} prompts, {num} times, are more than {MAX_COMPLETIONS}")
     if asked.best_of not in (None, num):
         raise unsupported("best_of", f"{asked.best_of}; all n = {num} are returned")
-
     prompt_ids: list[Sequence[int]] = []
     if asked.needs_prompt_ids:
-        for place, prompt in enumerate(prompts):
-            prompts[place] = await gateway.client.tokenize(prompt) if isinstance(prompt, str) else prompt
-        prompt_ids = prompts
+        for prompt in prompts:
+            prompt_ids.append(await gateway.client.tokenize(prompt) if isinstance(prompt, str) else prompt)
 
     def start(place: int) -> AsyncGeneration:
-        options = seeded(sampling, place % num)
-        return gateway.client.generate(prompts[place // num], cache_salt=asked.cache_salt or "", **options)
+        prompt = prompts[place // num]
+        options = seeded(sampling | _echo_options(asked, prompt), place % num)
+        return gateway.client.generate(prompt, cache_salt=asked.cache_salt or "", **options)
 
-    answer = _Completion(asked, fingerprint(server), len(prompts), prompt_ids)
+    answer = _Completion(asked, fingerprint(server), prompts, prompt_ids)
     return await respond(request, Choices(start, len(prompts) * num), answer, stream=bool(asked.stream))
+
+
+def _echo_options(asked: CompletionRequest, prompt: str | list[int]) -> dict[str, int]:
+    """What is needed to give a prompt back: its logprobs where they are asked for, and of token ids their texts."""
+    if not asked.echo or (asked.logprobs is None and isinstance(prompt, str)):
+        return {}
+    return {"prompt_logprobs": max(asked.logprobs or 0, asked.prompt_logprobs or 0)}
 
 
 def _prompts(given: str | list[Any], vocab_size: int) -> list[Any]:
@@ -77,17 +85,59 @@ class _Completion(ChoicesAnswer):
     PROMPTS_IN_CHOICES = True
 
     def __init__(
-        self, asked: CompletionRequest, fingerprint: str, num_prompts: int, prompt_ids: Sequence[Sequence[int]]
+        self,
+        asked: CompletionRequest,
+        fingerprint: str,
+        prompts: Sequence[str | list[int]],
+        prompt_ids: Sequence[Sequence[int]],
     ) -> None:
         kind = ("text_completion", "text_completion")
-        super().__init__("cmpl", kind, asked, fingerprint, num_prompts, prompt_ids)
-        self._logprobs = asked.logprobs is not None
+        super().__init__("cmpl", kind, asked, fingerprint, len(prompts), prompt_ids)
+        self._logprobs, self._num_prompt = asked.logprobs, asked.prompt_logprobs
+        self._prompt_alone = asked.max_tokens == 0
+        for place, choice in enumerate(self._choices if asked.echo else ()):
+            prompt = prompts[place // (asked.n or 1)]
+            choice.echo = prompt if isinstance(prompt, str) else ""
+
+    def events(self, place: int, chunk: Chunk) -> bytes:
+        """See `streaming.Answer`."""
+        return super().events(place, self._shown(chunk))
+
+    def take(self, place: int, chunk: Chunk) -> None:
+        """See `streaming.Answer`."""
+        super().take(place, self._shown(chunk))
+
+    def _shown(self, chunk: Chunk) -> Chunk:
+        """A chunk without the token that nobody asked for."""
+        if not self._prompt_alone:
+            return chunk
+        ended = (
+            None if chunk.finish_reason is None else "length" if chunk.finish_reason == "stop" else chunk.finish_reason
+        )
+        return msgspec.structs.replace(
+            chunk, token_ids=(), text="", logprobs=None, accepted=(), finish_reason=ended, stop_reason=None
+        )
 
     def part(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
         """See ChoicesAnswer."""
-        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None:
+        echoes = choice.echo is not None and not choice.named
+        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None and not echoes:
             return {}
-        return {"text": chunk.text, "logprobs": choice.lists.take(chunk.logprobs) if chunk.logprobs else None}
+        text, lists = chunk.text, choice.lists.take(chunk.logprobs) if chunk.logprobs else None
+        if echoes:
+            choice.prompt = chunk.prompt_logprobs
+            before, of_prompt = self._echo(choice)
+            text, lists, choice.prompt = before + text, of_prompt or lists, None
+        choice.named = True
+        return {"text": text, "logprobs": lists}
+
+    def _echo(self, choice: Choice) -> tuple[str, Lists | None]:
+        """The prompt's text, and the lists of its tokens where logprobs are asked for."""
+        prompt, text = choice.prompt, choice.echo or ""
+        if prompt is None or choice.echo is None:
+            return text, None
+        lists = None if self._logprobs is None else choice.lists.take_prompt(prompt, self._logprobs)
+        return text or b"".join(prompt.prompt_texts()).decode("utf-8", "replace"), lists
 
     def take_part(self, choice: Choice, chunk: Chunk) -> None:
         """See ChoicesAnswer."""
@@ -95,5 +145,11 @@ class _Completion(ChoicesAnswer):
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """See ChoicesAnswer."""
-        logprobs = choice.lists.take(choice.logprobs) if self._logprobs else None
-        return {"text": "".join(choice.content), "logprobs": logprobs}
+        before, lists = self._echo(choice)
+        if self._logprobs is not None:
+            behind = choice.lists.take(choice.logprobs)
+            lists = behind if lists is None else {name: lists[name] + behind[name] for name in lists}
+        fields: dict[str, Any] = {"text": before + "".join(choice.content), "logprobs": lists}
+        if self._num_prompt is not None and choice.prompt is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(choice.prompt, self._num_prompt)
+        return fields

@@ -143,6 +143,7 @@ _OWN = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "sto
 class Choosing(Generating, kw_only=True):
     """The fields that chats and completions share.
 
+    prompt_logprobs   as vLLM has it
     return_token_ids  as vLLM has it: the token ids of prompt and answer
     """
 
@@ -153,6 +154,7 @@ class Choosing(Generating, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
 
     @property
@@ -167,7 +169,9 @@ class Choosing(Generating, kw_only=True):
         """
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
-        names = ("stop", "presence_penalty", "frequency_penalty")
+        if self.prompt_logprobs is not None and self.stream:
+            raise unsupported("prompt_logprobs", "an answer that is streamed has none; leave stream out")
+        names = ("stop", "presence_penalty", "frequency_penalty", "prompt_logprobs")
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.seed is not None:
             values["seed"] = self.seed % SEEDS
@@ -298,7 +302,7 @@ class CompletionRequest(Choosing, kw_only=True):
     prompt: str | list[Any]
     max_tokens: int | None = None
     logprobs: int | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: int | None = None
     suffix: None = None
 

@@ -1,0 +1,1 @@
+"""Logarithmic probabilities: of drawn tokens with their likeliest alternatives, and of the tokens of prompts."""

@@ -1,0 +1,304 @@
+"""The formats of families: found by chat templates, forced by grammars, and read back; tools are never dropped."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grammars import END, compiler_of, walk
+from text_tokenizers import byte_level, write_directory
+from tokenizers import AddedToken, Tokenizer
+
+from lowlat.cli.options import bundled
+from lowlat.errors import RequestError
+from lowlat.options.request import SamplingParams, ToolCallDelta
+from lowlat.serving.http import __file__ as http_folder
+from lowlat.text import AnswerStream, TextCodec, tools_of
+from lowlat.text.answers.formats import FORMATS, REASONING, format_of
+from lowlat.text.grammar.tool_calls import GRAMMARS
+
+# Templates that mark what their families' do, and no more.
+TALK = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+TOOLS_FIRST = "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+TEMPLATES = {
+    "Harmony": (TOOLS_FIRST + TALK, HARMONY),
+    "Mistral": (TOOLS_FIRST + "{# [TOOL_CALLS]f[CALL_ID]i[ARGS]{} #}" + TALK, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    "Mistral, listed": (TOOLS_FIRST + "{# [TOOL_CALLS] #}" + TALK, ("[TOOL_CALLS]",)),
+    "Seed": (TOOLS_FIRST + "{# <seed:tool_call><function=f><parameter=x> #}" + TALK, ("<seed:tool_call>",)),
+    "Qwen3-Coder": (TOOLS_FIRST + "{# <tool_call><function=f><parameter=x> #}" + TALK, ()),
+    "Hermes": (TOOLS_FIRST + "{# <tool_call> #}" + TALK, ()),
+    "listed, closed": (TOOLS_FIRST + "{# <|tool_call|>[]<|/tool_call|> #}" + TALK, ("<|tool_call|>", "<|/tool_call|>")),
+    "listed": (TOOLS_FIRST + "{# <|tool_call|>[] #}" + TALK, ("<|tool_call|>",)),
+    "Llama 3": (TOOLS_FIRST + '{# {"name": function name, "parameters": dictionary #}' + TALK, ("<|python_tag|>",)),
+    "generic": (TALK, ()),
+}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"enum": ["C", "F"]},
+        "near": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "weather", "parameters": PARAMETERS, "strict": True}
+TIME = {
+    "name": "time",
+    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+    "strict": True,
+}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "It rains.", "parameters": PARAMETERS}}
+PROMPT = {"Harmony": "<|start|>assistant"}
+
+
+@cache
+def codec_of(name: str) -> TextCodec:
+    """The bundled tokenizer with a family's special tokens and a template that marks calls as it does."""
+    template, special = TEMPLATES[name]
+    tokenizer = Tokenizer.from_file(str(Path(bundled("target")) / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    return TextCodec(tokenizer, templates={"default": template})
+
+
+def read(codec: TextCodec, tokens: list[int], params: SamplingParams) -> tuple[str, list[tuple[str, str]]]:
+    """An answer's content and calls."""
+    stream = AnswerStream(codec, params.parse, tools=tools_of(params))
+    deltas = [*(stream.push([token]) for token in tokens), stream.finish()]
+    calls: list[list[str]] = []
+    parts: list[ToolCallDelta] = [part for delta in deltas for part in delta.tool_calls]
+    for part in parts:
+        if part.name is not None:
+            calls.append([part.name, ""])
+        calls[part.index][1] += part.arguments
+    return "".join(delta.text for delta in deltas), [(name, arguments) for name, arguments in calls]
+
+
+def test_every_format_has_a_grammar_and_a_template_here() -> None:
+    assert {kind.name for kind in FORMATS} == set(GRAMMARS) == set(TEMPLATES)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_says_its_format(name: str) -> None:
+    kind = format_of(codec_of(name))
+    assert kind is not None and kind.name == name
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_forced_calls_are_in_the_familys_format_and_are_read_back(name: str, parallel: bool) -> None:
+    codec = codec_of(name)
+    forced = {"functions": [WEATHER, TIME], "required": True, "parallel": parallel}
+    params = SamplingParams(tool_calls=forced, parse="tools")
+    prompt = codec.encode(PROMPT.get(name, "x"), allow_special=True)
+    num_read = 0
+    for seed in range(8):
+        state = compiler_of(codec).open(params, prompt, (END,))
+        assert state is not None
+        tokens = None if num_read == 2 else walk(state, codec, seed)
+        if tokens is None:
+            continue
+        content, calls = read(codec, tokens, params)
+        assert calls and (len(calls) == 1 or parallel)
+        assert not content or name == "Harmony"  # whose notes are content
+        for function, arguments in calls:
+            values = json.loads(arguments)
+            assert function in ("weather", "time")
+            if function == "weather":
+                assert isinstance(values["city"], str) and isinstance(values["days"], int)
+                assert values.keys() <= PARAMETERS["properties"].keys()  # type: ignore[attr-defined]
+        for place in range(0, len(tokens), max(1, len(tokens) // 12)):  # cut by max_tokens anywhere
+            cut, some = read(codec, tokens[:place], params)
+            assert content.startswith(cut.rstrip("\ufffd")) and len(some) <= len(calls)
+            for (own, text), (whole, entire) in zip(some, calls, strict=False):
+                assert own == whole and entire.startswith(text.rstrip("\ufffd"))
+        num_read += 1
+    assert num_read
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_free_answers_may_hold_calls(name: str) -> None:
+    codec = codec_of(name)
+    params = SamplingParams(tool_calls={"functions": [WEATHER]}, parse="tools")
+    prompt = codec.encode(PROMPT.get(name, "x"), allow_special=True)
+    text = "<|channel|>final<|message|>Hello" if name == "Harmony" else "Hello"
+    state = compiler_of(codec).open(params, prompt, (END,))
+    assert state is not None
+    tokens = codec.encode(text, add_special_tokens=False, allow_special=True)
+    state.advance([*tokens, END])
+    assert state.terminated and read(codec, tokens, params) == ("Hello", [])
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [({"pattern": "a+"}, "pattern of a string"), ({"format": "date"}, "format of a string")],
+)
+def test_what_free_text_cannot_hold_is_refused_where_it_is_strict(own: dict[str, str], words: str) -> None:
+    function = {"name": "f", "parameters": {"properties": {"x": {"type": "string", **own}}}}
+    codec = codec_of("Qwen3-Coder")
+    with pytest.raises(RequestError, match=words):
+        calls: dict[str, Any] = {"functions": [{**function, "strict": True}], "required": True}
+        compiler_of(codec).open(SamplingParams(tool_calls=calls), [1], (END,))
+    assert compiler_of(codec).open(SamplingParams(tool_calls={"functions": [function]}), [1], (END,)) is not None
+
+
+@pytest.mark.parametrize("system", [True, False])
+def test_a_template_without_tools_gets_a_prompt(system: bool) -> None:
+    roles = "" if system else "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    roles += "{% if m.role == 'tool' or m.content is not string %}{{ raise_exception('no tools') }}{% endif %}"
+    codec = TextCodec(byte_level(), templates={"default": TALK.replace("[{{", roles + "[{{", 1)})
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+    messages: list[dict[str, Any]] = [
+        *([{"role": "system", "content": "Be kind."}] if system else []),
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "content": "yes", "tool_call_id": "c"},
+        {"role": "tool", "content": "no", "tool_call_id": "c"},
+    ]
+    text = codec.apply_chat_template(messages, tools=[TOOL])
+    parts = re.split(r"\[(system|user|assistant)\]", text)[1:]
+    prompt = parts[1]
+    assert json.dumps(TOOL) in prompt and prompt.startswith("Be kind." if system else "You can call")
+    assert parts[0] == ("system" if system else "user") and text.count("It rains.") == 1
+    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    assert f"[assistant]{written}\n{written}[user]<tool_response>\nyes\n</tool_response>\n<tool_response>\nno" in text
+    assert "[user]Rain?" in text or not system
+    params = SamplingParams(parse="tools", tools=[TOOL])
+    answer = codec.encode(f"Let me see. {written}", add_special_tokens=False)
+    assert read(codec, answer, params) == ("Let me see.", [("weather", '{"city": "Ulm"}')])
+    codec.close()
+
+
+def test_a_format_that_is_not_known_is_refused_by_name() -> None:
+    codec = TextCodec(byte_level(), templates={"default": TOOLS_FIRST + "{# <function_calls> #}" + TALK})
+    assert format_of(codec) is None
+    with pytest.raises(RequestError, match="tool calls in a format that is not known"):
+        AnswerStream(codec, "tools")
+    AnswerStream(codec, "reasoning")
+    codec.close()
+
+
+def test_ids_are_short_for_mistrals_templates() -> None:
+    check = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.id }},{% endfor %}"
+    check += "{{ m.tool_call_id }};{% endfor %}"
+    codec = TextCodec(byte_level(), templates={"default": TOOLS_FIRST + check + "{# [TOOL_CALLS] #}"})
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [{"id": "call_0123456789", **call}, {"id": "abcdefgh9", **call}]},
+        {"role": "tool", "content": "1", "tool_call_id": "call_0123456789"},
+    ]
+    first, second = codec.apply_chat_template(messages).split(";")[:2]
+    short, kept, _ = first.split(",")
+    assert re.fullmatch("[a-zA-Z0-9]{9}", short) and (kept, second) == ("abcdefgh9", short)
+    tokens = codec.encode('[TOOL_CALLS][{"name": "f", "arguments": {}}]', add_special_tokens=False)
+    stream = AnswerStream(codec, "tools")
+    (begin,) = [part for part in stream.push(tokens).tool_calls if part.id]
+    assert re.fullmatch("[a-zA-Z0-9]{9}", begin.id or "")
+    codec.close()
+
+
+# How published templates write an assistant's content: by concatenation, by filters, by tests of several kinds.
+CONTENTS = {
+    "Qwen3": "{% set c = m.content %}{% if '</think>' in m.content %}x{% endif %}{{ '[' + c + ']' }}",
+    "QwQ": "{{ '[' + (m.content.split('</think>')|last).lstrip('\\n') + ']' }}",
+    "R1 distills": "{% if m['content'] is none %}[{% else %}{{ '[' + m['content'] }}{% endif %}]",
+    "Devstral": "{% if m.content is not none %}{{ '[' + m.content + ']' }}{% else %}[]{% endif %}",
+    "Phi-3.5": "{{ '[' + m['content'] + ']' }}",
+    "Granite 3.3": "{{ '[' + m['content']|trim + ']' }}",
+    "LFM2": "{% set c = m['content'] %}{% if c is not string %}{% set c = c|tojson %}{% endif %}{{ '[' + c + ']' }}",
+    "SmolLM2": "{{ '[' + m['content'] + ']' }}",
+}
+
+
+@pytest.mark.parametrize("family", CONTENTS)
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+def test_an_assistant_may_have_no_content(family: str, content: dict[str, Any]) -> None:
+    codec = TextCodec(
+        byte_level(), templates={"default": f"{{% for m in messages %}}{CONTENTS[family]}{{% endfor %}}{{{{ tools }}}}"}
+    )
+    message = {"role": "assistant", **content, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    assert codec.apply_chat_template([message], tools=[]) == "[][]"
+    codec.close()
+
+
+def test_content_thinking_and_calls_come_together_as_gpt_oss_answers() -> None:
+    template = (
+        "{% for m in messages %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "<{{ m.thinking or m.content }}>{% endfor %}{{ tools }}"
+    )
+    codec = TextCodec(byte_level(), templates={"default": template})
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    message = {"role": "assistant", "content": "I look.", "thinking": "Hm.", "tool_calls": [call]}
+    assert codec.apply_chat_template([message], tools=[]).startswith("<Hm.\n\nI look.>")
+    with pytest.raises(RequestError, match="both"):
+        codec.apply_chat_template([{"role": "user", "content": "a", "thinking": "b"}])
+    codec.close()
+
+
+def test_none_is_dropped_as_transformers_does() -> None:
+    codec = TextCodec(byte_level(), templates={"default": "{{ messages[0].content is defined }}{{ tools }}"})
+    assert codec.apply_chat_template([{"role": "assistant", "content": None}]).startswith("False")
+    with pytest.raises(RequestError):
+        TextCodec(byte_level(), templates={"default": "{{ 'a' + messages[0].content }}"}).apply_chat_template(
+            [{"role": "user", "content": None}]
+        )
+    codec.close()
+
+
+@pytest.mark.parametrize("default", ["file", "config"])
+def test_additional_templates_are_read_and_chosen(tmp_path: Path, default: str) -> None:
+    config = {"chat_template": "plain"} if default == "config" else {"chat_template": [{"name": "x", "template": "?"}]}
+    write_directory(tmp_path, byte_level(), **config)
+    if default == "file":
+        (tmp_path / "chat_template.jinja").write_text("plain")
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("{{ tools[0].function.name }}")
+    (folder / "rag.jinja").write_text("{{ documents|length }}")
+    codec = TextCodec.load(tmp_path)
+    assert codec is not None and codec.takes_tools
+    assert codec.apply_chat_template([]) == "plain"
+    assert codec.apply_chat_template([], tools=[TOOL]) == "weather"
+    assert codec.apply_chat_template([], documents=[1, 2], chat_template="rag") == "2"
+    with pytest.raises(RequestError, match="chat_template 'x' is none of the model's: default, rag, tool_use"):
+        codec.apply_chat_template([], chat_template="x")
+    codec.close()
+
+
+def test_the_readmes_table_has_every_format() -> None:
+    text = (Path(http_folder).parent / "README.md").read_text(encoding="utf-8")
+    rows = [[(kind.name, kind.families, kind.example) for kind in FORMATS], REASONING]
+    calls, thoughts = (
+        ["| {} | {} | {} |".format(*(cell.replace("|", "\\|") for cell in row)) for row in part] for part in rows
+    )
+    assert "\n".join(calls) in text and "\n".join(thoughts) in text
+
+
+ANSWERS = [
+    "<|channel|>analysis<|message|>We need weather.<|end|><|start|>assistant<|channel|>commentary<|message|>I look. "
+    '<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Ulm"}'
+    "<|call|>",
+    ' to=functions.weather<|channel|>commentary <|constrain|>json<|message|>{"city": "Ulm"}<|call|>',
+    "<|channel|>analysis to=functions.weather code<|message|>{}<|call|><|start|>assistant to=functions.time"
+    "<|channel|>commentary<|constrain|>json<|message|>{}<|call|>",
+    "<|channel|>analysis<|message|>2 + 2 = 4.<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>"
+    '{"sum": 4}<|return|>',
+]
+
+
+@pytest.mark.parametrize("text", ANSWERS)
+def test_nothing_leaks_from_a_harmony_answer_cut_anywhere(text: str) -> None:
+    codec = codec_of("Harmony")
+    tokens = codec.encode(text, add_special_tokens=False, allow_special=True)
+    for parse in ("tools", "reasoning"):
+        params = SamplingParams(parse=parse)
+        content, calls = read(codec, tokens, params)
+        assert content in ("I look. ", "", '{"sum": 4}') and (bool(calls) == ("functions" in text and parse == "tools"))
+        for place in range(len(tokens)):
+            cut, some = read(codec, tokens[:place], params)
+            assert content.startswith(cut), text
+            assert [name for name, _ in some] == [name for name, _ in calls][: len(some)]
