@@ -352,8 +352,8 @@ def _checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
 def _as_most_take_it(message: dict[str, Any], absent: str | None) -> dict[str, Any]:
     """A message as templates take it that are particular about what an assistant said beside its calls.
 
-    Some write content whether there is any or not, or look for calls where it is none; gpt-oss's has no place for content
-    beside thinking, before a call.
+    Some write content whether there is any or not, or look for calls where it is none; gpt-oss's has no place for
+    content beside thinking, before a call.
     """
     if message["role"] != "assistant":
         return message
