@@ -14,7 +14,9 @@ from its admission. Ways are asked in turns, in an order by chance:
     raw      bare sockets in one thread, which acknowledge late (TCP_QUICKACK off) and look for the text alone
     aiohttp, openai   those clients, a task a stream, where they are installed
 
-Connections are open before a request is sent, as those of clients that keep theirs are.
+Streams begin at random times, which are the same for all ways; with `--spread 0` they begin at once, and a first token
+is then also what a reader needs to send so many requests. Connections are open before a request is sent, as those of
+clients that keep theirs are.
 """
 
 import argparse
@@ -31,7 +33,7 @@ from statistics import quantiles
 from typing import Any
 
 from bench.host_conditions import host_conditions
-from bench.http_readers import KEY, Readers, Timed
+from bench.http_readers import KEY, Question, Readers, Timed
 from bench.http_server import MODEL, serve
 from bench.ready_process import ready_process
 from lowlat.tools.bench.machine import driver
@@ -43,6 +45,7 @@ TOKENS = 50
 WARM_UP = 2
 SLOTS = 8
 STEP_S = 0.004
+SPREAD_MS = 5.0
 PACKAGES = ("aiohttp", "h11", "openai", "pyzmq", "starlette", "torch", "uvicorn")
 
 Times = dict[str, list[float]]
@@ -71,8 +74,10 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str,
             times: dict[str, Times] = {name: {"first": [], "token": []} for name in names}
             num_rounds = options.rounds or ROUNDS.get(num_streams, 10)
             for number in range(WARM_UP + num_rounds):
+                after_s = [1e-3 * random.uniform(0.0, options.spread) * num_streams for _ in range(num_streams)]
                 for name in random.sample(names, len(names)):
-                    streams = readers.ask(name, [prompts.next() for _ in range(num_streams)], options.tokens)
+                    asked = [Question(prompts.next(), options.tokens, after) for after in after_s]
+                    streams = readers.ask(name, asked)
                     if number >= WARM_UP:
                         _take(times[name], name, streams, options.tokens, waits=num_streams > SLOTS)
             rows += [_row(num_streams, name, times) for name in names]
@@ -155,6 +160,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="for every number of streams")
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer")
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=SPREAD_MS,
+        help="streams begin at random times within so many ms for each of them; 0: all at once",
+    )
     parser.add_argument("--ways", nargs="+", help="of those above")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--out", type=Path)
@@ -182,7 +193,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made["commit"] = options.commit
     facts, rows = measure(options)
     cuda = facts["device"].startswith("cuda")
-    own = {"driver": driver() if cuda else "", "versions": _versions(), "prompt": options.prompt, "engine": facts}
+    own = {
+        "driver": driver() if cuda else "",
+        "versions": _versions(),
+        "prompt": options.prompt,
+        "spread_ms": options.spread,
+        "engine": facts,
+    }
     result = {**made, **own, "slots": SLOTS, "tokens": options.tokens, "rows": rows}
     print(table(rows))
     if options.out is not None:

@@ -1,5 +1,6 @@
 """A headless Chromium, driven by the DevTools protocol over a pair of pipes."""
 
+import base64
 import itertools
 import json
 import os
@@ -18,13 +19,14 @@ FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-dev-shm-
 
 
 class Page:
-    """One tab."""
+    """A browser's one tab."""
 
     def __init__(self, sending: int, receiving: int) -> None:
         self._sending = sending
         self._receiving = receiving
         self._numbers = itertools.count(1)
         self._session: str | None = None
+        self._target: str | None = None
         self._unread = b""
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -40,12 +42,16 @@ class Page:
         result: dict[str, Any] = answer["result"]
         return result
 
-    def open(self, url: str, *, width: int = 1100, height: int = 640, scheme: str = "light") -> None:
-        """Go to a page in a tab of its own."""
-        self._session = None
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+    def open(
+        self, url: str, *, width: int = 1100, height: int = 640, scheme: str = "light", mobile: bool = False
+    ) -> None:
+        """Go to a page in a new tab, and close the one before."""
+        before, self._session = self._target, None
+        self._target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        if before is not None:
+            self.call("Target.closeTarget", targetId=before)
+        self._session = self.call("Target.attachToTarget", targetId=self._target, flatten=True)["sessionId"]
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Page.navigate", url=url)
 
@@ -63,6 +69,34 @@ class Page:
             time.sleep(0.02)
         return value
 
+    def click(self, selector: str, *, times: int = 1) -> None:
+        """Press the mouse in the middle of an element that is in view; `times` 2 is a double click."""
+        box = self.evaluate(
+            f"(element => {{ const b = element.getBoundingClientRect(), x = b.x + b.width / 2, y = b.y + b.height / 2;"
+            f"return [x, y, element.contains(document.elementFromPoint(x, y))] }})({_found(selector)})"
+        )
+        assert box[2], f"{selector} is not in view at {box[:2]}"
+        for count in range(1, times + 1):
+            for kind in ("mousePressed", "mouseReleased"):
+                self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=count)
+
+    def press(self, key: str, *, modifiers: int = 0, text: str = "", code: int = 13) -> None:
+        """Press a key where the focus is; modifiers 8 is Shift, code 229 a key of an input method."""
+        options = {"key": key, "modifiers": modifiers, "windowsVirtualKeyCode": code}
+        self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **options)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **options)
+
+    def write(self, selector: str, text: str) -> None:
+        """Put the focus into a field, and text in place of what it holds."""
+        self.evaluate(
+            f"(() => {{ const field = document.querySelector({selector!r}); field.focus(); field.select(); }})()"
+        )
+        self.call("Input.insertText", text=text)
+
+    def screenshot(self, file: Path) -> None:
+        """Write what is in view as a PNG file."""
+        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._unread:
             piece = os.read(self._receiving, 1 << 16)
@@ -71,6 +105,10 @@ class Page:
         message, _, self._unread = self._unread.partition(b"\0")
         found: dict[str, Any] = json.loads(message)
         return found
+
+
+def _found(selector: str) -> str:
+    return f"document.querySelector({selector!r})"
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class DraftingModels:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._models: dict[str, Any] = {}
+        self._models: dict[str, tuple[Path, Any]] = {}
 
     def target(self, weights: str) -> Path:
         """A target whose files hold these weights; formats that are made at load have a plain one's."""

@@ -253,7 +253,12 @@ class FakeEngine:
         return {
             "num_steps": self.num_steps,
             "kv": {"num_blocks": 100, "num_free": 100 - len(self._running)},
-            "eagle_speculation": {"num_drafts": self.num_steps, "fraction_accepted_ge2": 0.5},
+            "eagle_speculation": {
+                "num_drafts": self.num_steps,
+                "fraction_accepted_ge2": 0.5,
+                "acceptance_by_position": [0.5],
+                "drafted_by_position": [self.num_steps],
+            },
         }
 
     def close(self) -> None:
@@ -271,13 +276,8 @@ class FakeEngine:
             self.unhang.wait()
         if fault == "nan":
             self._end(request_id, self._running.pop(request_id))
-            return FakeOutput(
-                request_id,
-                (),
-                "error",
-                error=f"logits at position {request.num_sent} are not finite",
-                error_code="not_finite",
-            )
+            problem = f"logits at position {request.num_sent} are not finite"
+            return FakeOutput(request_id, (), "error", error=problem, error_code="not_finite")
         if not request.tokens:
             request.tokens = expected_tokens(request.prompt, request.sampling.token_limit, request.sampling.seed)
         tokens = request.tokens[request.num_sent : request.num_sent + self.tokens_per_step]

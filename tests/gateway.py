@@ -30,7 +30,8 @@ KEY = "a key for tests only"[:16].replace(" ", "-")
 class ScriptedEngine(FakeEngine):
     """A FakeEngine whose answers are given: parts of a StepOutput, one a step, then its end.
 
-    asked  the sampling of each request, as it came
+    asked    the sampling of each request, as it came
+    prompts  their texts
     """
 
     def __init__(self, *parts: Mapping[str, Any], reason: str = "stop", **options: Any) -> None:
@@ -38,10 +39,12 @@ class ScriptedEngine(FakeEngine):
         self.parts = list(parts)
         self.reason = reason
         self.asked: list[Any] = []
+        self.prompts: list[str] = []
 
     def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
         """Take a request."""
         self.asked.append(sampling)
+        self.prompts.append(bytes(token % 256 for token in prompt).decode(errors="replace"))
         super().submit(request_id, prompt, sampling, cache_salt)
 
     def _advance(self, request_id: str, request: Any) -> FakeOutput:
@@ -99,7 +102,7 @@ class RunningGateway:
 
 @contextmanager
 def gateway_at(endpoint: str, **options: Any) -> Iterator[Address]:
-    """A gateway to this endpoint, on a port of its choice."""
+    """A gateway to this endpoint, on a port of its choice where none is given."""
     opened = threading.Event()
     addresses: list[Address] = []
 
@@ -109,9 +112,11 @@ def gateway_at(endpoint: str, **options: Any) -> Iterator[Address]:
 
     reading, writing = os.pipe()
     client = AsyncClient(endpoint, name="gateway", connect_timeout_s=options.pop("connect_timeout_s", 5.0))
-    host = options.pop("host", "127.0.0.1")
+    host, port = options.pop("host", "127.0.0.1"), options.pop("port", 0)
     thread = threading.Thread(
-        target=run, args=(client, Address(host, 0)), kwargs={"key": KEY, "opened": note, "parent": reading, **options}
+        target=run,
+        args=(client, Address(host, port)),
+        kwargs={"key": KEY, "opened": note, "parent": reading, **options},
     )
     thread.start()
     try:

@@ -27,11 +27,16 @@ def _names_of_older_numpy() -> Iterator[None]:
     if hasattr(np, "row_stack"):
         yield
         return
-    np.row_stack = lambda arrays: np.vstack(arrays)  # another function: what is registered for vstack stays
+
+    def row_stack(arrays: Any) -> Any:  # a function of its own: what is registered for vstack stays
+        return np.vstack(arrays)
+
+    numpy: Any = np
+    numpy.row_stack = row_stack
     try:
         yield
     finally:
-        del np.row_stack
+        del numpy.row_stack
 
 
 with _names_of_older_numpy():

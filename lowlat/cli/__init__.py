@@ -1,17 +1,20 @@
 """The command line: `lowlat COMMAND`. A command's module is imported when the command runs, and not before.
 
 Exit codes: 0 well; 1 a failure, or a check that did not hold; 2 a wrong option, model directory or request; 3 `inspect
-run` found no active speculation; 130 interrupted. Errors are one line on stderr; `--debug` shows the traceback as well.
+run` found no active speculation; 130 interrupted. Errors are one line on stderr, and with --json an object with `error`
+on stdout as well; `--debug` shows the traceback.
 """
 
+import os
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 import click
 
 from lowlat import __version__
-from lowlat.errors import ConfigError, LowlatError, RequestError
+from lowlat.cli.failures import INTERRUPTED, failure, failures_told, flush_output, message_of
 
 __all__ = ["COMMANDS", "LazyGroup", "cli", "main"]
 
@@ -34,7 +37,7 @@ COMMANDS = {
         "lowlat.cli.commands.draft_model",
         "Make a draft model that drafts fewer ids of one that has more.",
     ),
-    "quantize": ("lowlat.cli.quantize", "Write a checkpoint of 8 or 4 bits of a plain one."),
+    "quantize": ("lowlat.cli.commands.quantize", "Write a checkpoint of 8 or 4 bits of a plain one."),
     "compare": (
         "lowlat.cli.commands.compare",
         "Compare target and draft model, stage by stage, with another implementation.",
@@ -49,7 +52,6 @@ COMMANDS = {
     "doctor": ("lowlat.cli.commands.doctor", "Check this machine, and that a draft model and its target fit together."),
 }
 ALIASES = {"head": "draft-model"}
-INTERRUPTED = 130
 
 
 class LazyGroup(click.Group):
@@ -72,29 +74,49 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command; what is none is a usage error that names the nearest."""
+        name = args[0]
+        if not name.startswith("-") and ALIASES.get(name, name) not in COMMANDS:
+            near = get_close_matches(name, COMMANDS, n=1)
+            if near:
+                ctx.fail(f"No such command {name!r:.80}. Did you mean {near[0]!r}?")
+            model = "/" in name or name.startswith(".")
+            ctx.fail(f"No such command {name!r:.80}.{f' Did you mean `lowlat chat {name:.80}`?' if model else ''}")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error that it raises becomes a line on stderr and an exit code."""
-        from lowlat.cli.console import log_to_stderr
+        """Run the command; an error that it raises becomes a failure in words, unless --debug is given."""
+        from lowlat.cli.console import log_to_stderr, print_error_json
 
         try:
             with log_to_stderr():
                 return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, BrokenPipeError):
+        except (click.exceptions.Exit, BrokenPipeError):
             raise
         except (KeyboardInterrupt, click.Abort):
-            click.echo("interrupted", err=True)
-            ctx.exit(INTERRUPTED)
+            print_error_json("interrupted")
+            raise
+        except click.ClickException as error:
+            print_error_json(message_of(error))
+            raise
         except Exception as error:
             if ctx.params["debug"]:
                 raise
-            click.echo(f"error: {_described(error)}", err=True)
-            ctx.exit(2 if isinstance(error, (ConfigError, RequestError)) else 1)
+            told = failure(error)
+            print_error_json(told.message)
+            raise told from error
 
-
-def _described(error: Exception) -> str:
-    if isinstance(error, LowlatError):
-        return str(error)
-    return f"{type(error).__name__}: {error} (not expected; `lowlat --debug ...` shows where)"
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run the command line; without `standalone_mode`, errors and results are the caller's."""
+        group: Any = super()
+        if not standalone_mode:
+            return group.main(*args, standalone_mode=False, **extra)
+        with failures_told():
+            code = group.main(*args, standalone_mode=False, **extra)
+        sys.exit(code if isinstance(code, int) else 0)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -106,7 +128,22 @@ def cli(debug: bool) -> None:
 
 def main() -> None:
     """Run the command line; the entry point `lowlat`."""
+    if sys.stdout is None:  # it was closed; what is opened next would take its place
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal's encoding may lack what a model writes
-    cli(prog_name="lowlat")
+    try:
+        cli(prog_name="lowlat")
+    except SystemExit as end:
+        _flush()
+        if end.code == INTERRUPTED:
+            os._exit(INTERRUPTED)  # a thread that loads would abort Python's own end, and an interrupted exec change it
+        raise
+    else:
+        _flush()
+
+
+def _flush() -> None:
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        flush_output(stream)

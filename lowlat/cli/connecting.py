@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 import click
 
 from lowlat.cli.generation import Generation, Output
-from lowlat.cli.options import CURVE_HELP, DIRECTORY
-from lowlat.errors import StreamError
+from lowlat.cli.options import CURVE_HELP
+from lowlat.cli.paths import FOLDER
+from lowlat.errors import ServerGone, StreamError
 from lowlat.ipc import Chunk, Client
+from lowlat.ipc.endpoint import parse_endpoint
 from lowlat.ipc.engine import TokenLogprobs
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import options_of
@@ -23,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def server_options(function: F) -> F:
     """Add --endpoint, with the alias --connect, and --curve-keys; "" is the default endpoint, None: not given."""
-    function = click.option("--curve-keys", type=DIRECTORY, metavar="DIR", help=CURVE_HELP)(function)
+    function = click.option("--curve-keys", type=FOLDER, metavar="DIR", help=CURVE_HELP)(function)
     help_text = "The running server to ask; without ENDPOINT: LOWLAT_ENDPOINT, or your own default socket."
     names = ("--endpoint", "--connect", "endpoint")
     return click.option(*names, is_flag=False, flag_value="", metavar="[ENDPOINT]", help=help_text)(function)
@@ -49,6 +51,12 @@ def connected(endpoint: str | None, curve_keys: Path | None, name: str) -> Itera
 
         curve = client_curve(curve_keys)
     client = Client(endpoint or None, name=name, curve=curve)
+    socket = parse_endpoint(client.endpoint).path
+    if socket is not None and not socket.exists():  # a server makes it as it begins, before it loads
+        raise ServerGone(
+            f"no lowlat server answers at {client.endpoint}: there is no such socket; `lowlat serve` starts one",
+            code="gone",
+        )
     try:
         client.connect()
         yield client

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,17 @@ __all__ = [
     "format_bytes",
     "loading_bar",
     "log_to_stderr",
+    "print_error_json",
     "print_json",
     "print_table",
     "progress_bar",
     "stream_text",
+    "want_json",
     "write_json",
 ]
 
 Update = Callable[[int, int | None], None]  # done, total
+JSON_WANTED = "lowlat.cli.json_wanted"  # in a context's meta: stdout is to hold an object, and does not yet
 PIPE_WIDTH = 1000  # a table is never cut where there is no terminal
 
 
@@ -68,7 +71,24 @@ def log_to_stderr() -> Iterator[None]:
 
 def print_json(value: object) -> None:
     """Write one JSON object as one line of ASCII on stdout. Raises ValueError for NaN and infinities."""
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        context.meta.pop(JSON_WANTED, None)
     click.echo(json.dumps(value, allow_nan=False))
+
+
+def want_json(context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
+    """Note that stdout is to hold JSON, as the callback of --json: a command that fails says so there, too."""
+    if value in (True, "-"):
+        context.meta[JSON_WANTED] = True
+    return value
+
+
+def print_error_json(message: str) -> None:
+    """Write `{"error": message}` where JSON is wanted and there is none yet."""
+    if click.get_current_context().meta.get(JSON_WANTED):
+        with suppress(OSError):  # stderr and the exit code tell it
+            print_json({"error": message})
 
 
 def check_json_file(file: str | None) -> None:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, TypeVar
 
 import click
 
+from lowlat.cli.console import want_json
+from lowlat.cli.paths import FOLDER, MODEL, check_model
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig, TraceConfig
 from lowlat.options.declaration import Option, options_of
 from lowlat.options.request import ADVISED_OPTIONS, SamplingParams
@@ -28,6 +30,7 @@ __all__ = [
     "draft_model_option",
     "given_options",
     "json_file_option",
+    "json_flag",
     "parse_biases",
     "record_options",
     "runtime_options",
@@ -40,7 +43,8 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-DIRECTORY = click.Path(path_type=Path)  # a missing one is the loader's to refuse, with its own message
+DIRECTORY = click.Path(path_type=Path)  # a command's own to check, or its loader's
+PATHS = {"curve_keys": FOLDER}  # settings that must be there
 MAX_DIGITS = 20
 MAX_OPTION_BYTES = 1 << 20
 STORED = ("quantize", "quantize_lm_head", "kv_cache_dtype")  # options of how a target's numbers are held
@@ -167,7 +171,7 @@ def _flag(option: Option, *, filled: bool = False) -> Callable[[F], F]:
         "float": (float, "X"),
         "str": (str, "TEXT"),
         "choice": (click.Choice(option.choices), ""),
-        "path": (DIRECTORY, "PATH"),
+        "path": (PATHS.get(option.key, DIRECTORY), "PATH"),
         "ints": (int if repeatable else IntegerList(), "N,N"),
         "texts": (str, "TEXT"),
         "biases": (str, "ID=BIAS"),
@@ -247,18 +251,24 @@ def speculation_options(function: F) -> F:
 
 def draft_model_option(help: str, name: str = "head") -> Callable[[F], F]:
     """Add --draft-model, and its other name --head."""
-    return click.option("--draft-model", "--head", name, type=DIRECTORY, metavar="MODEL", help=help)
+    return click.option("--draft-model", "--head", name, type=MODEL, metavar="MODEL", help=help)
 
 
-def speculative_config(values: Mapping[str, Any], default_draft_model: Path | None = None) -> SpeculativeConfig | None:
+def speculative_config(
+    values: Mapping[str, Any], default_draft_model: Path | None = None, *, needed: bool = False
+) -> SpeculativeConfig | None:
     """Build SpeculativeConfig from the options given; None where no draft model is named and there is no default.
 
-    Raises ConfigError for values out of range, and for an option that needs a draft model where there is none.
+    Raises ConfigError for values out of range, for an option that needs a draft model where there is none, and, where
+    it is `needed` or --strict is given, for a draft model that is not there.
     """
     from lowlat.serving.config import SETTINGS, speculative_config
 
     given = {name: value for name, value in values.items() if value is not None}
-    return speculative_config(given, default_draft_model, lambda name: SETTINGS[name].flag)
+    config = speculative_config(given, default_draft_model, lambda name: SETTINGS[name].flag)
+    if config is not None and config.model is not None and (needed or config.strict):
+        check_model(config.model)
+    return config
 
 
 def runtime_options(function: F) -> F:
@@ -280,14 +290,18 @@ def trace_config(names: str | None) -> TraceConfig:
     return TraceConfig(**dict.fromkeys(wanted, True))
 
 
+def json_flag(help: str) -> Callable[[F], F]:
+    """Add the flag --json, under which an error is told on stdout, too."""
+    return click.option("--json", "json_output", is_flag=True, is_eager=True, callback=want_json, help=help)
+
+
 def as_json(function: F) -> F:
     """Add the flag --json."""
-    return click.option("--json", "json_output", is_flag=True, help="Write one JSON object and nothing else.")(function)
+    return json_flag("Write one JSON object and nothing else.")(function)
 
 
 def json_file_option(function: F) -> F:
     """Add --json, with or without the name of a file; `write_json` takes it."""
     help_text = "Write one JSON object, to stdout and nothing else there, or to FILE."
-    return click.option("--json", "json_file", is_flag=False, flag_value="-", metavar="[FILE]", help=help_text)(
-        function
-    )
+    shape: dict[str, Any] = {"is_flag": False, "flag_value": "-", "metavar": "[FILE]"}
+    return click.option("--json", "json_file", **shape, is_eager=True, callback=want_json, help=help_text)(function)

@@ -8,6 +8,7 @@ import logging
 import os
 import shlex
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,9 @@ import click
 
 import lowlat
 from lowlat.cli.console import print_json
-from lowlat.ipc.endpoint import default_endpoint
+from lowlat.cli.paths import check_model
+from lowlat.errors import ConfigError
+from lowlat.ipc.endpoint import Endpoint, default_endpoint
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.server import Server
 from lowlat.serving.codec import ServingCodec
@@ -43,6 +46,9 @@ SWITCH_INTERVAL_S = 0.0005  # a thread that has work waits no longer for one tha
 
 def serve(settings: ServeConfig, bundled_target: Path, bundled_draft_model: Path, *, json_output: bool) -> int:
     """Serve until drained or failed; returns the exit code. Raises ConfigError before anybody could connect."""
+    if settings["model"] is not None:
+        check_model(settings["model"])
+    _check_free(settings.endpoint())
     if settings["http"] is not None:
         check_gateway(settings["http"])
     loading = _Loading(settings, bundled_target, bundled_draft_model)
@@ -76,6 +82,22 @@ def serve(settings: ServeConfig, bundled_target: Path, bundled_draft_model: Path
         return server.run()
 
 
+def _check_free(endpoint: Endpoint) -> None:
+    """Refuse a tcp:// address that cannot be bound, which the server itself would find when all is loaded.
+
+    A name that only libzmq knows, as of a network interface, is left to it. Raises ConfigError.
+    """
+    if endpoint.scheme != "tcp" or not endpoint.port.isdigit():
+        return
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+    try:
+        socket.create_server((endpoint.host, int(endpoint.port)), family=family).close()
+    except socket.gaierror:
+        return
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {str(endpoint)!r}: {os.strerror(error.errno or 0)}") from error
+
+
 @contextmanager
 def _drained_by_signals(server: Server) -> Iterator[None]:
     """Start the server, and from then on let signals drain it: whoever reads that it is ready may end it at once.
@@ -100,6 +122,8 @@ class _Loading:
         self._settings = settings
         self._directory = settings["model"] or bundled_target
         self._speculative = settings.speculation(bundled_draft_model)
+        if self._speculative is not None and self._speculative.strict and self._speculative.model is not None:
+            check_model(self._speculative.model)
         self.codec = ServingCodec()
         self.facts: dict[str, Any] = {}
 

@@ -4,11 +4,12 @@ Those of a request any thread may ask, for its limits do not change. The schedul
 moment: a full queue, an id in use.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
-from lowlat.errors import ConfigError, DeviceError, RequestError
+from lowlat.errors import ConfigError, DeviceError, LowlatError, RequestError
 from lowlat.graphs import BucketLadder
 from lowlat.options.declaration import plain, shown
 from lowlat.options.request import SamplingParams
@@ -37,10 +38,11 @@ def check_depth(depth: object, ladder: BucketLadder) -> None:
     ladder.choose(1, depth)
 
 
-def check_name(request_id: object) -> None:
-    """Raise RequestError for what is no request's id, whatever was submitted."""
+def check_name(request_id: object) -> str:
+    """A request's id. Raises RequestError for what is none, whatever was submitted."""
     if not isinstance(request_id, str) or not request_id:
         raise RequestError(f"a request's id (request_id) must be text, and not empty, got {shown(request_id)}")
+    return request_id
 
 
 def encode_prompt(
@@ -161,13 +163,14 @@ class RequestChecks:
 
 
 class Unbroken:
-    """A context in which a change is made whole: whatever exception leaves it is remembered, then `check` raises.
+    """A context in which a change is made whole: an exception that leaves it is remembered, and `check` raises then.
 
     A step that Ctrl-C ends may have committed tokens that its caller never gets, or have moved a part of the KV cache.
     """
 
     def __init__(self) -> None:
         self.failure = ""
+        self._harmless: BaseException | None = None
 
     def __enter__(self) -> None:
         return
@@ -175,13 +178,25 @@ class Unbroken:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None:
+        if kind is not None and error is not self._harmless:
             self.failure = f"{kind.__name__} broke it off amid a change"
+        self._harmless = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A part of a change that may be left as it is, and gone on with by the next: Ctrl-C there is harmless."""
+        try:
+            yield
+        except LowlatError:
+            raise
+        except BaseException as error:
+            self._harmless = error
+            raise
 
     def check(self) -> None:
         """Raise DeviceError where a change was broken off."""
         if self.failure:
             raise DeviceError(
                 f"the runtime is of no more use: {self.failure}, so that tokens of its requests may be lost; load it "
-                "again (Ctrl-C ends a runtime if it comes within a step)"
+                "again"
             )

@@ -12,6 +12,7 @@ from lowlat.executors import Executor, LoopingExecutor
 from lowlat.graphs import Bucket
 from lowlat.host.mailbox import Entry, Mailbox
 from lowlat.host.pace import Pace
+from lowlat.host.request_checks import Unbroken
 
 __all__ = ["Launches", "loop_of"]
 
@@ -30,15 +31,18 @@ def loop_of(executor: Executor, *, wanted: bool) -> LoopingExecutor | None:
 class Launches:
     """Launches steps and waits for their entries of the ring.
 
-    loop  the same executor, if it repeats steps by itself; None: every step is launched
+    loop   the same executor, if it repeats steps by itself; None: every step is launched
+    whole  what is told that a wait may be broken off, and be waited again
 
     `under_way` says whether entries are still to come, `looping` whether a loop brings them, `bucket` is the bucket of
     the last launch. At most two steps or two loops are under way, the second queued behind the first, or a loop behind
     a step.
     """
 
-    def __init__(self, executor: Executor, mailbox: Mailbox, loop: LoopingExecutor | None = None) -> None:
-        self._executor, self._mailbox, self._loop = executor, mailbox, loop
+    def __init__(
+        self, executor: Executor, mailbox: Mailbox, loop: LoopingExecutor | None = None, *, whole: Unbroken
+    ) -> None:
+        self._executor, self._mailbox, self._loop, self._whole = executor, mailbox, loop, whole
         self._expected = 0  # entries published when all that was launched has ended; loops may end with fewer
         self._first = 0  # entries seen at the last launch
         self._in_loop = False
@@ -132,7 +136,8 @@ class Launches:
         """The next entries, at least one; none where all loops have ended without more. Raises DeviceError."""
         if self._pace is None:
             return self._wait(self._mailbox.num_seen + 1)
-        self._pace.nap(self.bucket)
+        with self._whole.waiting():
+            self._pace.nap(self.bucket)
         entries = self._wait(self._mailbox.num_seen + 1)
         self._pace.saw(self.bucket, time.monotonic())
         return entries
@@ -149,11 +154,12 @@ class Launches:
 
     def _wait(self, count: int) -> Sequence[Entry]:
         mailbox = self._mailbox
-        if self._loop is not None and self._in_loop:
-            ended = not self._loop.wait_loop(count)
-        else:
-            self._executor.wait_published(count)
-            ended = False
+        with self._whole.waiting():
+            if self._loop is not None and self._in_loop:
+                ended = not self._loop.wait_loop(count)
+            else:
+                self._executor.wait_published(count)
+                ended = False
         entries = mailbox.poll()
         if ended:
             if mailbox.num_seen == self._first:

@@ -11,7 +11,9 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -84,7 +86,9 @@ class Runtime:
         self.grammars = GrammarCompiler(self.codec, self.checks.vocab_size, self.checks.eos_token_ids)
         self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
         self._masks = GrammarMasks(self._mailbox, self.executor, self.model_config.vocab_size)
-        self._launches = Launches(self.executor, self._mailbox, loop_of(self.executor, wanted=config.device_loop))
+        self._whole = Unbroken()
+        loop = loop_of(self.executor, wanted=config.device_loop)
+        self._launches = Launches(self.executor, self._mailbox, loop, whole=self._whole)
         self._tracer = Tracer.from_config(config.traces)
         self._book = MetricsBook()
         must_draft = self.num_speculative_tokens > 0 and self.draft_config is not None and not self.ladder.adaptive
@@ -98,7 +102,6 @@ class Runtime:
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
         self._ids = itertools.count()
         self._closed = False
-        self._whole = Unbroken()
 
     @classmethod
     def load(
@@ -181,38 +184,37 @@ class Runtime:
         Returns what each request gained, ends included; steps that ran meanwhile are in it, too, so a request may be
         there several times, in order. Where it returns such steps alone, this call has admitted no request.
         Raises ConfigError for a depth without a bucket, DeviceError when the device has failed.
-        An exception that breaks a step off, Ctrl-C among them, ends the runtime: its requests' tokens may be lost, so
-        whatever is asked of it later raises DeviceError.
+        Ctrl-C, or another exception that breaks it off, is harmless while it waits for a device: the next call goes on.
+        Elsewhere tokens may be lost, as always with the reference executor: then later calls raise DeviceError.
         """
         self._check_usable()
         depth = self._depth(num_speculative_tokens)
         with self._whole:
-            return self._step(num_speculative_tokens, depth)
-
-    def _step(self, num_speculative_tokens: int | None, depth: int) -> list[StepOutput]:
-        """`step` of a depth that has a bucket."""
-        ahead = num_speculative_tokens is None and self.executor.asynchronous and self._tracer is None
-        outputs, self._pending = self._pending, []
-        if not self.scheduler.busy:
+            if self.scheduler.busy:
+                self._step(num_speculative_tokens, depth)
+            outputs, self._pending = self._pending, []
             return outputs
-        num_ended = len(outputs)
+
+    def _step(self, num_speculative_tokens: int | None, depth: int) -> None:
+        """`step` of a depth that has a bucket; its outputs are pending."""
+        ahead = num_speculative_tokens is None and self.executor.asynchronous and self._tracer is None
+        num_ended = len(self._pending)
         while self._launches.under_way:
-            outputs.extend(self._go_on(depth, ahead))
-            if ahead and len(outputs) > num_ended:
-                return outputs
+            self._go_on(depth, ahead)
+            if ahead and len(self._pending) > num_ended:
+                return
         # Nothing is under way from here on: whoever joins now is in no step that was launched before.
         self._mailbox.bound_widths(0 if num_speculative_tokens is None else depth, depth)
         if not (self._owes_step and self.scheduler.num_active):
             entries = self._admit(depth)
             if entries:
-                outputs.extend(self._take(entries, depth, ahead))
+                self._take(entries, depth, ahead)
                 self._owes_step = not self._launches.under_way
-                return outputs
+                return
         self._owes_step = False
         if self.scheduler.num_active:
             self._launch(*self._refreshes.next_step(depth), ahead)
-            outputs.extend(self._go_on(depth, ahead))
-        return outputs
+            self._go_on(depth, ahead)
 
     def speculate(self, num_speculative_tokens: int) -> None:
         """Set the depth S of the steps from here on, 0 to the depth that was loaded, while there is no request.
@@ -254,8 +256,7 @@ class Runtime:
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
-        check_name(request_id)
-        session = self._sessions.get(request_id)
+        session = self._sessions.get(check_name(request_id))
         if session is None:
             return self._book.get(request_id)
         found = session.metrics()
@@ -326,8 +327,7 @@ class Runtime:
         self._whole.check()
 
     def _live(self, request_id: str) -> Session:
-        check_name(request_id)
-        session = self._sessions.get(request_id)
+        session = self._sessions.get(check_name(request_id))
         if session is None:
             raise RequestError(f"request {request_id!r} is unknown or has ended")
         return session
@@ -387,14 +387,16 @@ class Runtime:
                 session = self._sessions[name]
                 self._mailbox.set_draft_limit(session.slot, session.params.max_draft_tokens)
         self._limited.clear()
-        meanwhile = self._fill_masks if self._masks and not self.executor.asynchronous else None
+        meanwhile = partial(self._fill_masks, amid=True) if self._masks and not self.executor.asynchronous else None
         may_loop = ahead and not self.scheduler.has_work and not self._masks and not bucket.verifies
         self._launches.start(bucket, may_loop=may_loop, meanwhile=meanwhile, most=most)
 
-    def _fill_masks(self) -> None:
-        """The host's part of the step that runs: the masks that its slots' draws wait for."""
+    def _fill_masks(self, *, amid: bool = False) -> None:
+        """The host's part of the step that runs, or that it is amid: the masks that its slots' draws wait for."""
         if self._masks and self._launches.bucket is not None:
-            for session, problem in self._masks.fill(self._launches.bucket.rows):
+            with nullcontext() if amid else self._whole.waiting():
+                failures = self._masks.fill(self._launches.bucket.rows)
+            for session, problem in failures:
                 self._fail(session, problem)
 
     def _fail(self, session: Session, problem: str, code: ErrorCode = "grammar") -> None:
@@ -404,19 +406,18 @@ class Runtime:
         self._pending.append(session.output((), "error", error=problem, error_code=code))
         self._end(session)
 
-    def _go_on(self, depth: int, ahead: bool) -> list[StepOutput]:
-        """Outputs of what is under way: of the next step, or of all where others are wanted from now on.
+    def _go_on(self, depth: int, ahead: bool) -> None:
+        """Take the outputs of what is under way: of the next step, or of all where others are wanted from now on.
 
         What follows is queued first, where it is certain: then the device does not wait while the host waits, makes
         outputs, or stands still. The masks of what runs come first: nothing ends without them.
         """
         launches = self._launches
         self._fill_masks()
-        if not ahead or (launches.in_loop and not self._fits(depth)):
-            return self._take(launches.wait() if self._masks else launches.drain(), depth, ahead)
-        if self._is_certain(depth) and (most := self._refreshes.num_certain(depth)) != 0:
+        last = not ahead or (launches.in_loop and not self._fits(depth))
+        if not last and self._is_certain(depth) and (most := self._refreshes.num_certain(depth)) != 0:
             self._launch(self.scheduler.choose_bucket(depth), most, ahead)
-        return self._take(launches.wait(), depth, ahead)
+        self._take(launches.drain() if last and not self._masks else launches.wait(), depth, ahead)
 
     def _is_certain(self, depth: int) -> bool:
         """Whether a step is wanted behind all that is under way, whatever that brings.
@@ -430,8 +431,8 @@ class Runtime:
         rooms = [session.room_after(launches.num_under_way, depth) for session in self._slots.values()]
         return max(rooms) > 0 and (min(rooms) > 0 or not scheduler.num_queued)
 
-    def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> list[StepOutput]:
-        """Outputs of entries; where the step after them is certain, it is launched first."""
+    def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> None:
+        """Make the outputs of entries; where the step after them is certain, it is launched first."""
         published: Iterable[list[SlotPublication]] = map(self._mailbox.read, entries)
         if self._masks:  # a launch waits for grammars, or a step that was launched: outputs are made behind it
             published = list(published)
@@ -439,19 +440,17 @@ class Runtime:
         if ahead and not self._launches.under_way:
             self._launch_ahead(entries, depth)
         bucket = self._launches.bucket
-        outputs: list[StepOutput] = []
         for entry, read in zip(entries, published, strict=True):
             publications = [p for p in read if self._is_live(p.slot, entry.number)]
             if active := sum(self._slots[p.slot].has_begun for p in publications):
                 self._published.active.count(active)
             if self._tracer is not None and bucket is not None:
                 self._tracer.step(bucket, publications, self.executor, self.kvcache)
-            outputs.extend(filter(None, map(self._apply, publications)))
+            self._pending.extend(filter(None, map(self._apply, publications)))
         if self._launches.under_way:
             self._fill_masks()
         self._launches.clear_blocks(self.kvcache.take_blocks_to_clear())
         self._stop_outdated()
-        return outputs
 
     def _launch_ahead(self, entries: Sequence[Entry], depth: int) -> None:
         """Launch the next step if its plan is known before the entries' outputs are made.

@@ -7,6 +7,7 @@ Checks need no torch: whether a directory or a device can be used is found by th
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -235,7 +236,9 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is no TOML: {error!s:.200}") from error
     for name in values:
         if name not in _KEYS:
-            raise ConfigError(f"{path}: unknown setting {name!r:.80}; known are {', '.join(SETTINGS)}")
+            near = get_close_matches(name, _KEYS, n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"{path}: unknown setting {name!r:.80}; {meant}`lowlat serve --show-config` lists all")
     for name, value in values.items():  # paths are beside the file, wherever the server is started
         if SETTINGS[_KEYS[name]].kind == "path" and isinstance(value, str) and value:
             beside = path.parent / value

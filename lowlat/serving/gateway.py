@@ -24,10 +24,15 @@ logger = logging.getLogger("lowlat.serving")
 
 
 def check_gateway(address: str) -> None:
-    """Refuse a gateway that cannot be opened, before anything is loaded. Raises ConfigError."""
+    """Refuse a gateway that cannot open, its address and its key, before anything is loaded. Raises ConfigError."""
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         raise ConfigError(f"an HTTP gateway ({address}) needs {', '.join(lacking)}: pip install 'lowlat[http]'")
+    from lowlat.serving.http.auth import key_of
+    from lowlat.serving.http.server import check_free, parse_address
+
+    key_of(os.environ)
+    check_free(parse_address(address))
 
 
 @contextmanager
@@ -82,6 +87,8 @@ def _opened(process: "subprocess.Popen[bytes]", address: str) -> dict[str, Any]:
         facts: dict[str, Any] = json.loads(line)
     except ValueError:
         raise ConfigError(f"the HTTP gateway at {address} did not open; stderr says why") from None
+    if "error" in facts:
+        raise ConfigError(f"the HTTP gateway at {address} did not open: {facts['error']}")
     return facts
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_device import load_fake
 from recording import run_all
 from stages import later
 from tiny_models import PairPaths, make_pair
@@ -15,7 +16,7 @@ from lowlat.host.mailbox import Mailbox
 from lowlat.host.scheduler import Scheduler
 from lowlat.host.session import Session
 
-SIZES: dict[str, Any] = {"max_batch": 2, "max_context": 64, "block_size": 4, "prefill_chunk": 8, "device": "cpu"}
+SIZES: dict[str, Any] = {"max_batch": 2, "max_context": 64, "block_size": 4, "prefill_chunk": 8}
 REQUESTS = {
     "greedy": ([5, 6, 7, 8] * 3, SamplingParams(max_tokens=12)),
     "sampled": ([9, 2, 4], SamplingParams(max_tokens=12, temperature=1.0, seed=3)),
@@ -31,7 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
 def load(pair: PairPaths) -> Runtime:
     """A runtime with a draft model and a tree, whose accepted nodes' KV is moved."""
     draft = SpeculativeConfig(model=pair.head, num_speculative_tokens=2, tree=TREE, strict=True)
-    return Runtime.load(pair.target, draft, **SIZES)
+    return Runtime.load(pair.target, draft, device="cpu", **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,45 @@ def test_the_hosts_part_is_broken_off(
     if call == "cancel":
         del broken.tokens["greedy"]
     broken.check(expected)
+
+
+@pytest.mark.parametrize("looping", [False, True], ids=["steps", "loops"])
+def test_ctrl_c_while_a_device_is_waited_for_loses_nothing(
+    looping: bool, pair: PairPaths, expected: dict[str, list[int]]
+) -> None:
+    """The next step goes on, with what was to be returned: a cancelled request's end, too."""
+    draft = SpeculativeConfig(model=pair.head, num_speculative_tokens=2, tree=TREE, strict=True)
+    runtime, device = load_fake(pair.target, draft, device_loop=looping, seed=1, **SIZES)
+    known: dict[str, Any] = {name: getattr(device, name) for name in ("wait_published", "wait_loop")}
+    waits: list[int] = []
+
+    def waiting(name: str) -> Any:
+        def wait(count: int) -> Any:
+            waits.append(count)
+            if len(waits) % 3:
+                raise KeyboardInterrupt
+            return known[name](count)
+
+        return wait
+
+    for name in known:
+        setattr(device, name, waiting(name))
+    for name, (prompt, params) in REQUESTS.items():
+        runtime.submit(prompt, params, request_id=name)
+    gone = runtime.submit([1], SamplingParams(max_tokens=2))
+    runtime.cancel(gone)
+    tokens, reasons = defaultdict[str, list[int]](list), dict[str, Any]()
+    while runtime.busy:
+        try:
+            outputs = runtime.step()
+        except KeyboardInterrupt:
+            continue
+        for output in outputs:
+            tokens[output.request_id] += output.token_ids
+            reasons[output.request_id] = output.finish_reason
+    assert len(waits) > 6 and {name: tokens[name] for name in REQUESTS} == expected
+    assert reasons == {**dict.fromkeys(REQUESTS, "length"), gone: "cancelled"}
+    runtime.close()
 
 
 def test_a_refusal_breaks_nothing(pair: PairPaths, tmp_path: Path) -> None:

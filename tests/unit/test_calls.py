@@ -64,14 +64,14 @@ def test_integers_of_any_library_are_token_ids(runtime: Runtime) -> None:
         *(np.array(ids), np.array(ids, np.uint8), torch.tensor(ids), [np.int64(each) for each in ids]),
         list(torch.tensor(ids)),
     ]
+    short: dict[str, Any] = {"max_tokens": np.int64(4), "seed": np.int32(1), "top_p": np.float32(0.5)}
     found = []
     for prompt in prompts:
-        name = runtime.submit(prompt, SamplingParams(max_tokens=np.int64(4), seed=np.int32(1), top_p=np.float32(0.5)))
+        name = runtime.submit(prompt, SamplingParams(**short))
         found.append(run_all(runtime)[name])
     assert len(found[0]) == 4 and all(tokens == found[0] for tokens in found)
-    params = SamplingParams(
-        stop_token_ids=np.array([1, 2]), logit_bias={np.int64(3): np.float32(2)}, temperature=torch.tensor(0.5)
-    )  # type: ignore[arg-type]
+    given: dict[str, Any] = {"stop_token_ids": np.array([1, 2]), "logit_bias": {np.int64(3): np.float32(2)}}
+    params = SamplingParams(**given, temperature=torch.tensor(0.5))  # type: ignore[arg-type]
     assert params == SamplingParams(stop_token_ids=(1, 2), logit_bias={3: 2.0}, temperature=0.5)
     assert type(params.temperature) is float and type(params.stop_token_ids[0]) is int
 

@@ -120,7 +120,7 @@ def test_what_fails_after_the_executor_is_there_closes_it(memory: Memory, monkey
     def failing(*_: Any, **__: Any) -> None:
         raise MemoryError("no room for the books")
 
-    monkeypatch.setattr(runtime_module, "KVCache", failing)
+    monkeypatch.setattr(runtime_module, "Mailbox", failing)
     with pytest.raises(MemoryError, match="books"):
         Runtime.load(TARGET, max_batch=1, max_context=64)
     assert memory.closed == 1

@@ -139,7 +139,7 @@ def test_it_stands_for_its_model_in_all_that_a_speculator_is() -> None:
 
 
 def test_options_that_do_not_go_together_are_refused(pair: PairPaths) -> None:
-    head = {"model": pair.head}
+    head: dict[str, Any] = {"model": pair.head}
     for options, match in (
         ({**head, "text_drafts": "ngram"}, "text_drafts must be 'suffix', got 'ngram'"),
         ({**head, "text_drafts": "suffix", "tree": ((0,),)}, "text_drafts 'suffix' goes with a chain"),

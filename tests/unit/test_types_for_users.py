@@ -53,7 +53,7 @@ def test_names_that_are_resolved_lazily_are_named_for_type_checkers(name: str) -
     (hidden,) = (node for node in checks if ast.unparse(node.test) == "not TYPE_CHECKING")
     assert [node.name for node in hidden.body if isinstance(node, ast.FunctionDef)] == ["__getattr__"]
     plain = {node for node in body if isinstance(node, ast.ImportFrom)}
-    imported = {}
+    imported: dict[str, str] = {}
     for node in (*seen.body, *plain):
         assert isinstance(node, ast.ImportFrom) and node.module is not None
         imported |= {alias.name: node.module for alias in node.names}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from lowlat.cli.console import print_json, print_table, progress_bar
-from lowlat.cli.options import DIRECTORY, IntegerList, bundled, given_options, record_options
+from lowlat.cli.options import IntegerList, bundled, given_options, record_options
+from lowlat.cli.paths import FILE, FOLDER, MODEL, NEW_FOLDER, PLACE
 from lowlat.errors import ConfigError
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 
@@ -42,7 +43,7 @@ def _subject_options(function: F) -> F:
     options = [
         click.option(
             "--model",
-            type=DIRECTORY,
+            type=MODEL,
             metavar="MODEL",
             help="A target's directory or name.  [default: the bundled pair]",
         ),
@@ -50,7 +51,7 @@ def _subject_options(function: F) -> F:
         record_options(SpeculativeConfig, *SPECULATION),
         click.option(
             "--prompts",
-            type=DIRECTORY,
+            type=FILE,
             metavar="FILE",
             help="Text, or .json of texts or token ids, to cut prompts from.  [default: the bundled pair's own; else "
             "random tokens]",
@@ -58,11 +59,11 @@ def _subject_options(function: F) -> F:
         click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: greedy."),
         record_options(RuntimeConfig, *RUNNING),
         click.option(
-            "--file", "plan_file", type=DIRECTORY, metavar="FILE", help="Scenarios and gates of your own, in TOML."
+            "--file", "plan_file", type=FILE, metavar="FILE", help="Scenarios and gates of your own, in TOML."
         ),
         click.option("--commit", default="", help="What is measured, where there is no git checkout to ask."),
         click.option(
-            "--out", type=DIRECTORY, default=Path("bench-results"), show_default=True, metavar="DIR", help="Results."
+            "--out", type=NEW_FOLDER, default=Path("bench-results"), show_default=True, metavar="DIR", help="Results."
         ),
     ]
     for option in reversed(options):
@@ -192,8 +193,8 @@ def gates(level: "Level", out: Path, plan_file: Path | None, times: int, force: 
 
 
 @command.command("compare")
-@click.argument("old", type=DIRECTORY)
-@click.argument("new", type=DIRECTORY)
+@click.argument("old", type=PLACE)
+@click.argument("new", type=PLACE)
 @click.option(
     "--tolerance", type=click.FloatRange(0, 1), default=0.02, show_default=True, help="A part that never counts."
 )
@@ -233,8 +234,8 @@ def compare(old: Path, new: Path, tolerance: float, force: bool) -> None:
 
 
 @command.command("report")
-@click.argument("directory", type=DIRECTORY)
-@click.option("--out", type=DIRECTORY, metavar="DIR", help="Where to write.  [default: DIRECTORY]")
+@click.argument("directory", type=FOLDER)
+@click.option("--out", type=NEW_FOLDER, metavar="DIR", help="Where to write.  [default: DIRECTORY]")
 @click.option("--plots/--no-plots", default=True, show_default=True, help="Draw plots, which needs matplotlib.")
 def report(directory: Path, out: Path | None, plots: bool) -> None:
     """Write report.html, one page that needs no other host, and report.md, of the results in DIRECTORY.

@@ -24,6 +24,7 @@ from lowlat.cli.options import (
     speculation_options,
     speculative_config,
 )
+from lowlat.cli.paths import check_model
 from lowlat.errors import Busy, CapacityError, LowlatError, RequestError, ServerGone
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import options_of
@@ -135,6 +136,8 @@ def _offer(error: ServerGone) -> None:
 
 def _load(stack: ExitStack, model: Path | None, demo: bool, values: dict[str, Any]) -> _Model:
     """A model of this process, until the stack is closed. Raises ConfigError."""
+    if model is not None:
+        check_model(model)
     speculative = speculative_config(values, bundled("chat_head") if demo else None)
 
     from lowlat.cli.local import LocalModel

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table
-from lowlat.cli.options import DIRECTORY, as_json, bundled, draft_model_option, record_options
+from lowlat.cli.options import as_json, bundled, draft_model_option, record_options
+from lowlat.cli.paths import FILE, MODEL
 from lowlat.options.config import RuntimeConfig
 
 if TYPE_CHECKING:
@@ -18,11 +19,11 @@ __all__ = ["command"]
 
 
 @click.command("doctor")
-@click.option("--target", type=DIRECTORY, metavar="MODEL", help="A target.  [default: the bundled pair]")
+@click.option("--target", type=MODEL, metavar="MODEL", help="A target.  [default: the bundled pair]")
 @draft_model_option("Its EAGLE3 draft model.")
 @click.option(
     "--prompts",
-    type=DIRECTORY,
+    type=FILE,
     metavar="FILE",
     help="A prompt a line; or .json: prompts or lists of token ids.  [default: the bundled prompts]",
 )
@@ -50,7 +51,7 @@ def command(
     if (target is None) != (head is None):
         raise click.UsageError("--target and --draft-model go together")
 
-    from lowlat.cli.environment import environment
+    from lowlat.cli.reports.environment import environment
 
     report = environment()
     report["peers"] = _peers()

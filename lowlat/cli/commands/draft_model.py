@@ -6,7 +6,8 @@ from typing import Any
 import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json, depth_option, record_options
+from lowlat.cli.options import IntegerList, as_json, depth_option, record_options
+from lowlat.cli.paths import FILE, MODEL, NEW_FOLDER
 from lowlat.options.config import RuntimeConfig
 
 __all__ = ["command", "shrink"]
@@ -18,17 +19,15 @@ def command() -> None:
 
 
 @command.command("shrink")
-@click.argument("directory", type=DIRECTORY)
-@click.option("--out", type=DIRECTORY, required=True, metavar="DIR", help="Where to write the new draft model.")
+@click.argument("directory", type=MODEL)
+@click.option("--out", type=NEW_FOLDER, required=True, metavar="DIR", help="Where to write the new draft model.")
 @click.option("--draft-vocab", type=int, required=True, metavar="N", help="Ids that the new one drafts.")
-@click.option("--text", type=DIRECTORY, metavar="FILE", help="Text to count tokens in; needs --target's tokenizer.")
-@click.option("--token-ids", type=DIRECTORY, metavar="FILE", help="Token ids to count, as numbers or in .json lists.")
-@click.option("--target", type=DIRECTORY, metavar="DIR", help="The draft model's target; its stop ids are kept.")
+@click.option("--text", type=FILE, metavar="FILE", help="Text to count tokens in; needs --target's tokenizer.")
+@click.option("--token-ids", type=FILE, metavar="FILE", help="Token ids to count, as numbers or in .json lists.")
+@click.option("--target", type=MODEL, metavar="DIR", help="The draft model's target; its stop ids are kept.")
 @click.option("--keep-chat-tokens", is_flag=True, help="Keep the special tokens that the target's chat template uses.")
 @click.option("--keep", type=IntegerList(), metavar="ID,ID,...", help="Keep these ids, too.")
-@click.option(
-    "--prompts", type=DIRECTORY, metavar="FILE", help="Measure both draft models on these; see `lowlat doctor`."
-)
+@click.option("--prompts", type=FILE, metavar="FILE", help="Measure both draft models on these; see `lowlat doctor`.")
 @click.option("--num-prompts", type=click.IntRange(1, 256), default=8, show_default=True, help="Prompts to take.")
 @click.option("--max-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens a prompt.")
 @click.option("--chat", is_flag=True, help="Wrap the prompts in the target's chat template.")

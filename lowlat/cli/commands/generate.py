@@ -27,6 +27,7 @@ from lowlat.cli.options import (
     speculative_config,
     trace_config,
 )
+from lowlat.cli.paths import check_model
 from lowlat.errors import LowlatError, RequestError
 from lowlat.options.config import RuntimeConfig
 from lowlat.options.model_names import find_repository
@@ -42,7 +43,12 @@ MAX_PROMPT_BYTES = 64 << 20
 @click.argument("model", type=DIRECTORY, required=False)
 @click.argument("text", metavar="[PROMPT]", required=False)
 @click.option("--prompt", metavar="TEXT", help="The prompt.")
-@click.option("--prompt-file", type=click.File("rb"), metavar="FILE", help="Read the prompt from a file; - is stdin.")
+@click.option(
+    "--prompt-file",
+    type=click.File("rb"),
+    metavar="FILE",
+    help="Read the prompt from a file, without the newline at its end; - is stdin.",
+)
 @click.option("--token-ids", type=IntegerList(), metavar="1,2,3", help="The prompt as token ids.")
 @click.option("--chat", is_flag=True, help="Wrap the prompt as a user's message in the model's chat template.")
 @click.option("--system", metavar="TEXT", help="A system message before it; needs --chat.")
@@ -90,6 +96,8 @@ def _run_here(
     write: Callable[[Output], None] | None,
 ) -> None:
     traces = trace_config(values["trace"])
+    if model is not None:
+        check_model(model)
     speculative = speculative_config(values, bundled("head") if model is None else None)
 
     from lowlat.cli.channels import ChannelWriter, channel_dicts
@@ -165,7 +173,12 @@ def _read_prompt(model: Path | None, values: dict[str, Any]) -> str | tuple[int,
         return tuple(values["token_ids"])
     if values["prompt_file"] is not None:
         return _read_text(values["prompt_file"])
-    return str(values["prompt"])
+    prompt = str(values["prompt"])
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not UTF-8: character {error.start}") from error
+    return prompt
 
 
 def _what_to_type(model: Path | None) -> str:
@@ -187,9 +200,10 @@ def _read_text(file: BinaryIO) -> str:
     if len(data) > MAX_PROMPT_BYTES:
         raise RequestError(f"{file.name}: a prompt may have {MAX_PROMPT_BYTES} bytes at most")
     try:
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{file.name}: is not UTF-8: byte {error.start}") from error
+    return text.removesuffix("\n").removesuffix("\r")  # what `echo` and editors put behind a text is not of it
 
 
 def _write(output: Output) -> None:

@@ -8,6 +8,7 @@ import click
 
 from lowlat.cli.connecting import server_options
 from lowlat.cli.console import print_json
+from lowlat.cli.options import json_flag
 
 if TYPE_CHECKING:
     from lowlat.serving.http.server import Address
@@ -22,7 +23,7 @@ DEFAULT = "127.0.0.1:8000"
 @server_options
 @click.option("--http-host", metavar="NAMES", help="Further names under which it is reached, with commas between.")
 @click.option("--parent", type=int, hidden=True, help="A pipe; its other end closes with whoever started this.")
-@click.option("--json", "json_output", is_flag=True, help="Say that the gateway is open as one JSON object.")
+@json_flag("Say that the gateway is open as one JSON object.")
 def command(
     address: str, endpoint: str | None, curve_keys: Path | None, http_host: str | None, parent: int | None,
     json_output: bool,

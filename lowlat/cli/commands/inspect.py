@@ -3,6 +3,7 @@
 """
 
 from copy import copy
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ import click
 
 from lowlat.cli.console import check_json_file, format_bytes, print_json, print_table, stream_text, write_json
 from lowlat.cli.options import (
-    DIRECTORY,
     IntegerList,
     as_json,
     bundled,
@@ -22,9 +22,9 @@ from lowlat.cli.options import (
     speculation_options,
     speculative_config,
 )
+from lowlat.cli.paths import FILE, MODEL
 from lowlat.cli.reports.trees import DEFAULT_BUDGETS, print_tree, print_what_if, tree_report, what_if_report
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
-from lowlat.options.model_names import find_repository
 from lowlat.options.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,8 +41,11 @@ class _ModelByDefault(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command; `model` where the word is a repository or a directory."""
-        if self.get_command(ctx, args[0]) is None and (find_repository(args[0]) or Path(args[0]).is_dir()):
+        """The command; `model` where the word is none, nor like one, and no option."""
+        word = args[0]
+        known = self.get_command(ctx, word) is not None or word.startswith("-")
+        path = "/" in word or Path(word).exists()
+        if not known and (path or not get_close_matches(word, self.list_commands(ctx))):
             args = ["model", *args]
         return super().resolve_command(ctx, args)
 
@@ -53,7 +56,7 @@ def command() -> None:
 
 
 @command.command("model")
-@click.argument("directory", type=DIRECTORY, required=False)
+@click.argument("directory", type=MODEL, required=False)
 @record_options(
     SpeculativeConfig, "head", "num_speculative_tokens", "tree", "dynamic_tree_max_topk", "max_total_draft_tokens"
 )
@@ -78,11 +81,12 @@ def model(
     DIRECTORY is a Hugging Face directory, or ORG/NAME of a repository, of which the weights' headers alone are read and
     what a download would take is told; without one, it is the bundled model.
     """
+    pair = directory or bundled("target"), speculative_config(values, needed=True)
+
     from lowlat.cli.models import outlined
     from lowlat.cli.reports.models import download_report, model_report
 
-    name = directory or bundled("target")
-    with outlined(name, speculative_config(values)) as (target, speculative, draft_download):
+    with outlined(*pair) as (target, speculative, draft_download):
         report = model_report(
             target.directory,
             speculative,
@@ -95,7 +99,7 @@ def model(
             },
             buffers=buffers,
         )
-    report["directory"] = str(target.directory if target.download is None else name)
+    report["directory"] = str(target.directory if target.download is None else pair[0])
     report["download"] = download_report(target.download, draft_download)
     if json_output:
         print_json(report)
@@ -170,8 +174,8 @@ def _print_parts(parts: dict[str, dict[str, int]], prefix: str = "") -> None:
 
 
 @command.command("draft-model")
-@click.argument("directory", type=DIRECTORY, required=False)
-@click.option("--target", type=DIRECTORY, metavar="DIR", help="The draft model's target.")
+@click.argument("directory", type=MODEL, required=False)
+@click.option("--target", type=MODEL, metavar="DIR", help="The draft model's target.")
 @click.option(
     "--capture-layers", type=IntegerList(), metavar="B,B,B", help="Boundaries in place of those of the config."
 )
@@ -206,15 +210,15 @@ def draft_model(
 
 
 @command.command("tree")
-@click.argument("file", type=DIRECTORY, required=False)
+@click.argument("file", type=FILE, required=False)
 @click.option("--chain", type=click.IntRange(1, MAX_SPECULATIVE_TOKENS), metavar="S", help="The chain of S drafts.")
 @click.option("--batch", type=click.IntRange(1, 8), default=RuntimeConfig.max_batch, show_default=True, metavar="N")
-@click.option("--target", type=DIRECTORY, metavar="DIR", help="Shapes are for this pair.  [default: the bundled one]")
+@click.option("--target", type=MODEL, metavar="DIR", help="Shapes are for this pair.  [default: the bundled one]")
 @draft_model_option("Its draft model.")
 @click.option("--what-if", is_flag=True, help="Recommend a tree and the limits it needs.")
 @click.option(
     "--acceptance",
-    type=DIRECTORY,
+    type=FILE,
     metavar="FILE",
     help="With --what-if: JSON, for each depth the acceptance of each rank.",
 )
@@ -260,9 +264,9 @@ def tree(
 
 
 @command.command("run")
-@click.argument("model", type=DIRECTORY, required=False)
+@click.argument("model", type=MODEL, required=False)
 @speculation_options
-@click.option("--prompts", type=DIRECTORY, metavar="FILE", help="As `lowlat doctor` takes.  [default: bundled ones]")
+@click.option("--prompts", type=FILE, metavar="FILE", help="As `lowlat doctor` takes.  [default: bundled ones]")
 @click.option("--num-prompts", type=click.IntRange(1, 256), default=4, show_default=True, help="Prompts to take.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens a prompt.")
 @click.option("--chat", is_flag=True, help="Wrap the prompts in the model's chat template.")
@@ -333,11 +337,11 @@ def _print_run(found: "Activity") -> None:
 
 
 @command.command("quality")
-@click.argument("model", type=DIRECTORY, required=False)
-@click.option("--text", type=DIRECTORY, required=True, metavar="FILE", help="UTF-8 text to predict; any length.")
+@click.argument("model", type=MODEL, required=False)
+@click.option("--text", type=FILE, required=True, metavar="FILE", help="UTF-8 text to predict; any length.")
 @click.option(
     "--against",
-    type=DIRECTORY,
+    type=MODEL,
     metavar="MODEL",
     help="The target to compare with: the plain original of MODEL.  [default: MODEL itself, where --quantize or "
     "another way to store numbers is given]",

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import click
 
 from lowlat.cli.console import print_json
-from lowlat.cli.options import DIRECTORY, F, GroupedCommand, bundled, declared_options
+from lowlat.cli.options import F, GroupedCommand, bundled, declared_options, json_flag
+from lowlat.cli.paths import FILE, NEW_FOLDER
 from lowlat.serving.config import GROUPS, SETTINGS, ServeConfig, unknown_variables
 
 __all__ = ["command"]
@@ -28,10 +29,10 @@ class _Grouped(GroupedCommand):
 
 
 @click.command("serve", cls=_Grouped)
-@click.option("--config", type=DIRECTORY, metavar="FILE", help="Settings from a TOML file: name = value.")
+@click.option("--config", type=FILE, metavar="FILE", help="Settings from a TOML file: name = value.")
 @click.option("--show-config", is_flag=True, help="Print every setting, as such a file, and end.")
-@click.option("--make-curve-keys", type=DIRECTORY, metavar="DIR", help="Write keys for tcp:// to a folder, and end.")
-@click.option("--json", "json_output", is_flag=True, help="Say that the server is ready as one JSON object.")
+@click.option("--make-curve-keys", type=NEW_FOLDER, metavar="DIR", help="Write keys for tcp:// to a folder, and end.")
+@json_flag("Say that the server is ready as one JSON object.")
 @_settings
 def command(
     config: Path | None, show_config: bool, make_curve_keys: Path | None, json_output: bool, **options: Any

@@ -68,6 +68,7 @@ class Comparison:
     model: str
     device: str
     device_reason: str
+    executor: str
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -109,6 +110,7 @@ class Comparison:
             "identical": self.identical,
             "device": self.device,
             "device_reason": self.device_reason,
+            "executor": self.executor,
             "model": self.model,
             "prompts": [row.to_dict() for row in self.rows],
             **({"eagle_speculation": stats.to_dict()} if stats.num_drafts else {}),
@@ -146,7 +148,7 @@ def compare(
     questions = [Question(question.domain, question.text, chat) for question in questions]
     with load_runtime(target, speculative, None, max_batch=1) as runtime:
         choice = runtime.device_choice
-        comparison = Comparison(target.name, str(choice.device), choice.reason)
+        comparison = Comparison(target.name, str(choice.device), choice.reason, runtime.executor.name)
         _warm_up(runtime, params)
         speculated = []
         for question in questions:

@@ -26,7 +26,7 @@ PAGE = Path(__file__).parent / "page"
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in ("page", "server", "figures")},
 }
 OPEN_PATHS = (*FILES, "/favicon.ico", "/health", "/ready")
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}

@@ -6,6 +6,7 @@ that asks nothing is let go, and of too many callers one that asks nothing.
 """
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -227,9 +228,41 @@ class _Exchange:
     def can_write(self) -> bool:
         """See Exchange."""
         cycle = self._cycle
-        begun = self._chunked and cycle.response_started and not cycle.response_complete and not cycle.disconnected
-        return begun and not cycle.flow.write_paused and not self._transport.is_closing()
+        open_ = self._chunked and not cycle.response_complete and not cycle.disconnected and not cycle.more_body
+        return open_ and not cycle.flow.write_paused and not self._transport.is_closing()
+
+    def begin(self, start: Awaitable[None], data: bytes) -> None:
+        """See Exchange."""
+        head = _Head()
+        self._cycle.transport = head  # type: ignore[assignment]
+        try:
+            _finish(start)
+        finally:
+            self._cycle.transport = self._transport
+        self._transport.write(b"".join((*head.pieces, _piece(data) if data else b"")))
 
     def write(self, data: bytes) -> None:
         """See Exchange."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.write(_piece(data))
+
+
+class _Head:
+    """A transport that keeps what is written, which leaves with what follows."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.write = self.pieces.append
+
+
+def _piece(data: bytes) -> bytes:
+    """A piece of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _finish(work: Awaitable[None]) -> None:
+    """Run a coroutine that has nothing to wait for. Raises RuntimeError for one that waits."""
+    try:
+        next(iter(work.__await__()))
+    except StopIteration:
+        return
+    raise RuntimeError("the head of an answer had to wait for its socket")

@@ -1,5 +1,6 @@
 """A request's connection, as far as the application deals with it; servers other than the gateway's own have none."""
 
+from collections.abc import Awaitable
 from typing import Protocol
 
 from starlette.types import Scope
@@ -16,10 +17,16 @@ class Exchange(Protocol):
         """Note that the caller has the key; False where so many callers are connected that this one cannot be."""
 
     def can_write(self) -> bool:
-        """Whether the status was sent and the caller's socket takes more."""
+        """Whether a body in pieces can be sent, and the caller's socket takes more."""
+
+    def begin(self, start: Awaitable[None], data: bytes) -> None:
+        """Send a status and a first piece of the body at once, after `can_write` said so.
+
+        start   `send` of the status, called and not awaited: middleware sees it as any other
+        """
 
     def write(self, data: bytes) -> None:
-        """Send a piece of the body at once, after `can_write` said so."""
+        """Send a further piece at once, after `can_write` said so."""
 
 
 def exchange_of(scope: Scope) -> Exchange | None:

@@ -18,7 +18,7 @@ from lowlat.serving.http.acceptor import Acceptor
 from lowlat.serving.http.app import make_app
 from lowlat.serving.http.connections import Connection, ConnectionLimits, Connections
 
-__all__ = ["Address", "bind", "parse_address", "run"]
+__all__ = ["Address", "bind", "check_free", "parse_address", "run"]
 
 SHUTDOWN_S = 2
 BACKLOG = 1024
@@ -56,6 +56,11 @@ def parse_address(text: str) -> Address:
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
         raise ConfigError(f"{text!r:.80} is not [HOST:]PORT, such as 8000 or 127.0.0.1:8000")
     return Address(host or LOOPBACK[0], int(port))
+
+
+def check_free(address: Address) -> None:
+    """Raise ConfigError where an address cannot be bound now."""
+    bind(address).close()
 
 
 def run(
@@ -151,8 +156,10 @@ def bind(address: Address) -> socket.socket:
     try:
         listener = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
     except OSError as error:
+        why = str(error.strerror).partition(" (while ")[0]  # then comes the address, again
+        privileged = "; a port below 1024 takes a privilege" if isinstance(error, PermissionError) else ""
         raise ConfigError(
-            f"the HTTP gateway cannot listen at {address.host}:{address.port}: {error.strerror}"
+            f"the HTTP gateway cannot listen at {address.host}:{address.port}: {why}{privileged}; choose another"
         ) from error
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -7,11 +7,11 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from lowlat.errors import LowlatError
 from lowlat.ipc.client import Chunk
-from lowlat.serving.http.choices import Choices, Taken
+from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import ApiError, api_error
 from lowlat.serving.http.exchange import Exchange, exchange_of
 
@@ -109,17 +109,17 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as they come until they end, fail, or nobody reads them any more.
 
-    first    the first chunk: it has come before the status is sent, so that a refusal can still set that
-    choices  where the others come from; they are closed with the stream
+    The status is sent with the first event, so that a refusal before it still has a status of its own.
+    choices  where chunks come from; they are closed with the stream
     """
 
-    def __init__(self, first: Taken, choices: Choices, answer: Answer, caller: Caller) -> None:
+    def __init__(self, choices: Choices, answer: Answer, caller: Caller) -> None:
         self.background = None
         self.status_code = 200
-        self._first = first
         self._choices = choices
         self._answer = answer
         self._caller = caller
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -129,50 +129,56 @@ class EventStream(Response):
             await self._choices.close()
 
     async def _send_all(self, exchange: Exchange | None, send: Send) -> None:
-        """Send the status and all events: an event in the call that receives its chunk, where the server offers a way
-        and its buffer has room, else by `send`.
+        """Send all events: an event in the call that receives its chunk, where the server offers a way and its buffer
+        has room, else by `send`. Raises LowlatError for what fails before the first event.
         """
+
+        start: Message = {"type": "http.response.start", "status": self.status_code, "headers": HEADERS}
 
         def write(place: int, chunk: Chunk) -> bool:
             if exchange is None or not exchange.can_write():
                 return False
             data = self._answer.events(place, chunk)
-            if data:
+            if not self._begun:
+                self._begun = True
+                exchange.begin(send(start), data)
+            elif data:
                 exchange.write(data)
             return True
 
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         try:
-            taken: Taken | None = self._first
-            while taken is not None:
+            while (taken := await self._choices.next(write)) is not None:
                 data = self._answer.events(*taken)
+                await self._begin(send, start)
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                taken = await self._choices.next(write)
             data = self._answer.last_events()
         except LowlatError as error:
+            if not self._begun:
+                raise
             data = event(api_error(error).body)
+        await self._begin(send, start)
         await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _begin(self, send: Send, start: Message) -> None:
+        """Send the status, once."""
+        if not self._begun:
+            self._begun = True
+            await send(start)
 
 
 async def respond(request: Request, choices: Choices, answer: Answer, *, stream: bool) -> Response:
     """Answer with what the server generates, as it comes or as a whole; a caller that disconnects cancels it."""
     caller = Caller(request.receive)
-    streaming = False
+    if stream:
+        return EventStream(choices, answer, caller)
     try:
-        if stream:
-            first = await caller.wait_for(choices.next())
-            if first is None:
-                return Response(status_code=CLIENT_GONE)
-            streaming = True
-            return EventStream(first, choices, answer, caller)
         if not await caller.wait_for(_collect(choices, answer)):
             return Response(status_code=CLIENT_GONE)
         return Response(_encode(answer.body()), media_type="application/json")
     finally:
-        if not streaming:
-            caller.leave()
-            await choices.close()
+        caller.leave()
+        await choices.close()
 
 
 async def _collect(choices: Choices, answer: Answer) -> bool:

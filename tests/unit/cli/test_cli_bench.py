@@ -155,12 +155,12 @@ def test_compare_and_report_read_what_run_wrote(tmp_path: Path) -> None:
     [
         (["run", "singel"], "no scenario 'singel'; known: baseline, single, batch"),
         (["run", "single", "--geometry", "llama"], "'llama' is none of tiny, tiny-experts, smollm2-135m, llama-8b"),
-        (["run", "single", "--geometry", "tiny", "--model", "m"], "one of --model and --geometry"),
+        (["run", "single", "--geometry", "tiny", "--model", "some/model"], "one of --model and --geometry"),
         (["run", "single", "--batch", "9"], "<= 8"),
         (["run", "single", "--steps", "0"], ">= 1"),
-        (["run", "single", "--model", "m", "--draft-window", "5"], "need a draft model (--draft-model DIR)"),
+        (["run", "single", "--model", "some/model", "--draft-window", "5"], "need a draft model (--draft-model DIR)"),
         (["run", "batch", "--geometry", "tiny", "--device", "cpu", "--profile"], "a profile needs an NVIDIA card"),
-        (["compare", "none", "none"], "none: cannot be read: No such file"),
+        (["compare", "none", "none"], "none: no such file or directory"),
         (["report", "."], "no results of `lowlat bench run` are here"),
     ],
 )

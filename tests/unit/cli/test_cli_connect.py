@@ -115,8 +115,8 @@ def test_what_a_server_cannot_be_asked_is_refused(endpoint: str, option: tuple[o
 
 def test_a_model_is_refused_beside_connect(endpoint: str, talker: Path) -> None:
     assert "MODEL is settled" in refusal("generate", talker, "--connect", endpoint, "--prompt", "x")
-    assert "--curve-keys needs --endpoint" in refusal("generate", "--curve-keys", "x", "--prompt", "x")
-    assert "server.key" in refusal("generate", "--connect", endpoint, "--curve-keys", "/nowhere", "--prompt", "x")
+    assert "--curve-keys needs --endpoint" in refusal("generate", "--curve-keys", talker, "--prompt", "x")
+    assert "server.key" in refusal("generate", "--connect", endpoint, "--curve-keys", talker, "--prompt", "x")
 
 
 def test_where_no_server_answers_the_message_says_what_to_do(tmp_path: Path) -> None:

@@ -42,13 +42,25 @@ def test_a_download_is_inspected_before_it_is_made_and_then_used(hub: Hub, tmp_p
 
 def test_other_commands_take_names(hub: Hub, tmp_path: Path) -> None:
     hub.gated = True
+    ids = tmp_path / "ids"
+    ids.write_text("1")
     for arguments in (
         ["generate", "some/target", "Hello"],
         ["chat", "some/target"],
         ["inspect", "some/target"],
         ["compare", "some/target"],
         ["doctor", "--target", "some/target", "--head", "some/head"],
-        ["draft-model", "shrink", "some/head", "--out", tmp_path / "x", "--draft-vocab", 9, "--token-ids", "x"],
+        [
+            "draft-model",
+            "shrink",
+            "some/head",
+            "--out",
+            tmp_path / "x",
+            "--draft-vocab",
+            9,
+            "--token-ids",
+            tmp_path / "ids",
+        ],
     ):
         assert "is gated: accept its terms" in refusal(*arguments)
     hub.gated = False

@@ -96,7 +96,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     assert "needs tokenizer.json" in refusal(*command)
     text.write_bytes(b"\xff")
     assert "not UTF-8: byte 0" in refusal(*command)
-    assert "cannot be read" in refusal(*command[:-1], tmp_path / "none")
+    assert "no such file" in refusal(*command[:-1], tmp_path / "none")
     with pytest.raises(ConfigError, match="prompt_logits needs prefix_reuse off"):
         Runtime.load(other, device="cpu", prompt_logits=True)
 

@@ -161,7 +161,7 @@ def test_ready_lines_can_be_copied(folder: Path, talker: Path) -> None:
         (("--model", "/nowhere"), "/nowhere"),
         (("--endpoint", "udp://x"), "must be ipc://"),
         (("--endpoint", "tcp://0.0.0.0:5577"), "needs CURVE keys"),
-        (("--curve-keys", "/nowhere"), "server.key_secret: No such file"),
+        (("--curve-keys", "/nowhere"), "/nowhere: no such directory"),
         (("--allow-uid", "root"), "'root' is not an integer"),
         (("--config", "/nowhere.toml"), "/nowhere.toml: no such file"),
         (("--model", "x", "-S", 2), "num_speculative_tokens (option) needs a draft model"),

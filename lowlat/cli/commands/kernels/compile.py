@@ -8,7 +8,6 @@ import click
 
 from lowlat.cli.console import print_json, progress_bar
 from lowlat.cli.options import (
-    DIRECTORY,
     STORED,
     as_json,
     bundled,
@@ -17,6 +16,7 @@ from lowlat.cli.options import (
     speculation_options,
     speculative_config,
 )
+from lowlat.cli.paths import MODEL, NEW_FOLDER
 from lowlat.options.config import RuntimeConfig
 
 __all__ = ["command"]
@@ -28,12 +28,12 @@ SIZING = (
 
 
 @click.command("compile")
-@click.argument("model", type=DIRECTORY, required=False)
+@click.argument("model", type=MODEL, required=False)
 @speculation_options
 @record_options(RuntimeConfig, *SIZING)
 @click.option("--card", default="NVIDIA H200", show_default=True, metavar="NAME", help="One with a tuning table.")
 @click.option("--workers", type=click.IntRange(1), metavar="N", help="Processes.  [default: one for each core]")
-@click.option("--out", type=DIRECTORY, metavar="DIR", help="[default: LOWLAT_KERNEL_CACHE, or the user's cache]")
+@click.option("--out", type=NEW_FOLDER, metavar="DIR", help="[default: LOWLAT_KERNEL_CACHE, or the user's cache]")
 @click.option("--list", "only_list", is_flag=True, help="Show the kernels and compile none.")
 @as_json
 def command(

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table, progress_bar
-from lowlat.cli.options import DIRECTORY, as_json, bundled, record_options, speculation_options, speculative_config
+from lowlat.cli.options import as_json, bundled, record_options, speculation_options, speculative_config
+from lowlat.cli.paths import MODEL, NEW_FILE
 from lowlat.errors import ConfigError
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import display_name
@@ -26,7 +27,7 @@ KERNEL_COLUMNS = ("kernel", "stage", "us a step", "share", "launches", "us each,
 
 
 @click.command("profile")
-@click.argument("model", type=DIRECTORY, required=False)
+@click.argument("model", type=MODEL, required=False)
 @speculation_options
 @click.option("--batch", type=click.IntRange(1, 8), default=1, show_default=True, help="Requests that decode together.")
 @click.option(
@@ -37,7 +38,7 @@ KERNEL_COLUMNS = ("kernel", "stage", "us a step", "share", "launches", "us each,
     help="Tokens of each prompt; fewer where the model's end is near.",
 )
 @click.option("--steps", type=click.IntRange(1, 1000), default=10, show_default=True, help="Steps to record.")
-@click.option("--trace", type=DIRECTORY, metavar="FILE", help="Write the steps as a trace for ui.perfetto.dev.")
+@click.option("--trace", type=NEW_FILE, metavar="FILE", help="Write the steps as a trace for ui.perfetto.dev.")
 @click.option("--device", default=RuntimeConfig.device, show_default=True, help="auto, cuda or cuda:N.")
 @record_options(RuntimeConfig, "tensor_parallel_size", "devices")
 @click.option(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import print_json, print_table, progress_bar
-from lowlat.cli.options import DIRECTORY, STORED, IntegerList, as_json, bundled, given_options, record_options
+from lowlat.cli.options import STORED, IntegerList, as_json, bundled, given_options, record_options
+from lowlat.cli.paths import MODEL, NEW_FILE
 from lowlat.errors import ConfigError
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 
@@ -28,8 +29,8 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
 
 @click.command("tune")
 @click.argument("what", type=click.Choice(WHAT), default="all")
-@click.option("--model", type=DIRECTORY, metavar="MODEL", help="A target's directory or name.")
-@click.option("--draft-model", "head", type=DIRECTORY, metavar="MODEL", help="Its EAGLE3 draft model.")
+@click.option("--model", type=MODEL, metavar="MODEL", help="A target's directory or name.")
+@click.option("--draft-model", "head", type=MODEL, metavar="MODEL", help="Its EAGLE3 draft model.")
 @click.option(
     "--geometry",
     "geometries",
@@ -78,7 +79,7 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cuda or cuda:N.")
 @click.option(
-    "--out", type=DIRECTORY, metavar="FILE", help="The table.  [default: this card's among the user's own tables]"
+    "--out", type=NEW_FILE, metavar="FILE", help="The table.  [default: this card's among the user's own tables]"
 )
 @click.option("--commit", default="", help="What is measured, where there is no git checkout to ask.")
 @as_json

@@ -1,50 +1,29 @@
-"use strict";
 // The page of the HTTP gateway: a chat with the served model, and its server's figures. Nothing comes from another host.
 
-const find = (id) => document.getElementById(id);
-const KEY = "lowlat key";
-const history_ = [];
-let hasTemplate = false;
-let model = "";
-let running = null; // the AbortController of the answer that is being written
+import { find, make, Meter, resetFigures, showFigures } from "./figures.js";
+import { ask, events, setKey } from "./server.js";
 
-function make(kind, name, text) {
-  const element = document.createElement(kind);
-  if (name) element.className = name;
-  if (text !== undefined) element.textContent = text;
+const REFRESH_MS = 1000;
+const STATS_TIMEOUT_MS = 5000;
+const CONTINUATION_TOKENS = 256; // where there is no chat template, and no limit is given
+
+let turns = []; // the conversation as the next request sends it: each { prompt, text }
+let running = null; // the answer that is being written
+let model = "";
+let hasTemplate = false;
+
+// A text of unknown language: its direction is its own.
+function makeText(text) {
+  const element = make("div", "text", text);
+  element.dir = "auto";
   return element;
 }
 
-async function ask(path, body, signal) {
-  const headers = { authorization: "Bearer " + (sessionStorage.getItem(KEY) || "") };
-  if (body) headers["content-type"] = "application/json";
-  const options = { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal };
-  const answer = await fetch(path, options);
-  if (answer.status === 401) find("key-form").hidden = false;
-  if (!answer.ok) {
-    const refusal = await answer.json().catch(() => null);
-    throw new Error(refusal?.error?.message || "HTTP " + answer.status);
-  }
-  return answer;
-}
-
-async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    text += value;
-    const parts = text.split("\n\n");
-    text = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new Error(event.error.message);
-      yield event;
-    }
-  }
+function makeMessage(name, label) {
+  const element = make("article", name);
+  element.setAttribute("aria-label", label);
+  find("messages").append(element);
+  return element;
 }
 
 // Text in spans, one a token where the tokens spell it, tinted where the token was an accepted draft.
@@ -76,188 +55,221 @@ function tokensOf(event, choice) {
   return entries.map((entry, place) => ({ text: entry.token, logprob: entry.logprob, accepted: accepted[place] }));
 }
 
-function request(prompt) {
-  const limits = { max_tokens: Number(find("max-tokens").value) };
-  const temperature = find("temperature").value;
-  if (temperature !== "") limits.temperature = Number(temperature); // empty: as the server has it
-  const common = { model, stream: true, lowlat: true, ...limits };
-  if (!hasTemplate) return ["v1/completions", { ...common, prompt, logprobs: 0 }];
-  const messages = [...history_, { role: "user", content: prompt }];
-  return ["v1/chat/completions", { ...common, messages, logprobs: true, top_logprobs: 0 }];
+// The path and body of the request for the last turn's answer; a setting that is left empty is the server's to choose.
+function request() {
+  const { prompt } = turns.at(-1);
+  const body = { model, stream: true, lowlat: true };
+  if (find("temperature").value) body.temperature = Number(find("temperature").value);
+  if (find("max-tokens").value) body.max_tokens = Number(find("max-tokens").value);
+  if (!hasTemplate) return ["v1/completions", { max_tokens: CONTINUATION_TOKENS, ...body, prompt, logprobs: 0 }];
+  const said = turns.slice(0, -1).flatMap((turn) =>
+    [{ role: "user", content: turn.prompt }, { role: "assistant", content: turn.text }]);
+  const messages = [...said, { role: "user", content: prompt }];
+  return ["v1/chat/completions", { ...body, messages, logprobs: true, top_logprobs: 0 }];
 }
 
-class Meter {
-  constructor() {
-    this.begun = performance.now();
-    this.first = 0;
-    this.tokens = 0;
-    this.steps = 0;
+// One answer that is being written; `begun` says that something came.
+class Answer {
+  constructor(prompt) {
+    makeMessage("message user", "You").append(makeText(prompt));
+    this.shown = makeMessage("message", "Answer");
+    this.content = makeText();
+    this.shown.append(this.content);
+    this.thought = null;
+    this.turn = { prompt, text: "" };
+    this.aborting = new AbortController();
+    this.meter = new Meter();
+    this.begun = false;
   }
+
   take(event) {
-    const count = event.lowlat?.token_ids?.length || 0;
-    const now = performance.now();
-    if (count && !this.first) {
-      this.first = now;
-      find("ttft").textContent = (now - this.begun).toFixed(1) + " ms";
-    } else if (count) {
-      find("speed").textContent = (this.tokens / (now - this.first) * 1000).toFixed(1);
+    const choice = event.choices[0];
+    const tokens = tokensOf(event, choice);
+    const reasoning = choice.delta?.reasoning_content;
+    const said = choice.delta ? choice.delta.content : choice.text;
+    if (reasoning) {
+      if (!this.thought) {
+        const details = make("details");
+        this.thought = makeText();
+        details.append(make("summary", "", "reasoning"), this.thought);
+        this.shown.prepend(details);
+      }
+      append(this.thought, reasoning, tokens);
     }
-    this.tokens += count;
-    this.steps += count ? 1 : 0;
-    find("count").textContent = String(this.tokens);
-    const metrics = event.lowlat?.metrics;
-    if (metrics?.num_steps) find("per-step").textContent = (metrics.completion_tokens / metrics.num_steps).toFixed(2);
-    else if (this.steps) find("per-step").textContent = (this.tokens / this.steps).toFixed(2);
+    if (said) append(this.content, said, tokens);
+    this.turn.text += said || "";
+    this.begun ||= Boolean(reasoning || said);
+    this.meter.take(event);
+    return choice.finish_reason;
   }
 }
 
 async function answerTo(prompt) {
-  const messages = find("messages");
-  messages.append(make("div", "message user", prompt));
-  const shown = make("div", "message");
-  const content = make("span");
-  shown.append(content);
-  messages.append(shown);
-  const [path, body] = request(prompt);
-  let text = "";
-  let thought = null;
-  for (const id of ["ttft", "speed", "count", "per-step"]) find(id).textContent = "–";
-  running = new AbortController();
-  find("send").textContent = "Stop";
+  const answer = new Answer(prompt);
+  turns.push(answer.turn);
+  setRunning(answer);
+  resetFigures();
+  view.follow();
   try {
-    const meter = new Meter();
-    for await (const event of events(await ask(path, body, running.signal))) {
-      const choice = event.choices[0];
-      const tokens = tokensOf(event, choice);
-      const reasoning = choice.delta?.reasoning_content;
-      if (reasoning) {
-        if (!thought) {
-          thought = make("details");
-          thought.append(make("summary", "", "reasoning"));
-          shown.prepend(thought);
-        }
-        append(thought, reasoning, tokens);
-      }
-      const said = choice.delta ? choice.delta.content : choice.text;
-      if (said) {
-        text += said;
-        append(content, said, tokens);
-      }
-      meter.take(event);
-      messages.scrollTop = messages.scrollHeight;
+    if (!model) await learn();
+    const [path, body] = request();
+    let reason = null;
+    for await (const event of events(await ask(path, body, answer.aborting.signal))) {
+      if (running !== answer) return;
+      reason = answer.take(event) || reason;
+      view.follow();
     }
-    messages.dataset.answered = String(messages.querySelectorAll(".user").length);
+    answer.begun = true;
+    end(answer, reason === "length" && `cut after ${answer.meter.tokens} tokens: ${body.max_tokens
+      ? "“at most” ends it there" : "the server's limit, or the context, ends it there"}`, "note");
   } catch (error) {
-    if (error.name !== "AbortError") shown.append(make("div", "error", error.message));
-  } finally {
-    running = null;
-    find("send").textContent = "Send";
-    history_.push({ role: "user", content: prompt }, { role: "assistant", content: text });
+    answer.aborting.abort();
+    end(answer, error.message, "error");
   }
 }
 
-function bar(name, share, value) {
-  const row = make("div", "bar");
-  const track = make("span", "track");
-  const fill = make("div", "fill");
-  fill.style.width = Math.round(100 * Math.min(1, share)) + "%";
-  track.append(fill);
-  row.append(make("span", "name", name), track, make("span", "value", value));
-  return row;
+// The end of an answer, once. A question that got no word of one leaves the conversation and returns to the box.
+function end(answer, note, kind) {
+  if (running !== answer) return;
+  if (note) answer.shown.append(make("p", kind, note));
+  if (!answer.begun) {
+    turns = turns.filter((turn) => turn !== answer.turn);
+    find("prompt").value ||= answer.turn.prompt;
+  }
+  find("messages").dataset.answered = String(find("messages").querySelectorAll(".user").length);
+  setRunning(null);
+  view.follow();
 }
 
-// Where the model's authors advise a temperature, the empty box says which; what was typed before stays.
+// Where the model's authors advise a temperature, the empty box says which.
 function showAdvice(advice) {
-  const box = find("temperature");
-  if (box.dataset.advised || advice?.temperature === undefined) return;
-  box.dataset.advised = "true";
-  if (box.value === box.defaultValue) box.value = "";
-  box.placeholder = String(advice.temperature);
-  box.title = "as the model's authors advise: " + Object.entries(advice).map((pair) => pair.join(" ")).join(", ");
+  if (advice?.temperature === undefined) return;
+  find("temperature").placeholder = String(advice.temperature);
+  find("temperature").title =
+    "as the model's authors advise: " + Object.entries(advice).map((pair) => pair.join(" ")).join(", ");
 }
 
-function showFigures({ stats }) {
-  const engine = stats.engine || {};
-  find("server-speed").textContent = stats.tokens_per_s.toFixed(1);
-  find("waiting").textContent = `${stats.num_waiting} of ${stats.max_queue}`;
-  const slots = new Map((engine.slots || []).map((slot) => [slot.slot, slot]));
-  find("slots").replaceChildren(...Array.from({ length: stats.num_slots }, (_, number) => {
-    const slot = slots.get(number);
-    return slot
-      ? bar(String(number), slot.completion_tokens / slot.max_tokens, String(slot.completion_tokens))
-      : bar(String(number), 0, "free");
-  }));
-  const speculation = engine.eagle_speculation;
-  if (!speculation) return;
-  const rows = speculation.acceptance_by_position
-    .map((share, place) => [share, speculation.drafted_by_position[place], place + 1])
-    .filter(([, drafted]) => drafted)
-    .map(([share, , position]) => bar(String(position), share, Math.round(100 * share) + " %"));
-  if (rows.length) find("acceptance").replaceChildren(...rows);
+function stop() {
+  running?.aborting.abort();
+  if (running) end(running, running.begun ? "stopped" : "stopped before it began", "note");
+}
+
+function clear() {
+  running?.aborting.abort();
+  turns = [];
+  find("messages").replaceChildren();
+  delete find("messages").dataset.answered;
+  resetFigures();
+  setRunning(null);
+}
+
+function setRunning(answer) {
+  const [sending, stopping] = [find("send"), find("stop")];
+  const focused = [sending, stopping].includes(document.activeElement);
+  running = answer;
+  sending.hidden = answer !== null;
+  stopping.hidden = answer === null;
+  if (focused) (answer ? stopping : sending).focus();
+  find("messages").ariaBusy = String(answer !== null); // an answer is read aloud when it is whole
+}
+
+// Keeps the end of the messages in view, unless somebody has scrolled up.
+const view = {
+  follows: true,
+  top: 0,
+  scrolled() {
+    const { scrollTop, clientHeight, scrollHeight } = find("messages");
+    const below = scrollHeight - scrollTop - clientHeight;
+    if (below < 2) view.follows = true;
+    else if (scrollTop < view.top) view.follows = false;
+    else if (below < 60) view.follows = true; // lines may have come since the end was reached
+    view.top = scrollTop;
+  },
+  follow() {
+    requestAnimationFrame(() => { if (view.follows) find("messages").scrollTop = find("messages").scrollHeight; });
+  },
+};
+
+// Ask the server what it serves, and show its figures.
+async function learn() {
+  const figures = await (await ask("lowlat/stats", null, AbortSignal.timeout(STATS_TIMEOUT_MS))).json();
+  model = figures.server.model;
+  hasTemplate = figures.server.has_chat_template;
+  find("model").textContent = find("model").title = model;
+  find("hint").hidden = hasTemplate;
+  find("max-tokens").placeholder = hasTemplate ? "any" : String(CONTINUATION_TOKENS);
+  showAdvice(figures.server.sampling_defaults);
+  showFigures(figures);
+  return figures.stats.state;
 }
 
 async function refresh() {
+  let said = "";
+  const bad = await learn().then((found) => { said = found; }).catch((error) => error);
   const state = find("state");
-  try {
-    const figures = await (await ask("lowlat/stats")).json();
-    model = figures.server.model;
-    hasTemplate = figures.server.has_chat_template;
-    showAdvice(figures.server.sampling_defaults);
-    find("model").textContent = model;
-    state.textContent = figures.stats.state;
-    state.className = "";
-    find("key-form").hidden = true;
-    find("hint").hidden = hasTemplate;
-    find("hint").textContent = "This model has no chat template: it continues what you write.";
-    showFigures(figures);
-    return true;
-  } catch (error) {
-    state.textContent = error.message;
-    state.className = "bad";
-    return false;
-  }
+  if (bad) said = bad.state || "the page failed: " + bad.message;
+  if (state.textContent !== said) state.textContent = said; // said once, not every second
+  state.title = bad ? bad.message : "";
+  state.className = bad ? "bad" : "";
+  find("figures").classList.toggle("away", Boolean(bad));
+  find("key-form").hidden = bad?.status !== 401;
+  return !bad;
+}
+
+// One question at a time, however long the server takes.
+async function keepRefreshing() {
+  if (!document.hidden) await refresh();
+  setTimeout(keepRefreshing, REFRESH_MS);
 }
 
 function send() {
   const prompt = find("prompt").value;
   if (!prompt.trim() || running) return;
   find("prompt").value = "";
+  view.follows = true;
   answerTo(prompt);
 }
 
-async function start() {
-  const fragment = new URLSearchParams(location.hash.slice(1));
-  if (fragment.has("key")) {
-    sessionStorage.setItem(KEY, fragment.get("key"));
-    history.replaceState(null, "", location.pathname); // the key does not stay in the address
-  }
+function listen() {
   find("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    sessionStorage.setItem(KEY, find("key").value);
+    setKey(find("key").value);
     find("key").value = "";
     refresh();
   });
   find("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    if (running) running.abort();
-    else send();
+    send();
   });
   find("prompt").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    const composing = event.isComposing || event.keyCode === 229; // 229: Safari's Enter that ends a composition
+    if (event.key === "Enter" && !event.shiftKey && !event.altKey && !composing) {
       event.preventDefault();
-      send();
+      if (!running) find("ask").requestSubmit();
     }
   });
-  find("clear").addEventListener("click", () => {
-    if (running) running.abort();
-    history_.length = 0;
-    find("messages").replaceChildren();
+  find("stop").addEventListener("click", (event) => {
+    if (event.detail < 2) stop(); // Stop stands where Send stood: the second click of a double click is not meant
   });
-  setInterval(() => { if (!document.hidden) refresh(); }, 1000);
+  find("clear").addEventListener("click", clear);
+  find("messages").addEventListener("scroll", view.scrolled);
+  find("show-figures").addEventListener("click", (event) => {
+    event.target.ariaExpanded = String(find("figures").classList.toggle("shown"));
+  });
+}
+
+async function start() {
+  const fragment = new URLSearchParams(location.hash.slice(1));
+  if (fragment.has("key")) {
+    setKey(fragment.get("key"));
+    history.replaceState(null, "", location.pathname); // the key does not stay in the address
+  }
+  listen();
   if (await refresh() && fragment.has("key") && fragment.has("prompt")) {
     find("prompt").value = fragment.get("prompt");
     send();
   }
+  setTimeout(keepRefreshing, REFRESH_MS);
 }
 
 start();

@@ -6,15 +6,16 @@ from typing import Literal
 import click
 
 from lowlat.cli.console import format_bytes, print_json
-from lowlat.cli.options import DIRECTORY, as_json
+from lowlat.cli.options import as_json
+from lowlat.cli.paths import MODEL, NEW_FOLDER
 
 __all__ = ["command"]
 
 
 @click.command("quantize")
-@click.argument("model", type=DIRECTORY)
+@click.argument("model", type=MODEL)
 @click.option("--format", "kind", type=click.Choice(["fp8", "int4"]), required=True, help="FP8 by row, or INT4.")
-@click.option("--out", type=DIRECTORY, required=True, metavar="DIR", help="Where to write the new checkpoint.")
+@click.option("--out", type=NEW_FOLDER, required=True, metavar="DIR", help="Where to write the new checkpoint.")
 @click.option("--lm-head", is_flag=True, help="Round the LM head, too.")
 @as_json
 def command(model: Path, kind: Literal["fp8", "int4"], out: Path, lm_head: bool, json_output: bool) -> None:

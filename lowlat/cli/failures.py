@@ -1,0 +1,110 @@
+"""How a command that fails says so: one line on stderr, a JSON object on stdout under --json, an exit code.
+
+The line begins with `error: `, whoever refused: a flag's type, a model's reader, a server, or stdout itself.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import click
+
+from lowlat.errors import ConfigError, LowlatError, RequestError
+
+__all__ = [
+    "FAILED",
+    "INTERRUPTED",
+    "REFUSED",
+    "Failure",
+    "Refusal",
+    "failure",
+    "failures_told",
+    "flush_output",
+    "message_of",
+]
+
+FAILED = 1
+REFUSED = 2
+INTERRUPTED = 130
+
+
+class Failure(click.ClickException):
+    """A failure in words."""
+
+    exit_code = FAILED
+
+
+class Refusal(Failure):
+    """A refusal of an option, a model directory or a request."""
+
+    exit_code = REFUSED
+
+
+def failure(error: Exception) -> Failure:
+    """An error in words, with its exit code."""
+    kind = Refusal if isinstance(error, (ConfigError, RequestError)) else Failure
+    return kind(_described(error))
+
+
+def message_of(error: click.ClickException) -> str:
+    """What an error says, without a full stop."""
+    return error.format_message().removesuffix(".")
+
+
+@contextmanager
+def failures_told() -> Iterator[None]:
+    """Tell what a command raises, and end the process with its exit code."""
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        _tell(f"error: {message_of(error)}{_where_to_read(error)}")
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        _tell("interrupted")
+        sys.exit(INTERRUPTED)
+    except OSError as error:  # of stdout: a command's own errors are failures by now
+        _tell(f"error: {_described(error)}")
+        sys.exit(FAILED)
+
+
+def flush_output(stream: TextIO) -> None:
+    """Write what a stream still holds; what a full disk or a reader that left does not take is dropped.
+
+    Exits with 1 where something was dropped: Python itself would print a traceback and exit with 120.
+    """
+    try:
+        stream.flush()
+    except (OSError, ValueError) as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        if not isinstance(error, BrokenPipeError) and stream is not sys.stderr:
+            _tell(f"error: {_described(error)}")
+        sys.exit(FAILED)
+
+
+def _tell(line: str) -> None:
+    try:
+        click.echo(line, err=True)
+    except OSError:
+        return  # stderr itself cannot be written: the exit code is all that is left
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, LowlatError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is None and error.strerror:
+        return f"the output cannot be written: {error.strerror}"
+    return f"{type(error).__name__}: {error} (not expected; `lowlat --debug ...` shows where)"
+
+
+def _where_to_read(error: click.ClickException) -> str:
+    context: Any = getattr(error, "ctx", None)
+    if not isinstance(error, click.UsageError) or context is None:
+        return ""
+    return f"; `{context.command_path} --help` says more"

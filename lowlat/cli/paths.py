@@ -1,0 +1,104 @@
+"""Paths on the command line, checked as they are read: before torch is imported, and before anything is measured.
+
+They look at what stands in the file system; what is in a file is its reader's to check.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowlat.errors import ConfigError
+from lowlat.options.model_names import find_repository
+
+__all__ = ["FILE", "FOLDER", "MODEL", "NEW_FILE", "NEW_FOLDER", "PLACE", "check_model"]
+
+EXPECTED = "expected a Hugging Face model directory, or ORG/NAME of a repository"
+# what tells a loader what a directory is that has no config.json, so that it can say so
+TELLING = ("*.safetensors", "*.gguf", "*.bin", "adapter_config.json", "params.json")
+
+
+def check_model(model: str | Path) -> None:
+    """Raise ConfigError for what is neither a repository's name nor a directory with a model."""
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").exists() and not _any(path, TELLING):
+            raise ConfigError(f"{path}: has no config.json; {EXPECTED}")
+    elif path.exists():
+        raise ConfigError(f"{path}: is a file; {EXPECTED}")
+    elif find_repository(model) is None:
+        raise ConfigError(f"{path}: no such directory; {EXPECTED}")
+
+
+def _any(directory: Path, patterns: Iterable[str]) -> bool:
+    return any(next(directory.glob(pattern), None) is not None for pattern in patterns)
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a directory; a file is expected")
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{path}: cannot be read: Permission denied")
+
+
+def _check_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"{path}: {'is a file; a directory is expected' if path.exists() else 'no such directory'}")
+
+
+def _check_place(path: Path) -> None:
+    """Results: a file, or a directory of them."""
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file or directory")
+
+
+def _check_new_file(path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"{path} cannot be written: it is a directory; name a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no directory {path.parent}")
+    _check_writable(path if path.exists() else path.parent, path)
+
+
+def _check_new_folder(path: Path) -> None:
+    above = path
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir():
+        raise ConfigError(f"{path} cannot be made: {above} is a file")
+    _check_writable(above, path)
+
+
+def _check_writable(existing: Path, path: Path) -> None:
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: {existing} is not yours to write")
+
+
+class _Checked(click.Path):
+    """A path that a function checks; its ConfigError is what the user reads."""
+
+    def __init__(self, check: Any) -> None:
+        super().__init__(path_type=Path)
+        self._check = check
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path. Raises ConfigError."""
+        path = super().convert(value, param, ctx)
+        try:
+            self._check(path)
+        except (OSError, ValueError) as error:  # a name too long, a null byte, a folder that may not be searched
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"{str(path)!r:.200} cannot be used as a path: {reason}") from error
+        return path
+
+
+MODEL = _Checked(check_model)
+FILE = _Checked(_check_file)
+FOLDER = _Checked(_check_folder)
+PLACE = _Checked(_check_place)
+NEW_FILE = _Checked(_check_new_file)
+NEW_FOLDER = _Checked(_check_new_folder)
