@@ -32,6 +32,7 @@ ADDITIONAL_TEMPLATES = "additional_chat_templates"  # as transformers names the 
 MAX_TEMPLATES = 64
 MAX_TEXT_CHARACTERS = 16 << 20
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TESTS_OF_NONE = tuple(f"content{end} is {word}" for end in ("", "']", '"]') for word in ("none", "not none"))
 
 
 class TextCodec:
@@ -311,7 +312,8 @@ class TextCodec:
         try:
             return self._chat.render(name, values)
         except RequestError:
-            filled = [_as_most_take_it(message) for message in values["messages"]]
+            absent = None if any(map(self.template_has, TESTS_OF_NONE)) else ""
+            filled = [_as_most_take_it(message, absent) for message in values["messages"]]
             if filled == values["messages"]:
                 raise
         return self._chat.render(name, {**values, "messages": filled})
@@ -347,15 +349,16 @@ def _checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
     return messages
 
 
-def _as_most_take_it(message: dict[str, Any]) -> dict[str, Any]:
+def _as_most_take_it(message: dict[str, Any], absent: str | None) -> dict[str, Any]:
     """A message as templates take it that are particular about what an assistant said beside its calls.
 
-    Some write content whether there is any or not; gpt-oss's has no place for content beside thinking, before a call.
+    Some write content whether there is any or not, or look for calls where it is none; gpt-oss's has no place for
+    content beside thinking, before a call.
     """
     if message["role"] != "assistant":
         return message
     if "content" not in message:
-        return {**message, "content": ""}
+        return {**message, "content": absent}
     thinking, content = message.get("thinking"), message["content"]
     if message.get("tool_calls") and isinstance(content, str) and isinstance(thinking, str) and thinking and content:
         return {**message, "content": "", "thinking": f"{thinking}\n\n{content}"}

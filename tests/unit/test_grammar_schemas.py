@@ -117,6 +117,15 @@ def test_no_spelling_of_a_key_goes_round_its_rule() -> None:
     assert not takes_text({"type": "string"}, r'"\ud83d"')  # nor half a character
 
 
+def test_keys_of_an_expression_that_is_left_out_may_be_any() -> None:
+    keys = {
+        "patternProperties": {"^(?!a)b": {"type": "null"}, "^z$": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+    schema = {"type": "object", **keys, "x-guidance": {"lenient": True}}
+    assert takes(schema, {"q": "any"}) and takes(schema, {"z": 1}) and not takes(schema, {"z": "any"})
+
+
 def test_a_lenient_schema_leaves_out_what_is_not_held() -> None:
     """As do tools that are not strict; those that are, are refused by the function's name."""
     wide = {"properties": {"id": {"const": 2**60 + 1}, "n": {"type": "integer", "maximum": 5}}, "minProperties": 2}

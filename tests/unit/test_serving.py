@@ -207,6 +207,40 @@ def test_templates_are_given_reasoning_and_roles_as_they_know_them(tmp_path: Pat
         own.close()
 
 
+TAKES_TOOLS = "{% for t in tools or [] %}<tool_call>{{ t.function.name }}{% endfor %}"
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.name }}{% endfor %}"
+JOINS = "{% for m in messages %}[{{ m.role }}]{{ m.content + '.' }}" + CALLS + "{% endfor %}"
+TESTS = (
+    "{% for m in messages %}[{{ m.role }}]{% if m['content'] is none %}" + CALLS + "{% else %}{{ m['content'] + '.' }}"
+    "{% endif %}{% endfor %}"
+)
+ONE_OF_TWO = (
+    "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "{{ m.thinking }}|{{ m.content }}|{{ m.tool_calls[0].name }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "text"),
+    [
+        (JOINS, {}, "[assistant].f"),
+        (TESTS, {}, "[assistant]f"),
+        (TESTS, {"content": "x"}, "[assistant]x."),
+        (ONE_OF_TWO, {"thinking": "t"}, "t||f"),
+        (ONE_OF_TWO, {"content": "c"}, "|c|f"),
+        (ONE_OF_TWO, {"thinking": "t", "content": "c"}, "t\n\nc||f"),
+    ],
+)
+def test_messages_that_call_tools_fit_every_kind_of_template(
+    template: str, fields: dict[str, str], text: str, tmp_path: Path
+) -> None:
+    own = TextCodec.load(write_directory(tmp_path, byte_level(), chat_template=TAKES_TOOLS + template))
+    assert own is not None
+    ids = ServingCodec(own).encode_chat([Message("assistant", tool_calls=[{"name": "f"}], **fields)], {}, **ROOM)
+    assert own.decode(ids) == text
+    own.close()
+
+
 def test_stats_say_who_has_a_slot_and_who_waits(engine: RuntimeEngine) -> None:
     for name in ("a", "b", "c"):
         engine.submit(name, (1, 2, 3), Sampling(max_tokens=20, ignore_eos=True))

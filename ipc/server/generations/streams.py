@@ -50,6 +50,7 @@ class Stream(Struct, eq=False):
     starving   ends it when it has been without credit for too long; None while it has credit
     over       END or ERROR went out, or nobody is there to read it
     final      the output that ended it in the engine
+    converted  it asked for no completion, and never enters the engine
     parts      of the prompt's logprobs, yet to be sent; they go before the output that has them
     """
 
@@ -72,6 +73,7 @@ class Stream(Struct, eq=False):
     starving: Timer | None = None
     cancelled: bool = False
     final: EngineOutput | None = None
+    converted: bool = False
     parts: Iterator[PromptPart] | None = None
     metrics: Mapping[str, Any] = {}
     arrived: float = field(default_factory=time.monotonic)

@@ -2,28 +2,41 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
+from lowlat.errors import Busy, LowlatError
 from lowlat.ipc.client import AsyncGeneration, Chunk
 
-__all__ = ["Choices", "Taken"]
+__all__ = ["MAX_AT_ONCE", "Choices", "Taken"]
+
+MAX_AT_ONCE = 16  # of the server's max_requests_per_client, which all callers share
+RETRY_S = 0.1
 
 Taken = tuple[int, Chunk]
 """The number of a choice, and a chunk of it."""
 
 
 class Choices:
-    """Chunks of some generations, by the place of each, as they come. One task at a time asks for the next."""
+    """Chunks of some generations, by the place of each, as they come. One task at a time asks for the next.
 
-    def __init__(self, generations: Sequence[AsyncGeneration]) -> None:
-        self._generations = list(generations)
-        self._num_open = len(self._generations)
+    start   sends the request of a choice, by its place. Raises RequestError
+    At most MAX_AT_ONCE are under way. Where the server is busy, the first ones are refused and later ones wait.
+    """
+
+    def __init__(self, start: Callable[[int], AsyncGeneration], num_choices: int = 1) -> None:
+        self._start = start
+        self._num_choices = num_choices
+        self._num_open = num_choices
+        self._next_place = min(num_choices, MAX_AT_ONCE)
+        self._generations: dict[int, AsyncGeneration] = {}  # under way, by place
+        self._to_open: dict[int, asyncio.Handle] = {}
         self._arrived: deque[int] = deque()  # places where something came, in order
+        self._failure: LowlatError | None = None
         self._waiting: asyncio.Future[Taken | None] | None = None
         self._use: Callable[[int, Chunk], bool] | None = None
-        for place, generation in enumerate(self._generations):
-            generation.watch(partial(self._note, place))
+        for place in range(self._next_place):
+            self._open(place)
 
     async def next(self, use: Callable[[int, Chunk], bool] | None = None) -> Taken | None:
         """The number of a choice and its next chunk; None when all have ended. Raises what a generation raises.
@@ -41,8 +54,14 @@ class Choices:
 
     async def close(self) -> None:
         """Cancel what has not ended."""
-        for generation in self._generations:
+        for handle in self._to_open.values():
+            handle.cancel()
+        for generation in self._generations.values():
             await generation.aclose()
+
+    def _open(self, place: int) -> None:
+        generation = self._generations[place] = self._start(place)
+        generation.watch(partial(self._note, place))
 
     def _note(self, place: int) -> None:
         self._arrived.append(place)
@@ -54,6 +73,8 @@ class Choices:
         if waiting is None or waiting.done():
             return
         try:
+            if self._failure is not None:
+                raise self._failure
             while (taken := self._take()) is not None:
                 if self._use is None or not self._use(*taken):
                     waiting.set_result(taken)
@@ -66,8 +87,38 @@ class Choices:
     def _take(self) -> Taken | None:
         while self._arrived:
             place = self._arrived.popleft()
-            chunk = self._generations[place].take()
-            if chunk is not None:
-                self._num_open -= chunk.finish_reason is not None
+            generation = self._generations.get(place)
+            if generation is None:
+                continue
+            try:
+                chunk = generation.take()
+            except Busy as error:
+                if place < MAX_AT_ONCE:
+                    raise
+                del self._generations[place]
+                self._open_later(place, error.retry_after_s or RETRY_S)
+                continue
+            if chunk is None:
+                continue
+            if chunk.finish_reason is None:
+                self._arrived.append(place)  # a call that receives several chunks may tell of them once
                 return place, chunk
+            self._num_open -= 1
+            del self._generations[place]
+            if self._next_place < self._num_choices:
+                self._open_later(self._next_place, 0.0)
+                self._next_place += 1
+            return place, chunk
         return None
+
+    def _open_later(self, place: int, after_s: float) -> None:
+        """Open a choice in a call of its own: sending its request can bring chunks of others."""
+        self._to_open[place] = asyncio.get_running_loop().call_later(after_s, self._open_now, place)
+
+    def _open_now(self, place: int) -> None:
+        del self._to_open[place]
+        try:
+            self._open(place)
+        except LowlatError as error:
+            self._failure = error
+            self._hand_on()

@@ -115,6 +115,8 @@ def _exact(schema: Any, lenient: bool, found: set[str]) -> Any:
         found.add("free")
     for hold in (_hold_numbers, _hold_bounds, _hold_count):
         hold(made, lenient)
+    if lenient and len(made.get("patternProperties") or ()) < len(schema.get("patternProperties") or ()):
+        made.pop("additionalProperties", None)  # keys of an expression that was left out may be any
     return made
 
 

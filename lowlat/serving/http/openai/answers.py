@@ -1,5 +1,6 @@
 """Answers in choices, as chats and completions have them: as a stream, and as a whole."""
 
+import hashlib
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -8,13 +9,29 @@ from typing import Any
 
 from lowlat.errors import StreamError
 from lowlat.ipc.client import Chunk
-from lowlat.ipc.messages import TokenLogprob
+from lowlat.ipc.messages import TokenLogprob, Welcome
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.serving.http.openai.logprobs import CompletionLogprobs
-from lowlat.serving.http.openai.schema import Choosing
+from lowlat.serving.http.openai.schema import SEEDS, Choosing
 from lowlat.serving.http.streaming import DONE, event
 
-__all__ = ["Choice", "ChoicesAnswer", "finish_reason", "seeded", "usage_of"]
+__all__ = ["Choice", "ChoicesAnswer", "ReasoningCount", "fingerprint", "finish_reason", "seeded", "usage_of"]
+
+
+class ReasoningCount:
+    """Counts the tokens of an answer's reasoning, those that mark it included."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._num_open = 0  # that brought nothing to see yet
+
+    def take(self, chunk: Chunk) -> None:
+        """Count a chunk."""
+        self._num_open += len(chunk.token_ids)
+        if chunk.reasoning_content:
+            self.num_tokens += self._num_open
+        if chunk.reasoning_content or chunk.text or chunk.tool_calls:
+            self._num_open = 0
 
 
 class Choice:
@@ -22,6 +39,7 @@ class Choice:
 
     def __init__(self) -> None:
         self.begun = False
+        self.named = False  # its role was told, or its prompt given back
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[dict[str, Any]] = []
@@ -33,6 +51,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.accepted: list[bool] = []
         self.num_tokens = 0
+        self.reasoned = ReasoningCount()
         self.finish_reason: str | None = None
         self.metrics: dict[str, Any] = {}
 
@@ -40,20 +59,41 @@ class Choice:
 class ChoicesAnswer(ABC):
     """An answer in choices.
 
-    kind  of the whole and of a stream's chunks: the field `object`
+    NOTHING             the fields of a choice in a stream's chunk that adds nothing
+    PROMPTS_IN_CHOICES  each choice shows the token ids of its prompt
+    kind                of the whole and of a stream's chunks: the field `object`
+    prompt_ids          token ids of the prompts, where they are known before the answer
     """
 
-    def __init__(self, prefix: str, kind: tuple[str, str], asked: Choosing, num_prompts: int = 1) -> None:
-        self._usage = asked.stream_options is not None and asked.stream_options.include_usage
-        self._lowlat = asked.lowlat
+    NOTHING: Mapping[str, Any] = {}
+    PROMPTS_IN_CHOICES = False
+
+    def __init__(
+        self,
+        prefix: str,
+        kind: tuple[str, str],
+        asked: Choosing,
+        fingerprint: str,
+        num_prompts: int = 1,
+        prompt_ids: Sequence[Sequence[int]] = (),
+    ) -> None:
+        options = asked.stream_options
+        self._usage = options is not None and bool(options.include_usage)
+        self._usages = options is not None and bool(options.continuous_usage_stats)
+        self._lowlat = bool(asked.lowlat)
+        self._ids = bool(asked.return_token_ids)
+        self._prompt_ids = prompt_ids
         self._num_wanted = asked.n or 1
         self._choices = [Choice() for _ in range(num_prompts * self._num_wanted)]
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind[1 if asked.stream else 0],
             "created": int(time.time()),
             "model": asked.model,
+            "system_fingerprint": fingerprint,
         }
+        if asked.service_tier is not None:
+            self._head["service_tier"] = "default"
 
     @abstractmethod
     def part(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
@@ -71,17 +111,23 @@ class ChoicesAnswer(ABC):
         """See `streaming.Answer`."""
         choice = self._choices[place]
         choice.num_tokens += len(chunk.token_ids)
+        choice.reasoned.take(chunk)
         fields = self.part(choice, chunk)
         if chunk.finish_reason is not None:
             self._end(choice, chunk)
-        elif not fields and not self._lowlat:
+        elif not fields and not self._lowlat and not self._ids:
             return b""
-        body: dict[str, Any] = {
-            **self._head,
-            "choices": [{"index": place, "logprobs": None, **fields, "finish_reason": choice.finish_reason}],
-        }
-        if self._usage:
+        shown = {"index": place, "logprobs": None, **(fields or self.NOTHING), "finish_reason": choice.finish_reason}
+        body: dict[str, Any] = {**self._head, "choices": [shown]}
+        if self._usages:
+            body["usage"] = self._used_until_now()
+        elif self._usage:
             body["usage"] = None
+        if self._ids:
+            shown["token_ids"] = chunk.token_ids
+            if not choice.begun:
+                self._show_prompt(body, shown, place)
+        choice.begun = True
         if self._lowlat:
             body["lowlat"] = _lowlat(chunk)
         return event(body)
@@ -96,30 +142,37 @@ class ChoicesAnswer(ABC):
         """See `streaming.Answer`."""
         choice = self._choices[place]
         choice.num_tokens += len(chunk.token_ids)
-        choice.content.append(chunk.text)
+        choice.reasoned.take(chunk)
         choice.logprobs += chunk.logprobs or ()
         choice.prompt = chunk.prompt_logprobs or choice.prompt
         self.take_part(choice, chunk)
+        if self._lowlat or self._ids:
+            choice.token_ids += chunk.token_ids
+            choice.accepted += chunk.accepted or (False,) * len(chunk.token_ids)
         if chunk.finish_reason is not None:
             self._end(choice, chunk)
-        elif self._lowlat:
-            tokens = _lowlat(chunk)
-            choice.token_ids += tokens["token_ids"]
-            choice.accepted += tokens["accepted"]
 
     def body(self) -> dict[str, Any]:
         """See `streaming.Answer`."""
-        choices = []
+        body: dict[str, Any] = {**self._head, "choices": [], "usage": self._used()}
         for place, choice in enumerate(self._choices):
             shown = {"index": place, **self.whole(choice), "finish_reason": choice.finish_reason}
+            if self._ids:
+                shown["token_ids"] = choice.token_ids
+                self._show_prompt(body, shown, place)
             if self._lowlat:
                 shown["lowlat"] = {
                     "token_ids": choice.token_ids,
                     "accepted": choice.accepted,
                     "metrics": choice.metrics,
                 }
-            choices.append(shown)
-        return {**self._head, "choices": choices, "usage": self._used()}
+            body["choices"].append(shown)
+        return body
+
+    def _show_prompt(self, body: dict[str, Any], shown: dict[str, Any], place: int) -> None:
+        """Put the prompt's token ids where vLLM has them: beside the choices, or in each where prompts are several."""
+        where = shown if self.PROMPTS_IN_CHOICES else body
+        where["prompt_token_ids"] = self._prompt_ids[place // self._num_wanted]
 
     def _end(self, choice: Choice, chunk: Chunk) -> None:
         choice.metrics = chunk.metrics or {}
@@ -127,7 +180,17 @@ class ChoicesAnswer(ABC):
 
     def _used(self) -> dict[str, Any]:
         prompts = [choice.metrics for choice in self._choices[:: self._num_wanted]]
-        return usage_of(prompts, sum(choice.num_tokens for choice in self._choices))
+        num_reasoning = sum(choice.reasoned.num_tokens for choice in self._choices)
+        return usage_of(prompts, sum(choice.num_tokens for choice in self._choices), num_reasoning)
+
+    def _used_until_now(self) -> dict[str, int]:
+        num_prompt = sum(map(len, self._prompt_ids))
+        num_completion = sum(choice.num_tokens for choice in self._choices)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+        }
 
 
 def _lowlat(chunk: Chunk) -> dict[str, Any]:
@@ -148,10 +211,12 @@ def finish_reason(chunk: Chunk, *, called: bool = False) -> str:
 
 def seeded(sampling: dict[str, Any], place: int) -> dict[str, Any]:
     """Sampling of one of several choices: each has a seed of its own, the first the one that was asked for."""
-    return sampling if "seed" not in sampling or not place else sampling | {"seed": sampling["seed"] + place}
+    if "seed" not in sampling or not place:
+        return sampling
+    return sampling | {"seed": (sampling["seed"] + place) % SEEDS}
 
 
-def usage_of(prompts: Sequence[Mapping[str, Any]], num_completion: int) -> dict[str, Any]:
+def usage_of(prompts: Sequence[Mapping[str, Any]], num_completion: int, num_reasoning: int) -> dict[str, Any]:
     """An answer's `usage`: the metrics of one request a prompt, and the tokens of all requests."""
     num_prompt = sum(metrics.get("prompt_tokens", 0) for metrics in prompts)
     num_cached = sum(metrics.get("cached_prompt_tokens", 0) for metrics in prompts)
@@ -160,4 +225,11 @@ def usage_of(prompts: Sequence[Mapping[str, Any]], num_completion: int) -> dict[
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
     }
+
+
+def fingerprint(server: Welcome) -> str:
+    """The field system_fingerprint: equal for servers of the same model, tokenizer and version of lowlat."""
+    parts = (server.model, server.tokenizer, server.vocab_size, server.server)
+    return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

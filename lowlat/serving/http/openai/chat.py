@@ -2,33 +2,33 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lowlat.ipc.client import Chunk
+from lowlat.ipc.client import AsyncGeneration, Chunk
 from lowlat.ipc.messages import Welcome
 from lowlat.serving.http.choices import Choices
-from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.errors import ApiError, invalid
 from lowlat.serving.http.gateway import Gateway
-from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, seeded
+from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
 from lowlat.serving.http.openai.logprobs import chat_logprobs, prompt_logprobs
 from lowlat.serving.http.openai.schema import (
     ChatMessage,
     ChatRequest,
     ContentPart,
-    Tool,
-    ToolCall,
+    FunctionCall,
     decode,
     unsupported,
 )
-from lowlat.serving.http.openai.structured import format_options, offered_tools, structured_options, tool_options
+from lowlat.serving.http.openai.structured import Calling, format_options, structured_options
 from lowlat.serving.http.streaming import read_body, respond
 
-__all__ = ["chat_completions", "chat_messages", "check_template", "text_of"]
+__all__ = ["call_of", "chat_completions", "chat_messages", "check_template", "text_of"]
 
+TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 _DECODER = msgspec.json.Decoder(ChatRequest)
 
 
@@ -38,26 +38,32 @@ async def chat_completions(request: Request) -> Response:
     asked = decode(_DECODER, await read_body(request))
     server = await gateway.serving(asked.model)
     check_template(server)
-    tools = offered_tools(asked)
-    options = _template_options(asked, tools)
+    calling = Calling.of(asked.tools or (), asked.tool_choice, asked.parallel_tool_calls)
     bound = _bound(asked)
-    sampling = asked.sampling(server.advice) | _lengths(asked) | bound | tool_options(asked, tools, bound)
-    sampling["parse"] = "tools" if "tools" in options else "reasoning"
+    format_field = "response_format" if asked.structured_outputs is None else "structured_outputs"
+    sampling = asked.sampling(server.advice) | _lengths(asked) | bound | calling.options(bound, format_field)
+    sampling["parse"] = "tools" if calling.tools else "reasoning"
     if asked.logprobs:
         sampling["logprobs"] = asked.top_logprobs or 0
-    elif asked.top_logprobs is not None:
-        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+    elif asked.top_logprobs:
+        raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     messages = chat_messages(asked.messages)
-    generations = [
-        gateway.client.generate(
+    options = _template_options(asked, calling)
+    prompt_ids: list[tuple[int, ...]] = []
+    if asked.needs_prompt_ids:
+        prompt_ids.append(await gateway.client.tokenize(messages, template_options=options))
+
+    def start(place: int) -> AsyncGeneration:
+        return gateway.client.generate(
             messages,
             template_options=options,
             fit_context="max_tokens" not in sampling,
+            cache_salt=asked.cache_salt or "",
             **seeded(sampling, place),
         )
-        for place in range(asked.n or 1)
-    ]
-    return await respond(request, Choices(generations), _Chat(asked), stream=bool(asked.stream))
+
+    answer = _Chat(asked, calling, fingerprint(server), prompt_ids)
+    return await respond(request, Choices(start, asked.n or 1), answer, stream=bool(asked.stream))
 
 
 def check_template(server: Welcome) -> None:
@@ -73,14 +79,15 @@ def chat_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     plain = []
     for place, message in enumerate(messages):
         fields: dict[str, Any] = {"role": message.role}
-        if message.content is not None:
-            fields["content"] = text_of(message.content, f"messages[{place}].content")
+        content = message.refusal if message.content is None else message.content
+        if content is not None:
+            fields["content"] = text_of(content, f"messages[{place}].content")
         if message.tool_calls:
-            fields["tool_calls"] = [_call(call) for call in message.tool_calls]
+            fields["tool_calls"] = [call_of(call.id, call.function) for call in message.tool_calls]
         named = {
             "name": message.name,
             "tool_call_id": message.tool_call_id,
-            "thinking": message.reasoning_content,
+            "thinking": message.reasoning_content or message.reasoning,
         }
         plain.append(fields | {name: value for name, value in named.items() if value is not None})
     return plain
@@ -93,22 +100,30 @@ def text_of(content: str | Sequence[ContentPart], param: str) -> str:
     texts = []
     for place, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in ("text", "input_text", "output_text", "refusal") or text is None:
+        if part.type not in TEXT_PARTS or text is None:
             raise unsupported(f"{param}[{place}].type", f"{part.type!r:.40}; content is text")
         texts.append(text)
     return "\n".join(texts)
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    """A call as templates expect it: its arguments as an object where they are one."""
-    arguments: Any = call.function.arguments
-    try:
-        decoded = json.loads(arguments)
-    except (ValueError, RecursionError):
-        decoded = None
-    if isinstance(decoded, dict):
-        arguments = decoded
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+def call_of(id: str, function: FunctionCall) -> dict[str, Any]:
+    """A call as templates expect it: its arguments as a JSON value, which is an object unless the caller sent another.
+
+    What is no JSON, such as arguments that were cut off, becomes a string of JSON, so that a prompt stays well-formed.
+    """
+    arguments: Any = {}
+    text = function.arguments or ""
+    if text.strip():
+        try:
+            value = json.loads(text, parse_constant=_no_constant)
+        except (ValueError, RecursionError):
+            text, value = json.dumps(text, ensure_ascii=False), None
+        arguments = value if isinstance(value, dict) else text
+    return {"id": id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _bound(asked: ChatRequest) -> dict[str, Any]:
@@ -120,38 +135,44 @@ def _bound(asked: ChatRequest) -> dict[str, Any]:
     return bound or structured
 
 
-def _template_options(asked: ChatRequest, offered: Sequence[Tool]) -> dict[str, Any]:
-    options = dict(asked.chat_template_kwargs or {})
-    tools: list[dict[str, Any]] = [msgspec.to_builtins(tool) for tool in offered]
-    for tool in tools:
-        tool["function"].pop("strict", None)  # the server's business, not the model's
-    if tools:
-        options["tools"] = tools
-    if asked.reasoning_effort is not None:
-        options["reasoning_effort"] = asked.reasoning_effort
-    return options
+def _template_options(asked: ChatRequest, calling: Calling) -> dict[str, Any]:
+    named = {
+        "tools": calling.for_template() or None,
+        "reasoning_effort": asked.reasoning_effort,
+        "verbosity": asked.verbosity,
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    return {**(asked.chat_template_kwargs or {}), **given}
 
 
 def _lengths(asked: ChatRequest) -> dict[str, int]:
     if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
-        raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", param="max_tokens")
+        raise ApiError(
+            400, "max_tokens and max_completion_tokens differ; give one", param="max_tokens", code="invalid_value"
+        )
     most = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
     return {} if most is None else {"max_tokens": most}
 
 
 class _Chat(ChoicesAnswer):
-    """The answer to a chat."""
+    """The answer to a chat. One that must be a call has no content: text in it is a call that was cut off."""
 
-    def __init__(self, asked: ChatRequest) -> None:
-        super().__init__("chatcmpl", ("chat.completion", "chat.completion.chunk"), asked)
+    NOTHING = {"delta": {}}  # noqa: RUF012
+
+    def __init__(
+        self, asked: ChatRequest, calling: Calling, fingerprint: str, prompt_ids: Sequence[Sequence[int]]
+    ) -> None:
+        kind = ("chat.completion", "chat.completion.chunk")
+        super().__init__("chatcmpl", kind, asked, fingerprint, prompt_ids=prompt_ids)
         self._logprobs = bool(asked.logprobs)
         self._num_prompt = asked.prompt_logprobs
-        self._one_call = asked.parallel_tool_calls is False
+        self._one_call = not calling.parallel
+        self._forced = calling.forced
 
     def part(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
         """See ChoicesAnswer."""
         delta: dict[str, Any] = {}
-        if chunk.text:
+        if chunk.text and not self._forced:
             delta["content"] = chunk.text
         if chunk.reasoning_content:
             delta["reasoning_content"] = chunk.reasoning_content
@@ -159,13 +180,14 @@ class _Chat(ChoicesAnswer):
             delta["tool_calls"] = calls
         if not delta and not chunk.logprobs and chunk.finish_reason is None:
             return {}
-        if not choice.begun:
-            choice.begun = True
+        if not choice.named:
+            choice.named = True
             delta = {"role": "assistant", "content": "", **delta}
         return {"delta": delta, "logprobs": chat_logprobs(chunk.logprobs) if chunk.logprobs else None}
 
     def take_part(self, choice: Choice, chunk: Chunk) -> None:
         """See ChoicesAnswer."""
+        choice.content.append("" if self._forced else chunk.text)
         choice.reasoning.append(chunk.reasoning_content)
         for call in self._calls(choice, chunk):
             index = call.pop("index")

@@ -7,19 +7,19 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lowlat.ipc.client import Chunk
+from lowlat.ipc.client import AsyncGeneration, Chunk
 from lowlat.serving.http.choices import Choices
-from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.errors import invalid
 from lowlat.serving.http.gateway import Gateway
-from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, seeded
+from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
 from lowlat.serving.http.openai.logprobs import Lists, prompt_logprobs
-from lowlat.serving.http.openai.schema import CompletionRequest, decode
+from lowlat.serving.http.openai.schema import CompletionRequest, decode, unsupported
 from lowlat.serving.http.openai.structured import structured_options
 from lowlat.serving.http.streaming import read_body, respond
 
 __all__ = ["completions"]
 
-MAX_PROMPTS = 16
+MAX_COMPLETIONS = 4096  # of one request; MAX_AT_ONCE are under way
 DEFAULT_TOKENS = 16  # OpenAI's
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 
@@ -34,14 +34,24 @@ async def completions(request: Request) -> Response:
     sampling["max_tokens"] = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens or 1
     if asked.logprobs is not None:
         sampling["logprobs"] = asked.logprobs
-    prompts = _prompts(asked.prompt)
+    prompts = _prompts(asked.prompt, server.vocab_size)
     num = asked.n or 1
-    generations = [
-        gateway.client.generate(prompt, **seeded(sampling | _echo_options(asked, prompt), place))
-        for prompt in prompts
-        for place in range(num)
-    ]
-    return await respond(request, Choices(generations), _Completion(asked, prompts), stream=bool(asked.stream))
+    if len(prompts) * num > MAX_COMPLETIONS:
+        raise invalid("n", f"n: {len(prompts)} prompts, {num} times, are more than {MAX_COMPLETIONS}")
+    if asked.best_of not in (None, num):
+        raise unsupported("best_of", f"{asked.best_of}; all n = {num} are returned")
+    prompt_ids: list[Sequence[int]] = []
+    if asked.needs_prompt_ids:
+        for prompt in prompts:
+            prompt_ids.append(await gateway.client.tokenize(prompt) if isinstance(prompt, str) else prompt)
+
+    def start(place: int) -> AsyncGeneration:
+        prompt = prompts[place // num]
+        options = seeded(sampling | _echo_options(asked, prompt), place % num)
+        return gateway.client.generate(prompt, cache_salt=asked.cache_salt or "", **options)
+
+    answer = _Completion(asked, fingerprint(server), prompts, prompt_ids)
+    return await respond(request, Choices(start, len(prompts) * num), answer, stream=bool(asked.stream))
 
 
 def _echo_options(asked: CompletionRequest, prompt: str | list[int]) -> dict[str, int]:
@@ -51,25 +61,38 @@ def _echo_options(asked: CompletionRequest, prompt: str | list[int]) -> dict[str
     return {"prompt_logprobs": max(asked.logprobs or 0, asked.prompt_logprobs or 0)}
 
 
-def _prompts(given: str | list[Any]) -> list[Any]:
+def _prompts(given: str | list[Any], vocab_size: int) -> list[Any]:
     """The prompts in a list of their own. Raises ApiError."""
     if isinstance(given, str):
         return [given]
     prompts: list[Any] = [given] if given and all(type(item) is int for item in given) else given
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise ApiError(400, f"prompt: {len(prompts)} prompts; 1 to {MAX_PROMPTS} are taken", param="prompt")
+    if not 1 <= len(prompts) <= MAX_COMPLETIONS:
+        raise invalid("prompt", f"prompt: {len(prompts)} prompts; 1 to {MAX_COMPLETIONS} are taken")
     for place, prompt in enumerate(prompts):
         ids = isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)
         if not isinstance(prompt, str) and not ids:
-            raise ApiError(400, f"prompt[{place}]: is neither text nor token ids", param="prompt")
+            raise invalid("prompt", f"prompt[{place}]: is neither text nor token ids")
+        if ids and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise invalid("prompt", f"prompt[{place}]: token {wrong}; ids are 0 to {vocab_size - 1}")
     return prompts
 
 
 class _Completion(ChoicesAnswer):
     """The answer to a completion."""
 
-    def __init__(self, asked: CompletionRequest, prompts: Sequence[str | list[int]]) -> None:
-        super().__init__("cmpl", ("text_completion", "text_completion"), asked, len(prompts))
+    NOTHING = {"text": ""}  # noqa: RUF012
+    PROMPTS_IN_CHOICES = True
+
+    def __init__(
+        self,
+        asked: CompletionRequest,
+        fingerprint: str,
+        prompts: Sequence[str | list[int]],
+        prompt_ids: Sequence[Sequence[int]],
+    ) -> None:
+        kind = ("text_completion", "text_completion")
+        super().__init__("cmpl", kind, asked, fingerprint, len(prompts), prompt_ids)
         self._logprobs, self._num_prompt = asked.logprobs, asked.prompt_logprobs
         self._prompt_alone = asked.max_tokens == 0
         for place, choice in enumerate(self._choices if asked.echo else ()):
@@ -97,7 +120,7 @@ class _Completion(ChoicesAnswer):
 
     def part(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
         """See ChoicesAnswer."""
-        echoes = choice.echo is not None and not choice.begun
+        echoes = choice.echo is not None and not choice.named
         if not chunk.text and not chunk.logprobs and chunk.finish_reason is None and not echoes:
             return {}
         text, lists = chunk.text, choice.lists.take(chunk.logprobs) if chunk.logprobs else None
@@ -105,7 +128,7 @@ class _Completion(ChoicesAnswer):
             choice.prompt = chunk.prompt_logprobs
             before, of_prompt = self._echo(choice)
             text, lists, choice.prompt = before + text, of_prompt or lists, None
-        choice.begun = True
+        choice.named = True
         return {"text": text, "logprobs": lists}
 
     def _echo(self, choice: Choice) -> tuple[str, Lists | None]:
@@ -118,6 +141,7 @@ class _Completion(ChoicesAnswer):
 
     def take_part(self, choice: Choice, chunk: Chunk) -> None:
         """See ChoicesAnswer."""
+        choice.content.append(chunk.text)
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """See ChoicesAnswer."""

@@ -1,23 +1,32 @@
-"""/v1/responses: text in, text out, as a whole or as typed events; all else of it is refused by name."""
+"""/v1/responses: messages, reasoning and calls of functions in and out; nothing is stored."""
 
-import time
-import uuid
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lowlat.ipc.client import Chunk
 from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import ApiError
 from lowlat.serving.http.gateway import Gateway
-from lowlat.serving.http.openai.answers import finish_reason, usage_of
-from lowlat.serving.http.openai.chat import check_template, text_of
-from lowlat.serving.http.openai.schema import JsonSchema, ResponseFormat, ResponsesRequest, decode, unsupported
-from lowlat.serving.http.openai.structured import format_options, structured_options
-from lowlat.serving.http.streaming import event, read_body, respond
+from lowlat.serving.http.openai.chat import check_template
+from lowlat.serving.http.openai.responses_answer import ResponsesAnswer
+from lowlat.serving.http.openai.responses_input import input_messages
+from lowlat.serving.http.openai.responses_schema import AllowedFunctions, NamedFunction, ResponsesRequest
+from lowlat.serving.http.openai.schema import (
+    AllowedSet,
+    AllowedTools,
+    Function,
+    FunctionName,
+    JsonSchema,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+    decode,
+    unsupported,
+)
+from lowlat.serving.http.openai.structured import Calling, format_options, structured_options
+from lowlat.serving.http.streaming import read_body, respond
 
 __all__ = ["responses"]
 
@@ -30,28 +39,57 @@ async def responses(request: Request) -> Response:
     asked = decode(_DECODER, await read_body(request))
     server = await gateway.serving(asked.model)
     check_template(server)
-    messages: list[dict[str, Any]] = []
-    if asked.instructions is not None:
-        messages.append({"role": "developer", "content": asked.instructions})
-    if isinstance(asked.input, str):
-        messages.append({"role": "user", "content": asked.input})
-    else:
-        for place, item in enumerate(asked.input):
-            messages.append({"role": item.role, "content": text_of(item.content, f"input[{place}].content")})
-    options = {}
-    if asked.reasoning is not None and asked.reasoning.effort is not None:
-        options["reasoning_effort"] = asked.reasoning.effort
+    calling = _calling(asked)
+    bound = _bound(asked)
+    format_field = "text.format" if asked.structured_outputs is None else "structured_outputs"
+    sampling = asked.sampling(server.advice) | _logprobs(asked) | bound | calling.options(bound, format_field)
     most = asked.max_output_tokens
-    bound = _bound(asked) | ({} if most is None else {"max_tokens": most})
+    if most is not None:
+        sampling["max_tokens"] = most
     generation = gateway.client.generate(
-        messages,
-        template_options=options,
+        input_messages(asked),
+        template_options=_template_options(asked, calling),
         fit_context=most is None,
-        parse="reasoning",
-        **asked.sampling(server.advice),
-        **bound,
+        cache_salt=asked.cache_salt or "",
+        parse="tools" if calling.tools else "reasoning",
+        **sampling,
     )
-    return await respond(request, Choices([generation]), _Response(asked, server.advice), stream=bool(asked.stream))
+    answer = ResponsesAnswer(asked, calling, server.advice)
+    return await respond(request, Choices(lambda _: generation), answer, stream=bool(asked.stream))
+
+
+def _calling(asked: ResponsesRequest) -> Calling:
+    """The functions that may be called, in the words of chats."""
+    tools = [
+        Tool("function", Function(one.name, one.description, one.parameters, one.strict)) for one in asked.tools or ()
+    ]
+    choice: str | NamedTool | AllowedTools | None
+    if isinstance(asked.tool_choice, NamedFunction):
+        choice = _named(asked.tool_choice)
+    elif isinstance(asked.tool_choice, AllowedFunctions):
+        choice = AllowedTools(AllowedSet(asked.tool_choice.mode, [_named(one) for one in asked.tool_choice.tools]))
+    else:
+        choice = asked.tool_choice
+    return Calling.of(tools, choice, asked.parallel_tool_calls)
+
+
+def _named(function: NamedFunction) -> NamedTool:
+    return NamedTool(FunctionName(function.name))
+
+
+def _template_options(asked: ResponsesRequest, calling: Calling) -> dict[str, Any]:
+    named = {
+        "tools": calling.for_template() or None,
+        "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
+        "verbosity": None if asked.text is None else asked.text.verbosity,
+    }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _logprobs(asked: ResponsesRequest) -> dict[str, int]:
+    if asked.top_logprobs or "message.output_text.logprobs" in (asked.include or ()):
+        return {"logprobs": asked.top_logprobs or 0}
+    return {}
 
 
 def _bound(asked: ResponsesRequest) -> dict[str, Any]:
@@ -68,150 +106,3 @@ def _bound(asked: ResponsesRequest) -> dict[str, Any]:
     if bound and structured:
         raise unsupported("structured_outputs", "text.format binds the answer already; give one of the two")
     return bound or structured
-
-
-class _Response:
-    """The answer: a reasoning item where the model reasons, then a message."""
-
-    def __init__(self, asked: ResponsesRequest, advice: Mapping[str, float]) -> None:
-        self._asked = asked
-        self._advice = advice
-        form = None if asked.text is None else asked.text.format
-        self._format = {"type": "text"} if form is None or form.type == "text" else msgspec.to_builtins(form)
-        self._id = f"resp_{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._num_events = 0
-        self._num_tokens = 0
-        self._metrics: dict[str, Any] = {}
-        self._end = ""
-        self._items: list[dict[str, Any]] = []  # those that ended
-        self._kind = ""  # of the item that is being written, "" for none
-        self._item_id = ""
-        self._text: list[str] = []
-
-    def events(self, place: int, chunk: Chunk) -> bytes:
-        """See `streaming.Answer`."""
-        events: list[bytes] = []
-        if not self._num_events:
-            events += [
-                self._event("response.created", response=self._shown("in_progress")),
-                self._event("response.in_progress", response=self._shown("in_progress")),
-            ]
-        self._num_tokens += len(chunk.token_ids)
-        for kind, text in (("reasoning", chunk.reasoning_content), ("message", chunk.text)):
-            if text:
-                if kind != self._kind:
-                    events += self._close()
-                    events += self._open(kind)
-                self._text.append(text)
-                name = "output_text" if kind == "message" else "reasoning_text"
-                logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-                events.append(self._event(f"response.{name}.delta", **self._place(), delta=text, **logprobs))
-        if chunk.finish_reason is not None:
-            self._finish(chunk)
-            if not self._kind and not any(item["type"] == "message" for item in self._items):
-                events += self._open("message")
-            events += self._close()
-            status = self._status()
-            events.append(self._event(f"response.{status}", response=self._shown(status)))
-        return b"".join(events)
-
-    def last_events(self) -> bytes:
-        """See `streaming.Answer`."""
-        return b""
-
-    def take(self, place: int, chunk: Chunk) -> None:
-        """See `streaming.Answer`."""
-        self.events(place, chunk)
-
-    def body(self) -> dict[str, Any]:
-        """See `streaming.Answer`."""
-        return self._shown(self._status())
-
-    def _finish(self, chunk: Chunk) -> None:
-        self._end = finish_reason(chunk)
-        self._metrics = chunk.metrics or {}
-
-    def _status(self) -> str:
-        return "incomplete" if self._end == "length" else "completed"
-
-    def _open(self, kind: str) -> list[bytes]:
-        self._kind, self._text = kind, []
-        self._item_id = f"{'msg' if kind == 'message' else 'rs'}_{uuid.uuid4().hex}"
-        item = self._item("in_progress")
-        if kind == "message":
-            item["content"] = []
-        return [
-            self._event("response.output_item.added", output_index=len(self._items), item=item),
-            self._event("response.content_part.added", **self._place(), part=self._part("")),
-        ]
-
-    def _close(self) -> list[bytes]:
-        if not self._kind:
-            return []
-        text = "".join(self._text)
-        name = "output_text" if self._kind == "message" else "reasoning_text"
-        logprobs: dict[str, Any] = {"logprobs": []} if self._kind == "message" else {}
-        item = self._item("completed")
-        events = [
-            self._event(f"response.{name}.done", **self._place(), text=text, **logprobs),
-            self._event("response.content_part.done", **self._place(), part=self._part(text)),
-            self._event("response.output_item.done", output_index=len(self._items), item=item),
-        ]
-        self._items.append(item)
-        self._kind = ""
-        return events
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0}
-
-    def _part(self, text: str) -> dict[str, Any]:
-        if self._kind == "message":
-            return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        return {"type": "reasoning_text", "text": text}
-
-    def _item(self, status: str) -> dict[str, Any]:
-        content = [self._part("".join(self._text))]
-        if self._kind == "message":
-            return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
-        return {"id": self._item_id, "type": "reasoning", "summary": [], "status": status, "content": content}
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        number = self._num_events
-        self._num_events += 1
-        return event({"type": kind, "sequence_number": number, **fields}, kind)
-
-    def _shown(self, status: str) -> dict[str, Any]:
-        asked = self._asked
-        usage = None
-        if status != "in_progress":
-            used = usage_of([self._metrics], self._num_tokens)
-            usage = {
-                "input_tokens": used["prompt_tokens"],
-                "input_tokens_details": used["prompt_tokens_details"],
-                "output_tokens": used["completion_tokens"],
-                "total_tokens": used["total_tokens"],
-            }
-        return {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "model": asked.model,
-            "output": list(self._items),
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": self._advice.get("temperature", 1.0) if asked.temperature is None else asked.temperature,
-            "text": {"format": self._format},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": [],
-            "top_p": self._advice.get("top_p", 1.0) if asked.top_p is None else asked.top_p,
-            "truncation": "disabled",
-            "metadata": asked.metadata or {},
-            "usage": usage,
-        }

@@ -1,4 +1,8 @@
-"""The bodies of requests: OpenAI's fields that lowlat serves, and its own; all others are refused by name."""
+"""The bodies of chats and completions: every field of OpenAI's that has a meaning here, and lowlat's own.
+
+A field of the type None is one that is not served: null says nothing and is taken, any value is refused by name. All
+unknown fields are refused, too.
+"""
 
 import re
 from collections.abc import Mapping
@@ -7,44 +11,64 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from lowlat.ipc.messages import MAX_SALT
 from lowlat.serving.http.errors import ApiError
 
 __all__ = [
+    "AllowedTools",
     "ChatMessage",
     "ChatRequest",
     "Choosing",
     "CompletionRequest",
     "ContentPart",
+    "FunctionCall",
     "Generating",
     "JsonSchema",
     "NamedTool",
     "ResponseFormat",
-    "ResponsesRequest",
+    "ServiceTier",
     "StreamOptions",
     "StructuredOutputs",
     "Tool",
+    "ToolCall",
     "decode",
     "unsupported",
 ]
 
-MAX_CHOICES = 16
+MAX_CHOICES = 128  # OpenAI's
+SEEDS = 1 << 63  # those of the server; all others wrap
+WHY_NOT = {
+    "background": "an answer comes to who waits for it",
+    "conversation": "nothing is stored; send the whole input",
+    "function_call": "give tool_choice",
+    "functions": "give tools",
+    "previous_response_id": "nothing is stored; send the whole input",
+    "prompt": "no prompts are stored",
+    "store": "nothing is stored; leave it out",
+    "truncation": "what is longer than the context is refused",
+}
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]{0,200})`$")
 _NAMED = re.compile(r"(unknown|required) field `([^`]{1,64})`")
 Body = TypeVar("Body", bound=Struct)
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """The parts of a stream beside the answer; obfuscation (random padding against traffic analysis) is never sent."""
+    """The parts of a stream beside the answer; obfuscation (random padding against traffic analysis) is never sent.
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    continuous_usage_stats  vLLM's: usage in every chunk
+    """
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True):
     """A schema of answers, by a name of the caller's."""
 
     name: Annotated[str, Meta(max_length=256)] = ""
-    schema: dict[str, Any] = {}
+    schema: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
 
@@ -69,11 +93,14 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
 class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields that every kind of request has.
 
-    user, safety_identifier, metadata   labels for a service's own books; nothing here depends on them
-    lowlat                              adds `lowlat` to the answer: token ids, which of them were accepted drafts, and
-                                        in the end the request's metrics
-    structured_outputs                  as vLLM has it
-    top_k to max_draft_tokens           as in lowlat.SamplingParams
+    user to metadata            labels for a service's own books; nothing here depends on them
+    prompt_cache_*              advice to a cache that needs none
+    service_tier                there is one, "default"
+    lowlat                      adds `lowlat` to the answer: token ids, which of them were accepted drafts, and in the
+                                end the request's metrics
+    structured_outputs          as vLLM has it
+    cache_salt                  as vLLM has it: a cached prefix is shared only among requests with the same
+    top_k to max_draft_tokens   as in lowlat.SamplingParams
     """
 
     model: str
@@ -83,10 +110,15 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: ServiceTier | None = None
     store: Literal[False] | None = None
-    lowlat: bool = False
+    moderation: None = None
+    lowlat: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -99,6 +131,8 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
         """Sampling options by the server's names, those that are given; the temperature is OpenAI's where neither the
         request nor the model's advice, `Welcome.advice`, has one."""
         values = {name: getattr(self, name) for name in ("temperature", "top_p", *_OWN)}
+        if values["top_p"] == 0:  # the least set of tokens: the likeliest alone
+            values |= {"top_p": None, "top_k": 1}
         own = {} if "temperature" in advice else {"temperature": 1.0}
         return own | {name: value for name, value in values.items() if value is not None}
 
@@ -109,7 +143,8 @@ _OWN = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "sto
 class Choosing(Generating, kw_only=True):
     """The fields that chats and completions share.
 
-    prompt_logprobs  as vLLM has it
+    prompt_logprobs   as vLLM has it
+    return_token_ids  as vLLM has it: the token ids of prompt and answer
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -120,6 +155,13 @@ class Choosing(Generating, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether the answer tells of the prompt's tokens before it ends."""
+        options = self.stream_options
+        return bool(self.return_token_ids) or (options is not None and bool(options.continuous_usage_stats))
 
     def sampling(self, advice: Mapping[str, float]) -> dict[str, Any]:
         """See Generating; adds the fields of this class. Raises ApiError for a logit_bias key that is no token id, and
@@ -129,8 +171,10 @@ class Choosing(Generating, kw_only=True):
             raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
         if self.prompt_logprobs is not None and self.stream:
             raise unsupported("prompt_logprobs", "an answer that is streamed has none; leave stream out")
-        names = ("stop", "seed", "presence_penalty", "frequency_penalty", "prompt_logprobs")
+        names = ("stop", "presence_penalty", "frequency_penalty", "prompt_logprobs")
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.seed is not None:
+            values["seed"] = self.seed % SEEDS
         if self.logit_bias:
             values["logit_bias"] = _biases(self.logit_bias)
         return super().sampling(advice) | values
@@ -148,7 +192,7 @@ class FunctionCall(Struct, forbid_unknown_fields=True):
     """The function of a tool call, its arguments as JSON text."""
 
     name: str
-    arguments: str = ""
+    arguments: str | None = None
 
 
 class ToolCall(Struct, forbid_unknown_fields=True):
@@ -156,12 +200,17 @@ class ToolCall(Struct, forbid_unknown_fields=True):
 
     id: str
     function: FunctionCall
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     index: int | None = None
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True):
-    """A message; the last four fields are those of an answer that is sent back, and must be empty."""
+    """A message; an answer may be sent back as it came, from this server or another of the kind.
+
+    reasoning          another name of reasoning_content
+    reasoning_details  reasoning once more, in parts
+    annotations        of an earlier answer's text, for its reader
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -169,10 +218,12 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
+    reasoning: str | None = None
+    reasoning_details: list[Any] | None = None
+    refusal: str | None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    annotations: list[Any] | None = None
 
 
 class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -197,18 +248,32 @@ class FunctionName(Struct, forbid_unknown_fields=True):
     name: str
 
 
-class NamedTool(Struct, forbid_unknown_fields=True):
+class NamedTool(Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
     """The tool that must be called."""
 
-    type: Literal["function"]
     function: FunctionName
+
+
+class AllowedSet(Struct, forbid_unknown_fields=True):
+    """The tools that may be called, of those that are offered, and whether one of them must be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
+    """A choice among the tools."""
+
+    allowed_tools: AllowedSet
 
 
 class ChatRequest(Choosing, kw_only=True):
     """The body of /v1/chat/completions.
 
     chat_template_kwargs  further variables of the model's template, such as enable_thinking
-    tool_choice           "auto", "none", "required", or the one function to call
+    tool_choice           "auto", "none", "required", the one function to call, or some of the tools
+    prediction            advice that changes no answer
+    verbosity             a variable of the model's template
     """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
@@ -217,11 +282,18 @@ class ChatRequest(Choosing, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    web_search_options: None = None
 
 
 class CompletionRequest(Choosing, kw_only=True):
@@ -231,51 +303,8 @@ class CompletionRequest(Choosing, kw_only=True):
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: Literal[1] | None = None
-
-
-class InputItem(Struct, forbid_unknown_fields=True):
-    """A message of /v1/responses."""
-
-    role: str
-    content: str | list[ContentPart]
-    type: Literal["message"] = "message"
-    id: str | None = None
-    status: str | None = None
-
-
-class Reasoning(Struct, forbid_unknown_fields=True):
-    """How much the model is asked to think."""
-
-    effort: str | None = None
-
-
-class ResponsesFormat(JsonSchema):
-    """The form of the answer of /v1/responses, where a schema's fields stand beside its type."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-
-
-class ResponsesText(Struct, forbid_unknown_fields=True):
-    """The field `text` of /v1/responses: the form of its text."""
-
-    format: ResponsesFormat | None = None
-
-
-class ResponsesRequest(Generating, kw_only=True):
-    """The body of /v1/responses, of which text in and text out is served."""
-
-    input: str | list[InputItem]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    reasoning: Reasoning | None = None
-    text: ResponsesText | None = None
-    truncation: Literal["disabled"] | None = None
-    parallel_tool_calls: bool | None = None
-    tools: Annotated[list[Any], Meta(max_length=0)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    background: Literal[False] | None = None
-    include: Annotated[list[str], Meta(max_length=0)] | None = None
+    best_of: int | None = None
+    suffix: None = None
 
 
 def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
@@ -290,9 +319,10 @@ def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
         raise ApiError(400, f"the body is no JSON: {error!s:.200}", code="json") from None
 
 
-def unsupported(param: str, why: str) -> ApiError:
+def unsupported(param: str, why: str = "") -> ApiError:
     """The refusal of a parameter, or of a value of it, that lowlat does not serve."""
-    return ApiError(400, f"Unsupported parameter: {param}: {why}", param=param, code="unsupported_parameter")
+    words = f": {why}" if why else ""
+    return ApiError(400, f"Unsupported parameter: {param}{words}", param=param, code="unsupported_parameter")
 
 
 def _refusal(message: str) -> ApiError:
@@ -301,11 +331,15 @@ def _refusal(message: str) -> ApiError:
     named = _NAMED.search(message)
     if named is None:
         reason = message.partition(" - at ")[0][:300]
+        if message.startswith("Expected `null`") or (message.startswith("Invalid enum") and path in WHY_NOT):
+            return unsupported(path, WHY_NOT.get(path, ""))
+        if message.startswith("Invalid value"):  # of a field that names a kind
+            return unsupported(path, reason[len("Invalid value ") :])
         return ApiError(400, f"{path or 'the body'}: {reason}", param=path or None, code="invalid_value")
     param = f"{path}.{named[2]}" if path else named[2]
     if named[1] == "required":
         return ApiError(400, f"Missing required parameter: {param}", param=param, code="missing_required_parameter")
-    return ApiError(400, f"Unsupported parameter: {param}", param=param, code="unsupported_parameter")
+    return unsupported(param)
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

@@ -1,11 +1,14 @@
 """The fields of OpenAI and vLLM that bind an answer to a grammar, as sampling options; misfits are refused by name."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
-from lowlat.serving.http.errors import ApiError
+import msgspec
+
+from lowlat.serving.http.errors import ApiError, invalid
 from lowlat.serving.http.openai.schema import (
-    ChatRequest,
+    AllowedTools,
     JsonSchema,
     NamedTool,
     ResponseFormat,
@@ -14,7 +17,7 @@ from lowlat.serving.http.openai.schema import (
     unsupported,
 )
 
-__all__ = ["format_options", "offered_tools", "structured_options", "tool_options"]
+__all__ = ["Calling", "format_options", "structured_options"]
 
 
 def structured_options(asked: StructuredOutputs | None) -> dict[str, Any]:
@@ -53,48 +56,78 @@ def format_options(asked: ResponseFormat | None, param: str = "response_format")
 
 def _schema_options(asked: JsonSchema) -> dict[str, Any]:
     """The option of a schema: without strict, keywords that cannot be held are left out, as OpenAI promises none."""
-    schema = dict(asked.schema)
+    schema = dict(asked.schema or {})
     return {"json_schema": schema if asked.strict else {**schema, "x-guidance": {"lenient": True}}}
 
 
-def offered_tools(asked: ChatRequest) -> list[Tool]:
-    """The tools that the answer may call. Raises ApiError for a choice that is none of them."""
-    tools = asked.tools or []
-    choice = asked.tool_choice
-    if choice == "none":
-        return []
-    if not tools and choice not in (None, "auto"):
-        raise ApiError(400, "tool_choice: there are no tools to choose from", param="tool_choice", code="invalid_value")
-    if isinstance(choice, NamedTool):
-        named = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not named:
-            message = f"tool_choice: {choice.function.name!r:.80} is none of the tools"
-            raise ApiError(400, message, param="tool_choice", code="invalid_value")
-        return named
-    if choice not in (None, "auto", "required"):
-        raise unsupported("tool_choice", f"{choice!r:.80}; 'none', 'auto', 'required' and a function are served")
-    return tools
+@dataclass(frozen=True)
+class Calling:
+    """The tools that an answer may call.
 
-
-def tool_options(asked: ChatRequest, offered: list[Tool], others: Mapping[str, Any]) -> dict[str, Any]:
-    """The option of calls that are forced, or strict; none for calls that are free.
-
-    others  what else binds the answer
-    Raises ApiError where an answer cannot be both.
+    tools     those that may be called
+    forced    whether one of them must be
+    parallel  whether several may be
     """
-    forced = asked.tool_choice == "required" or isinstance(asked.tool_choice, NamedTool)
-    if offered and others:
-        why = "an answer bound to a format can call no tools; give tool_choice 'none'"
-        raise unsupported("response_format" if asked.structured_outputs is None else "structured_outputs", why)
-    if not offered or not (forced or any(tool.function.strict for tool in offered)):
-        return {}
-    functions = [
-        {
-            "name": tool.function.name,
-            "parameters": tool.function.parameters or {"type": "object"},
-            "strict": bool(tool.function.strict),
-        }
-        for tool in offered
-    ]
-    several = asked.parallel_tool_calls is not False and not isinstance(asked.tool_choice, NamedTool)
-    return {"tool_calls": {"functions": functions, "required": forced, "parallel": several}}
+
+    tools: Sequence[Tool]
+    forced: bool
+    parallel: bool
+
+    @classmethod
+    def of(cls, tools: Sequence[Tool], choice: str | NamedTool | AllowedTools | None, parallel: bool | None) -> Self:
+        """The tools of a request, by its fields tools, tool_choice and parallel_tool_calls.
+
+        Raises ApiError for a choice that is none of the tools.
+        """
+        several = parallel is not False
+        if choice == "none":
+            return cls((), False, several)
+        if not tools and choice not in (None, "auto"):
+            raise _bad_choice("there are no tools to choose from")
+        if isinstance(choice, NamedTool):
+            return cls(_named(tools, [choice]), True, False)
+        if isinstance(choice, AllowedTools):
+            allowed = choice.allowed_tools
+            return cls(_named(tools, allowed.tools), allowed.mode == "required", several)
+        if choice not in (None, "auto", "required"):
+            raise unsupported("tool_choice", f"{choice!r:.80}; 'none', 'auto', 'required' and a function are served")
+        return cls(tools, choice == "required", several)
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """The tools as a chat template takes them."""
+        tools: list[dict[str, Any]] = [msgspec.to_builtins(tool) for tool in self.tools]
+        for tool in tools:
+            tool["function"].pop("strict", None)  # the server's business, not the model's
+        return tools
+
+    def options(self, bound: Mapping[str, Any], param: str) -> dict[str, Any]:
+        """The option of calls that are forced, or strict; none for calls that are free.
+
+        bound  what else binds the answer, by the field param
+        Raises ApiError where an answer cannot be both.
+        """
+        if self.tools and bound:
+            raise unsupported(param, "an answer bound to a format can call no tools; give tool_choice 'none'")
+        if not self.tools or not (self.forced or any(tool.function.strict for tool in self.tools)):
+            return {}
+        functions = [
+            {
+                "name": tool.function.name,
+                "parameters": tool.function.parameters or {"type": "object"},
+                "strict": bool(tool.function.strict),
+            }
+            for tool in self.tools
+        ]
+        return {"tool_calls": {"functions": functions, "required": self.forced, "parallel": self.parallel}}
+
+
+def _named(tools: Sequence[Tool], choices: Sequence[NamedTool]) -> list[Tool]:
+    names = {choice.function.name for choice in choices}
+    missing = names - {tool.function.name for tool in tools}
+    if missing or not names:
+        raise _bad_choice(f"{min(missing, default='')!r:.80} is none of the tools")
+    return [tool for tool in tools if tool.function.name in names]
+
+
+def _bad_choice(why: str) -> ApiError:
+    return invalid("tool_choice", f"tool_choice: {why}")
