@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fake_engine import FakeCodec, FakeEngine, FakeOutput
 from served import Served, serve_in
 
 from lowlat.ipc.client import AsyncClient
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.wire import Sampling
+from lowlat.ipc.wire import Message, Sampling
 from lowlat.serving.http.server import Address, run
 
-__all__ = ["KEY", "RunningGateway", "ScriptedEngine", "gateway_at", "running_gateway"]
+__all__ = ["KEY", "RecordingCodec", "RunningGateway", "ScriptedEngine", "gateway_at", "running_gateway"]
 
 KEY = "a key for tests only"[:16].replace(" ", "-")
 
@@ -49,6 +50,19 @@ class ScriptedEngine(FakeEngine):
         if last:
             self._end(request_id, self._running.pop(request_id))
         return FakeOutput(request_id, (7,), self.reason if last else None, **{"text": "", **part})
+
+
+class RecordingCodec(FakeCodec):
+    """A FakeCodec that keeps the chats that it was given: messages, and what else the template may use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
+
+    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any], **how: Any) -> list[int]:
+        """Encode, and note."""
+        self.chats.append(([msgspec.to_builtins(message) for message in messages], dict(options)))
+        return super().encode_chat(messages, options, **how)
 
 
 @dataclass
@@ -109,12 +123,16 @@ def gateway_at(endpoint: str, **options: Any) -> Iterator[Address]:
 
 @contextmanager
 def running_gateway(
-    folder: Path, engine: FakeEngine | None = None, limits: Limits | None = None, **options: Any
+    folder: Path,
+    engine: FakeEngine | None = None,
+    limits: Limits | None = None,
+    codec: FakeCodec | None = None,
+    **options: Any,
 ) -> Iterator[RunningGateway]:
     """A gateway and the server of an engine behind it, both in this process."""
     folder.chmod(0o700)
     engine = engine or ScriptedEngine()
     with ExitStack() as stack:
-        served = stack.enter_context(serve_in(folder, engine, FakeCodec(), limits or Limits(), {}))
+        served = stack.enter_context(serve_in(folder, engine, codec or FakeCodec(), limits or Limits(), {}))
         address = stack.enter_context(gateway_at(served.server.endpoint, **options))
         yield RunningGateway(address, served)

@@ -1,6 +1,7 @@
 """The gateway itself: refusals by name, key and Host, health, metrics, who goes away, a server that is gone."""
 
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from gateway import KEY, RunningGateway, ScriptedEngine, gateway_at, running_gat
 from prometheus_client.parser import text_string_to_metric_families
 from served import eventually
 
+import lowlat
 from lowlat.errors import ConfigError
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.generations.statistics import Statistics
@@ -24,6 +26,7 @@ from lowlat.serving.http.streaming import MAX_BODY_BYTES
 
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"model": "fake", "prompt": "Hi"}
+RESPONSE: dict[str, Any] = {"model": "fake", "input": "x"}
 MESSAGES_JSON = json.dumps(CHAT["messages"]).encode()
 
 
@@ -60,7 +63,13 @@ def nested(depth: int) -> bytes:
         ("completions", COMPLETION | {"prompt": []}, 400, "prompt", "1 to 4096"),
         ("completions", COMPLETION | {"prompt": [[1], {}]}, 400, "prompt", "prompt[1]"),
         ("completions", COMPLETION | {"prompt": [1, 5000]}, 400, "prompt", "5000"),
-        ("responses", {"model": "fake", "input": "x", "tools": [{"type": "web_search"}]}, 400, "tools[0].type", "Unsupported"),
+        (
+            "responses",
+            {"model": "fake", "input": "x", "tools": [{"type": "web_search"}]},
+            400,
+            "tools[0].type",
+            "Unsupported",
+        ),
         ("completions", b'{"model": ', 400, None, "no JSON"),
         ("chat/completions", nested(100_000), 400, None, "nested too deep"),
         ("chat/completions", nested(40), 400, "chat_template_kwargs", "nested deeper than 32"),
@@ -95,6 +104,26 @@ def test_a_path_that_is_none_is_not_found(gateway: RunningGateway) -> None:
     assert gateway.ask("/v1/nothing")[0] == 404
     status, answer, _ = gateway.ask("/v1/chat/completions")
     assert status == 405 and "GET /v1/chat/completions" in answer["error"]["message"]
+    assert answer["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize(("given", "kept"), [("abc-1.2:3", True), ("", False), ("a b", False), ("x" * 129, False)])
+def test_every_answer_has_a_request_id(gateway: RunningGateway, given: str, kept: bool) -> None:
+    made = set()
+    for path, headers in (("/version", {}), ("/nothing", {}), ("/version", {"authorization": "Bearer wrong"})):
+        _, _, found = gateway.ask(path, headers={"x-request-id": given, **headers})
+        own = found["x-request-id"]
+        assert own == given if kept else re.fullmatch("req_[0-9a-f]{32}", own)
+        made.add(own)
+    assert len(made) == (1 if kept else 3)
+
+
+def test_answers_tell_what_made_them(gateway: RunningGateway, client: openai.OpenAI) -> None:
+    assert gateway.ask("/version")[1] == {"version": lowlat.__version__}
+    first = client.chat.completions.create(**CHAT, max_tokens=1)
+    second = client.completions.create(**COMPLETION, max_tokens=1, extra_headers={"x-request-id": "mine"})
+    assert first.system_fingerprint == second.system_fingerprint and second._request_id == "mine"
+    assert re.fullmatch("fp_[0-9a-f]{16}", first.system_fingerprint or "")
 
 
 def test_a_model_without_a_template_says_what_to_use(tmp_path: Path) -> None:

@@ -142,6 +142,10 @@ def test_a_schema_that_would_bind_nothing_is_refused(chat: Any) -> None:
 def test_a_schema_that_is_not_strict_holds_as_far_as_it_can(chat: Any) -> None:
     value = json.loads(chat(response_format=schema_format(UNIQUE)).message.content)
     validate(value, UNIQUE | {"uniqueItems": False})
+    ahead = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=.*[0-9])x"}}, "required": ["a"]}
+    assert isinstance(json.loads(chat(response_format=schema_format(ahead)).message.content)["a"], str)
+    with pytest.raises(openai.BadRequestError, match="look-around"):
+        chat(response_format=schema_format(ahead, strict=True))
 
 
 @pytest.mark.alone  # the schema is refused after a second, by when others have their answers

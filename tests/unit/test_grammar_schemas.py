@@ -128,3 +128,37 @@ def test_a_lenient_schema_leaves_out_what_is_not_held() -> None:
     calls["functions"][0]["strict"] = True
     with pytest.raises(RequestError, match="tool_calls: go: const: 1152921504606846977 has more digits"):
         state_of(caller, tool_calls=calls)
+
+
+UNHELD = [
+    r"^(?=.*\d)x$",
+    r"^(?!a)b",
+    r"(?<=a)b",
+    r"(?<!a)b",
+    r"\bfoo\b",
+    r"(a)\1",
+    r"(?<n>a)\k<n>",
+    r"(?>a)",
+    "a^b",
+    "a$b",
+]
+
+
+@pytest.mark.parametrize("pattern", UNHELD)
+def test_an_expression_that_is_not_held_is_left_out_of_lenient_schemas(pattern: str) -> None:
+    text = {"type": "string", "pattern": pattern, "maxLength": 3}
+    keys = {"type": "object", "patternProperties": {pattern: {"type": "null"}, "^z$": {"type": "integer"}}}
+    strict = {"type": "object", "properties": {"a": text}, "required": ["a"], "additionalProperties": False}
+    lenient = {**strict, "x-guidance": {"lenient": True}}
+    assert takes(lenient, {"a": "any"}) and not takes(lenient, {"a": "long"}) and not takes(lenient, {"a": 1})
+    closed = {**keys, "additionalProperties": False, "x-guidance": {"lenient": True}}
+    assert takes(closed, {"q": "any"}) and takes(closed, {"z": 1}) and not takes(closed, {"z": "any"})
+    for schema in (strict, keys):
+        with pytest.raises(RequestError, match="json_schema: "):
+            state_of(CODEC, json_schema=json.dumps(schema))
+
+
+def test_expressions_that_are_held_stay_in_lenient_schemas() -> None:
+    for pattern in ("^(a|b)$", "(?:^a|b$)", r"^[\w$^]+\$$", "(?P<n>a)b", "(?<n>a)b", "(?i)ab"):
+        schema = {"type": "string", "pattern": pattern, "x-guidance": {"lenient": True}}
+        assert not takes(schema, "no match: \\")

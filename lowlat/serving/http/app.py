@@ -18,6 +18,7 @@ from lowlat.serving.http.auth import Guard
 from lowlat.serving.http.errors import ApiError, answer_error
 from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai import chat, completions, responses
+from lowlat.serving.http.request_ids import RequestIds
 
 __all__ = ["make_app"]
 
@@ -28,6 +29,7 @@ FILES = {
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
 OPEN_PATHS = (*FILES, "/favicon.ico", "/health", "/ready")
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 SAFE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -60,14 +62,20 @@ def make_app(client: AsyncClient, *, key: str | None, host: str | None, hosts: I
         Route("/health", status.health),
         Route("/ready", status.ready),
         Route("/metrics", status.metrics),
+        Route("/version", status.version),
         Route("/lowlat/stats", status.stats),
         Route("/favicon.ico", _no_icon),
         *(Route(path, _file) for path in FILES),
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, key=key, host=host, hosts=hosts, open_paths=OPEN_PATHS)],
-        exception_handlers={ApiError: answer_error, LowlatError: answer_error, HTTPException: _answer_http},
+        middleware=[Middleware(RequestIds), Middleware(Guard, key=key, host=host, hosts=hosts, open_paths=OPEN_PATHS)],
+        exception_handlers={
+            ApiError: answer_error,
+            LowlatError: answer_error,
+            HTTPException: _answer_http,
+            Exception: answer_error,
+        },
         lifespan=lifespan,
     )
     app.state.gateway = gateway
@@ -85,6 +93,8 @@ async def _no_icon(request: Request) -> Response:
 
 async def _answer_http(request: Request, error: Exception) -> Response:
     """An unknown path or method."""
-    code = error.status_code if isinstance(error, HTTPException) else 500
-    message = f"{request.method} {request.url.path!s:.100}: {error.detail if isinstance(error, HTTPException) else ''}"
-    return ApiError(code, message, code="not_found" if code == 404 else None).response()
+    code, detail, headers = 500, "", None
+    if isinstance(error, HTTPException):
+        code, detail, headers = error.status_code, error.detail, error.headers
+    message = f"{request.method} {request.url.path!s:.100}: {detail}"
+    return ApiError(code, message, code=HTTP_CODES.get(code), headers=dict(headers or {})).response()

@@ -9,10 +9,13 @@ from starlette.responses import JSONResponse, Response
 
 from lowlat.errors import Busy, CapacityError, ConfigError, LowlatError, RequestError, ServerGone, StreamError
 
-__all__ = ["ApiError", "answer_error", "api_error"]
+__all__ = ["ApiError", "answer_error", "api_error", "invalid"]
 
 INVALID = "invalid_request_error"
 _PARAM = re.compile(r"([a-z][a-z_]*)(?:\[.*?\])?(?:: | must )")
+
+_CONTEXT = re.compile(r" exceed (\d+) \(max_context\)")
+_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 
 _OWN_NAMES = {
     "template_options": "chat_template_kwargs",
@@ -50,6 +53,11 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
+def invalid(param: str, message: str) -> ApiError:
+    """The refusal of a parameter's value."""
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
 def api_error(error: LowlatError) -> ApiError:
     """An error of lowlat as an answer."""
     text = str(error)
@@ -60,8 +68,12 @@ def api_error(error: LowlatError) -> ApiError:
             headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
         return ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
     if isinstance(error, (RequestError, ConfigError)):
+        if too_long := _CONTEXT.search(text):
+            message = f"This model's maximum context length is {too_long[1]} tokens: {text}"
+            return ApiError(400, message, code="context_length_exceeded")
         named = _PARAM.match(text)
-        return ApiError(400, text, param=None if named is None else _OWN_NAMES.get(named[1], named[1]))
+        param = None if named is None else _OWN_NAMES.get(named[1], named[1])
+        return ApiError(400, text, param=param, code="invalid_value")
     if isinstance(error, ServerGone):
         return ApiError(503, text, kind="server_error", code=error.code or "gone")
     code = error.code if isinstance(error, StreamError) else "internal"
@@ -69,9 +81,11 @@ def api_error(error: LowlatError) -> ApiError:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """The handler of ApiError and LowlatError."""
+    """The handler of all errors: those that are neither ApiError nor LowlatError tell nothing of themselves."""
     if isinstance(error, LowlatError):
         error = api_error(error)
     if isinstance(error, ApiError):
+        if error.body["error"]["code"] == "context_length_exceeded":
+            error.body["error"]["param"] = _PROMPTS.get(request.url.path)
         return error.response()
     return ApiError(500, "the gateway failed on this request", kind="server_error", code="internal").response()

@@ -1,4 +1,4 @@
-"""Models, health, and figures: /v1/models, /health, /ready, /metrics, /lowlat/stats."""
+"""Models, health, figures and version: /v1/models, /health, /ready, /metrics, /lowlat/stats, /version."""
 
 from typing import Any
 
@@ -6,11 +6,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+import lowlat
 from lowlat.ipc.messages import Pong
 from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.metrics import CONTENT_TYPE, exposition
 
-__all__ = ["health", "metrics", "model", "models", "ready", "stats"]
+__all__ = ["health", "metrics", "model", "models", "ready", "stats", "version"]
 
 STALLED_S = 10.0  # a step takes milliseconds; the server itself gives up one that hangs
 
@@ -27,6 +28,11 @@ async def model(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     server = await gateway.serving(request.path_params["name"])
     return JSONResponse(_model(gateway, server.model, server.limits.max_context))
+
+
+async def version(request: Request) -> Response:
+    """The version of lowlat."""
+    return JSONResponse({"version": lowlat.__version__})
 
 
 def _model(gateway: Gateway, name: str, max_context: int) -> dict[str, Any]:

@@ -45,6 +45,10 @@ ANYTHING = (r"\w\W]", r"\W\w]", r"\d\D]", r"\D\d]", r"\s\S]", r"\S\s]")  # class
 SETS = frozenset({r"\w", r"\d", r"\s", *NEGATED, WORD, DIGIT, SPACE, *NEGATED.values()})
 ESCAPES = 'nrbtf\\"'  # letters behind a backslash, as `worker.py` has them
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without an escape of its own
+# of an expression: escapes, classes, the beginnings of groups, all other characters
+PIECES = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?.?.?|.", re.DOTALL)
+GROUPS = re.compile(r"\(\?(:|P<|<[^=!]|[imsxuU-])")  # that the library knows
+NO_ESCAPES = re.compile(r"\\[bBAZGkc0-9]")
 WHOLE = 1 << 53  # floats from here on are not all the whole numbers
 MOST = (1 << 63) - 1024  # of floats that are whole numbers of 64 bits
 
@@ -108,6 +112,8 @@ def _exact(schema: Any, lenient: bool, found: set[str]) -> Any:
         found.add("free")
     for hold in (_hold_numbers, _hold_bounds, _hold_count):
         hold(made, lenient)
+    if lenient:
+        _leave_out_patterns(made)
     return made
 
 
@@ -132,6 +138,33 @@ def exact_pattern(pattern: str) -> str:
             item, place = _exact_class(pattern, place)
         parts.append(NEGATED.get(item, item))
     return "".join(parts)
+
+
+def is_held(pattern: str) -> bool:
+    """Whether the library may know an expression: none with look-around, word boundaries or references back."""
+    pieces = PIECES.findall(pattern)
+    for place, piece in enumerate(pieces):
+        if piece.startswith("(?"):
+            held = GROUPS.match(piece) is not None
+        elif piece == "^":
+            held = not place or pieces[place - 1] == "|" or pieces[place - 1].startswith("(")
+        elif piece == "$":
+            held = place + 1 == len(pieces) or pieces[place + 1] in "|)"
+        else:
+            held = not (piece.startswith(("\\", "[")) and NO_ESCAPES.search(piece))
+        if not held:
+            return False
+    return True
+
+
+def _leave_out_patterns(schema: dict[str, Any]) -> None:
+    """Leave out expressions that the library does not know; keys that are by one of them may then be any."""
+    if isinstance(schema.get("pattern"), str) and not is_held(schema["pattern"]):
+        del schema["pattern"]
+    keys = schema.get("patternProperties")
+    if isinstance(keys, dict) and not all(map(is_held, keys)):
+        schema["patternProperties"] = {key: each for key, each in keys.items() if is_held(key)}
+        schema.pop("additionalProperties", None)
 
 
 def _item(pattern: str, place: int) -> str:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from lowlat.ipc.client import AsyncGeneration, Chunk
 from lowlat.ipc.messages import Welcome
 from lowlat.serving.http.choices import Choices
-from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.errors import ApiError, invalid
 from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
 from lowlat.serving.http.openai.logprobs import chat_logprobs
@@ -46,7 +46,7 @@ async def chat_completions(request: Request) -> Response:
     if asked.logprobs:
         sampling["logprobs"] = asked.top_logprobs or 0
     elif asked.top_logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+        raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     messages = chat_messages(asked.messages)
     options = _template_options(asked, calling)
 
@@ -144,7 +144,9 @@ def _template_options(asked: ChatRequest, calling: Calling) -> dict[str, Any]:
 
 def _lengths(asked: ChatRequest) -> dict[str, int]:
     if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
-        raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", param="max_tokens")
+        raise ApiError(
+            400, "max_tokens and max_completion_tokens differ; give one", param="max_tokens", code="invalid_value"
+        )
     most = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
     return {} if most is None else {"max_tokens": most}
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from lowlat.ipc.client import AsyncGeneration, Chunk
 from lowlat.serving.http.choices import Choices
-from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.errors import invalid
 from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
 from lowlat.serving.http.openai.schema import CompletionRequest, decode, unsupported
@@ -34,7 +34,7 @@ async def completions(request: Request) -> Response:
     prompts = _prompts(asked.prompt, server.vocab_size)
     num = asked.n or 1
     if len(prompts) * num > MAX_COMPLETIONS:
-        raise ApiError(400, f"n: {len(prompts)} prompts, {num} times, are more than {MAX_COMPLETIONS}", param="n")
+        raise invalid("n", f"n: {len(prompts)} prompts, {num} times, are more than {MAX_COMPLETIONS}")
     if asked.best_of not in (None, num):
         raise unsupported("best_of", f"{asked.best_of}; all n = {num} are returned")
 
@@ -52,14 +52,14 @@ def _prompts(given: str | list[Any], vocab_size: int) -> list[Any]:
         return [given]
     prompts: list[Any] = [given] if given and all(type(item) is int for item in given) else given
     if not 1 <= len(prompts) <= MAX_COMPLETIONS:
-        raise ApiError(400, f"prompt: {len(prompts)} prompts; 1 to {MAX_COMPLETIONS} are taken", param="prompt")
+        raise invalid("prompt", f"prompt: {len(prompts)} prompts; 1 to {MAX_COMPLETIONS} are taken")
     for place, prompt in enumerate(prompts):
         ids = isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)
         if not isinstance(prompt, str) and not ids:
-            raise ApiError(400, f"prompt[{place}]: is neither text nor token ids", param="prompt")
+            raise invalid("prompt", f"prompt[{place}]: is neither text nor token ids")
         if ids and not 0 <= min(prompt) <= max(prompt) < vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise ApiError(400, f"prompt[{place}]: token {wrong}; ids are 0 to {vocab_size - 1}", param="prompt")
+            raise invalid("prompt", f"prompt[{place}]: token {wrong}; ids are 0 to {vocab_size - 1}")
     return prompts
 
 

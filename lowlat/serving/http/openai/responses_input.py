@@ -1,6 +1,6 @@
 """The input of /v1/responses as messages of a chat: items that belong to one answer become one message."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 from lowlat.serving.http.errors import ApiError
 from lowlat.serving.http.openai.chat import call_of, text_of
@@ -8,8 +8,6 @@ from lowlat.serving.http.openai.responses_schema import InputItem, ResponsesRequ
 from lowlat.serving.http.openai.schema import ContentPart, FunctionCall
 
 __all__ = ["input_messages"]
-
-Value = TypeVar("Value")
 
 
 def input_messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
@@ -55,8 +53,9 @@ def _add(answer: dict[str, Any], item: InputItem, param: str) -> None:
         answer.setdefault("tool_calls", []).append(call_of(call_id, function))
         return
     if item.type == "reasoning":
-        parts = item.content or item.summary
-        name, text = "thinking", text_of(parts, f"{param}.content") if parts else ""
+        name, text = "thinking", "" if item.content is None else text_of(item.content, f"{param}.content")
+        if not text and item.summary:
+            text = text_of(item.summary, f"{param}.summary")
     else:
         name, text = "content", _text(item.content, f"{param}.content")
     if text:
@@ -64,10 +63,16 @@ def _add(answer: dict[str, Any], item: InputItem, param: str) -> None:
 
 
 def _text(content: str | list[ContentPart] | None, param: str) -> str:
-    return text_of(_needed(content, param), param)
+    if content is None:
+        raise _missing(param)
+    return text_of(content, param)
 
 
-def _needed(value: Value | None, param: str) -> Value:
+def _needed(value: str | None, param: str) -> str:
     if value is None:
-        raise ApiError(400, f"Missing required parameter: {param}", param=param, code="missing_required_parameter")
+        raise _missing(param)
     return value
+
+
+def _missing(param: str) -> ApiError:
+    return ApiError(400, f"Missing required parameter: {param}", param=param, code="missing_required_parameter")

@@ -21,7 +21,7 @@ Include = Literal[
 ItemType = Literal["message", "function_call", "function_call_output", "reasoning"]
 
 
-class InputItem(Struct, forbid_unknown_fields=True, rename={"async_": "async"}):
+class InputItem(Struct, forbid_unknown_fields=True, rename={"is_async": "async"}):
     """An item of the input: a message, a call of a function, what it returned, or reasoning.
 
     An answer's items may be sent back as they came. All fields but type, role, content, call_id, name, arguments and
@@ -43,7 +43,8 @@ class InputItem(Struct, forbid_unknown_fields=True, rename={"async_": "async"}):
     namespace: str | None = None
     created_by: str | None = None
     caller: dict[str, Any] | None = None
-    async_: bool | None = None
+    is_async: bool | None = None
+    async_: bool | None = None  # as OpenAI's package writes it
 
 
 class FunctionTool(Function, tag_field="type", tag="function", rename={"async_": "async"}):

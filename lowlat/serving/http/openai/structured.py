@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import msgspec
 
-from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.errors import ApiError, invalid
 from lowlat.serving.http.openai.schema import (
     AllowedTools,
     JsonSchema,
@@ -130,4 +130,4 @@ def _named(tools: Sequence[Tool], choices: Sequence[NamedTool]) -> list[Tool]:
 
 
 def _bad_choice(why: str) -> ApiError:
-    return ApiError(400, f"tool_choice: {why}", param="tool_choice", code="invalid_value")
+    return invalid("tool_choice", f"tool_choice: {why}")
