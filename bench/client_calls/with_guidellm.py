@@ -9,16 +9,19 @@ from pathlib import Path
 
 from bench.client_calls.cases import KEY, MODEL, Case, expect, run
 
+REQUESTS = 2
 
-def _benchmark(url: str, kind: str, *more: str) -> None:
+
+def _benchmark(url: str, form: str) -> None:
     tokenizer = os.environ["LOWLAT_CLIENTS_TOKENIZER"]
+    backend = f"kind=openai_http,target={url.removesuffix('/v1')},model={MODEL},request_format={form},api_key={KEY}"
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "-P", "-m", "guidellm", "benchmark", "run",
-            "--target", url.removesuffix("/v1"), "--model", MODEL, "--processor", tokenizer,
-            "--profile", "synchronous", "--max-requests", "2", "--request-type", kind,
-            "--data", "prompt_tokens=16,output_tokens=6", "--backend-kwargs", json.dumps({"api_key": KEY}),
-            "--output-dir", folder, "--outputs", "json", "--disable-console", *more,
+            sys.executable, "-P", "-m", "guidellm", "run", "--disable-console", "--backend", backend,
+            "--profile", "kind=synchronous", "--constraint", f"kind=max_requests,count={REQUESTS}",
+            "--tokenizer", f"kind=huggingface_auto,model={tokenizer}",
+            "--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=6",
+            "--output", f"kind=json,path={folder}/report.json",
         ]  # fmt: skip
         done = subprocess.run(
             command,
@@ -29,15 +32,15 @@ def _benchmark(url: str, kind: str, *more: str) -> None:
             timeout=230,
         )
         expect(done.returncode == 0, why=(done.stderr + done.stdout)[-380:])
-        (report,) = Path(folder).glob("*.json")
-        (benchmark,) = json.loads(report.read_text())["benchmarks"]
+        (benchmark,) = json.loads(Path(folder, "report.json").read_text(encoding="utf-8"))["benchmarks"]
         requests = benchmark["requests"]
-        expect(len(requests["successful"]) == 2, why=f"{requests['errored']!r:.300}")
+        expect(len(requests["successful"]) == REQUESTS, why=f"{requests['errored']!r:.380}")
 
 
 CASES: dict[str, Case] = {
-    "chat": lambda url: _benchmark(url, "chat_completions"),
-    "completions": lambda url: _benchmark(url, "text_completions"),
+    "chat": lambda url: _benchmark(url, "/v1/chat/completions"),
+    "completions": lambda url: _benchmark(url, "/v1/completions"),
+    "responses": lambda url: _benchmark(url, "/v1/responses"),
 }
 
 if __name__ == "__main__":

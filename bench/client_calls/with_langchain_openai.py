@@ -91,7 +91,7 @@ def completion_stream(url: str) -> None:
 
 CASES: dict[str, Case] = {
     "chat": lambda url: _invoke(chat_model(url)),
-    "chat, stream": lambda url: _stream(chat_model(url)),
+    "chat, stream": lambda url: _stream(chat_model(url, stream_usage=True)),
     "chat, tools and their results": lambda url: _tools(chat_model(url, 160)),
     "chat, structured by json_schema": lambda url: _structured(chat_model(url, 160), "json_schema"),
     "chat, structured by function_calling": lambda url: _structured(chat_model(url, 160), "function_calling"),

@@ -13,11 +13,13 @@ MODELS = """
 - model_id: chat
   model_name: {model}
   api_base: {url}
+  api_key_name: lowlat
   supports_schema: true
   supports_tools: true
 - model_id: text
   model_name: {model}
   api_base: {url}
+  api_key_name: lowlat
   completion: true
 """
 SHORT = ("-o", "max_tokens", "8")

@@ -45,7 +45,7 @@ metric_list:
 """
 
 
-def _evaluate(url: str, model: str, path: str, kind: str, rest: str, **options: object) -> None:
+def _evaluate(url: str, model: str, path: str, kind: str, rest: str, batch_size: int = 1, **options: object) -> None:
     arguments = {"model": MODEL, "base_url": f"{url}/{path}", "num_concurrent": 1, "max_retries": 1, **options}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -58,7 +58,7 @@ def _evaluate(url: str, model: str, path: str, kind: str, rest: str, **options: 
         command = [sys.executable, "-P", "-m", "lm_eval", "--model", model, "--model_args", given, "--tasks", "places"]
         chat = ["--apply_chat_template"] if model.endswith("chat-completions") else []
         done = subprocess.run(
-            [*command, "--include_path", name, "--output_path", f"{name}/out", *chat],
+            [*command, "--batch_size", str(batch_size), "--include_path", name, "--output_path", f"{name}/out", *chat],
             env={**os.environ, "OPENAI_API_KEY": KEY, "HF_HOME": f"{name}/hub", "HF_HUB_OFFLINE": "1"},
             cwd=name,
             capture_output=True,

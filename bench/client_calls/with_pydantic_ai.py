@@ -53,7 +53,9 @@ def _tools(model: Any) -> None:
 
     try:
         result = agent.run_sync(
-            "What is the weather in Bonn?", model_settings={"max_tokens": 160}, usage_limits=UsageLimits(request_limit=3)
+            "What is the weather in Bonn?",
+            model_settings={"max_tokens": 160},
+            usage_limits=UsageLimits(request_limit=3),
         )
     except UsageLimitExceeded:
         expect(called, why="nothing was called in 3 requests")  # the model calls the tool again and again

@@ -101,14 +101,16 @@ class Calling:
         return tools
 
     def options(self, bound: Mapping[str, Any], param: str) -> dict[str, Any]:
-        """The option of calls that are forced, or strict; none for calls that are free.
+        """What binds the answer: the format of its text, or calls that are forced or strict; {} where nothing does.
 
-        bound  what else binds the answer, by the field param
-        Raises ApiError where an answer cannot be both.
+        bound  the format, by the field param; a forced call is no text, so that it has no say there
+        Raises ApiError for a format of answers that may also be calls.
         """
-        if self.tools and bound:
+        if not self.tools:
+            return dict(bound)
+        if bound and not self.forced:
             raise unsupported(param, "an answer bound to a format can call no tools; give tool_choice 'none'")
-        if not self.tools or not (self.forced or any(tool.function.strict for tool in self.tools)):
+        if not self.forced and not any(tool.function.strict for tool in self.tools):
             return {}
         functions = [
             {
