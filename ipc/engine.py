@@ -136,15 +136,18 @@ class Engine(Protocol):
 
 
 class Codec(Protocol):
-    """Text to token ids; the engine itself gives text for ids. Raises RequestError for what cannot be encoded.
+    """Text to token ids and back; the engine itself gives the text of what it decodes. Raises RequestError for what
+    cannot be converted.
 
     allow_special   special tokens that the caller's text spells become those tokens; otherwise they stay text
     max_context     a prompt that exceeds it with max_tokens for the answer is refused, and before it is tokenized
                     where its length alone says so
     """
 
-    def encode(self, text: str, *, allow_special: bool, max_context: int, max_tokens: int) -> Sequence[int]:
-        """Token ids of a plain prompt."""
+    def encode(
+        self, text: str, *, allow_special: bool, add_special_tokens: bool, max_context: int, max_tokens: int
+    ) -> Sequence[int]:
+        """Token ids of a plain prompt, with what the tokenizer puts around a text where add_special_tokens says so."""
 
     def encode_chat(
         self,
@@ -156,3 +159,9 @@ class Codec(Protocol):
         max_tokens: int,
     ) -> Sequence[int]:
         """Token ids of a chat through the model's template."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+
+    def token_texts(self, token_ids: Sequence[int]) -> Sequence[str]:
+        """The text of each token alone; what is no whole character is replaced."""

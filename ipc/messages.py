@@ -26,6 +26,7 @@ __all__ = [
     "Message",
     "Parse",
     "Pong",
+    "Result",
     "Sampling",
     "ServerLimits",
     "Stats",
@@ -47,6 +48,7 @@ Number = Annotated[int, Meta(ge=0, le=(1 << 62))]
 TokenId = Int32
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Parse = Literal["none", "reasoning", "tools"]
+Result = Literal["completion", "token_ids", "text", "token_texts"]
 Code = Literal[
     "malformed",  # not a message of this format: kind, header or body
     "version",  # no version in common
@@ -181,7 +183,10 @@ class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
     fit_context lowers max_tokens to what the context has room for beside the prompt. allow_special takes special tokens
     that text or messages spell as these tokens; otherwise they stay text. A cached prefix is shared only among requests
-    of the same user and the same cache_salt.
+    of the same user and the same cache_salt. add_special_tokens puts around a text what its tokenizer does.
+
+    A result other than a completion is a conversion, of the prompt as it is: text or messages to token_ids; or token
+    ids to their text, special tokens included, or to token_texts, whose text is a JSON list of each token's own.
     """
 
     number: Number
@@ -194,6 +199,8 @@ class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     fit_context: bool = False
     allow_special: bool = False
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] = ""
+    result: Result = "completion"
+    add_special_tokens: bool = True
 
 
 class Cancel(Struct, array_like=True, forbid_unknown_fields=True, gc=False):

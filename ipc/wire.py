@@ -35,7 +35,8 @@ the prompt in one of three forms: `text`, `messages` for the model's chat templa
 answered by TOKENS, as often as there is something to say, and one END; or by one ERROR that names it, and nothing
 else. TOKENS and END of a request are numbered by `sequence` from 0 without a gap; END repeats how many tokens were
 sent: so a client can prove that nothing was lost, doubled or reordered. Texts of all TOKENS, joined, are the text of
-the completion; where `sampling.parse` asks for it, its content, apart from reasoning and tool calls.
+the completion; where `sampling.parse` asks for it, its content, apart from reasoning and tool calls. A SUBMIT whose
+`result` is no completion is never decoded: its TOKENS hold the prompt's token ids, or the text of its ids.
 
 A server sends as many tokens as it was granted: `credit` of SUBMIT, and what CREDIT adds to it. It sends a chunk while
 the balance is positive, so a step's tokens may overdraw it by less than a step. Without credit the tokens wait in the
@@ -307,6 +308,8 @@ def check_submit(submit: Submit, body: bytes | None) -> None:
         raise WireError("a request has exactly one of text, messages and a body of token ids", "$")
     if body is not None and (not body or len(body) % 4):
         raise WireError(f"the body has {len(body)} bytes; token ids are int32, at least one", "$.body")
+    if (submit.result in ("text", "token_texts")) != (body is not None) and submit.result != "completion":
+        raise WireError("token_ids are made of text or messages, text and token_texts of token ids", "$.result")
     if submit.messages is None:
         if submit.template_options is not None:
             raise WireError("template_options stand with messages alone", "$.template_options")

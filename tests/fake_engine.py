@@ -81,7 +81,13 @@ class FakeCodec:
         self.fails = fails
 
     def encode(
-        self, text: str, *, allow_special: bool = False, max_context: int = 1 << 31, max_tokens: int = 1
+        self,
+        text: str,
+        *,
+        allow_special: bool = False,
+        add_special_tokens: bool = True,
+        max_context: int = 1 << 31,
+        max_tokens: int = 1,
     ) -> list[int]:
         if len(text) + max_tokens > max_context:
             raise RequestError(f"{len(text)} bytes and max_tokens {max_tokens} exceed {max_context} (max_context)")
@@ -92,6 +98,12 @@ class FakeCodec:
         if not text:
             raise RequestError("the text is empty")
         return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("utf-8", "replace")
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [chr(token) for token in token_ids]
 
     def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any], **how: Any) -> list[int]:
         if options.get("fail"):

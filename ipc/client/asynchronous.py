@@ -2,9 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+import msgspec
 
 from lowlat.errors import LowlatError, ServerGone, StreamError
 from lowlat.ipc.client.async_connection import AsyncConnection
@@ -14,7 +16,7 @@ from lowlat.ipc.client.generation import BaseGeneration, Submission
 from lowlat.ipc.client.protocol import ClientProtocol, Reply
 from lowlat.ipc.client.request import Prompt, Request, make_request
 from lowlat.ipc.client.settings import RETRY_S, deadline_of
-from lowlat.ipc.messages import Pong, Welcome
+from lowlat.ipc.messages import Pong, Result, Welcome
 
 __all__ = ["AsyncClient", "AsyncGeneration"]
 
@@ -130,6 +132,46 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
             allow_special=allow_special,
             cache_salt=cache_salt,
         )
+        return self._send(request, deadline)
+
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        allow_special: bool = False,
+        add_special_tokens: bool = True,
+    ) -> tuple[int, ...]:
+        """The token ids of a text or of chat messages; see Client.tokenize."""
+        request = make_request(
+            prompt,
+            {},
+            template_options=template_options,
+            allow_special=allow_special,
+            result="token_ids",
+            add_special_tokens=add_special_tokens,
+        )
+        token_ids: list[int] = []
+        async for chunk in self._send(request, deadline_of(timeout_s)):
+            token_ids += chunk.token_ids
+        return tuple(token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
+        """The text of token ids, special tokens included; see Client.detokenize."""
+        return await self._text(token_ids, "text", timeout_s)
+
+    async def token_texts(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> list[str]:
+        """The text of each token alone; see Client.token_texts."""
+        return msgspec.json.decode(await self._text(token_ids, "token_texts", timeout_s), type=list[str])
+
+    async def _text(self, token_ids: Sequence[int], result: Result, timeout_s: float | None) -> str:
+        if not token_ids:
+            return "" if result == "text" else "[]"
+        request = make_request(list(token_ids), {}, result=result)
+        return "".join([chunk.text async for chunk in self._send(request, deadline_of(timeout_s))])
+
+    def _send(self, request: Request, deadline: float | None) -> AsyncGeneration:
         self.check_process()
         try:
             loop = asyncio.get_running_loop()

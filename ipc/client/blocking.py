@@ -2,9 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+import msgspec
 
 from lowlat.errors import LowlatError, ServerGone
 from lowlat.ipc.client.base import BaseClient
@@ -12,9 +14,9 @@ from lowlat.ipc.client.chunk import Chunk
 from lowlat.ipc.client.connection import Connection
 from lowlat.ipc.client.generation import BaseGeneration, Submission
 from lowlat.ipc.client.protocol import ClientProtocol, Reply
-from lowlat.ipc.client.request import Prompt, make_request
+from lowlat.ipc.client.request import Prompt, Request, make_request
 from lowlat.ipc.client.settings import RETRY_S, deadline_of
-from lowlat.ipc.messages import Pong, Welcome
+from lowlat.ipc.messages import Pong, Result, Welcome
 
 __all__ = ["Client", "Generation"]
 
@@ -125,6 +127,48 @@ class Client(BaseClient[Connection, "threading.Lock"]):
             allow_special=allow_special,
             cache_salt=cache_salt,
         )
+        return self._send(request, deadline)
+
+    def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        allow_special: bool = False,
+        add_special_tokens: bool = True,
+    ) -> tuple[int, ...]:
+        """The token ids of a text or of chat messages, as `generate` would begin with them.
+
+        add_special_tokens  put around a text what the tokenizer does; a chat's template writes all of its own
+        The other options, and what it raises, are those of `generate`; of tokens it takes at least 131,072.
+        """
+        request = make_request(
+            prompt,
+            {},
+            template_options=template_options,
+            allow_special=allow_special,
+            result="token_ids",
+            add_special_tokens=add_special_tokens,
+        )
+        chunks = self._send(request, deadline_of(timeout_s))
+        return tuple(token for chunk in chunks for token in chunk.token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
+        """The text of token ids, special tokens included. Raises what `generate` does."""
+        return self._text(token_ids, "text", timeout_s)
+
+    def token_texts(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> list[str]:
+        """The text of each token alone; what is no whole character is replaced. Raises what `generate` does."""
+        return msgspec.json.decode(self._text(token_ids, "token_texts", timeout_s), type=list[str])
+
+    def _text(self, token_ids: Sequence[int], result: Result, timeout_s: float | None) -> str:
+        if not token_ids:
+            return "" if result == "text" else "[]"
+        request = make_request(list(token_ids), {}, result=result)
+        return "".join(chunk.text for chunk in self._send(request, deadline_of(timeout_s)))
+
+    def _send(self, request: Request, deadline: float | None) -> Generation:
         submission: Submission[Connection] = Submission()
         connection = self._connected()
         with connection:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from lowlat.errors import RequestError
-from lowlat.ipc.messages import MAX_MESSAGES, MAX_SALT, Message, Sampling, Submit
+from lowlat.ipc.messages import MAX_MESSAGES, MAX_SALT, Message, Result, Sampling, Submit
 from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
 
 __all__ = ["Prompt", "Request", "make_request"]
@@ -54,6 +54,8 @@ def make_request(
     fit_context: bool = False,
     allow_special: bool = False,
     cache_salt: str = "",
+    result: Result = "completion",
+    add_special_tokens: bool = True,
 ) -> Request:
     """Check a prompt (text, token ids, or chat messages) and the options by name. Raises RequestError."""
     text: str | None = None
@@ -77,7 +79,8 @@ def make_request(
             raise RequestError(f"template_options must be a mapping, got {type(template_options).__name__}")
         options = dict(template_options)
     deadline_ms = None if deadline_s is None else _deadline_ms(deadline_s)
-    for name, value in (("fit_context", fit_context), ("allow_special", allow_special)):
+    flags = {"fit_context": fit_context, "allow_special": allow_special, "add_special_tokens": add_special_tokens}
+    for name, value in flags.items():
         if not isinstance(value, bool):
             raise RequestError(f"{name} must be true or false, got {value!r:.80}")
     if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT:
@@ -93,6 +96,8 @@ def make_request(
         fit_context=fit_context,
         allow_special=allow_special,
         cache_salt=cache_salt,
+        result=result,
+        add_special_tokens=add_special_tokens,
     )
     try:
         check_submit(submit, body)

@@ -33,9 +33,32 @@ class ServingCodec:
             raise RequestError("this server's model has no tokenizer; send token ids")
         return self._bound
 
-    def encode(self, text: str, *, allow_special: bool, max_context: int, max_tokens: int) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        allow_special: bool,
+        add_special_tokens: bool = True,
+        max_context: int,
+        max_tokens: int,
+    ) -> list[int]:
         """Token ids of a plain prompt, with what the tokenizer puts around a text. Raises RequestError."""
-        return self._codec.encode(text, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens)
+        return self._codec.encode(
+            text,
+            allow_special=allow_special,
+            add_special_tokens=add_special_tokens,
+            max_context=max_context,
+            max_tokens=max_tokens,
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included; ids outside the vocabulary have none."""
+        return self._codec.decode(token_ids, skip_special_tokens=False)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token alone; what is no whole character is replaced."""
+        codec = self._codec
+        return [codec.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
 
     def encode_chat(
         self,

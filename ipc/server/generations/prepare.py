@@ -3,13 +3,13 @@
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from lowlat.errors import RequestError
 from lowlat.ipc.engine import Codec, Engine
+from lowlat.ipc.server.generations.convert import convert, encode_prompt
 from lowlat.ipc.server.generations.fair_queue import FairQueue
 from lowlat.ipc.server.generations.streams import Stream
 from lowlat.ipc.server.logs import describe
@@ -39,6 +39,8 @@ def prepare(
     """
     try:
         max_context = engine.info.max_context
+        if submit.result != "completion":
+            return Prepared(stream, converted=convert(submit, body, codec, max_context))
         prompt = _encode(submit, body, codec, max_context)
         if submit.fit_context:
             room = max(1, max_context - len(prompt))
@@ -67,14 +69,7 @@ def _encode(submit: Submit, body: bytes, codec: Codec | None, max_context: int) 
         return unpack_tokens(body)
     if codec is None:
         raise RequestError("this server's model has no tokenizer; send token ids")
-    how: dict[str, Any] = {
-        "allow_special": submit.allow_special,
-        "max_context": max_context,
-        "max_tokens": 1 if submit.fit_context else submit.sampling.max_tokens,
-    }
-    if submit.text is not None:
-        return codec.encode(submit.text, **how)
-    return codec.encode_chat(submit.messages or (), submit.template_options or {}, **how)
+    return encode_prompt(submit, codec, max_context, 1 if submit.fit_context else submit.sampling.max_tokens)
 
 
 class _Stop(Struct, frozen=True):

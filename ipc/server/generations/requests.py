@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lowlat.ipc.engine import Codec, Engine, EngineOutput
@@ -165,6 +165,9 @@ class Requests:
         if event.code is not None:
             self._let_go(stream)
             self._fail_early(stream, event.code, event.message)
+        elif event.converted:
+            self._let_go(stream)
+            self._take_converted(stream, event.converted)
         else:
             stream.prompt = event.prompt
             if not self._queue.num_items and len(self._inside) < self._info.max_running:
@@ -173,6 +176,14 @@ class Requests:
                 stream.phase = Phase.WAITING
                 self._queue.push(stream.peer.user.account, stream.peer, stream)
                 self._admit()
+
+    def _take_converted(self, stream: Stream, outputs: Sequence[EngineOutput]) -> None:
+        """Send a conversion as far as there is credit for it."""
+        stream.phase, stream.converted = Phase.DECODED, True
+        stream.waiting.extend(output for output in outputs if output.token_ids or output.text)
+        stream.final = outputs[-1]
+        if not stream.peer.unsent:
+            self._pump(stream)
 
     def refused(self, event: Refused) -> None:
         """End a request that the engine has refused."""
@@ -304,7 +315,7 @@ class Requests:
             if not peers.send(stream.peer, message):
                 return  # gone: peer_gone has ended it
             now = time.monotonic()
-            if num_tokens:
+            if num_tokens and not stream.converted:
                 if not stream.first:
                     stream.first = now
                     statistics.queued.record(stream.handed - stream.arrived)
@@ -362,8 +373,11 @@ class Requests:
         if stream.over:
             return
         end = stream.end_message(reason, stop_reason=stop_reason, code=code, message=message)
-        self._statistics.end(code or reason)
-        self._statistics.duration.record(time.monotonic() - stream.arrived)
+        if stream.converted:
+            self._statistics.end(code or "converted")
+        else:
+            self._statistics.end(code or reason)
+            self._statistics.duration.record(time.monotonic() - stream.arrived)
         self._leave(stream)
         self._peers.send(stream.peer, end)
 

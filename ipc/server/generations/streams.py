@@ -41,6 +41,7 @@ class Stream(Struct, eq=False):
     starving   ends it when it has been without credit for too long; None while it has credit
     over       END or ERROR went out, or nobody is there to read it
     final      the output that ended it in the engine
+    converted  it asked for no completion, and never enters the engine
     """
 
     peer: "Peer"
@@ -62,6 +63,7 @@ class Stream(Struct, eq=False):
     starving: Timer | None = None
     cancelled: bool = False
     final: EngineOutput | None = None
+    converted: bool = False
     metrics: Mapping[str, Any] = {}
     arrived: float = field(default_factory=time.monotonic)
     handed: float = 0.0

@@ -41,12 +41,16 @@ class Refused(Struct, frozen=True):
 
 
 class Prepared(Struct, frozen=True):
-    """To the I/O thread: a request has its token ids and is sound; or code and message say why not."""
+    """To the I/O thread: a request has its token ids and is sound; or code and message say why not.
+
+    converted  outputs of a request that asked for no completion: all that there is to send
+    """
 
     stream: Stream
     prompt: Sequence[int] = ()
     code: str | None = None
     message: str = ""
+    converted: Sequence[EngineOutput] = ()
 
 
 class EngineFigures(Struct, frozen=True):

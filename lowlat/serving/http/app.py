@@ -17,7 +17,7 @@ from lowlat.serving.http import status
 from lowlat.serving.http.auth import Guard
 from lowlat.serving.http.errors import ApiError, answer_error
 from lowlat.serving.http.gateway import Gateway
-from lowlat.serving.http.openai import chat, completions, responses
+from lowlat.serving.http.openai import chat, completions, responses, tokenize
 from lowlat.serving.http.request_ids import RequestIds
 
 __all__ = ["make_app"]
@@ -57,6 +57,8 @@ def make_app(client: AsyncClient, *, key: str | None, host: str | None, hosts: I
         Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
         Route("/v1/completions", completions.completions, methods=["POST"]),
         Route("/v1/responses", responses.responses, methods=["POST"]),
+        *(Route(f"{prefix}/tokenize", tokenize.tokenize, methods=["POST"]) for prefix in ("", "/v1")),
+        *(Route(f"{prefix}/detokenize", tokenize.detokenize, methods=["POST"]) for prefix in ("", "/v1")),
         Route("/v1/models", status.models),
         Route("/v1/models/{name:path}", status.model),
         Route("/health", status.health),

@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-import lowlat
+from lowlat import __version__
 from lowlat.ipc.messages import Pong
 from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.metrics import CONTENT_TYPE, exposition
@@ -32,7 +32,7 @@ async def model(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     """The version of lowlat."""
-    return JSONResponse({"version": lowlat.__version__})
+    return JSONResponse({"version": __version__})
 
 
 def _model(gateway: Gateway, name: str, max_context: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import lowlat
+from lowlat import __version__
 from lowlat.errors import StreamError
 from lowlat.ipc.client import Chunk
 from lowlat.ipc.messages import TokenLogprob, Welcome
@@ -57,12 +57,14 @@ class Choice:
 class ChoicesAnswer(ABC):
     """An answer in choices.
 
-    NOTHING     the fields of a choice in a stream's chunk that adds nothing
-    kind        of the whole and of a stream's chunks: the field `object`
-    prompt_ids  token ids of the prompts, where they are known before the answer
+    NOTHING             the fields of a choice in a stream's chunk that adds nothing
+    PROMPTS_IN_CHOICES  each choice shows the token ids of its prompt
+    kind                of the whole and of a stream's chunks: the field `object`
+    prompt_ids          token ids of the prompts, where they are known before the answer
     """
 
     NOTHING: Mapping[str, Any] = {}
+    PROMPTS_IN_CHOICES = False
 
     def __init__(
         self,
@@ -90,10 +92,6 @@ class ChoicesAnswer(ABC):
         }
         if asked.service_tier is not None:
             self._head["service_tier"] = "default"
-
-    @property
-    def _prompts_in_choices(self) -> bool:
-        return False
 
     @abstractmethod
     def part(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
@@ -170,7 +168,7 @@ class ChoicesAnswer(ABC):
 
     def _show_prompt(self, body: dict[str, Any], shown: dict[str, Any], place: int) -> None:
         """Put the prompt's token ids where vLLM has them: beside the choices, or in each where prompts are several."""
-        where = shown if self._prompts_in_choices else body
+        where = shown if self.PROMPTS_IN_CHOICES else body
         where["prompt_token_ids"] = self._prompt_ids[place // self._num_wanted]
 
     def _end(self, choice: Choice, chunk: Chunk) -> None:
@@ -230,5 +228,5 @@ def usage_of(prompts: Sequence[Mapping[str, Any]], num_completion: int, num_reas
 
 def fingerprint(server: Welcome) -> str:
     """The field system_fingerprint: equal for servers of the same model, tokenizer and version of lowlat."""
-    parts = (server.model, server.tokenizer, server.vocab_size, lowlat.__version__)
+    parts = (server.model, server.tokenizer, server.vocab_size, __version__)
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lowlat.ipc.client import AsyncGeneration, Chunk
+from lowlat.ipc.client.request import Prompt
 from lowlat.ipc.messages import Welcome
 from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import ApiError, invalid
@@ -48,18 +49,23 @@ async def chat_completions(request: Request) -> Response:
     elif asked.top_logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     messages = chat_messages(asked.messages)
-    options = _template_options(asked, calling)
+    options: dict[str, Any] | None = _template_options(asked, calling)
+    prompt: Prompt = messages
+    prompt_ids: list[tuple[int, ...]] = []
+    if asked.needs_prompt_ids:
+        prompt = await gateway.client.tokenize(messages, template_options=options)
+        prompt_ids, options = [prompt], None
 
     def start(place: int) -> AsyncGeneration:
         return gateway.client.generate(
-            messages,
+            prompt,
             template_options=options,
             fit_context="max_tokens" not in sampling,
             cache_salt=asked.cache_salt or "",
             **{"max_tokens": server.limits.max_context, **seeded(sampling, place)},
         )
 
-    answer = _Chat(asked, calling, fingerprint(server))
+    answer = _Chat(asked, calling, fingerprint(server), prompt_ids)
     return await respond(request, Choices(start, asked.n or 1), answer, stream=bool(asked.stream))
 
 
@@ -156,8 +162,11 @@ class _Chat(ChoicesAnswer):
 
     NOTHING = {"delta": {}}  # noqa: RUF012
 
-    def __init__(self, asked: ChatRequest, calling: Calling, fingerprint: str) -> None:
-        super().__init__("chatcmpl", ("chat.completion", "chat.completion.chunk"), asked, fingerprint)
+    def __init__(
+        self, asked: ChatRequest, calling: Calling, fingerprint: str, prompt_ids: Sequence[Sequence[int]]
+    ) -> None:
+        kind = ("chat.completion", "chat.completion.chunk")
+        super().__init__("chatcmpl", kind, asked, fingerprint, prompt_ids=prompt_ids)
         self._logprobs = bool(asked.logprobs)
         self._one_call = not calling.parallel
         self._forced = calling.forced

@@ -1,5 +1,6 @@
 """/v1/completions: prompts of text or token ids in, their continuations out."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -38,11 +39,17 @@ async def completions(request: Request) -> Response:
     if asked.best_of not in (None, num):
         raise unsupported("best_of", f"{asked.best_of}; all n = {num} are returned")
 
+    prompt_ids: list[Sequence[int]] = []
+    if asked.needs_prompt_ids:
+        for place, prompt in enumerate(prompts):
+            prompts[place] = await gateway.client.tokenize(prompt) if isinstance(prompt, str) else prompt
+        prompt_ids = prompts
+
     def start(place: int) -> AsyncGeneration:
         options = seeded(sampling, place % num)
         return gateway.client.generate(prompts[place // num], cache_salt=asked.cache_salt or "", **options)
 
-    answer = _Completion(asked, fingerprint(server), len(prompts))
+    answer = _Completion(asked, fingerprint(server), len(prompts), prompt_ids)
     return await respond(request, Choices(start, len(prompts) * num), answer, stream=bool(asked.stream))
 
 
@@ -67,9 +74,13 @@ class _Completion(ChoicesAnswer):
     """The answer to a completion."""
 
     NOTHING = {"text": ""}  # noqa: RUF012
+    PROMPTS_IN_CHOICES = True
 
-    def __init__(self, asked: CompletionRequest, fingerprint: str, num_prompts: int) -> None:
-        super().__init__("cmpl", ("text_completion", "text_completion"), asked, fingerprint, num_prompts)
+    def __init__(
+        self, asked: CompletionRequest, fingerprint: str, num_prompts: int, prompt_ids: Sequence[Sequence[int]]
+    ) -> None:
+        kind = ("text_completion", "text_completion")
+        super().__init__("cmpl", kind, asked, fingerprint, num_prompts, prompt_ids)
         self._logprobs = asked.logprobs is not None
 
     def part(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:

@@ -154,6 +154,12 @@ class Choosing(Generating, kw_only=True):
     logit_bias: dict[str, float] | None = None
     return_token_ids: bool | None = None
 
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether the answer tells of the prompt's tokens before it ends."""
+        options = self.stream_options
+        return bool(self.return_token_ids) or (options is not None and bool(options.continuous_usage_stats))
+
     def sampling(self) -> dict[str, Any]:
         """See Generating; adds the fields of this class. Raises ApiError for a logit_bias key that is no token id, and
         for stream_options without `stream`.

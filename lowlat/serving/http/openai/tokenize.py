@@ -1,0 +1,97 @@
+"""/tokenize and /detokenize, in vLLM's shapes: text or messages to token ids, and ids to text."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lowlat.ipc.client.request import Prompt
+from lowlat.serving.http.errors import invalid
+from lowlat.serving.http.gateway import Gateway
+from lowlat.serving.http.openai.chat import chat_messages, check_template
+from lowlat.serving.http.openai.schema import ChatMessage, Tool, decode, unsupported
+from lowlat.serving.http.openai.structured import Calling
+from lowlat.serving.http.streaming import read_body
+
+__all__ = ["detokenize", "tokenize"]
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of /tokenize: a prompt, or messages.
+
+    add_special_tokens      put around a prompt what the tokenizer does; a chat's template writes all of its own
+    return_token_strs       adds the text of each token
+    add_generation_prompt   end a chat where the answer begins, as a request would
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: None = None
+    chat_template: None = None
+    mm_processor_kwargs: None = None
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+async def tokenize(request: Request) -> Response:
+    """Give the token ids of a prompt, as a request would begin with them."""
+    gateway: Gateway = request.app.state.gateway
+    asked = decode(_TOKENIZE, await read_body(request))
+    server = await (gateway.server() if asked.model is None else gateway.serving(asked.model))
+    prompt: Prompt
+    options: dict[str, Any] | None = None
+    if asked.messages is not None and asked.prompt is None:
+        check_template(server)
+        if asked.add_special_tokens:
+            raise unsupported("add_special_tokens", "the chat template writes them")
+        prompt, options = chat_messages(asked.messages), dict(asked.chat_template_kwargs or {})
+        if asked.tools:
+            options["tools"] = Calling.of(asked.tools, None, None).for_template()
+        if asked.add_generation_prompt is not None:
+            options["add_generation_prompt"] = asked.add_generation_prompt
+    elif asked.prompt is not None and asked.messages is None:
+        prompt = asked.prompt
+    else:
+        raise invalid("prompt", "give one of prompt and messages")
+    tokens = await gateway.client.tokenize(
+        prompt, template_options=options, add_special_tokens=asked.add_special_tokens is not False
+    )
+    texts = await gateway.client.token_texts(tokens) if asked.return_token_strs else None
+    return JSONResponse(
+        {
+            "count": len(tokens),
+            "max_model_len": server.limits.max_context,
+            "tokens": list(tokens),
+            "token_strs": texts,
+        }
+    )
+
+
+async def detokenize(request: Request) -> Response:
+    """Give the text of token ids, special tokens included."""
+    gateway: Gateway = request.app.state.gateway
+    asked = decode(_DETOKENIZE, await read_body(request))
+    server = await (gateway.server() if asked.model is None else gateway.serving(asked.model))
+    wrong = next((token for token in asked.tokens if token >= server.vocab_size), None)
+    if wrong is not None:
+        raise invalid("tokens", f"tokens: {wrong}; ids are 0 to {server.vocab_size - 1}")
+    return JSONResponse({"prompt": await gateway.client.detokenize(asked.tokens)})
