@@ -68,7 +68,7 @@ class Recorder:
             request["headers"] = {name: value for name, value in request["headers"].items() if name not in shared}
             row = by_segment[request["case"]]
             request["case"] = row["tried"]
-            if not row["ok"]:
+            if not row["ok"] and request["status"] >= 400:
                 request["fails"] = row["why"]
         client = str(rows[0]["client"])
         said = {"client": client, "version": rows[0]["version"], "headers": shared}

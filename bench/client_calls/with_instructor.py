@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import instructor
 import openai
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from bench.client_calls.cases import KEY, MODEL, Case, expect, run
 
@@ -14,6 +14,7 @@ MESSAGES: Any = [{"role": "user", "content": "Where is Bonn?"}]
 class Place(BaseModel):
     """A place and its river."""
 
+    model_config = ConfigDict(extra="forbid")
     country: Literal["Germany", "Italy"]
     river: str = Field(max_length=8)
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from bench.client_calls.cases import KEY, MODEL, Case, expect, run
 
@@ -15,6 +15,7 @@ MESSAGES: list[BaseMessage] = [SystemMessage("Be brief."), HumanMessage("Where i
 class Place(BaseModel):
     """A place and its river."""
 
+    model_config = ConfigDict(extra="forbid")
     country: Literal["Germany", "Italy"]
     river: str = Field(max_length=8)
 

@@ -6,7 +6,7 @@ import time
 from typing import Any, Literal
 
 import openai
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from bench.client_calls.cases import KEY, MODEL, Case, expect, run
 
@@ -27,6 +27,7 @@ FLAT_TOOL: Any = {"type": "function", "name": "weather", "description": "The wea
 class Place(BaseModel):
     """A structured answer."""
 
+    model_config = ConfigDict(extra="forbid")
     country: Literal["Germany", "Italy"]
     river: str = Field(max_length=8)
 

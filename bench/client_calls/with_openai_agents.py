@@ -15,7 +15,7 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from bench.client_calls.cases import KEY, MODEL, Case, expect, run
 
@@ -25,6 +25,7 @@ QUESTION = "Where is Bonn?"
 class Place(BaseModel):
     """A place and its river."""
 
+    model_config = ConfigDict(extra="forbid")
     country: Literal["Germany", "Italy"]
     river: str = Field(max_length=8)
 

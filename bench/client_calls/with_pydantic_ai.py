@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.exceptions import UnexpectedModelBehavior, UsageLimitExceeded
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -18,6 +18,7 @@ QUESTION = "Where is Bonn?"
 class Place(BaseModel):
     """A place and its river."""
 
+    model_config = ConfigDict(extra="forbid")
     country: Literal["Germany", "Italy"]
     river: str = Field(max_length=8)
 

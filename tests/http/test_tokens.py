@@ -29,7 +29,11 @@ def test_text_becomes_ids_and_ids_text(gateway: RunningGateway, prefix: str) -> 
 def test_chats_become_the_ids_that_a_request_has(tmp_path: Path) -> None:
     codec = RecordingCodec()
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
-    more: dict[str, Any] = {"tools": [tool], "add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": False}}
+    more: dict[str, Any] = {
+        "tools": [tool],
+        "add_generation_prompt": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     with running_gateway(tmp_path, codec=codec) as gateway:
         status, answer, _ = gateway.ask("/tokenize", {"messages": CHAT["messages"], **more})
     assert status == 200 and answer["tokens"] == PROMPT, answer

@@ -214,7 +214,9 @@ class _Chat(ChoicesAnswer):
         for call in chunk.tool_calls:
             if self._one_call and call.index:
                 continue
-            if call.id is None and calls and calls[-1]["index"] == call.index:  # some clients read a chunk's first alone
+            if (
+                call.id is None and calls and calls[-1]["index"] == call.index
+            ):  # some clients read a chunk's first alone
                 calls[-1]["function"]["arguments"] += call.arguments
                 continue
             shown: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
