@@ -59,6 +59,7 @@ Code = Literal[
     "forbidden",  # this peer may not ask for that
     "not_finite",  # the model's logits had NaN or infinity for this request
     "grammar",  # the request's grammar came to a limit, or to a place where nothing may follow
+    "text",  # the model's tokenizer failed to decode the answer
     "deadline",  # deadline_ms passed
     "slow_consumer",  # no credit for too long
     "shutdown",  # the server ends
@@ -131,7 +132,8 @@ GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR)]
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are chosen and when the request ends; meanings and ranges are those of lowlat.SamplingParams.
 
-    At most one of json_schema and tool_calls (JSON as text), json_object, regex, grammar and choice.
+    At most one of json_schema and tool_calls (JSON as text), json_object, regex, grammar and choice. tools is JSON as
+    text, too; where it is absent it is `template_options["tools"]`, if calls are parsed.
     """
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
@@ -159,6 +161,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     choice: Annotated[tuple[GrammarText, ...], Meta(max_length=1024)] = ()
     tool_calls: GrammarText | None = None
     parse: Parse = "none"
+    tools: GrammarText | None = None
 
     @property
     def has_grammar(self) -> bool:

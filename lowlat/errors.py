@@ -26,6 +26,7 @@ __all__ = [
     "ServerGone",
     "ShapeError",
     "StreamError",
+    "is_panic",
 ]
 
 
@@ -82,3 +83,8 @@ class ServerGone(StreamError):
 
 class DeviceError(LowlatError):
     """The device failed; its context is lost and the process must end."""
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library in Rust, which is an error of one call and yet no `Exception`."""
+    return not isinstance(error, Exception) and type(error).__name__ == "PanicException"

@@ -40,7 +40,7 @@ class FakeOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[FakeLogprobs, ...] | None = None
     error: str | None = None
-    error_code: Literal["not_finite", "grammar"] = "not_finite"
+    error_code: Literal["not_finite", "grammar", "text"] = "not_finite"
     simulated: bool = False
     num_accepted: int = 0
     reasoning: str = ""
@@ -76,7 +76,7 @@ def expected_text(tokens: Sequence[int]) -> str:
 class FakeCodec:
     """Bytes as token ids; `delay_s` makes encoding slow, `fails` makes it raise."""
 
-    def __init__(self, delay_s: float = 0.0, fails: Exception | None = None) -> None:
+    def __init__(self, delay_s: float = 0.0, fails: BaseException | None = None) -> None:
         self.delay_s = delay_s
         self.fails = fails
 

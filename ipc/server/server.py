@@ -228,6 +228,9 @@ class Server:
     def _check(self) -> str | None:
         if self._lock is not None and (state := self._lock.state()) != "own":
             return f"the socket file of {self.endpoint} is {state}: nobody can reach this server any more"
+        ended = None if self._text is None else self._text.ended
+        if ended is not None:
+            return f"the thread {ended} has ended: requests would wait for it for ever"
         return None
 
     def _post(self, event: Event) -> None:

@@ -29,6 +29,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 CONFIG_FILE = "config.json"
 CONFIG_FILES = (CONFIG_FILE, "generation_config.json", QUANTISATION_FILE, INDEX_FILE)
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+ADDITIONAL_TEMPLATE = re.compile(r"additional_chat_templates/[A-Za-z0-9_.-]+\.jinja")
 COMMIT = re.compile("[0-9a-f]{40}")
 CHUNK = 1 << 16  # bytes of a header that are asked for at once
 SPARE_BYTES = 64 << 20  # of the cache's disk, that a download leaves
@@ -60,6 +61,12 @@ class _Listing:
     commit: str
     sizes: Mapping[str, int]
 
+    @property
+    def text_files(self) -> list[str]:
+        """The files of tokenizer and chat templates that a repository may have."""
+        named = [name for name in self.sizes if ADDITIONAL_TEMPLATE.fullmatch(name)]
+        return [*TEXT_FILES, *sorted(named)]
+
     def missing(self, directory: Path, names: Sequence[str]) -> list[str]:
         """Those of the names that the repository has and its snapshot lacks."""
         return [name for name in names if name in self.sizes and not (directory / name).exists()]
@@ -89,7 +96,7 @@ def fetch(
     total = sum(listing.sizes[name] for name in weights)
     _check_room(repository, total)
     logger.info("fetching %s, %.1f MB, into %s", repository, total / 1e6, directory)
-    _fetch_files(listing, directory, TEXT_FILES)
+    _fetch_files(listing, directory, listing.text_files)
     _fetch_files(listing, directory, weights, None if progress is None else _bar_class(progress, total))
     return directory
 
@@ -116,7 +123,7 @@ def outline(model: str | Path) -> Iterator[Outline]:
         weights = _weight_files(listing, snapshot)
         for name in weights:
             _write_header(listing, name, directory / name)
-        wanted = listing.missing(snapshot, (*TEXT_FILES, *weights))
+        wanted = listing.missing(snapshot, (*listing.text_files, *weights))
         place, free = _room()
         size = sum(listing.sizes[name] for name in wanted)
         yield Outline(directory, Download(len(wanted), size, free, str(place)))

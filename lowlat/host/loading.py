@@ -85,6 +85,15 @@ class Loaded:
         """Whether steps draw under masks of the host; those of lossless SpecPV, which are verified later, do not."""
         return "grammar_masks" in self.executor.state and not self.ladder.verifiers
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's own end tokens: those of its configs, then its tokenizer's."""
+        ends = self.target.config.eos_token_ids
+        own = None if self.codec is None else self.codec.eos_token_id
+        if own is None or own in ends or own >= self.target.config.vocab_size:
+            return ends
+        return (*ends, own)
+
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""
         if self.codec is not None:

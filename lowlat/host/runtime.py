@@ -76,7 +76,7 @@ class Runtime:
         self.checks = RequestChecks(
             max_context=config.max_context,
             vocab_size=loaded.target.config.vocab_size,
-            eos_token_ids=loaded.target.config.eos_token_ids,
+            eos_token_ids=loaded.eos_token_ids,
             has_text=self.codec is not None,
             max_stop_ids=MAX_STOPS,
             max_total_tokens=self.kvcache.capacity * geometry.block_size - geometry.overhang,

@@ -5,15 +5,17 @@ It turns a step's publication into the caller's output: text, stop strings, ends
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from lowlat.errors import RequestError
 from lowlat.host.mailbox import SlotPublication
 from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_METHOD, FROM_TEXT
 from lowlat.options.request import ErrorCode, FinishReason, SamplingParams, StepOutput, TokenLogprobs, ToolCallDelta
 from lowlat.speculators.base import Speculator
-from lowlat.text import AnswerDelta, AnswerStream, TextCodec
+from lowlat.text import AnswerDelta, AnswerStream, TextCodec, tools_of
 from lowlat.text.grammar.state import GrammarState
 
 __all__ = ["FROM_PART", "Session"]
@@ -68,7 +70,12 @@ class Session:
         self._text: AnswerStream | None = None
         if codec is not None:
             self._text = AnswerStream(
-                codec, params.parse, stop=params.stop, prefix_ids=prompt, stop_enabled_after=params.min_tokens
+                codec,
+                params.parse,
+                stop=params.stop,
+                prefix_ids=prompt,
+                stop_enabled_after=params.min_tokens,
+                tools=tools_of(params),
             )
 
     def place(self, slot: int, table: Sequence[int], num_cached: int) -> None:
@@ -124,19 +131,25 @@ class Session:
         """Add a step's tokens; a stop string found in their text drops the tokens after it and ends the request.
 
         problem  why it ends, where the reason is an error; None: by its logits
+        A text that the tokenizer fails to decode ends the request with an error of the code "text".
         """
         tokens, reason = publication.token_ids, publication.finish_reason
+        error_code: ErrorCode = "grammar" if problem else "not_finite"
         deltas: list[AnswerDelta] = []
         stopped = None
-        if self._text is not None:
-            deltas.append(self._text.push(tokens))
-            stopped = deltas[0].stopped
-            if stopped is not None:
-                tokens, reason = tokens[: deltas[0].num_tokens_used], "stop"
-            elif reason is not None:
-                deltas.append(self._text.finish())
-                stopped = deltas[1].stopped
-                reason = reason if stopped is None else "stop"
+        try:
+            if self._text is not None:
+                deltas.append(self._text.push(tokens))
+                stopped = deltas[0].stopped
+                if stopped is not None:
+                    tokens, reason = tokens[: deltas[0].num_tokens_used], "stop"
+                elif reason is not None:
+                    deltas.append(self._text.finish())
+                    stopped = deltas[1].stopped
+                    reason = reason if stopped is None else "stop"
+        except RequestError as failure:
+            # without text from here on: what is held back cannot be decoded
+            self._text, reason, problem, error_code = None, "error", str(failure), "text"
         self.num_written = len(self.committed) - 1
         self.committed.extend(tokens)
         num_accepted = self._count(publication, len(tokens))
@@ -156,7 +169,7 @@ class Session:
             stop_reason=stop_reason,
             logprobs=logprobs,
             error=error,
-            error_code="grammar" if problem else "not_finite",
+            error_code=error_code,
             num_accepted=num_accepted,
         )
 
@@ -198,7 +211,8 @@ class Session:
         """The caller's output; a reason ends the request, and one that is cut off gets the text that was held back."""
         self.finish_reason = reason
         if reason in ("cancelled", "error") and not deltas and self._text is not None:
-            deltas = (self._text.finish(),)
+            with suppress(RequestError):  # it ends by another reason already
+                deltas = (self._text.finish(),)
         tool_calls: tuple[ToolCallDelta, ...] = ()
         for delta in deltas:
             tool_calls += delta.tool_calls

@@ -4,7 +4,7 @@ Limits that depend on the model (vocabulary, context) are checked by `Runtime.su
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ MAX_CHOICES = 1024
 GRAMMAR_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice", "tool_calls")
 MAX_INT32 = (1 << 31) - 1  # what the device's counters hold
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-ErrorCode = Literal["not_finite", "grammar"]
+ErrorCode = Literal["not_finite", "grammar", "text"]
 Parse = Literal["none", "reasoning", "tools"]
 
 
@@ -102,6 +102,11 @@ class SamplingParams:
         "Take from the text what the model's format marks: its reasoning, or tool calls as well.",
         python_only=True,
     )
+    tools: str | Sequence[Mapping[str, Any]] | None = declare(
+        None,
+        "Functions that may be called, as the chat template gets them: they type arguments that are written as text.",
+        python_only=True,
+    )
 
     def __post_init__(self) -> None:
         check_options(self, RequestError)
@@ -110,6 +115,16 @@ class SamplingParams:
         self._check_stops()
         self._check_biases()
         self._check_grammar()
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        tools = self.tools
+        if tools is None:
+            return
+        tools = tools if isinstance(tools, str) else _as_json("tools", tools)
+        if not isinstance(tools, str) or not 1 <= len(tools) <= MAX_GRAMMAR_BYTES:
+            raise RequestError(f"tools must be a list, of at most {MAX_GRAMMAR_BYTES} characters as JSON")
+        object.__setattr__(self, "tools", tools)
 
     def _check_stops(self) -> None:
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
@@ -204,9 +219,9 @@ class StepOutput:
 
     `token_ids` are new and final. `text` is what they make certain of the text (None without a tokenizer):
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or
-    token id that ended the request; `error` says what failed, `error_code` whether it was the logits or the grammar.
-    `simulated` marks imposed acceptance. The first `num_accepted` of token_ids were accepted drafts. With
-    `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
+    token id that ended the request; `error` says what failed, `error_code` whether it was the logits, the grammar
+    or the tokenizer. `simulated` marks imposed acceptance. The first `num_accepted` of token_ids were accepted drafts.
+    With `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
     """
 
     request_id: str
@@ -224,8 +239,8 @@ class StepOutput:
 
 
 def _as_json(name: str, value: object) -> object:
-    """JSON text of a mapping; whatever else was given as it is."""
-    if not isinstance(value, Mapping):
+    """JSON text of a mapping or a list; whatever else was given as it is."""
+    if not isinstance(value, (Mapping, list, tuple)):
         return value
     try:
         return json.dumps(value, allow_nan=False)

@@ -1,6 +1,6 @@
 """Tokenizer, chat template, detokeniser, stop strings, parsed answers. It knows neither models nor devices."""
 
-from lowlat.text.answers import AnswerDelta, AnswerStream
+from lowlat.text.answers import AnswerDelta, AnswerStream, tools_of
 from lowlat.text.codec import TextCodec
 from lowlat.text.detokenizer import IncrementalDetokenizer, TextDelta
 from lowlat.text.harmony import ChannelText, HarmonyParser, parse_channels
@@ -14,4 +14,5 @@ __all__ = [
     "TextCodec",
     "TextDelta",
     "parse_channels",
+    "tools_of",
 ]

@@ -74,6 +74,10 @@ class ChatTemplates:
         """The templates as written, in the same order."""
         return tuple(self._templates.values())
 
+    def source(self, name: str) -> str:
+        """A template as written."""
+        return self._templates[name]
+
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
         """Render one template.
 

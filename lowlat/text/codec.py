@@ -15,15 +15,21 @@ from tokenizers import Tokenizer
 from lowlat.checkpoint.files import find_bytes, find_text
 from lowlat.errors import ConfigError, RequestError
 from lowlat.text.chat import ChatTemplates
+from lowlat.text.faults import library_failures
+from lowlat.text.generic_tools import generic_messages, has_calls, with_short_ids
 from lowlat.text.lengths import LengthBound
 from lowlat.text.literal import LiteralTokenizer
+from lowlat.text.probes import TemplateProbes
 from lowlat.text.streams import Streams, TokenStream
+from lowlat.text.tags import CALLS
 
 __all__ = ["TextCodec"]
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest in the field are near 35 MB
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 256 << 10  # the largest in the field are near 30 kB
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # as transformers names the folder
+MAX_TEMPLATES = 64
 MAX_TEXT_CHARACTERS = 16 << 20
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -56,13 +62,15 @@ class TextCodec:
         self._add_bos = self._edge("bos_token", add_bos)
         self._add_eos = self._edge("eos_token", add_eos)
         self._chat = ChatTemplates(templates) if templates else None
+        self._probes = None if self._chat is None else TemplateProbes(self._chat, self.special_tokens)
 
     @classmethod
     def load(cls, directory: str | Path) -> "TextCodec | None":
         """Load tokenizer.json and what stands beside it; None without that file.
 
         Read as well: tokenizer_config.json (special tokens, add_bos_token, add_eos_token, chat_template),
-        special_tokens_map.json, chat_template.jinja (before tokenizer_config.json's template).
+        special_tokens_map.json, chat_template.jinja (before tokenizer_config.json's templates), and
+        additional_chat_templates/NAME.jinja.
         Raises ConfigError naming the file that is damaged, too large or unfit.
         """
         directory = Path(directory)
@@ -98,9 +106,22 @@ class TextCodec:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
+    def eos_token_id(self) -> int | None:
+        """The id of the end token that the tokenizer's files name, which may be another than the config's."""
+        text = self.special_tokens.get("eos_token")
+        return None if text is None else self._tokenizer.token_to_id(text)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can work."""
         return self._chat is not None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template that is used with tools writes them; others get them in a prompt of lowlat's."""
+        names = () if self._chat is None else self._chat.names
+        name = "tool_use" if "tool_use" in names else "default"
+        return self._probes is not None and name in names and self._probes.takes_tools(name)
 
     def added_tokens(self) -> dict[int, str]:
         """Ids of the special tokens, and their text."""
@@ -120,6 +141,10 @@ class TextCodec:
     def spells(self, text: str) -> bool:
         """Whether the vocabulary has the text as a token, or a chat template writes it."""
         return self._tokenizer.token_to_id(text) is not None or self.template_has(text)
+
+    def has_token(self, text: str) -> bool:
+        """Whether the vocabulary has the text as a token."""
+        return self._tokenizer.token_to_id(text) is not None
 
     def template_has(self, text: str) -> bool:
         """Whether a chat template writes, or asks for, this text."""
@@ -226,11 +251,12 @@ class TextCodec:
     def _ids(
         self, text: str, add_special_tokens: bool, allow_special: bool, max_context: int | None, max_tokens: int
     ) -> list[int]:
-        if allow_special:
-            # not `encode`, which keeps the GIL: other threads would wait 50 ms for 100,000 characters
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        else:
-            encoding = self._literal.encode(text, add_special_tokens=add_special_tokens)
+        with library_failures("encode this text"):
+            if allow_special:
+                # not `encode`, which keeps the GIL: other threads would wait 50 ms for 100,000 characters
+                (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            else:
+                encoding = self._literal.encode(text, add_special_tokens=add_special_tokens)
         if max_context is not None and len(encoding) + max_tokens > max_context:
             # before they become numbers, which takes the GIL
             raise _too_long(f"prompt of {len(encoding)} tokens", max_context, max_tokens)
@@ -242,10 +268,11 @@ class TextCodec:
         Spaces are not cleaned up afterwards (`clean_up_tokenization_spaces` would change what the model
         said). Raises RequestError for what is no id.
         """
-        try:
-            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        except (OverflowError, TypeError) as error:
-            raise RequestError(f"token ids must be integers from 0 to {(1 << 32) - 1}") from error
+        with library_failures("decode these ids"):
+            try:
+                return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            except (OverflowError, TypeError) as error:
+                raise RequestError(f"token ids must be integers from 0 to {(1 << 32) - 1}") from error
 
     def open_stream(self, *, skip_special_tokens: bool = True) -> TokenStream:
         """Start decoding one request's ids as they come; `IncrementalDetokenizer` is the way to use it."""
@@ -256,22 +283,50 @@ class TextCodec:
     ) -> str:
         """Write messages as the model's chat template does; `encode_chat` gives its token ids.
 
-        messages   mappings such as {"role": "user", "content": "..."}; JSON values only
-        variables  what else the template may use (tools, documents, enable_thinking, ...)
+        messages   mappings such as {"role": "user", "content": "..."}; JSON values only. A field that is None is left
+                   out. An assistant's message may lack its content: it is absent for the template, or "" where the
+                   template cannot do without. Where the template takes no tools, they and their calls and results
+                   are written as text (`generic_tools`)
+        variables  what else the template may use (tools, documents, enable_thinking, ...), and `chat_template`: the
+                   name of one of several templates, "tool_use" where there are tools, else "default"
         The template runs in a process of its own, with limits. Raises RequestError without a template, or
         when it refuses the messages; ConfigError when the template is at fault.
         """
-        if self._chat is None:
+        if self._chat is None or self._probes is None:
             raise RequestError("the model has no chat template (chat_template.jinja or chat_template)")
-        checked = _checked_messages(messages)
-        names = self._chat.names
-        name = "tool_use" if variables.get("tools") and "tool_use" in names else "default"
+        name = self._template_name(variables.pop("chat_template", None), bool(variables.get("tools")))
+        values = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        plain = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in _checked_messages(messages)
+        ]
+        tools = variables.get("tools")
+        if (tools or has_calls(plain)) and not self._probes.takes_tools(name):
+            plain = generic_messages(plain, tools or (), system=self._probes.takes_system(name))
+            values["tools"] = None
+        elif CALLS in self._chat.source(name):
+            plain = list(map(with_short_ids, plain))
+        values["messages"] = plain
+        values["add_generation_prompt"] = add_generation_prompt
+        try:
+            return self._chat.render(name, values)
+        except RequestError:
+            filled = [_with_content(message) for message in values["messages"]]
+            if filled == values["messages"]:
+                raise
+        return self._chat.render(name, {**values, "messages": filled})
+
+    def _template_name(self, wanted: object, with_tools: bool) -> str:
+        """The template that writes a chat. Raises RequestError for one that the model does not have."""
+        names = () if self._chat is None else self._chat.names
+        if wanted is not None:
+            if not isinstance(wanted, str) or wanted not in names:
+                raise RequestError(f"chat_template {wanted!r:.80} is none of the model's: {', '.join(names)}")
+            return wanted
+        name = "tool_use" if with_tools and "tool_use" in names else "default"
         if name not in names:
             raise RequestError(f"the model has no default chat template, only {', '.join(names)}")
-        values = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        values["messages"] = [dict(message) for message in checked]
-        values["add_generation_prompt"] = add_generation_prompt
-        return self._chat.render(name, values)
+        return name
 
     def close(self) -> None:
         """End the chat template's process; a later use starts it again."""
@@ -290,6 +345,11 @@ def _checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"messages[{index}] must be a mapping with a role")
     return messages
+
+
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as templates take it that write an assistant's content whether there is one or not."""
+    return {**message, "content": ""} if message["role"] == "assistant" and "content" not in message else message
 
 
 def _find_object(path: Path) -> dict[str, Any]:
@@ -348,12 +408,25 @@ def _flag(path: Path, config: Mapping[str, Any], name: str) -> bool | None:
 
 
 def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name: chat_template.jinja, else tokenizer_config.json's entry."""
-    path = directory / "chat_template.jinja"
-    source = find_text(path, MAX_TEMPLATE_BYTES)
+    """Return the chat templates by name: files of their own, and tokenizer_config.json's where there is no default."""
+    source = find_text(directory / "chat_template.jinja", MAX_TEMPLATE_BYTES)
     if source is not None:
-        return {"default": source}
-    path = directory / "tokenizer_config.json"
+        named = {"default": source}
+    else:
+        named = _config_templates(directory / "tokenizer_config.json", config)
+    folder = directory / ADDITIONAL_TEMPLATES
+    paths = sorted(folder.glob("*.jinja")) if folder.is_dir() else []
+    if len(paths) > MAX_TEMPLATES:
+        raise ConfigError(f"{folder}: holds {len(paths)} templates; at most {MAX_TEMPLATES}")
+    for path in paths:
+        source = find_text(path, MAX_TEMPLATE_BYTES)
+        if source is not None:
+            named[path.stem] = source
+    return named
+
+
+def _config_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of tokenizer_config.json: one, or a list of named ones."""
     entry = config.get("chat_template")
     if entry is None:
         return {}

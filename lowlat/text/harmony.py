@@ -2,7 +2,8 @@
 
 The format is Harmony's: `<|start|>role<|channel|>name<|message|>text`, then `<|end|>`, `<|return|>` or `<|call|>`. The
 markers are tokens of their own, so text that merely spells one changes nothing. Any stream of tokens is taken, for a
-model may write anything: what is not in the format is handed on as text without a channel. No package is used:
+model may write anything: what is not in the format is handed on as text without a channel. A header is never text, not
+even one that is cut off, or has its parts in another order, or twice. No package is used:
 openai_harmony brings a vocabulary of its own, which it fetches from the network, and refuses what is ill-formed.
 """
 
@@ -52,10 +53,13 @@ class ChannelDelta:
 
 @dataclass
 class _Open:
-    """A message that is still being written; its header, by the marker before each part, until `in_text`."""
+    """A message that is still being written; its header, as markers each with the text after it, until `in_text`.
 
-    header: dict[str, str] = field(default_factory=dict)
-    part: str = START
+    marked  a marker has shown that what comes is a header
+    """
+
+    header: list[list[str]] = field(default_factory=lambda: [[START, ""]])
+    marked: bool = False
     begun: bool = False
     in_text: bool = False
     shown: bool = False
@@ -64,6 +68,12 @@ class _Open:
     recipient: str | None = None
     content_type: str | None = None
     text: list[str] = field(default_factory=list)
+
+    @property
+    def is_header(self) -> bool:
+        """Whether what came belongs to a header: a marker says so, or it goes on where the prompt named a role."""
+        words = "".join(text for _, text in self.header).split()
+        return self.marked or all(word == "assistant" or "to=".startswith(word[:3]) for word in words)
 
 
 class HarmonyReader:
@@ -107,26 +117,30 @@ class HarmonyReader:
         if message.in_text:
             self._show(text, deltas)
             return
-        message.header[message.part] = message.header.get(message.part, "") + text
-        if sum(map(len, message.header.values())) > MAX_HEADER_CHARACTERS:
-            self._as_text(deltas)
+        message.header[-1][1] += text
+        if sum(len(part) for _, part in message.header) > MAX_HEADER_CHARACTERS:
+            if message.marked:
+                self._read_header(message)
+                message.in_text = True
+            else:
+                self._as_text(deltas)
 
     def _mark(self, marker: str, deltas: list[ChannelDelta]) -> None:
-        """A marker of a header; in a message's text, or out of its order, it begins another message."""
+        """A marker of a header; in a message's text, or where it begins one, it begins another message."""
         message = self._open
-        in_header = not message.in_text and ORDER.index(marker) > ORDER.index(message.part)
         if marker == CONSTRAIN and message.in_text:
             return  # no text, and no header without a channel before it
-        if not in_header and message.begun:
+        if (message.in_text or marker == START) and message.begun:
             self._close(deltas, complete=False)
-        self._open.begun = True
-        self._open.part = marker
+        message = self._open
+        message.begun = message.marked = True
+        message.header.append([marker, ""])
         if marker == MESSAGE:
-            self._read_header(self._open)
-            self._open.in_text = True
+            self._read_header(message)
+            message.in_text = True
 
     def _read_header(self, message: _Open) -> None:
-        for part, text in message.header.items():
+        for part, text in message.header:
             words = text.split()
             plain = [word for word in words if not word.startswith("to=")]
             for word in words:
@@ -140,14 +154,13 @@ class HarmonyReader:
                 message.content_type = plain[0]
 
     def _as_text(self, deltas: list[ChannelDelta]) -> None:
-        """A header that was none becomes text in no channel."""
+        """What was no header becomes text in no channel."""
         message = self._open
         message.in_text = True
-        message.channel = None
-        self._show("".join(message.header.values()), deltas)
+        self._show("".join(text for _, text in message.header), deltas)
 
     def _close(self, deltas: list[ChannelDelta], *, complete: bool) -> None:
-        if not self._open.in_text and self._open.header:
+        if not self._open.in_text and not self._open.is_header:
             self._as_text(deltas)
         message = self._open
         if message.recipient is not None:

@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from lowlat.errors import ConfigError, RequestError
+from lowlat.text.faults import library_failures
 
 __all__ = ["LiteralTokenizer"]
 
@@ -105,11 +106,19 @@ class LiteralTokenizer:
         return text, with_placeholders
 
     def _find_unspeakable(self, tokenizer: Tokenizer) -> tuple[str, ...]:
-        """Special tokens that the model makes of their letters (as models of whole words do), but the unknown one."""
+        """Special tokens that the model makes of their letters (as models of whole words do), but the unknown one.
+
+        Those on whose letters the library fails are among them.
+        """
         unknown = getattr(tokenizer.model, "unk_token", None)
         found = []
         for content, number in self._special.items():
-            if content != unknown and number in self.ids(self.encode(content, add_special_tokens=False)):
+            try:
+                with library_failures("encode a special token's spelling"):
+                    ids = self.ids(self.encode(content, add_special_tokens=False))
+            except RequestError:
+                ids = [number]
+            if content != unknown and number in ids:
                 found.append(content)
         return tuple(found)
 

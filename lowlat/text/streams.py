@@ -22,7 +22,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, RequestError
+from lowlat.text.faults import library_failures
 
 __all__ = ["ByteStream", "ChainStream", "Streams", "TokenStream", "byte_alphabet"]
 
@@ -112,11 +113,15 @@ class Streams:
                 return bytes((int(spelling[3:5], 16),))
             except ValueError:
                 pass  # not two hexadecimal digits: text like any other
-        return self.decode_inner([token_id]).encode("utf-8")
+        try:
+            return self.decode_inner([token_id]).encode("utf-8")
+        except RequestError:  # the library fails on it
+            return spelling.encode("utf-8")
 
     def decode(self, ids: list[int]) -> str:
-        """Decode ids of which none is to be left out."""
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        """Decode ids of which none is to be left out. Raises RequestError where the library fails on them."""
+        with library_failures("decode an answer"):
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def decode_inner(self, ids: list[int]) -> str:
         """Decode ids as they read after other text: the anchor stands before them and is cut off."""

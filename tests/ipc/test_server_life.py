@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 import zmq.auth
-from fake_engine import FakeEngine, expected_tokens
+from fake_engine import FakeCodec, FakeEngine, FakeOutput, expected_tokens
 from fake_process import fake_process
 from raw_client import raw_client
 from served import Serve, eventually
@@ -114,6 +114,37 @@ def test_a_server_that_nobody_can_reach_any_more_ends(
     assert client.hear(Bye).reason == "internal"
     assert robbed in caplog.text
     assert path.exists() is (robbed == "stolen")
+
+
+class Ending(BaseException):
+    """An error that is no `Exception`, as a thread's end by force is none."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_text_thread_that_ends_ends_the_server(serve: Serve) -> None:
+    """Requests would wait for it for ever, and health would say that all is well."""
+    served = serve(codec=FakeCodec(fails=Ending()))
+    client = served.client()
+    client.submit_text(1, "hello")
+    assert client.hear(Bye).reason == "internal"
+    assert served.server.run() == 1
+
+
+def test_a_decode_thread_that_ends_ends_the_server(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve()
+    client = served.client()
+
+    def step() -> list[FakeOutput]:
+        raise Ending
+
+    monkeypatch.setattr(served.engine, "step", step)
+    codes: list[int] = []
+    runner = threading.Thread(target=lambda: codes.append(served.server.run()))
+    runner.start()
+    client.submit(1, max_tokens=3)
+    assert client.hear(Bye).reason == "internal"
+    runner.join(10)
+    assert codes == [1]
 
 
 def test_what_the_engines_maker_raises_is_raised(tmp_path: Path) -> None:

@@ -225,18 +225,25 @@ def test_a_model_may_think_first_where_its_reasoning_is_taken_out() -> None:
         assert think not in allowed(mask_of(state_of(THINKER, prompt, json_schema=PERSON, parse=parse), THINKER)[0])
 
 
-@pytest.mark.parametrize("header", ["final", "final <|constrain|>json"])
-def test_harmonys_document_is_its_final_channel(header: str) -> None:
+@pytest.mark.parametrize("header", ["final", "final <|constrain|>json", "commentary", "analysis<|channel|>final"])
+def test_harmonys_document_is_its_first_content(header: str) -> None:
     codec = codec_with(*HARMONY, special=True)
     analysis = "<|channel|>analysis<|message|>{final}<|end|><|start|>assistant"
     before = ids_of(f"{analysis}<|channel|>{header}<|message|>", codec)
     state = state_of(codec, "<|start|>user<|message|>x<|end|><|start|>assistant", json_schema=PERSON)
     tokens = before + ids_of(DOCUMENT, codec)
     rows = mask_of(state, codec, [0, *tokens], range(-1, len(tokens)))
-    assert (rows[: len(before)] == -1).all() and allowed(rows[-1]) == [END]
+    assert allowed(rows[-1]) == [END]
+    for place, token in enumerate(before):  # bound where a message begins, and free in headers and in the analysis
+        assert token in allowed(rows[place])
+        bound = (rows[place] != -1).any()
+        assert not bound or allowed(rows[place]) == [token]
+        assert bound == (place == 0 or text_of(codec, before[:place]).endswith(("<|end|>", "<|start|>", "assistant")))
     assert text_of(codec, allowed(rows[len(before)])).startswith("{")
     state.advance(before)
     assert state.active and takes(state, ids_of(DOCUMENT, codec), codec)
+    for text in ("Hello", "<|message|>Hello", "<|channel|>commentary<|message|>Hello", f"{analysis} Hello"):
+        assert not takes(state_of(codec, "<|start|>assistant", json_schema=PERSON), ids_of(text, codec), codec)
     prefilled = state_of(codec, "<|start|>assistant<|channel|>final<|message|>", json_schema=PERSON)
     assert prefilled.active and state_of(codec, "plain text", json_schema=PERSON).active
 

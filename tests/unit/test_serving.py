@@ -52,6 +52,7 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "choice": ([("x",), ("x",) * MAX_CHOICES], [("",), ("x",) * (MAX_CHOICES + 1)]),
     "tool_calls": (["{}", "x" * MAX_GRAMMAR_BYTES], ["", "x" * (MAX_GRAMMAR_BYTES + 1), 1]),
     "parse": (["reasoning", "tools"], ["all", 1]),
+    "tools": (["[]", "x" * MAX_GRAMMAR_BYTES], ["", "x" * (MAX_GRAMMAR_BYTES + 1), 1]),
 }
 
 

@@ -12,21 +12,40 @@ from tokenizers import Tokenizer
 
 from lowlat.options.request import Parse
 from lowlat.text import AnswerStream, IncrementalDetokenizer, TextCodec
-from lowlat.text.answers.base import AnswerFormat, Parts
+from lowlat.text.answers.base import AnswerFormat, Parts, Tools
 from lowlat.text.answers.harmony import HarmonyAnswer
-from lowlat.text.answers.llama3 import PYTHON_TAG, Llama3Answer
-from lowlat.text.answers.tagged import CALL, END_CALL, END_THOUGHT, THOUGHT, TaggedAnswer
+from lowlat.text.answers.syntax import LISTED_SYNTAX, LLAMA3_SYNTAX, MISTRAL_SYNTAX, TAGGED_SYNTAX
+from lowlat.text.answers.tagged import THOUGHTS, TaggedAnswer
 from lowlat.text.detokenizer import Marker
+from lowlat.text.tags import CALL, END_CALL, END_THOUGHT, PYTHON_TAG, THOUGHT
 
 HARMONY = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
 TAGS = [THOUGHT, END_THOUGHT, CALL, END_CALL]
 Call = tuple[str, str]
 Answer = tuple[str, str, list[Call]]
+SCHEMA = {
+    "properties": {
+        "s": {"type": "string"},
+        "i": {"type": "integer"},
+        "b": {"type": "boolean"},
+        "l": {"type": "array"},
+        "o": {"$ref": "#/$defs/o"},
+        "m": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "$defs": {"o": {"type": "object"}},
+}
+TOOLS = Tools({"f": SCHEMA, "g": {}})
 FORMATS: dict[str, Any] = {
-    "tagged": lambda: TaggedAnswer(thinking=False, tools=True),
-    "thinking": lambda: TaggedAnswer(thinking=True, tools=True),
-    "no tools": lambda: TaggedAnswer(thinking=False, tools=False),
-    "llama3": Llama3Answer,
+    "tagged": lambda: TaggedAnswer(syntax=TAGGED_SYNTAX, tools=TOOLS),
+    "thinking": lambda: TaggedAnswer(thinking=True, syntax=TAGGED_SYNTAX),
+    "no tools": TaggedAnswer,
+    "llama3": lambda: TaggedAnswer(syntax=LLAMA3_SYNTAX),
+    "llama3 tools": lambda: TaggedAnswer(syntax=LLAMA3_SYNTAX, tools=TOOLS),
+    "mistral": lambda: TaggedAnswer(syntax=MISTRAL_SYNTAX, thought=THOUGHTS[1]),
+    "listed": lambda: TaggedAnswer(syntax=LISTED_SYNTAX),
+    "forced": lambda: TaggedAnswer(syntax=TAGGED_SYNTAX, tools=Tools(required=True)),
+    "llama3 forced": lambda: TaggedAnswer(syntax=LLAMA3_SYNTAX, tools=Tools(required=True)),
+    "mistral forced": lambda: TaggedAnswer(syntax=MISTRAL_SYNTAX, tools=Tools(required=True)),
 }
 
 
@@ -58,7 +77,7 @@ def read(parser: AnswerFormat, pieces: list[str]) -> Answer:
         ("tagged", "", ("", "", [])),
         ("tagged", " plain <b>text</b> \n", (" plain <b>text</b> \n", "", [])),
         ("tagged", "<think>\nso\n\n</think>\n\nHi. ", ("Hi. ", "so", [])),
-        ("tagged", "<think>cut off </thi", ("", "cut off </thi", [])),
+        ("tagged", "<think>cut off </thi", ("", "cut off", [])),
         ("tagged", "x</think>y", ("x</think>y", "", [])),
         ("thinking", "so </think> Hi", ("Hi", "so", [])),
         ("no tools", "<think></think>\n<tool_call>{}", ("<tool_call>{}", "", [])),
@@ -71,7 +90,9 @@ def read(parser: AnswerFormat, pieces: list[str]) -> Answer:
         ("tagged", '<tool_call>{"name": "f"}</tool_call> done', ("done", "", [("f", "{}")])),
         ("tagged", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"} ', ("", "", [("f", '{"a": 1}')])),
         ("tagged", '<tool_call>{"name": "f", "arguments": {"a": [1', ("", "", [("f", '{"a": [1')])),
-        ("tagged", '<tool_call>{"name": "f", "arg', ('<tool_call>{"name": "f", "arg', "", [])),
+        ("tagged", 'Hm. <tool_call>{"name": "f", "arg', ("Hm.", "", [])),
+        ("tagged", "Hm. <tool", ("Hm.", "", [])),
+        ("tagged", "1 <", ("1 <", "", [])),
         ("tagged", "<tool_call>f(1)</tool_call>", ("<tool_call>f(1)</tool_call>", "", [])),
         ("tagged", '<tool_call>{"name": 3}</tool_call>', ('<tool_call>{"name": 3}</tool_call>', "", [])),
         (
@@ -89,6 +110,76 @@ def read(parser: AnswerFormat, pieces: list[str]) -> Answer:
         ("llama3", '{"name": "f", "parameters": {}} is it', ("is it", "", [("f", "{}")])),
         ("llama3", "print(1)", ("print(1)", "", [])),
         ("llama3", ' {"name": "f"', (' {"name": "f"', "", [])),
+        ("llama3", 'See <function=f>{"a": [1]}</function> so', ("Seeso", "", [("f", '{"a": [1]}')])),
+        (
+            "llama3",
+            '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"x": 1}}]',
+            ("", "", [("f", "{}"), ("g", '{"x": 1}')]),
+        ),
+        (
+            "llama3",
+            '{"name": "f", "parameters": {}};\n{"name": "f", "arguments": {}};',
+            ("", "", [("f", "{}"), ("f", "{}")]),
+        ),
+        ("llama3", '[1, {"name": 2}]', ('[1, {"name": 2}]', "", [])),
+        ("llama3 tools", '{"name": "h", "parameters": {}}', ('{"name": "h", "parameters": {}}', "", [])),
+        ("llama3 tools", '[{"name": "h", "parameters": {}}]', ('[{"name": "h", "parameters": {}}]', "", [])),
+        ("llama3 tools", f'So: {PYTHON_TAG}{{"name": "f", "parameters": {{}}}}', ("So:", "", [("f", "{}")])),
+        ("llama3 forced", ' {"name": "f"', ("", "", [])),
+        ("forced", '<tool_call>\n{"name": "f"', ("", "", [])),
+        ("forced", "<to", ("", "", [])),
+        ("mistral forced", "[TOOL_CALLS]weath", ("", "", [])),
+        (
+            "tagged",
+            'I see.\n<tool_call>\n<function=f>\n<parameter=s>\n 1\nline "2" </x>\n</parameter>\n<parameter=i>\n42\n'
+            "</parameter>\n<parameter=b>\nTrue\n</parameter>\n<parameter=l>\n[1, {}]\n</parameter>\n<parameter=o>\n"
+            '{"a": null}\n</parameter>\n<parameter=m>\nnull\n</parameter>\n</function>\n</tool_call>\n'
+            "<tool_call>\n<function=g>\n</function>\n</tool_call> end",
+            (
+                "I see.end",
+                "",
+                [
+                    (
+                        "f",
+                        '{"s": " 1\\nline \\"2\\" </x>", "i": 42, "b": true, "l": [1, {}], '
+                            '"o": {"a": null}, "m": null}',
+                    ),
+                    ("g", "{}"),
+                ],
+            ),
+        ),
+        (
+            "tagged",
+            "<function=f><parameter=s>12<parameter=s>\n<parameter=m>x</parameter><parameter=z>7</parameter></tool_call>",
+            ("", "", [("f", '{"s": "12<parameter=s>", "m": "x", "z": 7}')]),
+        ),
+        ("tagged", "<tool_call><function=f>\n<parameter=s>\n\n</parameter></function>", ("", "", [("f", '{"s": ""}')])),
+        ("tagged", "<tool_call><function=f>\n<parameter=s>\nab", ("", "", [("f", '{"s": "ab')])),
+        ("tagged", "<tool_call><function=f>\n<parameter=i>\n4", ("", "", [("f", '{"i": ')])),
+        ("tagged", "<tool_call><function=f", ("", "", [])),
+        ("tagged", "The tag <function=x> is text", ("The tag <function=x> is text", "", [])),
+        (
+            "tagged",
+            '<seed:tool_call><function=g><parameter=k>"v"</parameter></function></seed:tool_call>',
+            ("", "", [("g", '{"k": "\\"v\\""}')]),
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "]"}, "id": "abcdefghi"}, {"name": "g"}]',
+            ("", "", [("f", '{"a": "]"}'), ("g", "{}")]),
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS]f[ARGS]{"a": "}"}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{} ok',
+            ("ok", "", [("f", '{"a": "}"}'), ("g", "{}")]),
+        ),
+        ("mistral", '[TOOL_CALLS]f{"a": 1', ("", "", [("f", '{"a": 1')])),
+        ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', ("", "", [("f", "{}")])),
+        ("mistral", "[THINK]hm[/THINK]Yes. [TOOL_CALLS]fo", ("Yes.", "hm", [])),
+        ("mistral", "[TOOL_CALLS] is what {I} write", ("[TOOL_CALLS] is what {I} write", "", [])),
+        ("listed", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>', ("", "", [("f", '{"a": 1}')])),
+        ("listed", '<|tool_call|>[{"name": "f", "argu', ("", "", [])),
+        ("listed", "<|tool_call|>[]x", ("<|tool_call|>[]x", "", [])),
     ],
 )
 def test_answers_are_read_however_they_are_cut(kind: str, text: str, expected: Answer) -> None:
@@ -99,7 +190,30 @@ def test_answers_are_read_however_they_are_cut(kind: str, text: str, expected: A
 
 
 PIECES = st.sampled_from(
-    [*TAGS, '{"name": "f"', ', "arguments": {', '"parameters": {', "}", '"', "\\", "[", ";", " ", "\n", "é"]
+    [
+        *TAGS,
+        "<function=",
+        "f>",
+        "<parameter=",
+        "s>",
+        "i>",
+        "</parameter>",
+        "</function>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|tool_call|>",
+        '{"name": "f"',
+        ', "arguments": {',
+        '"parameters": {',
+        "}",
+        '"',
+        "\\",
+        "[",
+        ";",
+        " ",
+        "\n",
+        "é",
+    ]
 )
 
 
@@ -115,7 +229,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(written: list[str], sizes: 
         at += size
     whole = read(FORMATS[kind](), [text])
     assert whole == read(FORMATS[kind](), pieces)
-    if kind == "tagged" and not any(tag in text for tag in (THOUGHT, CALL)):
+    if kind == "tagged" and not any(tag in text for tag in ("<",)):
         assert whole == (text, "", [])
 
 
@@ -142,9 +256,9 @@ def test_harmonys_channels_are_parts(tools: bool) -> None:
         "<|message|>", "<|call|>", "<|start|>", "assistant", "<|channel|>", "final", "<|message|>", "4", "<|return|>",
     ]  # fmt: skip
     pieces = [Marker(piece) if piece in HARMONY else piece for piece in written]
-    content, reasoning, calls = read(HarmonyAnswer(tools=tools), pieces)
+    content, reasoning, calls = read(HarmonyAnswer(tools=Tools() if tools else None), pieces)
     assert content == "I look. 4"
-    assert (reasoning, calls) == (("Hmm.", [("f", '{"a": 1}'), ("g", "")]) if tools else ('Hmm.{"a": 1}', []))
+    assert (reasoning, calls) == (("Hmm.", [("f", '{"a": 1}'), ("g", "{}")]) if tools else ('Hmm.{"a": 1}', []))
 
 
 @cache

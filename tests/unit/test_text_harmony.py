@@ -48,6 +48,9 @@ def test_an_answer_has_its_channels() -> None:
     [
         "<|channel|>commentary to=functions.weather <|constrain|>json",
         "<|start|>assistant to=functions.weather<|channel|>commentary <|constrain|>json",
+        " to=functions.weather<|channel|>commentary <|constrain|>json",
+        "<|channel|>commentary to=functions.weather<|channel|>commentary json<|constrain|>json",
+        "<|channel|>analysis to=functions.weather<|constrain|>json<|channel|>commentary",
     ],
 )
 def test_a_call_names_recipient_and_type(header: str) -> None:
@@ -72,8 +75,11 @@ def test_a_role_is_the_headers_own_or_what_the_prompt_ends_with() -> None:
         ("", []),
         ("no format at all", [(None, "no format at all", False)]),
         ("<|channel|>analysis<|message|>cut of", [("analysis", "cut of", False)]),
-        ("<|channel|>analysis", [(None, "analysis", False)]),
-        ("<|channel|>analysis<|end|>", [(None, "analysis", False)]),
+        ("<|channel|>analysis", [(None, "", False)]),
+        ("<|channel|>analysis<|end|>", [(None, "", False)]),
+        ("<|channel|>commentary to=functions.f <|constrain|>js", [(None, "", False)]),
+        (" to=functions.f", [(None, "", False)]),
+        ("tomorrow", [(None, "tomorrow", False)]),
         ("<|end|><|return|>", [(None, "", False), (None, "", False)]),
         (
             "<|channel|>analysis<|message|>no end<|start|>assistant<|channel|>final<|message|>x<|return|>",
@@ -83,7 +89,7 @@ def test_a_role_is_the_headers_own_or_what_the_prompt_ends_with() -> None:
             "<|channel|>analysis<|message|>no end<|channel|>final<|message|>x<|end|>",
             [("analysis", "no end", False), ("final", "x", True)],
         ),
-        ("<|channel|>a<|channel|>final<|message|>x<|end|>", [(None, "a", False), ("final", "x", True)]),
+        ("<|channel|>a<|channel|>final<|message|>x<|end|>", [("final", "x", True)]),
         ("<|channel|>final<|message|>a<|constrain|>b<|end|>", [("final", "ab", True)]),
         ("<|channel|>final<|message|>x<|end|> tail", [("final", "x", True), (None, " tail", False)]),
     ],

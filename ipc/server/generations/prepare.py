@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from lowlat.errors import RequestError
+from lowlat.errors import RequestError, is_panic
 from lowlat.ipc.engine import Codec, Engine
+from lowlat.ipc.messages import MAX_GRAMMAR
 from lowlat.ipc.server.generations.convert import convert, encode_prompt
 from lowlat.ipc.server.generations.fair_queue import FairQueue
 from lowlat.ipc.server.generations.streams import Stream
@@ -46,6 +47,11 @@ def prepare(
             room = max(1, max_context - len(prompt))
             if room < submit.sampling.max_tokens:
                 stream.sampling = msgspec.structs.replace(submit.sampling, max_tokens=room)
+        offered = (submit.template_options or {}).get("tools")
+        if offered and stream.sampling.parse == "tools" and stream.sampling.tools is None:
+            tools = msgspec.json.encode(offered).decode()
+            if len(tools) <= MAX_GRAMMAR:  # else values are typed by what they look like
+                stream.sampling = msgspec.structs.replace(stream.sampling, tools=tools)
         engine.validate(prompt, stream.sampling)
         if stream.sampling.has_grammar:
             stream.grammar = engine.compile(stream.sampling, patience_s)
@@ -53,7 +59,9 @@ def prepare(
                 return None
     except RequestError as error:
         return Prepared(stream, code="invalid", message=str(error))
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         log.error("preparing a request failed: %s", describe(error), extra={"event": "prepare_failed"})
         return Prepared(stream, code="internal", message="the server failed on this request; its log says more")
     return Prepared(stream, prompt)
@@ -133,6 +141,7 @@ class TextThreads:
         self._long = _TextThread("lowlat-long-text", engine, codec, offer, log)
         self._slow_grammars = _TextThread("lowlat-slow-grammars", engine, codec, offer, log)
         self._grammars = _TextThread("lowlat-grammars", engine, codec, offer, log, self._slow_grammars)
+        self._stopping = False
         self.threads = (self._short, self._long, self._grammars, self._slow_grammars)
 
     def put(self, job: Prepare) -> None:
@@ -148,8 +157,16 @@ class TextThreads:
         for thread in self.threads:
             thread.start()
 
+    @property
+    def ended(self) -> str | None:
+        """The name of a thread that has ended without being asked to, if there is one."""
+        if self._stopping:
+            return None
+        return next((thread.name for thread in self.threads if thread.ident and not thread.is_alive()), None)
+
     def stop(self) -> None:
         """End each thread after the job under way; queued jobs are left."""
+        self._stopping = True
         for thread in self.threads:
             thread.jobs.put(_Stop())
 

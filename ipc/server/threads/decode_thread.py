@@ -70,7 +70,7 @@ class DecodeThread(threading.Thread):
             self._decode()
         except DeviceError as error:
             self._fail("device", "the device failed", error)
-        except Exception as error:
+        except BaseException as error:  # whatever it is, nobody decodes from here on
             self._fail("internal", "decoding failed", error)
         finally:
             self._close()
@@ -144,7 +144,7 @@ class DecodeThread(threading.Thread):
     def _post_figures(self) -> None:
         self.post(EngineFigures(self.engine.stats()))
 
-    def _fail(self, code: str, what: str, error: Exception) -> None:
+    def _fail(self, code: str, what: str, error: BaseException) -> None:
         # A DeviceError's text is lowlat's own; others' may hold anything.
         words = str(error) if isinstance(error, DeviceError) else describe(error)
         self.post(Failed(code, f"{what}; the server ends"))

@@ -82,7 +82,7 @@ class IoThread(threading.Thread):
         try:
             self._timers.after(WATCH_EVERY_S, self._watch)
             self._loop()
-        except Exception as error:
+        except BaseException as error:  # whatever it is, nobody sends from here on
             self._log.critical("the I/O thread failed: %s", describe(error))
             self._fail("internal", "the server failed; its log says more")
         finally:

@@ -1,13 +1,16 @@
 """The parts of an answer, and the interface of the formats that find them."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from lowlat.options.request import ToolCallDelta
 
-__all__ = ["AnswerFormat", "Calls", "Parts", "TrimmedText", "held_suffix"]
+__all__ = ["AnswerFormat", "CallBody", "Calls", "Parts", "Tools", "TrimmedText", "held_suffix"]
+
+SHORT_ID = 9  # characters of a call's id, as the templates of Mistral want them
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 
 @dataclass(slots=True)
@@ -17,6 +20,18 @@ class Parts:
     content: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The functions that an answer may call.
+
+    functions  the JSON schema of each one's parameters, by its name; empty where they are not known
+    required   the answer is bound to be calls, and nothing else
+    """
+
+    functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    required: bool = False
 
 
 class AnswerFormat(Protocol):
@@ -30,20 +45,54 @@ class AnswerFormat(Protocol):
 
 
 class Calls:
-    """Numbers an answer's tool calls, and gives each a name of its own."""
+    """Numbers an answer's tool calls, and gives each an id of its own.
 
-    def __init__(self) -> None:
+    short  ids are of nine letters and digits
+    """
+
+    def __init__(self, *, short: bool = False) -> None:
         self._num = 0
+        self._short = short
 
     def begin(self, name: str, parts: Parts) -> None:
         """Add the beginning of a call."""
-        parts.tool_calls.append(ToolCallDelta(self._num, "", f"call_{secrets.token_hex(8)}", name))
+        call_id = f"call_{secrets.token_hex(8)}"
+        if self._short:
+            call_id = "".join(secrets.choice(ALPHABET) for _ in range(SHORT_ID))
+        parts.tool_calls.append(ToolCallDelta(self._num, "", call_id, name))
         self._num += 1
 
     def arguments(self, text: str, parts: Parts) -> None:
         """Add to the arguments of the call that began last."""
         if text:
             parts.tool_calls.append(ToolCallDelta(self._num - 1, text))
+
+
+class CallBody(Protocol):
+    """A call, or several, in an answer's text: its parts once it is certain to be one, its text as long as it is not.
+
+    Once it has begun, what is certain of it goes to the parts. A text that is no call fails, and so does one that does
+    not go on as a call.
+    """
+
+    @property
+    def raw(self) -> str:
+        """The text that belongs to it, as far as it was taken; "" once it has begun."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is certain to be a call."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether what came is no call, or does not go on as one."""
+
+    def push(self, text: str, calls: Calls, parts: Parts) -> str:
+        """Take more text; returns what was not taken, which is needed again unless it is done or failed."""
 
 
 class TrimmedText:
@@ -67,9 +116,9 @@ class TrimmedText:
         return space
 
 
-def held_suffix(text: str, tag: str) -> int:
+def held_suffix(text: str, *tags: str) -> int:
     """How many characters at the end of a text could be the beginning of a tag; a whole tag is not looked for."""
-    for length in range(min(len(text), len(tag) - 1), 0, -1):
-        if text.endswith(tag[:length]):
+    for length in range(min(len(text), max(map(len, tags), default=0) - 1), 0, -1):
+        if any(len(tag) > length and text.endswith(tag[:length]) for tag in tags):
             return length
     return 0

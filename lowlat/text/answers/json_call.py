@@ -5,11 +5,12 @@ nothing is built of nested values, so their depth does not matter.
 """
 
 import json
+from collections.abc import Collection
 from enum import Enum, auto
 
 from lowlat.text.answers.base import Calls, Parts
 
-__all__ = ["CallReader", "PendingCall"]
+__all__ = ["CallReader", "ListedCalls", "ObjectText", "PendingCall"]
 
 ARGUMENTS = ("arguments", "parameters")
 SPACE = " \t\r\n"
@@ -208,39 +209,113 @@ class CallReader:
 
 
 class PendingCall:
-    """A call in an answer's text: its parts once it is certain to be one, and its text as long as it is not.
+    """The CallBody of one object.
 
-    raw   text that belongs to it, as far as it was taken; "" once it has begun
+    raw    text before it that belongs to it
+    names  of the functions, if an object that names another one is no call
     """
 
-    def __init__(self, raw: str, *, arguments_needed: bool) -> None:
+    def __init__(self, raw: str, *, arguments_needed: bool, names: Collection[str] = ()) -> None:
         self.raw = raw
+        self._names = names
         self._reader = CallReader(arguments_needed=arguments_needed)
+        self._is_other = False
 
     @property
     def begun(self) -> bool:
-        """Whether it is certain to be a call."""
-        return self._reader.begun
+        """See CallBody."""
+        return self._reader.begun and not self._is_other
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """See CallBody."""
         return self._reader.done
 
     @property
     def failed(self) -> bool:
-        """Whether what came is no call, or does not go on as one."""
-        return self._reader.failed
+        """See CallBody."""
+        return self._reader.failed or self._is_other
 
     def push(self, text: str, calls: Calls, parts: Parts) -> str:
-        """Take more text and add what is certain of the call to the parts; returns the text that was not taken."""
+        """See CallBody."""
         reader, was_begun = self._reader, self._reader.begun
         taken = reader.push(text)
         if not was_begun:
             self.raw += text[:taken]
-        if reader.begun and not reader.failed:
+        self._is_other = bool(self._names and reader.name is not None and reader.name not in self._names)
+        if reader.begun and not self.failed:
             if not was_begun:
                 self.raw = ""
                 calls.begin(reader.name or "", parts)
             calls.arguments(reader.take_arguments(), parts)
         return text[taken:]
+
+
+class ListedCalls:
+    """The CallBody of a list of such objects; the options are those of `PendingCall`."""
+
+    def __init__(self, raw: str, *, arguments_needed: bool = False, names: Collection[str] = ()) -> None:
+        self._raw = raw
+        self._arguments_needed, self._names = arguments_needed, names
+        self._call: PendingCall | None = None
+        self._opened = self.begun = self.done = self.failed = False
+
+    @property
+    def raw(self) -> str:
+        """See CallBody."""
+        return "" if self.begun else self._raw + ("" if self._call is None else self._call.raw)
+
+    def push(self, text: str, calls: Calls, parts: Parts) -> str:
+        """See CallBody."""
+        while text and not self.done and not self.failed:
+            text = self._between(text) if self._call is None else self._in_call(self._call, text, calls, parts)
+        return text
+
+    def _between(self, text: str) -> str:
+        if text[0] == "{" and self._opened:
+            self._call = PendingCall("", arguments_needed=self._arguments_needed, names=self._names)
+            return text
+        if text[0] == "]" and self.begun:
+            self.done = True
+        elif text[0] == "[" and not self._opened:
+            self._opened = True
+        elif text[0] not in SPACE and (text[0] != "," or not self.begun):
+            self.failed = True
+            return text
+        self._raw += text[0]
+        return text[1:]
+
+    def _in_call(self, call: PendingCall, text: str, calls: Calls, parts: Parts) -> str:
+        rest = call.push(text, calls, parts)
+        self.begun = self.begun or (call.begun and not call.failed)
+        self.failed = call.failed
+        if call.done and not call.failed:
+            self._call = None
+        return rest
+
+
+class ObjectText:
+    """The text of one JSON object, found by its braces; it is handed on as it was written."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = self._escaped = False
+        self.done = False
+
+    def push(self, text: str) -> int:
+        """Take text, the brace that opens the object first; returns how many characters of it are the object's."""
+        for place, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted and character == "\\":
+                self._escaped = True
+            elif character == '"':
+                self._quoted = not self._quoted
+            elif not self._quoted and character in "{[":
+                self._depth += 1
+            elif not self._quoted and character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.done = True
+                    return place + 1
+        return len(text)

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lowlat.errors import RequestError
 from lowlat.options.request import Parse, ToolCallDelta
-from lowlat.text.answers.base import AnswerFormat, Parts
+from lowlat.text.answers.base import AnswerFormat, Parts, Tools
+from lowlat.text.answers.formats import format_of, thought_tags
 from lowlat.text.answers.harmony import HarmonyAnswer
-from lowlat.text.answers.llama3 import PYTHON_TAG, Llama3Answer
-from lowlat.text.answers.tagged import CALL, END_CALL, END_THOUGHT, THOUGHT, TaggedAnswer
+from lowlat.text.answers.tagged import TaggedAnswer
 from lowlat.text.codec import TextCodec
 from lowlat.text.detokenizer import IncrementalDetokenizer
 from lowlat.text.harmony import HarmonyParser, harmony_markers
 
 __all__ = ["AnswerDelta", "AnswerStream"]
 
-TAGS = (THOUGHT, END_THOUGHT, CALL, END_CALL)
 MAX_OPENING_TOKENS = 16  # of a prompt's end, to see whether it opens a thought
 
 
@@ -39,6 +39,9 @@ class AnswerStream:
 
     Stop strings are looked for in the whole text, reasoning and calls included: parsing changes no token. The other
     options are those of IncrementalDetokenizer.
+
+    tools  the functions that may be called, where calls are parsed
+    Raises RequestError for calls in a format that is not known.
     """
 
     def __init__(
@@ -49,13 +52,12 @@ class AnswerStream:
         stop: Sequence[str] = (),
         prefix_ids: Sequence[int] = (),
         stop_enabled_after: int = 0,
+        tools: Tools | None = None,
     ) -> None:
-        self._format = None if parse == "none" else _format(codec, prefix_ids, tools=parse == "tools")
-        markers = {}
-        if isinstance(self._format, HarmonyAnswer):
-            markers = harmony_markers(codec)
-        elif isinstance(self._format, TaggedAnswer):  # where they are special tokens, which are no text
-            markers = {number: text for number, text in codec.added_tokens().items() if text in TAGS}
+        self._format: AnswerFormat | None = None
+        markers: dict[int, str] = {}
+        if parse != "none":
+            self._format, markers = _format(codec, prefix_ids, (tools or Tools()) if parse == "tools" else None)
         self._text = IncrementalDetokenizer(
             codec, stop=stop, prefix_ids=prefix_ids, stop_enabled_after=stop_enabled_after, markers=markers
         )
@@ -88,14 +90,31 @@ def _delta(parts: Parts, stopped: str | None, num_tokens_used: int) -> AnswerDel
     return AnswerDelta(parts.content, stopped, num_tokens_used, parts.reasoning, tuple(parts.tool_calls))
 
 
-def _format(codec: TextCodec, prompt: Sequence[int], *, tools: bool) -> AnswerFormat | None:
-    """The format in which a model answers, by its tokenizer and its chat template; None for one that marks nothing."""
+def _format(codec: TextCodec, prompt: Sequence[int], tools: Tools | None) -> tuple[AnswerFormat | None, dict[int, str]]:
+    """The format in which a model answers, None for one that marks nothing, and the tokens that are its marks.
+
+    tools  None: calls are not parsed
+    """
     if HarmonyParser.speaks(codec):
-        return HarmonyAnswer(tools=tools)
-    opens = codec.decode(prompt[-MAX_OPENING_TOKENS:], skip_special_tokens=False).rstrip().endswith(THOUGHT)
-    if tools and codec.spells(PYTHON_TAG) and not codec.spells(CALL):
-        return Llama3Answer()
-    calls = tools and codec.spells(CALL)
-    if opens or calls or codec.spells(END_THOUGHT):
-        return TaggedAnswer(thinking=opens, tools=calls)
-    return None
+        return HarmonyAnswer(tools=tools), harmony_markers(codec)
+    opening = codec.decode(prompt[-MAX_OPENING_TOKENS:], skip_special_tokens=False).rstrip()
+    thought = thought_tags(codec, opening)
+    kind = None if tools is None else format_of(codec)
+    if kind is None and tools is not None and codec.has_chat_template:
+        raise RequestError(
+            "parse: the model's chat template has tool calls in a format that is not known; leave tools away, or read "
+            "the text (parse 'reasoning')"
+        )
+    syntax = None if kind is None else kind.syntax
+    if thought is None and syntax is None:
+        return None, {}
+    tags = {*(thought or ()), *(() if syntax is None else syntax.tags)}
+    markers = {number: text for number, text in codec.added_tokens().items() if text in tags}  # which are no text
+    made = TaggedAnswer(
+        thought=thought,
+        thinking=thought is not None and opening.endswith(thought.opening),
+        syntax=syntax,
+        tools=tools,
+        silent=frozenset(markers.values()),
+    )
+    return made, markers

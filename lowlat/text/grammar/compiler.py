@@ -33,10 +33,12 @@ class Compiled:
     """A compiled grammar, kept at least as long as somebody holds it.
 
     matcher  at its beginning: copies are taken
+    is_text  it names no token by its number
     """
 
-    def __init__(self, matcher: "llguidance.LLMatcher") -> None:
+    def __init__(self, matcher: "llguidance.LLMatcher", *, is_text: bool) -> None:
         self.matcher = matcher
+        self.is_text = is_text
 
 
 class GrammarCompiler:
@@ -103,8 +105,7 @@ class GrammarCompiler:
         used_up = partial(self._forget, spec, found)
         # a stop token that is text ends a request, and no document: behind one it would be part of the answer
         ends = [token for token in stop_ids if token in self._eos_token_ids or vocabulary.is_no_text(token)]
-        is_text = spec.kind != "grammar" or TOKEN_BY_NUMBER not in spec.text
-        return MatchedGrammar(vocabulary, found.matcher.deep_copy(), ends, gate, used_up, is_text=is_text)
+        return MatchedGrammar(vocabulary, found.matcher.deep_copy(), ends, gate, used_up, is_text=found.is_text)
 
     def _forget(self, spec: GrammarSpec, compiled: Compiled) -> None:
         """Let a grammar be compiled anew: copies of this one's matcher can do nothing any more."""
@@ -133,7 +134,7 @@ class GrammarCompiler:
             most_s = self._max_compile_s
             limit_s = most_s if patience_s is None else min(patience_s, most_s)
             try:
-                found = Compiled(self._compile(spec, limit_s))
+                found = self._compile(spec, limit_s)
             except TooLong:
                 if limit_s < most_s:
                     return None
@@ -149,7 +150,7 @@ class GrammarCompiler:
             raise RequestError(str(found))
         return found
 
-    def _compile(self, spec: GrammarSpec, limit_s: float) -> "llguidance.LLMatcher":
+    def _compile(self, spec: GrammarSpec, limit_s: float) -> Compiled:
         vocabulary, codec, trials = self._ready()
         if spec.kind == "tool_calls":
             spec = GrammarSpec(spec.kind, tool_grammar(codec, spec.text))
@@ -158,7 +159,8 @@ class GrammarCompiler:
                 spec = GrammarSpec(spec.kind, exact_text(spec.text))
             except NotHeld as error:
                 raise RequestError(f"{spec.kind}: {error}") from None
-        return vocabulary.matcher(trials.run(spec, limit_s))
+        names_tokens = spec.kind in ("grammar", "tool_calls") and TOKEN_BY_NUMBER in spec.text
+        return Compiled(vocabulary.matcher(trials.run(spec, limit_s)), is_text=not names_tokens)
 
     def close(self) -> None:
         """End the other process; a later grammar starts it again."""

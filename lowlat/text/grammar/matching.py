@@ -140,8 +140,11 @@ class MatchedGrammar:
                 return Place(Phase.ENDED), []
             behind, document = gate.step(place, token)
             return behind, list(self._vocabulary(document)) if document else []
-        if gate is not None and token in gate.extra.get(phase, ()):
-            return gate.extra[phase][token], []
+        instead = {} if gate is None else gate.instead(place)
+        if token in instead:
+            return instead[token], []
+        if phase is Phase.BOUND:
+            return None, []
         if token in self._end_ids and matcher.is_accepting():
             return Place(Phase.ENDED), []
         return (None, []) if matcher.is_stopped() else (AT_ONCE, [token])
@@ -153,6 +156,11 @@ class MatchedGrammar:
         """
         if place is None or place.phase is Phase.THINKING:
             row[:] = ALL
+            return ""
+        if place.phase is Phase.BOUND:
+            row[:] = 0
+            for token in () if self._gate is None else self._gate.instead(place):
+                self._set(row, token)
             return ""
         row[:] = self._end_row
         if place.phase is Phase.ENDED or (matcher.is_stopped() and matcher.is_accepting()):
@@ -173,7 +181,7 @@ class MatchedGrammar:
         if end_id not in self._end_ids:
             row[end_id >> 5] &= ~BITS[end_id & 31]
         if self._gate is not None:
-            for token in self._gate.extra.get(place.phase, ()):
+            for token in self._gate.instead(place):
                 self._set(row, token)
         return ""
 

@@ -4,18 +4,33 @@ Written in the library's own language. Formats are those that `lowlat.text.answe
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from lowlat.errors import RequestError
-from lowlat.text.answers.llama3 import PYTHON_TAG
-from lowlat.text.answers.tagged import CALL, END_CALL
+from lowlat.text.answers.formats import format_of
 from lowlat.text.codec import TextCodec
 from lowlat.text.grammar.exact import ESCAPES, NotHeld, exact_schema
-from lowlat.text.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, HarmonyParser
+from lowlat.text.grammar.parameters import parameter_rules
+from lowlat.text.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
+from lowlat.text.tags import (
+    ARGUMENTS_MARK,
+    CALL,
+    CALLS,
+    END_CALL,
+    END_FUNCTION,
+    END_LISTED,
+    FUNCTION,
+    ID_MARK,
+    LISTED,
+    SEED_CALL,
+    SEED_END_CALL,
+)
 
 __all__ = ["tool_grammar"]
 
@@ -45,6 +60,11 @@ class ToolCalls(Struct, forbid_unknown_fields=True):
     parallel: bool = True
 
 
+Grammar = Callable[[TextCodec, ToolCalls], list[str]]
+SHORT_ID = "[a-zA-Z0-9]{9}"
+CALL_ID = f'(", \\"id\\": \\"" /{SHORT_ID}/ "\\"")?'
+NAMED_TOKEN = re.compile("<[A-Za-z0-9_|/:.-]+>")  # special tokens that rules may name by their text
+
 _DECODER = msgspec.json.Decoder(ToolCalls)
 
 
@@ -54,33 +74,85 @@ def tool_grammar(codec: TextCodec, text: str) -> str:
         calls = _DECODER.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"tool_calls: {error!s:.200}") from error
-    if HarmonyParser.speaks(codec):
-        lines = _harmony(calls)
-    elif codec.spells(PYTHON_TAG) and not codec.spells(CALL):
-        lines = _llama3(calls)
-    elif codec.spells(CALL):
-        lines = _tagged(codec, calls)
-    else:
+    kind = format_of(codec)
+    if kind is None:
         raise RequestError("tool_calls: neither the model's tokenizer nor its chat template names a format of calls")
-    return "\n".join(lines)
+    return "\n".join(GRAMMARS[kind.name](codec, calls))
 
 
 def _tagged(codec: TextCodec, calls: ToolCalls) -> list[str]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in text, each call on lines of its own."""
-    special = set(codec.added_tokens().values())
-    opening = CALL if CALL in special else _literal(CALL)
-    closing = END_CALL if END_CALL in special else _literal(END_CALL)
-    call = f'{opening} "\\n" ({_names("object", calls)}) "\\n" {closing}'
-    lines = _objects(calls, "arguments")
+    opening, closing = _tag(codec, CALL), _tag(codec, END_CALL)
+    body = f'"\\n" ({_names("object", calls)}) "\\n" {closing}'
+    return [*_in_text(calls, opening, body, between='"\\n"'), *_objects(calls, "arguments")]
+
+
+def _functions(codec: TextCodec, calls: ToolCalls) -> list[str]:
+    """`<tool_call><function=...><parameter=...>...</parameter></function></tool_call>`, on lines."""
+    seed = not codec.spells(CALL) or codec.template_has(SEED_CALL)
+    opening, closing = (_tag(codec, tag) for tag in ((SEED_CALL, SEED_END_CALL) if seed else (CALL, END_CALL)))
+    body = f'"\\n" ({_names("function", calls)}) {_literal(END_FUNCTION)} "\\n" {closing}'
+    rules = []
+    for place, function in enumerate(calls.functions):
+        if ">" in function.name or "\n" in function.name:
+            raise RequestError(f"tool_calls: the name {function.name!r:.80} holds > or a line break")
+        schema, options = _exact(function)
+        try:
+            rules += parameter_rules(f"parameters_{place}", schema, options, strict=function.strict)
+        except NotHeld as error:
+            raise RequestError(f"tool_calls: {function.name}: {error}") from None
+        begin = _literal(f"{FUNCTION}{function.name}>\n")
+        rules.append(f"function_{place}: {begin} parameters_{place}")
+    lines = _in_text(calls, opening, body, between='"\\n"')
+    return [*lines, *([] if TEXT in lines else [TEXT]), *rules]
+
+
+def _mistral(codec: TextCodec, calls: ToolCalls) -> list[str]:
+    """`[TOOL_CALLS]name[ARGS]{...}`, also with an id between name and arguments where the template has one."""
+    call_id = f"({_tag(codec, ID_MARK)} /{SHORT_ID}/)? " if codec.template_has(ID_MARK) else ""
+    heads = [
+        f"head_{place}: {_literal(function.name)} {call_id}{_tag(codec, ARGUMENTS_MARK)} arguments_{place}"
+        for place, function in enumerate(calls.functions)
+    ]
+    lines = _in_text(calls, _tag(codec, CALLS), f"({_names('head', calls)})")
+    return [*lines, *heads, *_arguments(calls.functions)]
+
+
+def _listed_in(*tags: str) -> Grammar:
+    """`[{"name": ..., "arguments": {...}}]` after one tag and before another, if there are two."""
+
+    def listed(codec: TextCodec, calls: ToolCalls) -> list[str]:
+        opening, *closing = (_tag(codec, tag) for tag in tags)
+        more = ' (", " listed)*' if calls.parallel else ""
+        body = " ".join(['" "?', f'"[" listed{more} "]"', *closing])
+        lines = _in_text(replace(calls, parallel=False), opening, body)
+        return [*lines, f"listed: {_names('object', calls)}", *_objects(calls, "arguments", CALL_ID)]
+
+    return listed
+
+
+def _in_text(calls: ToolCalls, opening: str, body: str, between: str = "") -> list[str]:
+    """Rules of an answer that is calls, where they are required, or text with calls in it.
+
+    opening, body  of a call: the tag by which it begins, and what follows
+    between        two calls, where nothing but calls may come
+    """
     if calls.required:
-        more = ' ("\\n" call)*' if calls.parallel else ""
-        return [f"start: call{more}", f"call: {call}", *lines]
-    body = call.partition(" ")[2]
-    begun = f"begun: TEXT {CALL}" if CALL in special else f"begun[lazy]: TEXT {_literal(CALL)}"
-    return [f"start: (begun {body}){'*' if calls.parallel else '?'} TEXT", begun, TEXT, *lines]
+        more = f" ({between} call)*" if calls.parallel else ""
+        return [f"start: call{more}", f"call: {opening} {body}"]
+    begun = f"begun[lazy]: TEXT {opening}" if opening.startswith('"') else f"begun: TEXT {opening}"
+    return [f"start: (begun {body}){'*' if calls.parallel else '?'} TEXT", begun, TEXT]
 
 
-def _llama3(calls: ToolCalls) -> list[str]:
+def _tag(codec: TextCodec, text: str) -> str:
+    """A tag as the library takes it: a special token by its number, or text."""
+    number = codec.token_id(text)
+    if number is None or text not in codec.added_tokens().values():
+        return _literal(text)
+    return text if NAMED_TOKEN.fullmatch(text) else f"<[{number}]>"
+
+
+def _llama3(codec: TextCodec, calls: ToolCalls) -> list[str]:
     """`{"name": ..., "parameters": {...}}` as the whole answer, or text that begins otherwise."""
     more = f' ("; " ({_names("object", calls)}))*' if calls.parallel else ""
     answer = f"({_names('object', calls)}){more}"
@@ -90,7 +162,7 @@ def _llama3(calls: ToolCalls) -> list[str]:
     return [f"start: {answer} | OTHER", r"OTHER: /(\s*[^\s{](.|\n)*)?/", *lines]
 
 
-def _harmony(calls: ToolCalls) -> list[str]:
+def _harmony(codec: TextCodec, calls: ToolCalls) -> list[str]:
     """A message to a function in the commentary channel, behind any number of messages to nobody."""
     between = f'{ENDS[0]} {START} "assistant"'
     last = "call" if calls.required else f'(call | {CHANNEL} "final" {MESSAGE} TEXT)'
@@ -113,28 +185,47 @@ def _names(rule: str, calls: ToolCalls) -> str:
     return " | ".join(f"{rule}_{place}" for place in range(len(calls.functions)))
 
 
-def _objects(calls: ToolCalls, key: str) -> list[str]:
-    """Rules of the objects that call a function, by name and arguments."""
+def _objects(calls: ToolCalls, key: str, more: str = "") -> list[str]:
+    """Rules of the objects that call a function, by name and arguments; more: what may follow these."""
     objects = []
     for place, function in enumerate(calls.functions):
         begin = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": '
-        objects.append(f'object_{place}: {_literal(begin)} arguments_{place} "}}"')
+        objects.append(f'object_{place}: {_literal(begin)} arguments_{place} {more} "}}"')
     return objects + _arguments(calls.functions)
 
 
 def _arguments(functions: Sequence[Function]) -> list[str]:
     rules = []
     for place, function in enumerate(functions):
-        try:
-            schema = dict(exact_schema(function.parameters or ANYTHING, lenient=not function.strict))
-        except NotHeld as error:
-            raise RequestError(f"tool_calls: {function.name}: {error}") from None
-        own = schema.get("x-guidance")
-        escapes = own.get("json_allowed_escapes", ESCAPES) if isinstance(own, dict) else ESCAPES
-        schema["x-guidance"] = {**HOW, "json_allowed_escapes": escapes, "lenient": not function.strict}
-        rules.append(f"arguments_{place}: %json {json.dumps(schema)}")
+        schema, options = _exact(function)
+        rules.append(f"arguments_{place}: %json {json.dumps({**schema, **options})}")
     return rules
+
+
+def _exact(function: Function) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A function's schema made exact, and the library's options for it. Raises RequestError."""
+    try:
+        schema = dict(exact_schema(function.parameters or ANYTHING, lenient=not function.strict))
+    except NotHeld as error:
+        raise RequestError(f"tool_calls: {function.name}: {error}") from None
+    own = schema.get("x-guidance")
+    escapes = own.get("json_allowed_escapes", ESCAPES) if isinstance(own, dict) else ESCAPES
+    return schema, {"x-guidance": {**HOW, "json_allowed_escapes": escapes, "lenient": not function.strict}}
 
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+GRAMMARS: Mapping[str, Grammar] = {
+    "Harmony": _harmony,
+    "Mistral": _mistral,
+    "Mistral, listed": _listed_in(CALLS),
+    "Seed": _functions,
+    "Qwen3-Coder": _functions,
+    "Hermes": _tagged,
+    "listed, closed": _listed_in(LISTED, END_LISTED),
+    "listed": _listed_in(LISTED),
+    "Llama 3": _llama3,
+    "generic": _tagged,
+}

@@ -1,0 +1,147 @@
+"""The formats of tool calls and of reasoning, and which of them a model has: by its chat template, or its tokens.
+
+A template that takes tools says in its own text how calls are marked. One that takes none gets them in a prompt of
+lowlat's own (`lowlat.text.generic_tools`), which asks for Hermes' format. Without a template the vocabulary decides.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lowlat.text.answers.syntax import LISTED_SYNTAX, LLAMA3_SYNTAX, MISTRAL_SYNTAX, TAGGED_SYNTAX, CallSyntax
+from lowlat.text.answers.tagged import THOUGHTS, ThoughtTags
+from lowlat.text.codec import TextCodec
+from lowlat.text.harmony import HarmonyParser
+from lowlat.text.tags import (
+    ARGUMENTS_MARK,
+    CALL,
+    CALLS,
+    END_LISTED,
+    FUNCTION,
+    LISTED,
+    PARAMETER,
+    PYTHON_TAG,
+    SEED_CALL,
+)
+
+__all__ = ["FORMATS", "REASONING", "CallFormat", "format_of", "thought_tags"]
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """A format of tool calls.
+
+    name      in messages
+    families  that have it
+    example   a call
+    written   whether the model has it: by a question that says whether a text is spelled by its template, or, where
+              there is none, by its vocabulary
+    syntax    None for Harmony, which has channels instead
+    """
+
+    name: str
+    families: str
+    example: str
+    written: Callable[[Callable[[str], bool]], bool]
+    syntax: CallSyntax | None
+
+
+HARMONY = CallFormat(
+    "Harmony",
+    "gpt-oss",
+    '`<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>`',
+    lambda has: False,  # its markers decide, whatever the template says
+    None,
+)
+GENERIC = CallFormat(
+    "generic",
+    "templates that take no tools (R1 distills, Phi, Mistral 7B v0.1, ...): a prompt of lowlat's own",
+    '`<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>`',
+    lambda has: False,
+    TAGGED_SYNTAX,
+)
+FORMATS = (
+    HARMONY,
+    CallFormat(
+        "Mistral",
+        "Devstral, Magistral, Ministral 3, Mistral Small 3.2",
+        '`[TOOL_CALLS]f[ARGS]{"x": 1}`, also with `[CALL_ID]`',
+        lambda has: has(CALLS) and has(ARGUMENTS_MARK),
+        MISTRAL_SYNTAX,
+    ),
+    CallFormat(
+        "Mistral, listed",
+        "Mistral 7B v0.3, Nemo, Ministral 8B, Mistral Small 3.1",
+        '`[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]`',
+        lambda has: has(CALLS),
+        MISTRAL_SYNTAX,
+    ),
+    CallFormat(
+        "Seed",
+        "Seed-OSS",
+        "`<seed:tool_call><function=f><parameter=x>1</parameter></function></seed:tool_call>`",
+        lambda has: has(SEED_CALL) and has(FUNCTION) and has(PARAMETER),
+        TAGGED_SYNTAX,
+    ),
+    CallFormat(
+        "Qwen3-Coder",
+        "Qwen3-Coder, Qwen3.5",
+        "`<tool_call><function=f><parameter=x>1</parameter></function></tool_call>`",
+        lambda has: has(CALL) and has(FUNCTION) and has(PARAMETER),
+        TAGGED_SYNTAX,
+    ),
+    CallFormat(
+        "Hermes",
+        "Qwen2.5, Qwen3, QwQ, Hermes 2 and 3, Granite 4, SmolLM3",
+        '`<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>`',
+        lambda has: has(CALL) and not has("<arg_key>"),
+        TAGGED_SYNTAX,
+    ),
+    CallFormat(
+        "listed, closed",
+        "Phi-4-mini",
+        '`<|tool_call|>[{"name": "f", "arguments": {"x": 1}}]<|/tool_call|>`',
+        lambda has: has(LISTED) and has(END_LISTED),
+        LISTED_SYNTAX,
+    ),
+    CallFormat(
+        "listed",
+        "Granite 3",
+        '`<|tool_call|>[{"name": "f", "arguments": {"x": 1}}]`',
+        lambda has: has(LISTED),
+        LISTED_SYNTAX,
+    ),
+    CallFormat(
+        "Llama 3",
+        "Llama 3.1, 3.2, 3.3",
+        '`{"name": "f", "parameters": {"x": 1}}`, several with `;` between, also after `<|python_tag|>`, in a list, or '
+        'as `<function=f>{"x": 1}</function>`',
+        lambda has: has(PYTHON_TAG) or has('"parameters": dictionary'),
+        LLAMA3_SYNTAX,
+    ),
+    GENERIC,
+)
+REASONING = (
+    ("Harmony", "gpt-oss", "`<|channel|>analysis<|message|>...<|end|>`"),
+    ("think", "Qwen3, QwQ, R1 distills, SmolLM3, Magistral 2506", "`<think>...</think>`, or the prompt opens it"),
+    ("THINK", "Magistral 2507 and later, Ministral 3", "`[THINK]...[/THINK]`"),
+    ("seed:think", "Seed-OSS", "`<seed:think>...</seed:think>`"),
+)
+
+
+def format_of(codec: TextCodec) -> CallFormat | None:
+    """The format of a model's calls; None where none is known: its template takes tools in another, or it has none."""
+    if HarmonyParser.speaks(codec):
+        return HARMONY
+    if codec.has_chat_template and not codec.takes_tools:
+        return GENERIC
+    has = codec.template_has if codec.has_chat_template else codec.has_token
+    return next((kind for kind in FORMATS if kind.written(has)), None)
+
+
+def thought_tags(codec: TextCodec, opening: str) -> ThoughtTags | None:
+    """The tags of a model's reasoning; None for one that has none.
+
+    opening  the end of the prompt
+    """
+    opened = next((tags for tags in THOUGHTS if opening.rstrip().endswith(tags.opening)), None)
+    return opened or next((tags for tags in THOUGHTS if codec.spells(tags.closing)), None)

@@ -1,0 +1,85 @@
+"""The JSON value that a text stands for, where a format writes a call's arguments as text: the schema's types say."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["is_string", "kinds_of", "typed_value"]
+
+MAX_DEPTH = 8
+ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+
+
+def kinds_of(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
+    """The JSON types that a function's schema lets an argument have; all where it says nothing."""
+    properties = parameters.get("properties")
+    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    return _kinds(schema, parameters, MAX_DEPTH)
+
+
+def is_string(parameters: Mapping[str, Any], key: str) -> bool:
+    """Whether an argument can be nothing but a string."""
+    return kinds_of(parameters, key) == {"string"}
+
+
+def typed_value(text: str, parameters: Mapping[str, Any], key: str) -> str:
+    """The JSON of an argument: of another type than a string where its text is one that the schema allows."""
+    kinds = kinds_of(parameters, key)
+    stripped = text.strip()
+    written = WORDS.get(stripped, stripped)
+    try:
+        value = json.loads(written)
+    except (ValueError, RecursionError):
+        value = text
+    if not isinstance(value, str) and _kind(value) & kinds:
+        return written
+    if "string" not in kinds and isinstance(value, str) and stripped.startswith('"') and len(kinds) < len(ALL):
+        return written  # the model's own mistake, as it wrote it
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _kind(value: Any) -> frozenset[str]:
+    """The types of a JSON value that is no string; NaN and infinity have none."""
+    if value is None:
+        return frozenset({"null"})
+    if isinstance(value, bool):
+        return frozenset({"boolean"})
+    if isinstance(value, int):
+        return frozenset({"integer", "number"})
+    if isinstance(value, float):
+        return frozenset({"number"}) if value - value == 0 else frozenset()
+    return frozenset({"array" if isinstance(value, list) else "object"})
+
+
+def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or not depth:
+        return ALL
+    if isinstance(schema.get("$ref"), str):
+        return _kinds(_referred(schema["$ref"], root), root, depth - 1)
+    named = schema.get("type")
+    if isinstance(named, str):
+        return frozenset({named}) & ALL or ALL
+    if isinstance(named, list):
+        return frozenset(kind for kind in named if isinstance(kind, str)) & ALL or ALL
+    if "const" in schema:
+        return _of_value(schema["const"])
+    if isinstance(schema.get("enum"), list):
+        return frozenset().union(*map(_of_value, schema["enum"])) or ALL
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            return frozenset().union(*(_kinds(part, root, depth - 1) for part in schema[name])) or ALL
+    if isinstance(schema.get("allOf"), list):
+        return ALL.intersection(*(_kinds(part, root, depth - 1) for part in schema["allOf"])) or ALL
+    return frozenset({"object"}) if "properties" in schema else ALL
+
+
+def _of_value(value: Any) -> frozenset[str]:
+    return frozenset({"string"}) if isinstance(value, str) else _kind(value)
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    found: Any = root
+    for name in reference.removeprefix("#").strip("/").split("/"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
