@@ -13,7 +13,7 @@ __all__ = ["KEY", "MODEL", "Case", "expect", "run", "url_of"]
 
 MODEL = os.environ.get("LOWLAT_CLIENTS_MODEL", "")
 KEY = os.environ.get("LOWLAT_API_KEY", "")
-SECONDS = 240  # for one case: two cores decode slowly
+SECONDS = 600  # for one case: two cores decode slowly
 WHY = 400  # characters of a failure that are shown
 
 Case = Callable[[str], None]  # given the address that the client is told to use

@@ -29,7 +29,7 @@ def _benchmark(url: str, form: str) -> None:
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=230,
+            timeout=600,
         )
         expect(done.returncode == 0, why=(done.stderr + done.stdout)[-380:])
         (benchmark,) = json.loads(Path(folder, "report.json").read_text(encoding="utf-8"))["benchmarks"]

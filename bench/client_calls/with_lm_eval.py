@@ -63,7 +63,7 @@ def _evaluate(url: str, model: str, path: str, kind: str, rest: str, batch_size:
             cwd=name,
             capture_output=True,
             text=True,
-            timeout=230,
+            timeout=600,
         )
         expect(done.returncode == 0, why=done.stderr[-380:])
         (result,) = (folder / "out").rglob("results_*.json")

@@ -142,7 +142,7 @@ def read(parser: AnswerFormat, pieces: list[str]) -> Answer:
                     (
                         "f",
                         '{"s": " 1\\nline \\"2\\" </x>", "i": 42, "b": true, "l": [1, {}], '
-                            '"o": {"a": null}, "m": null}',
+                        '"o": {"a": null}, "m": null}',
                     ),
                     ("g", "{}"),
                 ],
