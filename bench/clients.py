@@ -103,12 +103,17 @@ def measure(
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A row of Markdown a client: its version, what worked, what did not and why."""
-    lines = ["| client | version | works | does not |", "|---|---|---|---|"]
+    lines = ["| client | version | works |", "|---|---|---|"]
     for client in dict.fromkeys(row["client"] for row in rows):
         own = [row for row in rows if row["client"] == client]
-        works = "; ".join(row["tried"] for row in own if row["ok"])
-        fails = "; ".join(f"{row['tried']}: {row['why']}" for row in own if not row["ok"]).replace("|", "\\|")
-        lines.append(f"| {client} | {own[0]['version']} | {works} | {fails} |")
+        works: dict[str, list[str]] = {}
+        for row in own:
+            if row["ok"]:
+                kind, _, rest = str(row["tried"]).partition(", ")
+                works.setdefault(kind, []).extend([rest] if rest else [])
+        cells = [f"{kind} ({', '.join(rest)})" if rest else kind for kind, rest in works.items()]
+        cells += [f"**not** {row['tried']}: {row['why']}".replace("|", "\\|") for row in own if not row["ok"]]
+        lines.append(f"| {client} | {own[0]['version']} | {'; '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ def weather(city: Literal["Bonn", "Rome"]) -> str:
 
 
 def chat_model(url: str, max_tokens: int = 8, **options: Any) -> ChatOpenAI:
-    return ChatOpenAI(base_url=url, api_key=SecretStr(KEY), model=MODEL, max_tokens=max_tokens, **options)  # type: ignore[call-arg]
+    return ChatOpenAI(base_url=url, api_key=SecretStr(KEY), model=MODEL, max_tokens=max_tokens, **options)
 
 
 def _invoke(model: Any) -> None:

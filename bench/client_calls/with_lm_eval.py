@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from bench.client_calls.cases import KEY, MODEL, Case, expect, run
 
@@ -45,7 +46,7 @@ metric_list:
 """
 
 
-def _evaluate(url: str, model: str, path: str, kind: str, rest: str, batch_size: int = 1, **options: object) -> None:
+def _evaluate(url: str, model: str, path: str, kind: str, rest: str, batch_size: int = 1, **options: Any) -> None:
     arguments = {"model": MODEL, "base_url": f"{url}/{path}", "num_concurrent": 1, "max_retries": 1, **options}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -70,7 +71,7 @@ def _evaluate(url: str, model: str, path: str, kind: str, rest: str, batch_size:
         print(json.loads(result.read_text())["results"], file=sys.stderr)
 
 
-def tokenized() -> dict[str, object]:
+def tokenized() -> dict[str, Any]:
     """The tokenizer's options: prompts are sent as token ids."""
     return {"tokenizer": os.environ["LOWLAT_CLIENTS_TOKENIZER"], "tokenizer_backend": "huggingface"}
 

@@ -210,7 +210,7 @@ class _Chat(ChoicesAnswer):
         return {"message": message, "logprobs": chat_logprobs(choice.logprobs) if self._logprobs else None}
 
     def _calls(self, choice: Choice, chunk: Chunk) -> list[dict[str, Any]]:
-        calls = []
+        calls: list[dict[str, Any]] = []
         for call in chunk.tool_calls:
             if self._one_call and call.index:
                 continue
