@@ -110,7 +110,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in own:
             if row["ok"]:
                 kind, _, rest = str(row["tried"]).partition(", ")
-                works.setdefault(kind, []).extend([rest] if rest else [])
+                works.setdefault(kind, []).extend([rest.replace(", ", " + ")] if rest else [])
         cells = [f"{kind} ({', '.join(rest)})" if rest else kind for kind, rest in works.items()]
         cells += [f"**not** {row['tried']}: {row['why']}".replace("|", "\\|") for row in own if not row["ok"]]
         lines.append(f"| {client} | {own[0]['version']} | {'; '.join(cells)} |")
