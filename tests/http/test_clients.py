@@ -30,14 +30,35 @@ MAX_TOKENS = 64  # of requests without a limit
 
 
 def recorded() -> Iterator[Any]:
-    """Every request, with its client's headers; those that are not served yet are expected to fail."""
+    """Every request, with its client's headers; those that are not served yet are expected to fail.
+
+    One with the fields and kinds of messages of an earlier one, of any client, comes in the second stage.
+    """
+    seen: set[str] = set()
     for file in sorted(CLIENTS.glob("*.json")):
         client = json.loads(file.read_text(encoding="utf-8"))
         for number, request in enumerate(client["requests"]):
             request["headers"] = client["headers"] | request["headers"]
-            why = request.get("fails") or UNSERVED.get(client["client"] if request.get("body", {}).get("echo") else "")
+            body = request.get("body", {})
+            why = request.get("fails") or UNSERVED.get(client["client"] if body.get("echo") else "")
             marks = [pytest.mark.xfail(reason=why, strict=True)] if why else []
+            shape = json.dumps([request["path"], _shape(body)])
+            if shape in seen:
+                marks.append(pytest.mark.second)
+            seen.add(shape)
             yield pytest.param(request, id=f"{client['client']}-{number}-{request['case']}", marks=marks)
+
+
+def _shape(value: Any) -> Any:
+    """The names in a body, and the kinds of its values: schemas and arguments of functions are not looked into."""
+    if isinstance(value, dict):
+        kind = [value[name] for name in ("type", "role") if isinstance(value.get(name), str)]
+        inner = {name: _shape(value[name]) for name in value if name not in ("parameters", "schema", "metadata")}
+        return [kind, dict(sorted(inner.items()))]
+    if isinstance(value, list):
+        shapes = [_shape(each) for each in value]
+        return [shape for place, shape in enumerate(shapes) if shape not in shapes[:place]]
+    return type(value).__name__
 
 
 @pytest.fixture(scope="module")
