@@ -95,7 +95,11 @@ class RunningGateway:
             answer = connection.getresponse()
             text = answer.read().decode()
             kind = answer.headers.get("content-type", "")
-            return answer.status, json.loads(text) if kind.startswith("application/json") else text, answer.headers
+            return (
+                answer.status,
+                json.loads(text) if text and kind.startswith("application/json") else text,
+                answer.headers,
+            )
         finally:
             connection.close()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.ipc.engine import Codec
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server import Server
 from lowlat.options.request import StepOutput
@@ -69,10 +70,12 @@ class ServedModel(RuntimeEngine):
 
 
 @contextmanager
-def served_model(folder: Path, runtime: Runtime, **limits: Any) -> Iterator[tuple[Server, ServedModel]]:
+def served_model(
+    folder: Path, runtime: Runtime, codec: Codec | None = None, **limits: Any
+) -> Iterator[tuple[Server, ServedModel]]:
     """A server of this runtime; afterwards the runtime is closed and its books must balance."""
     engine = ServedModel(runtime)
-    with Server(engine, None, f"ipc://{folder}/m.sock", Limits(**limits)) as server:
+    with Server(engine, codec, f"ipc://{folder}/m.sock", Limits(**limits)) as server:
         yield server, engine
     runtime.kvcache.invariants()
     assert runtime.kvcache.stats().num_used == 0

@@ -102,9 +102,23 @@ def test_what_is_refused_often_hurts_nobody_else(tmp_path: Path) -> None:
 
 def test_a_path_that_is_none_is_not_found(gateway: RunningGateway) -> None:
     assert gateway.ask("/v1/nothing")[0] == 404
+    status, answer, _ = gateway.ask("/chat/completions", {"model": "fake"})  # a base URL without /v1
+    assert status == 404 and "/v1/chat/completions" in answer["error"]["message"]
     status, answer, _ = gateway.ask("/v1/chat/completions")
     assert status == 405 and "GET /v1/chat/completions" in answer["error"]["message"]
     assert answer["error"]["code"] == "method_not_allowed"
+    for path in ("/v1/models", "/v1/models/fake"):
+        status, answer, headers = gateway.ask(path, method="HEAD")
+        assert (status, answer) == (200, "") and headers["content-type"] == "application/json"
+        status, _, headers = gateway.ask(path, method="OPTIONS")
+        assert status == 405 and sorted(headers["allow"].split(", ")) == ["GET", "HEAD"]
+
+
+def test_a_default_of_a_client_that_is_another_model_is_refused_with_the_name(gateway: RunningGateway) -> None:
+    for path, body in (("/v1/models/gpt-4o", None), ("/v1/responses", {"model": "gpt-4o", "input": "Hi"})):
+        status, answer, _ = gateway.ask(path, body)
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert "'gpt-4o' does not exist; 'fake' does" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(("given", "kept"), [("abc-1.2:3", True), ("", False), ("a b", False), ("x" * 129, False)])
@@ -245,8 +259,8 @@ def test_a_server_that_is_gone_is_unavailable_until_it_is_back(tmp_path: Path) -
         gateway = RunningGateway(address)
         for path in ("/health", "/ready", "/v1/models", "/metrics"):
             assert gateway.ask(path)[0] == 503
-        status, answer, _ = gateway.ask("/v1/completions", COMPLETION)
-        assert status == 503 and answer["error"]["type"] == "server_error"
+        status, answer, headers = gateway.ask("/v1/completions", COMPLETION)
+        assert status == 503 and answer["error"]["type"] == "server_error" and headers["retry-after"] == "1"
         assert gateway.ask("/")[0] == 200
         with running_gateway(folder) as other:
             assert other.served is not None and other.served.server.endpoint == f"ipc://{folder}/s.sock"

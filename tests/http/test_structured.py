@@ -103,14 +103,31 @@ def test_calls_of_strict_tools_alone_are_bound(walking: RunningGateway, chat: An
     assert engine.asked[-1].tool_calls is None and engine.asked[-1].json_schema
 
 
+@pytest.mark.parametrize("form", [schema_format(SCHEMA), {"type": "json_object"}])
+def test_an_answer_of_a_format_may_be_a_call_instead(walking: RunningGateway, chat: Any, form: Any) -> None:
+    assert walking.served is not None
+    engine: Any = walking.served.engine
+    for seed in range(4):
+        answer = chat(tools=[WEATHER, TIME], response_format=form, seed=seed)
+        if answer.finish_reason == "stop":
+            document = json.loads(answer.message.content)
+            validate(document, SCHEMA if form["type"] == "json_schema" else {"type": "object"})
+        else:
+            assert answer.finish_reason in ("tool_calls", "length") and answer.message.tool_calls
+    asked = json.loads(engine.asked[-1].tool_calls)
+    assert not asked["required"] and asked["document"]["schema"]["type"] == "object"
+    assert engine.asked[-1].json_schema is None and not engine.asked[-1].json_object
+    chat(tools=[WEATHER], tool_choice="required", response_format=form)
+    assert "document" not in json.loads(engine.asked[-1].tool_calls)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
         ({"response_format": schema_format(UNIQUE, strict=True)}, "response_format", "uniqueItems"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing required parameter"),
         ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema", "alone"),
-        ({"response_format": {"type": "json_object"}, "tools": [TIME]}, "response_format", "can call no tools"),
-        ({"structured_outputs": {"regex": "a"}, "tools": [TIME]}, "structured_outputs", "can call no tools"),
+        ({"structured_outputs": {"regex": "a"}, "tools": [TIME]}, "structured_outputs", "bound to JSON alone"),
         ({"structured_outputs": {}}, "structured_outputs", "give one of json"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "give one of json"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "Unsupported"),

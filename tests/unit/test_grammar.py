@@ -300,6 +300,33 @@ def test_calls_of_llama_and_harmony_fit_their_functions() -> None:
         assert takes(state, ids_of(text, codec), codec) == good, text
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_answer_is_calls_or_a_document(strict: bool) -> None:
+    """As agents ask that have both tools and a type of answers."""
+    tagged = codec_with("<tool_call>", "</tool_call>", special=True)
+    llama, harmony = codec_with("<|python_tag|>", special=True), codec_with(*HARMONY, special=True)
+    called = '{"name": "weather", "parameters": {"name": "Bob", "age": 12}}'
+    channel = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + DOCUMENT
+    final = "<|channel|>final<|message|>"
+    document = {"schema": PERSON, "strict": strict}
+    for codec, text, good in [
+        (tagged, CALL, True),
+        (tagged, DOCUMENT, True),
+        (tagged, "Hello", False),
+        (tagged, DOCUMENT.replace("12", "{}"), False),
+        (tagged, DOCUMENT + CALL, False),
+        (llama, called, True),
+        (llama, DOCUMENT, True),
+        (llama, "Hello", False),
+        (harmony, channel, True),
+        (harmony, final + DOCUMENT, True),
+        (harmony, final + "Hello", False),
+    ]:
+        calls = {"functions": [WEATHER, TIME], "document": document}
+        state = state_of(codec, "<|start|>assistant" if codec is harmony else "x", tool_calls=calls, parse="tools")
+        assert takes(state, ids_of(text, codec), codec) == good, text
+
+
 @pytest.mark.parametrize("calls", ['{"functions": []}', "[", '{"functions": [{"name": "x", "more": 1}]}'])
 def test_wrong_lists_of_calls_are_refused(calls: str) -> None:
     with pytest.raises(RequestError, match="tool_calls: "):

@@ -99,4 +99,6 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         code, detail, headers = error.status_code, error.detail, error.headers
     message = f"{request.method} {request.url.path!s:.100}: {detail}"
+    if code == 404:
+        message += "; clients' base URL is the gateway's address and /v1, as in /v1/chat/completions"
     return ApiError(code, message, code=HTTP_CODES.get(code), headers=dict(headers or {})).response()

@@ -14,6 +14,7 @@ __all__ = ["ApiError", "answer_error", "api_error", "invalid"]
 INVALID = "invalid_request_error"
 _PARAM = re.compile(r"([a-z][a-z_]*)(?:\[.*?\])?(?:: | must )")
 
+GONE_RETRY_S = "1"  # a server that is started again takes longer, but clients wait longer at each try
 _CONTEXT = re.compile(r" exceed (\d+) \(max_context\)")
 _PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 
@@ -75,7 +76,9 @@ def api_error(error: LowlatError) -> ApiError:
         param = None if named is None else _OWN_NAMES.get(named[1], named[1])
         return ApiError(400, text, param=param, code="invalid_value")
     if isinstance(error, ServerGone):
-        return ApiError(503, text, kind="server_error", code=error.code or "gone")
+        return ApiError(
+            503, text, kind="server_error", code=error.code or "gone", headers={"retry-after": GONE_RETRY_S}
+        )
     code = error.code if isinstance(error, StreamError) else "internal"
     return ApiError(500, text, kind="server_error", code=code)
 

@@ -33,7 +33,8 @@ class Gateway:
         if model != server.model:
             raise ApiError(
                 404,
-                f"the model {model!r:.120} does not exist; {server.model!r} does",
+                f"the model {model!r:.120} does not exist; {server.model!r} does: name it in the field model, or serve "
+                "it under the other name (lowlat serve --name)",
                 param="model",
                 code="model_not_found",
             )

@@ -52,12 +52,23 @@ class Function(Struct, forbid_unknown_fields=True):
     strict: bool = False
 
 
+class Document(Struct, forbid_unknown_fields=True):
+    """JSON that an answer without calls is; strict as a function's."""
+
+    schema: dict[str, Any]
+    strict: bool = False
+
+
 class ToolCalls(Struct, forbid_unknown_fields=True):
-    """The calls that an answer may have, or must have where required; several, where parallel."""
+    """The calls that an answer may have, or must have where required; several, where parallel.
+
+    document  what the answer is where it is not calls; None: any text, with calls in it
+    """
 
     functions: Annotated[list[Function], Meta(min_length=1, max_length=128)]
     required: bool = False
     parallel: bool = True
+    document: Document | None = None
 
 
 Grammar = Callable[[TextCodec, ToolCalls], list[str]]
@@ -77,7 +88,13 @@ def tool_grammar(codec: TextCodec, text: str) -> str:
     kind = format_of(codec)
     if kind is None:
         raise RequestError("tool_calls: neither the model's tokenizer nor its chat template names a format of calls")
-    return "\n".join(GRAMMARS[kind.name](codec, calls))
+    grammar = GRAMMARS[kind.name]
+    if calls.document is None or calls.required:
+        return "\n".join(grammar(codec, calls))
+    start, *lines = grammar(codec, replace(calls, required=True))
+    begin = f'{CHANNEL} "final" {MESSAGE} ' if kind.name == "Harmony" else ""
+    made = _json("document", "the document", calls.document.schema, strict=calls.document.strict)
+    return "\n".join([f"start: called | {begin}document", start.replace("start:", "called:", 1), *lines, made])
 
 
 def _tagged(codec: TextCodec, calls: ToolCalls) -> list[str]:
@@ -100,7 +117,7 @@ def _functions(
     for place, function in enumerate(calls.functions):
         if ">" in function.name or "\n" in function.name:
             raise RequestError(f"tool_calls: the name {function.name!r:.80} holds > or a line break")
-        schema, options = _exact(function)
+        schema, options = _exact(function.name, function.parameters or ANYTHING, strict=function.strict)
         try:
             rules += parameter_rules(f"parameters_{place}", schema, options, line=line, strict=function.strict)
         except NotHeld as error:
@@ -198,28 +215,37 @@ def _objects(calls: ToolCalls, key: str, more: str = "") -> list[str]:
     """Rules of the objects that call a function, by name and arguments; more: what may follow these."""
     objects = []
     for place, function in enumerate(calls.functions):
-        begin = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": '
-        objects.append(f'object_{place}: {_literal(begin)} arguments_{place} {more} "}}"')
+        name = json.dumps(function.name, ensure_ascii=False)
+        # in the pieces that a schema's rules have, so that another object may begin the same way
+        begin = " ".join(map(_literal, ("{", '"name"', ": ", name, ", ", f'"{key}"', ": ")))
+        objects.append(f'object_{place}: {begin} arguments_{place} {more} "}}"')
     return objects + _arguments(calls.functions)
 
 
 def _arguments(functions: Sequence[Function]) -> list[str]:
     rules = []
     for place, function in enumerate(functions):
-        schema, options = _exact(function)
-        rules.append(f"arguments_{place}: %json {json.dumps({**schema, **options})}")
+        rules.append(
+            _json(f"arguments_{place}", function.name, function.parameters or ANYTHING, strict=function.strict)
+        )
     return rules
 
 
-def _exact(function: Function) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A function's schema made exact, and the library's options for it. Raises RequestError."""
+def _json(rule: str, name: str, schema: dict[str, Any], *, strict: bool) -> str:
+    """The rule of JSON that a schema describes."""
+    exact, options = _exact(name, schema, strict=strict)
+    return f"{rule}: %json {json.dumps({**exact, **options})}"
+
+
+def _exact(name: str, schema: dict[str, Any], *, strict: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A schema made exact, and the library's options for it. Raises RequestError that says whose it is."""
     try:
-        schema = dict(exact_schema(function.parameters or ANYTHING, lenient=not function.strict))
+        exact = dict(exact_schema(schema, lenient=not strict))
     except NotHeld as error:
-        raise RequestError(f"tool_calls: {function.name}: {error}") from None
-    own = schema.get("x-guidance")
+        raise RequestError(f"tool_calls: {name}: {error}") from None
+    own = exact.get("x-guidance")
     escapes = own.get("json_allowed_escapes", ESCAPES) if isinstance(own, dict) else ESCAPES
-    return schema, {"x-guidance": {**HOW, "json_allowed_escapes": escapes, "lenient": not function.strict}}
+    return exact, {"x-guidance": {**HOW, "json_allowed_escapes": escapes, "lenient": not strict}}
 
 
 def _literal(text: str) -> str:

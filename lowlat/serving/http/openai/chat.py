@@ -41,7 +41,7 @@ async def chat_completions(request: Request) -> Response:
     calling = Calling.of(asked.tools or (), asked.tool_choice, asked.parallel_tool_calls)
     bound = _bound(asked)
     format_field = "response_format" if asked.structured_outputs is None else "structured_outputs"
-    sampling = asked.sampling(server.advice) | _lengths(asked) | bound | calling.options(bound, format_field)
+    sampling = asked.sampling(server.advice) | _lengths(asked) | calling.options(bound, format_field)
     sampling["parse"] = "tools" if calling.tools else "reasoning"
     if asked.logprobs:
         sampling["logprobs"] = asked.top_logprobs or 0
@@ -215,9 +215,14 @@ class _Chat(ChoicesAnswer):
         return {**super().body(), "prompt_logprobs": prompt_logprobs(prompt, self._num_prompt)}
 
     def _calls(self, choice: Choice, chunk: Chunk) -> list[dict[str, Any]]:
-        calls = []
+        calls: list[dict[str, Any]] = []
         for call in chunk.tool_calls:
             if self._one_call and call.index:
+                continue
+            if (
+                call.id is None and calls and calls[-1]["index"] == call.index
+            ):  # some clients read a chunk's first alone
+                calls[-1]["function"]["arguments"] += call.arguments
                 continue
             shown: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
             if call.id is not None:

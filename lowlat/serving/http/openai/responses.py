@@ -42,7 +42,7 @@ async def responses(request: Request) -> Response:
     calling = _calling(asked)
     bound = _bound(asked)
     format_field = "text.format" if asked.structured_outputs is None else "structured_outputs"
-    sampling = asked.sampling(server.advice) | _logprobs(asked) | bound | calling.options(bound, format_field)
+    sampling = asked.sampling(server.advice) | _logprobs(asked) | calling.options(bound, format_field)
     most = asked.max_output_tokens
     if most is not None:
         sampling["max_tokens"] = most

@@ -101,14 +101,15 @@ class Calling:
         return tools
 
     def options(self, bound: Mapping[str, Any], param: str) -> dict[str, Any]:
-        """The option of calls that are forced, or strict; none for calls that are free.
+        """What binds the answer: the format of its text, or calls that are forced or strict; {} where nothing does.
 
-        bound  what else binds the answer, by the field param
-        Raises ApiError where an answer cannot be both.
+        bound  the format, by the field param: that of the text where nothing is called
+        Raises ApiError for a format of answers that may also be calls, unless it is JSON.
         """
-        if self.tools and bound:
-            raise unsupported(param, "an answer bound to a format can call no tools; give tool_choice 'none'")
-        if not self.tools or not (self.forced or any(tool.function.strict for tool in self.tools)):
+        if not self.tools:
+            return dict(bound)
+        document = None if self.forced else _document(bound, param)
+        if not self.forced and not document and not any(tool.function.strict for tool in self.tools):
             return {}
         functions = [
             {
@@ -118,7 +119,21 @@ class Calling:
             }
             for tool in self.tools
         ]
-        return {"tool_calls": {"functions": functions, "required": self.forced, "parallel": self.parallel}}
+        calls = {"functions": functions, "required": self.forced, "parallel": self.parallel}
+        return {"tool_calls": calls | ({"document": document} if document else {})}
+
+
+def _document(bound: Mapping[str, Any], param: str) -> dict[str, Any] | None:
+    """A format as the document that an answer is where it calls nothing. Raises ApiError for one that is not JSON."""
+    if not bound:
+        return None
+    if bound.get("json_object"):
+        return {"schema": {"type": "object"}}
+    if "json_schema" not in bound:
+        raise unsupported(param, "an answer that may call tools can be bound to JSON alone; give tool_choice 'none'")
+    schema = dict(bound["json_schema"])
+    lenient = schema.pop("x-guidance", {}).get("lenient", False)
+    return {"schema": schema, "strict": not lenient}
 
 
 def _named(tools: Sequence[Tool], choices: Sequence[NamedTool]) -> list[Tool]:
