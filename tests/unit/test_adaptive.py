@@ -217,7 +217,7 @@ def test_what_cannot_be_chosen_is_refused(pair: PairPaths) -> None:
     with pytest.raises(ConfigError, match=r"adaptive_width .* text_drafts 'suffix'"):
         Runtime.load(pair.target, config, **OPTIONS)
     with pytest.raises(ConfigError, match="num_speculative_tokens must be an integer, got 'automatic'"):
-        replace(config, num_speculative_tokens="automatic")
+        replace(config, num_speculative_tokens="automatic")  # type: ignore[arg-type]
 
 
 def test_times_are_kept_for_the_same_facts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

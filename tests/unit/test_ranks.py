@@ -70,8 +70,8 @@ class Decoded:
                     assert all(torch.equal(own[name], executor.state[name]) for name in STATE)
             drafted = runtime.executor.state.get("head.k_cache")
             self.num_drafted_heads = 0 if drafted is None else drafted.shape[1]
-            self.acceptance: Any = runtime.summary().get("eagle_speculation")
-            assert draft is None or self.acceptance["num_drafts"] > 0
+            self.acceptance = acceptance = runtime.summary().get("eagle_speculation")
+            assert draft is None or (acceptance is not None and acceptance["num_drafts"] > 0)
 
     def _keep(self, op: Op, arguments: Any) -> None:
         if op.kind == "sample":
