@@ -11,13 +11,13 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, cast
 
 import torch
 
+from lowlat import __version__
 from lowlat.graphs import Bucket, BucketLadder, BufferSet
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
@@ -118,7 +118,7 @@ def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str
     return {
         "card": str(properties.name),
         "torch": torch.__version__,
-        "version": version("lowlat"),
+        "version": __version__,
         "target": repr(geometry.config),
         "draft_model": None if speculator is None else [repr(speculator.draft_config), speculator.report()],
         "draft_ends": list(geometry.draft_ends),

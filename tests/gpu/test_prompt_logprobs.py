@@ -18,7 +18,10 @@ from lowlat.options.request import StepOutput
 
 DEMO = Path(lowlat.__file__).parent / "demo"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
-OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 320, "block_size": 16, "prefill_chunk": 64, "device": "cuda"}
+OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 320, "block_size": 16, "prefill_chunk": 64} | {
+    "device": "cuda",
+    "dtype": "bfloat16",
+}
 LENGTHS = (1, 2, 63, 64, 65, 129, 200)
 
 
@@ -76,7 +79,7 @@ def test_executors_have_the_same_bits_and_the_references_values(family: str, tmp
     found = found_in(pair)
     for options in ({"executor": "eager"}, {"fuse": False}, {"device_loop": True}, {"max_prefill_chunks": 1}):
         assert found_in(pair, **options) == found, options
-    with Runtime.load(pair.target, None, **{**OPTIONS, "device": "cpu"}, dtype="bfloat16") as runtime:
+    with Runtime.load(pair.target, None, **{**OPTIONS, "device": "cpu"}) as runtime:
         for length, mine in zip(LENGTHS, found, strict=True):
             theirs = outputs_of(runtime, prompt_of(length, seed=length), prompt_logprobs=3)[0].prompt_logprobs
             assert theirs is not None and theirs.prompt() == mine.prompt()

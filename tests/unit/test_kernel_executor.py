@@ -28,6 +28,7 @@ from lowlat.host.perf import check_launches
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.kernels.tuning.table import Entry, Planned, TuningTable
+from lowlat.models.program import PASS
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.step.prefill import build_prefills
 from lowlat.tools.precompile import compile_all, described_card, kernels_of
@@ -54,7 +55,7 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
     programs = {Bucket(1, 1, 0): pair.program(0, 1), Bucket.first_token(0): pair.program(0, 0)}
     executor: Any = EagerExecutor(programs, build_prefills(pair.geometry), pair.source, CPU)
     sizes = (64, 128, 256)
-    assert set(executor._groups) == {*programs, *sizes}
+    assert set(executor._groups) == {*programs, *sizes, PASS}
     owned = _Addresses(executor.owned())
     for call in (call for bucket in programs for group in executor.groups(bucket) for call in group.calls):
         owned.check(call)

@@ -16,6 +16,7 @@ from cli_calls import answer, lowlat, refusal
 from kernel_inventory import CARDS
 
 import lowlat as package
+from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.kernels.gemm.decode.plan import candidate_plans, plan_decode_gemm, steps_to_hold
 from lowlat.kernels.gemm.prefill.plan import plans_of
@@ -288,8 +289,8 @@ def test_the_command_lists_launches_and_plans_without_a_card(pair: Pair) -> None
     assert "needs an NVIDIA card" in refusal("tune", "--device", "cpu")
     assert "heads of 64 or 128 dimensions" in refusal("tune", "--list", "--geometry", NOT_COVERED)
     assert "geometry 'x' is not known; there are" in refusal("tune", "--list", "--geometry", "x")
-    assert "--draft-model needs --model" in refusal("tune", "--draft-model", "x")
-    assert "needs a draft model to round" in refusal("tune", "--model", "x", "--draft-quantize", "fp8")
+    assert "--draft-model needs --model" in refusal("tune", "--draft-model", bundled("head"))
+    assert "needs a draft model to round" in refusal("tune", "--model", bundled("target"), "--draft-quantize", "fp8")
     assert "--batch takes slots" in refusal("tune", "--batch", "0")
 
 

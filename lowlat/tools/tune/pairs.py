@@ -317,6 +317,7 @@ def _geometries(pair: Pair, sizes: Sizes) -> list[StepGeometry]:
         max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.max_context), dtype=config.dtype,
         prefill_chunk=sizes.prefill_chunk, max_prefill_chunks=sizes.max_prefill_chunks,
         tensor_parallel_size=pair.tensor_parallel_size, tp_invariant=pair.tp_invariant,
+        prompt_logprobs=False,  # as in strict mode, which is what tables are complete for
     )  # fmt: skip
     if pair.draft_tensor_parallel_size is not None:
         speculative = SpeculativeConfig(

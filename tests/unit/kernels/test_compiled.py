@@ -41,8 +41,8 @@ NARROW = re.compile(
     r"accept|argmax|begin_step|finite|publish|assign_drafts|forward_commands|join_columns|"
     r"(mask_row|parent_token|waiting_row)s|(ngram|suffix)_draft|"
     r"choose_(drafts|nodes|width|depth|blocks)|grow_block_tree|hand_over_tree|(join|learn)_(widths|confidence)|list_lens|"
-    r"route_top_k|"
-    r"\w+_97_"
+    r"route_top_k|keep_prompt_logprobs|"
+    r"\w+_97(_|$)"
 )
 PRODUCTS = re.compile(r"decode_gemm|attention_\d|experts_(grouped_|gemm_|mlp)")
 CODES = re.compile(r"attention_\d.*_[cd]$")
