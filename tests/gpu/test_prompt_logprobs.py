@@ -4,15 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from kernel_cases import Bench
+from needed_cards import need_cards
 from prompt_logprob_cases import check_all
 from recording import prompt_of, run_all, tokens_of
 from tiny_models import PairPaths, make_pair
 
 import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.host import loading
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.options.request import StepOutput
 
@@ -102,10 +101,12 @@ def test_nothing_is_waited_for_or_copied_after_the_load(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("invariant", [False, True])
-def test_two_ranks(invariant: bool, rank_cards: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the bundled pair: tokens as without, the next token's bits, and near what one rank gives."""
-    if rank_cards[0] == rank_cards[1]:
-        monkeypatch.setattr(loading, "rank_devices", lambda choice, size, named=(): rank_cards[:size])
+def test_two_ranks(invariant: bool) -> None:
+    """Of the bundled pair: tokens as without, the next token's bits, and near what one rank gives.
+
+    Two GPUs: a pass has 64 rows, and grids of two ranks that wait for each other do not fit on one.
+    """
+    need_cards(2)
     pair = PairPaths(DEMO / "target", DEMO / "head")
     own = {"executor": "graph", "tp_invariant": invariant}
     found, alone = (found_in(pair, **own, tensor_parallel_size=size) for size in (2, 1))

@@ -48,7 +48,7 @@ NO_TOKENS = (
 )
 
 
-@pytest.mark.parametrize("prompt", [*NO_PROMPTS, *NO_TOKENS], ids=repr)
+@pytest.mark.parametrize("prompt", [*NO_PROMPTS, *NO_TOKENS], ids=lambda prompt: type(prompt).__name__)
 def test_what_is_no_prompt_is_refused(runtime: Runtime, prompt: Any) -> None:
     message = "prompt token 0 is" if any(prompt is each for each in NO_TOKENS) else "must be text or a sequence of"
     with pytest.raises(RequestError, match=message):
