@@ -113,7 +113,7 @@ def test_figures_beside_the_table_are_those_of_bench(repository: Path, pages: di
     """Every figure of the short table stands in the long ones, beside the same file."""
     short = pages["README.md"].split("| rows |")[1].split("\n\n")[0]
     rows = [row.split("|")[1:-1] for row in table_rows(short) if "](" in row]
-    assert len(rows) == 8
+    assert len(rows) == 9
     for _, figures, source in rows:
         file = LINK.findall(source)[0]
         assert json.loads((repository / file).read_text())
