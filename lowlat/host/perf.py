@@ -267,6 +267,14 @@ class PublishedSteps:
         self._adaptive = adaptive
         self._checks = checks
 
+    def told(self) -> str:
+        """Return the active slots, and why speculation was off, as a line for a log."""
+        active = self.active
+        mean = active.total / max(active.num_steps, 1)
+        line = f"{active.num_steps} steps, {active.fewest} to {active.most} active slots, {mean:.2f} on average"
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.undrafted.items()))
+        return f"{line}; slots without drafts: {reasons}" if reasons else line
+
     def report(self, *, speculating: bool) -> dict[str, Any]:
         """Return, as JSON, the active slots of a step, and the steps of slots whose speculation was off, by reason."""
         disabled = {"disabled_slots": dict(self.undrafted)} if speculating else {}

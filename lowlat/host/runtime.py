@@ -299,7 +299,7 @@ class Runtime:
             return
         self._closed = True
         if self._published.active.num_steps:
-            logger.info("steps: %s", self._published.report(speculating=self.num_speculative_tokens > 0))
+            logger.info("%s", self._published.told())
         self._sessions.clear()
         self._slots.clear()
         self._launches.stop()
