@@ -13,7 +13,7 @@ import click
 from lowlat.errors import ConfigError
 from lowlat.options.model_names import find_repository
 
-__all__ = ["FILE", "FOLDER", "MODEL", "NEW_FILE", "NEW_FOLDER", "PLACE", "check_model"]
+__all__ = ["FILE", "FOLDER", "MODEL", "NEW_FILE", "NEW_FOLDER", "NEW_PATH", "PLACE", "check_model"]
 
 EXPECTED = "expected a Hugging Face model directory, or ORG/NAME of a repository"
 # what tells a loader what a directory is that has no config.json, so that it can say so
@@ -54,6 +54,15 @@ def _check_place(path: Path) -> None:
     """Results: a file, or a directory of them."""
     if not path.exists():
         raise ConfigError(f"{path}: no such file or directory")
+
+
+def _check_new_path(path: Path) -> None:
+    """Check a file whose folders are made with it."""
+    if path.is_dir():
+        raise ConfigError(f"{path} cannot be written: it is a directory; name a file")
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise ConfigError(f"{path} cannot be written: {above} is no directory")
 
 
 def _check_new_file(path: Path) -> None:
@@ -101,4 +110,5 @@ FILE = _Checked(_check_file)
 FOLDER = _Checked(_check_folder)
 PLACE = _Checked(_check_place)
 NEW_FILE = _Checked(_check_new_file)
+NEW_PATH = _Checked(_check_new_path)
 NEW_FOLDER = _Checked(_check_new_folder)

@@ -11,13 +11,13 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, cast
 
 import torch
 
-from lowlat import __version__
 from lowlat.graphs import Bucket, BucketLadder, BufferSet
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
@@ -109,6 +109,14 @@ def _write_costs(executor: StepRunner, costs: Costs, num_waiting: int) -> None:
         executor.write_state({"depth_costs": depth_table(table, ends)})
 
 
+def _version() -> str:
+    """The version of lowlat that is installed; empty where it is merely on the path."""
+    try:
+        return metadata.version("lowlat")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:
     """All that times of steps depend on."""
     from lowlat.kernels.toolchain.digests import source_digest  # the compiler's imports are for machines with a card
@@ -118,7 +126,7 @@ def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str
     return {
         "card": str(properties.name),
         "torch": torch.__version__,
-        "version": __version__,
+        "version": _version(),
         "target": repr(geometry.config),
         "draft_model": None if speculator is None else [repr(speculator.draft_config), speculator.report()],
         "draft_ends": list(geometry.draft_ends),

@@ -188,7 +188,7 @@ def test_an_executor_that_shows_no_prefill_records_the_rest(
     expected = record(target, head, [5, 9, 3, 8], num_tokens=6)
     run = ReferenceExecutor.prefill
 
-    def without_hook(self: ReferenceExecutor, size: int, first: Bucket | None = None) -> None:
+    def without_hook(self: ReferenceExecutor, size: int, first: Bucket | None = None, passes: int = 0) -> None:
         hook = self._hook
         self.set_hook(None)
         run(self, size)

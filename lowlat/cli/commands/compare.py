@@ -13,7 +13,7 @@ import click
 
 from lowlat.cli.console import loading_bar, print_json, print_table
 from lowlat.cli.options import IntegerList, as_json, draft_model_option, record_options
-from lowlat.cli.paths import MODEL, NEW_FILE
+from lowlat.cli.paths import MODEL, NEW_PATH
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import find_repository
 
@@ -37,7 +37,7 @@ COLUMNS = ("stage", "rows", "mean difference", "max difference", "cosine", "top-
     help="The other implementation: transformers, the default, a recording that another engine or --save wrote, or a "
     "target for transformers to run: the plain original of a quantised one.",
 )
-@click.option("--save", type=NEW_FILE, metavar="FILE", help="Write lowlat's own tensors to this safetensors file.")
+@click.option("--save", type=NEW_PATH, metavar="FILE", help="Write lowlat's own tensors to this safetensors file.")
 @click.option("--prompt", metavar="TEXT", help="Text to start from; needs a tokenizer.")
 @click.option("--token-ids", type=IntegerList(), metavar="ID,ID,...", help="Token ids to start from.")
 @click.option(

@@ -161,6 +161,7 @@ def record(
         )
     options: dict[str, Any] = {"max_batch": 1, "dtype": dtype, "device": device, "executor": executor}
     options |= {"prefix_reuse": False, "fuse": executor != "eager"}  # fused kernels keep some buffers to themselves
+    options["prompt_logprobs"] = False  # for which prefill leaves its last residual stream among the state
     context = _context(target, prompt, num_tokens)
     with Runtime.load(target, speculative, progress=progress, max_context=context, **options) as runtime:
         tokens = runtime.codec.encode(prompt) if isinstance(prompt, str) and runtime.codec else prompt

@@ -54,7 +54,7 @@ WRONG_PATHS = [
     ("quantize org/name --format fp8 --out {file}/new", "{file} is a file"),
     ("draft-model shrink org/name --out {empty}/new --draft-vocab 9 --text /no/file", "no such file"),
     ("compare /no/model", MISSING),
-    ("compare org/name --save /no/folder/file", "there is no directory /no/folder"),
+    ("compare org/name --save /etc/passwd/file", "/etc/passwd is no directory"),
     ("compare org/name --save {empty}", "it is a directory; name a file"),
     ("doctor --prompts /no/file", "no such file"),
     ("doctor --target /no/model --draft-model org/name", MISSING),

@@ -10,7 +10,7 @@ import click
 
 from lowlat.cli.console import print_json, print_table, progress_bar
 from lowlat.cli.options import STORED, IntegerList, as_json, bundled, given_options, record_options
-from lowlat.cli.paths import MODEL, NEW_FILE
+from lowlat.cli.paths import MODEL, NEW_PATH
 from lowlat.errors import ConfigError
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 
@@ -79,7 +79,7 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cuda or cuda:N.")
 @click.option(
-    "--out", type=NEW_FILE, metavar="FILE", help="The table.  [default: this card's among the user's own tables]"
+    "--out", type=NEW_PATH, metavar="FILE", help="The table.  [default: this card's among the user's own tables]"
 )
 @click.option("--commit", default="", help="What is measured, where there is no git checkout to ask.")
 @as_json
