@@ -16,7 +16,8 @@ from lowlat.kernels.reference.trees.grow import first_entry
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.trees import draft_scores, grow, hand_over
 
-SHARED = ("common.memory", "common.norm_math", *(f"sampling.{part}" for part in ("select", "ranking", "logprobs.tokens")))
+SAMPLING = ("select", "ranking", "logprobs.tokens")
+SHARED = ("common.memory", "common.norm_math", *(f"sampling.{part}" for part in SAMPLING))
 
 
 def lines(*parts: Any) -> list[list[int]]:
