@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 
 from lowlat.cli import cli
 
+PRESSES, PRESS_S = 6, 8.0  # of Ctrl-C
 LOWLAT = (sys.executable, "-m", "lowlat.cli")
 FULL = Path("/dev/full")
 MISSING = "no such directory; expected a Hugging Face model directory, or ORG/NAME of a repository"
@@ -178,7 +180,7 @@ def test_a_prompt_that_is_not_utf8_is_refused(talker: Path) -> None:
 
 @pytest.mark.second
 @pytest.mark.parametrize("delay_s", [0.8, 3.0])
-@pytest.mark.parametrize("command", ["serve", "generate --prompt Hello --max-tokens 900 --ignore-eos"])
+@pytest.mark.parametrize("command", ["serve", "generate --prompt Hello --max-tokens 1900 --ignore-eos"])
 def test_ctrl_c_ends_quietly_while_it_loads(command: str, delay_s: float, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
@@ -187,12 +189,13 @@ def test_ctrl_c_ends_quietly_while_it_loads(command: str, delay_s: float, tmp_pa
     ) as process:
         assert process.stderr is not None
         time.sleep(delay_s)
-        process.send_signal(signal.SIGINT)
-        try:
-            code = process.wait(20)
-        except subprocess.TimeoutExpired:  # a library that was being imported has taken it: a user presses again
+        code = None
+        for _ in range(PRESSES):  # a library that was being imported may take one: a user presses again
             process.send_signal(signal.SIGINT)
-            code = process.wait(60)
-        error = process.stderr.read()
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(PRESS_S)
+                break
+        error = process.stderr.read() if code is not None else ""
+        process.kill()
     assert "Traceback" not in error and "terminate" not in error
     assert code == 130 or (command == "serve" and code == 0)  # one that served already is drained
