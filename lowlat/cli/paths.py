@@ -56,18 +56,21 @@ def _check_place(path: Path) -> None:
         raise ConfigError(f"{path}: no such file or directory")
 
 
-def _check_new_path(path: Path) -> None:
-    """Check a file whose folders are made with it."""
+def _check_no_folder(path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"{path} cannot be written: it is a directory; name a file")
+
+
+def _check_new_path(path: Path) -> None:
+    """Check a file whose folders are made with it."""
+    _check_no_folder(path)
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir():
         raise ConfigError(f"{path} cannot be written: {above} is no directory")
 
 
 def _check_new_file(path: Path) -> None:
-    if path.is_dir():
-        raise ConfigError(f"{path} cannot be written: it is a directory; name a file")
+    _check_no_folder(path)
     if not path.parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no directory {path.parent}")
     _check_writable(path if path.exists() else path.parent, path)

@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, cast
@@ -30,6 +29,7 @@ from lowlat.kernels.reference.step.slot_record import (
 )
 from lowlat.models.program import Program
 from lowlat.options.directories import cache_directory
+from lowlat.options.installed import installed_version
 from lowlat.step.state import StepGeometry, waiting_boundaries
 from lowlat.step.width_costs import Costs, StepCosts, by_bytes, cost_table, depth_table
 
@@ -109,14 +109,6 @@ def _write_costs(executor: StepRunner, costs: Costs, num_waiting: int) -> None:
         executor.write_state({"depth_costs": depth_table(table, ends)})
 
 
-def _version() -> str:
-    """The version of lowlat that is installed; empty where it is merely on the path."""
-    try:
-        return metadata.version("lowlat")
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:
     """All that times of steps depend on."""
     from lowlat.kernels.toolchain.digests import source_digest  # the compiler's imports are for machines with a card
@@ -126,7 +118,7 @@ def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str
     return {
         "card": str(properties.name),
         "torch": torch.__version__,
-        "version": _version(),
+        "version": installed_version(),
         "target": repr(geometry.config),
         "draft_model": None if speculator is None else [repr(speculator.draft_config), speculator.report()],
         "draft_ends": list(geometry.draft_ends),

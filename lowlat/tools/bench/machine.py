@@ -4,20 +4,11 @@ import platform
 import re
 import subprocess
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 
 from lowlat.checkpoint.files import find_text
 
-__all__ = ["changed_commit", "commit_at", "driver", "installed_version", "processor"]
-
-
-def installed_version() -> str:
-    """The version of lowlat that is installed; empty where it is merely on the path."""
-    try:
-        return metadata.version("lowlat")
-    except metadata.PackageNotFoundError:
-        return ""
+__all__ = ["changed_commit", "commit_at", "driver", "processor"]
 
 
 def commit_at(folder: Path) -> str:

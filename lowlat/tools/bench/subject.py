@@ -16,10 +16,11 @@ from lowlat.host.runtime import Runtime
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import OpenedTarget, read_model_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.installed import installed_version
 from lowlat.speculators.methods import plan_speculator
 from lowlat.text import TextCodec
 from lowlat.tools.bench.geometry import Geometry, random_target
-from lowlat.tools.bench.machine import changed_commit, driver, installed_version, processor
+from lowlat.tools.bench.machine import changed_commit, driver, processor
 from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.results import Environment
 from lowlat.tools.draft_model.random_models import DRAFT_MODELS, write_draft_model
