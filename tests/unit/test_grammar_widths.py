@@ -140,7 +140,7 @@ class Played:
         tokens: dict[str, list[int]] = defaultdict(list)
         ends: dict[str, str | None] = {}
         for move, number in [*moves, *[("step", 9)] * 200]:
-            live = sorted(runtime._sessions)
+            live = sorted(runtime._requests)
             if move == "submit" and runtime.scheduler.num_queued < 8:
                 seeds[self.submit(runtime, number % NUM_GRAMMARS)] = number % NUM_GRAMMARS
             elif move == "cancel" and live:
