@@ -46,7 +46,6 @@ from lowlat.step.width_times import set_costs
 from lowlat.text import TextCodec
 
 __all__ = [
-    "DRAFT_ENDS",
     "Loaded",
     "bucket_batches",
     "build_rank",
@@ -59,7 +58,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("lowlat")
-DRAFT_ENDS = (1, 2, 4)  # levels behind which confidence is looked at: each time costs a few microseconds
 Progress = Callable[[int, int], None]
 
 
@@ -197,8 +195,7 @@ def make_ladder(
     if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
         verifier = geometry.partial.buffer + 1, speculative.num_speculative_tokens
     adaptive = geometry.max_width is not None
-    batches, ends = bucket_batches(geometry.max_batch), geometry.draft_ends
-    return BucketLadder(batches, rows_of, adaptive=adaptive, ends=ends, verifier=verifier)
+    return BucketLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, verifier=verifier)
 
 
 def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
@@ -353,7 +350,6 @@ def make_geometry(
         num_drafted_rows=num_drafted_rows,
         partial=partial,
         max_width=_max_width(speculator, speculative),
-        draft_ends=_draft_ends(speculator, speculative),
         prompt_logits=options.prompt_logits,
         prompt_logprobs=options.prompt_logprobs and not options.is_strict,
     )
@@ -413,18 +409,6 @@ def _max_width(speculator: Speculator | None, speculative: SpeculativeConfig | N
             f"with text_drafts {speculative.text_drafts!r}; give a number of tokens, or leave text_drafts out"
         )
     return speculative.num_speculative_tokens
-
-
-def _draft_ends(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> tuple[int, ...]:
-    """The levels behind which drafting may end by confidence. Raises ConfigError where it cannot."""
-    if speculator is None or speculative is None or not speculative.adaptive_confidence:
-        return ()
-    if not speculator.drafts_by_level:
-        raise ConfigError(
-            f"adaptive_confidence is of draft models that draft level by level, and method {speculative.method!r} "
-            "drafts at once; leave it out"
-        )
-    return tuple(end for end in DRAFT_ENDS if end < speculative.num_speculative_tokens)
 
 
 def bucket_batches(max_batch: int) -> list[int]:

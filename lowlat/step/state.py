@@ -13,8 +13,6 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.graphs.program import ProgramBuilder
-from lowlat.kernels.reference.speculation.depths import NUM_SURE
-from lowlat.kernels.reference.speculation.draft_confidence import NUM_KINDS
 from lowlat.kernels.reference.speculation.width_odds import NUM_RUNS
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
@@ -57,8 +55,6 @@ class StepGeometry:
     max_prefill_chunks  chunks of a prompt that run at once, at most
     num_drafted_rows    rows of a draft model behind a slot's last token
     max_width    the greatest width, where each step's is chosen anew; None: it is the bucket's
-    draft_ends   levels behind which drafting of such a step may end, by how sure the draft model is, ascending and
-                 below max_width; (): a step drafts what it verifies
     partial      SpecPV's sizes; None: everything is attended to
     prompt_logprobs     whether requests may ask for the logprobs of their prompts: prefill then leaves the residual
                         stream of its positions, see `lowlat.step.prompt_logprobs`
@@ -79,7 +75,6 @@ class StepGeometry:
     simulated_acceptance: float | None = None
     simulated_seed: int = 0
     max_width: int | None = None
-    draft_ends: tuple[int, ...] = ()
     num_drafted_rows: int = 0
     partial: PartialKV | None = None
     prompt_logits: bool = False
@@ -228,15 +223,6 @@ def _width_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
         ("width_waited", (1,), torch.int32),
         ("width_choice", (1,), torch.int32),
     ]
-    if geometry.draft_ends:
-        ends = len(geometry.draft_ends)
-        specs += [
-            ("depth_costs", (batch, 2, ends, most + 1), torch.int32),
-            ("sure_odds", (NUM_KINDS, most, NUM_SURE), torch.int32),
-            ("draft_expected", (batch, most + 1), torch.int32),
-            ("draft_rates", (batch, most), torch.int32),
-            ("draft_further", (1,), torch.int32),
-        ]
     floats: list[tuple[str, tuple[int, ...]]] = [
         (f"prefilled_source.{boundary}", (1, hidden)) for boundary in dict.fromkeys(boundaries)
     ]
