@@ -17,7 +17,6 @@ import torch
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.engine.memory.held import HeldMemory, held_memory
-from lowlat.engine.memory.kvcache import KVCache
 from lowlat.engine.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
 from lowlat.engine.perf import check_device, check_launches
 from lowlat.engine.scheduler import Scheduler
@@ -34,6 +33,7 @@ from lowlat.models.shard import rank_configs, rank_drafts
 from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.sequence.kvcache import KVCache
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator
 from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology

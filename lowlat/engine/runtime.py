@@ -76,7 +76,7 @@ class Runtime:
             eos_token_ids=loaded.eos_token_ids,
             has_text=self.codec is not None,
             max_stop_ids=MAX_STOPS,
-            max_total_tokens=self.kvcache.capacity * geometry.block_size - geometry.overhang,
+            max_total_tokens=self.kvcache.max_total_tokens(geometry.overhang),
             block_size=geometry.block_size,
             greedy_only=config.is_strict,
             must_draft=config.is_strict and self.num_speculative_tokens > 0,
