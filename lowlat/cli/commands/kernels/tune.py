@@ -75,7 +75,13 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
     help="Compile the plans' kernels into LOWLAT_KERNEL_CACHE; needs no card.",
 )
 @click.option(
-    "--card", default="NVIDIA H200", show_default=True, metavar="NAME", help="With --compile: for which card."
+    "--gpu",
+    "--card",
+    "card",
+    default="NVIDIA H200",
+    show_default=True,
+    metavar="NAME",
+    help="With --compile: for which GPU.",
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cuda or cuda:N.")
 @click.option(
@@ -195,16 +201,17 @@ def _compile(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, A
     from lowlat.kernels.tuning.choice import file_name
     from lowlat.kernels.tuning.table import read_table
     from lowlat.options.directories import tuning_directory
-    from lowlat.tools.precompile import described_card
+    from lowlat.tools.gpus import describe_gpu
     from lowlat.tools.tune.run import compile_plans_of
 
-    name, directory = values["card"], default_cache_directory()
+    gpu, directory = describe_gpu(values["card"]), default_cache_directory()
+    name = gpu.name
     path = values["out"] or tuning_directory() / file_name(name)
     done = compile_plans_of(
         pairs,
         what,
         sizes,
-        described_card(name),
+        gpu.card,
         directory,
         num_candidates=values["candidates"],
         known=read_table(path) if values["missing"] and path.exists() else None,
