@@ -48,6 +48,7 @@ from lowlat.text import TextCodec
 __all__ = [
     "Loaded",
     "bucket_batches",
+    "build_program",
     "build_rank",
     "load",
     "make_geometry",
@@ -211,7 +212,7 @@ def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: Runtim
 
 def build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:
     """The programs of a rank."""
-    programs = {bucket: _build(geometry, bucket, topologies) for bucket in ladder.programs}
+    programs = {bucket: build_program(geometry, bucket, topologies) for bucket in ladder.programs}
     return Rank(geometry.config, programs, build_prefills(geometry))
 
 
@@ -235,7 +236,8 @@ def _check_memory(
     return needs
 
 
-def _build(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, Topology]) -> Program:
+def build_program(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, Topology]) -> Program:
+    """The program of one bucket."""
     if geometry.max_width is not None:
         return build_adaptive(geometry, bucket)
     return build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])

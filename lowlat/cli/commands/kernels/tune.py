@@ -75,11 +75,13 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
     help="Compile the plans' kernels into LOWLAT_KERNEL_CACHE; needs no card.",
 )
 @click.option(
+    "--gpu",
     "--card",
+    "card",
     default="NVIDIA H200",
     show_default=True,
     metavar="NAME",
-    help="With --compile or --list: for which card; one with a tuning table.",
+    help="With --compile or --list: for which GPU.",
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cuda or cuda:N.")
 @click.option(
@@ -161,14 +163,14 @@ def _pairs(model: Path | None, head: Path | None, geometries: str | None, method
 def _list(
     what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, tiles: bool, json_output: bool
 ) -> None:
-    from lowlat.tools.precompile import described_card
+    from lowlat.tools.gpus import describe_gpu
     from lowlat.tools.tune.run import counted, known_plans, lacking, listed
 
-    name, only_missing = values["card"], values["missing"]
-    card = described_card(name)
+    gpu, only_missing = describe_gpu(values["card"]), values["missing"]
+    name, card = gpu.name, gpu.card
     shapes = every = listed(pairs, what, sizes, card)
     if only_missing:
-        shapes = lacking(every, known_plans(name, card, values["out"]))
+        shapes = lacking(every, known_plans(gpu.name, gpu.card, values["out"]))
     walked = counted(shapes, card) if tiles else []
     if json_output:
         found: dict[str, Any] = {"shapes": [_shape(shape, values["candidates"]) for shape in shapes]}
@@ -206,26 +208,25 @@ def _shape(shape: "Shape", num_candidates: int) -> dict[str, Any]:
 
 def _compile(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, json_output: bool) -> None:
     from lowlat.executors.launcher import default_cache_directory
-    from lowlat.tools.precompile import described_card
+    from lowlat.tools.gpus import describe_gpu
     from lowlat.tools.tune.run import compile_plans_of, known_plans
 
-    name, directory = values["card"], default_cache_directory()
-    card = described_card(name)
+    gpu, directory = describe_gpu(values["card"]), default_cache_directory()
     done = compile_plans_of(
         pairs,
         what,
         sizes,
-        card,
+        gpu.card,
         directory,
         num_candidates=values["candidates"],
-        known=known_plans(name, card, values["out"]) if values["missing"] else None,
+        known=known_plans(gpu.name, gpu.card, values["out"]) if values["missing"] else None,
         bar=progress_bar,
     )
     if json_output:
-        print_json({"card": name, "directory": str(directory), **asdict(done)})
+        print_json({"card": gpu.name, "directory": str(directory), **asdict(done)})
     else:
         click.echo(
-            f"{done.kernels} kernels of {done.launches} launches for {name} in {directory}, {done.compiled} of them "
+            f"{done.kernels} kernels of {done.launches} launches for {gpu.name} in {directory}, {done.compiled} of them "
             "compiled now"
         )
 
