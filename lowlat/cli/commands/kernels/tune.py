@@ -226,8 +226,8 @@ def _compile(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, A
         print_json({"card": gpu.name, "directory": str(directory), **asdict(done)})
     else:
         click.echo(
-            f"{done.kernels} kernels of {done.launches} launches for {gpu.name} in {directory}, {done.compiled} of them "
-            "compiled now"
+            f"{done.kernels} kernels of {done.launches} launches for {gpu.name} in {directory}, "
+            f"{done.compiled} of them compiled now"
         )
 
 
