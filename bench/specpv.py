@@ -5,6 +5,7 @@
         --out specpv.json
 
     python -m bench.specpv --model llama-8b --context 65536 98304 131072 --threshold 8192 --lossless --out specpv.json
+    python -m bench.specpv agreement --texts held_out.json.xz --out agreement.json        see bench/specpv_agreement.py
 
 SpecPV is lossy, except with `--lossless`, where a step is a cycle of proposals and their verification. `bundled` is the
 bundled pair, greedy, on its own texts: rows give the share of tokens that equal those of full attention at the same
@@ -20,6 +21,7 @@ bring tokens to all of them, from one's tokens to the next's, refreshes between 
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -31,8 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench import specpv_agreement
 from bench.clock import percentile
 from bench.conditions import release, stamps_of, write_json
+from bench.specpv_agreement import DEMO, agreement, bundled_text
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.models.partial_kv import PartialKV, cycle_gain
 from lowlat.models.target import OpenedTarget
@@ -43,7 +47,6 @@ from lowlat.tools.profile.recording import random_prompts
 
 __all__ = ["main", "run_requests"]
 
-DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
 BUNDLED = "bundled"
 AGREEMENTS = (0.9, 0.95, 0.97, 0.99, 1.0)
 
@@ -68,7 +71,10 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every row, print it, and write all of them where that is asked for."""
-    options = _options(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["agreement"]:
+        return specpv_agreement.main(given[1:])
+    options = _options(given)
     device = torch.device(options.device)
     stamps, rows = stamps_of(device, options.commit), []
     full: dict[int, Run] = {}
@@ -220,12 +226,7 @@ def _prompt(runtime: Runtime, length: int, number: int, options: argparse.Namesp
     """The bundled texts one after the other, each prompt from another one on; else random tokens."""
     if options.model != BUNDLED or runtime.codec is None:
         return random_prompts(min(1000, runtime.geometry.config.vocab_size), 1, length, number)[0]
-    texts = [text for kind in json.loads((DEMO / "prompts.json").read_text()).values() for text in kind]
-    place, tokens = 7 * number % len(texts), list[int]()
-    while len(tokens) < length:
-        tokens += runtime.codec.encode(texts[place % len(texts)])
-        place += 1
-    return tokens[:length]
+    return bundled_text(runtime.codec, length, number)
 
 
 def _row(options: argparse.Namespace, context: int, specpv: dict[str, Any], found: Run, full: Run) -> dict[str, Any]:
@@ -256,7 +257,8 @@ def _row(options: argparse.Namespace, context: int, specpv: dict[str, Any], foun
     if found.counts["refreshes"]:
         row["ms_a_refresh"] = round(max(0.0, total - median * len(found.step_ms)) / found.counts["refreshes"], 3)
     if options.model == BUNDLED:
-        row |= _agreement(found.tokens, full.tokens)
+        share, firsts = agreement(found.tokens, full.tokens)
+        row |= {"agreement": round(share, 4), "diverged_at": firsts}
     return row
 
 
@@ -289,13 +291,6 @@ def _line(medians: Mapping[int, float]) -> tuple[float, float]:
         return next(iter(medians.values())), 0.0
     slope, start = np.polyfit(list(medians), list(medians.values()), 1)
     return float(start), float(slope)
-
-
-def _agreement(found: list[list[int]], full: list[list[int]]) -> dict[str, Any]:
-    """The share of tokens that are the same by place, and the place of each prompt's first other token, None: none."""
-    equal = [[a == b for a, b in zip(mine, theirs, strict=True)] for mine, theirs in zip(found, full, strict=True)]
-    firsts = [row.index(False) if False in row else None for row in equal]
-    return {"agreement": round(sum(map(sum, equal)) / sum(map(len, equal)), 4), "diverged_at": firsts}
 
 
 if __name__ == "__main__":

@@ -58,8 +58,7 @@ def test_cycles_are_those_of_a_step_of_the_largest_tile() -> None:
 
 
 def test_agreement_is_by_place() -> None:
-    found = specpv._agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]])
-    assert found == {"agreement": 0.875, "diverged_at": [2, None]}
+    assert specpv.agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == (0.875, [2, None])
 
 
 def test_a_cycle_of_lossless_specpv_is_its_proposals_and_what_is_left_and_pays_from_some_agreement_on() -> None:
