@@ -37,7 +37,7 @@ from lowlat.text import TextCodec
 from lowlat.tools.quality import Sums
 from lowlat.tools.train.long.texts import read_texts, spread
 
-__all__ = ["DEMO", "Drawn", "agreement", "bundled_text", "draw", "main"]
+__all__ = ["DEMO", "Budget", "Drawn", "agreement", "bundled_text", "draw", "main"]
 
 DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
 QUESTION = "What is this text about? Answer in a few sentences."
@@ -121,7 +121,7 @@ def bundled_text(codec: TextCodec, length: int, number: int) -> list[int]:
 
 
 @dataclass
-class _Budget:
+class Budget:
     """A runtime with SpecPV, and what its texts of one context gave."""
 
     options: dict[str, Any]
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         whole = stack.enter_context(_load(options, {}))
         conditions |= {"runs_on": runs_on(whole), "dtype": whole.model_config.dtype}
         settings = [_specpv(options, retrieval) for retrieval in options.retrieval]
-        budgets = [_Budget(each, stack.enter_context(_load(options, each))) for each in settings]
+        budgets = [Budget(each, stack.enter_context(_load(options, each))) for each in settings]
         for context in options.context:
             if time.monotonic() > end:
                 break
@@ -268,7 +268,7 @@ def _load(options: argparse.Namespace, specpv: dict[str, Any]) -> Runtime:
 
 
 def _rows(
-    whole: Runtime, budgets: Sequence[_Budget], context: int, options: argparse.Namespace
+    whole: Runtime, budgets: Sequence[Budget], context: int, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """The rows of one context, of every temperature and budget."""
     for temperature in options.temperature:
@@ -308,17 +308,17 @@ def _prompt(runtime: Runtime, text: Sequence[int], length: int, *, chat: bool) -
     taken = length
     while taken > 0:
         excerpt = runtime.codec.decode(text[-taken:])
-        prompt = list(given_prompt(runtime, f"{excerpt}\n\n{QUESTION}", chat=True))
+        prompt = [int(token) for token in given_prompt(runtime, f"{excerpt}\n\n{QUESTION}", chat=True)]
         if len(prompt) <= length:
-            return [int(token) for token in prompt]
+            return prompt
         taken -= len(prompt) - length
     raise SystemExit(f"a prompt of {length} tokens has no room for a text beside the question")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the lines of a table in Markdown."""
-    names = ("pair", "context", "listed_positions", "equal_share", "first_difference_median", "same_choice")
-    names += ("mean_kl", "p99_kl")
+    where = ("pair", "context", "listed_positions")
+    names = (*where, "equal_share", "first_difference_median", "same_choice", "mean_kl", "p99_kl")
     yield f"| {' | '.join(names)} |"
     yield "|---" * len(names) + "|"
     for row in rows:
