@@ -33,7 +33,7 @@ from bench.gpt_oss_report import show_kernels
 from bench.lowlat_step import ROOM
 from bench.subjects import known_geometry
 from bench.wall import measure_wall
-from lowlat.host.loading import make_geometry
+from lowlat.engine.loading import make_geometry
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.acceptance import acceptance_for
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig

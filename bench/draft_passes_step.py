@@ -21,8 +21,8 @@ from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.make import make_executor
 from lowlat.graphs import Bucket
 from lowlat.graphs.capture import CapturedGraph, capture
+from lowlat.graphs.program import Op, Program, Stage
 from lowlat.kernels.toolchain.kernel import KernelCall
-from lowlat.models.program import Op, Program, Stage
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills

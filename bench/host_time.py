@@ -22,8 +22,8 @@ import torch
 import lowlat
 from bench.clock import percentile
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
+from lowlat.engine.loading import Loaded, load
 from lowlat.graphs import Bucket, BufferSet
-from lowlat.host.loading import Loaded, load
 from lowlat.kernels.reference.step.publish import COMMITTED, LENGTH_AFTER, SLOT, VERIFIED, VERIFIED_DEPTH
 
 __all__ = ["FreeExecutor", "Stopwatch", "measure_host"]

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 from bench.conditions import stamps_of, write_json
 from lowlat.checkpoint.recipes import Recipe
-from lowlat.executors.device_weights import DeviceWeights
+from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.models.target import open_target, read_model_config, target_recipes
 
 __all__ = ["measure", "write_model"]

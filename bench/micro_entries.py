@@ -13,7 +13,7 @@ from bench.dense_cases import LLAMA_8B, Case, make_weights
 from bench.lowlat_step import GraphStep
 from bench.micro import Entry
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.lowering.lower import LoweredGroup
+from lowlat.lowering.lower import LoweredGroup
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.tools.profile.sites import moved_bytes

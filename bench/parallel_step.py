@@ -14,11 +14,11 @@ from bench.dense_cases import Case
 from bench.lowlat_step import BLOCK_SIZE, ROOM, ExecutorStep, fill_state, sound_rows
 from bench.prompts import measure_prompt
 from lowlat.checkpoint.source import JoinedWeights
-from lowlat.executors.cards.parallel import ParallelExecutor
+from lowlat.engine.loading import rank_geometries
 from lowlat.executors.devices import DeviceChoice
+from lowlat.executors.distributed.parallel import ParallelExecutor
 from lowlat.executors.make import Rank, make_executor
 from lowlat.graphs import Bucket, Paging
-from lowlat.host.loading import rank_geometries
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator

@@ -18,7 +18,7 @@ from typing import Any
 from bench.conditions import stamps_of, write_json
 from bench.subjects import open_subject
 from lowlat import Runtime, SamplingParams
-from lowlat.host.metrics import SpeculativeDecodingStats
+from lowlat.engine.metrics import SpeculativeDecodingStats
 from lowlat.tools.bench.scenarios import Case
 from lowlat.tools.bench.subject import Subject
 

@@ -19,11 +19,11 @@ from bench.clock import Timed, own_stream, round_robin
 from bench.conditions import stamps_of, write_json
 from bench.micro import TURN, Entry, capture, describe
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.lowering.prefill_attention import flash_attention
 from lowlat.kernels.attention.prefill.flash import GROUPS, prefill_flash
 from lowlat.kernels.attention.prefill.gather_kv import gather_kv
 from lowlat.kernels.attention.prefill.gathered_rows import gathered_rows, tiles_shape
 from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.lowering.prefill_attention import flash_attention
 
 __all__ = ["HEADS", "main", "measure"]
 

@@ -26,12 +26,12 @@ import torch
 from bench.clock import percentile
 from bench.conditions import stamps_of, write_json
 from bench.targets import BY_NAME, small_model, target_shapes, target_weights
+from lowlat.engine.mailbox import Mailbox
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.make import make_executor
 from lowlat.graphs import Bucket, Paging
-from lowlat.host.mailbox import Mailbox
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from bench.conditions import stamps_of
+from lowlat.engine.runtime import Runtime
 from lowlat.executors.devices import leave_a_core
-from lowlat.host.runtime import Runtime
 from lowlat.tools.bench.machine import processor
 from lowlat.tools.bench.measure import CaseRun, room_of
 from lowlat.tools.bench.results import Row

@@ -31,7 +31,7 @@ from bench.ready_process import ready_process
 from bench.subjects import open_subject
 from bench.tails_run import steps_of
 from lowlat.cli.serving import SWITCH_INTERVAL_S
-from lowlat.host.runtime import Runtime
+from lowlat.engine.runtime import Runtime
 from lowlat.ipc import AsyncClient
 from lowlat.ipc.server import Server
 from lowlat.ipc.wire import Sampling

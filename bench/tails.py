@@ -26,9 +26,9 @@ from bench.ready_process import ready_process
 from bench.tails_result import Case, Setup, Tails, TailsFile
 from bench.tails_run import Steps, busy_host, max_context, measure, own_times, steps_in_process, steps_through_socket
 from lowlat.cli.serving import SWITCH_INTERVAL_S
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import leave_a_core
-from lowlat.host.runtime import Runtime
 from lowlat.ipc import Client
 from lowlat.ipc.server import Server
 from lowlat.serving.engine import RuntimeEngine

@@ -13,8 +13,8 @@ import torch
 
 from bench.clock import LEAD, time_replays
 from bench.tails_result import Case, Tails
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import LowlatError
-from lowlat.host.runtime import Runtime
 from lowlat.ipc import Client
 from lowlat.options.request import SamplingParams
 

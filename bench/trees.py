@@ -31,7 +31,7 @@ from bench.acceptance import DEMO, Baselines, Sum, conditions_of, decode, read_p
 from bench.conditions import stamps_of
 from bench.subjects import open_subject
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.models.program import Op
+from lowlat.graphs.program import Op
 from lowlat.speculators.methods import draft_method
 from lowlat.speculators.tree.topology import TreeTopology, what_if
 from lowlat.tools.bench.scenarios import Case

@@ -30,13 +30,13 @@ from bench.acceptance import given_prompt, read_prompts
 from bench.conditions import stamps_of, write_json
 from bench.subjects import DEMO
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.engine.loading import DRAFT_ENDS
 from lowlat.graphs import Bucket
-from lowlat.host.loading import DRAFT_ENDS
-from lowlat.kernels.reference.sampling.draft_confidence import EDGES, NUM_KINDS, draft_confidence
-from lowlat.kernels.reference.step.depths import NUM_SURE, choose_depth, learn_confidence
+from lowlat.kernels.reference.speculation.depths import NUM_SURE, choose_depth, learn_confidence
+from lowlat.kernels.reference.speculation.draft_confidence import EDGES, NUM_KINDS, draft_confidence
+from lowlat.kernels.reference.speculation.width_odds import MAX_WIDTH, NUM_RUNS, join_widths, learn_widths
+from lowlat.kernels.reference.speculation.widths import choose_width
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
-from lowlat.kernels.reference.step.width_odds import MAX_WIDTH, NUM_RUNS, join_widths, learn_widths
-from lowlat.kernels.reference.step.widths import choose_width
 from lowlat.step.width_costs import StepCosts, cost_table, depth_table
 
 __all__ = ["TIMES", "Replay", "Text", "Times", "calibration", "main", "read_texts", "table", "tokens_per_us"]

@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowlat.engine.metrics import RequestMetrics, SpeculativeDecodingStats
+    from lowlat.engine.runtime import Runtime
     from lowlat.errors import (
         Busy,
         CapacityError,
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
         ServerGone,
         StreamError,
     )
-    from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
-    from lowlat.host.runtime import Runtime
     from lowlat.options.config import RuntimeConfig, SpeculativeConfig, TraceConfig
     from lowlat.options.request import SamplingParams, StepOutput, TokenLogprobs
 
@@ -45,12 +45,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "RequestMetrics": "lowlat.host.metrics",
-    "Runtime": "lowlat.host.runtime",
+    "RequestMetrics": "lowlat.engine.metrics",
+    "Runtime": "lowlat.engine.runtime",
     "RuntimeConfig": "lowlat.options.config",
     "SamplingParams": "lowlat.options.request",
     "SpeculativeConfig": "lowlat.options.config",
-    "SpeculativeDecodingStats": "lowlat.host.metrics",
+    "SpeculativeDecodingStats": "lowlat.engine.metrics",
     "StepOutput": "lowlat.options.request",
     "TokenLogprobs": "lowlat.options.request",
     "TraceConfig": "lowlat.options.config",

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
-from lowlat.kernels.reference.rows.draft_rows import draft_rows
-from lowlat.kernels.reference.step.accept import accept, accept_simulated, commit, truncate
+from lowlat.kernels.reference.speculation.accept import accept, accept_simulated, commit, truncate
+from lowlat.kernels.reference.speculation.draft_rows import draft_rows
 from lowlat.kernels.reference.step.slot_record import MAX_LENGTH, NUM_INTS
-from lowlat.kernels.step import accept as kernels
+from lowlat.kernels.speculation import accept as kernels
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 STOPS, CONTEXT, VOCABULARY = 6, 40, 30

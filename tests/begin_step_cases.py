@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
-from lowlat.kernels.reference.rows.draft_rows import tree_masks
+from lowlat.kernels.reference.speculation.draft_rows import tree_masks
+from lowlat.kernels.reference.speculation.widths import choose_width
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
     HAS_GRAMMAR,
@@ -28,7 +29,6 @@ from lowlat.kernels.reference.step.slots import (
     list_active_slots,
     publish_rows,
 )
-from lowlat.kernels.reference.step.widths import choose_width
 from lowlat.kernels.step import begin_step
 from lowlat.kernels.toolchain.kernel import KernelCall
 

@@ -155,9 +155,9 @@ class CompileOnly:
             self._patch.setattr(kind, "issue", lambda *_: None)
 
     def _pretend_executors(self) -> None:
+        from lowlat.engine import loading, runtime
         from lowlat.executors import graph, kernel_executor, make
-        from lowlat.executors.cards import peers
-        from lowlat.host import loading, runtime
+        from lowlat.executors.distributed import peers
 
         make_executor, submit = make.make_executor, runtime.Runtime.submit
 

@@ -8,15 +8,15 @@ import torch
 from kernel_cases import Arrays, Bench, poisoned
 from selection_cases import Memory
 
-from lowlat.kernels.reference.sampling.draft_confidence import NUM_KINDS, draft_confidence
-from lowlat.kernels.reference.step import depths
-from lowlat.kernels.reference.step import width_odds as odds
-from lowlat.kernels.reference.step.depths import NUM_SURE
+from lowlat.kernels.reference.speculation import depths
+from lowlat.kernels.reference.speculation import width_odds as odds
+from lowlat.kernels.reference.speculation.depths import NUM_SURE
+from lowlat.kernels.reference.speculation.draft_confidence import NUM_KINDS, draft_confidence
+from lowlat.kernels.reference.speculation.width_odds import NUM_RUNS
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_METHOD
-from lowlat.kernels.reference.step.width_odds import NUM_RUNS
-from lowlat.kernels.step import confidence
-from lowlat.kernels.step.choose_depth import choose_depth
+from lowlat.kernels.speculation import confidence
+from lowlat.kernels.speculation.choose_depth import choose_depth
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 ENDS = (1, 2, 4)  # the drafts behind which drafting halts

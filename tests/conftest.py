@@ -153,7 +153,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture(scope="session", autouse=True)
 def steps_built_once() -> Iterator[None]:
     """A step's Program, which nothing changes, is built once for its geometry: it is most of a small model's load."""
-    loading = sys.modules.get("lowlat.host.loading")  # imported by the modules that load one
+    loading = sys.modules.get("lowlat.engine.loading")  # imported by the modules that load one
     if loading is None:
         yield
         return

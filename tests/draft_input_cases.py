@@ -9,9 +9,9 @@ from selection_cases import best_pairs
 
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.reference import OPERATIONS
-from lowlat.kernels.rows import draft_block
-from lowlat.kernels.rows import draft_input as draft_input
 from lowlat.kernels.sampling.select import INFINITY
+from lowlat.kernels.speculation import draft_block
+from lowlat.kernels.speculation import draft_input as draft_input
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 

@@ -11,7 +11,7 @@ from kernel_cases import Arrays, Bench, poisoned, unwritten
 from selection_cases import Memory
 
 from lowlat.kernels.reference import OPERATIONS
-from lowlat.kernels.reference.trees.grow import first_entry
+from lowlat.kernels.reference.speculation.grow import first_entry
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 Calls = Callable[..., Sequence[KernelCall]]

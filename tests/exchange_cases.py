@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lowlat.kernels.rows.ranks.exchange import Channel, channel_shapes
+from lowlat.kernels.collectives.exchange import Channel, channel_shapes
 
 EPS = 1e-5
 

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from lowlat import Runtime, RuntimeConfig, SpeculativeConfig
+from lowlat.engine.loading import load
 from lowlat.errors import DeviceError
 from lowlat.executors import OpHook, chosen_body
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet
-from lowlat.host.loading import load
+from lowlat.graphs.program import Program, Stage
 from lowlat.kernels.reference.step.publish import SLOT
 from lowlat.kernels.reference.step.slot_record import HAS_GRAMMAR
 from lowlat.kernels.reference.step.slots import CANCEL
-from lowlat.models.program import Program, Stage
 
 
 class FakeDevice:

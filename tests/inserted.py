@@ -6,7 +6,7 @@ from random import Random
 from types import MappingProxyType
 
 from lowlat.graphs import Role
-from lowlat.models.program import Op, Program
+from lowlat.graphs.program import Op, Program
 
 
 def with_identities(program: Program, count: int, seed: int) -> Program:
@@ -27,7 +27,7 @@ def with_identities(program: Program, count: int, seed: int) -> Program:
             name = scratch[index % len(scratch)]
             copy = f"{name}.copy.{index}"
             buffers[copy] = replace(buffers[name], name=copy)
-            ops.append(Op("identity", op.stage, *map(MappingProxyType, ({"x": name}, {"out": copy}, {}, {}))))
+            ops.append(Op("identity", op.stage, MappingProxyType({"x": name}), MappingProxyType({"out": copy}), {}, {}))
             copies[name] = copy
     made = replace(program, ops=tuple(ops), buffers=MappingProxyType(buffers))
     made.validate()

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from lowlat.graphs.extents import evaluate
+from lowlat.graphs.schema import Access
 from lowlat.kernels.reference import OPERATIONS
-from lowlat.kernels.reference.extents import evaluate
-from lowlat.kernels.reference.schema import Access
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda
 from lowlat.speculators.tree.topology import TreeTopology

@@ -14,7 +14,7 @@ from lowlat.executors.reference import ReferenceExecutor
 from lowlat.executors.reference.executor import Bound
 from lowlat.executors.reference.ranks import EXCHANGE, RankedReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet
-from lowlat.kernels.reference.exchange.ranks import exchange_parts
+from lowlat.kernels.reference.collectives.ranks import exchange_parts
 
 __all__ = ["LateRanks"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from lowlat.executors.eager import EagerExecutor
-from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.executors.reference import bind
 from lowlat.graphs import Bucket
-from lowlat.models.program import Op, Program
+from lowlat.graphs.program import Op, Program
+from lowlat.lowering.lower import LoweredGroup
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 2e-5}  # norm-wise
 LOGPROBS = 1e-5  # absolute
@@ -62,7 +62,7 @@ class Lockstep:
 
     def _compare(self, group: LoweredGroup) -> None:
         program = self.executor.program(self._bucket)
-        part = Program(program.name, group.ops, program.buffers, program.constants)
+        part = Program(program.name, group.ops, program.buffers, program.constants, program.operations)
         with torch.inference_mode():
             for _, function, values in bind(part, self._before, self.weights):
                 function(**values)

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from lowlat.engine.loading import make_geometry, make_topologies
 from lowlat.executors import kernel_executor
 from lowlat.executors.allocation import STATE_ROLES
-from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering.binding import Binding, sum_in_parts
-from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.executors.lowering.memory import workspaces_of
-from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
-from lowlat.host.loading import make_geometry, make_topologies
+from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_shape
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
-from lowlat.models.program import Program
+from lowlat.lowering.binding import Binding, sum_in_parts
+from lowlat.lowering.device_weights import DeviceWeights
+from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
+from lowlat.lowering.memory import workspaces_of
+from lowlat.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.models.target import LoadedTarget, coded, load_target
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator

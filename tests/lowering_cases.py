@@ -12,9 +12,9 @@ from quantised_layers import quantise_target
 from tiny_dflash import dflash_draft_model
 from tiny_models import make_pair, make_target, mxfp4_target, random_draft_model
 
-from lowlat.executors.lowering import operations
+from lowlat.graphs.program import Op, Stage
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
-from lowlat.models.program import Op, Stage
+from lowlat.lowering import operations
 
 # attention's first launch: sinks, read early, but for the rows, whole
 ATTENTION = re.compile(r"attention_\d.*_\d+x\d+x\d+(s?)(e?)(r?)w?\dx\d+(_.*)?")

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from kernel_cases import Arrays, Bench, poisoned
 
-from lowlat.kernels.reference.sampling.ngram_draft import ngram_draft
-from lowlat.kernels.sampling.ngram_draft import ngram_draft as kernel
+from lowlat.kernels.reference.speculation.ngram_draft import ngram_draft
+from lowlat.kernels.speculation.ngram_draft import ngram_draft as kernel
 
 
 def drafted(text: list[int], count: int, shortest: int, longest: int) -> list[int]:

@@ -10,14 +10,14 @@ from tiny_models import make_pair, mxfp4_target
 
 from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.lowering.binding import Binding
-from lowlat.executors.lowering.lower import lower
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.reference import bind
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import BufferSet, Paging, Role
 from lowlat.graphs.launch import Launch
-from lowlat.models.program import Program
+from lowlat.graphs.program import Program
+from lowlat.lowering.binding import Binding
+from lowlat.lowering.lower import lower
 from lowlat.step.prefill import build_prefill
 
 NAMES = ("llama", "gpt_oss", "mxfp4")

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering.binding import Binding
-from lowlat.executors.lowering.prefill_attention import prefill_attention
 from lowlat.graphs import BufferSpec, Role
+from lowlat.graphs.program import Op, Program, Stage
+from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.attention import attention
-from lowlat.models.program import Op, Program, Stage
+from lowlat.lowering.binding import Binding
+from lowlat.lowering.device_weights import DeviceWeights
+from lowlat.lowering.prefill_attention import prefill_attention
 
 BF16 = torch.bfloat16
 SIZE, HEADS, GROUPS, DIM, BLOCK, LONGEST = 32, 8, 2, 64, 16, 300
@@ -91,7 +92,7 @@ class Slot:
         )  # fmt: skip
         tokens = BufferSpec("tokens", (1, self.shape.longest), torch.int32, Role.STATE)
         cache = BufferSpec("k_cache", tuple(self.caches[0].shape), self.caches[0].dtype, Role.STATE)
-        program = Program("attention", (op,), {"tokens": tokens, "k_cache": cache}, {})
+        program = Program("attention", (op,), {"tokens": tokens, "k_cache": cache}, {}, OPERATIONS)
         buffers = {**dict(zip(names, tensors, strict=True)), "out": out}
         weights = DeviceWeights(held, set(), self._device)
         binding = Binding(program, buffers, weights, launcher.card, self._poisoned)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from gather_cases import wanted_rows
 
-from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.kernels.toolchain.kernel import Card, KernelCall
+from lowlat.lowering.binding import Call, LibraryCall
 
 
 def gather(call: KernelCall) -> None:

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from lowlat import Runtime
-from lowlat.executors.cards.parallel import exchanged_rows
-from lowlat.executors.cards.peers import PeerMemory
-from lowlat.executors.cards.place import RankPlace
-from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering.binding import Binding
-from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.engine.loading import build_rank, make_topologies, rank_geometries
+from lowlat.executors.distributed.parallel import exchanged_rows
+from lowlat.executors.distributed.peers import PeerMemory
+from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
-from lowlat.host.loading import build_rank, make_topologies, rank_geometries
 from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.lowering.binding import Binding
+from lowlat.lowering.device_weights import DeviceWeights
+from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
+from lowlat.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.models.target import load_target
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.eagle3.weights import load_draft_model

@@ -5,10 +5,10 @@ import random
 import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
-from lowlat.kernels.reference.rows.draft_rows import tree_masks
-from lowlat.kernels.reference.rows.waiting import keep_features
+from lowlat.kernels.reference.speculation.draft_rows import tree_masks
+from lowlat.kernels.reference.speculation.waiting import keep_features
+from lowlat.kernels.reference.speculation.width_odds import NUM_RUNS, ONE, learn_widths
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH, publish
-from lowlat.kernels.reference.step.width_odds import NUM_RUNS, ONE, learn_widths
 from lowlat.kernels.step import publish as kernels
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import KernelCall

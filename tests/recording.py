@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from lowlat import Runtime, SamplingParams
+from lowlat.engine.scheduler import Phase
 from lowlat.errors import RequestError
-from lowlat.host.scheduler import Phase
-from lowlat.models.program import Op
+from lowlat.graphs.program import Op
 from lowlat.options.request import StepOutput
 
 Depth = int | Callable[[int], int] | None  # S of every step, or by the number of the step

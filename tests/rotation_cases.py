@@ -7,9 +7,9 @@ from kv_write_cases import Chunk
 from rowwise_cases import Arrays, Lab, check, flags, poison, same_bits, weights
 
 from lowlat.kernels.attention import kv_write
+from lowlat.kernels.elementwise import qk_norm, rotate
 from lowlat.kernels.reference import OPERATIONS
-from lowlat.kernels.rows import draft_input as draft_input
-from lowlat.kernels.rows import qk_norm, rotate
+from lowlat.kernels.speculation import draft_input as draft_input
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 

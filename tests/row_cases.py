@@ -10,10 +10,10 @@ from lowlat.kernels import reference
 from lowlat.kernels.attention.kv_compact import kv_compact, kv_compact_layer
 from lowlat.kernels.attention.kv_write import kv_write
 from lowlat.kernels.gemm.packing import pack
-from lowlat.kernels.rows import draft_block
-from lowlat.kernels.rows import draft_level as draft_level
-from lowlat.kernels.rows import draft_rows as draft_rows
-from lowlat.kernels.rows import markov as markov
+from lowlat.kernels.speculation import draft_block
+from lowlat.kernels.speculation import draft_level as draft_level
+from lowlat.kernels.speculation import draft_rows as draft_rows
+from lowlat.kernels.speculation import markov as markov
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 BLOCK, TABLE = 4, 9

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from kernel_cases import unwritten
 
+from lowlat.kernels.elementwise import elementwise, embed, norm
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
 from lowlat.kernels.reference import OPERATIONS
-from lowlat.kernels.rows import draft_block, elementwise, embed, markov, norm
-from lowlat.kernels.rows import draft_input as draft_input
+from lowlat.kernels.speculation import draft_block, markov
+from lowlat.kernels.speculation import draft_input as draft_input
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 BF16 = torch.bfloat16

@@ -9,9 +9,9 @@ import torch
 from kernel_cases import Arrays, Bench, poisoned
 from ngram_cases import random_text
 
-from lowlat.kernels.reference.sampling.choose_drafts import CHOSEN, NUM_BINS, PROPOSAL_WIDTH, choose_drafts
-from lowlat.kernels.reference.sampling.suffix_draft import SHARE, suffix_draft
-from lowlat.kernels.sampling.suffix_draft import suffix_draft as kernel
+from lowlat.kernels.reference.speculation.choose_drafts import CHOSEN, NUM_BINS, PROPOSAL_WIDTH, choose_drafts
+from lowlat.kernels.reference.speculation.suffix_draft import SHARE, suffix_draft
+from lowlat.kernels.speculation.suffix_draft import suffix_draft as kernel
 
 
 class Options(NamedTuple):

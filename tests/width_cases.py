@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from kernel_cases import Arrays, Bench, poisoned
 
-from lowlat.kernels.reference.rows import waiting
-from lowlat.kernels.reference.rows.draft_rows import draft_rows
-from lowlat.kernels.reference.step import width_odds as odds
-from lowlat.kernels.reference.step import widths
+from lowlat.kernels.reference.speculation import waiting, widths
+from lowlat.kernels.reference.speculation import width_odds as odds
+from lowlat.kernels.reference.speculation.draft_rows import draft_rows
+from lowlat.kernels.reference.speculation.width_odds import NUM_RUNS
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_METHOD
-from lowlat.kernels.reference.step.width_odds import NUM_RUNS
-from lowlat.kernels.rows import waiting as waiting_kernels
-from lowlat.kernels.step import width_odds as odds_kernels
-from lowlat.kernels.step.choose_width import choose_width
+from lowlat.kernels.speculation import waiting as waiting_kernels
+from lowlat.kernels.speculation import width_odds as odds_kernels
+from lowlat.kernels.speculation.choose_width import choose_width
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 MOST = 5

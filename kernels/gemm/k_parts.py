@@ -10,7 +10,7 @@ from typing import Any
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.gemm.packing import TILE_COLUMNS
-from lowlat.kernels.reference.exchange.cuts import bounds
+from lowlat.kernels.reference.collectives.cuts import bounds
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 

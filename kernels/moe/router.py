@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.elementwise.norm import check_dtype, check_row_live, check_width
 from lowlat.kernels.moe.router_kernel import EXPERTS, MOST_AWAITED, make_router, min_blocks_of, rows_at_once
 from lowlat.kernels.moe.router_rows import blocks_of, make_rows_router, takes_rows
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.rows.norm import check_dtype, check_row_live, check_width
 from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, Workspace, WorkspaceShape
 
 __all__ = ["MAX_WIDTH", "RouterNorm", "examples", "router", "router_logits", "router_workspace"]

@@ -16,8 +16,8 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.norm_math import lane_sum
 from lowlat.kernels.common.norm_row import is_live
 from lowlat.kernels.common.sentinels import is_missing, next_turn
+from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.rows.norm import check_dtype, check_row_live
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32

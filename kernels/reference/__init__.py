@@ -5,24 +5,32 @@ write into the arrays they are handed and keep a row's bits independent of its c
 `gemm.linear`.
 """
 
+from lowlat.graphs.schema import Operation, OperationSchema, operations_of
 from lowlat.kernels.reference.attention import attention, kv, partial
-from lowlat.kernels.reference.exchange import ranks
+from lowlat.kernels.reference.collectives import ranks
+from lowlat.kernels.reference.elementwise import elementwise, rope
 from lowlat.kernels.reference.gemm import linear
 from lowlat.kernels.reference.moe import experts
-from lowlat.kernels.reference.rows import draft_block, draft_rows, elementwise, markov, rope, waiting
-from lowlat.kernels.reference.sampling import (
+from lowlat.kernels.reference.sampling import logprobs, prompt_logprobs, sample
+from lowlat.kernels.reference.speculation import (
+    accept,
     choose_drafts,
+    depths,
+    draft_block,
     draft_confidence,
+    draft_rows,
+    draft_scores,
     draft_topk,
-    logprobs,
+    grow,
+    hand_over,
+    markov,
     ngram_draft,
-    prompt_logprobs,
-    sample,
     suffix_draft,
+    waiting,
+    width_odds,
+    widths,
 )
-from lowlat.kernels.reference.schema import Operation, OperationSchema, operations_of
-from lowlat.kernels.reference.step import accept, depths, publish, slots, width_odds, widths
-from lowlat.kernels.reference.trees import draft_scores, grow, hand_over
+from lowlat.kernels.reference.step import publish, slots
 
 __all__ = ["OPERATIONS", "Operation", "OperationSchema"]
 

@@ -13,9 +13,9 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import int_at, set_byte, set_int
 from lowlat.kernels.common.norm_row import gather_chunk
+from lowlat.kernels.elementwise.embed import check_table
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.rows.embed import check_table
 from lowlat.kernels.sampling.select import BROKEN, best_partial, index_of_low
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.reference.rows.draft_rows import check_nodes
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation.draft_rows import check_nodes
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
+from lowlat.kernels.speculation.choose_width import ChoicePlan, choice_plan
 from lowlat.kernels.step.begin_step_kernel import ARGUMENTS, BeginStepPlan, begin_step_kernel
-from lowlat.kernels.step.choose_width import ChoicePlan, choice_plan
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 
 __all__ = ["Choice", "apply_commands", "begin_step", "examples", "gather_rows", "list_active_slots", "publish_rows"]

@@ -29,7 +29,7 @@ from lowlat.kernels.reference.step.slots import (
     MAX_PATHS,
     NO_SOURCE,
 )
-from lowlat.kernels.step.choose_width import BODY, CHOICE_WORDS, ChoicePlan, choose, load_choice
+from lowlat.kernels.speculation.choose_width import BODY, CHOICE_WORDS, ChoicePlan, choose, load_choice
 from lowlat.kernels.step.host_commands import WAITING_WORDS, apply_waiting, commands_wait
 from lowlat.kernels.step.next_drafts import hand_over
 from lowlat.kernels.toolchain import ptx

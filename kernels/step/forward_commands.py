@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from lowlat.kernels.collectives.peers.words import MAX_RANKS, area_of, await_long, check_rank
 from lowlat.kernels.common.memory import long_at, set_long
-from lowlat.kernels.common.peers.words import MAX_RANKS, area_of, await_long, check_rank
+from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.rows.norm import check_dtype
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types, uint32

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.reference.rows.draft_rows import check_nodes
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation.draft_rows import check_nodes
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
-from lowlat.kernels.rows.waiting import KeepingPlan, keeping_plan
+from lowlat.kernels.speculation.waiting import KeepingPlan, keeping_plan
+from lowlat.kernels.speculation.width_odds import LearningPlan, learning_plan
 from lowlat.kernels.step.publish_kernel import (
     ARGUMENTS,
     NOTHING_KEPT,
@@ -22,7 +23,6 @@ from lowlat.kernels.step.publish_kernel import (
     PublishPlan,
     publish_kernel,
 )
-from lowlat.kernels.step.width_odds import LearningPlan, learning_plan
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 
 __all__ = ["LoopControl", "end_step", "examples", "finish_step", "for_conditions", "publish", "tree_masks"]

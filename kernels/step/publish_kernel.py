@@ -22,9 +22,9 @@ from lowlat.kernels.reference.step.publish import (
     VERIFIED_DEPTH,
     VERIFIED_SOURCE,
 )
-from lowlat.kernels.rows.waiting import MAX_SOURCES, KeepingPlan, keep_row
+from lowlat.kernels.speculation.waiting import MAX_SOURCES, KeepingPlan, keep_row
+from lowlat.kernels.speculation.width_odds import FATES, LearningPlan, learn
 from lowlat.kernels.step.next_drafts import load_drafts, load_going, write_drafts, write_paths
-from lowlat.kernels.step.width_odds import FATES, LearningPlan, learn
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, plan_name
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32

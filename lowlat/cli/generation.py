@@ -6,7 +6,7 @@ It loads neither torch nor NumPy, so that a client of a server starts at once.
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lowlat.host.metrics import RequestMetrics
+from lowlat.engine.metrics import RequestMetrics
 from lowlat.ipc.engine import TokenLogprobs
 
 __all__ = ["Generation", "Output"]

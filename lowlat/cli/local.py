@@ -9,7 +9,7 @@ from typing import Any
 from lowlat.cli.channels import ChannelWriter
 from lowlat.cli.generation import Generation, Output
 from lowlat.cli.running import step_outputs
-from lowlat.host.runtime import Runtime
+from lowlat.engine.runtime import Runtime
 from lowlat.ipc.limits import Limits
 from lowlat.options.model_names import display_name
 from lowlat.options.request import SamplingParams

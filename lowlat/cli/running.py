@@ -10,9 +10,9 @@ from typing import Any
 from lowlat.cli.console import Update, progress_bar
 from lowlat.cli.generation import Generation
 from lowlat.cli.models import local_target
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import RequestError
 from lowlat.executors.devices import leave_a_core
-from lowlat.host.runtime import Runtime
 from lowlat.models.target import read_model_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import display_name

@@ -31,7 +31,7 @@ from lowlat.serving.gateway import check_gateway, http_gateway
 from lowlat.serving.logs import serving_log
 
 if TYPE_CHECKING:
-    from lowlat.host.runtime import Runtime
+    from lowlat.engine.runtime import Runtime
     from lowlat.serving.engine import RuntimeEngine
 
 __all__ = ["serve"]

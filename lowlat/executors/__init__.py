@@ -4,57 +4,18 @@ The reference executor runs each operation by its torch meaning, on any device; 
 for GPUs and lower the same programs to kernels. They know neither models nor requests.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from lowlat.graphs import Bucket, BufferSet
-from lowlat.models.program import Op, Program
+from lowlat.graphs.program import Op, Program
+from lowlat.lowering.launch_counts import LaunchCounts
 
 __all__ = ["Executor", "LaunchCounts", "LoopingExecutor", "OpHook", "chosen_body"]
 
 OpHook = Callable[[Op, Mapping[str, torch.Tensor]], None]
-
-
-@dataclass
-class LaunchCounts:
-    """The launches of all programs of an executor, of all ranks, counted when they were lowered; its waits and copies.
-
-    launches          of our kernels
-    planned           of these, launches whose plan depends on the card: GEMMs, attention, experts
-    tuned             of these, launches whose plans are entries of the card's tuning table
-    untuned           kind and key of those that have no entry, each once
-    library_calls     calls of torch's operations; with the reference executor every operation is one
-    fallbacks         of these, calls in place of a kernel of ours, as `KIND in PROGRAM's STAGE`
-    synchronisations  waits for all of the device's work since the load, whoever asked for them
-    copies            copies between host and device since the load, prompts' excepted
-    """
-
-    launches: int = 0
-    planned: int = 0
-    tuned: int = 0
-    library_calls: int = 0
-    untuned: tuple[tuple[str, str], ...] = ()
-    fallbacks: tuple[str, ...] = ()
-    synchronisations: int = 0
-    copies: int = 0
-
-    @classmethod
-    def of_ranks(cls, ranks: Iterable["LaunchCounts"]) -> "LaunchCounts":
-        """The counts of all ranks together."""
-        every = list(ranks)
-        return cls(
-            launches=sum(each.launches for each in every),
-            planned=sum(each.planned for each in every),
-            tuned=sum(each.tuned for each in every),
-            library_calls=sum(each.library_calls for each in every),
-            untuned=tuple(dict.fromkeys(place for each in every for place in each.untuned)),
-            fallbacks=tuple(call for each in every for call in each.fallbacks),
-            synchronisations=sum(each.synchronisations for each in every),
-            copies=sum(each.copies for each in every),
-        )
 
 
 class Executor(Protocol):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from lowlat.graphs import BufferSet, BufferSpec, Role
-from lowlat.models.program import Program
+from lowlat.graphs.program import Program
 
 __all__ = [
     "STATE_ROLES",

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from lowlat.executors import OpHook, chosen_body
-from lowlat.executors.cards.watchdog import WATCHDOG
+from lowlat.executors.distributed.watchdog import WATCHDOG
 from lowlat.executors.kernel_executor import KernelExecutor, Size
-from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import Bucket
 from lowlat.graphs.launch import Launch
-from lowlat.models.program import Program, Stage
+from lowlat.graphs.program import Program, Stage
+from lowlat.lowering.lower import LoweredGroup
 
 __all__ = ["EagerExecutor"]
 

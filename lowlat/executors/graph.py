@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from lowlat.errors import ConfigError, DeviceError
-from lowlat.executors.cards.place import RankPlace
-from lowlat.executors.cards.watchdog import WATCHDOG
+from lowlat.executors.distributed.place import RankPlace
+from lowlat.executors.distributed.watchdog import WATCHDOG
 from lowlat.executors.kernel_executor import KernelExecutor, Size, abandon
-from lowlat.executors.lowering.binding import Call, LibraryCall
-from lowlat.executors.lowering.lower import LoweredGroup
-from lowlat.executors.lowering.operations import RING_COUNT
 from lowlat.graphs import Bucket, Role
 from lowlat.graphs.capture import Body, CapturedGraph, Choice, capture, capture_choice, capture_loop
 from lowlat.graphs.launch import Launch
+from lowlat.graphs.program import Program
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl, for_conditions
 from lowlat.kernels.toolchain.kernel import KernelCall
-from lowlat.models.program import Program
+from lowlat.lowering.binding import Call, LibraryCall
+from lowlat.lowering.lower import LoweredGroup
+from lowlat.lowering.operations import RING_COUNT
 
 __all__ = ["CaptureProgress", "GraphExecutor"]
 

@@ -26,22 +26,22 @@ from lowlat.executors.allocation import (
     pinned_names,
     release_cached_memory,
 )
-from lowlat.executors.cards.place import RankPlace
-from lowlat.executors.cards.watchdog import WATCHDOG, Watchdog
-from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.distributed.place import RankPlace
+from lowlat.executors.distributed.watchdog import WATCHDOG, Watchdog
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.lowering.binding import Binding, sum_in_parts
-from lowlat.executors.lowering.counts import count_launches
-from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.executors.lowering.memory import workspaces_of
-from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
+from lowlat.graphs.program import PASS, Program
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl
-from lowlat.models.program import PASS, Program
+from lowlat.lowering.binding import Binding, sum_in_parts
+from lowlat.lowering.counts import count_launches
+from lowlat.lowering.device_weights import DeviceWeights
+from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
+from lowlat.lowering.memory import workspaces_of
+from lowlat.lowering.weight_parts import expert_parts, gemm_weights
 
 __all__ = ["KernelExecutor", "Size", "abandon"]
 

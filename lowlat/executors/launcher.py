@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from lowlat.errors import DeviceError, ShapeError
-from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.graphs.launch import KernelLaunch, Launch, LibraryLaunch
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
 from lowlat.kernels.toolchain.kernel import Argument, Card, Kernel, KernelCall
 from lowlat.kernels.tuning.choice import tuned_card
+from lowlat.lowering.binding import Call, LibraryCall
 from lowlat.options.directories import cache_directory, tuning_directory
 
 __all__ = ["Launcher", "default_cache_directory"]

@@ -8,14 +8,14 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor
-from lowlat.executors.cards.watchdog import WATCHDOG
 from lowlat.executors.devices import DeviceChoice
+from lowlat.executors.distributed.watchdog import WATCHDOG
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.graphs import Bucket
+from lowlat.graphs.program import Program
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
-from lowlat.models.program import Program
 from lowlat.models.shard import PARTS, STEP
 from lowlat.options.config import RuntimeConfig
 from lowlat.step.state import StepGeometry
@@ -170,7 +170,7 @@ def make_executor(
     devices    where there are several ranks: each rank's own
     fuse       False: every operation has launches of its own, on a device
     hooks      False: the reference executor takes none
-    watchdog   its factor and min_s, see `lowlat.executors.cards.watchdog`: for work on a device
+    watchdog   its factor and min_s, see `lowlat.executors.distributed.watchdog`: for work on a device
     Raises ConfigError for a device loop where steps are not captured.
     """
     if device_loop and choice.executor != "graph":
@@ -209,10 +209,10 @@ def _make_parallel(
     **options: Any,
 ) -> Executor:
     """A graph executor for each rank; the weights' files are read once."""
-    from lowlat.executors.cards.parallel import ParallelExecutor, exchanged_rows
-    from lowlat.executors.cards.parts import place_parts
-    from lowlat.executors.cards.peers import PeerMemory
-    from lowlat.executors.cards.place import RankPlace
+    from lowlat.executors.distributed.parallel import ParallelExecutor, exchanged_rows
+    from lowlat.executors.distributed.parts import place_parts
+    from lowlat.executors.distributed.peers import PeerMemory
+    from lowlat.executors.distributed.place import RankPlace
     from lowlat.executors.graph import GraphExecutor
 
     first = ranks[0]

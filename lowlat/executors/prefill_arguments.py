@@ -6,7 +6,7 @@ import torch
 
 from lowlat.graphs import BufferSet, Role
 from lowlat.graphs.buffers import BufferSpec, aligned_bytes
-from lowlat.models.program import Program
+from lowlat.graphs.program import Program
 
 __all__ = ["ChunkArguments"]
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 
 from lowlat.graphs import BufferSpec, Paging, Role
+from lowlat.graphs.program import ProgramBuilder, Stage
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows
 from lowlat.models.partial_kv import PartialKV
-from lowlat.models.program import ProgramBuilder, Stage
 
 __all__ = ["emit_decoder", "emit_lm_head", "emit_prompt_logits", "kv_dtype", "kv_specs", "partial_specs"]
 

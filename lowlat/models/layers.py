@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lowlat.graphs.program import ProgramBuilder, Stage
 from lowlat.models.partial_kv import PartialKV
-from lowlat.models.program import ProgramBuilder, Stage
 from lowlat.models.shard import VOCABULARY_UNIT, Shard
 
 __all__ = ["TORCH_DTYPES", "Emitter", "Rows", "scales_name"]

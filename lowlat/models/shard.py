@@ -13,7 +13,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import FORMATS, MatrixFormat
-from lowlat.kernels.reference.exchange.cuts import bounds
+from lowlat.kernels.reference.collectives.cuts import bounds
 
 if TYPE_CHECKING:
     from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig

@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec import UNSET
 
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import CapacityError
-from lowlat.host.runtime import Runtime
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.wire import Sampling
 from lowlat.options.model_names import display_name

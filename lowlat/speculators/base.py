@@ -15,9 +15,9 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket, BufferSpec
+from lowlat.graphs.program import ProgramBuilder
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
-from lowlat.models.program import ProgramBuilder
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.growth import Growth

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.graphs.program import Stage
 from lowlat.models.geometry import DraftConfig
 from lowlat.models.layers import Emitter
-from lowlat.models.program import Stage
 from lowlat.speculators.base import StepScope
 
 __all__ = ["BY_SLOT", "assign_drafts", "emit_accepted_rows", "layer_recipes", "one_piece"]

@@ -13,7 +13,7 @@ each drafts some levels and, but for the last, chooses anew what is verified and
 import torch
 
 from lowlat.graphs import Bucket
-from lowlat.models.program import Program, Stage
+from lowlat.graphs.program import Program, Stage
 from lowlat.speculators.base import LevelOutput, WaitedRows
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import StepBuilder

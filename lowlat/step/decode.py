@@ -11,10 +11,11 @@ they are verified, accepted and committed is the same for all.
 import torch
 
 from lowlat.graphs import Bucket
+from lowlat.graphs.program import Program, ProgramBuilder, Stage
+from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS
 from lowlat.models.decoder import emit_decoder, emit_lm_head
 from lowlat.models.layers import Rows
-from lowlat.models.program import Program, ProgramBuilder, Stage
 from lowlat.speculators.base import StepScope, WaitedRows
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.step.state import StepGeometry, declare_state, declare_tables
@@ -39,7 +40,7 @@ class StepBuilder:
         self.topology = topology
         self.batch, self.width = bucket.batch, bucket.rows
         self.partial = None if bucket.verifies else geometry.partial
-        self.builder = ProgramBuilder(f"step[{bucket}]")
+        self.builder = ProgramBuilder(f"step[{bucket}]", OPERATIONS)
         declare_state(self.builder, geometry)
         self.tables = declare_tables(self.builder, geometry)
 

@@ -15,9 +15,10 @@ from types import MappingProxyType
 
 import torch
 
+from lowlat.graphs.program import PASS, Program, ProgramBuilder, Stage
+from lowlat.kernels.reference import OPERATIONS
 from lowlat.models.decoder import emit_decoder, emit_prompt_logits
 from lowlat.models.layers import Rows
-from lowlat.models.program import PASS, Program, ProgramBuilder, Stage
 from lowlat.speculators.base import PrefillScope
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.prompt_logprobs import build_pass
@@ -48,7 +49,7 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     if refresh and geometry.partial is not None and geometry.partial.lossless:
         return _build_choice(geometry, size)
     stage = Stage.PREFILL
-    builder = ProgramBuilder("refresh" if refresh else "prefill")
+    builder = ProgramBuilder("refresh" if refresh else "prefill", OPERATIONS)
     leaves = "prompt_residual" if geometry.prompt_logprobs and not refresh else ""
     declare_state(builder, geometry, dict.fromkeys((*BY_ROW, leaves), size))
     tables = declare_tables(builder, geometry)
@@ -77,7 +78,7 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
 
 def _build_choice(geometry: StepGeometry, size: int) -> Program:
     """The Program of a refresh that writes no keys and values: the slot's last `size` rows choose its blocks."""
-    stage, builder = Stage.BASE_DECODE_STEP, ProgramBuilder("refresh")
+    stage, builder = Stage.BASE_DECODE_STEP, ProgramBuilder("refresh", OPERATIONS)
     declare_state(builder, geometry, dict.fromkeys(BY_ROW, size))
     tables = declare_tables(builder, geometry)
     masks = torch.tensor([TreeTopology.chain(size - 1).packed_masks], dtype=torch.int64)

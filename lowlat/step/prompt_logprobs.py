@@ -7,10 +7,11 @@ token's logarithmic probability and rank and the likeliest tokens. A cursor on t
 
 import torch
 
+from lowlat.graphs.program import Program, ProgramBuilder, Stage
+from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS
 from lowlat.models.decoder import emit_lm_head
 from lowlat.models.layers import Rows
-from lowlat.models.program import Program, ProgramBuilder, Stage
 from lowlat.step.state import StepGeometry, declare_state
 
 __all__ = ["build_pass"]
@@ -18,7 +19,7 @@ __all__ = ["build_pass"]
 
 def build_pass(geometry: StepGeometry) -> Program:
     """The Program of a pass; its rows are a slot's of its own, whose record says how many alternatives are wanted."""
-    stage, builder = Stage.BASE_DECODE_STEP, ProgramBuilder("prompt logprobs")
+    stage, builder = Stage.BASE_DECODE_STEP, ProgramBuilder("prompt logprobs", OPERATIONS)
     declare_state(builder, geometry)
     count = geometry.pass_rows
     residual = builder.scratch("prompt.residual", (count, geometry.config.hidden_size), geometry.dtype)

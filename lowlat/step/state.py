@@ -12,17 +12,17 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Paging, Role
-from lowlat.kernels.reference.sampling.draft_confidence import NUM_KINDS
-from lowlat.kernels.reference.step.depths import NUM_SURE
+from lowlat.graphs.program import ProgramBuilder
+from lowlat.kernels.reference.speculation.depths import NUM_SURE
+from lowlat.kernels.reference.speculation.draft_confidence import NUM_KINDS
+from lowlat.kernels.reference.speculation.width_odds import NUM_RUNS
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
-from lowlat.kernels.reference.step.width_odds import NUM_RUNS
 from lowlat.models.decoder import kv_dtype, kv_specs, partial_specs
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, scales_name
 from lowlat.models.partial_kv import PartialKV
-from lowlat.models.program import ProgramBuilder
 from lowlat.models.rope import rope_tables
 from lowlat.speculators.base import Speculator, StateSizes
 from lowlat.step.chunks import chunk_counts

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from lowlat.graphs import Bucket
+from lowlat.graphs.program import Op, Program
 from lowlat.kernels.formats import matrix_parts
-from lowlat.kernels.reference.step.widths import BASE, LARGEST_COST, SLOPE, UNIT
-from lowlat.models.program import Op, Program
+from lowlat.kernels.reference.speculation.widths import BASE, LARGEST_COST, SLOPE, UNIT
 
 __all__ = ["Costs", "StepCosts", "by_bytes", "cost_table", "depth_table"]
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from lowlat.graphs import Bucket, BucketLadder, BufferSet
+from lowlat.graphs.program import Program
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
     MAX_LENGTH,
@@ -27,7 +28,6 @@ from lowlat.kernels.reference.step.slot_record import (
     TEMPERATURE,
     TOP_P,
 )
-from lowlat.models.program import Program
 from lowlat.options.directories import cache_directory
 from lowlat.options.installed import installed_version
 from lowlat.step.state import StepGeometry, waiting_boundaries

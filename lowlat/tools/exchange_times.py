@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from lowlat.errors import DeviceError
-from lowlat.executors.cards.peers import PeerMemory, peer_problem
+from lowlat.executors.distributed.peers import PeerMemory, peer_problem
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs.capture import CapturedGraph, capture
-from lowlat.kernels.common.peers.words import MAX_RANKS
-from lowlat.kernels.rows.norm import add_norm
-from lowlat.kernels.rows.ranks.exchange import Channel, exchange_add, exchange_add_norm
+from lowlat.kernels.collectives.exchange import Channel, exchange_add, exchange_add_norm
+from lowlat.kernels.collectives.peers.words import MAX_RANKS
+from lowlat.kernels.elementwise.norm import add_norm
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["ExchangeTime", "RankGraphs", "measure_exchange", "measure_writes", "topology"]

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
+from lowlat.engine.loading import build_rank, make_geometry, make_ladder, make_topologies, rank_geometries
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
-from lowlat.executors.cards.parallel import exchanged_rows
-from lowlat.executors.cards.peers import PeerMemory
-from lowlat.executors.cards.place import RankPlace
+from lowlat.executors.distributed.parallel import exchanged_rows
+from lowlat.executors.distributed.peers import PeerMemory
+from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.make import check_positions
-from lowlat.host.loading import build_rank, make_geometry, make_ladder, make_topologies, rank_geometries
+from lowlat.graphs.program import Program
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
 from lowlat.kernels.toolchain.kernel import Card, Kernel, KernelCall
 from lowlat.kernels.tuning.choice import tuned_card
 from lowlat.kernels.tuning.table import SHIPPED, TuningTable, read_table
-from lowlat.models.program import Program
 from lowlat.models.target import read_model_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator

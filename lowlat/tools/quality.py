@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import torch
 
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError, LowlatError, RequestError
-from lowlat.host.runtime import Runtime
 from lowlat.options.request import SamplingParams
 from lowlat.text import TextCodec
 

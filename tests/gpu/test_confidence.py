@@ -7,7 +7,7 @@ from kernel_cases import Bench
 from selection_cases import Memory
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.trees.draft_confidence import draft_confidence
+from lowlat.kernels.speculation.draft_confidence import draft_confidence
 
 
 @pytest.mark.parametrize("width", [97, 4096, 8203, 32000, 128256, 151936, 201088, 262144])

@@ -8,6 +8,7 @@ from quantised_layers import random_parts
 from selection_cases import best_of, best_pairs
 
 from lowlat.executors.launcher import Launcher
+from lowlat.kernels.elementwise.norm import rms_norm
 from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix
 from lowlat.kernels.gemm.decode.gemm import (
     MAX_ROWS,
@@ -21,9 +22,8 @@ from lowlat.kernels.gemm.decode.gemm import (
 )
 from lowlat.kernels.gemm.decode.plan import candidate_plans
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
-from lowlat.kernels.rows.markov import bias_rows
-from lowlat.kernels.rows.norm import rms_norm
 from lowlat.kernels.sampling.select import BROKEN, FINITE, INFINITY
+from lowlat.kernels.speculation.markov import bias_rows
 from lowlat.kernels.toolchain.kernel import H200
 
 SHAPES = ((256, 320), (6144, 4096), (320, 896), (97, 200), (4096, 14336), (48, 32))

@@ -7,7 +7,7 @@ import torch
 from draft_input_cases import check_block_input, check_chain_level, check_draft_input, check_level_input
 from rowwise_cases import EPS, Lab, canonical_norm, poison, same_bits, weights
 
-from lowlat.kernels.rows.draft_input import concat_norms, draft_input
+from lowlat.kernels.speculation.draft_input import concat_norms, draft_input
 
 
 @pytest.mark.parametrize("packed", [False, True])

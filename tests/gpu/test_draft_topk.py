@@ -5,10 +5,10 @@ import torch
 from selection_cases import Memory, best_pairs
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.reference.rows.draft_rows import assign_drafts
-from lowlat.kernels.reference.sampling import draft_topk as reference
-from lowlat.kernels.sampling.draft_topk import draft_topk
+from lowlat.kernels.reference.speculation import draft_topk as reference
+from lowlat.kernels.reference.speculation.draft_rows import assign_drafts
 from lowlat.kernels.sampling.select import INFINITY
+from lowlat.kernels.speculation.draft_topk import draft_topk
 
 WIDTHS = (5, 97, 4096, 4100, 32000, 201088)
 

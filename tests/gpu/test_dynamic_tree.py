@@ -6,7 +6,7 @@ from dynamic_cases import check_growth, check_scores
 from kernel_cases import Bench
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.trees import draft_scores, grow, hand_over
+from lowlat.kernels.speculation import draft_scores, grow, hand_over
 
 pytestmark = pytest.mark.gpu
 KERNELS = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from rowwise_cases import Lab, check_elementwise, check_markov_heads, poison, same_bits
 
-from lowlat.kernels.rows.elementwise import silu_mul
+from lowlat.kernels.elementwise.elementwise import silu_mul
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 1032), (5, 14336), (64, 2880)])

@@ -9,10 +9,10 @@ from exchange_cases import EPS, tree_sum
 from rowwise_cases import canonical_norm, flags, poison, same_bits, weights
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.common.peers.words import HOST_GAVE_UP
+from lowlat.kernels.collectives import exchange, shares
+from lowlat.kernels.collectives.peers.words import HOST_GAVE_UP
 from lowlat.kernels.gemm.decode.gemm import decode_gemm
 from lowlat.kernels.gemm.packing import pack
-from lowlat.kernels.rows.ranks import exchange, shares
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.tools.exchange_times import RankGraphs
 

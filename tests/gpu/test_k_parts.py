@@ -18,7 +18,7 @@ from lowlat.kernels.gemm.packing import PackedMatrix, pack
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
 from lowlat.kernels.gemm.prefill.plan import has_prefill_gemm, partials_shape, plans_of
-from lowlat.kernels.reference.exchange.cuts import bounds
+from lowlat.kernels.reference.collectives.cuts import bounds
 
 PARTS_OF_TWO_SIZES = (2880, 2880)
 SHAPES = ((4096, 14336), PARTS_OF_TWO_SIZES, (320, 320))  # parts of one size, of two, and some without columns

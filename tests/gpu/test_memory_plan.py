@@ -8,8 +8,8 @@ import torch
 
 import lowlat
 from lowlat import Runtime, SpeculativeConfig
-from lowlat.host.memory.held import PARTS
-from lowlat.host.memory.plan import available_bytes
+from lowlat.engine.memory.held import PARTS
+from lowlat.engine.memory.plan import available_bytes
 
 DEMO = Path(lowlat.__file__).parent / "demo"
 # gigabytes of keys and values, beside which a context, code and graphs are as little as beside a large model

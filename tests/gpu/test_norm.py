@@ -15,9 +15,9 @@ from rowwise_cases import (
     weights,
 )
 
+from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
+from lowlat.kernels.elementwise.norm import MAX_WIDTH, add_norm, rms_norm, split_norms
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
-from lowlat.kernels.rows.arranged_norm import arranged_add_norm, arranged_rms_norm
-from lowlat.kernels.rows.norm import MAX_WIDTH, add_norm, rms_norm, split_norms
 
 
 @pytest.mark.parametrize("width", [8, 264, 2880, 4096, 4104, 5120, 8192, 12296, MAX_WIDTH])

@@ -13,9 +13,9 @@ from tiny_grammars import Automaton, Slow, accepts, random_edges, submit_with
 from tiny_models import make_target, mxfp4_target
 
 import lowlat
+from lowlat.engine import loading
 from lowlat.errors import DeviceError
-from lowlat.executors.cards.parallel import ParallelExecutor
-from lowlat.host import loading
+from lowlat.executors.distributed.parallel import ParallelExecutor
 
 pytestmark = pytest.mark.timeout(240)
 TARGET, HEAD = "lowlat/demo/target", "lowlat/demo/head"

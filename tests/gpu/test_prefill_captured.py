@@ -11,11 +11,11 @@ from recording import prompt_of, run_all, waiting_is_an_error
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.engine.mailbox import Mailbox
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.lowering.memory import temporary_bytes
 from lowlat.graphs import BufferSet, Paging
 from lowlat.graphs.capture import CapturedGraph, capture
-from lowlat.host.mailbox import Mailbox
+from lowlat.lowering.memory import temporary_bytes
 from lowlat.step import state as shapes
 from lowlat.step.prefill import build_prefill
 

@@ -7,13 +7,13 @@ import torch
 from quantised_layers import random_parts
 
 from lowlat.executors.launcher import Launcher
+from lowlat.kernels.elementwise.elementwise import silu_mul
 from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix, unpack_matrix
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import gated_prefill_gemm, prefill_gemm
 from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, partials_shape, plans_of
 from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
-from lowlat.kernels.rows.elementwise import silu_mul
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 SHAPES = ((8, 8), (200, 72), (5120, 2880), (4096, 14336))

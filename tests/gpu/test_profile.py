@@ -8,7 +8,7 @@ from cli_calls import answer, lowlat
 from needed_cards import need_cards
 
 from lowlat.cli.options import bundled
-from lowlat.models.program import Stage
+from lowlat.graphs.program import Stage
 
 STEPS = 5
 STAGES = [str(stage) for stage in Stage if stage not in (Stage.PREFILL, Stage.DRAFT)]

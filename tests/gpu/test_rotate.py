@@ -5,7 +5,7 @@ import torch
 from rotation_cases import check_chunk_write, check_layers, check_rotate
 from rowwise_cases import Lab, poison, same_bits, weights
 
-from lowlat.kernels.rows.rotate import rotate
+from lowlat.kernels.elementwise.rotate import rotate
 
 HEADS = [(32, 8, 128), (64, 8, 64), (4, 2, 256), (6, 2, 40), (3, 1, 8), (32, 0, 128), (0, 8, 128)]
 

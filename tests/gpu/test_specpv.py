@@ -16,11 +16,11 @@ from tiny_models import PairPaths, make_pair
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.lowering.prefill_attention import refresh_attention
 from lowlat.kernels import reference
 from lowlat.kernels.attention.attention import attention, partial_attention
-from lowlat.kernels.partial.block_lists import choose_blocks, list_lens
-from lowlat.kernels.partial.block_summary import summarise_blocks
+from lowlat.kernels.attention.partial.block_lists import choose_blocks, list_lens
+from lowlat.kernels.attention.partial.block_summary import summarise_blocks
+from lowlat.lowering.prefill_attention import refresh_attention
 from lowlat.models.target import load_target
 from lowlat.speculators.methods import load_speculator
 

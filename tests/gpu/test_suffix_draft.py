@@ -6,7 +6,7 @@ from kernel_cases import Bench
 from suffix_cases import Options, check_choose_drafts, check_suffix_draft
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.sampling.choose_drafts import choose_drafts
+from lowlat.kernels.speculation.choose_drafts import choose_drafts
 
 pytestmark = pytest.mark.gpu
 

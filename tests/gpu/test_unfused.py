@@ -11,8 +11,8 @@ from recording import run_all
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.host import loading
-from lowlat.models.program import Program
+from lowlat.engine import loading
+from lowlat.graphs.program import Program
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 NAMES = ("llama", "qwen3", "qwen2", "mistral", "gpt_oss", "mxfp4", "demo")

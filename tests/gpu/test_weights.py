@@ -8,8 +8,8 @@ from tiny_models import make_target, mxfp4_target
 
 from lowlat.checkpoint import stored
 from lowlat.checkpoint.source import streamed
-from lowlat.executors.device_weights import DeviceWeights
 from lowlat.kernels.gemm.packing import PackedMatrix, unpack
+from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.models.target import load_target, open_target
 
 

@@ -103,7 +103,7 @@ def test_what_could_begin_a_stop_string_comes_when_it_did_not(echo: str) -> None
 
 @pytest.fixture(scope="module")
 def bundled_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, TextCodec]]:
-    from lowlat.host.runtime import Runtime
+    from lowlat.engine.runtime import Runtime
     from lowlat.serving.engine import RuntimeEngine
 
     folder = tmp_path_factory.mktemp("s")

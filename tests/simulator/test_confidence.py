@@ -8,9 +8,9 @@ from confidence_cases import CHOSEN_BY, ENDS, LEARNT_FROM, ROW, Depths, check_de
 from kernel_cases import Bench, simulate
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.reference.step import depths
-from lowlat.kernels.step.choose_depth import choose_depth
-from lowlat.kernels.step.confidence import learn_confidence
+from lowlat.kernels.reference.speculation import depths
+from lowlat.kernels.speculation.choose_depth import choose_depth
+from lowlat.kernels.speculation.confidence import learn_confidence
 from lowlat.kernels.toolchain import ptx
 
 BENCH = Bench(torch.device("cpu"), simulate)

@@ -5,7 +5,7 @@ import torch
 from kernel_cases import Bench, simulate
 from ngram_cases import check_ngram_draft
 
-from lowlat.kernels.sampling import ngram_draft as kernels
+from lowlat.kernels.speculation import ngram_draft as kernels
 
 BENCH = Bench(torch.device("cpu"), simulate)
 

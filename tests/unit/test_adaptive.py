@@ -15,12 +15,12 @@ from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import ConfigError
-from lowlat.executors.lowering.binding import Binding
-from lowlat.executors.lowering.lower import lower
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BucketLadder, BufferSet
 from lowlat.kernels.toolchain.digests import source_digest
 from lowlat.kernels.toolchain.kernel import H200
+from lowlat.lowering.binding import Binding
+from lowlat.lowering.lower import lower
 from lowlat.step import width_times
 from lowlat.step.adaptive import build_adaptive
 from lowlat.step.width_costs import StepCosts

@@ -8,12 +8,12 @@ import pytest
 from benches import bench
 from cli_calls import answer, refusal
 
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket
-from lowlat.host.runtime import Runtime
+from lowlat.graphs.program import Program
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.program import Program
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
 from lowlat.speculators.methods import draft_method, load_speculator

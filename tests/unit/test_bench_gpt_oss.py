@@ -32,18 +32,18 @@ from bench.gpt_oss_step import make_weights, shapes_of, with_experts
 from bench.grouped_gemm import Choices, product_entries
 from bench.soak import check_state
 from bench.wall import Wall
+from lowlat.engine.memory.plan import memory_need
 from lowlat.executors.allocation import STATE_ROLES
-from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering.binding import Binding
-from lowlat.executors.lowering.lower import lower, weight_layouts
-from lowlat.executors.lowering.weight_parts import expert_parts
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
-from lowlat.host.memory.plan import memory_need
+from lowlat.graphs.program import Stage
 from lowlat.kernels.gemm.prefill.plan import segments_of
 from lowlat.kernels.moe.packing import unpack_expert
 from lowlat.kernels.toolchain.kernel import H200
-from lowlat.models.program import Stage
+from lowlat.lowering.binding import Binding
+from lowlat.lowering.device_weights import DeviceWeights
+from lowlat.lowering.lower import lower, weight_layouts
+from lowlat.lowering.weight_parts import expert_parts
 from lowlat.models.weight_plan import weight_plan
 from lowlat.speculators.eagle3.weights import draft_weight_plan
 from lowlat.speculators.tree.topology import TreeTopology

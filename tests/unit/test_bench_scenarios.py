@@ -14,9 +14,9 @@ from benches import bench
 from profiling_cases import cover, record_of
 
 from lowlat.cli.options import bundled
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket
-from lowlat.host.runtime import Runtime
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step

@@ -15,7 +15,7 @@ from lowering_cases import DEMO
 # twelve differs by no 6 times, however busy the machine.
 RUNS = """
 import sys, time, pytest
-from lowlat.host.runtime import Runtime
+from lowlat.engine.runtime import Runtime
 store, codes, step = sys.argv[1], [], Runtime.step
 small = ["--geometry", "tiny", "--device", "cpu", "--context", "16", "--batch", "1", "--rounds", "12"]
 common = ["-q", "-p", "no:cacheprovider", *small, f"--benchmark-storage={store}", "--benchmark-save-data"]

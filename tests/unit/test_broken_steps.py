@@ -11,10 +11,10 @@ from stages import later
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.engine.mailbox import Mailbox
+from lowlat.engine.scheduler import Scheduler
+from lowlat.engine.session import Session
 from lowlat.errors import DeviceError, LowlatError
-from lowlat.host.mailbox import Mailbox
-from lowlat.host.scheduler import Scheduler
-from lowlat.host.session import Session
 
 SIZES: dict[str, Any] = {"max_batch": 2, "max_context": 64, "block_size": 4, "prefill_chunk": 8}
 REQUESTS = {

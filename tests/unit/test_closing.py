@@ -13,12 +13,12 @@ import lowlat
 from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
 from lowlat.cli.reports import compared, shrink
 from lowlat.cli.reports.shifts import measure_shifts
+from lowlat.engine import loading
+from lowlat.engine import runtime as runtime_module
+from lowlat.engine.memory.plan import available_bytes
 from lowlat.executors.make import make_executor
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Role
-from lowlat.host import loading
-from lowlat.host import runtime as runtime_module
-from lowlat.host.memory.plan import available_bytes
 
 DEMO = Path(lowlat.__file__).parent / "demo"
 TARGET, HEAD = DEMO / "target", DEMO / "head"

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowlat.engine.loading import make_topologies
 from lowlat.errors import ConfigError
-from lowlat.host.loading import make_topologies
-from lowlat.kernels.reference.trees.grow import first_entry
+from lowlat.kernels.reference.speculation.grow import first_entry
 from lowlat.options import config as module
 from lowlat.options.acceptance import expected_accept_length
 from lowlat.options.config import METHOD_OPTIONS, RuntimeConfig, SpeculativeConfig, TraceConfig, options_from

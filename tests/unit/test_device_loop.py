@@ -13,15 +13,15 @@ from tiny_models import PairPaths, make_pair
 
 import lowlat
 from lowlat import ConfigError, Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig, TraceConfig
+from lowlat.engine.loading import Loaded, load
 from lowlat.errors import DeviceError
-from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering.binding import Binding
-from lowlat.executors.lowering.lower import lower
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
-from lowlat.host.loading import Loaded, load
 from lowlat.kernels.step.publish import LoopControl, for_conditions
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
+from lowlat.lowering.binding import Binding
+from lowlat.lowering.device_weights import DeviceWeights
+from lowlat.lowering.lower import lower
 from lowlat.options.request import StepOutput
 from lowlat.step.state import RING_ENTRIES
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lowlat.errors import ConfigError
-from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack, unpack_rows
+from lowlat.lowering.device_weights import DeviceWeights
 
 CPU = torch.device("cpu")
 

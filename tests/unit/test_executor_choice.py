@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import lowlat
+from lowlat.engine import loading
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import check_positions, settle_executor, uncovered
-from lowlat.host import loading
 from lowlat.kernels.attention.attention import attention, choose_split
+from lowlat.kernels.elementwise.norm import check_width
 from lowlat.kernels.gemm.packing import gate_up_permutation
-from lowlat.kernels.rows.norm import check_width
 from lowlat.kernels.sampling.select import count_chunks
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 from lowlat.models.target import load_target

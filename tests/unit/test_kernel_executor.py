@@ -16,19 +16,19 @@ from prefill_cases import NAMES, make_named
 from tensors_alive import left_in, storages
 from tiny_models import make_pair
 
+from lowlat.engine import loading
+from lowlat.engine.perf import check_launches
 from lowlat.errors import ConfigError, DeviceError
-from lowlat.executors.cards import watchdog
-from lowlat.executors.cards.watchdog import COLD_FACTOR, MIN_SAMPLES, Watchdog
+from lowlat.executors.distributed import watchdog
+from lowlat.executors.distributed.watchdog import COLD_FACTOR, MIN_SAMPLES, Watchdog
 from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.graph import GraphExecutor, _Addresses
-from lowlat.executors.lowering.binding import LibraryCall
 from lowlat.graphs import Bucket
-from lowlat.host import loading
-from lowlat.host.perf import check_launches
+from lowlat.graphs.program import PASS
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.kernels.tuning.table import Entry, Planned, TuningTable
-from lowlat.models.program import PASS
+from lowlat.lowering.binding import LibraryCall
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.step.prefill import build_prefills
 from lowlat.tools.precompile import compile_all, described_card, kernels_of

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lowlat.engine.memory.kvcache import Allocation, InvariantError, KVCache, _Entry
+from lowlat.engine.memory.prefix_index import CachedChunk
 from lowlat.errors import ConfigError, LowlatError, RequestError
-from lowlat.host.memory.kvcache import Allocation, InvariantError, KVCache, _Entry
-from lowlat.host.memory.prefix_index import CachedChunk
 
 BLOCK, CHUNK, OVERPROVISION = 2, 4, 3
 

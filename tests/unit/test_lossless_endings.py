@@ -10,8 +10,8 @@ from stages import later
 from tiny_models import DISTINCT_FAMILIES, PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.engine.scheduler import Phase
 from lowlat.errors import RequestError
-from lowlat.host.scheduler import Phase
 from lowlat.options.request import StepOutput
 
 DEPTHS = (0, 3, 7)

@@ -13,18 +13,19 @@ from lowered import Lowered
 from lowering_cases import ATTENTION, HEADS, MIXTURES, LoweredPairs, check_early_reads, kinds_of, reached, span
 
 from lowlat.errors import ConfigError
-from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import parameters_of
-from lowlat.executors.lowering import lower as lowering
-from lowlat.executors.lowering import operations
-from lowlat.executors.lowering.binding import Binding
-from lowlat.executors.lowering.fusion import Fusion, cover
-from lowlat.executors.lowering.lower import FUSIONS, lower
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, BufferSpec, Role
+from lowlat.graphs.program import Op, Program, ProgramBuilder, Stage
+from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.toolchain.kernel import H200, Card
-from lowlat.models.program import Op, Program, ProgramBuilder, Stage
+from lowlat.lowering import lower as lowering
+from lowlat.lowering import operations
+from lowlat.lowering.binding import Binding
+from lowlat.lowering.device_weights import DeviceWeights
+from lowlat.lowering.fusion import Fusion, cover
+from lowlat.lowering.lower import FUSIONS, lower
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
@@ -384,7 +385,7 @@ def test_what_prefill_does_for_specpv_is_lowered(lowered: LoweredPairs) -> None:
 
 def small_program(then: str) -> Program:
     """A product, the sum that takes it, and another reader of it, or a later product in its place."""
-    builder = ProgramBuilder("small")
+    builder = ProgramBuilder("small", OPERATIONS)
     for name in ("x", "residual"):
         builder.declare(BufferSpec(name, (2, 64), torch.bfloat16, Role.STATE))
     for name, dtype in (("product", torch.float32), ("out", torch.bfloat16), ("rounded", torch.bfloat16)):

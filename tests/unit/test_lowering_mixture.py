@@ -10,12 +10,12 @@ from lowered import Lowered
 from lowering_cases import MIXTURES, TARGETS, LoweredPairs, kinds_of, span
 
 from lowlat.errors import ConfigError
-from lowlat.executors.lowering.binding import Binding
-from lowlat.executors.lowering.lower import LoweredGroup, lower
 from lowlat.graphs import BufferSpec, Role
+from lowlat.graphs.program import Op, Stage
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
-from lowlat.models.program import Op, Stage
+from lowlat.lowering.binding import Binding
+from lowlat.lowering.lower import LoweredGroup, lower
 
 # of a mixture's layer; a short window needs no second launch for its attention
 MIXTURE_HEAD, MIXTURE_TAIL = ["decode_gemm_rotate", "attention"], ["decode_gemm_add", "router", "experts_mlp"]

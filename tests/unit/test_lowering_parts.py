@@ -14,11 +14,11 @@ from tiny_models import make_target, mxfp4_target
 
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice
-from lowlat.executors.lowering.memory import workspace_bytes
 from lowlat.executors.make import check_positions, refuse_parts, refuse_ranks
 from lowlat.kernels.attention.attention import most_positions
 from lowlat.kernels.formats import matrix_shape
 from lowlat.kernels.toolchain.kernel import H200, Kernel
+from lowlat.lowering.memory import workspace_bytes
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.shard import rank_configs
 from lowlat.models.target import read_model_config

@@ -13,13 +13,13 @@ from kernel_inventory import CARDS
 from lowered import Lowered, Pair
 from lowering_cases import kinds_of, reached, span, write_pair
 
-from lowlat.executors.lowering import operations
-from lowlat.executors.lowering.binding import Binding
-from lowlat.executors.lowering.fusion import cover
-from lowlat.executors.lowering.lower import FUSIONS
 from lowlat.graphs import Role
+from lowlat.graphs.program import Op, Program, Stage
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
-from lowlat.models.program import Op, Program, Stage
+from lowlat.lowering import operations
+from lowlat.lowering.binding import Binding
+from lowlat.lowering.fusion import cover
+from lowlat.lowering.lower import FUSIONS
 from lowlat.step.prefill import build_prefill
 
 NAMES = ("llama", "qwen3", "biased", "llama_fp8", "gpt_oss+alone", "llama+several_layers")
@@ -126,7 +126,7 @@ def interrupted(program: Program, place: int) -> Program:
     op = program.ops[place]
     (name,) = op.writes.values()
     buffers = {**program.buffers, "copy": replace(program.buffers[name], name="copy")}
-    copy = Op("identity", op.stage, *map(MappingProxyType, ({"x": name}, {"out": "copy"}, {}, {})))
+    copy = Op("identity", op.stage, MappingProxyType({"x": name}), MappingProxyType({"out": "copy"}), {}, {})
     ops, moves = [*program.ops[: place + 1], copy], True
     for each in program.ops[place + 1 :]:
         reads = {key: "copy" if moves and buffer == name else buffer for key, buffer in each.reads.items()}
@@ -167,7 +167,7 @@ def test_rows_that_are_read_again_stay_rows(pair_of: Made) -> None:
     place = next(place for place, op in enumerate(program.ops) if op.kind == "silu_mul")
     (normed,) = (program.ops[place - 1].reads["x"],)
     buffers = {**program.buffers, "copy": replace(program.buffers[normed], name="copy")}
-    reader = Op("identity", Stage.PREFILL, *map(MappingProxyType, ({"x": normed}, {"out": "copy"}, {}, {})))
+    reader = Op("identity", Stage.PREFILL, MappingProxyType({"x": normed}), MappingProxyType({"out": "copy"}), {}, {})
     ops = (*program.ops[: place + 2], reader, *program.ops[place + 2 :])
     made = lowered(pair, replace(program, ops=ops, buffers=MappingProxyType(buffers)))
     names = names_of(made)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowlat.engine import metrics as module
+from lowlat.engine.metrics import MetricsBook, RequestMetrics, RuntimeMetrics, SpeculativeDecodingStats
 from lowlat.errors import RequestError
-from lowlat.host import metrics as module
-from lowlat.host.metrics import MetricsBook, RequestMetrics, RuntimeMetrics, SpeculativeDecodingStats
 
 
 @st.composite

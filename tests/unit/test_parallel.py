@@ -13,20 +13,20 @@ import torch
 from lowered import CPU, pretend_card
 from prefill_cases import make_named
 
+from lowlat.engine import loading
+from lowlat.engine.memory import plan
+from lowlat.engine.memory.held import held_memory
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import kernel_executor
-from lowlat.executors.cards import parallel
-from lowlat.executors.cards.parts import place_parts
-from lowlat.executors.cards.peers import PeerMemory, peer_problem, planned_bytes
-from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.devices import DeviceChoice
+from lowlat.executors.distributed import parallel
+from lowlat.executors.distributed.parts import place_parts
+from lowlat.executors.distributed.peers import PeerMemory, peer_problem, planned_bytes
+from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.graph import GraphExecutor, _Addresses
 from lowlat.executors.make import Rank, refuse_ranks
 from lowlat.graphs import Bucket, Role
-from lowlat.host import loading
-from lowlat.host.memory import plan
-from lowlat.host.memory.held import held_memory
-from lowlat.kernels.common.peers.words import HOST_GAVE_UP
+from lowlat.kernels.collectives.peers.words import HOST_GAVE_UP
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.shard import rank_configs

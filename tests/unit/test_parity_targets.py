@@ -11,7 +11,7 @@ from recording import Recorder, run_all
 from tiny_models import make_target, mxfp4_target, residual_streams, transformers_logits
 
 from lowlat import Runtime, SamplingParams
-from lowlat.models.program import Op
+from lowlat.graphs.program import Op
 
 TOLERANCE = 1e-4  # of a row's largest logit
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 183, "block_size": 8, "prefill_chunk": 32} | {

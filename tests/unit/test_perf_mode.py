@@ -11,10 +11,10 @@ import torch
 from tiny_models import PairPaths, make_pair
 
 from lowlat import ConfigError, DeviceError, RequestError, Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
+from lowlat.engine.mailbox import SlotPublication
+from lowlat.engine.perf import PerfCounters, StepChecks, check_device, check_launches
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
-from lowlat.host.mailbox import SlotPublication
-from lowlat.host.perf import PerfCounters, StepChecks, check_device, check_launches
 from lowlat.options.config import TraceConfig
 from lowlat.options.request import StepOutput
 from lowlat.tools.bench.measure import CaseRun
@@ -158,7 +158,7 @@ def test_steps_without_drafts_are_counted_by_reason(pair: PairPaths) -> None:
 
 
 def test_active_slots_are_in_the_summary_and_once_in_the_log(pair: PairPaths, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "lowlat.host"), Runtime.load(pair.target, **OPTIONS) as runtime:
+    with caplog.at_level(logging.INFO, "lowlat.engine"), Runtime.load(pair.target, **OPTIONS) as runtime:
         for max_tokens in (3, 9):
             runtime.submit([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
         while runtime.busy:

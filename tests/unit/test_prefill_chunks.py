@@ -12,13 +12,13 @@ from lowering_cases import span, write_pair
 from prefill_cases import NAMES, make_named
 from tiny_models import mxfp4_target
 
+from lowlat.engine.memory.plan import memory_need
 from lowlat.executors.allocation import STATE_ROLES
-from lowlat.executors.lowering.binding import LibraryCall
-from lowlat.executors.lowering.memory import temporary_bytes, workspace_bytes
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.graphs import BufferSet
-from lowlat.host.memory.plan import memory_need
 from lowlat.kernels.toolchain.kernel import H200
+from lowlat.lowering.binding import LibraryCall
+from lowlat.lowering.memory import temporary_bytes, workspace_bytes
 from lowlat.step.prefill import build_prefill
 
 

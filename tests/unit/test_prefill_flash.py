@@ -6,7 +6,7 @@ from prefill_slots import BLOCK, DIM, GROUPS, HEADS, LONGEST, SIZE, Slot, close
 from prefill_stand_ins import GatherLauncher, flash_attention, flash_parts
 
 from lowlat.errors import ShapeError
-from lowlat.executors.lowering import prefill_attention as flash
+from lowlat.lowering import prefill_attention as flash
 
 STARTS = (0, 32, 96, 160, 288)
 SINKS = torch.linspace(-3, 3, HEADS)

@@ -14,7 +14,7 @@ from lowlat import Runtime, SamplingParams
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import first_rows
 from lowlat.graphs import BufferSet, Role
-from lowlat.models.program import PASS
+from lowlat.graphs.program import PASS
 from lowlat.step.prefill import build_prefills
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowlat.errors import ConfigError, LowlatError
-from lowlat.models.program import Stage
+from lowlat.graphs.program import Stage
 from lowlat.tools.profile.report import summarise
 from lowlat.tools.profile.times import CallSite, KernelEvent, StepTimes, attribute, idle_time
 from lowlat.tools.profile.trace import make_trace, write_trace

@@ -18,11 +18,11 @@ from lowlat import Runtime, SpeculativeConfig
 from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors.eager import EagerExecutor
-from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import Bucket
+from lowlat.graphs.program import Stage
 from lowlat.kernels.formats import FORMATS
 from lowlat.kernels.toolchain.kernel import H200
-from lowlat.models.program import Stage
+from lowlat.lowering.lower import LoweredGroup
 from lowlat.tools.profile import recording as profiling
 from lowlat.tools.profile.report import summarise
 from lowlat.tools.profile.sites import call_sites

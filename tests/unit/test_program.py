@@ -8,14 +8,15 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.executors.reference import bind
 from lowlat.graphs import Bucket, BucketLadder, BufferSet, BufferSpec, Role
-from lowlat.models.program import ProgramBuilder, Stage
+from lowlat.graphs.program import ProgramBuilder, Stage
+from lowlat.kernels.reference import OPERATIONS
 
 CPU = torch.device("cpu")
 
 
 def product() -> ProgramBuilder:
     """A program of one product, which is valid."""
-    builder = ProgramBuilder("p")
+    builder = ProgramBuilder("p", OPERATIONS)
     builder.declare(BufferSpec("x", (2, 4), torch.bfloat16, Role.STATE))
     builder.scratch("y", (2, 8), torch.float32)
     builder.emit("linear", Stage.PREFILL, reads={"x": "x"}, writes={"out": "y"}, weights={"weight": "w.weight"})
@@ -23,7 +24,7 @@ def product() -> ProgramBuilder:
 
 
 def test_scratch_must_be_written_before_it_is_read() -> None:
-    builder = ProgramBuilder("p")
+    builder = ProgramBuilder("p", OPERATIONS)
     builder.scratch("a", (1, 4), torch.float32)
     builder.scratch("b", (1, 4), torch.float32)
     builder.emit("cast", Stage.PREFILL, reads={"x": "a"}, writes={"out": "b"})
@@ -32,7 +33,7 @@ def test_scratch_must_be_written_before_it_is_read() -> None:
 
 
 def test_undeclared_buffers_are_named() -> None:
-    builder = ProgramBuilder("p")
+    builder = ProgramBuilder("p", OPERATIONS)
     builder.emit("cast", Stage.PREFILL, reads={"x": "nowhere"}, writes={})
     with pytest.raises(ConfigError, match="op 0 cast: uses undeclared buffer nowhere"):
         builder.build()
@@ -40,7 +41,7 @@ def test_undeclared_buffers_are_named() -> None:
 
 @pytest.mark.parametrize("role", [Role.COMMAND, Role.CONSTANT])
 def test_a_step_may_not_write_what_the_host_owns(role: Role) -> None:
-    builder = ProgramBuilder("p")
+    builder = ProgramBuilder("p", OPERATIONS)
     builder.declare(BufferSpec("a", (2,), torch.int32, role))
     builder.declare(BufferSpec("b", (2,), torch.int32, Role.STATE))
     builder.emit("identity", Stage.PREFILL, reads={"x": "b"}, writes={"out": "a"})
@@ -49,7 +50,7 @@ def test_a_step_may_not_write_what_the_host_owns(role: Role) -> None:
 
 
 def test_one_name_means_one_buffer() -> None:
-    builder = ProgramBuilder("p")
+    builder = ProgramBuilder("p", OPERATIONS)
     builder.scratch("a", (2,), torch.int32)
     assert builder.scratch("a", (2,), torch.int32) == "a"
     with pytest.raises(ConfigError, match="buffer a declared as"):

@@ -11,8 +11,8 @@ from tiny_models import copying_draft_model, make_target
 
 import lowlat
 from lowlat import ConfigError, RequestError, Runtime, SamplingParams, SpeculativeConfig
+from lowlat.graphs.program import PASS
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
-from lowlat.models.program import PASS
 from lowlat.options.request import StepOutput
 from lowlat.step.prefill import build_prefills
 

@@ -19,13 +19,13 @@ from tiny_models import copying_draft_model, make_target, transformers_logits
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.checkpoint.quantising import Quantiser, quantised, rounding_bytes
 from lowlat.cli import cli
+from lowlat.engine.memory.plan import memory_need
 from lowlat.errors import ConfigError
-from lowlat.executors.lowering.binding import LibraryCall
-from lowlat.host.memory.plan import memory_need
 from lowlat.kernels.formats import dequantised
 from lowlat.kernels.formats.fp8 import quantise_fp8
 from lowlat.kernels.formats.int4 import quantise_int4
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
+from lowlat.lowering.binding import LibraryCall
 from lowlat.models.target import load_target
 from lowlat.models.weight_plan import weight_plan
 from lowlat.step.prefill import build_prefill

@@ -15,9 +15,9 @@ import lowlat
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.cli.reports.models import model_report
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
+from lowlat.graphs.program import Op
 from lowlat.kernels.formats import MATRIX_FORMATS, matrix_format
-from lowlat.kernels.reference.exchange.cuts import bounds, tree_sum
-from lowlat.models.program import Op
+from lowlat.kernels.reference.collectives.cuts import bounds, tree_sum
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.shard import rank_configs
 from lowlat.models.target import read_model_config

@@ -14,8 +14,8 @@ from recording import tokens_of
 
 import lowlat
 from lowlat import CapacityError, ConfigError, LowlatError, RequestError, Runtime, SamplingParams, SpeculativeConfig
+from lowlat.engine.memory.plan import MemoryNeed, check_fits
 from lowlat.graphs import BufferSpec, Role
-from lowlat.host.memory.plan import MemoryNeed, check_fits
 from lowlat.options.request import StepOutput
 
 DEMO = Path(lowlat.__file__).parent / "demo"

@@ -10,8 +10,8 @@ from cli_calls import answer, lowlat
 from text_tokenizers import byte_level, write_directory
 from tiny_models import make_target
 
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
-from lowlat.host.runtime import Runtime
 from lowlat.models.advice import read_advice, sampling_defaults
 from lowlat.options.request import SamplingParams
 from lowlat.serving.config import ServeConfig

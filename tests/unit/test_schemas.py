@@ -15,12 +15,12 @@ from lowering_cases import HEADS, MIXTURES, SHAPES, TARGETS, write_pair
 from lowlat.errors import ConfigError
 from lowlat.executors.reference import bind
 from lowlat.graphs import BufferSet, BufferSpec, Role
+from lowlat.graphs.extents import evaluate, parse, solve
+from lowlat.graphs.program import Op, Program, ProgramBuilder, Stage
+from lowlat.graphs.schema import operation, operations_of
+from lowlat.graphs.schema_check import ArrayType, check_operation
 from lowlat.kernels.formats import dequantised
 from lowlat.kernels.reference import OPERATIONS
-from lowlat.kernels.reference.extents import evaluate, parse, solve
-from lowlat.kernels.reference.schema import operation, operations_of
-from lowlat.kernels.reference.schema_check import ArrayType, check_operation
-from lowlat.models.program import Op, Program, ProgramBuilder, Stage
 from lowlat.step.prefill import build_prefills
 
 KINDS_OF_TREES: dict[str, bool | str] = {"llama": True, "mistral": "dynamic", "llama+parallel": "dynamic"}
@@ -206,7 +206,7 @@ def test_every_kind_of_fault_is_named(
     params: dict[str, object],
     message: str,
 ) -> None:
-    builder = ProgramBuilder("p")
+    builder = ProgramBuilder("p", OPERATIONS)
     names: dict[str, dict[str, str]] = {"reads": {}, "writes": {}}
     for part, given in (("reads", reads), ("writes", writes)):
         for argument, (shape, dtype) in given.items():
@@ -218,7 +218,7 @@ def test_every_kind_of_fault_is_named(
 
 
 def test_an_operation_that_does_not_exist_is_named() -> None:
-    builder = ProgramBuilder("p")
+    builder = ProgramBuilder("p", OPERATIONS)
     builder.emit("no_such_thing", Stage.PREFILL, reads={}, writes={})
     with pytest.raises(ConfigError, match="p: op 0 no_such_thing: no such operation"):
         builder.build()
@@ -226,7 +226,7 @@ def test_an_operation_that_does_not_exist_is_named() -> None:
 
 @pytest.mark.parametrize("reads", [{"a": "s", "b": "f"}, {"a": "out", "b": "f"}])
 def test_a_buffer_is_one_argument_of_what_writes_it(reads: dict[str, str]) -> None:
-    builder = ProgramBuilder("p")
+    builder = ProgramBuilder("p", OPERATIONS)
     for name, dtype in (("s", torch.bfloat16), ("f", torch.float32), ("out", torch.bfloat16)):
         builder.declare(BufferSpec(name, (2, 2), dtype, Role.STATE))
     builder.emit("add", Stage.PREFILL, reads=reads, writes={"out": "out"})

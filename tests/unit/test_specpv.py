@@ -16,11 +16,11 @@ from stages import later, staged
 from tiny_models import PairPaths, make_pair, make_target
 
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
+from lowlat.engine.loading import make_geometry
+from lowlat.engine.memory.partial import PartialSlots
 from lowlat.errors import ConfigError, RequestError
-from lowlat.host.loading import make_geometry
-from lowlat.host.memory.partial import PartialSlots
+from lowlat.graphs.program import Op
 from lowlat.models.partial_kv import PartialKV, partial_kv
-from lowlat.models.program import Op
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.tools.bench.geometry import random_target, read_geometries
 from lowlat.tools.tune.pairs import random_pair, rounded_pair

@@ -11,8 +11,8 @@ from tiny_models import make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.graphs import BufferSpec, Role
+from lowlat.graphs.program import Stage
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.program import Stage
 from lowlat.options import config as options_module
 from lowlat.speculators import methods
 from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Speculator, StateSizes, StepScope
@@ -26,7 +26,7 @@ BUILDS_ON: dict[str, set[str]] = {
     "lowlat.speculators.dspark": {"lowlat.speculators.dflash", "lowlat.speculators.eagle3"},
     "lowlat.speculators.peagle": {"lowlat.speculators.eagle3"},
 }
-ABOVE = ("lowlat.step", "lowlat.executors", "lowlat.host", "lowlat.serving", "lowlat.tools", "lowlat.cli")
+ABOVE = ("lowlat.step", "lowlat.executors", "lowlat.engine", "lowlat.serving", "lowlat.tools", "lowlat.cli")
 
 
 def imports_of(path: Path) -> set[str]:

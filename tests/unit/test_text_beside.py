@@ -16,15 +16,15 @@ from tiny_models import PairPaths, make_pair
 
 from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import ShapeError
-from lowlat.kernels.reference.sampling.choose_drafts import (
+from lowlat.kernels.reference.speculation.choose_drafts import (
     CHOSEN,
     DECAY,
     MADE_AT,
     PRIOR,
     choose_drafts,
 )
-from lowlat.kernels.reference.sampling.suffix_draft import SHARE
-from lowlat.kernels.sampling.choose_drafts import choose_drafts as kernel
+from lowlat.kernels.reference.speculation.suffix_draft import SHARE
+from lowlat.kernels.speculation.choose_drafts import choose_drafts as kernel
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.suffix.beside import TextBeside
 

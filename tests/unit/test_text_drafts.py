@@ -22,12 +22,12 @@ from tiny_models import make_target
 from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import RequestError, ShapeError
 from lowlat.graphs import Bucket, Role
-from lowlat.kernels.reference.sampling.ngram_draft import ngram_draft
-from lowlat.kernels.reference.sampling.suffix_draft import suffix_draft
-from lowlat.kernels.sampling.ngram_draft import ngram_draft as ngram_kernel
-from lowlat.kernels.sampling.suffix_draft import suffix_draft as suffix_kernel
+from lowlat.graphs.program import Stage
+from lowlat.kernels.reference.speculation.ngram_draft import ngram_draft
+from lowlat.kernels.reference.speculation.suffix_draft import suffix_draft
+from lowlat.kernels.speculation.ngram_draft import ngram_draft as ngram_kernel
+from lowlat.kernels.speculation.suffix_draft import suffix_draft as suffix_kernel
 from lowlat.kernels.toolchain.kernel import KernelCall
-from lowlat.models.program import Stage
 from lowlat.models.target import read_model_config
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.methods import METHODS, load_speculator, plan_speculator

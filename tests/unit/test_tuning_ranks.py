@@ -15,17 +15,17 @@ from lowered import CPU, pretend_card
 from stages import later
 from tiny_models import PairPaths, make_target, random_draft_model
 
+from lowlat.engine import loading
+from lowlat.engine.perf import tune_command
 from lowlat.errors import ConfigError
 from lowlat.executors import LaunchCounts
-from lowlat.executors.cards.parallel import ParallelExecutor, exchanged_rows
-from lowlat.executors.cards.parts import place_parts
-from lowlat.executors.cards.peers import PeerMemory
-from lowlat.executors.cards.place import RankPlace
 from lowlat.executors.devices import DeviceChoice
+from lowlat.executors.distributed.parallel import ParallelExecutor, exchanged_rows
+from lowlat.executors.distributed.parts import place_parts
+from lowlat.executors.distributed.peers import PeerMemory
+from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.kernel_executor import KernelExecutor
-from lowlat.host import loading
-from lowlat.host.perf import tune_command
-from lowlat.kernels.common.peers.rows import PeerRows, area_shape
+from lowlat.kernels.collectives.peers.rows import PeerRows, area_shape
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.kernels.tuning.table import Entry, TuningTable
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig

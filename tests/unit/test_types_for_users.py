@@ -32,11 +32,11 @@ lowlat.Runtme
 lowlat.SamplingParams(max_tokens="three")
 """
 REVEALED = (
-    "lowlat.host.runtime.Runtime",
+    "lowlat.engine.runtime.Runtime",
     "str",
     "lowlat.options.request.StepOutput",
     "not_finite",
-    "lowlat.host.metrics.RequestMetrics",
+    "lowlat.engine.metrics.RequestMetrics",
     "lowlat.ipc.client.chunk.Chunk",
     "lowlat.ipc.client.asynchronous.AsyncClient",
 )

@@ -13,10 +13,10 @@ from benches import bench
 from lowered import Pair
 from stages import later
 
+from lowlat.engine.loading import DRAFT_ENDS
 from lowlat.graphs import Bucket, BufferSet
-from lowlat.host.loading import DRAFT_ENDS
-from lowlat.kernels.reference.step.width_odds import MAX_WIDTH
-from lowlat.kernels.reference.step.widths import UNIT, choose_width
+from lowlat.kernels.reference.speculation.width_odds import MAX_WIDTH
+from lowlat.kernels.reference.speculation.widths import UNIT, choose_width
 from lowlat.kernels.step.begin_step import CHOSEN
 from lowlat.step.state import state_specs
 from lowlat.step.width_costs import StepCosts, cost_table, depth_table

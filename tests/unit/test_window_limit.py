@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tiny_models import make_target, transformers_logits
 
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
-from lowlat.host.runtime import Runtime
 from lowlat.options.request import SamplingParams
 
 WINDOW = 24

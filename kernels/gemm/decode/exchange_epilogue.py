@@ -8,7 +8,7 @@ tile depends on can itself wait for earlier tiles alone, however grids are cut.
 
 from typing import Any
 
-from lowlat.kernels.common.peers.rows import make_add_value, make_begin
+from lowlat.kernels.collectives.peers.rows import make_add_value, make_begin
 from lowlat.kernels.gemm.decode.epilogue_parts import Epilogue, make_scales, make_value
 from lowlat.kernels.gemm.decode.plan import DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.toolchain import ptx

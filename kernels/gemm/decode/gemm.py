@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.collectives.peers.rows import NUM_ARGUMENTS, PeerRows
 from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
-from lowlat.kernels.common.peers.rows import NUM_ARGUMENTS, PeerRows
+from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
 from lowlat.kernels.gemm.decode.epilogue import make_finishing
 from lowlat.kernels.gemm.decode.mainloop import make_fill, make_multiplying
 from lowlat.kernels.gemm.decode.norm_prologue import make_norm
@@ -47,7 +48,6 @@ from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import RUN, PackedMatrix
 from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.rows.norm import check_dtype, check_row_live
 from lowlat.kernels.sampling.select import FINITE
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, examples_for

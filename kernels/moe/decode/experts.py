@@ -13,6 +13,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import make_handover
+from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.tiles import TileFormat
@@ -42,7 +43,6 @@ from lowlat.kernels.moe.plan import (
 )
 from lowlat.kernels.moe.topk_sum import add_topk
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.rows.norm import check_dtype
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, Workspace, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.collectives.peers.rows import NUM_ARGUMENTS, PeerRows
 from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
-from lowlat.kernels.common.peers.rows import NUM_ARGUMENTS, PeerRows
+from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.formats import BF16, MXFP4, WeightFormat
 from lowlat.kernels.gemm.tiles import FP8_TILES
 from lowlat.kernels.moe.decode.expert_list import make_list_units
@@ -37,7 +38,6 @@ from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_o
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, parts_of, rows_a_launch
 from lowlat.kernels.moe.topk_routing import TopKRouting, make_publish, make_route
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.rows.norm import check_dtype
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32

@@ -7,8 +7,8 @@ sums before. It knows neither who writes the outputs nor what becomes of the sum
 
 from typing import Any
 
+from lowlat.kernels.collectives.peers.rows import make_add_chunk, make_begin
 from lowlat.kernels.common.norm_math import high_value, low_value
-from lowlat.kernels.common.peers.rows import make_add_chunk, make_begin
 from lowlat.kernels.common.sentinels import is_missing, next_turn
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32

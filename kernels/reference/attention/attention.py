@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
-from lowlat.kernels.reference.schema import operation
 
 __all__ = [
     "AttendedRows",

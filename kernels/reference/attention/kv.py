@@ -6,8 +6,8 @@ caches hold codes, see `kv_codes`.
 
 import torch
 
+from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.attention.kv_codes import quantised_kv
-from lowlat.kernels.reference.schema import operation
 
 __all__ = ["kv_compact", "kv_write", "prefill_kv_write"]
 

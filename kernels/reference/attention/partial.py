@@ -9,9 +9,9 @@ Source: SpecPV, arXiv 2512.02337; the score is that of TanZhendong/SpecPV, specp
 
 import torch
 
+from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.attention.attention import AttendedRows, attend_rows, load_kv
 from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
-from lowlat.kernels.reference.schema import operation
 
 __all__ = ["choose_blocks", "list_lens", "partial_attention", "summarise_blocks"]
 

@@ -4,10 +4,10 @@ import itertools
 
 import torch
 
-from lowlat.kernels.reference.exchange.cuts import bounds, tree_sum
+from lowlat.graphs.schema import operation
+from lowlat.kernels.reference.collectives.cuts import bounds, tree_sum
 from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK, linear_block
 from lowlat.kernels.reference.gemm.packed import PackedWeight
-from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape
 
 __all__ = ["ROW_BLOCK", "linear", "linear_block", "packed_linear"]

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.graphs.schema import operation
 from lowlat.kernels.formats import format_of
-from lowlat.kernels.reference.exchange.cuts import bounds, tree_sum
+from lowlat.kernels.reference.collectives.cuts import bounds, tree_sum
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, linear, linear_block
 from lowlat.kernels.reference.row_blocks import sigmoid
-from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape, live_rows
 
 __all__ = ["experts_down", "experts_gate_up", "router"]

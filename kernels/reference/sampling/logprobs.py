@@ -2,7 +2,7 @@
 
 import torch
 
-from lowlat.kernels.reference.schema import operation
+from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.shapes import check_shape, live_rows
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOGPROBS
 

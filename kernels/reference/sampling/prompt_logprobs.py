@@ -7,7 +7,7 @@ last position sets it back, so the host starts as many passes as there are, and 
 
 import torch
 
-from lowlat.kernels.reference.schema import operation
+from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.shapes import check_shape, live_rows
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS
 

@@ -20,8 +20,8 @@ import math
 import torch
 
 from lowlat.errors import DeviceError
+from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.sampling.random import gumbel
-from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape, live_rows
 from lowlat.kernels.reference.step.slot_record import (
     FREQUENCY,

@@ -2,7 +2,7 @@
 
 import torch
 
-from lowlat.kernels.reference.schema import operation
+from lowlat.graphs.schema import operation
 
 __all__ = [
     "ACCEPTED",

@@ -7,7 +7,7 @@ active slots, so that a step may run in another bucket than the step before.
 import torch
 
 from lowlat.errors import DeviceError
-from lowlat.kernels.reference.schema import operation
+from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
     FORCED,

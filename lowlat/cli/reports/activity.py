@@ -12,9 +12,9 @@ import msgspec
 
 from lowlat.cli.reports.shifts import Prompt
 from lowlat.cli.running import Generation, chat_ids, load_runtime, run_request
+from lowlat.engine.metrics import MetricsBook, SpeculativeDecodingStats
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import LowlatError
-from lowlat.host.metrics import MetricsBook, SpeculativeDecodingStats
-from lowlat.host.runtime import Runtime
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from lowlat.checkpoint.files import read_json
 from lowlat.cli.running import Generation, chat_ids, load_runtime, run_request
+from lowlat.engine.metrics import SpeculativeDecodingStats
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
-from lowlat.host.metrics import SpeculativeDecodingStats
-from lowlat.host.runtime import Runtime
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams, StepOutput
 

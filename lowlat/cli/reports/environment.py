@@ -10,8 +10,8 @@ import torch
 
 import lowlat
 from lowlat.checkpoint.files import find_text
+from lowlat.engine.memory.plan import available_bytes
 from lowlat.executors.devices import choose_device, nvidia_card_present
-from lowlat.host.memory.plan import available_bytes
 from lowlat.options.directories import cache_directory
 
 __all__ = ["environment"]

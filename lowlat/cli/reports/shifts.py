@@ -10,8 +10,8 @@ from typing import Any
 
 from lowlat.checkpoint.files import read_json, read_text
 from lowlat.cli.running import chat_ids, load_runtime
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError, LowlatError
-from lowlat.host.runtime import Runtime
 from lowlat.models.target import read_model_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.limits import LimitCheck

@@ -9,10 +9,10 @@ import torch
 
 from lowlat.cli.reports.shifts import read_prompts
 from lowlat.cli.running import Generation, chat_ids, load_runtime, run_request
+from lowlat.engine.metrics import SpeculativeDecodingStats
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError, LowlatError
-from lowlat.host.metrics import SpeculativeDecodingStats
-from lowlat.host.runtime import Runtime
-from lowlat.models.program import Op
+from lowlat.graphs.program import Op
 from lowlat.models.target import read_model_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams

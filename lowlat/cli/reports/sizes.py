@@ -9,12 +9,12 @@ import torch
 
 from lowlat.checkpoint.quantising import Quantiser, rounding_bytes
 from lowlat.checkpoint.stored import ahead_bytes
+from lowlat.engine.loading import bucket_batches, make_geometry, make_topologies, rank_geometries
+from lowlat.engine.memory.plan import memory_need
 from lowlat.executors.devices import DeviceChoice
 from lowlat.graphs import Bucket, BufferSpec, Paging
-from lowlat.host.loading import bucket_batches, make_geometry, make_topologies, rank_geometries
-from lowlat.host.memory.plan import memory_need
+from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_parts, numbers_an_entry
-from lowlat.models.program import Program
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding, target_groups
 from lowlat.models.weight_plan import weight_plan

@@ -20,13 +20,13 @@ from lowlat.executors.allocation import (
     first_rows,
     release_cached_memory,
 )
-from lowlat.executors.lowering.weight_parts import MatrixParts
 from lowlat.graphs import Bucket, BufferSet, Role
+from lowlat.graphs.program import PASS, Op, Program, Stage
 from lowlat.kernels.formats import dequantised, matrix_format, matrix_parts
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
 from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
-from lowlat.models.program import PASS, Op, Program, Stage
+from lowlat.lowering.weight_parts import MatrixParts
 
 __all__ = ["Bound", "ReferenceExecutor", "bind", "meaning_of"]
 

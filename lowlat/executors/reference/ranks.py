@@ -13,9 +13,9 @@ from lowlat.checkpoint.source import streamed
 from lowlat.errors import ConfigError
 from lowlat.executors.reference.executor import Bound, ReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet, BufferSpec, Role
-from lowlat.kernels.reference.exchange.ranks import exchange_parts
+from lowlat.graphs.program import Program
+from lowlat.kernels.reference.collectives.ranks import exchange_parts
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.program import Program
 from lowlat.models.rank_weights import cut_stream
 
 __all__ = ["RankedReferenceExecutor", "cut_weights"]

@@ -10,9 +10,9 @@ drafts the token that stands there.
 import torch
 
 from lowlat.graphs import BufferSpec, Paging, Role
+from lowlat.graphs.program import Stage
 from lowlat.models.geometry import DraftConfig
 from lowlat.models.layers import Emitter, Rows
-from lowlat.models.program import Stage
 from lowlat.speculators.base import PrefillScope, Scope, StepScope
 from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
 from lowlat.speculators.tree.dynamic import DynamicTree

@@ -7,9 +7,9 @@ A tree's nodes each have the bias of their parent's token. The likeliest tokens 
 
 import torch
 
+from lowlat.graphs.program import Stage
 from lowlat.models.geometry import DsparkHeads
 from lowlat.models.layers import Emitter, Rows
-from lowlat.models.program import Stage
 from lowlat.speculators.base import StepScope
 from lowlat.speculators.dflash.emitter import DflashEmitter
 from lowlat.speculators.draft_parts import assign_drafts

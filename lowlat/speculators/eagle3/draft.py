@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from lowlat.graphs.program import Stage
 from lowlat.models.layers import Emitter, Rows
-from lowlat.models.program import Stage
 from lowlat.speculators.base import LevelOutput, StepScope
 from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter

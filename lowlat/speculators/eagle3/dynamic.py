@@ -4,8 +4,8 @@ Source: EAGLE-2, arXiv 2406.16858, section 4. A level's rows see their own ances
 the committed ones, level after level, and are overwritten by the next step.
 """
 
+from lowlat.graphs.program import Stage
 from lowlat.models.layers import Emitter, Rows
-from lowlat.models.program import Stage
 from lowlat.speculators.draft_parts import BY_SLOT
 from lowlat.speculators.eagle3.draft import Drafter
 from lowlat.speculators.tree.dynamic import DynamicTree

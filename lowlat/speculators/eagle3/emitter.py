@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from lowlat.graphs import BufferSpec, Paging, Role
+from lowlat.graphs.program import Stage
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter
-from lowlat.models.program import Stage
 from lowlat.speculators.base import StateSizes
 from lowlat.speculators.eagle3.windows import effective_window
 

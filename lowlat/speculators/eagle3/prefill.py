@@ -1,7 +1,7 @@
 """The draft model's rows in prefill: keys and values from the target's features, shifted by one position."""
 
+from lowlat.graphs.program import Stage
 from lowlat.models.layers import Emitter, Rows
-from lowlat.models.program import Stage
 from lowlat.speculators.base import PrefillScope
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter
 

@@ -7,8 +7,8 @@ Source: prompt lookup decoding (A. Saxena, 2023), here on the device.
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from lowlat.graphs.program import Stage
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.program import Stage
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator, StepScope
 

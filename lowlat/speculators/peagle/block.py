@@ -10,8 +10,8 @@ The rows leave keys and values where the next step's accepted rows will stand; t
 
 import torch
 
+from lowlat.graphs.program import Stage
 from lowlat.models.layers import Emitter, Rows
-from lowlat.models.program import Stage
 from lowlat.speculators.draft_parts import BY_SLOT
 from lowlat.speculators.eagle3.draft import Drafter
 from lowlat.speculators.tree.dynamic import DynamicTree

@@ -11,9 +11,9 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Role
-from lowlat.kernels.reference.sampling.choose_drafts import NUM_BINS, PROPOSAL_WIDTH
+from lowlat.graphs.program import Stage
+from lowlat.kernels.reference.speculation.choose_drafts import NUM_BINS, PROPOSAL_WIDTH
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
-from lowlat.models.program import Stage
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Speculator, StateSizes, StepScope
 from lowlat.speculators.suffix.speculator import SuffixSpeculator

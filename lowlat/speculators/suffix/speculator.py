@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from lowlat.graphs.program import Stage
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.program import Stage
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator, StepScope
 

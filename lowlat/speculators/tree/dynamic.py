@@ -1,7 +1,7 @@
 """The dynamic tree: a shape that is fixed, with contents that are chosen in each step, on the device.
 
 From the root and from each of the K best drafts of a level, the K likeliest tokens are looked at; after the last level
-the T - 1 best of all are verified. `lowlat.kernels.reference.trees.grow` says what is best.
+the T - 1 best of all are verified. `lowlat.kernels.reference.speculation.grow` says what is best.
 Source: EAGLE-2, arXiv 2406.16858, section 4.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lowlat.errors import ConfigError
-from lowlat.kernels.reference.trees.grow import first_entry
+from lowlat.kernels.reference.speculation.grow import first_entry
 from lowlat.speculators.tree.topology import TreeTopology
 
 __all__ = ["DEFAULT_DRAFT_TOKENS", "DynamicTree", "Topology"]

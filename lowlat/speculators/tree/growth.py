@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lowlat.graphs.program import ProgramBuilder
 from lowlat.models.layers import Emitter
-from lowlat.models.program import ProgramBuilder
 from lowlat.speculators.tree.dynamic import DynamicTree
 
 __all__ = ["Growth", "LevelRows", "rank_drafts"]

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from lowlat.checkpoint.files import find_text
+from lowlat.engine.metrics import SpeculativeDecodingStats
+from lowlat.engine.perf import PerfCounters, steps_by_width
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import LowlatError
-from lowlat.host.metrics import SpeculativeDecodingStats
-from lowlat.host.perf import PerfCounters, steps_by_width
-from lowlat.host.runtime import Runtime
 from lowlat.options.acceptance import expected_accept_length
 from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import SamplingParams, StepOutput

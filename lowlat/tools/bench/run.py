@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from lowlat.engine.loading import make_topologies
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError, DeviceError, LowlatError
 from lowlat.executors.devices import DeviceChoice
-from lowlat.host.loading import make_topologies
-from lowlat.host.runtime import Runtime
 from lowlat.tools.bench.measure import CaseRun, room_of
 from lowlat.tools.bench.results import Environment, Failure, Result, Row, read_result, write_struct
 from lowlat.tools.bench.runtimes import Need, Runtimes

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import DeviceError, LowlatError
-from lowlat.host.runtime import Runtime
 from lowlat.tools.bench.subject import Subject
 
 __all__ = ["BLOCK_SIZE", "Need", "Runtimes"]

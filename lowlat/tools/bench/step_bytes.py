@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from lowlat.engine.runtime import Runtime
 from lowlat.graphs import Bucket
-from lowlat.host.runtime import Runtime
+from lowlat.graphs.program import Op, Program
 from lowlat.kernels.formats import matrix_name, matrix_parts
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import PartialKV
-from lowlat.models.program import Op, Program
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.weight_plan import WeightPlan, weight_plan
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import settle_executor
-from lowlat.host.runtime import Runtime
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import OpenedTarget, read_model_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
-from lowlat.host.runtime import Runtime
-from lowlat.models.program import Op
+from lowlat.graphs.program import Op
 from lowlat.models.target import read_model_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams

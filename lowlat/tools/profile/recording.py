@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.graphs import Bucket
-from lowlat.host.runtime import Runtime
 from lowlat.options.request import SamplingParams
 from lowlat.tools.profile.report import Summary, summarise
 from lowlat.tools.profile.sites import call_sites

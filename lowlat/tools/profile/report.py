@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from lowlat.models.program import Stage
+from lowlat.graphs.program import Stage
 from lowlat.tools.profile.times import CallSite, CallTime, Exchange, Idle, StepTimes, idle_time
 
 __all__ = ["ExchangeRow", "KernelRow", "StageRow", "Summary", "summarise"]

@@ -13,7 +13,7 @@ from lowlat.kernels.moe.packing import bytes_an_expert
 from lowlat.tools.profile.times import CallSite, Exchange
 
 if TYPE_CHECKING:
-    from lowlat.executors.lowering.lower import LoweredGroup
+    from lowlat.lowering.lower import LoweredGroup
 
 __all__ = ["call_sites", "exchange_of", "moved_bytes"]
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from lowlat.errors import LowlatError
-from lowlat.models.program import Stage
+from lowlat.graphs.program import Stage
 
 __all__ = ["CallSite", "CallTime", "Exchange", "Idle", "KernelEvent", "StepTimes", "attribute", "idle_time"]
 

@@ -11,8 +11,8 @@ Launches that do nothing but exchange have no plan and are not timed: their memo
 
 import torch
 
-from lowlat.executors.cards.peers import PeerMemory
-from lowlat.kernels.common.peers.rows import PeerRows
+from lowlat.executors.distributed.peers import PeerMemory
+from lowlat.kernels.collectives.peers.rows import PeerRows
 
 __all__ = ["LoopedMemory", "looped"]
 

@@ -14,26 +14,26 @@ from typing import Literal
 import torch
 
 from lowlat.checkpoint.quantising import Quantiser
+from lowlat.engine.loading import make_geometry, rank_geometries
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
-from lowlat.executors.cards.parallel import exchanged_rows
-from lowlat.executors.cards.place import RankPlace
-from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering.binding import Binding, sum_in_parts
-from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.executors.distributed.parallel import exchanged_rows
+from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.make import uncovered
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, Role
-from lowlat.host.loading import make_geometry, rank_geometries
+from lowlat.graphs.program import Program
 from lowlat.kernels.attention.attention import INVARIANT_HEADS, finely_split
 from lowlat.kernels.formats import matrix_parts
 from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Card
+from lowlat.lowering.binding import Binding, sum_in_parts
+from lowlat.lowering.device_weights import DeviceWeights
+from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
+from lowlat.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.program import Program
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding
 from lowlat.models.weight_plan import weight_plan

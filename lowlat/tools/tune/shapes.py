@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from lowlat.executors.lowering.lower import LoweredGroup
+from lowlat.graphs.program import Op, Program, Stage
 from lowlat.kernels.toolchain.kernel import Card, KernelCall
 from lowlat.kernels.tuning.table import Entry, Plan, TuningTable
-from lowlat.models.program import Op, Program, Stage
+from lowlat.lowering.lower import LoweredGroup
 from lowlat.tools.tune.pairs import PairPrograms
 
 __all__ = ["KINDS", "Shape", "calls_by_plan", "collect", "stage_tag"]

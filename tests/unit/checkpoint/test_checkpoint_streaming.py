@@ -19,8 +19,8 @@ from lowlat.checkpoint import stored
 from lowlat.checkpoint.source import JoinedWeights, shapes_of, streamed
 from lowlat.checkpoint.stored import StoredWeights, _Ring
 from lowlat.errors import ConfigError
-from lowlat.executors.device_weights import DeviceWeights
 from lowlat.kernels.gemm.packing import PackedMatrix, unpack
+from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.models.target import load_target, open_target
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # META: a device to which nothing is copied
@@ -169,7 +169,7 @@ GROWTH = """
 import sys, torch
 from pathlib import Path
 from lowlat.models.target import load_target, open_target
-from lowlat.executors.device_weights import DeviceWeights
+from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.kernels.gemm.packing import PackedMatrix, unpack
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -15,8 +15,8 @@ from hub_server import COMMIT, DEMO, Hub, hub_here
 
 from lowlat.checkpoint import hub as hub_module
 from lowlat.checkpoint.hub import fetch, outline
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
-from lowlat.host.runtime import Runtime
 from lowlat.models.target import fetch_target, open_target
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.model_names import Repository, find_repository

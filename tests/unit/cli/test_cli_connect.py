@@ -15,8 +15,8 @@ from tiny_models import PairPaths
 from lowlat.cli import cli
 from lowlat.cli.commands import chat as chat_module
 from lowlat.cli.connecting import ServedModel
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ServerGone
-from lowlat.host.runtime import Runtime
 from lowlat.ipc import Server
 from lowlat.serving.codec import ServingCodec
 from lowlat.serving.engine import RuntimeEngine

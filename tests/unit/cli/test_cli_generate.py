@@ -14,7 +14,7 @@ from tiny_models import PairPaths, make_target, random_draft_model
 from lowlat import Runtime, SamplingParams
 from lowlat.cli import cli
 from lowlat.cli.options import bundled
-from lowlat.host import loading
+from lowlat.engine import loading
 
 
 def expected_tokens(pair: PairPaths, prompt: list[int], params: SamplingParams, **options: Any) -> list[int]:

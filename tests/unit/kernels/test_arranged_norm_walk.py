@@ -7,8 +7,8 @@ from rowwise_cases import EPS, flags, poison, same_bits, weights
 from stages import later
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
-from lowlat.kernels.rows.arranged_norm import arranged_add_norm, arranged_rms_norm
 
 COMMON = ("common.norm_math", "common.norm_row")
 NAMES = (*COMMON, "gemm.prefill.activation_layout", "rows.norm", "rows.arranged_norm")

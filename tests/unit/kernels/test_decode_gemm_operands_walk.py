@@ -13,14 +13,14 @@ from selection_cases import best_of, best_pairs
 from stages import later
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.peers.rows import PeerRows, area_shape
+from lowlat.kernels.collectives.peers.rows import PeerRows, area_shape
 from lowlat.kernels.gemm.decode.gemm import (
     BlockRow,
     PartialArgmax,
     decode_gemm,
 )
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
-from lowlat.kernels.reference.rows.markov import bias_rows
+from lowlat.kernels.reference.speculation.markov import bias_rows
 from lowlat.kernels.sampling.select import BROKEN, FINITE, INFINITY
 from lowlat.tools.tune.loopback import looped
 

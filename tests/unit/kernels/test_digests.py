@@ -17,7 +17,7 @@ CACHED = (digests.compilers, digests.assembler, digests._digest_of, digests._con
 FILES = {
     "toolchain/compiler.py": "from lowlat.kernels.toolchain import numba_cuda\n",
     "toolchain/numba_cuda.py": "",
-    "rows/norm.py": (
+    "elementwise/norm.py": (
         "from lowlat.kernels.common import (\n    memory,  # of words\n)\nimport lowlat.kernels.formats as formats\n"
     ),
     "common/__init__.py": "",
@@ -25,10 +25,10 @@ FILES = {
     "formats/__init__.py": "from lowlat.kernels.formats.fp8 import CODES\n",
     "formats/bf16.py": "WORD = 2\n",
     "formats/fp8.py": "CODES = 8\n",
-    "rows/embed.py": "from lowlat.kernels.common.memory import load\n",
+    "elementwise/embed.py": "from lowlat.kernels.common.memory import load\n",
     "handed.py": "",
 }
-APART = {"rows/embed.py", "common/__init__.py", "handed.py"}
+APART = {"elementwise/embed.py", "common/__init__.py", "handed.py"}
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_kernel_depends_on_what_its_module_imports(
     changed: str, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the top or in a function, through packages, and on the compiler; an unrelated module is another's business."""
-    kernel = make(module_of(sources / "rows" / "norm.py", monkeypatch), 1)
+    kernel = make(module_of(sources / "elementwise" / "norm.py", monkeypatch), 1)
     before, all_before = kernel_digest(kernel), source_digest()
     (sources / changed).write_text(FILES[changed] + "# changed\n")
     assert kernel_digest(kernel) == before  # read once a process, as the modules are
@@ -94,7 +94,7 @@ def test_a_function_that_is_handed_in_brings_its_sources(sources: Path, monkeypa
         return value + 1
 
     add_one.__module__ = module_of(sources / "handed.py", monkeypatch)
-    name = module_of(sources / "rows" / "norm.py", monkeypatch)
+    name = module_of(sources / "elementwise" / "norm.py", monkeypatch)
     kernels = [make(name, 1, given) for given in (None, add_one, device_function(add_one))]
     before = [kernel_digest(each) for each in kernels]
     (sources / "handed.py").write_text("# changed\n")
@@ -121,8 +121,8 @@ def test_constants_sizes_and_compilers_count(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_real_sources_are_found() -> None:
     """A normalisation's few, not the products'; not what only describes kernels."""
-    found = sources_of([digests.SOURCES / "rows" / "norm.py"])
+    found = sources_of([digests.SOURCES / "elementwise" / "norm.py"])
     near = {path.relative_to(digests.SOURCES).as_posix() for path in found}
-    assert {"rows/norm.py", "common/norm_math.py", "toolchain/ptx.py", "toolchain/numba_cuda.py"} <= near
+    assert {"elementwise/norm.py", "common/norm_math.py", "toolchain/ptx.py", "toolchain/numba_cuda.py"} <= near
     assert not {name for name in near if name.startswith(("gemm/", "moe/", "attention/", "toolchain/kernel"))}
     assert all(path.is_file() for path in sources_of(digests.SOURCES.rglob("*.py")))

@@ -10,8 +10,8 @@ from selection_cases import Memory
 from stages import staged
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.reference.sampling import draft_confidence as reference
-from lowlat.kernels.trees.draft_confidence import draft_confidence
+from lowlat.kernels.reference.speculation import draft_confidence as reference
+from lowlat.kernels.speculation.draft_confidence import draft_confidence
 
 NAMES = ("common.memory", "common.norm_math", "sampling.select", "trees.draft_confidence")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.reference.sampling.draft_topk import draft_topk
+from lowlat.kernels.reference.speculation.draft_topk import draft_topk
 
 
 def top(logits: torch.Tensor, k: int, mapping: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:

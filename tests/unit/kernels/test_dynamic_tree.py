@@ -12,9 +12,9 @@ from kernel_walk import Walker, walkable
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference import OPERATIONS
-from lowlat.kernels.reference.trees.grow import first_entry
+from lowlat.kernels.reference.speculation.grow import first_entry
+from lowlat.kernels.speculation import draft_scores, grow, hand_over
 from lowlat.kernels.toolchain.kernel import KernelCall
-from lowlat.kernels.trees import draft_scores, grow, hand_over
 
 SAMPLING = ("select", "ranking", "logprobs.tokens")
 SHARED = ("common.memory", "common.norm_math", *(f"sampling.{part}" for part in SAMPLING))

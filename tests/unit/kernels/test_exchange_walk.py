@@ -10,9 +10,9 @@ from rowwise_cases import canonical_norm, flags, poison, same_bits, weights
 from stages import later
 
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.kernels.common.peers.words import HOST_GAVE_UP, awaited_code
-from lowlat.kernels.rows.ranks import exchange
-from lowlat.kernels.rows.ranks import shares as row_shares
+from lowlat.kernels.collectives import exchange
+from lowlat.kernels.collectives import shares as row_shares
+from lowlat.kernels.collectives.peers.words import HOST_GAVE_UP, awaited_code
 from lowlat.kernels.step import forward_commands
 
 F32 = torch.float32

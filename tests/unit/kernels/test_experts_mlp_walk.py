@@ -13,7 +13,7 @@ from mixture_walk import NAMES, small_card, walk
 from stages import later
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.peers.rows import PeerRows, area_shape
+from lowlat.kernels.collectives.peers.rows import PeerRows, area_shape
 from lowlat.kernels.common.sentinels import MISSING
 from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.moe.decode.mlp import experts_mlp

@@ -18,7 +18,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.moe.decode.experts import experts_down
 from lowlat.kernels.moe.packing import PackedExperts, pack_experts
-from lowlat.kernels.reference.exchange.cuts import bounds
+from lowlat.kernels.reference.collectives.cuts import bounds
 from lowlat.kernels.reference.moe.experts import experts_down as reference
 
 DECODE = (*ALONE[:-1], "gemm.k_parts", "moe.decode.topk_parts", *ALONE[-1:])

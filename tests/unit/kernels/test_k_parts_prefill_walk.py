@@ -20,7 +20,7 @@ from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix, pack, runs_of
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, cut_of, plans_of, segments_of
-from lowlat.kernels.reference.exchange.cuts import bounds
+from lowlat.kernels.reference.collectives.cuts import bounds
 from lowlat.kernels.toolchain.kernel import H200, Card
 
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "mxfp4", "fp8", "int4", "nvfp4"))

@@ -14,13 +14,13 @@ from quantised_layers import random_parts
 from stages import later
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.peers.rows import area_shape
+from lowlat.kernels.collectives.peers.rows import area_shape
 from lowlat.kernels.formats import matrix_format
 from lowlat.kernels.formats.dense import pack_matrix
 from lowlat.kernels.gemm.decode.gemm import decode_gemm
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix, pack
-from lowlat.kernels.reference.exchange.cuts import bounds
+from lowlat.kernels.reference.collectives.cuts import bounds
 from lowlat.kernels.toolchain.kernel import Card
 
 SHARED = ("activation", "handover", "kv_codes", "norm_math", "norm_row", "peers.chunk", "peers.words", "peers.rows")

@@ -11,8 +11,8 @@ from partial_cases import PartialCase
 from lowlat.errors import ShapeError
 from lowlat.kernels import reference
 from lowlat.kernels.attention.attention import partial_attention
-from lowlat.kernels.partial.block_lists import choose_blocks, list_lens
-from lowlat.kernels.partial.block_summary import summarise_blocks
+from lowlat.kernels.attention.partial.block_lists import choose_blocks, list_lens
+from lowlat.kernels.attention.partial.block_summary import summarise_blocks
 from lowlat.kernels.toolchain.kernel import Card
 
 COMMON = ("common.memory", "common.norm_math", "common.kv_codes")

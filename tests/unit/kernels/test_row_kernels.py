@@ -10,10 +10,10 @@ import torch
 from compiled_examples import Compiled, staged_cases
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.elementwise import arranged_norm, elementwise, embed, norm, qk_norm, rotate
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
-from lowlat.kernels.rows import arranged_norm, elementwise, embed, norm, qk_norm, rotate
-from lowlat.kernels.rows import draft_input as draft_input
+from lowlat.kernels.speculation import draft_input as draft_input
 from lowlat.kernels.toolchain.kernel import Kernel
 
 BF16 = torch.bfloat16

@@ -11,11 +11,11 @@ from unit.kernels.sampling import World
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS
 from lowlat.kernels.sampling import argmax as argmax_kernels
-from lowlat.kernels.sampling import draft_topk as draft_kernels
 from lowlat.kernels.sampling import row_pairs as pair_kernels
 from lowlat.kernels.sampling import sample as sample_kernels
 from lowlat.kernels.sampling.logprobs import prompt as prompt_kernels
 from lowlat.kernels.sampling.logprobs import tokens as logprob_kernels
+from lowlat.kernels.speculation import draft_topk as draft_kernels
 from lowlat.kernels.toolchain.kernel import Kernel
 
 MODULES = (argmax_kernels, draft_kernels, logprob_kernels, pair_kernels, sample_kernels, prompt_kernels)

@@ -8,7 +8,7 @@ from kernel_cases import Arrays, meant, poisoned
 
 from lowlat.errors import DeviceError
 from lowlat.kernels.reference import OPERATIONS
-from lowlat.kernels.reference.step.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
+from lowlat.kernels.reference.speculation.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
 from lowlat.kernels.reference.step.publish import ACCEPTED, COMMITTED, FINISH, RECORD_WIDTH, SLOT, VERIFIED_SOURCE
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, HAS_GRAMMAR, MAX_LENGTH, NUM_INTS
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_TEXT

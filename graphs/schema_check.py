@@ -1,0 +1,181 @@
+"""Checks of what an operation is given against its schema: names, parameters, dtypes, and shapes that must unify.
+
+Shapes unify when every symbol of the schema stands for one number: extents that are a symbol by themselves bind it,
+composed ones are compared, or solved for the symbol that nothing else binds. It knows no operation and no program.
+"""
+
+import ast
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.graphs.extents import evaluate, solve, symbols
+from lowlat.graphs.schema import Access, Argument, OperationSchema
+
+__all__ = ["ArrayType", "check_operation"]
+
+ArrayType = tuple[tuple[int, ...], torch.dtype]  # a shape and a dtype
+
+FLOATS = (torch.bfloat16, torch.float32)
+
+
+def check_operation(
+    schema: OperationSchema,
+    reads: Mapping[str, ArrayType],
+    writes: Mapping[str, ArrayType],
+    weights: Mapping[str, ArrayType | None],
+    params: Mapping[str, object],
+) -> None:
+    """Check what an operation is given: arrays by their types, updated ones among `writes`; parameters by value.
+
+    A weight's type is None where it is unknown: then its name alone is checked. Raises ConfigError for an argument or
+    a parameter that is missing, unknown, of another access, dtype or type, and for shapes that do not unify.
+    """
+    known = dict(_check_names(schema, tuple(reads), tuple(writes), tuple(weights)))
+    _check_parameters(schema, params)
+    known.update((name, value) for name, value in params.items() if type(value) is int)
+    arrays = {**reads, **writes, **{name: array for name, array in weights.items() if array is not None}}
+    _Unifier(schema, arrays, known).run()
+
+
+@lru_cache(maxsize=1024)
+def _check_names(
+    schema: OperationSchema, reads: tuple[str, ...], writes: tuple[str, ...], weights: tuple[str, ...]
+) -> Mapping[str, int]:
+    """Check the names that an operation is given; returns the symbols that these alone bind.
+
+    Those are the counts of counted arguments, and zero for what only absent arguments have as an extent by itself.
+    """
+    groups = (
+        ("reads", reads, (Access.READ,)),
+        ("writes", writes, (Access.WRITE, Access.UPDATE)),
+        ("takes as a weight", weights, (Access.WEIGHT,)),
+    )
+    for verb, names, accesses in groups:
+        for name in names:
+            argument = schema.argument(name)
+            if argument.access not in accesses:
+                raise ConfigError(f"{verb} {name}, which is declared as: {argument.access} {name} {argument}")
+    given = (*reads, *writes, *weights)
+    known = _check_presence(schema, given)
+    _check_forms(schema, weights)
+    present = {symbol for name in given for _, symbol in schema.argument(name).bare}
+    absent = (each for name, each in schema.arguments.items() if each.optional and name not in given)
+    zero = {symbol for each in absent for _, symbol in each.bare} - present - set(schema.parameters)
+    return {**known, **dict.fromkeys(zero, 0)}
+
+
+def _check_presence(schema: OperationSchema, given: Iterable[str]) -> dict[str, int]:
+    """Every argument that is not optional is there; returns the counts of those that are counted."""
+    counts = {}
+    for name, argument in schema.arguments.items():
+        if argument.count is not None:
+            found = [each for each in given if schema.argument(each) is argument]
+            missing = next((f"{name}{k}" for k in range(max(len(found), 1)) if f"{name}{k}" not in found), None)
+            counts[argument.count] = len(found)
+        else:
+            missing = None if name in given or argument.optional else name
+        if missing is not None:
+            raise ConfigError(f"lacks argument {missing}, declared as: {argument.access} {missing} {argument}")
+    return counts
+
+
+def _check_forms(schema: OperationSchema, weights: Iterable[str]) -> None:
+    chosen = set(weights) & {name for form in schema.forms for name in form}
+    if schema.forms and chosen not in [set(form) for form in schema.forms]:
+        expected = " or ".join(" with ".join(form) for form in schema.forms)
+        raise ConfigError(f"takes weights {expected}, found {', '.join(sorted(chosen)) or 'none of them'}")
+
+
+def _check_parameters(schema: OperationSchema, params: Mapping[str, object]) -> None:
+    for name, value in params.items():
+        parameter = schema.parameters.get(name)
+        if parameter is None:
+            raise ConfigError(f"has no parameter {name}; it has {', '.join(schema.parameters) or 'none'}")
+        if not parameter.accepts(value):
+            expected = " or ".join(kind.__name__ for kind in parameter.types)
+            raise ConfigError(f"parameter {name} must be {expected}, got {value!r}")
+    for name, parameter in schema.parameters.items():
+        if parameter.required and name not in params:
+            raise ConfigError(f"lacks parameter {name}")
+
+
+class _Unifier:
+    """Finds what the symbols of a schema stand for; the first array that does not fit is named.
+
+    arrays  types by argument name
+    known   symbols that are bound already
+    """
+
+    def __init__(self, schema: OperationSchema, arrays: Mapping[str, ArrayType], known: dict[str, int]) -> None:
+        self.known = known
+        self.rests: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.arrays = arrays
+        self.pairs = {name: schema.argument(name) for name in arrays}
+
+    def run(self) -> None:
+        """Unify all arrays. Raises ConfigError."""
+        pending: list[tuple[str, ast.expr, int]] = []
+        for name, argument in self.pairs.items():
+            self._unify_dtype(name, argument)
+            sizes = self._unify_bare(name, argument)
+            pending += [(name, extent, sizes[place]) for place, extent in argument.composed]
+        while pending:
+            left = [entry for entry in pending if not self._settle(*entry)]
+            if len(left) == len(pending):
+                return  # nothing else says what their symbols are
+            pending = left
+
+    def _unify_dtype(self, name: str, argument: Argument) -> None:
+        found, wanted = self.arrays[name][1], argument.dtype
+        if wanted == "cache":
+            wanted = "uint8" if found == torch.uint8 else "compute"
+        if wanted == "any" or (wanted == "compute" and found in FLOATS):
+            fits = self.dtypes.setdefault(wanted, found) == found
+        else:
+            fits = found in FLOATS if wanted == "float" else found == getattr(torch, wanted, None)
+        if not fits:
+            self._refuse(name)
+
+    def _unify_bare(self, name: str, argument: Argument) -> tuple[int, ...]:
+        """The number of extents, and those that are a symbol by themselves; returns the sizes."""
+        sizes, count = argument.sizes(self.arrays[name][0]), len(argument.extents)
+        if len(sizes) < count or (len(sizes) > count and argument.rest is None):
+            self._refuse(name)
+        if argument.rest is not None and self.rests.setdefault(argument.rest, sizes[count:]) != sizes[count:]:
+            self._refuse(name)
+        for place, symbol in argument.bare:
+            if self.known.setdefault(symbol, sizes[place]) != sizes[place]:
+                self._refuse(name)
+        return sizes
+
+    def _settle(self, name: str, extent: ast.expr, size: int) -> bool:
+        """Whether an expression is known to be right, or gave its one unknown symbol a value."""
+        value = evaluate(extent, self.known)
+        if value is None:
+            found = solve(extent, size, self.known)
+            if found is None:
+                self._refuse(name)
+            self.known.update(found or {})
+            return bool(found)
+        if value != size:
+            self._refuse(name)
+        return True
+
+    def _refuse(self, name: str) -> None:
+        argument, (shape, dtype) = self.pairs[name], self.arrays[name]
+        names = dict.fromkeys(symbol for extent in argument.extents for symbol in symbols(extent))
+        bound = [f"{symbol} = {self.known[symbol]}" for symbol in names if symbol in self.known]
+        if argument.rest in self.rests:
+            bound.append(f"{argument.rest} = {list(self.rests[argument.rest])}")
+        if argument.dtype in self.dtypes:
+            bound.append(f"{argument.dtype} = {_dtype_name(self.dtypes[argument.dtype])}")
+        where = f" where {', '.join(bound)}" if bound else ""
+        raise ConfigError(f"argument {name} must be {argument}{where}, found {_dtype_name(dtype)} {list(shape)}")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

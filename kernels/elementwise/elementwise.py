@@ -1,0 +1,218 @@
+"""Copies, rounding, residual sums and the gated activation on their own: for where no GEMM takes them over.
+
+Every thread has 8 elements, or 16 bytes. It knows no rows but for the activation's dead ones.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.activation import silu_times
+from lowlat.kernels.common.memory import WIDE
+from lowlat.kernels.common.norm_row import chunk_values, is_live
+from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types, uint32
+
+__all__ = ["add", "cast", "examples", "identity", "silu_mul"]
+
+THREADS = 128
+CHUNK = 8
+FOUR = 4
+
+
+@cache
+def _make_identity() -> Kernel:
+    """A thread has 16 bytes, or one of the few that are left."""
+
+    def identity(x: Any, out: Any, chunks: Any, rest: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        place = int64(cuda.blockIdx.x) * int64(THREADS) + int64(cuda.threadIdx.x)
+        if place < chunks:
+            a, b, c, d = ptx.load_global_128(x + place * int64(WIDE))
+            ptx.store_global_128(out + place * int64(WIDE), a, b, c, d)
+        elif place < chunks + rest:
+            at = chunks * int64(WIDE) + place - chunks
+            ptx.store_global_u8(out + at, ptx.load_global_u8(x + at))
+
+    return Kernel("identity", identity, (types.int64,) * 4, THREADS)
+
+
+@cache
+def _make_cast(wide: bool) -> Kernel:
+    def cast(x: Any, out: Any, chunks: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        chunk = int64(cuda.blockIdx.x) * int64(THREADS) + int64(cuda.threadIdx.x)
+        if chunk < chunks:
+            v = chunk_values(x, chunk, wide)
+            ptx.store_global_128(
+                out + chunk * int64(16),
+                ptx.bf16_pair(v[0], v[1]),
+                ptx.bf16_pair(v[2], v[3]),
+                ptx.bf16_pair(v[4], v[5]),
+                ptx.bf16_pair(v[6], v[7]),
+            )
+
+    return Kernel(f"cast_{_name(wide)}", cast, (types.int64,) * 3, THREADS)
+
+
+@cache
+def _make_add(wide_a: bool, wide_b: bool) -> Kernel:
+    def add(a: Any, b: Any, out: Any, chunks: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        chunk = int64(cuda.blockIdx.x) * int64(THREADS) + int64(cuda.threadIdx.x)
+        if chunk < chunks:
+            v, w = chunk_values(a, chunk, wide_a), chunk_values(b, chunk, wide_b)
+            ptx.store_global_128(
+                out + chunk * int64(16),
+                ptx.bf16_pair(ptx.add_rn(v[0], w[0]), ptx.add_rn(v[1], w[1])),
+                ptx.bf16_pair(ptx.add_rn(v[2], w[2]), ptx.add_rn(v[3], w[3])),
+                ptx.bf16_pair(ptx.add_rn(v[4], w[4]), ptx.add_rn(v[5], w[5])),
+                ptx.bf16_pair(ptx.add_rn(v[6], w[6]), ptx.add_rn(v[7], w[7])),
+            )
+
+    return Kernel(f"add_{_name(wide_a)}_{_name(wide_b)}", add, (types.int64,) * 4, THREADS)
+
+
+@cache
+def _make_silu_mul(width: int) -> Kernel:
+    """Grid (M, chunks of a row of I = width elements / THREADS)."""
+
+    def silu_mul(gate_up: Any, row_live: Any, out: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        row = int64(cuda.blockIdx.x)
+        chunk = uint32(uint32(cuda.blockIdx.y) * uint32(THREADS) + uint32(cuda.threadIdx.x))
+        if chunk < uint32(width // CHUNK):
+            source = gate_up + row * int64(8 * width)
+            g = chunk_values(source, chunk, True)
+            u = chunk_values(source + int64(4 * width), chunk, True)
+            a = ptx.bf16_pair(silu_times(g[0], u[0]), silu_times(g[1], u[1]))
+            b = ptx.bf16_pair(silu_times(g[2], u[2]), silu_times(g[3], u[3]))
+            c = ptx.bf16_pair(silu_times(g[4], u[4]), silu_times(g[5], u[5]))
+            d = ptx.bf16_pair(silu_times(g[6], u[6]), silu_times(g[7], u[7]))
+            if not is_live(row_live, row):
+                a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+            ptx.store_global_128(out + row * int64(2 * width) + int64(chunk) * int64(16), a, b, c, d)
+
+    return Kernel(f"silu_mul_i{width}", silu_mul, (types.int64,) * 3, THREADS)
+
+
+@cache
+def _make_take(width: int, count: int) -> Kernel:
+    """Grid (M, words of 16 bytes of a row of N = count elements / THREADS)."""
+
+    def take_columns(x: Any, out: Any, first: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        row = int64(cuda.blockIdx.x)
+        place = int64(cuda.blockIdx.y) * int64(THREADS) + int64(cuda.threadIdx.x)
+        if place < int64(count // FOUR):
+            words = ptx.load_global_128(x + (row * int64(width) + first) * int64(4) + place * int64(16))
+            target = out + row * int64(4 * count) + place * int64(16)
+            ptx.store_global_128(target, words[0], words[1], words[2], words[3])
+
+    return Kernel(f"take_columns_{width}_{count}", take_columns, (types.int64,) * 3, THREADS)
+
+
+def take_columns(x: torch.Tensor, *, out: torch.Tensor, first: int) -> list[KernelCall]:
+    """Columns `first` to `first` + N - 1 of rows [M, W] of float32, as rows [M, N].
+
+    One launch. Raises ShapeError for columns that are not there, and for sizes that are no multiples of 4.
+    """
+    (rows, width), count = x.shape, out.shape[1]
+    check_shape("out", out, rows, count)
+    check_dtype(torch.float32, x=x, out=out)
+    if width % FOUR or count % FOUR or first % FOUR or not 0 <= first <= width - count:
+        raise ShapeError(f"columns {first} to {first + count - 1} of {width} are not multiples of {FOUR} inside of it")
+    grid = (rows, -(-(count // FOUR) // THREADS), 1)
+    return [KernelCall(_make_take(width, count), grid, (x, out, first))]
+
+
+def _name(wide: bool) -> str:
+    return "f32" if wide else "bf16"
+
+
+def _is_wide(name: str, tensor: torch.Tensor) -> bool:
+    if tensor.dtype == torch.float32:
+        return True
+    check_dtype(torch.bfloat16, **{name: tensor})
+    return False
+
+
+def _chunks(out: torch.Tensor) -> int:
+    check_dtype(torch.bfloat16, out=out)
+    if out.numel() % CHUNK:
+        raise ShapeError(f"out must have a multiple of {CHUNK} elements, got shape {list(out.shape)}")
+    return out.numel() // CHUNK
+
+
+def identity(x: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
+    """A copy of x, contiguous, of any shape and dtype, which out has too; by single bytes where 16 are not aligned.
+
+    One launch. Raises ShapeError unless shapes and dtypes agree and both are contiguous.
+    """
+    check_shape("x", x, *out.shape)
+    check_dtype(out.dtype, x=x)
+    if not (x.is_contiguous() and out.is_contiguous()):
+        raise ShapeError("x and out must be contiguous")
+    size = x.numel() * x.element_size()
+    chunks = 0 if (x.data_ptr() | out.data_ptr()) % WIDE else size // WIDE
+    rest = size - chunks * WIDE
+    grid = (max(1, -(-(chunks + rest) // THREADS)), 1, 1)
+    return [KernelCall(_make_identity(), grid, (x, out, chunks, rest))]
+
+
+def cast(x: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
+    """Round a GEMM's output once: x [M, N] float32 (or bf16, copied) -> out [M, N] bf16 out.
+
+    One launch. Raises ShapeError unless the shapes agree and M * N is a multiple of 8.
+    """
+    check_shape("x", x, *out.shape)
+    chunks = _chunks(out)
+    return [KernelCall(_make_cast(_is_wide("x", x)), (-(-chunks // THREADS), 1, 1), (x, out, chunks))]
+
+
+def add(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
+    """a + b in float32, rounded once: a, b [M, N] float32 or bf16 -> out [M, N] bf16 out.
+
+    One launch. Raises ShapeError as `cast` does.
+    """
+    check_shape("a", a, *out.shape)
+    check_shape("b", b, *out.shape)
+    chunks = _chunks(out)
+    kernel = _make_add(_is_wide("a", a), _is_wide("b", b))
+    return [KernelCall(kernel, (-(-chunks // THREADS), 1, 1), (a, b, out, chunks))]
+
+
+def silu_mul(gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor) -> list[KernelCall]:
+    """silu(gate) * up of a fused gate-up GEMM's output; dead rows give zero.
+
+    gate_up   [M, 2I]  float32, gates first
+    row_live  [M]      uint8; None: all rows are live
+    out       [M, I]   bf16  out
+    One launch. Raises ShapeError unless the shapes agree and I is a multiple of 8.
+    """
+    rows, width = out.shape
+    check_shape("gate_up", gate_up, rows, 2 * width)
+    check_row_live(row_live, rows)
+    check_dtype(torch.float32, gate_up=gate_up)
+    check_dtype(torch.bfloat16, out=out)
+    if width % CHUNK:
+        raise ShapeError(f"out must have a multiple of {CHUNK} columns, got {width}")
+    grid = (rows, -(-(width // CHUNK) // THREADS), 1)
+    live = 0 if row_live is None else row_live
+    return [KernelCall(_make_silu_mul(width), grid, (gate_up, live, out))]
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that stand for all, to compile without a GPU."""
+    sums = [_make_add(False, True), _make_add(False, False)]
+    return [_make_identity(), _make_cast(True), *sums, _make_silu_mul(14336), _make_take(10240, 2048)]

@@ -1,0 +1,148 @@
+"""Embedding rows, from a row-major weight or from the packed one that the LM head's GEMM reads; with the first norm.
+
+Tied embeddings so need one copy. It knows no model: a token is a row of a weight, -1 a row of zeros.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.norm_math import THREADS, WARPS
+from lowlat.kernels.common.norm_row import (
+    finish_norm,
+    gather_chunk,
+    is_live,
+    load_first,
+    load_first_weights,
+    store_row,
+    table_row,
+)
+from lowlat.kernels.elementwise.norm import check_dtype, check_row_live, check_width
+from lowlat.kernels.gemm.packing import PackedMatrix
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int32, int64, types, uint32
+
+__all__ = ["check_table", "embed", "embed_norm", "examples"]
+
+EMBED_THREADS = 128
+
+
+def check_table(weight: torch.Tensor | PackedMatrix, width: int) -> tuple[torch.Tensor, bool]:
+    """The tensor behind an embedding weight, and whether it is packed.
+
+    Raises ShapeError unless its rows have `width` elements in their own order.
+    """
+    if isinstance(weight, PackedMatrix):
+        if weight.order is not None:
+            raise ShapeError("an embedding's packed rows must stand in their own order")
+        if weight.columns != width:
+            raise ShapeError(f"weight must have {width} columns, got {weight.columns}")
+        check_dtype(torch.bfloat16, weight=weight.tiles)
+        return weight.tiles, True
+    check_shape("weight", weight, weight.shape[0], width)
+    check_dtype(torch.bfloat16, weight=weight)
+    return weight, False
+
+
+@cache
+def _make_embed(width: int, tiled: bool) -> Kernel:
+    """Every chunk of every row has a thread: grid (M, chunks of a row / EMBED_THREADS)."""
+
+    def embed(tokens: Any, weight: Any, out: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        row = int64(cuda.blockIdx.x)
+        chunk = uint32(uint32(cuda.blockIdx.y) * uint32(EMBED_THREADS) + uint32(cuda.threadIdx.x))
+        if chunk < uint32(width // 8):
+            token = int32(ptx.load_global_i32(tokens + row * int64(4)))
+            gather_chunk(weight, token, chunk, out + row * int64(width * 2), width, tiled)
+
+    name = f"embed_n{width}_{'packed' if tiled else 'rows'}"
+    return Kernel(name, embed, (types.int64,) * 3, EMBED_THREADS, settles=True)
+
+
+@cache
+def _make_embed_norm(width: int, tiled: bool, eps: float) -> Kernel:
+    """A block a row: grid (M,)."""
+
+    def embed_norm(tokens: Any, table: Any, weight: Any, row_live: Any, out: Any, normed: Any) -> None:
+        sums = cuda.shared.array(shape=WARPS, dtype=float32)
+        row = int64(cuda.blockIdx.x)
+        weights = load_first_weights(weight, width)
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        token = int32(ptx.load_global_i32(tokens + row * int64(4)))
+        known = token >= int32(0)
+        live = is_live(row_live, row) and known
+        source = table_row(table, max(token, int32(0)), width, tiled)
+        words = load_first(source, width, tiled)
+        offset = row * int64(width * 2)
+        store_row(words, source, tiled, out + offset, known, width)
+        finish_norm(words, weights, source, tiled, weight, normed + offset, int64(0), live, sums, width, eps)
+
+    name = f"embed_norm_n{width}_{'packed' if tiled else 'rows'}_eps{eps!r}"
+    return Kernel(name, embed_norm, (types.int64,) * 6, THREADS, settles=True)
+
+
+def embed(tokens: torch.Tensor, weight: torch.Tensor | PackedMatrix, *, out: torch.Tensor) -> list[KernelCall]:
+    """Gather embedding rows; a dead row (token -1) gives zero.
+
+    tokens  [B, T] or [M]  int32
+    weight  [V, N]         bf16, row-major or packed
+    out     [M, N]         bf16  out
+    One launch. Raises ShapeError for shapes that do not fit, or N that is no multiple of 8 or above `norm.MAX_WIDTH`.
+    """
+    rows, width = tokens.numel(), out.shape[-1]
+    check_width(width)
+    check_shape("out", out, rows, width)
+    check_dtype(torch.bfloat16, out=out)
+    check_dtype(torch.int32, tokens=tokens)
+    table, tiled = check_table(weight, width)
+    grid = (rows, -(-(width // 8) // EMBED_THREADS), 1)
+    return [KernelCall(_make_embed(width, tiled), grid, (tokens, table, out))]
+
+
+def embed_norm(
+    tokens: torch.Tensor,
+    weight: torch.Tensor | PackedMatrix,
+    norm_weight: torch.Tensor,
+    row_live: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    normed: torch.Tensor,
+    eps: float,
+) -> list[KernelCall]:
+    """Embedding rows and their RMS norm, see `embed` and `norm.rms_norm`.
+
+    norm_weight  [N]     bf16
+    row_live     [M]     uint8; None: all rows are live. The norm of a dead row is zero, its embedding is not
+    out, normed  [M, N]  bf16  out
+    One launch. Raises ShapeError as `embed` does.
+    """
+    rows, width = tokens.numel(), out.shape[-1]
+    check_width(width)
+    check_row_live(row_live, rows)
+    check_shape("out", out, rows, width)
+    check_shape("normed", normed, rows, width)
+    check_shape("norm_weight", norm_weight, width)
+    check_dtype(torch.bfloat16, out=out, normed=normed, norm_weight=norm_weight)
+    check_dtype(torch.int32, tokens=tokens)
+    table, tiled = check_table(weight, width)
+    live = 0 if row_live is None else row_live
+    kernel = _make_embed_norm(width, tiled, eps)
+    return [KernelCall(kernel, (rows, 1, 1), (tokens, table, norm_weight, live, out, normed))]
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that stand for all, to compile without a GPU."""
+    return [
+        _make_embed(4096, False),
+        _make_embed(2880, True),
+        _make_embed_norm(4096, False, 1e-5),
+        _make_embed_norm(2880, True, 1e-5),
+        _make_embed_norm(8192, True, 1e-5),
+    ]

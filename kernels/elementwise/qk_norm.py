@@ -1,0 +1,185 @@
+"""The norm of every query and key head (Qwen3), alone; `rotate` has the same before it rotates.
+
+A warp has a head of a row; lane i has elements 4i to 4i + 3 of both halves. A head's norm sums each lane's squares by
+fused multiply-adds, the lower half first, and the lanes by a butterfly (offsets 16, 8, 4, 2, 1). So a row's bits depend
+on the row alone.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.norm_math import high_value, inverse_rms, lane_sum, low_value, normalised
+from lowlat.kernels.common.norm_row import is_live
+from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+
+__all__ = [
+    "MAX_HEAD_DIM",
+    "THREADS",
+    "WARPS",
+    "check_head_dim",
+    "examples",
+    "head_weights",
+    "load_four",
+    "load_weights",
+    "normed_head",
+    "qk_norm",
+]
+
+WARPS = 4
+THREADS = WARPS * 32
+MAX_HEAD_DIM = 256
+
+
+def check_head_dim(dim: int) -> None:
+    """Raise ShapeError unless the lanes of a warp hold a head of `dim` elements."""
+    if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
+        raise ShapeError(f"head_dim must be a multiple of 8, at most {MAX_HEAD_DIM}, got {dim}")
+
+
+def head_weights(
+    eps: float | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    queries: int,
+    groups: int,
+    dim: int,
+) -> tuple[Argument, Argument]:
+    """The weights of the norm of heads that are there, 0 for the others'. Raises ShapeError."""
+    found: list[Argument] = []
+    for name, weight, heads in (("q_weight", q_weight, queries), ("k_weight", k_weight, groups)):
+        if eps is None or not heads:
+            found.append(0)
+        elif weight is None:
+            raise ShapeError(f"a norm of the heads needs {name}")
+        else:
+            check_shape(name, weight, dim)
+            check_dtype(torch.bfloat16, **{name: weight})
+            found.append(weight)
+    return found[0], found[1]
+
+
+@device_function
+def load_four(address: Any, active: Any) -> Any:
+    """Four float32; zeros in a lane past the head's end."""
+    words = (uint32(0), uint32(0), uint32(0), uint32(0))
+    if active:
+        words = ptx.load_global_128(address)
+    return (
+        ptx.float_of_bits(words[0]),
+        ptx.float_of_bits(words[1]),
+        ptx.float_of_bits(words[2]),
+        ptx.float_of_bits(words[3]),
+    )
+
+
+@device_function
+def load_weights(address: Any, active: Any) -> Any:
+    """Four bf16 as float32; zeros in a lane past the head's end."""
+    words = (uint32(0), uint32(0))
+    if active:
+        words = ptx.load_global_64(address)
+    return low_value(words[0]), high_value(words[0]), low_value(words[1]), high_value(words[1])
+
+
+@device_function
+def _store_four(address: Any, x: Any) -> None:
+    a, b, c, d = ptx.bits_of_float(x[0]), ptx.bits_of_float(x[1]), ptx.bits_of_float(x[2]), ptx.bits_of_float(x[3])
+    ptx.store_global_128(address, a, b, c, d)
+
+
+@device_function
+def _squares(total: Any, x: Any) -> Any:
+    for k in range(4):
+        total = ptx.fma_rn(x[k], x[k], total)
+    return total
+
+
+@device_function
+def _scaled(x: Any, inverse: Any, weights: Any) -> Any:
+    return (
+        normalised(x[0], inverse, weights[0]),
+        normalised(x[1], inverse, weights[1]),
+        normalised(x[2], inverse, weights[2]),
+        normalised(x[3], inverse, weights[3]),
+    )
+
+
+@device_function
+def normed_head(low: Any, high: Any, low_weights: Any, high_weights: Any, live: Any, dim: Any, eps: Any) -> Any:
+    """The norm of a head of which a lane has these elements; zeros for a dead row. All lanes must come here."""
+    inverse = inverse_rms(lane_sum(_squares(_squares(float32(0.0), low), high)), dim, eps)
+    low, high = _scaled(low, inverse, low_weights), _scaled(high, inverse, high_weights)
+    if not live:
+        low = high = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
+    return low, high
+
+
+@cache
+def _make_qk_norm(queries: int, keys: int, dim: int, eps: float) -> Kernel:
+    """Grid (M, heads of a row / WARPS)."""
+    count, num_normed = queries + 2 * keys, queries + keys
+
+    def qk_norm(qkv: Any, q_weight: Any, k_weight: Any, row_live: Any, out: Any) -> None:
+        thread = uint32(cuda.threadIdx.x)
+        lane, row = int64(thread & uint32(31)), int64(cuda.blockIdx.x)
+        head = int64(cuda.blockIdx.y) * int64(WARPS) + int64(thread >> uint32(5))
+        active, normed = lane < int64(dim // 8) and head < int64(count), head < int64(num_normed)
+        weight = (q_weight if head < int64(queries) else k_weight) + lane * int64(8)
+        low_weights = load_weights(weight, active and normed)
+        high_weights = load_weights(weight + int64(dim), active and normed)
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        place = (row * int64(count) + head) * int64(4 * dim) + lane * int64(16)
+        low, high = load_four(qkv + place, active), load_four(qkv + place + int64(2 * dim), active)
+        if normed:
+            low, high = normed_head(low, high, low_weights, high_weights, is_live(row_live, row), dim, eps)
+        if active:
+            _store_four(out + place, low)
+            _store_four(out + place + int64(2 * dim), high)
+
+    return Kernel(f"qk_norm_q{queries}_k{keys}_d{dim}_eps{eps!r}", qk_norm, (types.int64,) * 5, THREADS)
+
+
+def qk_norm(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    row_live: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+) -> list[KernelCall]:
+    """RMS norm of every query and key head, with the bits that `rotate` gives it; values pass through.
+
+    qkv                 [M, (H + 2G) * D]  float32; H or G may be 0
+    q_weight, k_weight  [D]                bf16; of heads that are not there anything
+    row_live            [M]                uint8; None: all rows are live. Queries and keys of a dead row are zero
+    out                 as qkv             float32  out
+    One launch. Raises ShapeError for shapes or dtypes that do not fit, and for D that is no multiple of 8 or above
+    MAX_HEAD_DIM.
+    """
+    rows, count = qkv.shape[0], num_heads + 2 * num_kv_heads
+    check_head_dim(head_dim)
+    check_shape("qkv", qkv, rows, count * head_dim)
+    check_shape("out", out, rows, count * head_dim)
+    check_row_live(row_live, rows)
+    check_dtype(torch.float32, qkv=qkv, out=out)
+    weights = head_weights(eps, q_weight, k_weight, num_heads, num_kv_heads, head_dim)
+    kernel = _make_qk_norm(num_heads, num_kv_heads, head_dim, eps)
+    live = 0 if row_live is None else row_live
+    return [KernelCall(kernel, (rows, -(-count // WARPS), 1), (qkv, *weights, live, out))]
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that stand for all, to compile without a GPU."""
+    return [_make_qk_norm(32, 8, 128, 1e-6), _make_qk_norm(6, 2, 40, 1e-5)]

@@ -1,0 +1,413 @@
+"""Rotary embedding of a GEMM's heads, with Qwen3's norm of each head before it and the KV write behind it.
+
+Lanes have a head's elements as `qk_norm` says, so that a lane's elements are each other's partners. The rotation is two
+products and a sum, each rounded, as torch does it. So a row's bits depend on the row alone. It knows nothing of
+attention.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.kv_codes import four_codes, load_scale
+from lowlat.kernels.common.memory import long_at
+from lowlat.kernels.common.norm_row import is_live
+from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
+from lowlat.kernels.elementwise.qk_norm import (
+    THREADS,
+    WARPS,
+    check_head_dim,
+    head_weights,
+    load_four,
+    load_weights,
+    normed_head,
+)
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall, Workspace
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+
+__all__ = ["LayerKV", "examples", "rotate", "rotate_layers"]
+
+LISTED = 4  # addresses a layer: its caches, weight and scales
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The shape that the kernel's code depends on.
+
+    queries, keys, values  heads of each kind in a row of the GEMM's output, in this order
+    dim                    elements of a head
+    eps                    of the norm of queries and keys; None: they are not normalised
+    rows, block_size       rows a slot, 0 for those of a chunk of prefill, and positions a KV block; 0 where keys and
+                           values go to buffers
+    coded                  keys and values go to caches of e4m3 codes
+    layers                 whose heads stand side by side in a row, each with caches and weights of its own; 0: one
+    """
+
+    queries: int
+    keys: int
+    values: int
+    dim: int
+    eps: float | None
+    rows: int
+    block_size: int
+    coded: bool = False
+    layers: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.queries + self.keys + self.values
+
+    @property
+    def name(self) -> str:
+        normed = "" if self.eps is None else f"_eps{self.eps!r}"
+        cached = f"_rows{self.rows}" if self.rows else "_chunk"
+        cached = f"{cached}_block{self.block_size}" if self.block_size else ""
+        cached += ("_coded" if self.coded else "") + (f"_layers{self.layers}" if self.layers else "")
+        return f"rotate_q{self.queries}_k{self.keys}_v{self.values}_d{self.dim}{normed}{cached}"
+
+
+@device_function
+def _store_four(address: Any, x: Any) -> None:
+    ptx.store_global_64(address, ptx.bf16_pair(x[0], x[1]), ptx.bf16_pair(x[2], x[3]))
+
+
+@device_function
+def _store_codes(address: Any, x: Any, scale: Any) -> None:
+    ptx.store_global_u32(address, four_codes(x[0], x[1], x[2], x[3], scale))
+
+
+@device_function
+def _turned(x: Any, cos: Any, y: Any, sin: Any) -> Any:
+    """x * cos + y * sin, every operation rounded."""
+    return (
+        ptx.add_rn(ptx.mul_rn(x[0], cos[0]), ptx.mul_rn(y[0], sin[0])),
+        ptx.add_rn(ptx.mul_rn(x[1], cos[1]), ptx.mul_rn(y[1], sin[1])),
+        ptx.add_rn(ptx.mul_rn(x[2], cos[2]), ptx.mul_rn(y[2], sin[2])),
+        ptx.add_rn(ptx.mul_rn(x[3], cos[3]), ptx.mul_rn(y[3], sin[3])),
+    )
+
+
+@device_function
+def _negative(x: Any) -> Any:
+    return -x[0], -x[1], -x[2], -x[3]
+
+
+@device_function
+def _cache_row(
+    row: Any,
+    live: Any,
+    rows: Any,
+    block_size: Any,
+    block_table: Any,
+    table_width: Any,
+    slots: Any,
+    write_lens: Any,
+    offsets: Any,
+) -> Any:
+    """The block that takes a row's keys and values, and the place in it; those of slot 0's start for a dead row.
+
+    rows   of a slot; 0: a chunk's
+    slots  of a step, or a chunk's start
+    """
+    if rows > 0:
+        owner = int64(uint32(row) // uint32(rows))
+        place = int64(row) - owner * int64(rows)
+        slot = int64(ptx.load_global_i32(slots + owner * int64(4)))
+        start = int64(ptx.load_global_i32(write_lens + owner * int64(4)))
+        position = start + int64(ptx.load_global_i32(offsets + place * int64(4)))
+    else:
+        slot, position = int64(0), int64(ptx.load_global_i32(slots)) + int64(row)
+    if not live:
+        slot, position = int64(0), int64(0)
+    index = int64(uint32(position) // uint32(block_size))
+    block = int64(ptx.load_global_i32(block_table + (slot * int64(table_width) + index) * int64(4)))
+    return block, int64(uint32(position) % uint32(block_size))
+
+
+@cache
+def _make_rotate(heads: _Heads) -> Kernel:
+    """Grid (M, heads of a row / WARPS), or (M, heads of a layer / WARPS, layers)."""
+    queries, keys, count, dim = heads.queries, heads.keys, heads.count, heads.dim
+    rows, block_size, layers = heads.rows, heads.block_size, heads.layers
+    rotated, normed, eps, coded = queries + keys, heads.eps is not None, heads.eps or 0.0, heads.coded
+    norms_all = block_size > 0 and rows == 0  # of a chunk dead rows are no other ones until they are written
+
+    def rotate(
+        qkv: Any,
+        positions: Any,
+        cos: Any,
+        sin: Any,
+        q_weight: Any,
+        k_weight: Any,
+        row_live: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        block_table: Any,
+        table_width: Any,
+        slots: Any,
+        write_lens: Any,
+        offsets: Any,
+        kv_scales: Any,
+        listed: Any,
+    ) -> None:
+        thread = uint32(cuda.threadIdx.x)
+        lane, row = int64(thread & uint32(31)), int64(cuda.blockIdx.x)
+        place = row
+        if layers > 0:
+            layer = int64(cuda.blockIdx.z)
+            place = row * int64(layers) + layer
+            k, v = long_at(listed, layer * LISTED), long_at(listed, layer * LISTED + 1)
+            k_weight, kv_scales = long_at(listed, layer * LISTED + 2), long_at(listed, layer * LISTED + 3)
+        head = int64(cuda.blockIdx.y) * int64(WARPS) + int64(thread >> uint32(5))
+        active = lane < int64(dim // 8) and head < int64(count)
+        turns = head < int64(rotated)
+        low_weights = high_weights = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
+        if normed and turns:
+            weight = (q_weight if head < int64(queries) else k_weight) + lane * int64(8)
+            low_weights, high_weights = load_weights(weight, active), load_weights(weight + int64(dim), active)
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        source = qkv + (place * int64(count) + head) * int64(4 * dim) + lane * int64(16)
+        low, high = load_four(source, active), load_four(source + int64(2 * dim), active)
+        position = int64(ptx.load_global_i32(positions + row * int64(4)))
+        live = is_live(row_live, row)
+        target, group, group_count, written = q, head, int64(queries), active
+        if head >= int64(rotated):
+            target, group, group_count = v, head - int64(rotated), int64(count - rotated)
+        elif head >= int64(queries):
+            target, group, group_count = k, head - int64(queries), int64(keys)
+        at = row * group_count + group
+        if block_size > 0 and head >= int64(queries):
+            block, inside = _cache_row(
+                row, live, rows, block_size, block_table, table_width, slots, write_lens, offsets
+            )
+            at, written = (block * group_count + group) * int64(block_size) + inside, active and live
+        if turns:
+            angle = position * int64(2 * dim) + lane * int64(16)
+            c, s = load_four(cos + angle, active), load_four(sin + angle, active)
+            if normed:
+                low, high = normed_head(low, high, low_weights, high_weights, live or norms_all, dim, eps)
+            low, high = _turned(low, c, _negative(high), s), _turned(high, c, low, s)
+        if coded and head >= int64(queries):
+            if written:
+                scale = load_scale(kv_scales, head - int64(queries))  # values' heads stand behind keys', as scales do
+                target += at * int64(dim) + lane * int64(4)
+                _store_codes(target, low, scale)
+                _store_codes(target + int64(dim // 2), high, scale)
+        elif written:
+            target += at * int64(2 * dim) + lane * int64(8)
+            _store_four(target, low)
+            _store_four(target + int64(dim), high)
+
+    return Kernel(heads.name, rotate, (types.int64,) * 17, THREADS, settles=True)
+
+
+def rotate(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    row_live: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    write_lens: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
+    chunk: torch.Tensor | None = None,
+    *,
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    k_cache: torch.Tensor | None = None,
+    v_cache: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> list[KernelCall]:
+    """`qk_norm` if eps is given, `rope`, and `kv_write` if caches are given, of the parts that are asked for.
+
+    With chunk it is `prefill_kv_write`.
+
+    qkv                 [M, (H + 2G) * D]   float32: queries, keys, values, as far as they are asked for
+    positions           [M] or [B, T]       int32, below C
+    cos, sin            [C, D / 2]          float32
+    q_weight, k_weight  [D]                 bf16, with eps, for the parts that are there
+    row_live            [M]                 uint8: with eps dead rows' queries and keys are zero (None: all are live);
+                                            with the caches, which need it, dead rows write no keys and values;
+                                            with chunk that is all that it means
+    block_table         [max B, C / block]  int32  with the caches, as slots [B], write_lens [B], offsets [R] int32
+    chunk               [2]                 int32  start, live rows: in place of slots, write_lens and offsets, with a
+                                            table [1, C / block]; live row i is stored at position start + i
+    q                   [M, H, D]           bf16   out
+    k, v                [M, G, D]           bf16   out, in place of the caches
+    kv_scales           [2, G]              float32  the caches are uint8, for codes; None: they are bf16
+    k_cache, v_cache    [P, G, block, D]    bf16   updated: live rows at write_lens[slot] + offsets[row]
+    One launch. Raises ShapeError for shapes that do not fit, parts that do not go together, or D that is no multiple
+    of 8 or above `qk_norm.MAX_HEAD_DIM`.
+    """
+    caches = _pair("k_cache", k_cache, v_cache)
+    buffers = _pair("k", k, v)
+    if caches and buffers:
+        raise ShapeError("keys and values go to the caches or to k and v, not to both")
+    kept = caches or buffers
+    some = kept[0] if kept else q
+    if some is None:
+        raise ShapeError("nothing to rotate: neither q nor k and v nor caches")
+    rows, dim = positions.numel(), some.shape[-1]
+    queries, groups = 0 if q is None else q.shape[1], kept[0].shape[1] if kept else 0
+    _check_rows(qkv, cos, sin, row_live, rows, queries + 2 * groups, dim)
+    check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets, chunk=chunk)
+    check_dtype(torch.bfloat16, q=q, k=k, v=v)
+    check_dtype(torch.bfloat16 if kv_scales is None else torch.uint8, k_cache=k_cache, v_cache=v_cache)
+    if kv_scales is not None:
+        check_shape("kv_scales", kv_scales, 2, groups)
+    if q is not None:
+        check_shape("q", q, rows, queries, dim)
+    for name, buffer in zip(("k", "v"), buffers, strict=False):
+        check_shape(name, buffer, rows, groups, dim)
+    weights = head_weights(eps, q_weight if queries else None, k_weight if groups else None, queries, groups, dim)
+    per_slot, block_size, write = 0, 0, (0, 0, 0, 0, 0)
+    if caches:
+        per_slot, block_size, write = _write_arguments(  # type: ignore[assignment]
+            rows, caches, row_live, block_table, slots, write_lens, offsets, chunk
+        )
+    kernel = _make_rotate(_Heads(queries, groups, groups, dim, eps, per_slot, block_size, kv_scales is not None))
+    targets = (0 if q is None else q, *(kept or (0, 0)))
+    live = 0 if row_live is None else row_live
+    scales = 0 if kv_scales is None else kv_scales
+    arguments = (qkv, positions, cos, sin, *weights, live, *targets, *write, scales, 0)
+    return [KernelCall(kernel, (rows, -(-(queries + 2 * groups) // WARPS), 1), arguments)]
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """Where a layer's keys and values go, what its keys are normed by, and the scales of its codes; see `rotate`."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_weight: torch.Tensor | None = None
+    kv_scales: torch.Tensor | None = None
+
+
+def rotate_layers(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    row_live: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    write_lens: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    chunk: torch.Tensor | None = None,
+    *,
+    layers: Sequence[LayerKV],
+    eps: float | None = None,
+    workspace: Workspace,
+) -> list[KernelCall]:
+    """`rotate` of the keys and values of several layers' caches, which stand side by side in a row; the same bits.
+
+    qkv     [M, L * 2G * D]  float32: keys and values of the first layer, then of the next
+    layers  L, their caches of one shape; weights with eps alone, scales of all or of none
+    One launch. The layers' addresses are kept in a workspace, filled here. Raises ShapeError as `rotate` does.
+    """
+    first, (_, groups, _, dim) = layers[0], layers[0].k_cache.shape
+    rows, coded = positions.numel(), first.kv_scales is not None
+    _check_rows(qkv, cos, sin, row_live, rows, len(layers) * 2 * groups, dim)
+    check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets, chunk=chunk)
+    listed: list[int] = []
+    for each in layers:
+        _, weight = head_weights(eps, None, each.k_weight, 0, groups, dim)
+        check_dtype(torch.uint8 if coded else torch.bfloat16, k_cache=each.k_cache, v_cache=each.v_cache)
+        check_shape("k_cache", each.k_cache, *first.k_cache.shape)
+        check_shape("v_cache", each.v_cache, *first.k_cache.shape)
+        if (each.kv_scales is not None) != coded:
+            raise ShapeError("all layers' caches hold codes with scales, or none does")
+        if each.kv_scales is not None:
+            check_shape("kv_scales", each.kv_scales, 2, groups)
+        addresses = (each.k_cache, each.v_cache, weight, each.kv_scales)
+        listed += [each.data_ptr() if isinstance(each, torch.Tensor) else 0 for each in addresses]
+    caches = (first.k_cache, first.v_cache)
+    per_slot, block_size, write = _write_arguments(
+        rows, caches, row_live, block_table, slots, write_lens, offsets, chunk
+    )
+    kept = workspace("rotate_layers.addresses", (len(listed),), torch.int64)
+    kept.copy_(torch.tensor(listed, dtype=torch.int64))
+    kernel = _make_rotate(_Heads(0, groups, groups, dim, eps, per_slot, block_size, coded, len(layers)))
+    arguments = (qkv, positions, cos, sin, 0, 0, row_live, 0, 0, 0, *write, 0, kept)
+    return [KernelCall(kernel, (rows, -(-2 * groups // WARPS), len(layers)), arguments)]
+
+
+def _check_rows(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, row_live: torch.Tensor | None, rows: int, heads: int,
+    dim: int,
+) -> None:  # fmt: skip
+    """Raise ShapeError unless rows have so many heads, and the tables their angles."""
+    check_head_dim(dim)
+    check_shape("qkv", qkv, rows, heads * dim)
+    check_shape("cos", cos, cos.shape[0], dim // 2)
+    check_shape("sin", sin, cos.shape[0], dim // 2)
+    check_row_live(row_live, rows)
+    check_dtype(torch.float32, qkv=qkv, cos=cos, sin=sin)
+
+
+def _pair(name: str, first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Both, of one shape, or nothing."""
+    if first is None and second is None:
+        return ()
+    if first is None or second is None or first.shape != second.shape:
+        raise ShapeError(f"{name} and its partner must come together and have one shape")
+    return first, second
+
+
+def _write_arguments(
+    rows: int,
+    caches: tuple[torch.Tensor, ...],
+    row_live: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    write_lens: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    chunk: torch.Tensor | None,
+) -> tuple[int, int, tuple[Argument, ...]]:
+    """Rows a slot, positions a block, and the arguments of the KV write; rows of a chunk are of no slot."""
+    if chunk is not None:
+        if row_live is None or block_table is None or not (slots is write_lens is offsets is None):
+            raise ShapeError(
+                "a KV write of a chunk needs row_live and block_table, and no slots, write_lens or offsets"
+            )
+        check_shape("chunk", chunk, 2)
+        check_shape("block_table", block_table, 1, block_table.shape[-1])
+        return 0, caches[0].shape[2], (block_table, 0, chunk, 0, 0)
+    if row_live is None or block_table is None or slots is None or write_lens is None or offsets is None:
+        raise ShapeError("a KV write needs row_live, block_table, slots, write_lens and offsets")
+    batch, per_slot = slots.shape[0], offsets.shape[0]
+    if batch * per_slot != rows:
+        raise ShapeError(f"{batch} slots of {per_slot} rows are not {rows} rows")
+    check_shape("write_lens", write_lens, batch)
+    return per_slot, caches[0].shape[2], (block_table, block_table.shape[1], slots, write_lens, offsets)
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that stand for all, to compile without a GPU."""
+    return [
+        _make_rotate(_Heads(32, 8, 8, 128, None, 4, 32)),
+        _make_rotate(_Heads(32, 8, 8, 128, 1e-6, 4, 32)),
+        _make_rotate(_Heads(64, 8, 8, 64, None, 1, 32)),
+        _make_rotate(_Heads(32, 0, 0, 128, None, 0, 0)),
+        _make_rotate(_Heads(0, 8, 8, 128, None, 8, 24)),
+        _make_rotate(_Heads(6, 2, 2, 40, 1e-5, 0, 0)),
+        _make_rotate(_Heads(32, 8, 8, 128, 1e-6, 4, 32, True)),
+        _make_rotate(_Heads(32, 8, 8, 128, None, 0, 32)),
+        _make_rotate(_Heads(32, 8, 8, 128, 1e-6, 0, 32)),
+        _make_rotate(_Heads(0, 8, 8, 64, None, 0, 16, True)),
+        _make_rotate(_Heads(0, 8, 8, 128, 1e-6, 8, 32, layers=5)),
+        _make_rotate(_Heads(0, 8, 8, 64, None, 0, 16, True, 2)),
+    ]

@@ -1,0 +1,62 @@
+"""The exchange among ranks: their parts are gathered on every rank, and there added, or put side by side.
+
+`gather_ranks` alone reads what other ranks have. Everything else is a rank's own, so that all have the same bits.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from lowlat.graphs.schema import operation
+from lowlat.kernels.reference.collectives.cuts import bounds, tree_sum
+from lowlat.kernels.reference.shapes import check_shape
+
+__all__ = ["exchange_parts", "gather_ranks", "join_columns", "sum_ranks"]
+
+
+@operation("""
+    read    x    float32  [M, N]     this rank's part
+    write   out  float32  [R, M, W]  every rank's, by rank; W is the widest one's N, and columns past a rank's own zero
+""")
+def gather_ranks(x: torch.Tensor, *, out: torch.Tensor, rank: int) -> None:
+    """Hand this rank's part to all ranks; the gathering is complete when all ranks have.
+
+    rank  this one, from 0
+    By itself this is a rank's part of the exchange alone; `exchange_parts` is the whole of it. Raises ShapeError for a
+    part that is wider than there is room.
+    """
+    check_shape("out", out, out.shape[0], x.shape[0], max(out.shape[2], x.shape[1]))
+    out[rank].zero_()
+    out[rank, :, : x.shape[1]] = x
+
+
+def exchange_parts(parts: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    """`gather_ranks` of all ranks.
+
+    parts  of each rank [M, N]     float32
+    outs   of each rank [R, M, W]  float32  out: the same everywhere
+    """
+    for out in outs:
+        for rank, part in enumerate(parts):
+            gather_ranks(part, out=out, rank=rank)
+
+
+@operation("""
+    read    parts  float32  [R, M, N]
+    write   out    float32  [M, N]
+""")
+def sum_ranks(parts: torch.Tensor, *, out: torch.Tensor) -> None:
+    """The sum over ranks in float32, by neighbouring pairs: ((p0 + p1) + (p2 + p3)) + ...; R is a power of two."""
+    out.copy_(tree_sum(list(parts)))
+
+
+@operation("""
+    read    parts  float32  [R, M, N]  columns past a rank's own are not read
+    write   out    float32  [M, V]
+""")
+def join_columns(parts: torch.Tensor, *, out: torch.Tensor, unit: int) -> None:
+    """The columns of all ranks side by side; V is cut into R parts of whole units as `cuts.bounds` has it."""
+    ends = bounds(out.shape[1], parts.shape[0], unit)
+    for rank, (start, stop) in enumerate(itertools.pairwise(ends)):
+        out[:, start:stop] = parts[rank, :, : stop - start]

@@ -1,0 +1,89 @@
+"""Drafts copied from a slot's own text: prompt lookup. Source: prompt lookup decoding, A. Saxena, 2023."""
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.graphs.schema import operation
+from lowlat.kernels.reference.shapes import check_shape
+
+__all__ = ["MAX_MATCH", "check_ngram", "check_slots", "ngram_draft"]
+
+MAX_MATCH = 16
+
+
+@operation("""
+    read   tokens       int32  [Bmax, C]  committed tokens
+    read   slots        int32  [B]        -1 pads
+    read   draft_live   uint8  [B]        slots that go on
+    read   draft_lens   int32  [B]        committed tokens n' of such slots, C at most
+    write  draft_nodes  int32  [B, T]    drafts from node 1 on, -1 in node 0 and where nothing was found
+""")
+def ngram_draft(
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    draft_live: torch.Tensor,
+    draft_lens: torch.Tensor,
+    *,
+    draft_nodes: torch.Tensor,
+    min_match: int,
+    max_match: int,
+) -> None:
+    """Draft what followed the longest ending of the text that stands in it before.
+
+    An ending has max_match tokens, or fewer, but no less than min_match, and may overlap the place where it stood
+    before. Of several places the last counts. The tokens behind it, up to the text's end, are a period: drafts that
+    reach past the end begin it anew. So a slot has T - 1 drafts or none.
+    Time: one read of the text. Captured: yes. Raises ShapeError for shapes and lengths that do not fit.
+    """
+    check_ngram(tokens, slots, draft_live, draft_lens, draft_nodes, min_match, max_match)
+    draft_nodes.fill_(-1)
+    count = draft_nodes.shape[1] - 1
+    for index, (slot, live) in enumerate(zip(slots.tolist(), draft_live.tolist(), strict=True)):
+        if slot < 0 or not live:
+            continue
+        length = int(draft_lens[index])
+        start = _continuation(tokens[slot, :length], min_match, max_match)
+        if start:
+            at = start + torch.arange(count, device=tokens.device) % (length - start)
+            draft_nodes[index, 1:] = tokens[slot, at]
+
+
+def _continuation(text: torch.Tensor, min_match: int, max_match: int) -> int:
+    """Where the text [n] goes on behind the last of the longest matches of its ending; 0 where there is none."""
+    length = text.shape[0]
+    lengths = torch.zeros(length, dtype=torch.int64, device=text.device)  # of the match that ends before each position
+    going = torch.ones(length, dtype=torch.bool, device=text.device)
+    going[0] = False
+    for back in range(1, min(max_match, length - 1) + 1):
+        going[:back] = False
+        going[back:] &= text[: length - back] == text[length - back]
+        lengths += going
+    best = lengths.max() if length > 1 else lengths.sum()
+    if int(best) < min_match:
+        return 0
+    return int((lengths == best).nonzero()[-1])
+
+
+def check_ngram(
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    draft_live: torch.Tensor,
+    draft_lens: torch.Tensor,
+    draft_nodes: torch.Tensor,
+    min_match: int,
+    max_match: int,
+) -> None:
+    """Raise ShapeError for shapes and lengths that `ngram_draft` does not take."""
+    check_slots(tokens, slots, draft_live, draft_lens, draft_nodes.shape[0])
+    if not 1 <= min_match <= max_match <= MAX_MATCH:
+        raise ShapeError(f"matches must be from 1 to {MAX_MATCH} long, got min {min_match} and max {max_match}")
+
+
+def check_slots(
+    tokens: torch.Tensor, slots: torch.Tensor, draft_live: torch.Tensor, draft_lens: torch.Tensor, batch: int
+) -> None:
+    """Raise ShapeError unless these are the texts of so many slots."""
+    if tokens.dim() != 2 or batch > tokens.shape[0]:
+        raise ShapeError(f"tokens must have rows for {batch} slots, got shape {list(tokens.shape)}")
+    for name, array in (("slots", slots), ("draft_live", draft_live), ("draft_lens", draft_lens)):
+        check_shape(name, array, batch)

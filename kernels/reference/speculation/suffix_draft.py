@@ -1,0 +1,138 @@
+"""Drafts from what followed the ends of a slot's own text, by how often it did.
+
+Source: SuffixDecoding, G. Oliaro and others, arXiv 2411.04975, section 3; here a text is searched as it is, without a
+tree that would have to be kept.
+"""
+
+from collections import Counter
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.graphs.schema import operation
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation.ngram_draft import check_slots
+
+__all__ = ["MAX_DEPTH", "SAMPLES", "SHARE", "check_suffix", "fractions", "suffix_draft"]
+
+MAX_DEPTH = 32
+MAX_FACTOR = 16.0
+SAMPLES = 32  # places that are counted, at most
+SHARE = 1024  # of a whole, in which shares are written
+
+
+@operation("""
+    read   tokens        int32  [Bmax, C]  committed tokens
+    read   slots         int32  [B]        -1 pads
+    read   draft_live    uint8  [B]        slots that go on
+    read   draft_lens    int32  [B]        committed tokens n' of such slots, C at most
+    write  draft_nodes   int32  [B, T]     drafts from node 1 on, -1 in node 0 and behind the last
+    write  draft_shares  int32  [B, T]     of the places counted, in 1024ths, how many had all drafts up to this one
+    write  match_lens    int32  [B]        tokens of the ending that was followed; 0 where none was
+""")
+def suffix_draft(
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    draft_live: torch.Tensor,
+    draft_lens: torch.Tensor,
+    *,
+    draft_nodes: torch.Tensor,
+    draft_shares: torch.Tensor,
+    match_lens: torch.Tensor,
+    max_depth: int,
+    max_spec_factor: float,
+    min_token_prob: float,
+) -> None:
+    """Draft the most frequent continuation of one of the text's endings, that of which most drafts are expected.
+
+    Places where an ending of 1 to max_depth tokens stood before are looked for; the 32 with the longest endings, and
+    of equally long ones the last, are counted. For an ending of m tokens the drafts are chosen one by one: the token
+    that stands next in most of the places, of equally frequent ones that of the last place, and then these places
+    alone count. There are max_spec_factor * m drafts at most, and none whose share of the ending's places is below
+    min_token_prob. The expected drafts are the sum of the shares; of equal sums the longest ending's are taken. A place
+    ends where the text does: what follows it up to there is a period, as in `ngram_draft`.
+    Time: one read of the text. Captured: yes. Raises ShapeError for shapes, lengths and options that do not fit.
+    """
+    given = (tokens, slots, draft_live, draft_lens, draft_nodes, draft_shares, match_lens)
+    check_suffix(*given, max_depth, max_spec_factor, min_token_prob)
+    draft_nodes.fill_(-1)
+    draft_shares.zero_()
+    match_lens.zero_()
+    options = (draft_nodes.shape[1] - 1, max_depth, *fractions(max_spec_factor, min_token_prob))
+    for index, (slot, live) in enumerate(zip(slots.tolist(), draft_live.tolist(), strict=True)):
+        if slot < 0 or not live:
+            continue
+        length, drafts, counts, places = _best(tokens[slot, : int(draft_lens[index])], *options)
+        for node, (token, count) in enumerate(zip(drafts, counts, strict=True), 1):
+            draft_nodes[index, node] = token
+            draft_shares[index, node] = count * SHARE // places
+        match_lens[index] = length
+
+
+def fractions(max_spec_factor: float, min_token_prob: float) -> tuple[int, int]:
+    """Both options in 65536ths, the first rounded up and the second down: simple fractions are kept as written."""
+    return -int(-max_spec_factor * 65536 // 1), int(min_token_prob * 65536 // 1)
+
+
+def _best(
+    text: torch.Tensor, count: int, max_depth: int, factor: int, least: int
+) -> tuple[int, list[int], list[int], int]:
+    """The length of the ending that is followed, its drafts, how many places had them, and how many were counted."""
+    size, words = text.shape[0], text.tolist()
+    found: tuple[int, list[int], list[int], int] = (0, [], [], 1)
+    matches = _longest_matches(text, max_depth)
+    for length in range(1, max((reach for reach, _ in matches), default=0) + 1):
+        places = [place for reach, place in matches if reach >= length]
+        whole, drafts, counts = len(places), list[int](), list[int]()
+        while len(drafts) < min(count, length * factor >> 16):
+            following = {place: words[place + len(drafts) % (size - place)] for place in places}
+            often = Counter(following.values())
+            last = max(places, key=lambda place: (often[following[place]], place))
+            token = following[last]
+            if often[token] << 16 < least * whole:
+                break
+            places = [place for place in places if following[place] == token]
+            drafts.append(token)
+            counts.append(often[token])
+        if drafts and sum(counts) * found[3] >= sum(found[2]) * whole:
+            found = (length, drafts, counts, whole)
+    return found
+
+
+def _longest_matches(text: torch.Tensor, max_depth: int) -> list[tuple[int, int]]:
+    """How many tokens equal the text's end, and the place behind them; the longest, of equals the last, come first."""
+    length = text.shape[0]
+    lengths = torch.zeros(length, dtype=torch.int64, device=text.device)
+    going = torch.ones(length, dtype=torch.bool, device=text.device)
+    going[0] = False
+    for back in range(1, min(max_depth, length - 1) + 1):
+        going[:back] = False
+        going[back:] &= text[: length - back] == text[length - back]
+        lengths += going
+    places = lengths.nonzero().flatten().tolist()
+    return sorted(((int(lengths[place]), place) for place in places), reverse=True)[:SAMPLES]
+
+
+def check_suffix(
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    draft_live: torch.Tensor,
+    draft_lens: torch.Tensor,
+    draft_nodes: torch.Tensor,
+    draft_shares: torch.Tensor,
+    match_lens: torch.Tensor,
+    max_depth: int,
+    max_spec_factor: float,
+    min_token_prob: float,
+) -> None:
+    """Raise ShapeError for shapes, lengths and options that `suffix_draft` does not take."""
+    batch, rows = draft_nodes.shape
+    check_slots(tokens, slots, draft_live, draft_lens, batch)
+    check_shape("draft_shares", draft_shares, batch, rows)
+    check_shape("match_lens", match_lens, batch)
+    if not 1 <= max_depth <= MAX_DEPTH:
+        raise ShapeError(f"max_depth must be from 1 to {MAX_DEPTH}, got {max_depth}")
+    if not 0 < max_spec_factor <= MAX_FACTOR:
+        raise ShapeError(f"max_spec_factor must be above 0 and at most {MAX_FACTOR}, got {max_spec_factor}")
+    if not 0 <= min_token_prob <= 1:
+        raise ShapeError(f"min_token_prob must be from 0 to 1, got {min_token_prob}")

@@ -1,0 +1,162 @@
+"""The width of a step: how many drafts are made and verified, by what they should bring against what they cost.
+
+The expected tokens of a width are those of all slots by their odds, see `width_odds`; a width costs what a step of it
+takes, and more the more positions are attended to. The width of most expected tokens by its cost is chosen, but the
+last one stays unless another is better by more than a 256th. At width zero nothing is learnt: so a draft is tried now
+and then, as often as costs at most a 512th of the time by what is known. The same seed gives the same tokens whatever
+is chosen. All numbers are integers, so that every executor chooses alike.
+"""
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.graphs.schema import operation
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation.width_odds import MAX_WAITED, MAX_WIDTH
+from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
+
+__all__ = [
+    "BASE",
+    "EDGE",
+    "FIRST_TRIAL",
+    "LARGEST_COST",
+    "SLOPE",
+    "TRIAL",
+    "UNIT",
+    "best_width",
+    "bounds_of",
+    "check_widths",
+    "choose_width",
+    "costs_by_width",
+    "slot_limits",
+    "tokens_by_width",
+]
+
+EDGE = 8  # a width is left for one that is better by more than a 256th
+TRIAL = 9  # drafts are tried at width zero where that takes at most a 512th of the time
+FIRST_TRIAL = 6  # steps at width zero before the first of them: so few positions wait that the draft model need not run
+BASE, SLOPE = 0, 1  # of costs: without positions, and for each UNIT of them
+UNIT = 10  # positions, as a power of two
+LARGEST_COST = 1 << 29  # costs times expected tokens of eight slots fit into 64 bits with room to spare
+
+
+@operation(f"""
+    read    active          int32  [max_B]
+    read    lengths         int32  [max_B]              committed tokens
+    read    extended        int32  [max_B]              positions that the draft model has run over
+    read    slot_ints       int64  [max_B, {NUM_INTS}]  DRAFT_LIMIT
+    read    width_bounds    int32  [2]                  the least and the greatest width that the host allows
+    read    width_costs     int32  [n, 2, K + 2]        BASE and SLOPE: widths 0 to K, zero when the draft model runs
+    read    width_expected  int32  [max_B, K + 1]       tokens of a slot's step by its width
+    update  width_last      int32  [1]
+    update  width_waited    int32  [1]                  steps at width zero since a draft was tried
+    write   width_choice    int32  [1]                  0 to K, or K + 1: zero, but the draft model must run
+    write   draft_further   int32  [1]                  whether that is 1 to K, where drafting is a part of its own
+""")
+def choose_width(
+    active: torch.Tensor,
+    lengths: torch.Tensor,
+    extended: torch.Tensor,
+    slot_ints: torch.Tensor,
+    width_bounds: torch.Tensor,
+    width_costs: torch.Tensor,
+    width_expected: torch.Tensor,
+    *,
+    width_last: torch.Tensor,
+    width_waited: torch.Tensor,
+    width_choice: torch.Tensor,
+    draft_further: torch.Tensor | None = None,
+    row: int,
+    most_waiting: int,
+) -> None:
+    """Choose the width of a step.
+
+    row           of the costs: the bucket's
+    most_waiting  positions that may wait for the draft model before it must run; 0: nothing waits
+    A body that drafts takes K + 1 waiting positions: where more wait, a step of width zero first runs the draft model,
+    and the one behind it drafts. Captured: yes. Raises ShapeError for shapes that do not fit.
+    """
+    check_widths(active, lengths, extended, width_bounds, width_costs, width_expected, row)
+    most = width_costs.shape[2] - 2
+    slots = [slot for slot, each in enumerate(active.tolist()) if each]
+    allowed = slot_limits(slots, slot_ints, most)
+    waiting = max((int(lengths[slot]) - 1 - int(extended[slot]) for slot in slots), default=0)
+    expected = tokens_by_width(width_expected, allowed)
+    costs = costs_by_width(width_costs[row], sum(int(lengths[slot]) for slot in slots))
+    low, high = bounds_of(width_bounds, allowed, most)
+    choice = low
+    if slots:
+        best, drafted, gap = best_width(expected, costs, low, high, int(width_last))
+        waited = 0 if best else min(int(width_waited) + 1, MAX_WAITED)
+        idle = expected[0] * costs[drafted]
+        tried = not best and high > 0 and waited >= FIRST_TRIAL and waited * (idle >> TRIAL) >= gap
+        width = drafted if tried else best
+        must_run = bool(most_waiting) and waiting >= (most_waiting if width == 0 else most + 2)
+        width_last[0], width_waited[0] = best, 0 if tried and not must_run else waited
+        choice = most + 1 if must_run else width
+    width_choice[0] = choice
+    if draft_further is not None:
+        draft_further[0] = int(1 <= choice <= most)
+
+
+def slot_limits(slots: list[int], slot_ints: torch.Tensor, most: int) -> dict[int, int]:
+    """The drafts that each of these slots may make, at most."""
+    return {slot: max(0, min(int(slot_ints[slot, DRAFT_LIMIT]), most)) for slot in slots}
+
+
+def bounds_of(width_bounds: torch.Tensor, limits: dict[int, int], most: int) -> tuple[int, int]:
+    """The least and the greatest width of a step, by the host's bounds and its slots' limits."""
+    low, high = (max(0, min(int(bound), most)) for bound in width_bounds)
+    return low, max(low, min(high, max(limits.values(), default=0)))
+
+
+def tokens_by_width(expected: torch.Tensor, limits: dict[int, int]) -> list[int]:
+    """The expected tokens of all slots together by width, of each slot as far as it may draft."""
+    widths = range(expected.shape[1])
+    return [sum(int(expected[slot, min(width, limit)]) for slot, limit in limits.items()) for width in widths]
+
+
+def costs_by_width(costs: torch.Tensor, positions: int) -> list[int]:
+    """The costs of a step over so many positions, by their BASE and SLOPE [2, n]."""
+    return [base + (slope * positions >> UNIT) for base, slope in zip(*costs.tolist(), strict=True)]
+
+
+def best_width(
+    expected: list[int], costs: list[int], low: int, high: int, last: int | None = None
+) -> tuple[int, int, int]:
+    """The width of most expected tokens by cost between two, of those that draft, and how much zero is better.
+
+    last  the one that stays unless another is better by more than a 256th; None: none does
+    """
+    best = drafted = max(low, min(1, high))
+    for width in range(drafted + 1, high + 1):
+        if expected[width] * costs[drafted] > expected[drafted] * costs[width]:
+            best = drafted = width
+    gap = expected[0] * costs[drafted] - expected[drafted] * costs[0]
+    if low == 0 and gap >= 0:
+        best = 0
+    if last is not None and low <= last <= high and last != best:
+        gained, kept = expected[best] * costs[last], expected[last] * costs[best]
+        if gained - kept <= (kept >> EDGE):
+            best = last
+    return best, drafted, max(gap, 0)
+
+
+def check_widths(
+    active: torch.Tensor,
+    lengths: torch.Tensor,
+    extended: torch.Tensor,
+    width_bounds: torch.Tensor,
+    width_costs: torch.Tensor,
+    width_expected: torch.Tensor,
+    row: int,
+) -> None:
+    """Raise ShapeError for shapes that `choose_width` does not take."""
+    (max_batch,), (buckets, _, columns) = active.shape, width_costs.shape
+    if not 3 <= columns <= MAX_WIDTH + 2 or not 0 <= row < buckets:
+        raise ShapeError(f"costs must be of widths to 1 up to {MAX_WIDTH} and have row {row}; got {buckets}, {columns}")
+    for name, tensor in (("lengths", lengths), ("extended", extended)):
+        check_shape(name, tensor, max_batch)
+    check_shape("width_bounds", width_bounds, 2)
+    check_shape("width_costs", width_costs, buckets, 2, columns)
+    check_shape("width_expected", width_expected, max_batch, columns - 1)

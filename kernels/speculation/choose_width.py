@@ -1,0 +1,305 @@
+"""The choice of a step's width: `choose_width` of the reference, alone or in the kernel of a step's start.
+
+A thread adds up a width, and one chooses, and sets the condition of the SWITCH node whose bodies are the widths, where
+there is one. It knows no request and no model.
+"""
+
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.memory import int_at, long_at, set_int, turns
+from lowlat.kernels.reference.speculation.width_odds import MAX_WAITED
+from lowlat.kernels.reference.speculation.widths import BASE, EDGE, FIRST_TRIAL, SLOPE, TRIAL, UNIT, check_widths
+from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
+
+__all__ = [
+    "BODY",
+    "CHOICE_WORDS",
+    "FACTS",
+    "ChoicePlan",
+    "bounded",
+    "choice_plan",
+    "choose",
+    "choose_width",
+    "examples",
+    "load_choice",
+]
+
+THREADS = 128
+MAX_SLOTS = 8
+ACTIVE, COMMITTED, ALLOWED, WAITING, FACTS = 0, 1, 2, 3, 4  # columns of a slot's facts
+LAST, WAITED, BODY, CHOICE_WORDS = 0, 1, 2, 3  # of the choice's words in shared memory
+
+
+@dataclass(frozen=True)
+class ChoicePlan:
+    """The extents that the choice is specialised by.
+
+    most          the greatest width
+    row           of the costs: the bucket's
+    most_waiting  positions that may wait for the draft model; 0: nothing waits
+    switching     it sets the condition of a SWITCH node, and of an IF node where drafting is a part of its own
+    parting       drafting is a part of its own, and it says whether that begins
+    """
+
+    max_batch: int
+    most: int
+    row: int
+    most_waiting: int
+    switching: bool = False
+    parting: bool = False
+
+    @property
+    def num_costs(self) -> int:
+        """Costs of the bucket's row."""
+        return 2 * (self.most + 2)
+
+    @property
+    def num_expected(self) -> int:
+        """Expected tokens of all slots by width."""
+        return self.max_batch * (self.most + 1)
+
+    @property
+    def num_facts(self) -> int:
+        """Facts of all slots."""
+        return self.max_batch * FACTS
+
+    @property
+    def num_totals(self) -> int:
+        """Tokens and costs by width."""
+        return 2 * (self.most + 1)
+
+
+def choice_plan(
+    active: torch.Tensor,
+    lengths: torch.Tensor,
+    extended: torch.Tensor,
+    width_bounds: torch.Tensor,
+    width_costs: torch.Tensor,
+    width_expected: torch.Tensor,
+    *,
+    row: int,
+    most_waiting: int,
+    switching: bool,
+    parting: bool,
+) -> ChoicePlan:
+    """The plan of a choice. Raises ShapeError for shapes that do not fit."""
+    check_widths(active, lengths, extended, width_bounds, width_costs, width_expected, row)
+    max_batch, most = active.shape[0], width_costs.shape[2] - 2
+    if max_batch > MAX_SLOTS:
+        raise ShapeError(f"widths are chosen for at most {MAX_SLOTS} slots, got {max_batch}")
+    return ChoicePlan(max_batch, most, row, most_waiting, switching, parting)
+
+
+def choose_width(
+    active: torch.Tensor,
+    lengths: torch.Tensor,
+    extended: torch.Tensor,
+    slot_ints: torch.Tensor,
+    width_bounds: torch.Tensor,
+    width_costs: torch.Tensor,
+    width_expected: torch.Tensor,
+    *,
+    width_last: torch.Tensor,
+    width_waited: torch.Tensor,
+    width_choice: torch.Tensor,
+    draft_further: torch.Tensor | None = None,
+    row: int,
+    most_waiting: int,
+    condition: int | None = None,
+) -> list[KernelCall]:
+    """Choose, as the reference's `choose_width`, whose arguments these are.
+
+    condition  the handle of the SWITCH node that the choice is for; None: there is none. That of the IF node around
+               drafting, where this is a part of its own, stands behind it among the kernel's arguments
+    Time: a trip to memory and one to the host's, at once. Raises ShapeError.
+    """
+    given = (active, lengths, extended, width_bounds, width_costs, width_expected)
+    parting = draft_further is not None
+    plan = choice_plan(*given, row=row, most_waiting=most_waiting, switching=condition is not None, parting=parting)
+    reads = (active, lengths, extended, slot_ints, width_bounds, width_costs, width_expected)
+    further = 0 if draft_further is None else draft_further
+    arguments = (*reads, width_last, width_waited, width_choice, further, condition or 0, 0)
+    return [KernelCall(_make(plan), (1, 1, 1), arguments)]
+
+
+@device_function
+def bounded(value: Any, most: Any) -> Any:
+    """A number kept from 0 to the greatest width."""
+    return max(int64(0), min(int64(value), int64(most)))
+
+
+@device_function
+def load_choice(thread: Any, threads: Any, sizes: Any, addresses: Any, shared: Any) -> None:
+    """All that a choice is made by into shared memory.
+
+    sizes  of the plan: max_batch, most, row
+    """
+    max_batch, most, row = sizes
+    active, lengths, extended, slot_ints, costs_at, expected_at, last, waited = addresses
+    facts, expected, costs, words = shared
+    num_costs, num_expected = 2 * (most + 2), max_batch * (most + 1)
+    if thread == 0:
+        before, since = int_at(last, 0), int_at(waited, 0)
+        words[LAST], words[WAITED] = before, since
+    for turn in range(turns(num_expected, threads)):
+        place = thread + turn * threads
+        if place < num_expected:
+            expected[place] = int_at(expected_at, place)
+    for turn in range(turns(num_costs, threads)):
+        place = thread + turn * threads
+        if place < num_costs:
+            costs[place] = int_at(costs_at, row * num_costs + place)
+    if thread < max_batch:
+        going, length = int_at(active, thread), int_at(lengths, thread)
+        limit, run = long_at(slot_ints, thread * NUM_INTS + DRAFT_LIMIT), int_at(extended, thread)
+        facts[thread * FACTS + ACTIVE] = going
+        facts[thread * FACTS + COMMITTED] = length
+        facts[thread * FACTS + ALLOWED] = bounded(limit, most)
+        facts[thread * FACTS + WAITING] = length - 1 - run
+
+
+@device_function
+def _add_up(width: Any, sizes: Any, shared: Any, totals: Any) -> None:
+    """The tokens of all active slots at a width, and what it costs."""
+    max_batch, most, _row = sizes
+    facts, expected, costs, _words = shared
+    tokens, positions = int64(0), int64(0)
+    for slot in range(max_batch):
+        if facts[slot * FACTS + ACTIVE] != 0:
+            tokens += expected[slot * (most + 1) + min(width, facts[slot * FACTS + ALLOWED])]
+            positions += facts[slot * FACTS + COMMITTED]
+    base, slope = costs[BASE * (most + 2) + width], costs[SLOPE * (most + 2) + width]
+    totals[width] = tokens
+    totals[most + 1 + width] = base + ((slope * positions) >> int64(UNIT))
+
+
+@device_function
+def _best(low: Any, high: Any, last: Any, tokens: Any, first: Any) -> Any:
+    """The width of most expected tokens by cost between two, of those that draft, and how much zero is better.
+
+    tokens  by width; the costs begin at `first`
+    """
+    drafted = max(low, min(int64(1), high))
+    for width in range(drafted + 1, high + 1):
+        if tokens[width] * tokens[first + drafted] > tokens[drafted] * tokens[first + width]:
+            drafted = int64(width)
+    gap = tokens[0] * tokens[first + drafted] - tokens[drafted] * tokens[first]
+    best = int64(drafted)
+    if low == 0 and gap >= 0:
+        best = int64(0)
+    if low <= last and last <= high and last != best:
+        gained, kept = tokens[best] * tokens[first + last], tokens[last] * tokens[first + best]
+        if gained - kept <= (kept >> int64(EDGE)):
+            best = int64(last)
+    return best, drafted, max(gap, int64(0))
+
+
+@device_function
+def _decide(sizes: Any, most_waiting: Any, bounds: Any, shared: Any, totals: Any) -> Any:
+    """The body of the step; the words keep what the next choice is made by."""
+    max_batch, most, _row = sizes
+    facts, _expected, _costs, words = shared
+    low, most_allowed = bounded(bounds[0], most), bounded(bounds[1], most)
+    count, limit, waiting, first = int64(0), int64(0), int64(0), int64(most + 1)
+    for slot in range(max_batch):
+        if facts[slot * FACTS + ACTIVE] != 0:
+            count += 1
+            limit = max(limit, int64(facts[slot * FACTS + ALLOWED]))
+            waiting = max(waiting, int64(facts[slot * FACTS + WAITING]))
+    if count == 0:
+        return low
+    high = max(low, min(most_allowed, limit))
+    best, drafted, gap = _best(low, high, int64(words[LAST]), totals, first)
+    waited = int64(0)
+    if best == 0:
+        waited = min(int64(words[WAITED]) + 1, int64(MAX_WAITED))
+    idle = int64(totals[0]) * int64(totals[first + drafted])
+    tries = best == 0 and high > 0 and waited >= FIRST_TRIAL and waited * (idle >> int64(TRIAL)) >= gap
+    width = drafted if tries else best
+    enough = int64(most_waiting) if width == 0 else int64(most + 2)
+    must_run = most_waiting > 0 and waiting >= enough
+    words[LAST] = best
+    words[WAITED] = int64(0) if tries and not must_run else waited
+    return int64(most + 1) if must_run else width
+
+
+@device_function
+def choose(thread: Any, plan: Any, bounds: Any, shared: Any, totals: Any, outs: Any, conditions: Any) -> None:
+    """Choose by what was loaded, by one block; the body stands in the words.
+
+    bounds  the least and the greatest width that the host allows, of which the first thread knows
+    """
+    sizes, most_waiting, switching, parting = plan[:3], plan[3], plan[4], plan[5]
+    most = sizes[1]
+    words, (last, waited, choice, further) = shared[3], outs
+    cuda.syncthreads()
+    if thread <= most:
+        _add_up(thread, sizes, shared, totals)
+    cuda.syncthreads()
+    if thread == 0:
+        body = _decide(sizes, most_waiting, bounds, shared, totals)
+        drafts = int64(1) if body >= 1 and body <= most else int64(0)
+        if switching:
+            ptx.set_graph_condition(conditions[0], uint32(body))
+        if switching and parting:
+            ptx.set_graph_condition(conditions[1], uint32(drafts))
+        if parting:
+            set_int(further, 0, drafts)
+        words[BODY] = body
+        set_int(choice, 0, body)
+        set_int(last, 0, words[LAST])
+        set_int(waited, 0, words[WAITED])
+    cuda.syncthreads()
+
+
+@cache
+def _make(plan: ChoicePlan) -> Kernel:
+    whole, sizes, threads = astuple(plan), astuple(plan)[:3], THREADS
+    num_costs, num_expected, num_facts, num_totals = plan.num_costs, plan.num_expected, plan.num_facts, plan.num_totals
+
+    def kernel(
+        active: Any,
+        lengths: Any,
+        extended: Any,
+        slot_ints: Any,
+        width_bounds: Any,
+        width_costs: Any,
+        width_expected: Any,
+        width_last: Any,
+        width_waited: Any,
+        width_choice: Any,
+        draft_further: Any,
+        condition: Any,
+        beginning: Any,
+    ) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        facts = cuda.shared.array(shape=num_facts, dtype=int64)
+        expected = cuda.shared.array(shape=num_expected, dtype=int64)
+        costs = cuda.shared.array(shape=num_costs, dtype=int64)
+        words = cuda.shared.array(shape=CHOICE_WORDS, dtype=int64)
+        totals = cuda.shared.array(shape=num_totals, dtype=int64)
+        thread, shared = int64(cuda.threadIdx.x), (facts, expected, costs, words)
+        bounds = (int_at(width_bounds, 0), int_at(width_bounds, 1))
+        reads = (active, lengths, extended, slot_ints, width_costs, width_expected, width_last, width_waited)
+        load_choice(thread, threads, sizes, reads, shared)
+        outs = (width_last, width_waited, width_choice, draft_further)
+        choose(thread, whole, bounds, shared, totals, outs, (condition, beginning))
+
+    name = "choose_width_" + "_".join(map(str, astuple(plan)))
+    return Kernel(name, kernel, (*[types.int64] * 11, types.uint64, types.uint64), threads, linked=not plan.switching)
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that CI compiles."""
+    plan = ChoicePlan(8, 7, 7, 8)
+    switched = replace(plan, max_batch=1, most=5, row=0, most_waiting=64, switching=True)
+    return [_make(each) for each in (plan, switched, replace(switched, parting=True))]

@@ -1,0 +1,325 @@
+"""How a step's drafts fared, counted: `learn_widths` of the reference, alone or in the kernel of a step's end, and
+`join_widths`, the beginning of a slot's record.
+
+One block: all odds lie in shared memory; a thread counts a slot, and another all of them in turn. It knows no request
+and no model.
+"""
+
+from dataclasses import astuple, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.memory import byte_at, divide, int_at, set_int, turns
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation.width_odds import (
+    AGE,
+    ALL_DECAY,
+    DECAY,
+    MAX_WAITED,
+    NUM_RUNS,
+    ONE,
+    PRIOR,
+    RUNS,
+    WEIGHT,
+    check_odds,
+)
+from lowlat.kernels.reference.step.slots import FORCED_DRAFTS
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types
+
+__all__ = ["FATES", "LearningPlan", "examples", "join_widths", "learn", "learn_widths", "learning_plan"]
+
+THREADS = 512
+MAX_SLOTS = 8
+KNOWN, TRIED, RIGHT, RUN, NEXT_RUN, FATES = 0, 1, 2, 3, 4, 5  # columns of what became of an entry's drafts
+PRIORS = tuple(number for rates in PRIOR for entry in rates for number in entry)
+PRIOR_ROW = len(PRIORS) // NUM_RUNS
+
+
+@dataclass(frozen=True)
+class LearningPlan:
+    """The extents that counting is specialised by; a greatest width of 0: nothing is counted."""
+
+    batch: int = 0
+    max_batch: int = 0
+    most: int = 0
+    extends: bool = False
+
+    @property
+    def num_odds(self) -> int:
+        """Numbers in all records."""
+        return (self.max_batch + 1) * NUM_RUNS * self.most * 2
+
+
+def learning_plan(
+    slots: torch.Tensor,
+    accepted_lens: torch.Tensor,
+    num_verified: torch.Tensor,
+    verified_source: torch.Tensor,
+    dense_lens: torch.Tensor,
+    extended: torch.Tensor,
+    width_odds: torch.Tensor,
+    width_runs: torch.Tensor,
+    width_expected: torch.Tensor,
+    *,
+    extends: bool,
+) -> LearningPlan:
+    """The plan for these arguments of `learn_widths`. Raises ShapeError for shapes that do not fit."""
+    check_odds(width_odds, width_runs, width_expected)
+    batch, max_batch = slots.shape[0], width_runs.shape[0]
+    by_entry = {"accepted_lens": accepted_lens, "num_verified": num_verified, "verified_source": verified_source}
+    for name, tensor in (*by_entry.items(), ("dense_lens", dense_lens)):
+        check_shape(name, tensor, batch)
+    check_shape("extended", extended, max_batch)
+    if max_batch > MAX_SLOTS:
+        raise ShapeError(f"odds are kept of at most {MAX_SLOTS} slots, got {max_batch}")
+    return LearningPlan(batch, max_batch, width_odds.shape[2], extends)
+
+
+def learn_widths(
+    slots: torch.Tensor,
+    accepted_lens: torch.Tensor,
+    num_verified: torch.Tensor,
+    verified_source: torch.Tensor,
+    dense_lens: torch.Tensor,
+    *,
+    extended: torch.Tensor,
+    width_odds: torch.Tensor,
+    width_runs: torch.Tensor,
+    width_expected: torch.Tensor,
+    extends: bool,
+) -> list[KernelCall]:
+    """Count and reckon, as the reference's `learn_widths`, whose arguments these are.
+
+    Time: two trips to memory, and some 40 short divisions in a row. Raises ShapeError.
+    """
+    given = (slots, accepted_lens, num_verified, verified_source, dense_lens)
+    arguments = (*given, extended, width_odds, width_runs, width_expected)
+    return [KernelCall(_make(learning_plan(*arguments, extends=extends)), (1, 1, 1), arguments)]
+
+
+@device_function
+def _run_index(run: Any) -> Any:
+    """The kind of a run of right drafts."""
+    found = int64(0)
+    for least in RUNS:
+        found += int64(1) if run >= least else int64(0)
+    return found
+
+
+@device_function
+def _record_of(slot: Any, kind: Any, most: Any) -> Any:
+    """The place of a slot's odds behind runs of a kind."""
+    return (slot * NUM_RUNS + kind) * (most * 2)
+
+
+@device_function
+def _count(first: Any, tried: Any, right: Any, odds: Any, decay: Any, age: Any, begun: Any, most: Any) -> None:
+    """Count a step's drafts in a record; positions from `begun` on that it did not see age."""
+    for position in range(most):
+        at = first + position * 2
+        hits, tries = int64(odds[at]), int64(odds[at + 1])
+        if position < tried and position <= right:
+            hits += (int64(ONE) if position < right else int64(0)) - (hits >> decay)
+            tries += int64(ONE) - (tries >> decay)
+        elif position >= begun:
+            hits -= hits >> age
+            tries -= tries >> age
+        odds[at] = int32(hits)
+        odds[at + 1] = int32(tries)
+
+
+@device_function
+def _reckon(own: Any, every: Any, odds: Any, slot: Any, expected: Any, most: Any) -> None:
+    """Tokens of a slot's step by its width, in 1024ths, by the odds that begin at two places."""
+    total, product, before, before_all = int64(ONE), int64(ONE), int64(ONE), int64(ONE)
+    set_int(expected, slot * (most + 1), total)
+    for position in range(most):
+        weight = int64(WEIGHT) if position > 0 else int64(0)
+        right_all, tried_all = int64(odds[every + position * 2]), int64(odds[every + position * 2 + 1])
+        rate_all, _ = divide((right_all + weight * before_all) * ONE, max(tried_all + weight * ONE, int64(1)))
+        usual, _ = divide(rate_all * before, max(before_all, int64(1)))
+        usual = min(usual, int64(ONE))
+        right, tried = int64(odds[own + position * 2]), int64(odds[own + position * 2 + 1])
+        rate, _ = divide((right + WEIGHT * usual) * ONE, tried + WEIGHT * ONE)
+        rate = min(rate, int64(ONE))
+        product, _ = divide(product * rate, int64(ONE))
+        total += product
+        set_int(expected, slot * (most + 1) + position + 1, total)
+        before, before_all = rate, rate_all
+
+
+@device_function
+def _load_fate(index: Any, addresses: Any, runs: Any, fates: Any) -> Any:
+    """Load the fate of an entry's drafts; returns its slot, -1 where there is none."""
+    slots, accepted_lens, num_verified, verified_source = addresses
+    slot, accepted = int_at(slots, index), int_at(accepted_lens, index)
+    tried, source = int_at(num_verified, index), int_at(verified_source, index)
+    run = int_at(runs, max(slot, int64(0)))
+    if source == FORCED_DRAFTS:
+        tried = int64(0)
+    right, known = accepted - 1, slot >= 0 and accepted > 0
+    fates[index * FATES + KNOWN] = int32(slot) if known else int32(-1)
+    fates[index * FATES + TRIED] = int32(tried)
+    fates[index * FATES + RIGHT] = int32(right)
+    fates[index * FATES + RUN] = int32(_run_index(run))
+    following = right if tried > 0 else run
+    fates[index * FATES + NEXT_RUN] = int32(_run_index(following))
+    if known:
+        set_int(runs, slot, following)
+    return slot if known else int64(-1)
+
+
+@device_function
+def _count_all(sizes: Any, fates: Any, odds: Any) -> None:
+    """Count all entries' drafts, one after the other, in the record over all requests."""
+    batch, max_batch, most = sizes
+    for index in range(batch):
+        if fates[index * FATES + KNOWN] >= 0:
+            first = _record_of(int64(max_batch), int64(fates[index * FATES + RUN]), most)
+            tried, right = int64(fates[index * FATES + TRIED]), int64(fates[index * FATES + RIGHT])
+            _count(first, tried, right, odds, int64(ALL_DECAY), int64(ALL_DECAY), int64(1), most)
+
+
+@device_function
+def learn(
+    thread: Any, threads: Any, sizes: Any, extends: Any, addresses: Any, records: Any, odds: Any, fates: Any
+) -> None:
+    """All of `learn_widths` by one block of at least 64 threads.
+
+    sizes    of the plan: batch, max_batch, most
+    records  addresses of what is updated
+    """
+    batch, max_batch, most = sizes
+    extended, all_odds, runs, expected = records
+    num_odds = (max_batch + 1) * (NUM_RUNS * 2) * most
+    for turn in range(turns(num_odds, threads)):
+        place = thread + turn * threads
+        if place < num_odds:
+            odds[place] = int32(int_at(all_odds, place))
+    slot = int64(-1)
+    if thread < batch:
+        slot = _load_fate(thread, addresses[:4], runs, fates)
+        if extends and slot >= 0:
+            set_int(extended, slot, int_at(addresses[4], thread))
+    cuda.syncthreads()
+    if thread < batch and slot >= 0:
+        first = _record_of(slot, int64(fates[thread * FATES + RUN]), most)
+        tried, right = int64(fates[thread * FATES + TRIED]), int64(fates[thread * FATES + RIGHT])
+        _count(first, tried, right, odds, int64(DECAY), int64(AGE), int64(0), most)
+    elif thread == 32:
+        _count_all(sizes, fates, odds)
+    cuda.syncthreads()
+    if thread < batch and slot >= 0:
+        kind = int64(fates[thread * FATES + NEXT_RUN])
+        every = _record_of(int64(max_batch), kind, most)
+        _reckon(_record_of(slot, kind, most), every, odds, slot, expected, most)
+    for turn in range(turns(num_odds, threads)):
+        place = thread + turn * threads
+        if place < num_odds:
+            set_int(all_odds, place, int64(odds[place]))
+
+
+@cache
+def _make(plan: LearningPlan) -> Kernel:
+    num_odds, num_fates, sizes = plan.num_odds, plan.batch * FATES, astuple(plan)[:3]
+    extends, threads = plan.extends, THREADS
+
+    def kernel(
+        slots: Any,
+        accepted_lens: Any,
+        num_verified: Any,
+        verified_source: Any,
+        dense_lens: Any,
+        extended: Any,
+        width_odds: Any,
+        width_runs: Any,
+        width_expected: Any,
+    ) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        odds = cuda.shared.array(shape=num_odds, dtype=int32)
+        fates = cuda.shared.array(shape=num_fates, dtype=int32)
+        addresses = (slots, accepted_lens, num_verified, verified_source, dense_lens)
+        records = (extended, width_odds, width_runs, width_expected)
+        learn(int64(cuda.threadIdx.x), threads, sizes, extends, addresses, records, odds, fates)
+
+    return Kernel("learn_widths_" + "_".join(map(str, astuple(plan))), kernel, (types.int64,) * 9, threads)
+
+
+def join_widths(
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    draft_live: torch.Tensor,
+    *,
+    extended: torch.Tensor,
+    width_odds: torch.Tensor,
+    width_runs: torch.Tensor,
+    width_expected: torch.Tensor,
+    width_waited: torch.Tensor,
+) -> list[KernelCall]:
+    """Begin a slot's record, as the reference's `join_widths`, whose arguments these are. Raises ShapeError."""
+    check_odds(width_odds, width_runs, width_expected)
+    max_batch, most = lengths.shape[0], width_odds.shape[2]
+    check_shape("slots", slots, 1)
+    check_shape("draft_live", draft_live, 1)
+    check_shape("extended", extended, max_batch)
+    check_shape("width_runs", width_runs, max_batch)
+    check_shape("width_waited", width_waited, 1)
+    arguments = (slots, lengths, draft_live, extended, width_odds, width_runs, width_expected, width_waited)
+    return [KernelCall(_make_join(max_batch, most), (1, 1, 1), arguments)]
+
+
+@cache
+def _make_join(max_batch: int, most: int) -> Kernel:
+    num_pairs, num_odds = NUM_RUNS * most, 4 * NUM_RUNS * most
+
+    def kernel(
+        slots: Any,
+        lengths: Any,
+        draft_live: Any,
+        extended: Any,
+        width_odds: Any,
+        width_runs: Any,
+        width_expected: Any,
+        width_waited: Any,
+    ) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        odds = cuda.shared.array(shape=num_odds, dtype=int32)
+        pair, slot = int64(cuda.threadIdx.x), int_at(slots, 0)
+        if slot < 0 or byte_at(draft_live, 0) == 0:
+            return
+        length, every = int_at(lengths, slot), _record_of(int64(max_batch), int64(0), most)
+        is_new = int_at(width_odds, every + 1) == 0
+        cuda.syncthreads()
+        if pair < num_pairs:
+            kind, position = divide(pair, most)
+            right, tried = int_at(width_odds, every + pair * 2), int_at(width_odds, every + pair * 2 + 1)
+            if is_new:
+                prior = kind * PRIOR_ROW + position * 2
+                right, tried = int64(PRIORS[prior]), int64(PRIORS[prior + 1])
+                set_int(width_odds, every + pair * 2, right)
+                set_int(width_odds, every + pair * 2 + 1, tried)
+            own = _record_of(slot, int64(0), most) + pair * 2
+            set_int(width_odds, own, int64(0))
+            set_int(width_odds, own + 1, int64(0))
+            odds[pair * 2], odds[pair * 2 + 1] = int32(0), int32(0)
+            odds[(num_pairs + pair) * 2], odds[(num_pairs + pair) * 2 + 1] = int32(right), int32(tried)
+        cuda.syncthreads()
+        if pair == 0:
+            _reckon(int64(0), int64(num_pairs * 2), odds, slot, width_expected, most)
+            set_int(extended, slot, length - 2)
+            set_int(width_runs, slot, int64(0))
+            set_int(width_waited, 0, int64(MAX_WAITED))
+
+    return Kernel(f"join_widths_{max_batch}_{most}", kernel, (types.int64,) * 8, 32)
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that CI compiles."""
+    return [_make(LearningPlan(4, 8, 7, True)), _make(LearningPlan(1, 1, 5)), _make_join(8, 7)]

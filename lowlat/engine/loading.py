@@ -1,0 +1,432 @@
+"""From options to a ready executor: checkpoint, tokenizer, speculator, ladder, programs, buffers.
+
+Quick things are read first: configs, headers of weights, the tokenizer. A target's weights go from its files to
+their final place one at a time, while the executor is made. A speculator is loaded whole before: one that is damaged
+must be known in time to go on without it. Nothing half-loaded stays behind.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from types import NoneType
+
+import torch
+
+from lowlat.checkpoint.quantising import Quantiser
+from lowlat.checkpoint.source import JoinedWeights
+from lowlat.engine.memory.held import HeldMemory, held_memory
+from lowlat.engine.memory.kvcache import KVCache
+from lowlat.engine.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
+from lowlat.engine.perf import check_device, check_launches
+from lowlat.engine.scheduler import Scheduler
+from lowlat.errors import ConfigError, LowlatError
+from lowlat.executors import Executor
+from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
+from lowlat.executors.make import Rank, check_positions, make_executor, refuse_parts, refuse_ranks, settle_executor
+from lowlat.graphs import Bucket, BucketLadder
+from lowlat.graphs.program import Program
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.partial_kv import partial_kv
+from lowlat.models.rank_weights import rank_weights
+from lowlat.models.shard import rank_configs, rank_drafts
+from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
+from lowlat.models.weight_plan import weight_plan
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.speculators.base import LoadedSpeculator, Speculator
+from lowlat.speculators.methods import fetch_speculator, load_speculator
+from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.adaptive import build_adaptive
+from lowlat.step.decode import build_step
+from lowlat.step.prefill import build_prefills
+from lowlat.step.state import StepGeometry
+from lowlat.step.width_times import set_costs
+from lowlat.text import TextCodec
+
+__all__ = [
+    "DRAFT_ENDS",
+    "Loaded",
+    "bucket_batches",
+    "build_rank",
+    "load",
+    "make_geometry",
+    "make_ladder",
+    "make_scheduler",
+    "make_topologies",
+    "rank_geometries",
+]
+
+logger = logging.getLogger("lowlat")
+DRAFT_ENDS = (1, 2, 4)  # levels behind which confidence is looked at: each time costs a few microseconds
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Everything that a Runtime drives; `speculation_error` says why speculation that was asked for is not in use.
+
+    codec        the tokenizer; None where the directory has none
+    rank_config  the geometry of the first rank's part; the target's own where there is one rank
+    memory       of each device
+    """
+
+    target: OpenedTarget
+    codec: TextCodec | None
+    speculator: LoadedSpeculator | None
+    geometry: StepGeometry
+    ladder: BucketLadder
+    topologies: dict[int, Topology]
+    executor: Executor
+    choice: DeviceChoice
+    speculation_error: str | None
+    rank_config: ModelConfig
+    memory: tuple[HeldMemory, ...]
+
+    @property
+    def takes_grammars(self) -> bool:
+        """Whether steps draw under masks of the host; those of lossless SpecPV, which are verified later, do not."""
+        return "grammar_masks" in self.executor.state and not self.ladder.verifiers
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's own end tokens: those of its configs, then its tokenizer's."""
+        ends = self.target.config.eos_token_ids
+        own = None if self.codec is None else self.codec.eos_token_id
+        if own is None or own in ends or own >= self.target.config.vocab_size:
+            return ends
+        return (*ends, own)
+
+    def close(self) -> None:
+        """End the tokenizer's process, and release the executor's buffers and weights."""
+        if self.codec is not None:
+            self.codec.close()
+        self.executor.close()
+
+
+def load(
+    model: str | Path | OpenedTarget,
+    speculative: SpeculativeConfig | None,
+    options: RuntimeConfig,
+    progress: Progress | None = None,
+    captured: Progress | None = None,
+    downloaded: Progress | None = None,
+) -> Loaded:
+    """Load a target and, where asked for, its speculator; allocate everything, compile and capture what runs on a GPU.
+
+    model      a directory; or a target whose weights come from elsewhere, opened in the dtype that it is to have
+    progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all; downloaded
+               with bytes fetched and bytes in all, for each model that is a repository's name
+
+    Raises ConfigError; for a draft model that cannot be used only if `speculative.strict` or perf_mode is strict,
+    otherwise it is one warning and the baseline.
+    """
+    _check_call(model, speculative, progress, captured, downloaded)
+    choice = choose_device(f"cuda:{options.devices[0]}" if options.devices else options.device, options.executor)
+    _say(choice)
+    target = model
+    if not isinstance(target, OpenedTarget):
+        fetched = fetch_target(target, dtype=options.dtype, progress=downloaded)
+        target = open_target(fetched, dtype=options.dtype, progress=progress)
+    if options.kv_cache_dtype == "fp8":
+        target = code_kv(target)
+    elif options.kv_cache_dtype == "bf16" and target.config.dtype != "bfloat16":
+        raise ConfigError(f"kv_cache_dtype 'bf16' is of models that run in bfloat16, and this one runs in "
+                          f"{target.config.dtype}: take 'auto', or dtype 'bfloat16'")  # fmt: skip
+    if options.quantize is not None:
+        target = quantise_target(target, Quantiser(options.quantize, options.quantize_lm_head))
+    target.config.check_context(options.max_context, target.directory / "config.json")
+    codec = TextCodec.load(target.directory)
+    loaded, topologies, error = _load_speculation(target, speculative, downloaded, must_fit=options.is_strict)
+    speculator = None if loaded is None else loaded.speculator
+    _say_where_drafts_fail(speculator, options.max_context)
+    geometry = make_geometry(target.config, speculator, topologies, options, speculative)
+    draft_config = None if speculator is None else speculator.draft_config
+    settled = settle_executor(choice, options.executor, target.config, draft_config, options.block_size)
+    if settled is not choice:
+        _say(settled)
+    choice = settled
+    refuse_ranks(options, choice)
+    check_device(options, choice)
+    if choice.has_kernels:
+        check_positions(geometry, invariant=options.tp_invariant)
+    ladder = make_ladder(geometry, topologies, speculative)
+    geometries = rank_geometries(geometry, options, speculative)
+    own_speculator = geometries[0].speculator
+    refuse_parts(choice, geometries[0].config, None if own_speculator is None else own_speculator.draft_config)
+    ranks = [build_rank(each, ladder, topologies) for each in geometries]
+    programs, prefills = ranks[0].programs, ranks[0].prefills
+    own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
+    weights = JoinedWeights(target.weights, own)
+    devices = rank_devices(choice, len(ranks), options.devices)
+    needs = _check_memory(ranks, weights, choice, devices)
+    watchdog = options.watchdog_factor, options.watchdog_min_s
+    executor = make_executor(
+        choice, programs, prefills, weights, captured, ranks=ranks, devices=devices, device_loop=options.device_loop,
+        fuse=options.fuse, hooks=not options.is_strict, watchdog=watchdog,
+    )  # fmt: skip
+    try:
+        check_launches(options, executor.counts, None if loaded is None else speculative)
+        if geometry.max_width is not None:
+            set_costs(executor, ladder, geometries[0], programs, weights.shapes(), fuse=options.fuse)
+    except LowlatError:
+        executor.close()
+        raise
+    rank_config, memory = ranks[0].config, held_memory(needs, devices)
+    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error, rank_config, memory)
+
+
+def _check_call(model: object, speculative: object, *told: object) -> None:
+    """Refuse arguments of `Runtime.load` that are of another type than it takes. Raises ConfigError naming them."""
+    if not isinstance(model, (str, Path, OpenedTarget)) or not str(model):
+        raise ConfigError(f"model must be a directory or ORG/NAME of a repository, got {model!r:.80}")
+    if not isinstance(speculative, (SpeculativeConfig, NoneType)):
+        raise ConfigError(f"speculative must be a SpeculativeConfig or None, got {type(speculative).__name__}")
+    for name, function in zip(("progress", "captured", "downloaded"), told, strict=True):
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name} must be a function or None, got {type(function).__name__}")
+
+
+def make_ladder(
+    geometry: StepGeometry, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
+) -> BucketLadder:
+    """The buckets of a runtime."""
+    rows_of = {depth: topology.num_nodes for depth, topology in topologies.items()}
+    verifier = None
+    if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
+        verifier = geometry.partial.buffer + 1, speculative.num_speculative_tokens
+    adaptive = geometry.max_width is not None
+    batches, ends = bucket_batches(geometry.max_batch), geometry.draft_ends
+    return BucketLadder(batches, rows_of, adaptive=adaptive, ends=ends, verifier=verifier)
+
+
+def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
+    """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
+    sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
+    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded)
+    return Scheduler(
+        ladder, kvcache, options.max_batch, options.max_queue, geometry.prefill_chunk,
+        max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=options.max_stall_ms,
+        num_overprovision=geometry.overhang,
+    )  # fmt: skip
+
+
+def build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:
+    """The programs of a rank."""
+    programs = {bucket: _build(geometry, bucket, topologies) for bucket in ladder.programs}
+    return Rank(geometry.config, programs, build_prefills(geometry))
+
+
+def _check_memory(
+    ranks: Sequence[Rank], weights: JoinedWeights, choice: DeviceChoice, devices: Sequence[torch.device]
+) -> list[MemoryNeed]:
+    """The need of each rank. Raises ConfigError where the ranks of a device together do not fit there, naming it."""
+    shapes = weights.shapes()
+    needs = [
+        memory_need(
+            (*rank.programs.values(), *rank.prefills.values()),
+            rank_weights(shapes, rank.config),
+            choice.device,
+            has_kernels=choice.has_kernels,
+            host_load_bytes=weights.arena_bytes + weights.made_bytes,
+        )
+        for rank in ranks
+    ]
+    for device in dict.fromkeys(devices):
+        check_fits(on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device]), device)
+    return needs
+
+
+def _build(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, Topology]) -> Program:
+    if geometry.max_width is not None:
+        return build_adaptive(geometry, bucket)
+    return build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
+
+
+def _say(choice: DeviceChoice) -> None:
+    """Log where the runtime runs, as a warning where that is not what a user would expect."""
+    level = logging.WARNING if choice.loud else logging.INFO
+    logger.log(level, "running on %s: %s", choice.device, choice.reason)
+
+
+def _load_speculation(
+    target: OpenedTarget, speculative: SpeculativeConfig | None, downloaded: Progress | None, *, must_fit: bool
+) -> tuple[LoadedSpeculator | None, dict[int, Topology], str | None]:
+    baseline: dict[int, Topology] = {0: TreeTopology.chain(0)}
+    if speculative is None or not speculative.enabled:
+        return None, baseline, None
+    topologies = make_topologies(speculative)
+    try:
+        loaded = load_speculator(fetch_speculator(speculative, target.config, downloaded), target.config)
+    except ConfigError as error:
+        if speculative.strict or must_fit:
+            raise
+        logger.warning("speculation is off, decoding goes on without it: %s", error)
+        return None, baseline, str(error)
+    for note in loaded.notes:
+        logger.info("draft model %s: %s", loaded.directory, note)
+    return loaded, topologies, None
+
+
+def _say_where_drafts_fail(speculator: Speculator | None, max_context: int) -> None:
+    """Warn of a draft model that attends to more positions than it has: tokens stay right, and drafts are wrong."""
+    draft = None if speculator is None else speculator.draft_config
+    if (
+        draft is not None
+        and speculator is not None
+        and speculator.attends_everything
+        and max_context > draft.max_position
+    ):
+        logger.warning(
+            "the draft model has %d positions (max_position_embeddings) and max_context is %d: beyond them few of its "
+            "drafts are accepted; draft_window (--draft-window), say 512, keeps an EAGLE3 or P-EAGLE draft model's "
+            "attention to so many of the last positions", draft.max_position, max_context,
+        )  # fmt: skip
+
+
+def make_topologies(speculative: SpeculativeConfig) -> dict[int, Topology]:
+    """The topology for each depth S: chains of every depth, or the baseline and the tree. Raises ConfigError."""
+    depth, top_k = speculative.num_speculative_tokens, speculative.dynamic_tree_max_topk
+    if top_k is not None:
+        drafts = speculative.max_total_draft_tokens or DEFAULT_DRAFT_TOKENS
+        return {0: TreeTopology.chain(0), depth: DynamicTree(depth, top_k, drafts + 1)}
+    if speculative.tree is None:
+        most = speculative.num_speculative_tokens if speculative.adaptive_width else MAX_SPECULATIVE_TOKENS
+        return {s: TreeTopology.chain(s) for s in range(most + 1)}
+    tree = TreeTopology.load(
+        speculative.tree,
+        max_path_len=speculative.max_path_len,
+        max_decoding_tokens=speculative.max_decoding_tokens,
+        max_non_leaves_per_layer=speculative.max_non_leaves_per_layer,
+    )
+    if tree.depth != speculative.num_speculative_tokens:
+        raise ConfigError(
+            f"the tree is {tree.depth} deep but num_speculative_tokens is {speculative.num_speculative_tokens}; "
+            "set it to the tree's depth"
+        )
+    return {0: TreeTopology.chain(0), tree.depth: tree}
+
+
+def make_geometry(
+    config: ModelConfig,
+    speculator: Speculator | None,
+    topologies: Mapping[int, Topology],
+    options: RuntimeConfig,
+    speculative: SpeculativeConfig | None,
+) -> StepGeometry:
+    """The shapes of all programs; the pool defaults to max_batch requests of the largest size.
+
+    Raises ConfigError for a tree that asks for more tokens after one than the draft model has.
+    """
+    _check_choices(speculator, topologies)
+    max_rows = max(topology.num_nodes for topology in topologies.values())
+    num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
+    simulated = speculative if speculator is not None else None
+    plans = [weight_plan(config), {} if speculator is None else speculator.weight_plan(config.dtype)]
+    own = [float(sum(prod(shape) * dtype.itemsize for shape, dtype in plan.values())) for plan in plans]
+    partial = None if simulated is None else partial_kv(simulated, options, config, max_rows, *own)
+    path_width = max(topology.path_width for topology in topologies.values())
+    if partial is not None and partial.lossless:
+        max_rows = path_width = max(max_rows, partial.buffer + 1)
+        logger.info("SpecPV is lossless: from %d tokens on steps over a part of the KV cache propose, and steps over "
+                    "all of it verify", partial.threshold)  # fmt: skip
+    elif partial is not None:
+        logger.warning("SpecPV is on, which is lossy: from %d tokens on steps attend to a part of the KV cache, and "
+                       "tokens may differ from the target's", partial.threshold)  # fmt: skip
+    worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
+    num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
+    return StepGeometry(
+        config=config,
+        speculator=speculator,
+        max_batch=options.max_batch,
+        max_context=options.max_context,
+        max_rows=max_rows,
+        num_paths=max(topology.num_paths for topology in topologies.values()),
+        path_width=path_width,
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+        prefill_chunk=options.prefill_chunk,
+        max_prefill_chunks=_chunks_at_once(options),
+        simulated_acceptance=None if simulated is None else simulated.imposed_acceptance,
+        simulated_seed=0 if simulated is None else simulated.simulated_seed,
+        num_drafted_rows=num_drafted_rows,
+        partial=partial,
+        max_width=_max_width(speculator, speculative),
+        draft_ends=_draft_ends(speculator, speculative),
+        prompt_logits=options.prompt_logits,
+        prompt_logprobs=options.prompt_logprobs and not options.is_strict,
+    )
+
+
+def _check_choices(speculator: Speculator | None, topologies: Mapping[int, Topology]) -> None:
+    draft = None if speculator is None else speculator.draft_config
+    most = max(topology.num_choices for topology in topologies.values())
+    if draft is not None and most > draft.draft_vocab_size:
+        raise ConfigError(
+            f"the tree asks for the {most} likeliest tokens after one (tree, or dynamic_tree_max_topk), and the draft "
+            f"model has {draft.draft_vocab_size} tokens (draft_vocab_size); make the tree narrower"
+        )
+
+
+def rank_geometries(
+    geometry: StepGeometry, options: RuntimeConfig, speculative: SpeculativeConfig | None
+) -> list[StepGeometry]:
+    """The shapes of each rank's programs. Raises ConfigError for a target, or options, that do not allow them.
+
+    A draft model that cannot be cut is whole on every rank, unless it was asked for.
+    """
+    size = options.tensor_parallel_size
+    if geometry.partial is not None and size > 1:
+        raise ConfigError(f"enable_specpv is not implemented for tensor_parallel_size {size}; leave one of them out")
+    configs = rank_configs(geometry.config, size, invariant=options.tp_invariant)
+    speculator, asked = geometry.speculator, None if speculative is None else speculative.draft_tensor_parallel_size
+    draft = None if speculator is None else speculator.draft_config
+    if asked not in (None, 1, size):
+        raise ConfigError(f"draft_tensor_parallel_size must be 1 or tensor_parallel_size {size}, got {asked}")
+    if configs[0].shard is None or draft is None or speculator is None or asked == 1:
+        return [replace(geometry, config=config) for config in configs]
+    try:
+        parts = rank_drafts(configs, draft)
+    except ConfigError as error:
+        if asked is not None:
+            raise
+        logger.info("the draft model is whole on every card: %s", error)
+        return [replace(geometry, config=config) for config in configs]
+    return [replace(geometry, config=config, speculator=speculator.with_config(own)) for config, own in parts]
+
+
+def _chunks_at_once(options: RuntimeConfig) -> int:
+    """Chunks of a prompt that run at once, no more than it can have; one where all positions leave their logits."""
+    if options.prompt_logits:
+        return 1
+    return min(options.max_prefill_chunks, -(-options.max_context // options.prefill_chunk))
+
+
+def _max_width(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> int | None:
+    """The greatest width where the device chooses each step's. Raises ConfigError where it cannot."""
+    if speculator is None or speculative is None or not speculative.adaptive_width:
+        return None
+    if speculator.waiting_boundaries is None:
+        raise ConfigError(
+            f"adaptive_width (num_speculative_tokens 'auto') is not implemented for method {speculative.method!r} "
+            f"with text_drafts {speculative.text_drafts!r}; give a number of tokens, or leave text_drafts out"
+        )
+    return speculative.num_speculative_tokens
+
+
+def _draft_ends(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> tuple[int, ...]:
+    """The levels behind which drafting may end by confidence. Raises ConfigError where it cannot."""
+    if speculator is None or speculative is None or not speculative.adaptive_confidence:
+        return ()
+    if not speculator.drafts_by_level:
+        raise ConfigError(
+            f"adaptive_confidence is of draft models that draft level by level, and method {speculative.method!r} "
+            "drafts at once; leave it out"
+        )
+    return tuple(end for end in DRAFT_ENDS if end < speculative.num_speculative_tokens)
+
+
+def bucket_batches(max_batch: int) -> list[int]:
+    """1, 2, 4, 8 up to the largest, which is always there."""
+    return sorted({size for size in (1, 2, 4, 8) if size < max_batch} | {max_batch})

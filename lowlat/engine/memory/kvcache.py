@@ -1,0 +1,365 @@
+"""Paged KV bookkeeping on the host: tables, free blocks, prefix reuse, and what must balance.
+
+One table serves the target's KV and the draft model's: the same block ids index both pools. It touches no memory:
+the runtime writes the KV, says what was written, and zeroes what `take_blocks_to_clear` names. Everything is
+ordered by the device's stream: a block that is freed here may be handed out at once, since later work runs
+later.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lowlat.engine.memory.prefix_index import CachedChunk, PrefixIndex
+from lowlat.errors import ConfigError, LowlatError, RequestError
+
+__all__ = ["Allocation", "InvariantError", "KVCache", "KVCacheStats"]
+
+
+class InvariantError(LowlatError):
+    """The books contradict themselves, or their protocol was broken: a defect of lowlat, never a caller's."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One request's blocks, in order of position, and the prompt tokens whose KV they hold already."""
+
+    table: list[int]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class KVCacheStats:
+    """Blocks by state (they add up to num_blocks, the null block left out) and what prefix reuse saved.
+
+    queries, query_tokens and hit_tokens count admitted requests, their prompt tokens, and those found cached.
+    """
+
+    num_blocks: int
+    num_free: int
+    num_evictable: int
+    num_to_clear: int
+    num_used: int
+    queries: int
+    query_tokens: int
+    hit_tokens: int
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """One admitted request: `digests` is its chain so far, `held` its chunks that are or were listed, by number."""
+
+    prompt: Sequence[int]
+    table: list[int]
+    num_reserved: int
+    num_prefilled: int
+    root: bytes
+    digests: list[bytes] = field(default_factory=list)
+    held: dict[int, CachedChunk] = field(default_factory=dict)
+    tainted: bool = False  # it read KV of a poisoned request: nothing of it is shared any more
+
+
+class KVCache:
+    """Which block holds what, for a pool of `num_blocks` blocks of `block_size` positions; block 0 is null.
+
+    num_blocks      blocks in the pool, the null block included
+    prefill_chunk   positions of one prefill chunk, a multiple of block_size: the unit of sharing
+    reuse           share complete chunks written by prefill
+    share_decoded   also share chunks that decoding wrote, wholly or in part
+
+    A block is free, in use (in a table), evictable (content nobody uses, free for admission), or waiting to
+    be cleared. Admission reserves the worst case, so that no step can run out. Not safe for use by several
+    threads. Raises ConfigError for sizes that cannot work.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefill_chunk: int,
+        *,
+        reuse: bool,
+        share_decoded: bool,
+    ) -> None:
+        if num_blocks < 2:
+            raise ConfigError(f"kv_blocks must be at least 2 (block 0 is the null block), got {num_blocks}")
+        if block_size < 1 or prefill_chunk < 1 or prefill_chunk % block_size:
+            raise ConfigError(
+                f"prefill_chunk must be a positive multiple of block_size {block_size}, got {prefill_chunk}"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefill_chunk = prefill_chunk
+        self.reuse = reuse
+        self.share_decoded = reuse and share_decoded
+        self.generation = 0  # grows whenever an admission that did not fit might fit now
+        self._index = PrefixIndex()
+        self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the lowest on top at first
+        self._to_clear: list[int] = []
+        self._dirty: set[int] = set()
+        self._entries: dict[str, _Entry] = {}
+        self._queries = self._query_tokens = self._hit_tokens = 0
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can be handed out."""
+        return self.num_blocks - 1
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def num_blocks_for(self, max_total_tokens: int, num_overprovision: int) -> int:
+        """Blocks of a request's worst case."""
+        return -(-(max_total_tokens + num_overprovision) // self.block_size)
+
+    def check_size(self, request_id: str, num_blocks: int) -> None:
+        """Raise RequestError where a worst case is larger than the whole pool: it would wait for ever."""
+        if num_blocks > self.capacity:
+            raise RequestError(
+                f"request {request_id} needs {num_blocks} KV blocks of {self.block_size} positions; "
+                f"the pool has {self.capacity} (kv_blocks)"
+            )
+
+    def admit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        max_total_tokens: int,
+        num_overprovision: int,
+        salt: str = "",
+        *,
+        reads: bool = True,
+    ) -> Allocation | None:
+        """Reserve a request's worst case, sharing what is cached of its prompt; None when it does not fit
+        now.
+
+        prompt_token_ids    [n] n >= 1; not copied, and must not change while the request lives
+        max_total_tokens    prompt and completion at most
+        num_overprovision   positions that a step may write past them
+        salt                only what requests of the same salt have cached is shared
+        reads               False: all of the prompt will be prefilled; it is shared with others all the same
+        num_cached_tokens of the result is a multiple of prefill_chunk, at most n - 1.
+        Time: one digest a cached chunk, plus the blocks. Raises RequestError for an id in use, an empty
+        prompt, a total below the prompt, or a worst case larger than the whole pool.
+        """
+        total = self.num_blocks_for(max_total_tokens, num_overprovision)
+        self._check_admission(request_id, prompt_token_ids, max_total_tokens, total)
+        root = self._index.root(salt)
+        digests, hits = self._lookup(prompt_token_ids, root) if reads else ([], [])
+        shared = [block for chunk in hits for block in chunk.blocks]
+        num_pinned = sum(len(chunk.blocks) for chunk in hits if not chunk.num_users)
+        if total - len(shared) > len(self._free) + self._num_evictable() - num_pinned:
+            return None
+        for chunk in hits:
+            self._index.acquire(chunk)
+        table = shared + self._take(total - len(shared))
+        num_cached = len(hits) * self.prefill_chunk
+        self._entries[request_id] = _Entry(
+            prompt_token_ids, table, total, num_cached, root, digests, dict(enumerate(hits))
+        )
+        self._queries += 1
+        self._query_tokens += len(prompt_token_ids)
+        self._hit_tokens += num_cached
+        return Allocation(list(table), num_cached)
+
+    def mark_prefilled(self, request_id: str, num_tokens: int) -> None:
+        """Say that prefill wrote (or the stream will have written) the KV of the prompt's first num_tokens.
+
+        Call it after every chunk; it lists the complete chunks among them for sharing. Where an equal chunk
+        is listed already, the request keeps its own blocks to itself. Raises RequestError for an unknown id,
+        InvariantError when num_tokens goes back or past the prompt's last token.
+        """
+        entry = self._entry(request_id)
+        if not entry.num_prefilled <= num_tokens <= len(entry.prompt):
+            raise InvariantError(
+                f"request {request_id}: {num_tokens} prompt tokens cannot be prefilled after "
+                f"{entry.num_prefilled} of {len(entry.prompt)}"
+            )
+        entry.num_prefilled = num_tokens
+        self._register(entry, entry.prompt, num_tokens)
+
+    def release(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | None = None,
+        *,
+        num_written: int | None = None,
+        poisoned: bool = False,
+    ) -> None:
+        """Free a request's blocks; what is listed stays evictable. The device must write to them no more.
+
+        token_ids     the whole committed sequence, prompt included; used by share_decoded alone
+        num_written   positions of it whose KV (target's and head's) is certainly written; None: all but the
+                      last. With a draft model give less: a slot's last step does not extend its KV
+        poisoned      the request failed with NaN: nothing that it wrote or read is shared again, and every
+                      block of it is cleared before reuse
+        Raises RequestError for an unknown id, InvariantError for a sequence that does not continue the
+        prompt.
+        """
+        entry = self._entry(request_id)
+        if poisoned:
+            self._distrust(entry)
+        elif self.share_decoded and token_ids is not None and entry.num_prefilled == len(entry.prompt):
+            written = len(token_ids) - 1 if num_written is None else min(num_written, len(token_ids) - 1)
+            if list(token_ids[: len(entry.prompt)]) != list(entry.prompt):
+                raise InvariantError(f"request {request_id}: the committed sequence does not start with its prompt")
+            if written > len(entry.table) * self.block_size:
+                raise InvariantError(f"request {request_id}: {written} positions exceed its {len(entry.table)} blocks")
+            self._register(entry, token_ids, written)
+        del self._entries[request_id]
+        per_chunk = self.prefill_chunk // self.block_size
+        shared = [k * per_chunk + i for k in entry.held for i in range(per_chunk)]
+        private = set(range(len(entry.table))).difference(shared)
+        self._give_back(entry.table[i] for i in sorted(private, reverse=True))
+        for k in sorted(entry.held, reverse=True):
+            self._give_back(self._index.retire(entry.held[k]))
+        for digest in reversed(entry.digests):  # equal chunks of others, too: none outlives what leads to it
+            self._index.touch(digest)
+        self.generation += 1
+
+    def take_blocks_to_clear(self) -> list[int]:
+        """Blocks of failed requests: they are free, and the caller zeroes them before anything else is launched."""
+        blocks, self._to_clear = self._to_clear, []
+        if blocks:
+            self._free.extend(blocks)
+            self.generation += 1
+        return blocks
+
+    def stats(self) -> KVCacheStats:
+        """Counts of blocks and hits."""
+        free, evictable, to_clear = len(self._free), self._num_evictable(), len(self._to_clear)
+        return KVCacheStats(
+            num_blocks=self.capacity,
+            num_free=free,
+            num_evictable=evictable,
+            num_to_clear=to_clear,
+            num_used=self.capacity - free - evictable - to_clear,
+            queries=self._queries,
+            query_tokens=self._query_tokens,
+            hit_tokens=self._hit_tokens,
+        )
+
+    def invariants(self) -> None:
+        """Check that everything balances. Raises InvariantError naming what does not. Time: all blocks."""
+        problems = [*self._index.problems(), *self._table_problems(), *self._block_problems()]
+        if problems:
+            raise InvariantError("; ".join(problems))
+
+    def _entry(self, request_id: str) -> _Entry:
+        entry = self._entries.get(request_id)
+        if entry is None:
+            raise RequestError(f"request {request_id} holds no KV blocks: it is unknown or has ended")
+        return entry
+
+    def _check_admission(self, request_id: str, prompt: Sequence[int], max_total: int, num_needed: int) -> None:
+        if request_id in self._entries:
+            raise RequestError(f"request {request_id} holds KV blocks already")
+        if not prompt:
+            raise RequestError(f"request {request_id} has an empty prompt")
+        if max_total < len(prompt):
+            raise RequestError(f"request {request_id}: max_total_tokens {max_total} is below its {len(prompt)} tokens")
+        self.check_size(request_id, num_needed)
+
+    def _num_evictable(self) -> int:
+        return self._index.num_unused * (self.prefill_chunk // self.block_size)
+
+    def _chunk_of(self, token_ids: Sequence[int], k: int) -> Sequence[int]:
+        return token_ids[k * self.prefill_chunk : (k + 1) * self.prefill_chunk]
+
+    def _lookup(self, prompt: Sequence[int], root: bytes) -> tuple[list[bytes], list[CachedChunk]]:
+        digests: list[bytes] = []
+        hits: list[CachedChunk] = []
+        digest = root
+        for k in range((len(prompt) - 1) // self.prefill_chunk if self.reuse else 0):
+            digest = self._index.digest(digest, self._chunk_of(prompt, k))
+            chunk = self._index.get(digest)
+            if chunk is None:
+                break
+            digests.append(digest)
+            hits.append(chunk)
+        return digests, hits
+
+    def _take(self, count: int) -> list[int]:
+        while len(self._free) < count:
+            for chunk in self._index.evict_oldest():
+                if not chunk.num_users:
+                    self._give_back(chunk.blocks)
+        return [self._free.pop() for _ in range(count)]
+
+    def _give_back(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if block in self._dirty:
+                self._dirty.discard(block)
+                self._to_clear.append(block)
+            else:
+                self._free.append(block)
+
+    def _register(self, entry: _Entry, token_ids: Sequence[int], num_written: int) -> None:
+        """List the new complete chunks below num_written; one whose parent is gone is not listed."""
+        per_chunk = self.prefill_chunk // self.block_size
+        for k in range(len(entry.digests), num_written // self.prefill_chunk if self.reuse else 0):
+            above = entry.digests[-1] if k else entry.root
+            digest = self._index.digest(above, self._chunk_of(token_ids, k))
+            entry.digests.append(digest)
+            parent = self._index.get(above)
+            if entry.tainted or (k and parent is None) or self._index.get(digest) is not None:
+                continue
+            entry.held[k] = self._index.add(digest, parent, entry.table[k * per_chunk : (k + 1) * per_chunk])
+            self.generation += 1
+
+    def _distrust(self, entry: _Entry) -> None:
+        """Unlist what a poisoned request wrote or read and all that was computed from it; mark it dirty."""
+        self._dirty.update(entry.table)
+        suspects = {id(chunk) for chunk in entry.held.values()}
+        for k in sorted(entry.held):
+            for chunk in self._index.drop(entry.held[k]):
+                suspects.add(id(chunk))
+                self._dirty.update(chunk.blocks)
+                if not chunk.num_users:
+                    self._give_back(chunk.blocks)
+        for other in self._entries.values():
+            if any(id(chunk) in suspects for chunk in other.held.values()):
+                other.tainted = True
+
+    def _table_problems(self) -> list[str]:
+        problems = []
+        users: Counter[int] = Counter()
+        chunks = {id(chunk): chunk for chunk in self._index}
+        for request_id, entry in self._entries.items():
+            table = entry.table
+            if 0 in table or len(set(table)) != len(table):
+                problems.append(f"the table of request {request_id} holds the null block or a block twice")
+            if len(table) != entry.num_reserved:
+                problems.append(f"request {request_id} reserved {entry.num_reserved} blocks, holds {len(table)}")
+            per_chunk = self.prefill_chunk // self.block_size
+            for k, chunk in entry.held.items():
+                users[id(chunk)] += 1
+                chunks[id(chunk)] = chunk
+                if tuple(table[k * per_chunk : (k + 1) * per_chunk]) != chunk.blocks:
+                    problems.append(f"chunk {k} of request {request_id} is not at its place in the table")
+        for key, chunk in chunks.items():
+            if chunk.num_users != users[key]:
+                problems.append(f"blocks {chunk.blocks}: {chunk.num_users} users, {users[key]} tables hold them")
+        return problems
+
+    def _block_problems(self) -> list[str]:
+        """Each block has exactly one state; one in several tables is there through the same chunk."""
+        states = Counter(self._free) + Counter(self._to_clear)
+        cached = {id(chunk): chunk for chunk in self._index}
+        for entry in self._entries.values():
+            cached.update((id(chunk), chunk) for chunk in entry.held.values())
+            through_chunks = {block for chunk in entry.held.values() for block in chunk.blocks}
+            states.update(block for block in entry.table if block not in through_chunks)
+        for chunk in cached.values():
+            states.update(chunk.blocks)
+        problems = [
+            f"block {block} has {states[block]} states" for block in range(1, self.num_blocks) if states[block] != 1
+        ]
+        if states.total() != self.capacity or states[0]:
+            problems.append(f"{states.total()} blocks are accounted for, {self.capacity} exist")
+        if self._dirty.intersection(self._free):
+            problems.append(f"blocks {sorted(self._dirty.intersection(self._free))} are free but not cleared")
+        return problems

@@ -1,0 +1,176 @@
+"""The memory plan of a runtime, by part, and whether it fits: refused at start, with the numbers and the knobs."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.executors.allocation import release_cached_memory
+from lowlat.graphs import Paging, Role
+from lowlat.graphs.program import Program
+from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
+from lowlat.kernels.formats.dense import PANEL_BYTES
+from lowlat.lowering.weight_parts import expert_parts, gemm_weights
+
+__all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need", "on_one_device"]
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes on the device by part, the weights as the executor keeps them; and of the host's memory while loading.
+
+    prefill_bytes    what torch's operations take while a chunk of prefill runs, in a pool of their own
+    loading_bytes    what packing the largest matrix takes beyond all that is allocated once weights are in place
+    host_load_bytes  host memory that reading weights takes, Python and its libraries left out; on a CPU it comes on top
+    """
+
+    weights_bytes: int
+    kv_bytes: int
+    state_bytes: int
+    scratch_bytes: int
+    host_load_bytes: int = 0
+    prefill_bytes: int = 0
+    loading_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts on the device."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """The parts on the device, by name."""
+        return {name: value for name, value in asdict(self).items() if name != "host_load_bytes"}
+
+
+def memory_need(
+    programs: Iterable[Program],
+    weights: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    has_kernels: bool = False,
+    host_load_bytes: int = 0,
+) -> MemoryNeed:
+    """Add up the buffers of all programs and the weights as the executor keeps them.
+
+    weights      canonical weights, or tensors without content in their place
+    has_kernels  programs run one at a time in the memory of the largest one's scratch; prefill has workspaces beside
+                 it, as exchanges among ranks have; and matrices are packed
+    """
+    kv: dict[str, int] = {}
+    state: dict[str, int] = {}
+    parts = []
+    temporary = workspaces = 0
+    programs = list(programs)
+
+    def shape_of(name: str) -> torch.Size:
+        return matrix_shape(name, weights)
+
+    for program in programs:
+        scratch = 0
+        for spec in program.buffers.values():
+            if spec.role is Role.SCRATCH:
+                scratch += spec.num_bytes
+            else:
+                part = kv if spec.paging is Paging.POSITIONS else state
+                part[spec.name] = max(part.get(spec.name, 0), spec.num_bytes)
+        parts.append(scratch)
+        if has_kernels:
+            from lowlat.lowering.memory import temporary_bytes, workspace_bytes
+
+            workspaces = max(workspaces, workspace_bytes(program, shape_of))
+            temporary = max(temporary, temporary_bytes(program, shape_of))
+    if has_kernels:
+        from lowlat.executors.distributed.parallel import exchange_bytes
+
+        workspaces += exchange_bytes(programs)
+    matrices = [matrix_parts(name, weights) for name in gemm_weights(programs)]
+    matrices += [parts for parts in expert_parts(programs, weights).values() if has_kernels or "blocks" not in parts]
+    packed = matrices if has_kernels else []
+    expanded = [] if has_kernels else [parts for parts in matrices if parts and "weight" not in parts]
+    size = _weight_bytes(weights, packed, expanded, device)
+    scratch = max(parts, default=0) + workspaces if has_kernels else sum(parts)
+    caches, states = sum(kv.values()), sum(state.values())
+    packing = max((_packing_bytes(names, weights) for names in matrices), default=0) if has_kernels else 0
+    loading = max(0, packing - caches - states - scratch - temporary)
+    return MemoryNeed(size, caches, states, scratch, host_load_bytes, temporary, loading)
+
+
+def on_one_device(needs: Sequence[MemoryNeed]) -> MemoryNeed:
+    """The need of several ranks on one device; their weights are read once."""
+    parts = {name: sum(need.parts()[name] for need in needs) for name in needs[0].parts()}
+    return MemoryNeed(**parts, host_load_bytes=max(need.host_load_bytes for need in needs))
+
+
+def _packing_bytes(names: Mapping[str, str], weights: Mapping[str, torch.Tensor]) -> int:
+    """Bytes on the device beside a packed matrix while it is made: its own, of plain ones in the packed order, too."""
+    own = sum(weights[name].numel() * weights[name].element_size() for name in names.values() if name in weights)
+    return 2 * own if "weight" in names else own + PANEL_BYTES
+
+
+def _weight_bytes(
+    weights: Mapping[str, torch.Tensor],
+    products: Iterable[Mapping[str, str]],
+    expanded: Iterable[Mapping[str, str]],
+    device: torch.device,
+) -> int:
+    """Bytes that an executor keeps of the weights, each tensor once.
+
+    products  by part the weights of every matrix that kernels multiply by: these are packed, as their format counts;
+              without any, on a CPU, floating-point weights are kept in float32
+    expanded  by part the quantised matrices that are kept in float32 on every device
+    """
+    left = {id(tensor): tensor for tensor in weights.values()}
+    total, packed = 0, False
+    for names in expanded:
+        parts = {part: weights[name] for part, name in names.items()}
+        total += 4 * math.prod(matrix_format(parts).shape(parts))
+        for tensor in parts.values():
+            left.pop(id(tensor), None)
+    for names in products:
+        packed = True
+        parts = {part: weights[name] for part, name in names.items() if name in weights}
+        if not parts or len(parts) < len(names) or any(left.pop(id(tensor), None) is None for tensor in parts.values()):
+            continue
+        weight_format = matrix_format(parts)
+        *outer, rows, columns = weight_format.shape(parts)
+        wide = all(tensor.dtype != torch.bfloat16 for tensor in parts.values())
+        total += math.prod(outer) * weight_format.packed_bytes(rows, columns, wide=wide)
+    expand = device.type == "cpu" and not packed
+    for tensor in left.values():
+        total += tensor.numel() * (4 if expand and tensor.is_floating_point() else tensor.element_size())
+    return total
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of the device, what only torch's cache holds included; None where it cannot be told."""
+    if device.type == "cuda":
+        release_cached_memory(device)  # not merely counted: memory of one stream's cache is of no use to another
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    available = fields.get("MemAvailable", "").split()
+    return int(available[0]) * 1024 if available else None
+
+
+def check_fits(need: MemoryNeed, device: torch.device) -> None:
+    """Raise ConfigError where more is needed than is free, on the device or on the host while loading."""
+    host = torch.device("cpu")
+    on_host = need.host_load_bytes + (need.total_bytes if device.type == "cpu" else 0)
+    for place, total, during in ((device, need.total_bytes, ""), (host, on_host, ", loading included")):
+        free = available_bytes(place)
+        if free is None or total <= free:
+            continue
+        parts = {**need.parts()} if place == device else {}
+        if place == host:
+            parts["host_load_bytes"] = need.host_load_bytes
+        shown = ", ".join(f"{name.removesuffix('_bytes')} {value / 2**30:.2f}" for name, value in parts.items())
+        raise ConfigError(
+            f"{total / 2**30:.2f} GiB are needed on {place}{during} ({shown}) and {free / 2**30:.2f} GiB are "
+            "free: lower max_batch, max_context or kv_blocks, or take a smaller model"
+        )

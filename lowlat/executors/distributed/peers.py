@@ -1,0 +1,276 @@
+"""Memory by which the ranks of a step exchange: access between cards, and the memory that exchanges take on each.
+
+Ranks may share a card, as in tests, or have no card at all. It knows no program and no weight.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lowlat.errors import ConfigError, DeviceError
+from lowlat.kernels.collectives.exchange import Channel, channel_shapes
+from lowlat.kernels.collectives.peers.rows import PeerRows, area_shape
+from lowlat.kernels.collectives.peers.words import HOST_GAVE_UP, awaited_code
+from lowlat.kernels.collectives.shares import RowShares, share_words
+from lowlat.kernels.step.forward_commands import AREA_SHAPE, COUNTER_SHAPE, NUM_WORDS, CommandChannel
+
+__all__ = ["PeerMemory", "connect", "peer_problem", "planned_bytes"]
+
+MAX_CHANNEL_ROWS = 256  # of one launch; more rows go by several, so that areas stay small
+MAX_SUMMED_ROWS = 64  # of one launch that makes rows and adds them up
+NUM_KINDS = 2  # of kernels that do so: GEMMs and mixtures
+HOW_TO_SEE = "`nvidia-smi topo -m` shows how the cards are joined, `nvidia-smi topo -p2p r` whether they may"
+
+
+def peer_problem(devices: Sequence[torch.device]) -> str | None:
+    """Why ranks on these devices cannot write to each other's memory, as a sentence; None where they can."""
+    cards = _cards(devices)
+    if not cards:
+        return None
+    from cuda.bindings import driver
+
+    _checked("cuInit", driver.cuInit(0))
+    count = _checked("cuDeviceGetCount", driver.cuDeviceGetCount())
+    for card in cards:
+        if card >= count:
+            return f"there is no cuda:{card}: {count} cards are visible (devices, CUDA_VISIBLE_DEVICES)"
+    for card, other in ((card, other) for card in cards for other in cards if card != other):
+        if not _checked("cuDeviceCanAccessPeer", driver.cuDeviceCanAccessPeer(_device(card), _device(other))):
+            return f"cuda:{card} cannot reach the memory of cuda:{other}; {HOW_TO_SEE}"
+    return None
+
+
+def connect(devices: Sequence[torch.device]) -> None:
+    """Let every one of these cards write to all others. Raises ConfigError where they cannot, naming the two."""
+    problem = peer_problem(devices)
+    if problem is not None:
+        raise ConfigError(f"tensor_parallel_size {len(devices)} needs cards that reach each other: {problem}")
+    from cuda.bindings import driver
+
+    cards = _cards(devices)
+    for card, other in ((card, other) for card in cards for other in cards if card != other):
+        peer = _checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(_device(other)))
+        with _current(card):
+            (status,) = driver.cuCtxEnablePeerAccess(peer, 0)
+        if status not in (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
+            raise DeviceError(f"cuda:{card} is refused access to cuda:{other}: {status.name}; {HOW_TO_SEE}")
+
+
+def planned_bytes(size: int, rows: Mapping[int, int], summed: Mapping[int, int]) -> int:
+    """Bytes on each of so many devices that exchanges take, at most.
+
+    rows, summed  the most rows by width that are exchanged, and of them those that are added up
+    """
+    words = sum(math.prod(channel_shapes(size, min(most, MAX_CHANNEL_ROWS), width)[0]) for width, most in rows.items())
+    for width, most in summed.items():
+        words += NUM_KINDS * math.prod(area_shape(size, min(most, MAX_SUMMED_ROWS), width))
+        words += share_words(size, most, width)
+    return words * torch.int64.itemsize
+
+
+class PeerMemory:
+    """Everything through which ranks exchange, by rank; addresses never change.
+
+    devices    of each rank; ranks that share one take turns there (`shares_cards`)
+    rows       the most rows of an exchange by their width
+    stop_flag  [1] int64 in pinned memory: by it the host ends loops, and rank 0 tells the others
+    Channels are made as they are asked for, on all devices at once, before any step runs. Raises ConfigError as
+    `connect` does.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], rows: Mapping[int, int]) -> None:
+        self.devices = list(devices)
+        self._rows = rows
+        connect(devices)
+        self.shares_cards = len(set(_places(devices))) < len(devices)
+        on_cards = bool(_cards(devices))
+        self.abort, self.stop_flag = (torch.zeros(1, dtype=torch.int64, pin_memory=on_cards) for _ in range(2))
+        areas = tuple(_zeros(AREA_SHAPE, torch.int64, device) for device in devices)
+        self._commands = [
+            CommandChannel(
+                rank,
+                areas,
+                _zeros(COUNTER_SHAPE, torch.int32, device),
+                _zeros((NUM_WORDS,), torch.int64, device),
+                self.abort,
+            )
+            for rank, device in enumerate(devices)
+        ]
+        self._made: dict[tuple[int, bool], list[Channel]] = {}
+        self._summed: dict[tuple[int, str], list[PeerRows]] = {}
+        self._shares: dict[int, list[RowShares]] = {}
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.devices)
+
+    def channel(self, rank: int, width: int, whole: bool = False) -> Channel:
+        """A rank's channel for rows of a width. Raises ConfigError for a width that no exchange was announced for."""
+        key = width, whole
+        if key not in self._made:
+            self._made[key] = self._make(width, whole)
+        return self._made[key][rank]
+
+    def rows(self, rank: int, width: int, kind: str) -> PeerRows:
+        """A rank's memory for rows of a width that one kind of kernel adds up. Raises ConfigError as `channel` does."""
+        key = width, kind
+        if key not in self._summed:
+            shape = area_shape(self.size, min(self._most(width), MAX_SUMMED_ROWS), width)
+            areas = tuple(_zeros(shape, torch.int64, device) for device in self.devices)
+            self._summed[key] = [PeerRows(each, areas, self.abort) for each in range(self.size)]
+        return self._summed[key][rank]
+
+    def shares(self, rank: int, width: int) -> RowShares:
+        """A rank's memory for many rows of a width, of which each rank adds up a share. Raises as `channel` does."""
+        if width not in self._shares:
+            rows = self._most(width)
+            words = share_words(self.size, rows, width)
+            areas = tuple(_zeros((words,), torch.int64, device) for device in self.devices)
+            self._shares[width] = [RowShares(each, areas, rows, width, self.abort) for each in range(self.size)]
+        return self._shares[width][rank]
+
+    def _most(self, width: int) -> int:
+        """The most rows of a width."""
+        if width not in self._rows:
+            raise ConfigError(f"ranks exchange rows of {sorted(self._rows)} numbers, not of {width}")
+        return self._rows[width]
+
+    def commands(self, rank: int) -> CommandChannel:
+        """A rank's channel for commands that rank 0 forwards."""
+        return self._commands[rank]
+
+    def _make(self, width: int, whole: bool) -> list[Channel]:
+        rows = min(self._most(width), MAX_CHANNEL_ROWS)
+        area, counters = channel_shapes(self.size, rows, width, whole)
+        areas = tuple(_zeros(area, torch.int64, device) for device in self.devices)
+        counts = [_zeros(counters, torch.int32, device) for device in self.devices]
+        return [
+            Channel(rank, areas, counts[rank], self.abort, whole, not self.shares_cards) for rank in range(self.size)
+        ]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that a launch of any rank may point into, other ranks' memory included."""
+        channels = [channel for made in self._made.values() for channel in made]
+        areas = [area for made in self._made.values() for area in made[0].areas]
+        areas += [area for summed in self._summed.values() for area in summed[0].areas]
+        areas += [area for shares in self._shares.values() for area in shares[0].areas]
+        counters = [*(each.counters for each in channels), *(each.counters for each in self._commands)]
+        forwarded = [each.forwarded for each in self._commands]
+        return [self.abort, self.stop_flag, *areas, *self._commands[0].areas, *counters, *forwarded]
+
+    def num_bytes(self, rank: int) -> int:
+        """Bytes on one rank's device."""
+        held = [tensor for made in self._made.values() for tensor in (made[rank].areas[rank], made[rank].counters)]
+        held += [summed[rank].areas[rank] for summed in self._summed.values()]
+        held += [shares[rank].areas[rank] for shares in self._shares.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def give_up(self) -> None:
+        """End all waits of all ranks, within some milliseconds; what they awaited is NaN from then on."""
+        if not int(self.abort[0]):
+            self.abort[0] = HOST_GAVE_UP
+
+    def problem(self) -> str | None:
+        """Why ranks have given up waiting for each other; None while none has."""
+        code = int(self.abort[0])
+        if not code:
+            return None
+        if code == HOST_GAVE_UP:
+            return "the host ended the ranks' waits for each other"
+        rank, awaited = awaited_code(code)
+        return f"rank {rank} ({self.devices[rank]}) waited in vain for rank {awaited} ({self.devices[awaited]})"
+
+    def reset(self) -> None:
+        """Zero all exchange memory after launches outside of steps; nothing may be under way."""
+        for tensor in self.tensors():
+            tensor.zero_()
+        for device in {device for device in self.devices if device.type == "cuda"}:
+            torch.cuda.synchronize(device)
+
+    def clear(self) -> None:
+        """Drop all memory; nothing may run that points into it."""
+        self._made.clear()
+        self._summed.clear()
+        self._shares.clear()
+        self._commands.clear()
+
+
+def _places(devices: Sequence[torch.device]) -> list[tuple[str, int]]:
+    return [(device.type, device.index or 0) for device in devices]
+
+
+def _cards(devices: Sequence[torch.device]) -> list[int]:
+    """The numbers of the cards among devices, each once, ascending."""
+    return sorted({index for kind, index in _places(devices) if kind == "cuda"})
+
+
+def _checked(name: str, answer: tuple[Any, ...]) -> Any:
+    """The value that a function of the driver returns. Raises DeviceError for its errors."""
+    status, *values = answer
+    if status.value:
+        raise DeviceError(f"{name} fails: {status.name}")
+    return values[0] if values else None
+
+
+def _device(card: int) -> Any:
+    from cuda.bindings import driver
+
+    return _checked("cuDeviceGet", driver.cuDeviceGet(card))
+
+
+@contextmanager
+def _current(card: int) -> Iterator[None]:
+    """A card's primary context, which torch's is, as the thread's own."""
+    from cuda.bindings import driver
+
+    _checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(_checked("", driver.cuDevicePrimaryCtxRetain(_device(card)))))
+    try:
+        yield
+    finally:
+        driver.cuCtxPopCurrent()
+
+
+class _Allocation:
+    """Bytes of the driver's own: torch may map its memory in a way that peers cannot reach (expandable segments)."""
+
+    def __init__(self, num_bytes: int, card: int) -> None:
+        from cuda.bindings import driver
+
+        self._card = card
+        with _current(card):
+            status, address = driver.cuMemAlloc(num_bytes)
+            if status.value:
+                raise ConfigError(
+                    f"cuda:{card} has no {num_bytes} bytes for what ranks exchange ({status.name}); lower max_batch, "
+                    f"max_context or kv_blocks"
+                )
+            _checked("cuMemsetD8", driver.cuMemsetD8(address, 0, num_bytes))
+            _checked("cuCtxSynchronize", driver.cuCtxSynchronize())
+        self._address = address
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (int(address), False),
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        from cuda.bindings import driver
+
+        if hasattr(self, "_address"):
+            with _current(self._card):
+                driver.cuMemFree(self._address)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = dtype.itemsize
+    for extent in shape:
+        num_bytes *= extent
+    held = torch.as_tensor(_Allocation(num_bytes, device.index or 0), device=device)
+    return held.view(dtype).view(shape)

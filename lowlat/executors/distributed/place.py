@@ -1,0 +1,79 @@
+"""The place of an executor among the ranks of a step: its memory of exchanges, and the commands that ranks share.
+
+It knows no graph. A runtime of one rank has no place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowlat.executors.distributed.peers import PeerMemory
+from lowlat.graphs import BufferSet, Role
+from lowlat.kernels.collectives.exchange import Channel
+from lowlat.kernels.collectives.peers.rows import PeerRows
+from lowlat.kernels.collectives.shares import RowShares
+from lowlat.kernels.step.forward_commands import STOP, TAIL, CommandChannel, forward_commands
+from lowlat.lowering.lower import LoweredGroup
+
+if TYPE_CHECKING:
+    from lowlat.executors.kernel_executor import KernelExecutor
+
+__all__ = ["RankPlace"]
+
+COMMANDS = "apply_commands"  # the operation that takes them
+
+
+@dataclass
+class RankPlace:
+    """One rank's place.
+
+    leader  the executor of rank 0, whose commands the others read; None: it is this one
+    """
+
+    number: int
+    peers: PeerMemory
+    leader: "KernelExecutor | None" = None
+    _commands: CommandChannel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._commands = self.peers.commands(self.number)
+
+    @property
+    def given(self) -> BufferSet | None:
+        """The leader's commands, which lie in pinned memory."""
+        return None if self.leader is None else self.leader.state.of_role(Role.COMMAND)
+
+    @property
+    def command_tail(self) -> torch.Tensor:
+        """[1] int64: the commands written so far, as they were forwarded."""
+        return self._commands.forwarded[TAIL : TAIL + 1]
+
+    @property
+    def stop_flag(self) -> torch.Tensor:
+        """[1] int64: whether loops are to end, as it was forwarded."""
+        return self._commands.forwarded[STOP : STOP + 1]
+
+    def channel(self, width: int, whole: bool) -> Channel:
+        """The memory for rows of a width, see `PeerMemory.channel`."""
+        return self.peers.channel(self.number, width, whole)
+
+    def rows(self, width: int, kind: str) -> PeerRows:
+        """The memory of a kind of kernel for rows of a width, see `PeerMemory.rows`."""
+        return self.peers.rows(self.number, width, kind)
+
+    def shares(self, width: int) -> RowShares:
+        """The memory for many rows of a width, see `PeerMemory.shares`."""
+        return self.peers.shares(self.number, width)
+
+    def forwarding(self, groups: Sequence[LoweredGroup], written: torch.Tensor) -> tuple[LoweredGroup, ...]:
+        """A program's groups, with a launch that forwards commands before those that take them.
+
+        written  [1] int64: the commands that the host has written, in pinned memory; rank 0 reads it
+        """
+        calls = forward_commands(written, self.peers.stop_flag, channel=self._commands)
+        return tuple(
+            replace(group, calls=(*calls, *group.calls)) if COMMANDS in {op.kind for op in group.ops} else group
+            for group in groups
+        )

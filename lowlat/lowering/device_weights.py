@@ -1,0 +1,243 @@
+"""Weights as the kernels read them: matrices packed, vectors as they are, each tensor placed once.
+
+The code that lowers a program asks for a weight in a form; the form decides how it is stored, and a weight has one form
+for its whole life. Prefill unpacks a matrix at a time, and none of a mixture's experts where kernels run.
+"""
+
+from collections.abc import Callable, Container, Mapping
+
+import torch
+
+from lowlat.checkpoint.source import WeightSource, streamed
+from lowlat.errors import ConfigError
+from lowlat.kernels.formats import matrix_format
+from lowlat.kernels.formats.dense import pack_matrix
+from lowlat.kernels.gemm.packing import PackedMatrix, pack, runs_of
+from lowlat.kernels.moe.packing import PackedExperts, pack_experts
+from lowlat.lowering.weight_parts import MatrixParts
+
+__all__ = ["DeviceWeights"]
+
+
+class DeviceWeights:
+    """Canonical weights on one device.
+
+    source   canonical name -> tensor, on any device; two names of one tensor share its copy; experts that are packed
+             already stand under the name of their GEMM
+    matrices names that GEMMs read: they are packed, the others are placed as they are
+    orders   permutations of the rows of packed matrices, by name; a matrix without one keeps its own
+    experts  names of a mixture's GEMMs -> the weights that hold their matrices, as `weight_parts` has them
+    Parts of quantised matrices are packed together, under the name that operations have for the matrix. Raises
+    ConfigError for a weight whose dtype or format the kernels do not read.
+    """
+
+    def __init__(
+        self,
+        source: Mapping[str, torch.Tensor | PackedExperts],
+        matrices: set[str],
+        device: torch.device,
+        orders: Mapping[str, torch.Tensor] | None = None,
+        experts: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        self.device = device
+        self._packed: dict[str, PackedMatrix] = {}
+        self._plain: dict[str, torch.Tensor] = {}
+        ready = {} if isinstance(source, WeightSource) else source
+        self._experts = {name: part for name, part in ready.items() if isinstance(part, PackedExperts)}
+        stacks = set(experts or {})
+        waiting, parts = _Waiting(experts or {}, orders or {}, device), MatrixParts(source)
+        with streamed(_tensors(source), device) as stream:
+            for names, tensor in stream:
+                if parts.owns(names[0]):
+                    self._take_part(parts, names[0], tensor.to(device), orders or {}, stacks)
+                    continue
+                _check_dtype(names[0], tensor)
+                if waiting.take(names[0], tensor, self._experts):
+                    continue
+                moved = tensor.to(device)
+                if matrices.isdisjoint(names):
+                    self._plain.update(dict.fromkeys(names, moved.contiguous()))
+                else:
+                    order = next((orders[name] for name in names if name in orders), None) if orders else None
+                    self._packed.update(dict.fromkeys(names, pack(moved, order)))
+        waiting.check(self._experts)
+        self._orders: dict[str, torch.Tensor] = {}
+        self._runs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each order that was asked for, once
+
+    def _take_part(
+        self,
+        parts: MatrixParts,
+        name: str,
+        tensor: torch.Tensor,
+        orders: Mapping[str, torch.Tensor],
+        stacks: Container[str],
+    ) -> None:
+        """Keep a part of a quantised matrix, packed with its last one. Raises ConfigError for other formats.
+
+        stacks  names of a mixture's GEMMs
+        """
+        made = parts.take(name, tensor)
+        if made is None:
+            return
+        matrix, found = made
+        owner = matrix.removesuffix(".weight")
+        if owner in stacks:
+            self._experts[owner] = pack_experts(found, device=self.device, order=orders.get(owner))
+            return
+        self._packed[matrix] = pack_matrix(matrix_format(found), found, orders.get(matrix))
+
+    def matrix(self, name: str) -> PackedMatrix:
+        """A packed matrix. Raises ConfigError for a weight that is missing or was not packed."""
+        if name not in self._packed:
+            raise ConfigError(f"weight {name} is missing, or no GEMM reads it")
+        return self._packed[name]
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a matrix, of a stack of experts or of anything that is not packed.
+
+        Raises ConfigError as `vector` does.
+        """
+        packed, experts = self._packed.get(name), self._experts.get(name.rpartition(".")[0])
+        if experts is not None:
+            return torch.Size((experts.num_experts, experts.rows, experts.columns))
+        return self.vector(name).shape if packed is None else torch.Size((packed.rows, packed.columns))
+
+    def table(self, name: str) -> torch.Tensor | PackedMatrix:
+        """An embedding: row-major, or packed where a GEMM reads it too."""
+        packed = self._packed.get(name)
+        return self.vector(name) if packed is None else packed
+
+    def vector(self, name: str) -> torch.Tensor:
+        """Anything that is not packed. Raises ConfigError for a weight that is missing."""
+        if name not in self._plain:
+            raise ConfigError(f"weight {name} is missing")
+        return self._plain[name]
+
+    def bias(self, name: str) -> torch.Tensor:
+        """A bias in the order of its packed matrix, [N] bf16. Raises ConfigError as `matrix` and `vector` do."""
+        matrix = self.matrix(f"{name.removesuffix('.bias')}.weight")
+        if matrix.order is None:
+            return self.vector(name)
+        if name not in self._orders:
+            self._orders[name] = self.vector(name)[matrix.order.to(self.device)].contiguous()
+        return self._orders[name]
+
+    def experts(self, name: str) -> PackedExperts:
+        """The experts of a GEMM. Raises ConfigError for one whose experts were not packed."""
+        if name not in self._experts:
+            raise ConfigError(f"experts {name} are missing, or no GEMM reads them")
+        return self._experts[name]
+
+    def experts_bias(self, name: str) -> torch.Tensor:
+        """The biases of a GEMM's experts in the order of its packed matrices, [E, N] bf16."""
+        bias = f"{name}.bias"
+        order = self.experts(name).order
+        if order is None:
+            return self.vector(bias)
+        if bias not in self._orders:
+            self._orders[bias] = self.vector(bias)[:, order.to(self.device)].contiguous()
+        return self._orders[bias]
+
+    def permutation(self, name: str) -> torch.Tensor | None:
+        """The permutation of the packed rows of a matrix, or of a GEMM's experts; None: they have their own order."""
+        packed = self._packed.get(name) or self._experts.get(name)
+        return None if packed is None else packed.order
+
+    def places(self, name: str) -> torch.Tensor | None:
+        """The packed place of each original row of a packed matrix, [N] int64 on the device; None: its own.
+
+        Raises ConfigError as `matrix` does.
+        """
+        return self._once(self._places, name, torch.argsort)
+
+    def runs(self, name: str) -> torch.Tensor | None:
+        """The original place of each run of eight packed rows, [N / 8] int32 on the device; None: its own.
+
+        Raises ConfigError as `matrix` does, ShapeError for an order that is not made of such runs.
+        """
+        return self._once(self._runs, name, runs_of)
+
+    def _once(
+        self, made: list[tuple[torch.Tensor, torch.Tensor]], name: str, make: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """A table made of a packed matrix's permutation, once for all matrices of one permutation."""
+        order = self.matrix(name).order
+        if order is None:
+            return None
+        for known, found in made:
+            if known is order or torch.equal(known, order):
+                return found
+        made.append((order, make(order).to(self.device)))
+        return made[-1][1]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor that a launch may point into."""
+        experts = [part for each in self._experts.values() for part in each.tensors]
+        tiles = [matrix.memory for matrix in self._packed.values()]
+        runs = [each for _, each in (*self._runs, *self._places)]
+        return [*tiles, *experts, *runs, *self._plain.values(), *self._orders.values()]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device, each tensor once."""
+        unique = {tensor.data_ptr(): tensor for tensor in self.tensors()}.values()
+        return sum(tensor.numel() * tensor.element_size() for tensor in unique)
+
+    def clear(self) -> None:
+        """Drop every tensor."""
+        self._packed.clear()
+        self._experts.clear()
+        self._plain.clear()
+        self._orders.clear()
+        self._places.clear()
+        self._runs.clear()
+
+
+def _tensors(source: Mapping[str, torch.Tensor | PackedExperts]) -> Mapping[str, torch.Tensor]:
+    """The weights that are not packed already; a source that reads files has nothing else."""
+    if isinstance(source, WeightSource):
+        return source
+    return {name: part for name, part in source.items() if isinstance(part, torch.Tensor)}
+
+
+class _Waiting:
+    """Collects parts of experts' matrices, and packs the experts of a GEMM when all their parts have come."""
+
+    def __init__(
+        self, experts: Mapping[str, Mapping[str, str]], orders: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self._parts = experts
+        self._owner = {weight: (name, part) for name, parts in experts.items() for part, weight in parts.items()}
+        self._orders = orders
+        self._device = device
+        self._found: dict[str, dict[str, torch.Tensor]] = {}
+
+    def take(self, weight: str, tensor: torch.Tensor, packed: dict[str, PackedExperts]) -> bool:
+        """Whether a weight is a part of experts; the last part of a GEMM adds its packed experts to `packed`."""
+        if weight not in self._owner:
+            return False
+        name, part = self._owner[weight]
+        if name in packed:
+            return True
+        found = self._found.setdefault(name, {})
+        found[part] = tensor
+        if len(found) == len(self._parts[name]):
+            packed[name] = pack_experts(self._found.pop(name), device=self._device, order=self._orders.get(name))
+        return True
+
+    def check(self, packed: Mapping[str, PackedExperts]) -> None:
+        """Raise ConfigError for the first part that never came."""
+        for name, parts in self._parts.items():
+            missing = [weight for part, weight in parts.items() if part not in self._found.get(name, {})]
+            if name not in packed and missing:
+                raise ConfigError(f"weight {missing[0]} is missing")
+
+
+def _check_dtype(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() and tensor.dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(f"weight {name} is {tensor.dtype}; the kernels read bfloat16")
+    if tensor.dim() > 1 and tensor.dtype == torch.float32:
+        raise ConfigError(
+            f"weight {name} is float32; the kernels read bfloat16: load with dtype='bfloat16', or executor='reference'"
+        )

@@ -1,0 +1,103 @@
+"""Lowering: a program's operations become groups of calls, by the table of fusions and each operation's own kernel."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from lowlat.graphs.program import Op, Program, Stage
+from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
+from lowlat.lowering.binding import Binding, Call
+from lowlat.lowering.fusion import cover
+from lowlat.lowering.gemm_fusions import GEMM_FUSIONS
+from lowlat.lowering.moe_fusions import MOE_FUSIONS
+from lowlat.lowering.operations import early_reads, lower_alone, operation_layouts
+from lowlat.lowering.prefill_gemm import PREFILL_FUSIONS
+from lowlat.lowering.row_fusions import ROW_FUSIONS
+from lowlat.lowering.step_fusions import STEP_FUSIONS
+
+__all__ = ["FUSIONS", "LoweredGroup", "lower", "weight_layouts"]
+
+FUSIONS = (*STEP_FUSIONS, *MOE_FUSIONS, *GEMM_FUSIONS, *PREFILL_FUSIONS, *ROW_FUSIONS)
+
+
+@dataclass(frozen=True)
+class LoweredGroup:
+    """Operations that one or more calls cover.
+
+    name    the fusion's, or the operation's kind
+    hidden  buffers that the operations write by their meaning and the calls keep to themselves
+    """
+
+    name: str
+    stage: Stage
+    ops: tuple[Op, ...]
+    calls: tuple[Call, ...]
+    hidden: frozenset[str]
+
+    @property
+    def kernel_calls(self) -> tuple[KernelCall, ...]:
+        """The calls that are launches of our kernels."""
+        return tuple(call for call in self.calls if isinstance(call, KernelCall))
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Buffers that hold what the operations wrote, in order, each once."""
+        names = (name for op in self.ops for name in op.writes.values() if name not in self.hidden)
+        return tuple(dict.fromkeys(names))
+
+
+def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
+    """Cover a whole program with calls; every operation has some, whatever stands beside it.
+
+    fuse  False: each operation by its own kernel. Raises ShapeError for sizes that its kernel does not take.
+    """
+    groups: list[LoweredGroup] = []
+    awaits, fresh = True, binding.fresh  # whether the next call awaits all before it
+    fresh.clear()
+    for fusion, run in cover(binding.program, binding.card, FUSIONS if fuse else (), binding.weights.permutation):
+        if binding.left is not None and any(binding.left.logits in op.writes.values() for op in run.ops):
+            binding.left = None
+        calls = list(lower_alone(binding, run.ops[0]) if fusion is None else fusion.lower(binding, run))
+        awaits = awaits and not (groups and _settles(calls[0]))
+        if awaits or not fresh.keys().isdisjoint(name for op in run.ops for name in early_reads(op)):
+            calls[0] = _awaits_all(calls[0])
+            fresh.clear()
+        # nearly every kernel behind a step's start reads slots and lengths
+        awaits = run.ops[-1].stage is Stage.ACTIVE_SLOTS
+        if any(map(_settles, calls)):
+            fresh.clear()
+        for op in run.ops:
+            binding.wrote(op)
+        hidden = frozenset(() if fusion is None else fusion.hides(run))
+        name = run.ops[0].kind if fusion is None else fusion.name
+        groups.append(LoweredGroup(name, run.ops[0].stage, run.ops, tuple(calls), hidden))
+    return tuple(groups)
+
+
+def _settles(call: Call) -> bool:
+    return isinstance(call, KernelCall) and call.kernel.settles
+
+
+def _awaits_all(call: Call) -> Call:
+    """The call as one that starts only when all before it has ended."""
+    return replace(call, dependent=False) if isinstance(call, KernelCall) else call
+
+
+def weight_layouts(programs: Iterable[Program], card: Card = H200, *, fuse: bool = True) -> dict[str, torch.Tensor]:
+    """The permutations of packed weights' rows that kernels and fusions of these programs want, by weight.
+
+    The first program that has a weight decides; a fusion that wants it otherwise is then not applied.
+    """
+    layouts: dict[str, torch.Tensor] = {}
+    seen: set[str] = set()
+    for program in programs:
+        weights = {name for op in program.ops for name in op.weights.values()}
+        if weights <= seen:
+            continue
+        seen |= weights
+        layouts = {**operation_layouts(program), **layouts}
+        for fusion, run in cover(program, card, FUSIONS if fuse else ()):
+            if fusion is not None:
+                layouts = {**fusion.layouts(run), **layouts}
+    return layouts

@@ -1,0 +1,288 @@
+"""The table of operations: the kernels, or the library call, by which each operation is lowered alone.
+
+A kernel takes its operation's buffers, weights and parameters by the names that the reference has. Where more is
+needed (a table that may be packed, workspaces, the card), the operation has a function here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.graphs.program import Op, Program
+from lowlat.kernels.attention.attention import INVARIANT_HEADS, attention, choose_split, partial_attention
+from lowlat.kernels.attention.kv_compact import kv_compact_layer
+from lowlat.kernels.attention.kv_write import kv_write, prefill_kv_write
+from lowlat.kernels.attention.partial.block_lists import choose_blocks, list_lens
+from lowlat.kernels.attention.partial.block_summary import summarise_blocks
+from lowlat.kernels.collectives.exchange import gather_ranks
+from lowlat.kernels.collectives.parts import join_columns, sum_ranks
+from lowlat.kernels.elementwise.elementwise import add, cast, identity, silu_mul, take_columns
+from lowlat.kernels.elementwise.embed import embed
+from lowlat.kernels.elementwise.norm import rms_norm, split_norms
+from lowlat.kernels.elementwise.qk_norm import qk_norm
+from lowlat.kernels.elementwise.rotate import rotate
+from lowlat.kernels.gemm.decode.gemm import decode_gemm
+from lowlat.kernels.gemm.packing import gate_up_permutation
+from lowlat.kernels.moe.decode.experts import experts_down, experts_gate_up
+from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
+from lowlat.kernels.moe.router import router
+from lowlat.kernels.sampling.logprobs.prompt import keep_prompt_logprobs, take_prompt_rows, token_ranks
+from lowlat.kernels.sampling.logprobs.tokens import logprobs
+from lowlat.kernels.sampling.row_pairs import finite
+from lowlat.kernels.sampling.sample import sample
+from lowlat.kernels.sampling.select import FINITE, INFINITY
+from lowlat.kernels.speculation.accept import accept, accept_simulated, commit, draft_rows, truncate
+from lowlat.kernels.speculation.choose_depth import choose_depth
+from lowlat.kernels.speculation.choose_drafts import choose_drafts
+from lowlat.kernels.speculation.choose_width import choose_width
+from lowlat.kernels.speculation.confidence import learn_confidence
+from lowlat.kernels.speculation.draft_block import block_rows, mask_rows
+from lowlat.kernels.speculation.draft_confidence import draft_confidence
+from lowlat.kernels.speculation.draft_input import concat_norms
+from lowlat.kernels.speculation.draft_level import assign_drafts, gather_level
+from lowlat.kernels.speculation.draft_rows import (
+    draft_prefill_rows,
+    gather_features,
+    join_features,
+    store_boundary,
+    take_block,
+    take_last_row,
+)
+from lowlat.kernels.speculation.draft_scores import draft_topk_logprobs
+from lowlat.kernels.speculation.draft_topk import draft_topk
+from lowlat.kernels.speculation.grow import choose_nodes, grow_block_tree, grow_tree
+from lowlat.kernels.speculation.hand_over import hand_over_tree
+from lowlat.kernels.speculation.markov import bias_rows, markov_gate, parent_tokens
+from lowlat.kernels.speculation.ngram_draft import ngram_draft
+from lowlat.kernels.speculation.suffix_draft import suffix_draft
+from lowlat.kernels.speculation.waiting import keep_features, take_features, waiting_rows
+from lowlat.kernels.speculation.width_odds import join_widths, learn_widths
+from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
+from lowlat.kernels.step.publish import publish, tree_masks
+from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.lowering.binding import Binding, Call, decodes
+from lowlat.lowering.prefill_attention import prefill_attention, refresh_attention
+from lowlat.lowering.prefill_gemm import prefill_linear
+from lowlat.lowering.weight_parts import experts_name
+
+__all__ = [
+    "RING_COUNT",
+    "down_alone",
+    "draft_topk_alone",
+    "early_reads",
+    "left_argmax",
+    "lower_alone",
+    "operation_layouts",
+    "publication",
+]
+
+# arguments that kernels read before they wait for the kernel before them, which may not have written these
+EARLY: Mapping[str, tuple[str, ...]] = {
+    "sample": (
+        *("slots", "row_live", "row_tokens", "row_masks", "lengths", "slot_ints", "slot_floats"),
+        *("bias_ids", "bias_values", "stop_ids", "prompt_seen", "output_counts"),
+    ),
+}
+RING_COUNT = "publish.count"  # entries written to the ring so far, kept on the device
+Lower = Callable[[Binding, Op], Sequence[Call]]
+
+
+def lower_alone(binding: Binding, op: Op) -> Sequence[Call]:
+    """The calls that cover one operation by itself. Raises ConfigError for a kind that is not in the table."""
+    entry = OPERATIONS.get(op.kind)
+    if entry is None:
+        raise ConfigError(f"{binding.program.name}: operation {op.kind} has no kernel; use executor='reference'")
+    return entry(binding, op)
+
+
+def _by_name(build: Callable[..., Sequence[KernelCall]]) -> Lower:
+    """The entry of a kernel that takes just what the reference takes."""
+    return lambda binding, op: build(**binding.arguments(op), **binding.vectors(op))
+
+
+def _with_workspace(build: Callable[..., Sequence[KernelCall]]) -> Lower:
+    """The entry of a kernel that wants workspaces, too."""
+    return lambda binding, op: build(**binding.arguments(op), **binding.vectors(op), workspace=binding.workspace)
+
+
+def _embed(binding: Binding, op: Op) -> Sequence[Call]:
+    return embed(**binding.arguments(op), weight=binding.weights.table(op.weights["weight"]))
+
+
+def _linear(binding: Binding, op: Op) -> Sequence[Call]:
+    if not decodes(op):
+        return prefill_linear(binding, op)
+    given, name = binding.arguments(op), op.weights["weight"]
+    return decode_gemm(
+        x=given["x"], weight=binding.weights.matrix(name), bias=binding.bias(op), out=given["out"],
+        columns=binding.weights.runs(name), parts=binding.k_parts(op, given["x"].shape[1]), card=binding.card,
+    )  # fmt: skip
+
+
+def _attention(binding: Binding, op: Op) -> Sequence[Call]:
+    given = binding.arguments(op)
+    given.pop("group", None)  # of torch's products alone
+    buffers = binding.program.buffers
+    max_batch, max_context = buffers["tokens"].shape
+    heads = INVARIANT_HEADS if binding.is_invariant else given["k_cache"].shape[1]
+    most = [given["row_masks"], *(buffers[name] for name in ("row_tokens", "draft_nodes") if name in buffers)]
+    attend = attention if op.kind == "attention" else partial_attention
+    return attend(
+        **given,
+        split=choose_split(max_batch, max_context, heads),
+        sinks=binding.sinks(op),
+        workspace=binding.workspace,
+        card=binding.card,
+        early_metadata=_is_settled(binding, op),
+        early_rows=binding.fresh.keys().isdisjoint((op.reads["row_live"], op.reads["row_masks"])),
+        tail=max(each.shape[1] for each in most),  # no row has more ancestors than a slot has nodes, or such rows
+    )
+
+
+def _is_settled(binding: Binding, op: Op) -> bool:
+    """Whether attention may look up and copy, before it waits, the keys and values in front of its dense lengths."""
+    behind, tables = op.reads["dense_lens"], (op.reads.get(name) for name in ("slots", "block_table", "block_lists"))
+    caches = (binding.fresh.get(op.reads[name], behind) for name in ("k_cache", "v_cache"))
+    return binding.fresh.keys().isdisjoint((behind, *tables)) and all(each == behind for each in caches)
+
+
+def _summarise_blocks(binding: Binding, op: Op) -> Sequence[Call]:
+    return summarise_blocks(**binding.arguments(op), card=binding.card)
+
+
+def _choose_blocks(binding: Binding, op: Op) -> Sequence[Call]:
+    return choose_blocks(**binding.arguments(op), workspace=binding.workspace, card=binding.card)
+
+
+def left_argmax(binding: Binding, op: Op) -> torch.Tensor | None:
+    """The partial argmax of an operation's logits, if the GEMM that made them left it."""
+    limit, left = INFINITY if op.kind == "draft_topk" else FINITE, binding.left
+    return left.pairs if left is not None and (left.logits, left.limit) == (op.reads["logits"], limit) else None
+
+
+def draft_topk_alone(binding: Binding, op: Op, **children: Any) -> Sequence[Call]:
+    """The calls of `draft_topk`; of what follows it, too, where `children` are arguments of `assign_drafts`, and `then`
+    a level behind them."""
+    given, best = {**binding.arguments(op), **binding.vectors(op)}, left_argmax(binding, op)
+    return draft_topk(**given, **children, best=best if given["k"] == 1 else None, workspace=binding.workspace)
+
+
+def _sample(binding: Binding, op: Op) -> Sequence[Call]:
+    return sample(**binding.arguments(op), best=left_argmax(binding, op), workspace=binding.workspace)
+
+
+def _gather_ranks(binding: Binding, op: Op) -> Sequence[Call]:
+    """Of one rank a copy."""
+    given = binding.arguments(op)
+    x, out = given["x"], given["out"]
+    if out.shape[0] == 1:
+        return identity(x, out=out.view(x.shape))
+    return gather_ranks(x, channel=binding.channel(out.shape[2]), out=out)
+
+
+def _router(binding: Binding, op: Op) -> Sequence[Call]:
+    given, vectors = binding.arguments(op), binding.vectors(op)
+    return router(**given, **vectors, workspace=binding.workspace, card=binding.card)
+
+
+def _gate_up(binding: Binding, op: Op) -> Sequence[Call]:
+    name = experts_name(op)
+    given = {**binding.arguments(op), "experts": binding.weights.experts(name)}
+    given |= {"bias": binding.weights.experts_bias(name) if "bias" in op.weights else None, "card": binding.card}
+    return experts_gate_up(**given) if decodes(op) else prefill_gate_up(**given, workspace=binding.workspace)
+
+
+def down_alone(binding: Binding, op: Op, *, grouped: bool = False) -> Sequence[Call]:
+    """The calls of `experts_down`; grouped: the pairs of many rows were grouped by the gate-up GEMM right before."""
+    given = {**binding.arguments(op), "experts": binding.weights.experts(experts_name(op))}
+    bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
+    parts = binding.k_parts(op, given["activated"].shape[-1])
+    for name in ("num_parts", "unit"):
+        given.pop(name, None)
+    given |= {"bias": bias, "card": binding.card, "parts": parts}
+    if decodes(op):
+        return experts_down(**given, workspace=binding.workspace)
+    return prefill_down(**given, workspace=binding.workspace, grouped=grouped)
+
+
+def operation_layouts(program: Program) -> dict[str, torch.Tensor]:
+    """The permutations of packed weights' rows that operations want by themselves, by weight."""
+    gate_ups = [op for op in program.ops if op.kind == "experts_gate_up"]
+    return {experts_name(op): gate_up_permutation(program.buffers[op.writes["out"]].shape[2]) for op in gate_ups}
+
+
+def early_reads(op: Op) -> list[str]:
+    """The buffers that an operation's kernel reads before it waits; attention does where they are settled."""
+    return [op.reads[name] for name in EARLY.get(op.kind, ()) if name in op.reads]
+
+
+def publication(binding: Binding, op: Op) -> dict[str, Any]:
+    """The arguments of `publish`, with the count of entries that the device keeps."""
+    return {**binding.arguments(op), "ring_count": binding.workspace(RING_COUNT, (1,), torch.int64)}
+
+
+def _publish(binding: Binding, op: Op) -> Sequence[Call]:
+    return publish(**publication(binding, op), loop=binding.loop)
+
+
+def _choose_width(binding: Binding, op: Op) -> Sequence[Call]:
+    return choose_width(**binding.arguments(op), condition=0 if binding.switches else None)
+
+
+def _choose_depth(binding: Binding, op: Op) -> Sequence[Call]:
+    handle = 0 if binding.switches else None
+    return choose_depth(**binding.arguments(op), condition=handle, further=handle)
+
+
+_BY_NAME = (
+    *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
+    *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
+    *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
+    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_confidence, learn_widths),
+    list_active_slots,
+    *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
+    *(
+        silu_mul,
+        split_norms,
+        store_boundary,
+        suffix_draft,
+        take_block,
+        take_columns,
+        take_features,
+        tree_masks,
+        truncate,
+    ),
+    *(join_columns, keep_prompt_logprobs, sum_ranks, take_prompt_rows, token_ranks, waiting_rows),
+)
+OPERATIONS: Mapping[str, Lower] = MappingProxyType(
+    {
+        **{build.__name__: _by_name(build) for build in _BY_NAME},
+        "attention": _attention,
+        "choose_blocks": _choose_blocks,
+        "choose_depth": _choose_depth,
+        "choose_width": _choose_width,
+        "draft_confidence": _with_workspace(draft_confidence),
+        "draft_topk": draft_topk_alone,
+        "draft_topk_logprobs": _with_workspace(draft_topk_logprobs),
+        "embed": _embed,
+        "experts_down": down_alone,
+        "experts_gate_up": _gate_up,
+        "finite": _with_workspace(finite),
+        "gather_ranks": _gather_ranks,
+        "kv_compact": _by_name(kv_compact_layer),
+        "linear": _linear,
+        "logprobs": _with_workspace(logprobs),
+        "partial_attention": _attention,
+        "prefill_attention": prefill_attention,
+        "publish": _publish,
+        "refresh_attention": refresh_attention,
+        "rope": _by_name(rotate),
+        "router": _router,
+        "sample": _sample,
+        "summarise_blocks": _summarise_blocks,
+        "take_last": _by_name(take_last_row),
+    }
+)

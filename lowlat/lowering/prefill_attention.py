@@ -1,0 +1,222 @@
+"""Attention of a chunk of prefill: keys and values gathered side by side, then flash attention.
+
+Flash attention is a kernel of ours on cards of capability 9.0, for heads of 64 and 128; elsewhere, and for a refresh,
+it is torch's. How much a chunk sees is read on the device, so one captured chunk serves every start, in time that grows
+with what it sees. Flash attention takes keys in blocks of a fixed size, counted from the first that was gathered, the
+last block first; blocks that a row does not see change nothing of its sums. So a row's bits depend neither on the
+chunk's size nor on the rows beside it. It knows no model.
+
+A refresh has few rows behind a long text, which one thread block a head would have to read alone. So the positions
+before the rows are taken in parts, as sequences of their own, and the results are combined by their log-sum-exps.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.graphs import BufferSpec
+from lowlat.graphs.program import Op
+from lowlat.kernels.attention.prefill.flash import has_prefill_flash, prefill_flash
+from lowlat.kernels.attention.prefill.gather_kv import gather_kv
+from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows, tiles_shape
+from lowlat.kernels.toolchain.kernel import WorkspaceShape
+from lowlat.lowering.binding import Binding, Call, LibraryCall
+
+__all__ = [
+    "attention_workspaces",
+    "flash_attention",
+    "flash_parts",
+    "prefill_attention",
+    "refresh_attention",
+    "refresh_bytes",
+]
+
+PART = 4096  # positions before a refresh's rows that one block of flash attention takes for a head
+
+
+def attention_workspaces(cache: BufferSpec, size: int, longest: int, window: int | None) -> list[WorkspaceShape]:
+    """The workspaces of a chunk's attention: gathered keys and values [n, G, D], and their lengths [2, 2].
+
+    n is a multiple of ALIGNMENT: tiles of as many positions take no more.
+    cache  [P, G, block, D]; size: rows; longest: positions of the longest context
+    """
+    _, groups, _, dim = cache.shape
+    shape = (-(-gathered_rows(size, longest, window) // ALIGNMENT) * ALIGNMENT, groups, dim)
+    dtype = torch.bfloat16 if cache.dtype == torch.uint8 else cache.dtype
+    gathered: list[WorkspaceShape] = [(f"prefill.{part}", shape, dtype) for part in ("keys", "values")]
+    return [*gathered, ("prefill.lengths", (2, 2), torch.int32)]
+
+
+def prefill_attention(binding: Binding, op: Op, arranged: torch.Tensor | None = None) -> Sequence[Call]:
+    """The calls of the reference's `prefill_attention`; queries and caches are bf16.
+
+    arranged  where the result's rows are left as a prefill GEMM reads them, in place of the operation's buffer; of our
+              own flash attention alone
+    Rows past the live ones see zeros in place of what was not written: they are finite wherever q is. Raises ShapeError
+    for dtypes that do not fit.
+    """
+    window, longest = op.params.get("window"), binding.max_context
+    if not isinstance(window, int) or window >= longest:
+        window = None
+    if has_prefill_flash(binding.card, binding.program.buffers[op.reads["k_cache"]].shape[-1]):
+        gather, attended = _gathered(binding, op, window, tiled=True)
+        del attended["lengths"]
+        given = binding.arguments(op)
+        own = {"chunk": given["chunk"], "first": given.get("first", 0), "arranged": arranged is not None}
+        if arranged is not None:
+            attended["out"] = arranged
+        return [*gather, *prefill_flash(**attended, **own, window=window, card=binding.card)]
+    if arranged is not None:
+        raise ShapeError("torch's flash attention leaves its result row by row")
+    gather, attended = _gathered(binding, op, window)
+    return [*gather, LibraryCall("flash_attention", _attend, {**attended, "longest": longest, "window": window})]
+
+
+def refresh_attention(binding: Binding, op: Op) -> Sequence[Call]:
+    """The calls of the reference's `refresh_attention`, as `prefill_attention`'s."""
+    gather, attended = _gathered(binding, op, None)
+    del attended["lengths"]
+    attended |= {"chunk": binding.arguments(op)["chunk"], "longest": binding.max_context}
+    return [*gather, LibraryCall("flash_attention", _attend_in_parts, attended)]
+
+
+def _gathered(
+    binding: Binding, op: Op, window: int | None, *, tiled: bool = False
+) -> tuple[Sequence[Call], dict[str, Any]]:
+    """The calls that gather keys and values, as rows or as tiles, and what attention is given of them."""
+    given = binding.arguments(op)
+    q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
+    held = torch.bfloat16 if given.get("kv_scales") is None else torch.uint8
+    if q.dtype != torch.bfloat16 or {k_cache.dtype, v_cache.dtype} != {held}:
+        raise ShapeError(
+            f"queries must be bfloat16, and caches too, or codes with scales, got {q.dtype}, {k_cache.dtype}, "
+            f"{v_cache.dtype}"
+        )
+    cache = binding.program.buffers[op.reads["k_cache"]]
+    asked = attention_workspaces(cache, q.shape[0], binding.max_context, window)
+    keys, values, lengths = (binding.workspace(*each) for each in asked)
+    if tiled:
+        keys, values = (each.view(tiles_shape(*each.shape)) for each in (keys, values))
+    gather = gather_kv(
+        k_cache=k_cache, v_cache=v_cache, block_table=given["block_table"], chunk=given["chunk"], keys=keys,
+        values=values, lengths=lengths, size=q.shape[0], window=window, card=binding.card, first=given.get("first", 0),
+        kv_scales=given.get("kv_scales"),
+    )  # fmt: skip
+    sinks = binding.sinks(op)
+    attended = {
+        "q": q, "keys": keys, "values": values, "lengths": lengths, "scale": given["scale"],
+        "sinks": sinks if sinks is None or tiled else sinks.float(), "out": given["out"].view(q.shape),
+    }  # fmt: skip
+    return gather, attended
+
+
+def refresh_bytes(size: int, heads: int, dim: int, longest: int) -> int:
+    """Bytes that a refresh's attention takes: queries and results of every part, and these as float32, twice."""
+    return (2 + 2 + 2 * 4) * (-(-longest // PART) + 1) * size * heads * dim
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    longest: int,
+    window: int | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Flash attention into `out`; a sink is one more score of each head, [H] float32, of no value."""
+    attended, logarithms = flash_attention(q, keys, values, lengths, longest=longest, window=window, scale=scale)
+    if sinks is not None:
+        attended = attended * torch.sigmoid(logarithms.t() - sinks)[..., None]
+    out.copy_(attended)
+
+
+def _attend_in_parts(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chunk: torch.Tensor,
+    *,
+    longest: int,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Attention of rows to the parts of what stands before them, and to themselves; the results' sum into `out`.
+
+    chunk  [2] int32, start and live rows, read on the device
+    """
+    rows, heads, dim = q.shape
+    count, start = -(-longest // PART), chunk[:1]
+    numbers = torch.arange(count + 1, dtype=torch.int32, device=q.device)
+    firsts, ends = numbers * rows, torch.minimum(numbers * PART, start)
+    before = flash_parts(
+        q.repeat(count, 1, 1), keys, values, firsts, ends, sizes=(rows, PART), causal=False, scale=scale
+    )
+    around = torch.cat((start, start + rows))
+    own = flash_parts(q, keys, values, firsts[:2], around, sizes=(rows, rows), causal=True, scale=scale)
+    logarithms = torch.cat([each[1].view(heads, -1, rows) for each in (before, own)], 1)
+    logarithms = torch.where(torch.isinf(logarithms), -torch.inf, logarithms)  # of a part that is empty
+    total = torch.logsumexp(logarithms, 1, keepdim=True)
+    shares = torch.exp(logarithms - total).permute(1, 2, 0)
+    results = torch.cat([each[0].view(-1, rows, heads, dim) for each in (before, own)])
+    attended = (results.float() * shares[..., None]).sum(0)
+    if sinks is not None:
+        attended = attended * torch.sigmoid(total[:, 0].t() - sinks)[..., None]
+    out.copy_(attended)
+
+
+def flash_parts(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    firsts: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    sizes: tuple[int, int],
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of sequences: sequence k has rows [firsts[k], firsts[k + 1]) and keys [ends[k], ends[k + 1]).
+
+    q, keys, values  as in `flash_attention`
+    firsts, ends     [n + 1]  int32, read on the device
+    sizes            the most rows and the most keys of a sequence
+    causal           the last row of a sequence stands at its last key; else all rows see all keys
+    Returns what `flash_attention` does.
+    """
+    attended, logarithms, *_ = torch.ops.aten._flash_attention_forward(
+        q, keys, values, firsts, ends, *sizes, 0.0, causal, False, scale=scale
+    )
+    return attended, logarithms
+
+
+def flash_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    longest: int,
+    window: int | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of c rows, the last of which stands at the last of the keys.
+
+    q             [c, H, D]  bf16
+    keys, values  [n, G, D]  bf16
+    lengths       [2, 2]     int32  (0, c) and (0, keys that there are), read on the device
+    longest       more than any window; the choice of torch's kernel depends on it and on the shapes alone
+    Returns [c, H, D] bf16 and the log-sum-exps of the scores, [H, c] float32: 0 and inf where nothing is seen.
+    """
+    left = -1 if window is None else window - 1  # keys that a row sees before its own
+    attended, logarithms, *_ = torch.ops.aten._flash_attention_forward(
+        q, keys, values, lengths[0], lengths[1], q.shape[0], longest, 0.0, True, False,
+        scale=scale, window_size_left=left, window_size_right=0,
+    )  # fmt: skip
+    return attended, logarithms

@@ -1,0 +1,319 @@
+"""GEMMs of a chunk of prefill: by packed weights where the card has wgmma, else by torch from an unpacked matrix.
+
+Numbers of a quantised matrix are rounded to bf16, in registers or by the launch that unpacks it; FP8 by row and NVFP4
+are exact, as the scales of their rows multiply what comes out.
+
+A row's bits depend on the row and the weight alone: in our GEMM because rows are computed independently, in torch's
+because it always multiplies a whole chunk, padded where there are fewer rows.
+
+Our GEMM reads rows that are arranged. Its fusions let the operation before it leave them so: a norm, attention, or a
+GEMM of gates and ups. Else a launch arranges them.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.graphs.program import Op, Stage
+from lowlat.kernels.attention.prefill.flash import has_prefill_flash
+from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
+from lowlat.kernels.elementwise.elementwise import silu_mul
+from lowlat.kernels.elementwise.norm import add_norm, rms_norm
+from lowlat.kernels.gemm.k_parts import KParts
+from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack_rows
+from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
+from lowlat.kernels.gemm.prefill.gemm import arranged_prefill_gemm, gated_prefill_gemm, gates, prefill_gemm
+from lowlat.kernels.gemm.prefill.plan import APART_ROWS, MOST_ROWS, cut_of, has_prefill_gemm
+from lowlat.kernels.gemm.tiles import BF16_TILES
+from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
+from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
+from lowlat.lowering.binding import Binding, Call, LibraryCall, in_parts
+from lowlat.lowering.fusion import Fusion, Run
+from lowlat.lowering.prefill_attention import prefill_attention
+
+__all__ = ["PREFILL_FUSIONS", "activation_workspace", "gemm_workspaces", "prefill_linear", "takes"]
+
+ROWS = 64  # a GEMM of ours has a multiple of so many rows
+WIDTH = 8  # and of so many weight rows and columns
+AT_ONCE = KParts(1, 1)  # all of K: where no bit may depend on ranks, who have parts of a weight's rows
+
+
+def gemm_workspaces(rows: int, height: int, width: int, parts: KParts | None = None) -> list[WorkspaceShape]:
+    """The workspaces of our GEMM of rows with a weight [height, width]: activations, and sums of segments of K.
+
+    The sums cover at most APART_ROWS rows: more rows never keep segments apart.
+    parts  the parts in which K is summed, if it is
+    """
+    segments = cut_of(height, width, parts)[0]
+    partials = (segments if segments > 1 else 0, min(rows, APART_ROWS), height)
+    arranged = arranged_shape(rows, width)
+    return [("prefill.arranged", arranged, torch.bfloat16), ("prefill.partials", partials, torch.float32)]
+
+
+def activation_workspace(rows: int, width: int) -> WorkspaceShape:
+    """The workspace of an activation [M, I] between two GEMMs, arranged."""
+    return "prefill.activated", arranged_shape(rows, width), torch.bfloat16
+
+
+def takes(chunk: int, weight: PackedMatrix, card: Card) -> bool:
+    """Whether a weight is multiplied by our GEMM, in chunks of so many rows."""
+    fits = chunk % ROWS == 0 and weight.rows % WIDTH == 0 and weight.columns % WIDTH == 0
+    is_read = weight.tile_format != BF16_TILES or weight.tiles.dtype == torch.bfloat16
+    return fits and has_prefill_gemm(card) and is_read
+
+
+def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
+    """The calls of `linear` over the rows of prefill: x [M, K] @ weight.T + bias, float32 [M, N]."""
+    given, name = binding.arguments(op), op.weights["weight"]
+    weight, chunk = binding.weights.matrix(name), binding.prefill_chunk
+    if takes(chunk, weight, binding.card):
+        return _by_packed(binding, op, weight)
+    if binding.is_invariant:
+        raise ConfigError(
+            f"{binding.program.name}: tp_invariant needs prefill's own GEMMs, of cards of capability 9.0, chunks of a "
+            f"multiple of {ROWS} and widths of {WIDTH}, and {name} would be multiplied by a matrix library, whose "
+            f"order of sums its width decides (capability {binding.card.capability}, prefill_chunk {chunk}, "
+            f"{weight.rows} x {weight.columns}); leave it out, or use executor 'reference'"
+        )
+    bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
+    calls: list[Call] = []
+    unpacked: torch.Tensor | None = None
+    if weight.tile_format != BF16_TILES:
+        shape = unpacked_shape(weight.rows, weight.columns)
+        held = binding.workspace("prefill.unpacked", (_most_unpacked(binding),), torch.bfloat16)
+        unpacked = held[: shape[0] * shape[1]].view(shape)
+        calls += unpack_weight(weight=weight, out=unpacked)
+    arguments = {
+        "x": given["x"], "weight": weight, "unpacked": unpacked, "bias": bias, "places": binding.weights.places(name),
+        "chunk": chunk, "out": given["out"],
+    }  # fmt: skip
+    return [*calls, LibraryCall("linear", _by_unpacked, arguments, is_fallback=True)]
+
+
+def _most_unpacked(binding: Binding) -> int:
+    """Numbers of the largest quantised matrix that the program multiplies by, unpacked; not of an LM head of decode."""
+    names = {op.weights["weight"] for op in binding.program.ops if op.kind == "linear" and op.stage is Stage.PREFILL}
+    matrices = [binding.weights.matrix(name) for name in names]
+    return max(prod(unpacked_shape(each.rows, each.columns)) for each in matrices if each.tile_format != BF16_TILES)
+
+
+def _by_packed(binding: Binding, op: Op, weight: PackedMatrix) -> Sequence[Call]:
+    given, calls = binding.arguments(op), []
+    columns, parts = binding.weights.runs(op.weights["weight"]), _parts_of(binding, op, weight)
+    most = APART_ROWS if parts is not None and parts.count > 1 else MOST_ROWS
+    for rows, results in zip(given["x"].split(most), given["out"].split(most), strict=True):
+        count = rows.shape[0]
+        asked = gemm_workspaces(count, weight.rows, weight.columns, parts)
+        arranged, partials = (binding.workspace(*each) for each in asked)
+        calls += prefill_gemm(
+            x=rows, weight=weight, bias=binding.bias(op), columns=columns, arranged=arranged, partials=partials,
+            out=results, card=binding.card, parts=parts,
+        )  # fmt: skip
+    return calls
+
+
+def _parts_of(binding: Binding, op: Op, weight: PackedMatrix) -> KParts | None:
+    """The parts of K in which a GEMM sums: its operation's, or all of K at once; None: as its kernels like."""
+    return binding.k_parts(op, weight.columns) or (AT_ONCE if binding.is_invariant else None)
+
+
+def _is_one_gemm(rows: int, linear: Op, card: Card) -> bool:
+    """Whether one GEMM of ours takes so many rows of an operation, whatever its weight is."""
+    most = MOST_ROWS if (linear.params.get("num_parts") or 1) == 1 else APART_ROWS
+    return linear.stage is Stage.PREFILL and has_prefill_gemm(card) and rows % ROWS == 0 and rows <= most
+
+
+def _norms_for(run: Run, card: Card) -> bool:
+    """Whether a GEMM reads the norm's rows, in sizes that our kernels have, and the norm reads the sum before it."""
+    added, norm, linear = run.find("add"), run.op("rms_norm"), run.op("linear")
+    rows, width = run.shape(norm.writes["out"])
+    return (
+        linear.reads["x"] == norm.writes["out"]
+        and (added is None or norm.reads["x"] == added.writes["out"])
+        and all(op.stage is Stage.PREFILL for op in run.ops)
+        and _is_one_gemm(rows, linear, card)
+        and width % WIDTH == 0
+    )
+
+
+def _attends_for(run: Run, card: Card) -> bool:
+    """Whether a GEMM reads the result of our own flash attention, in sizes that it takes."""
+    attention, linear = run.ops
+    rows, width = run.shape(attention.writes["out"])
+    return (
+        linear.reads["x"] == attention.writes["out"]
+        and attention.stage is Stage.PREFILL
+        and has_prefill_flash(card, run.shape(attention.reads["k_cache"])[-1])
+        and _is_one_gemm(rows, linear, card)
+        and width % WIDTH == 0
+    )
+
+
+def _feeds(run: Run, card: Card) -> bool:
+    """Whether a FFN's GEMMs and activation take each other's results, in sizes that our kernels have."""
+    gate_up, silu, down = run.ops[-3:]
+    rows, width = run.shape(silu.writes["out"])
+    depth = run.shape(gate_up.reads["x"])[1]
+    return (
+        silu.stage is Stage.PREFILL
+        and silu.reads["gate_up"] == gate_up.writes["out"]
+        and down.reads["x"] == silu.writes["out"]
+        and _is_one_gemm(rows, gate_up, card)
+        and _is_one_gemm(rows, down, card)
+        and width % WIDTH == depth % WIDTH == 0
+        and (gates(2 * width, depth) or (in_parts(down) and gates(2 * width, depth, AT_ONCE)))
+    )
+
+
+def _norms_and_feeds(run: Run, card: Card) -> bool:
+    return _norms_for(run, card) and _feeds(run, card)
+
+
+def _normed(run: Run) -> list[str]:
+    return [run.op("rms_norm").writes["out"]]
+
+
+def _attended(run: Run) -> list[str]:
+    return [run.op("prefill_attention").writes["out"]]
+
+
+def _fed(run: Run) -> list[str]:
+    return [run.op("linear").writes["out"], run.op("silu_mul").writes["out"]]
+
+
+def _normed_and_fed(run: Run) -> list[str]:
+    return [*_normed(run), *_fed(run)]
+
+
+def _gates_first(run: Run) -> dict[str, torch.Tensor]:
+    return {run.op("linear").weights["weight"]: gate_up_permutation(run.shape(run.op("silu_mul").writes["out"])[1])}
+
+
+def _norm(binding: Binding, run: Run, arranged: torch.Tensor | None = None) -> Sequence[Call]:
+    """The norm, with the residual sum before it where the run has one; as rows where they are not to be arranged."""
+    norm, added = run.op("rms_norm"), run.find("add")
+    given = {**binding.arguments(norm), **binding.vectors(norm)}
+    if arranged is not None:
+        given["out"] = arranged
+    if added is None:
+        return rms_norm(**given) if arranged is None else arranged_rms_norm(**given)
+    del given["x"]
+    parts = binding.arguments(added)
+    add = add_norm if arranged is None else arranged_add_norm
+    return add(parts["a"], parts["b"], total=parts["out"], **given)
+
+
+def _arranged_rows(binding: Binding, op: Op, weight: PackedMatrix) -> torch.Tensor:
+    """The workspace of a GEMM's arranged rows."""
+    rows = binding.buffers[op.reads["x"]].shape[0]
+    return binding.workspace(*gemm_workspaces(rows, weight.rows, weight.columns)[0])
+
+
+def _of_arranged(binding: Binding, op: Op, weight: PackedMatrix, arranged: torch.Tensor) -> Sequence[Call]:
+    """The calls of `linear` over rows that are arranged, which one GEMM takes."""
+    out, parts = binding.buffers[op.writes["out"]], _parts_of(binding, op, weight)
+    partials = binding.workspace(*gemm_workspaces(out.shape[0], weight.rows, weight.columns, parts)[1])
+    return arranged_prefill_gemm(
+        arranged=arranged, weight=weight, bias=binding.bias(op), columns=binding.weights.runs(op.weights["weight"]),
+        partials=partials, out=out, card=binding.card, parts=parts,
+    )  # fmt: skip
+
+
+def _normed_linear(binding: Binding, run: Run) -> Sequence[Call]:
+    """The norm leaves its rows as the GEMM reads them."""
+    linear = run.op("linear")
+    weight = binding.weights.matrix(linear.weights["weight"])
+    if not takes(binding.prefill_chunk, weight, binding.card):
+        return [*_norm(binding, run), *prefill_linear(binding, linear)]
+    arranged = _arranged_rows(binding, linear, weight)
+    return [*_norm(binding, run, arranged), *_of_arranged(binding, linear, weight, arranged)]
+
+
+def _attended_linear(binding: Binding, run: Run) -> Sequence[Call]:
+    """Attention leaves its rows as the GEMM reads them."""
+    attention, linear = run.ops
+    weight = binding.weights.matrix(linear.weights["weight"])
+    if not takes(binding.prefill_chunk, weight, binding.card):
+        return [*prefill_attention(binding, attention), *prefill_linear(binding, linear)]
+    arranged = _arranged_rows(binding, linear, weight)
+    return [*prefill_attention(binding, attention, arranged), *_of_arranged(binding, linear, weight, arranged)]
+
+
+def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
+    """Both GEMMs: the first one's epilogue leaves the activation as the second one reads it; behind a norm, if any."""
+    gate_up, silu, down = run.ops[-3:]
+    first, second = (binding.weights.matrix(op.weights["weight"]) for op in (gate_up, down))
+    activation, normed = binding.arguments(silu), run.find("rms_norm") is not None
+    takes_first, takes_second = (takes(binding.prefill_chunk, each, binding.card) for each in (first, second))
+    if not takes_first:
+        before = _norm(binding, run) if normed else ()
+        return [*before, *prefill_linear(binding, gate_up), *silu_mul(**activation), *prefill_linear(binding, down)]
+    arranged = _arranged_rows(binding, gate_up, first)
+    before = _norm(binding, run, arranged) if normed else arrange(x=binding.arguments(gate_up)["x"], out=arranged)
+    if not takes_second:
+        product = _of_arranged(binding, gate_up, first, arranged)
+        return [*before, *product, *silu_mul(**activation), *prefill_linear(binding, down)]
+    activated = binding.workspace(*activation_workspace(activation["out"].shape[0], second.columns))
+    return [
+        *before,
+        *gated_prefill_gemm(
+            arranged=arranged, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
+            out=activated, card=binding.card, parts=_parts_of(binding, gate_up, first),
+        ),
+        *_of_arranged(binding, down, second, activated),
+    ]  # fmt: skip
+
+
+def _by_unpacked(
+    x: torch.Tensor,
+    *,
+    weight: PackedMatrix,
+    unpacked: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    places: torch.Tensor | None,
+    chunk: int,
+    out: torch.Tensor,
+) -> None:
+    scales = weight.scales
+    matrix = unpack_rows(weight) if unpacked is None else unpacked[: weight.rows, : weight.columns]
+    if places is None:
+        _multiply(x, matrix, chunk, out)
+        packed = out
+    else:
+        packed = torch.empty(x.shape[0], matrix.shape[0], dtype=torch.float32, device=x.device)
+        _multiply(x, matrix, chunk, packed)
+    if scales is not None:
+        packed *= scales[: weight.rows]
+    if places is not None:
+        torch.index_select(packed, 1, places, out=out)
+    if bias is not None:
+        out += bias
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
+    """x [M, K] @ weight.T [K, N] bf16 into float32 [M, N], `chunk` rows at a time, accumulated in float32.
+
+    The matrix library takes other ways for other shapes, and a chunk's bits must not depend on those beside it: a part
+    of a chunk is padded.
+    """
+    short = -x.shape[0] % chunk
+    if short:
+        whole = torch.empty(x.shape[0] + short, weight.shape[0], dtype=torch.float32, device=x.device)
+        _multiply(torch.nn.functional.pad(x, (0, 0, 0, short)), weight, chunk, whole)
+        out.copy_(whole[: x.shape[0]])
+        return
+    for rows, results in zip(x.split(chunk), out.split(chunk), strict=True):
+        torch.mm(rows, weight.t(), out_dtype=torch.float32, out=results)
+
+
+PREFILL_FUSIONS = (
+    Fusion(
+        "norm+gated ffn", "add? rms_norm linear silu_mul linear", 3, _gated_ffn, _norms_and_feeds, _normed_and_fed,
+        _gates_first,
+    ),
+    Fusion("gated ffn", "linear silu_mul linear", 2, _gated_ffn, _feeds, _fed, _gates_first),
+    Fusion("norm+prefill gemm", "add? rms_norm linear", 1, _normed_linear, _norms_for, _normed),
+    Fusion("attention+prefill gemm", "prefill_attention linear", 1, _attended_linear, _attends_for, _attended),
+)  # fmt: skip

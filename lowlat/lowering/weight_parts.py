@@ -1,0 +1,60 @@
+"""The weights of a program that GEMMs read: matrices, parts of quantised ones, and the experts of a mixture."""
+
+from collections.abc import Iterable
+
+import torch
+
+from lowlat.graphs.program import Op, Program
+from lowlat.kernels.formats import matrix_name, matrix_parts
+
+__all__ = ["EXPERT_GEMMS", "MatrixParts", "expert_parts", "experts_name", "gemm_weights"]
+
+EXPERT_GEMMS = ("experts_gate_up", "experts_down")
+
+
+def experts_name(op: Op) -> str:
+    """The common name of the matrices of an experts' GEMM; their bias, if they have one, is a sibling of it."""
+    return next(iter(op.weights.values())).rpartition(".")[0]
+
+
+def expert_parts(programs: Iterable[Program], held: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The weights that hold experts' matrices by part, for each GEMM: as operations name them, or in their place.
+
+    held  names of all weights
+    """
+    known = set(held)  # a source that reads files would read a weight to say whether it has it
+    found: dict[str, dict[str, str]] = {}
+    for program in programs:
+        for op in program.ops:
+            if op.kind in EXPERT_GEMMS and experts_name(op) not in found:
+                parts = {argument: weight for argument, weight in op.weights.items() if argument != "bias"}
+                stands = matrix_parts(parts["weight"], known) if "weight" in parts else {}
+                found[experts_name(op)] = stands or parts
+    return found
+
+
+def gemm_weights(programs: Iterable[Program]) -> set[str]:
+    """The weights that dense GEMMs read: they are packed."""
+    return {op.weights["weight"] for program in programs for op in program.ops if op.kind == "linear"}
+
+
+class MatrixParts:
+    """Collects the parts of quantised matrices; names are all weights that will come."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        every = set(names)
+        matrices = {name: None for each in every if (name := matrix_name(each)) is not None}
+        self._parts = {name: parts for name in matrices if "weight" not in (parts := matrix_parts(name, every))}
+        self._owner = {weight: (name, part) for name, parts in self._parts.items() for part, weight in parts.items()}
+        self._found: dict[str, dict[str, torch.Tensor]] = {}
+
+    def owns(self, weight: str) -> bool:
+        """Whether a weight is a part of such a matrix."""
+        return weight in self._owner
+
+    def take(self, weight: str, tensor: torch.Tensor) -> tuple[str, dict[str, torch.Tensor]] | None:
+        """The matrix, by its name in operations, and its parts, where this one is the last of them; else None."""
+        name, part = self._owner[weight]
+        found = self._found.setdefault(name, {})
+        found[part] = tensor
+        return (name, self._found.pop(name)) if len(found) == len(self._parts[name]) else None
