@@ -32,7 +32,7 @@ import torch
 
 from bench.acceptance import conditions_of, given_prompt, runs_on, text_loops, write_result
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.models.program import Op
+from lowlat.graphs.program import Op
 from lowlat.text import TextCodec
 from lowlat.tools.quality import Sums
 from lowlat.tools.train.long.texts import read_texts, spread

@@ -22,7 +22,7 @@ from lowlat.text.grammar import compiler
 from lowlat.tools.tune.pairs import LoweredPrograms, Pair
 
 first_token = bench("first_token")
-specpv, agreement = bench("specpv"), bench("specpv_agreement")
+specpv = bench("specpv")
 cases, start = bench("dense_cases"), bench("start")
 GEOMETRY = replace(cases.TINY, capture_boundaries=(2, 3, 4))  # SpecForge cannot write those of TINY
 structured = bench("structured")
@@ -54,10 +54,6 @@ def test_cycles_are_those_of_a_step_of_the_largest_tile() -> None:
     assert found == {"tflop_per_s": 663.6, "cycles_a_step": round(724.9 * 1410 / 14 / 64)}
     with pytest.raises(ValueError, match="N/A"):
         sustained.read_sample("[N/A]")
-
-
-def test_agreement_is_by_place() -> None:
-    assert agreement.agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == (0.875, [2, None])
 
 
 def test_a_cycle_of_lossless_specpv_is_its_proposals_and_what_is_left_and_pays_from_some_agreement_on() -> None:
