@@ -83,7 +83,7 @@ class _Drafting(StepBuilder):
             "draft_lens": self._ints("waited.lens", batch),
         }
         reads = {name: name for name in ("slots", "lengths", "tokens", "extended")}
-        self.builder.emit("waiting_rows", Stage.EAGLE_DRAFT_FC, reads=reads, writes=outs)
+        self.builder.emit("waiting_rows", Stage.DRAFT_FC, reads=reads, writes=outs)
         names = {
             "accepted_tokens": outs["waiting_tokens"],
             "commit_lens": outs["counts"],
@@ -96,7 +96,7 @@ class _Drafting(StepBuilder):
             features = self.builder.scratch("waited.features", (batch * count, kept[2]), geometry.dtype)
             reads = {"waiting_features": "waiting_features", "slots": "slots"}
             reads |= {name: outs[name] for name in ("firsts", "counts")}
-            self.builder.emit("take_features", Stage.EAGLE_DRAFT_FC, reads=reads, writes={"out": features})
+            self.builder.emit("take_features", Stage.DRAFT_FC, reads=reads, writes={"out": features})
         return WaitedRows(count, features, names)
 
     def _drafted(self) -> WaitedRows:
@@ -137,7 +137,7 @@ class _Part(_Drafting):
 
     def _choose(self, left: LevelOutput, end: int, depth: int) -> None:
         """Choose how much is verified, and whether the next part drafts further."""
-        stage = Stage.EAGLE_DRAFT_LM_HEAD
+        stage = Stage.DRAFT_LM_HEAD
         reads = {"logits": left.logits, "row_live": left.row_live}
         self.builder.emit("draft_confidence", stage, reads=reads, writes={"draft_kinds": "draft_kinds"}, end=end)
         read = ("slots", "lengths", "slot_ints", "width_bounds", "width_costs", "depth_costs")
@@ -227,4 +227,4 @@ class _Body(_Drafting):
         """The record of a request that begins."""
         reads = {name: name for name in ("slots", "lengths", "draft_live")}
         writes = {name: name for name in ("extended", *RECORD, "width_waited")}
-        self.builder.emit("join_widths", Stage.EAGLE_TAIL_COMMIT, reads=reads, writes=writes)
+        self.builder.emit("join_widths", Stage.COMMIT, reads=reads, writes=writes)
