@@ -21,9 +21,11 @@ from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, 
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
 from lowlat.models.decoder import kv_dtype, kv_specs, partial_specs
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.layer_spec import Rotation
 from lowlat.models.layers import TORCH_DTYPES, scales_name
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.rope import rope_tables
+from lowlat.models.walk import Tables
 from lowlat.speculators.base import Speculator, StateSizes
 from lowlat.step.chunks import chunk_counts
 
@@ -159,14 +161,20 @@ class StepGeometry:
         return -(self.partial.num_queries if self.partial.lossless else self.prefill_size(self.partial.buffer))
 
     @cached_property
-    def tables(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """RoPE's cos and sin of "target" and, where it has its own, "draft", [C, D / 2] float32; made once for all."""
-        target = (self.config.rope, self.config.head_dim)
-        tables = {"target": rope_tables(*target, self.num_positions)}
-        own = None if self.speculator is None else self.speculator.rope
-        if own is not None:
-            tables["draft"] = tables["target"] if own == target else rope_tables(*own, self.num_positions)
-        return tables
+    def tables(self) -> Mapping[Rotation, tuple[str, torch.Tensor, torch.Tensor]]:
+        """RoPE's tables of all layers: their name, cos and sin [C, D / 2] float32, made once for all programs.
+
+        A target's tables are "target", and "target.1" and so on where its layers turn differently; a speculator's own
+        are "draft".
+        """
+        made: dict[Rotation, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        drafts = () if self.speculator is None else self.speculator.rotations
+        for owner, rotations in (("target", self.config.rotations), ("draft", drafts)):
+            for number, rotation in enumerate(rotations):
+                if rotation not in made:
+                    name = f"{owner}.{number}" if number else owner
+                    made[rotation] = name, *rope_tables(*rotation, self.num_positions)
+        return made
 
 
 def state_specs(geometry: StepGeometry) -> list[BufferSpec]:
@@ -301,10 +309,11 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
 
 
 def _kv_state(geometry: StepGeometry) -> list[BufferSpec]:
-    specs = kv_specs(geometry.config, geometry.num_blocks, geometry.block_size)
+    blocks = (geometry.num_blocks, geometry.block_size)
+    specs = kv_specs(geometry.config, *blocks)
     if geometry.partial is not None:
         sizes = (geometry.max_batch, geometry.table_width)
-        specs += partial_specs(geometry.config, geometry.partial, specs[0], *sizes)
+        specs += partial_specs(geometry.config, geometry.partial, *blocks, *sizes)
         specs.append(BufferSpec("prefill_span", (2,), torch.int32, Role.COMMAND))
         specs.append(BufferSpec("prefill_shifts", (geometry.max_batch,), torch.int32, Role.COMMAND))
         specs.append(BufferSpec("prefill_start", (1,), torch.int32, Role.COMMAND))
@@ -318,7 +327,7 @@ def declare_state(builder: ProgramBuilder, geometry: StepGeometry, fewer: Mappin
 
     fewer  rows of the buffers of which the program has not the most
     """
-    coded, layers = geometry.config.coded_kv, [f"k_cache.{layer}" for layer in range(geometry.config.num_layers)]
+    coded, layers = geometry.config.coded_kv, [f"k_cache.{layer}" for layer in geometry.config.attentions]
     for spec in state_specs(geometry):
         own_rows = (fewer.get(spec.name, spec.shape[0]), *spec.shape[1:])
         builder.declare(replace(spec, shape=own_rows))
@@ -328,12 +337,9 @@ def declare_state(builder: ProgramBuilder, geometry: StepGeometry, fewer: Mappin
             builder.constant(scales_name(spec.name), scales)
 
 
-def declare_tables(builder: ProgramBuilder, geometry: StepGeometry) -> dict[str, tuple[str, str]]:
-    """RoPE tables of the target and the speculator as constants, [C, D / 2] float32; equal ones are one."""
-    names: dict[str, tuple[str, str]] = {}
-    known: dict[int, tuple[str, str]] = {}
-    for owner, (cos, sin) in geometry.tables.items():
-        if id(cos) not in known:
-            known[id(cos)] = (builder.constant(f"{owner}.cos", cos), builder.constant(f"{owner}.sin", sin))
-        names[owner] = known[id(cos)]
-    return names
+def declare_tables(builder: ProgramBuilder, geometry: StepGeometry) -> Tables:
+    """RoPE tables of the target and the speculator as constants, [C, D / 2] float32; layers that agree share them."""
+    return {
+        rotation: (builder.constant(f"{name}.cos", cos), builder.constant(f"{name}.sin", sin))
+        for rotation, (name, cos, sin) in geometry.tables.items()
+    }

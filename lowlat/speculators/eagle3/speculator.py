@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from lowlat.graphs import BufferSpec
-from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import (
     LevelOutput,
@@ -75,11 +75,6 @@ class Eagle3Speculator(Speculator):
         return replace(self, config=config)
 
     @property
-    def rope(self) -> tuple[RopeConfig, int]:
-        """The draft model's own."""
-        return self.config.rope, self.config.head_dim
-
-    @property
     def attends_everything(self) -> bool:
         """Without a draft window, where a layer has none of its own."""
         return self.window is None and None in self.config.windows
@@ -138,6 +133,4 @@ class Eagle3Speculator(Speculator):
         return kind(scope, self._emitter(scope))
 
     def _emitter(self, scope: Scope) -> Eagle3Emitter:
-        if scope.tables is None:
-            raise ValueError("an EAGLE3 draft model needs the tables of its RoPE")
         return Eagle3Emitter(scope.config, self.config, scope.tables, self.window)
