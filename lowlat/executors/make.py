@@ -18,6 +18,7 @@ from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
 from lowlat.models.layer_spec import DenseSpec, ExpertsSpec, LayerSpec
 from lowlat.models.shard import PARTS, STEP
+from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig
 from lowlat.step.state import StepGeometry
 
@@ -47,10 +48,17 @@ def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 3
         problem = None if part is None else _uncovered_part(part)
         if problem is not None:
             return f"the kernels take {problem[0]} and the {owner}'s {problem[1]}"
+    wide = next((name for name, (_, dtype) in weight_plan(config).items() if _is_wide_norm(name, dtype)), None)
+    if wide is not None:
+        return f"the kernels take norm weights in bfloat16 and the target's {wide} is in float32"
     rank = 0 if head is None or head.dspark is None else head.dspark.markov_rank
     if rank % WIDTHS_OF:
         return f"the kernels take multiples of {WIDTHS_OF} as ranks and the draft model's markov_rank is {rank}"
     return None
+
+
+def _is_wide_norm(name: str, dtype: torch.dtype) -> bool:
+    return name.endswith("norm.weight") and dtype is torch.float32
 
 
 def _uncovered_part(part: Decoder) -> tuple[str, str] | None:

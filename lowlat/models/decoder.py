@@ -19,6 +19,7 @@ from lowlat.models.walk import (
     emit_projection,
     emit_sandwich,
     layer_of,
+    score_params,
 )
 
 __all__ = ["emit_decoder", "emit_lm_head", "emit_prompt_logits", "kv_dtype", "kv_specs", "partial_specs"]
@@ -109,7 +110,7 @@ def _emit_attention(emitter: Emitter, layer: Layer, number: int, normed: str, ta
     if partial is not None and not emitter.rows.chooses:
         sinks = f"{layer.name}.sinks" if attention.sinks else None
         return emitter.partial_attention(
-            query, number, attention.query_size, partial, sinks=sinks, scale=attention.score_scale
+            query, number, attention.query_size, partial, sinks=sinks, **score_params(attention)
         )
     if partial is not None:
         emitter.choose_blocks(query, number, partial)

@@ -257,7 +257,7 @@ class Emitter:
         )
 
     def partial_attention(
-        self, q: str, layer: int, width: int, partial: PartialKV, *, sinks: str | None, scale: float
+        self, q: str, layer: int, width: int, partial: PartialKV, *, sinks: str | None, **params: Any
     ) -> str:
         """Attention of a step's rows over their slots' lists of blocks, [M, width]."""
         out = self.scratch("attention", self.rows.count, width)
@@ -266,5 +266,5 @@ class Emitter:
         caches = {"k_cache": f"k_cache.{layer}", "v_cache": f"v_cache.{layer}"}
         weights = {} if sinks is None else {"sinks": sinks}
         reads = {"q": q, **caches, **lists, **given, **self.live(), **self.scales(caches["k_cache"])}
-        self.emit("partial_attention", reads, {"out": out}, weights=weights, scale=scale, block=partial.block)
+        self.emit("partial_attention", reads, {"out": out}, weights=weights, block=partial.block, **params)
         return out

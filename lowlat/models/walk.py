@@ -12,7 +12,7 @@ import torch
 
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import Decoder
-from lowlat.models.layer_spec import DenseSpec, ExpertsSpec, LayerSpec, Rotation
+from lowlat.models.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, Rotation
 from lowlat.models.layers import Emitter
 from lowlat.models.shard import LayerShard
 
@@ -26,6 +26,7 @@ __all__ = [
     "emit_projection",
     "emit_sandwich",
     "layer_of",
+    "score_params",
 ]
 
 Tables = Mapping[Rotation, tuple[str, str]]
@@ -100,11 +101,15 @@ def emit_attended(emitter: Emitter, layer: Layer, query: str, **seen: Any) -> st
     seen  what rows see, where it is not what the spec says: `window`, `first`, `keep_first`
     """
     attention = layer.spec.mixer
-    params: dict[str, Any] = {"scale": attention.score_scale, **seen}
-    if attention.softcap is not None:
-        params["softcap"] = attention.softcap
+    params = {**score_params(attention), **seen}
     sinks = f"{layer.name}.sinks" if attention.sinks else None
     return emitter.attention(query, layer.caches, attention.query_size, sinks=sinks, shard=layer.shard, **params)
+
+
+def score_params(attention: AttentionSpec) -> dict[str, Any]:
+    """The parameters by which scores are made."""
+    capped = {} if attention.softcap is None else {"softcap": attention.softcap}
+    return {"scale": attention.score_scale, **capped}
 
 
 def emit_output(emitter: Emitter, layer: Layer, attended: str) -> str:

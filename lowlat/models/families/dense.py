@@ -11,7 +11,8 @@ import torch
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import read_quantisation
-from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.checkpoint.recipes import Conversion, Piece, Recipe
+from lowlat.checkpoint.tensors import FLOAT_NAMES
 from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import (
@@ -33,6 +34,7 @@ __all__ = [
     "outer_recipes",
     "parse_decoder",
     "parse_sizes",
+    "plus_one_norm",
 ]
 
 MAX_WIDTH = 1 << 20
@@ -151,6 +153,12 @@ def decoder_recipes(config: ModelConfig) -> list[Recipe]:
         made += attention_recipes(config, layer)
         made += dense_recipes(config, layer)
     return made
+
+
+def plus_one_norm(weight: str, tensor: str, size: int) -> Recipe:
+    """A norm whose file stores w and which multiplies by 1 + w: the canonical weight is the sum, in float32."""
+    added = Conversion((size,), tuple(FLOAT_NAMES), lambda label, stored: 1 + stored.float())
+    return Recipe(weight, (Piece(tensor, (size,), added),), torch.float32)
 
 
 def outer_recipes(config: ModelConfig) -> list[Recipe]:
