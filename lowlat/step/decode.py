@@ -138,7 +138,7 @@ class StepBuilder:
         if self.bucket.prefilled:
             emit_lm_head(self.builder, config, rows, "prefilled_residual", stage)
             return ["prefilled_residual"]
-        boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables["target"], stage)
+        boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables, stage)
         emit_lm_head(self.builder, config, rows, boundaries[-1], stage)
         return boundaries
 
@@ -215,7 +215,7 @@ class StepBuilder:
             self._hand_over(scope, speculator.emit_draft(scope, extended))
 
     def _scope(self, boundaries: list[str], waited: WaitedRows | None = None) -> StepScope:
-        own = (self.geometry.config, boundaries, self.tables.get("draft"), self.geometry.block_size)
+        own = (self.geometry.config, boundaries, self.tables, self.geometry.block_size)
         return StepScope(self.builder, *own, self.bucket, self.topology, waited)
 
     def _hand_over(self, scope: StepScope, draft_nodes: str) -> None:
