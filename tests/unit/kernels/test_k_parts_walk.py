@@ -28,7 +28,7 @@ FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4",
 DECODE = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
 ENDS = ("exchange_epilogue", "epilogue", "gemm")
 WALKED = (
-    *(*(f"common.{name}" for name in SHARED), "rows.norm", "sampling.select", *FRAGMENTS, "gemm.k_parts"),
+    *(*(f"common.{name}" for name in SHARED), "elementwise.norm", "sampling.select", *FRAGMENTS, "gemm.k_parts"),
     *(f"gemm.decode.{part}" for part in (*DECODE, *ENDS)),
 )
 SMALL = Card(2, 227 * 1024, (9, 0))
