@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,8 @@ TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 def test_acceptance_is_timed_on_drafts_that_agree(tree: list[list[int]] | None) -> None:
     entries, state = bench("micro_entries"), bench("micro_state")
-    pair = Pair(DEMO / "target", DEMO / "head", num_speculative_tokens=3, **({} if tree is None else {"tree": tree}))
+    speculation: dict[str, Any] = {"num_speculative_tokens": 3} | ({} if tree is None else {"tree": tree})
+    pair = Pair(DEMO / "target", DEMO / "head", **speculation)
     lowered = pair.lower(3, 4)
     buffers, topology = lowered.buffers, pair.topologies[3]
     assert isinstance(topology, TreeTopology)
