@@ -40,7 +40,7 @@ class Requests(Mapping[str, Request]):
             eos_token_ids=loaded.eos_token_ids,
             has_text=loaded.codec is not None,
             max_stop_ids=MAX_STOPS,
-            max_total_tokens=scheduler.kvcache.capacity * geometry.block_size - geometry.overhang,
+            max_total_tokens=scheduler.kvcache.max_total_tokens(geometry.overhang),
             block_size=geometry.block_size,
             greedy_only=config.is_strict,
             must_draft=config.is_strict and speculates,

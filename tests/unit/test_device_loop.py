@@ -17,7 +17,7 @@ from lowlat.engine.loading import Loaded, load
 from lowlat.errors import DeviceError
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
-from lowlat.kernels.step.publish import LoopControl, for_conditions
+from lowlat.kernels.step.publish import LoopControl, for_condition
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.device_weights import DeviceWeights
@@ -456,8 +456,8 @@ def test_a_loop_s_body_is_the_step_with_another_end(depth: int, pair: PairPaths)
     assert [call.kernel for call in body[:-1]] == [call.kernel for call in step[:-1]]
     assert all(call.kernel.linked for call in step)
     assert [call.kernel.linked for call in body] == [True] * (len(body) - 1) + [False]
-    assert all(for_conditions(call, 9) is call for call in body[:-1])
-    bound = for_conditions(body[-1], 9)
+    assert all(for_condition(call, 9) is call for call in body[:-1])
+    bound = for_condition(body[-1], 9)
     assert (bound.kernel, body[-1].arguments[-1]) == (body[-1].kernel, 7)
     assert bound.arguments == (*body[-1].arguments[:-1], 9)
 

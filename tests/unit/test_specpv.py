@@ -17,10 +17,10 @@ from tiny_models import PairPaths, make_pair, make_target
 
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
 from lowlat.engine.loading import make_geometry
-from lowlat.engine.memory.partial import PartialSlots
 from lowlat.errors import ConfigError, RequestError
 from lowlat.graphs.program import Op
 from lowlat.models.partial_kv import PartialKV, partial_kv
+from lowlat.sequence.partial import PartialSlots
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.tools.bench.geometry import random_target, read_geometries
 from lowlat.tools.tune.pairs import random_pair, rounded_pair

@@ -1,18 +1,18 @@
 """SpecPV's part of a runtime: refreshes where they are due, and how many steps may be launched before one can be.
 
 A refresh runs a slot's last tokens over all of its cache. It knows the schedule of
-`lowlat.engine.memory.partial`, and nothing of what a list holds. Where SpecPV is off nothing here does anything.
+`lowlat.sequence.partial`, and nothing of what a list holds. Where SpecPV is off nothing here does anything.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowlat.engine.mailbox import NEVER, Mailbox, SlotPublication
-from lowlat.engine.memory.partial import PartialSlots
 from lowlat.engine.request import FROM_PART, Request
 from lowlat.engine.run_ahead import Launches
 from lowlat.engine.scheduler import Phase, Scheduler
 from lowlat.graphs import Bucket
+from lowlat.sequence.partial import PartialSlots
 from lowlat.step.state import StepGeometry
 
 __all__ = ["Refreshes"]
