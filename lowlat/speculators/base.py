@@ -15,7 +15,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket, BufferSpec
-from lowlat.graphs.program import ProgramBuilder
+from lowlat.graphs.program import OWN_NAMES, ProgramBuilder, RangeNames
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.options.config import SpeculativeConfig
@@ -192,6 +192,11 @@ class Speculator(ABC):
     def draft_sources(self) -> tuple[str, str]:
         """The names, in statistics, of the sources of its drafts: of its own, and of text beside it."""
         return self.method, ""
+
+    @property
+    def range_names(self) -> RangeNames:
+        """What profiles call the stages of its steps, where that is not the stages' own names."""
+        return OWN_NAMES
 
     @property
     def attends_everything(self) -> bool:

@@ -110,7 +110,7 @@ class _Body(StepBuilder):
             "draft_lens": self._ints("waited.lens", batch),
         }
         reads = {name: name for name in ("slots", "lengths", "tokens", "extended")}
-        self.builder.emit("waiting_rows", Stage.EAGLE_DRAFT_FC, reads=reads, writes=outs)
+        self.builder.emit("waiting_rows", Stage.DRAFT_FC, reads=reads, writes=outs)
         names = {
             "accepted_tokens": outs["waiting_tokens"],
             "commit_lens": outs["counts"],
@@ -124,7 +124,7 @@ class _Body(StepBuilder):
             features = self.builder.scratch("waited.features", (batch * count, kept[2]), geometry.dtype)
             reads = {"waiting_features": "waiting_features", "slots": "slots"}
             reads |= {name: outs[name] for name in ("firsts", "counts")}
-            self.builder.emit("take_features", Stage.EAGLE_DRAFT_FC, reads=reads, writes={"out": features})
+            self.builder.emit("take_features", Stage.DRAFT_FC, reads=reads, writes={"out": features})
         return WaitedRows(count, features, names)
 
     def _keep_features(self, boundaries: list[str]) -> None:
@@ -153,4 +153,4 @@ class _Body(StepBuilder):
         """The record of a request that begins."""
         reads = {name: name for name in ("slots", "lengths", "draft_live")}
         writes = {name: name for name in ("extended", *RECORD, "width_waited")}
-        self.builder.emit("join_widths", Stage.EAGLE_TAIL_COMMIT, reads=reads, writes=writes)
+        self.builder.emit("join_widths", Stage.COMMIT, reads=reads, writes=writes)

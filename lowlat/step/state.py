@@ -12,7 +12,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Paging, Role
-from lowlat.graphs.program import ProgramBuilder
+from lowlat.graphs.program import OWN_NAMES, ProgramBuilder, RangeNames
 from lowlat.kernels.reference.speculation.width_odds import NUM_RUNS
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
@@ -91,6 +91,11 @@ class StepGeometry:
     def num_waiting(self) -> int:
         """Committed positions of a slot that may wait for the draft model, at most: as many as one pass takes."""
         return max(self.max_rows, min(MAX_WAITING, MAX_PASS_ROWS // self.max_batch))
+
+    @property
+    def range_names(self) -> RangeNames:
+        """What profiles call the stages of a step, by how it speculates."""
+        return OWN_NAMES if self.speculator is None else self.speculator.range_names
 
     @property
     def state_sizes(self) -> StateSizes:

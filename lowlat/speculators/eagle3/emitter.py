@@ -103,9 +103,9 @@ class Eagle3Emitter:
         draft, x = self.draft, both
         for layer in range(self.last):
             middle = self._emit_layer_attention(emitter, x, residual, layer)
-            _move(emitter, Stage.EAGLE_DRAFT_FFN)
+            _move(emitter, Stage.DRAFT_FFN)
             residual = self.emit_ffn(emitter, middle, layer)
-            _move(emitter, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+            _move(emitter, Stage.DRAFT_ATTENTION_FMHA)
             x = emitter.norm(residual, f"{layer_name(layer + 1)}.attn_norm.weight", draft.rms_norm_eps, "input.normed")
         product = emitter.linear(x, f"{self.name}.kv", 2 * draft.kv_size, "kv", bias=draft.qkv_bias)
         if draft.qk_norm:
@@ -162,7 +162,7 @@ class Eagle3Emitter:
     def emit_logits(self, emitter: Emitter, residual: str) -> tuple[str, str]:
         """LM head; returns logits [M, Vd] and the state that may be fed back."""
         draft = self.draft
-        emitter.stage = Stage.EAGLE_DRAFT_LM_HEAD
+        emitter.stage = Stage.DRAFT_LM_HEAD
         normed = emitter.norm(residual, "head.norm.weight", draft.rms_norm_eps, "final")
         logits = emitter.vocabulary(normed, self.lm_head, draft.draft_vocab_size, "logits", self.head_shard)
         return logits, normed if draft.norm_output else residual
