@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from lowlat.errors import StreamError
 from lowlat.ipc.client import Chunk
 from lowlat.ipc.messages import TokenLogprob, Welcome
@@ -233,4 +235,4 @@ def fingerprint(server: Welcome) -> str | None:
 
     Equal fingerprints of one model mean equal tokens for equal prompts, seeds and sampling.
     """
-    return f"fp_{server.numerics}" if server.numerics else None
+    return None if server.numerics is UNSET else f"fp_{server.numerics}"
