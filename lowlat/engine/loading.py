@@ -19,7 +19,9 @@ from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.engine.memory.held import HeldMemory, held_memory
 from lowlat.engine.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
+from lowlat.engine.memory.refreshes import Refreshes
 from lowlat.engine.perf import check_device, check_launches
+from lowlat.engine.proposer import Proposer, StepParts
 from lowlat.engine.scheduler import Scheduler
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
@@ -105,6 +107,11 @@ class Loaded:
         draft = None if self.geometry.speculator is None else self.geometry.speculator.draft_config
         boundaries = None if draft is None else draft.capture_boundaries
         return {"method": used.method, **self.topologies[max(self.topologies)].limits, "capture_layers": boundaries}
+
+    def make_proposer(self, parts: StepParts) -> Proposer:
+        """The source of proposals of this runtime, beside its draft model: SpecPV's steps, or none."""
+        partial = self.geometry.partial
+        return Proposer(parts) if partial is None else Refreshes(parts, partial)
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""
