@@ -30,13 +30,14 @@ from lowlat.kernels.reference.speculation import (
     width_odds,
     widths,
 )
-from lowlat.kernels.reference.step import publish, slots
+from lowlat.kernels.reference.step import checks, publish, slots
 
 __all__ = ["OPERATIONS", "Operation", "OperationSchema"]
 
 OPERATIONS = operations_of(
     accept,
     attention,
+    checks,
     depths,
     draft_block,
     draft_confidence,

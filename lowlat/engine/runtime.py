@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from lowlat.engine.failed_checks import FailedCheck, FailedChecks
 from lowlat.engine.grammar_masks import GrammarMasks
 from lowlat.engine.loading import Loaded, load, make_scheduler
 from lowlat.engine.mailbox import Entry, Mailbox, SlotPublication
@@ -94,6 +95,7 @@ class Runtime:
         must_draft = self.num_speculative_tokens > 0 and self.draft_config is not None and not self.ladder.adaptive
         checks = StepChecks(geometry.max_rows - 1, self.model_config.vocab_size, must_draft=must_draft)
         self._published = PublishedSteps(checks if config.is_strict else None, adaptive=self.ladder.adaptive)
+        self._failed_checks = FailedChecks(config.checked_kinds)
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._refreshes = Refreshes(geometry, self.scheduler, self._mailbox, self._launches, self._slots)
@@ -279,7 +281,7 @@ class Runtime:
             "device": str(self.device_choice.device),
             "memory": [each.to_dict() for each in self.memory],
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
-            **(self._refreshes.report() | self._masks.report()),
+            **(self._refreshes.report() | self._masks.report() | self._failed_checks.report()),
             **self._published.report(speculating=self.num_speculative_tokens > 0),
             **steps_by_width(self.ladder, self._published.undrafted, self._book.totals().speculation),
         }
@@ -385,7 +387,7 @@ class Runtime:
         for name in self._limited & self._sessions.keys():
             if self.scheduler.phase(name) is Phase.DECODING:  # others bring their limit along when they join
                 session = self._sessions[name]
-                self._mailbox.set_draft_limit(session.slot, session.params.max_draft_tokens)
+                self._mailbox.set_draft_limit(session.slot, session.draft_limit)
         self._limited.clear()
         meanwhile = partial(self._fill_masks, amid=True) if self._masks and not self.executor.asynchronous else None
         may_loop = ahead and not self.scheduler.has_work and not self._masks and not bucket.verifies
@@ -436,7 +438,7 @@ class Runtime:
         published: Iterable[list[SlotPublication]] = map(self._mailbox.read, entries)
         if self._masks:  # a launch waits for grammars, or a step that was launched: outputs are made behind it
             published = list(published)
-            self._masks.advance(publication for each in published for publication in each)
+            self._masks.advance(publication for each in published for publication in each if not publication.failed)
         if ahead and not self._launches.under_way:
             self._launch_ahead(entries, depth)
         bucket = self._launches.bucket
@@ -447,6 +449,9 @@ class Runtime:
             if self._tracer is not None and bucket is not None:
                 self._tracer.step(bucket, publications, self.executor, self.kvcache)
             self._pending.extend(filter(None, map(self._apply, publications)))
+            for failure in entry.failed:
+                if failure.slot < 0:
+                    self._failed_checks.see(failure, None)
         if self._launches.under_way:
             self._fill_masks()
         self._launches.clear_blocks(self.kvcache.take_blocks_to_clear())
@@ -483,6 +488,8 @@ class Runtime:
 
     def _apply(self, published: SlotPublication) -> StepOutput | None:
         session = self._slots[published.slot]
+        if published.failed is not None:
+            return self._drop(session, published.failed)
         if (publication := self._refreshes.judge(session, published)) is None:
             return None
         self._published.see(session, publication, speculating=self.num_speculative_tokens > 0)
@@ -493,6 +500,19 @@ class Runtime:
                 self._mailbox.cancel(session.slot)  # a stop string: the device does not know yet
             self._leave(session, poisoned=output.finish_reason == "error" and output.error_code == "not_finite")
             self._end(session)
+        return output
+
+    def _drop(self, session: Session, failure: FailedCheck) -> StepOutput | None:
+        """End a request of which a step gave nothing but a failed check, or let it go on without drafts."""
+        text = self._failed_checks.see(failure, session.request_id)
+        session.failed_checks += (failure.kind,)
+        if not failure.ends:
+            session.drafts = False
+            self._limited.add(session.request_id)  # a limit that was sent before the device set its own
+            return None
+        output = session.output((), "error", error=text, error_code="check")
+        self._leave(session, poisoned=True)
+        self._end(session)
         return output
 
     def _leave(self, session: Session, *, poisoned: bool = False) -> Phase:
