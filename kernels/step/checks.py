@@ -131,8 +131,8 @@ def check_commit(
     commit_lens: torch.Tensor,
     accepted_lens: torch.Tensor,
     lengths: torch.Tensor,
+    ring_head: torch.Tensor,
     *,
-    ring_count: torch.Tensor,
     slots: torch.Tensor,
     active: torch.Tensor,
     draft_live: torch.Tensor,
@@ -142,16 +142,16 @@ def check_commit(
     ring_checks: torch.Tensor,
     checks_lengths: bool,
 ) -> list[KernelCall]:
-    """`check_commit` of the reference, whose arguments these are, with the count that `publish` keeps on the device.
+    """`check_commit` of the reference, whose arguments these are.
 
-    ring_count  [1]  int64  read: the entries written so far, in place of ring_head
-    ring_checks may lie in pinned host memory; it is seen there when the step is published, which comes later.
+    ring_head and ring_checks may lie in pinned host memory; what is written is seen there when the step is published,
+    which comes later.
     """
     batch, max_batch = _check({name: each for name, each in locals().items() if isinstance(each, torch.Tensor)})
     check_shape("ring_checks", ring_checks, ring_checks.shape[0], max_batch + 1, WIDTH)
     plan = CommitPlan(batch, max_batch, ring_checks.shape[0], checks_lengths)
     arguments = (
-        *(commit_lens, accepted_lens, lengths, ring_count, slots, active, draft_live, draft_lens),
+        *(commit_lens, accepted_lens, lengths, ring_head, slots, active, draft_live, draft_lens),
         *(checked_lengths, check_failures, ring_checks),
     )
     return [KernelCall(commit_kernel(plan), (1, 1, 1), arguments)]

@@ -476,7 +476,7 @@ def commit_kernel(plan: CommitPlan) -> Kernel:
     num_words = (max_batch + 1) * WIDTH
 
     def kernel(
-        commit_lens: Any, accepted_lens: Any, lengths: Any, ring_count: Any, slots: Any, active: Any, draft_live: Any,
+        commit_lens: Any, accepted_lens: Any, lengths: Any, ring_head: Any, slots: Any, active: Any, draft_live: Any,
         draft_lens: Any, checked_lengths: Any, check_failures: Any, ring_checks: Any,
     ) -> None:  # fmt: skip
         ptx.wait_for_previous_kernel()
@@ -499,7 +499,7 @@ def commit_kernel(plan: CommitPlan) -> Kernel:
                 else:
                     set_int(checked_lengths, slot, length)
         cuda.syncthreads()
-        entry = (long_at(ring_count, 0) % ring) * num_words
+        entry = (ptx.load_volatile_i64(ring_head) % ring) * num_words
         for turn in range(turns(num_words, THREADS)):
             place = index + turn * THREADS
             if place < num_words:

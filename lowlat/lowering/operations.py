@@ -229,11 +229,6 @@ def _publish(binding: Binding, op: Op) -> Sequence[Call]:
     return publish(**publication(binding, op), loop=binding.loop)
 
 
-def _check_commit(binding: Binding, op: Op) -> Sequence[Call]:
-    given = {name: value for name, value in binding.arguments(op).items() if name != "ring_head"}
-    return check_commit(**given, ring_count=binding.workspace(RING_COUNT, (1,), torch.int64))
-
-
 def _choose_width(binding: Binding, op: Op) -> Sequence[Call]:
     return choose_width(**binding.arguments(op), condition=0 if binding.switches else None)
 
@@ -245,7 +240,7 @@ def _choose_depth(binding: Binding, op: Op) -> Sequence[Call]:
 
 _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
-    *(check_accepted, check_rows, check_slots),
+    *(check_accepted, check_commit, check_rows, check_slots),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
     *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_confidence, learn_widths),
@@ -268,7 +263,6 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
     {
         **{build.__name__: _by_name(build) for build in _BY_NAME},
         "attention": _attention,
-        "check_commit": _check_commit,
         "choose_blocks": _choose_blocks,
         "choose_depth": _choose_depth,
         "choose_width": _choose_width,

@@ -8,7 +8,12 @@ CHECK_KINDS = ("masks", "spans", "lengths")
 
 
 def parse_checks(text: object) -> frozenset[str]:
-    """The kinds that a text names with commas or blanks between them; "all" is every one. Raises ConfigError."""
+    """The kinds that a text names with commas or blanks between them; "all" is every one, None none.
+
+    Raises ConfigError for anything else.
+    """
+    if text is None:
+        return frozenset()
     if not isinstance(text, str):
         raise ConfigError(f"check must be kinds of checks, {', '.join(CHECK_KINDS)}, got {text!r:.80}")
     named = text.replace(",", " ").split()

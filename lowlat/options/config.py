@@ -391,8 +391,8 @@ class RuntimeConfig:
         "strict: greedy requests alone, no debugging, and an error in place of anything slower than the kernels that "
         "were tuned: for measuring.",
     )
-    check: str = declare(
-        "",
+    check: str | None = declare(
+        None,
         "Check in each step, on the device, masks (of trees), spans (of KV blocks), lengths: any of them with commas, "
         "or all; for debugging and soaks.",
         metavar="KIND,KIND",

@@ -289,16 +289,16 @@ def test_a_first_token_is_checked(action: str, runtimes: Runtimes, expected: dic
     assert (run.ended, run.single) == (1, 0)
 
 
-@pytest.mark.parametrize("check", ["", "masks", "masks, lengths"])
-def test_a_program_has_what_was_asked_for(check: str, pair: PairPaths, expected: dict[str, list[int]]) -> None:
+@pytest.mark.parametrize("check", [None, "masks", "masks, lengths"])
+def test_a_program_has_what_was_asked_for(check: str | None, pair: PairPaths, expected: dict[str, list[int]]) -> None:
     """Nothing fails where nothing is wrong; without checks there is no operation and no buffer of theirs."""
     with load(pair, "chain", check=check) as runtime:
         run = Run(runtime, "")
         assert run.tokens == expected
-        assert run.failed == dict.fromkeys([kind for kind in ("masks", "spans", "lengths") if kind in check], 0)
+        assert run.failed == dict.fromkeys([kind for kind in ("masks", "spans", "lengths") if kind in (check or "")], 0)
         kinds = {op.kind for op in runtime.executor.program(runtime.ladder.choose(2, 3)).ops}
         made = {"check_slots", "check_rows", "check_commit"} if check else set[str]()
-        made |= {"check_accepted"} if "lengths" in check else set()
+        made |= {"check_accepted"} if "lengths" in (check or "") else set()
         assert {kind for kind in kinds if kind.startswith("check_")} == made
         assert ("ring_checks" in runtime.executor.state) == ("checks" in runtime.summary()) == bool(check)
 
@@ -306,6 +306,7 @@ def test_a_program_has_what_was_asked_for(check: str, pair: PairPaths, expected:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        ({"check": ["masks"]}, "check must be kinds of checks, masks, spans, lengths, got"),
         ({"check": "mask"}, "check names 'mask'; the kinds are masks, spans, lengths, or all"),
         ({"on_failed_check": "single"}, "needs check"),
         ({"check": "all", "on_failed_check": "stop"}, "on_failed_check must be 'end' or 'single'"),
