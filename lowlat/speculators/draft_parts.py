@@ -81,7 +81,7 @@ def emit_accepted_rows(scope: StepScope) -> None:
         "live_positions": builder.scratch("head.live_positions", (batch, 1), torch.int32),
     }
     names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
-    builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads=scope.reads(*names), writes=outs)
+    builder.emit("draft_rows", Stage.DRAFT_FC, reads=scope.reads(*names), writes=outs)
 
 
 def assign_drafts(

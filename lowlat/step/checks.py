@@ -98,7 +98,7 @@ class CheckEmitter:
             return
         self._emit(
             "check_accepted",
-            Stage.EAGLE_ACCEPT,
+            Stage.ACCEPT,
             reads=("accepted_nodes", "row_live", "row_masks", "num_verified"),
             writes=(*DROPPED, "accepted_lens", "check_failures"),
             falls_back=self._falls_back,
@@ -110,7 +110,7 @@ class CheckEmitter:
             return
         self._emit(
             "check_commit",
-            Stage.EAGLE_TAIL_COMMIT,
+            Stage.COMMIT,
             reads=("commit_lens", "accepted_lens", "lengths", "ring_head"),
             writes=(
                 *("slots", "active", "draft_live", "draft_lens"),

@@ -41,7 +41,7 @@ class StepBuilder:
         self.topology = topology
         self.batch, self.width = bucket.batch, bucket.rows
         self.partial = None if bucket.verifies else geometry.partial
-        self.builder = ProgramBuilder(f"step[{bucket}]", OPERATIONS)
+        self.builder = ProgramBuilder(f"step[{bucket}]", OPERATIONS, range_names=geometry.range_names)
         declare_state(self.builder, geometry)
         self.tables = declare_tables(self.builder, geometry)
         self.checks = CheckEmitter(self.builder, geometry, bucket)
@@ -138,7 +138,7 @@ class StepBuilder:
             write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
             partial=self.partial,
         )
-        stage, config = Stage.BASE_DECODE_STEP, self.geometry.config
+        stage, config = Stage.VERIFY, self.geometry.config
         if self.bucket.prefilled:
             emit_lm_head(self.builder, config, rows, "prefilled_residual", stage)
             return ["prefilled_residual"]
@@ -147,7 +147,7 @@ class StepBuilder:
         return boundaries
 
     def _accept(self) -> None:
-        stage, batch, rows = Stage.EAGLE_ACCEPT, self.batch, self.width
+        stage, batch, rows = Stage.ACCEPT, self.batch, self.width
         emit = self.builder.emit
         logits = {"logits": "target.logits", "row_live": "row_live"}
         finite = self._ints("finite", batch, rows, dtype=torch.uint8)
@@ -186,7 +186,7 @@ class StepBuilder:
         self.checks.accepted()
 
     def _commit(self) -> None:
-        stage, batch = Stage.EAGLE_TAIL_COMMIT, self.batch
+        stage, batch = Stage.COMMIT, self.batch
         accepted = {"accepted_tokens": "accepted_tokens", "accepted_nodes": "accepted_nodes"}
         state = ("accepted_lens", "finite", "slots", "lengths", "slot_ints", "stop_ids")
         outs = {"commit_lens": self._ints("commit_lens", batch), "finish": self._ints("finish", batch)}
@@ -231,7 +231,7 @@ class StepBuilder:
         if isinstance(topology, DynamicTree):
             names = ("draft_nodes", "draft_parents", "draft_live", "slots")
             reads = {name: name for name in names}
-            self.builder.emit("hand_over_tree", Stage.EAGLE_TREE_MASKS, reads=reads, writes=written)
+            self.builder.emit("hand_over_tree", Stage.TREE_MASKS, reads=reads, writes=written)
             return
         width = topology.depth + 1
         paths = [[*path, *[-1] * (width - len(path))] for path in topology.paths]
@@ -241,7 +241,7 @@ class StepBuilder:
             "topology_masks": constant("topology.masks", torch.tensor(topology.packed_masks, dtype=torch.int64)),
             "topology_paths": constant("topology.paths", torch.tensor(paths, dtype=torch.int32)),
         }
-        self.builder.emit("tree_masks", Stage.EAGLE_TREE_MASKS, reads=reads, writes=written)
+        self.builder.emit("tree_masks", Stage.TREE_MASKS, reads=reads, writes=written)
 
     def _publish(self) -> None:
         names = (

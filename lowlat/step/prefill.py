@@ -78,7 +78,8 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
 
 def _build_choice(geometry: StepGeometry, size: int) -> Program:
     """The Program of a refresh that writes no keys and values: the slot's last `size` rows choose its blocks."""
-    stage, builder = Stage.BASE_DECODE_STEP, ProgramBuilder("refresh", OPERATIONS)
+    stage = Stage.VERIFY
+    builder = ProgramBuilder("refresh", OPERATIONS, range_names=geometry.range_names)
     declare_state(builder, geometry, dict.fromkeys(BY_ROW, size))
     tables = declare_tables(builder, geometry)
     masks = torch.tensor([TreeTopology.chain(size - 1).packed_masks], dtype=torch.int64)

@@ -29,8 +29,8 @@ def blocks(text: str, language: str) -> list[str]:
     return [body for found, body in BLOCK.findall(text) if found == language]
 
 
-PAGE = README.parent / "ipc" / "README.md"
-SERVING = section() + PAGE.read_text()
+PAGE, WIRE = README.parent / "ipc" / "README.md", README.parent / "ipc" / "WIRE.md"
+SERVING = section() + PAGE.read_text() + WIRE.read_text()
 PYTHON = blocks(SERVING, "python")
 SHELL = [line for block in blocks(SERVING, "") for line in block.splitlines() if line]
 
@@ -104,7 +104,7 @@ def test_the_settings_shown_exist(tmp_path: Path) -> None:
 
 
 def test_the_pages_bytes_are_the_codecs_own() -> None:
-    rows = dict(re.findall(r"^\| (.*?) \| `([0-9a-f ]+)` \|$", PAGE.read_text(), re.MULTILINE))
+    rows = dict(re.findall(r"^\| (.*?) \| `([0-9a-f ]+)` \|$", WIRE.read_text(), re.MULTILINE))
     expected = [
         Hello(name="mine"),
         Submit(number=0, credit=1024, text="Hi", sampling=Sampling(max_tokens=8)),

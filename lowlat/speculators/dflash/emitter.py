@@ -9,10 +9,11 @@ drafts the token that stands there.
 
 import torch
 
-from lowlat.graphs import BufferSpec, Paging, Role
+from lowlat.graphs import BufferSpec
 from lowlat.graphs.program import Stage
 from lowlat.models.geometry import DraftConfig
 from lowlat.models.layers import Emitter, Rows
+from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import PrefillScope, Scope, StepScope
 from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
 from lowlat.speculators.tree.dynamic import DynamicTree
@@ -29,7 +30,7 @@ def dflash_kv_specs(draft: DraftConfig, dtype: torch.dtype, num_blocks: int, blo
     """The KV cache of each layer, [P, G, block, D]."""
     shape = (num_blocks, draft.num_kv_heads, block_size, draft.head_dim)
     names = [name for layer in range(draft.num_layers) for name in _caches(layer)]
-    return [BufferSpec(name, shape, dtype, Role.STATE, Paging.POSITIONS) for name in names]
+    return cache_specs(names, shape, dtype)
 
 
 class DflashEmitter:
@@ -56,7 +57,7 @@ class DflashEmitter:
         lens = scope.buffer("dense_lens")
         write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": lens, "offsets": scope.offsets}
         context = Rows("head.", batch * rows, "head.row_live", "head.positions", {}, write)
-        emitter = Emitter(self.builder, context, self.dtype, Stage.EAGLE_DRAFT_FC)
+        emitter = Emitter(self.builder, context, self.dtype, Stage.DRAFT_FC)
         features = None if scope.waited is None else scope.waited.features
         if features is None:
             features = emitter.scratch("features", batch * rows, self._feature_width)
@@ -77,7 +78,7 @@ class DflashEmitter:
         hidden = emitter.scratch("hidden", *self.builder.spec(product).shape)
         emitter.emit("cast", {"x": product}, {"out": hidden})
         if emitter.stage is not Stage.PREFILL:
-            emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
+            emitter.stage = Stage.DRAFT_ATTENTION_FMHA
         normed = emitter.norm(hidden, "head.hidden_norm.weight", draft.rms_norm_eps, "context")
         width = 2 * draft.kv_size
         product = emitter.linear(normed, "head.context.kv", draft.num_layers * width, "kv", bias=draft.qkv_bias)
@@ -106,7 +107,7 @@ class DflashEmitter:
         )
         for layer in range(draft.num_layers):
             stream = self._emit_layer(level, stream, layer)
-        level.stage = Stage.EAGLE_DRAFT_LM_HEAD
+        level.stage = Stage.DRAFT_LM_HEAD
         normed = level.norm(stream, "head.norm.weight", draft.rms_norm_eps, "final")
         head = "head.lm_head" if draft.own_lm_head else "lm_head"
         shard = draft.shard if draft.own_lm_head else scope.config.shard
@@ -156,7 +157,7 @@ class DflashEmitter:
         names = ("accepted_tokens", "commit_lens", "draft_live", "draft_lens")
         self.builder.emit(
             "mask_rows",
-            Stage.EAGLE_DRAFT_FC,
+            Stage.DRAFT_FC,
             reads=scope.reads(*names),
             writes=outs,
             mask_token=self.draft.mask_token,
@@ -168,12 +169,12 @@ class DflashEmitter:
         rows = Rows(
             "draft.0.", batch * count, outs["row_live"], outs["positions"], {**BY_SLOT, **seen}, {**BY_SLOT, **write}
         )
-        return Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA), outs["tokens"]
+        return Emitter(self.builder, rows, self.dtype, Stage.DRAFT_ATTENTION_FMHA), outs["tokens"]
 
     def _emit_layer(self, level: Emitter, stream: str, layer: int) -> str:
         """A layer over the block; returns the residual stream behind it."""
         draft, name = self.draft, f"head.layers.{layer}"
-        level.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
+        level.stage = Stage.DRAFT_ATTENTION_FMHA
         normed = level.norm(stream, f"{name}.attn_norm.weight", draft.rms_norm_eps, "input.normed")
         width = draft.query_size + 2 * draft.kv_size
         product = level.linear(normed, f"{name}.qkv", width, "qkv", bias=draft.qkv_bias)
@@ -183,7 +184,7 @@ class DflashEmitter:
         attended = level.attention(query, _caches(layer), draft.query_size, shard=draft.shard, scale=scale)
         output = level.output(attended, f"{name}.o", draft.hidden_size, draft.shard, bias=draft.output_bias)
         middle = level.add(stream, output, f"layers.{layer}.residual.middle")
-        level.stage = Stage.EAGLE_DRAFT_FFN
+        level.stage = Stage.DRAFT_FFN
         inner = level.norm(middle, f"{name}.ffn_norm.weight", draft.rms_norm_eps, "normed")
         output = level.gated_ffn(inner, name, draft.intermediate_size, draft.hidden_size, shard=draft.shard)
         return level.add(middle, output, f"layers.{layer}.residual.out")

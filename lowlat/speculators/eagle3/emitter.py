@@ -12,6 +12,7 @@ from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.graphs.program import Stage
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter
+from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import StateSizes
 from lowlat.speculators.eagle3.windows import effective_window
 
@@ -35,7 +36,7 @@ def draft_kv_specs(draft: DraftConfig, sizes: StateSizes) -> list[BufferSpec]:
     shape = (num_blocks, draft.num_kv_heads, sizes.block_size, draft.head_dim)
     names = [name for layer in range(draft.num_layers) for name in _caches(layer)]
     return [
-        *(BufferSpec(name, shape, sizes.kv_dtype, Role.STATE, Paging.POSITIONS) for name in names),
+        *cache_specs(names, shape, sizes.kv_dtype),
         BufferSpec("block_features", (num_blocks, draft.hidden_size), dtype, Role.STATE, Paging.BLOCKS),
         BufferSpec("prefilled_feature", (1, draft.hidden_size), dtype, Role.STATE),
     ]
@@ -102,9 +103,9 @@ class Eagle3Emitter:
         draft, x = self.draft, both
         for layer in range(self.last):
             middle = self._emit_layer_attention(emitter, x, residual, layer)
-            _move(emitter, Stage.EAGLE_DRAFT_FFN)
+            _move(emitter, Stage.DRAFT_FFN)
             residual = self.emit_ffn(emitter, middle, layer)
-            _move(emitter, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+            _move(emitter, Stage.DRAFT_ATTENTION_FMHA)
             x = emitter.norm(residual, f"{layer_name(layer + 1)}.attn_norm.weight", draft.rms_norm_eps, "input.normed")
         product = emitter.linear(x, f"{self.name}.kv", 2 * draft.kv_size, "kv", bias=draft.qkv_bias)
         if draft.qk_norm:
@@ -161,7 +162,7 @@ class Eagle3Emitter:
     def emit_logits(self, emitter: Emitter, residual: str) -> tuple[str, str]:
         """LM head; returns logits [M, Vd] and the state that may be fed back."""
         draft = self.draft
-        emitter.stage = Stage.EAGLE_DRAFT_LM_HEAD
+        emitter.stage = Stage.DRAFT_LM_HEAD
         normed = emitter.norm(residual, "head.norm.weight", draft.rms_norm_eps, "final")
         logits = emitter.vocabulary(normed, self.lm_head, draft.draft_vocab_size, "logits", self.head_shard)
         return logits, normed if draft.norm_output else residual

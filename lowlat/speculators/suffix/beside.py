@@ -11,7 +11,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Role
-from lowlat.graphs.program import Stage
+from lowlat.graphs.program import RangeNames, Stage
 from lowlat.kernels.reference.speculation.choose_drafts import NUM_BINS, PROPOSAL_WIDTH
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
 from lowlat.options.config import SpeculativeConfig
@@ -48,6 +48,11 @@ class TextBeside(Speculator):
     def draft_config(self) -> DraftConfig | None:
         """The model's."""
         return self.model.draft_config
+
+    @property
+    def range_names(self) -> RangeNames:
+        """The model's."""
+        return self.model.range_names
 
     def with_config(self, config: DraftConfig) -> Speculator:
         """The same with another geometry of the model."""
