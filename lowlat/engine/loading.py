@@ -42,6 +42,7 @@ from lowlat.speculators.methods import fetch_speculator, load_speculator
 from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.adaptive import build_adaptive
+from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
@@ -370,7 +371,16 @@ def make_geometry(
         max_width=_max_width(speculator, speculative),
         prompt_logits=options.prompt_logits,
         prompt_logprobs=options.prompt_logprobs and not options.is_strict,
+        checks=_checks(options, has_partial=partial is not None),
     )
+
+
+def _checks(options: RuntimeConfig, *, has_partial: bool) -> CheckedKinds | None:
+    """The checks of each step. Raises ConfigError for a fallback that steps over a part of the cache do not have."""
+    kinds, falls_back = options.checked_kinds, options.on_failed_check == "single"
+    if falls_back and has_partial:
+        raise ConfigError("on_failed_check 'single' is not implemented for enable_specpv; take 'end'")
+    return CheckedKinds("masks" in kinds, "spans" in kinds, "lengths" in kinds, falls_back) if kinds else None
 
 
 def _check_choices(speculator: Speculator | None, topologies: Mapping[int, Topology]) -> None:

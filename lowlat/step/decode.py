@@ -18,6 +18,7 @@ from lowlat.models.decoder import emit_decoder, emit_lm_head
 from lowlat.models.layers import Rows
 from lowlat.speculators.base import StepScope, WaitedRows
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
+from lowlat.step.checks import CheckEmitter
 from lowlat.step.state import StepGeometry, declare_state, declare_tables
 
 __all__ = ["StepBuilder", "build_step"]
@@ -43,6 +44,7 @@ class StepBuilder:
         self.builder = ProgramBuilder(f"step[{bucket}]", OPERATIONS, range_names=geometry.range_names)
         declare_state(self.builder, geometry)
         self.tables = declare_tables(self.builder, geometry)
+        self.checks = CheckEmitter(self.builder, geometry, bucket)
 
     def build(self) -> Program:
         """All stages, checked and frozen."""
@@ -71,6 +73,7 @@ class StepBuilder:
         self._apply_commands()
         if not self.bucket.prefilled:
             self._list_slots()
+        self.checks.slots()
 
     def _apply_commands(self) -> None:
         staged = {f"staged_{name}": f"staged_{name}" for name in STAGED}
@@ -115,6 +118,7 @@ class StepBuilder:
         asked = (*asked, "width_choice") if most_drafts else asked
         reads, writes = {name: name for name in asked}, {name: name for name in told}
         self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes, most_drafts=most_drafts)
+        self.checks.rows()
         if self.partial is not None and not self.bucket.prefilled:
             reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
             self.builder.emit(
@@ -179,6 +183,7 @@ class StepBuilder:
             reads["lengths"] = "lengths"
             seed = self.geometry.simulated_seed
             emit("accept_simulated", stage, reads=reads, writes=writes, probability=probability, seed=seed)
+        self.checks.accepted()
 
     def _commit(self) -> None:
         stage, batch = Stage.COMMIT, self.batch
@@ -197,6 +202,7 @@ class StepBuilder:
             "draft_lens": self._ints("draft_lens", batch),
         }
         self.builder.emit("commit", stage, reads={name: name for name in kept}, writes=outs)
+        self.checks.committed()
 
     def _compact(self, stage: Stage) -> None:
         names = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")

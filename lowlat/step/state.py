@@ -27,6 +27,7 @@ from lowlat.sequence.paged_kv import PagedKV, kv_dtype
 from lowlat.sequence.sparse_lists import SparseLists
 from lowlat.sequence.state import SequenceState
 from lowlat.speculators.base import Speculator, StateSizes
+from lowlat.step.checks import CheckedKinds, check_specs
 from lowlat.step.chunks import chunk_counts
 
 __all__ = [
@@ -63,6 +64,7 @@ class StepGeometry:
     prompt_logprobs     whether requests may ask for the logprobs of their prompts: prefill then leaves the residual
                         stream of its positions, see `lowlat.step.prompt_logprobs`
     prompt_logits       whether prefill leaves the logits of all its positions; it then runs one whole chunk at a time
+    checks              those of every step; None: there are none
     """
 
     config: ModelConfig
@@ -83,6 +85,7 @@ class StepGeometry:
     partial: PartialKV | None = None
     prompt_logits: bool = False
     prompt_logprobs: bool = False
+    checks: CheckedKinds | None = None
 
     @property
     def overhang(self) -> int:
@@ -191,6 +194,7 @@ class StepGeometry:
 def state_specs(geometry: StepGeometry) -> list[BufferSpec]:
     """All buffers of role STATE, COMMAND and PUBLICATION."""
     state = [*_slot_state(geometry), *_host_buffers(geometry), *_kept_state(geometry)]
+    state += [] if geometry.checks is None else check_specs(geometry.max_batch, RING_ENTRIES)
     return state if geometry.max_width is None else [*state, *_width_state(geometry, geometry.max_width)]
 
 
