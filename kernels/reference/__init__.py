@@ -15,9 +15,7 @@ from lowlat.kernels.reference.sampling import logprobs, prompt_logprobs, sample
 from lowlat.kernels.reference.speculation import (
     accept,
     choose_drafts,
-    depths,
     draft_block,
-    draft_confidence,
     draft_rows,
     draft_scores,
     draft_topk,
@@ -37,9 +35,7 @@ __all__ = ["OPERATIONS", "Operation", "OperationSchema"]
 OPERATIONS = operations_of(
     accept,
     attention,
-    depths,
     draft_block,
-    draft_confidence,
     draft_rows,
     choose_drafts,
     draft_scores,

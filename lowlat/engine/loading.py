@@ -17,7 +17,6 @@ import torch
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.engine.memory.held import HeldMemory, held_memory
-from lowlat.engine.memory.kvcache import KVCache
 from lowlat.engine.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
 from lowlat.engine.perf import check_device, check_launches
 from lowlat.engine.scheduler import Scheduler
@@ -34,6 +33,7 @@ from lowlat.models.shard import rank_configs, rank_drafts
 from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.sequence.kvcache import KVCache
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator
 from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology
@@ -46,7 +46,6 @@ from lowlat.step.width_times import set_costs
 from lowlat.text import TextCodec
 
 __all__ = [
-    "DRAFT_ENDS",
     "Loaded",
     "bucket_batches",
     "build_program",
@@ -60,7 +59,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("lowlat")
-DRAFT_ENDS = (1, 2, 4)  # levels behind which confidence is looked at: each time costs a few microseconds
 Progress = Callable[[int, int], None]
 
 
@@ -198,8 +196,7 @@ def make_ladder(
     if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
         verifier = geometry.partial.buffer + 1, speculative.num_speculative_tokens
     adaptive = geometry.max_width is not None
-    batches, ends = bucket_batches(geometry.max_batch), geometry.draft_ends
-    return BucketLadder(batches, rows_of, adaptive=adaptive, ends=ends, verifier=verifier)
+    return BucketLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, verifier=verifier)
 
 
 def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
@@ -355,7 +352,6 @@ def make_geometry(
         num_drafted_rows=num_drafted_rows,
         partial=partial,
         max_width=_max_width(speculator, speculative),
-        draft_ends=_draft_ends(speculator, speculative),
         prompt_logits=options.prompt_logits,
         prompt_logprobs=options.prompt_logprobs and not options.is_strict,
     )
@@ -415,18 +411,6 @@ def _max_width(speculator: Speculator | None, speculative: SpeculativeConfig | N
             f"with text_drafts {speculative.text_drafts!r}; give a number of tokens, or leave text_drafts out"
         )
     return speculative.num_speculative_tokens
-
-
-def _draft_ends(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> tuple[int, ...]:
-    """The levels behind which drafting may end by confidence. Raises ConfigError where it cannot."""
-    if speculator is None or speculative is None or not speculative.adaptive_confidence:
-        return ()
-    if not speculator.drafts_by_level:
-        raise ConfigError(
-            f"adaptive_confidence is of draft models that draft level by level, and method {speculative.method!r} "
-            "drafts at once; leave it out"
-        )
-    return tuple(end for end in DRAFT_ENDS if end < speculative.num_speculative_tokens)
 
 
 def bucket_batches(max_batch: int) -> list[int]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from lowlat.engine.mailbox import SlotPublication
 from lowlat.engine.metrics import SpeculativeDecodingStats
-from lowlat.engine.session import Session
+from lowlat.engine.request import Request
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
@@ -280,11 +280,11 @@ class PublishedSteps:
         disabled = {"disabled_slots": dict(self.undrafted)} if speculating else {}
         return {"active_slots": self.active.to_dict(), **disabled}
 
-    def see(self, session: Session, publication: SlotPublication, *, speculating: bool) -> None:
-        """Count and check one publication, before its session takes it. Raises DeviceError in strict mode."""
-        if speculating and session.has_begun and not publication.verified:
-            limit = session.params.max_draft_tokens
-            self.undrafted[_reason_for_no_drafts(limit, session.room, adaptive=self._adaptive)] += 1
+    def see(self, request: Request, publication: SlotPublication, *, speculating: bool) -> None:
+        """Count and check one publication, before its request takes it. Raises DeviceError in strict mode."""
+        if speculating and request.has_begun and not publication.verified:
+            limit = request.params.max_draft_tokens
+            self.undrafted[_reason_for_no_drafts(limit, request.room, adaptive=self._adaptive)] += 1
         if self._checks is not None:
-            begun, room = session.has_begun, session.room
-            self._checks.check(publication, len(session.committed), first=not begun, room=room)
+            begun, room = request.has_begun, request.room
+            self._checks.check(publication, len(request.committed), first=not begun, room=room)

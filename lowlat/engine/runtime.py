@@ -23,10 +23,10 @@ from lowlat.engine.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.engine.memory.refreshes import Refreshes
 from lowlat.engine.metrics import MetricsBook, RequestMetrics
 from lowlat.engine.perf import PerfCounters, PublishedSteps, StepChecks, steps_by_width
+from lowlat.engine.request import Request
 from lowlat.engine.request_checks import RequestChecks, Unbroken, check_call, check_depth, check_name, encode_prompt
 from lowlat.engine.run_ahead import Launches, loop_of
 from lowlat.engine.scheduler import Phase, PrefillChunk, ScheduledRequest
-from lowlat.engine.session import Session
 from lowlat.engine.trace import Tracer
 from lowlat.errors import ConfigError, LowlatError, RequestError
 from lowlat.executors.devices import make_current
@@ -76,7 +76,7 @@ class Runtime:
             eos_token_ids=loaded.eos_token_ids,
             has_text=self.codec is not None,
             max_stop_ids=MAX_STOPS,
-            max_total_tokens=self.kvcache.capacity * geometry.block_size - geometry.overhang,
+            max_total_tokens=self.kvcache.max_total_tokens(geometry.overhang),
             block_size=geometry.block_size,
             greedy_only=config.is_strict,
             must_draft=config.is_strict and self.num_speculative_tokens > 0,
@@ -94,8 +94,8 @@ class Runtime:
         must_draft = self.num_speculative_tokens > 0 and self.draft_config is not None and not self.ladder.adaptive
         checks = StepChecks(geometry.max_rows - 1, self.model_config.vocab_size, must_draft=must_draft)
         self._published = PublishedSteps(checks if config.is_strict else None, adaptive=self.ladder.adaptive)
-        self._sessions: dict[str, Session] = {}
-        self._slots: dict[int, Session] = {}
+        self._requests: dict[str, Request] = {}
+        self._slots: dict[int, Request] = {}
         self._refreshes = Refreshes(geometry, self.scheduler, self._mailbox, self._launches, self._slots)
         self._pending: list[StepOutput] = []
         self._owes_step = False  # a first token was returned, and no step followed it yet
@@ -159,14 +159,14 @@ class Runtime:
             raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = self.checks.stop_ids(params)
-        session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, self.speculator, self.simulated)
-        session.grammar = self.grammars.open(params, prompt_ids, stop_ids)
+        request = Request(name, prompt_ids, params, seed, stop_ids, self.codec, self.speculator, self.simulated)
+        request.grammar = self.grammars.open(params, prompt_ids, stop_ids)
         total, reads = len(prompt_ids) + params.max_tokens, params.prompt_logprobs is None
         scheduled = ScheduledRequest(name, prompt_ids, total, cache_salt, reads)
         self.scheduler.check(scheduled)
         with self._whole:
             self.scheduler.enqueue(scheduled)
-            self._sessions[name] = session
+            self._requests[name] = request
             self._stop_outdated()
         return name
 
@@ -233,13 +233,13 @@ class Runtime:
     def cancel(self, request_id: str) -> None:
         """End a request; its last output says "cancelled". Raises RequestError for an unknown or ended one."""
         self._check_usable()
-        session = self._live(request_id)
+        request = self._live(request_id)
         with self._whole:
-            phase = self._leave(session)
+            phase = self._leave(request)
             if phase is Phase.DECODING:
-                self._mailbox.cancel(session.slot)
-            self._pending.append(session.output((), "cancelled"))
-            self._end(session)
+                self._mailbox.cancel(request.slot)
+            self._pending.append(request.output((), "cancelled"))
+            self._end(request)
             self._stop_outdated()
 
     def set_draft_limit(self, request_id: str, max_draft_tokens: int | None) -> None:
@@ -249,17 +249,17 @@ class Runtime:
         No token depends on it. Raises RequestError for an unknown or ended request, or a limit out of range.
         """
         self._check_usable()
-        session = self._live(request_id)
+        request = self._live(request_id)
         self.checks.check_drafts(max_draft_tokens)
-        session.params = replace(session.params, max_draft_tokens=max_draft_tokens)
+        request.params = replace(request.params, max_draft_tokens=max_draft_tokens)
         self._limited.add(request_id)
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
-        session = self._sessions.get(check_name(request_id))
-        if session is None:
+        request = self._requests.get(check_name(request_id))
+        if request is None:
             return self._book.get(request_id)
-        found = session.metrics()
+        found = request.metrics()
         return replace(found, finish_reason="error") if self._whole.failure else found
 
     def perf(self) -> PerfCounters:
@@ -270,8 +270,8 @@ class Runtime:
     def summary(self) -> dict[str, Any]:
         """Totals since the load, as JSON: blocks such as `eagle_speculation` and `specpv` only of what has run."""
         self._check_open()
-        for session in self._sessions.values():
-            self._book.update(session.metrics())
+        for request in self._requests.values():
+            self._book.update(request.metrics())
         return {
             **self._book.totals().to_dict(),
             "kv": {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype},
@@ -287,7 +287,7 @@ class Runtime:
     def slots(self) -> list[dict[str, Any]]:
         """The requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, and their bound."""
         phase = self.scheduler.phase
-        return [session.describe(str(phase(session.request_id))) for _, session in sorted(self._slots.items())]
+        return [request.describe(str(phase(request.request_id))) for _, request in sorted(self._slots.items())]
 
     def adopt_thread(self) -> None:
         """Hand the runtime to the calling thread; the one before must be done with it. Makes its device current."""
@@ -300,7 +300,7 @@ class Runtime:
         self._closed = True
         if self._published.active.num_steps:
             logger.info("%s", self._published.told())
-        self._sessions.clear()
+        self._requests.clear()
         self._slots.clear()
         self._launches.stop()
         self._masks.release()
@@ -326,14 +326,14 @@ class Runtime:
         self._check_open()
         self._whole.check()
 
-    def _live(self, request_id: str) -> Session:
-        session = self._sessions.get(check_name(request_id))
-        if session is None:
+    def _live(self, request_id: str) -> Request:
+        request = self._requests.get(check_name(request_id))
+        if request is None:
             raise RequestError(f"request {request_id!r} is unknown or has ended")
-        return session
+        return request
 
     def _new_id(self) -> str:
-        known = (self._book, self._sessions)
+        known = (self._book, self._requests)
         return next(name for n in self._ids if not any((name := f"request-{n}") in each for each in known))
 
     def _depth(self, asked: int | None) -> int:
@@ -349,43 +349,43 @@ class Runtime:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
         plan = self.scheduler.plan()
         for admission in plan.admitted:
-            session = self._sessions[admission.request_id]
-            session.place(admission.slot, admission.table, admission.num_cached_tokens)
-            self._slots[admission.slot] = session
+            request = self._requests[admission.request_id]
+            request.place(admission.slot, admission.table, admission.num_cached_tokens)
+            self._slots[admission.slot] = request
         return () if plan.prefill is None else self._prefill(plan.prefill, depth)
 
     def _prefill(self, chunk: PrefillChunk, depth: int) -> Sequence[Entry]:
-        session = self._sessions[chunk.request_id]
-        tokens = session.prompt[chunk.start : chunk.start + chunk.num_tokens]
-        problem = self._masks.join(session) if chunk.last else None
+        request = self._requests[chunk.request_id]
+        tokens = request.prompt[chunk.start : chunk.start + chunk.num_tokens]
+        problem = self._masks.join(request) if chunk.last else None
         if problem is not None:
-            self._fail(session, problem)
+            self._fail(request, problem)
             return ()
-        self._refreshes.prefill(session, tokens, chunk.start)
+        self._refreshes.prefill(request, tokens, chunk.start)
         if chunk.last:
-            self._join(session)
+            self._join(request)
         self.scheduler.prefill_done(chunk)
         first = self.ladder.first_token(depth) if chunk.last else None
         size = self.geometry.prefill_size(chunk.num_tokens)
-        own = (session.prompt, chunk.start, chunk.num_tokens, session.params.prompt_logprobs)
+        own = (request.prompt, chunk.start, chunk.num_tokens, request.params.prompt_logprobs)
         passes = self._mailbox.ask_prompt(*own)
         with self.scheduler.pace.timed(size / self.geometry.prefill_chunk):
             entries = self._launches.prefill(size, first, passes)
-        if passes and (problem := session.add_prompt(self._mailbox.read_prompt(*own), chunk.start)) is not None:
-            self._fail(session, problem, "not_finite")
+        if passes and (problem := request.add_prompt(self._mailbox.read_prompt(*own), chunk.start)) is not None:
+            self._fail(request, problem, "not_finite")
         return entries
 
-    def _join(self, session: Session) -> None:
-        max_length = len(session.prompt) + session.params.max_tokens
-        own = (session.table, max_length, session.params, session.seed, session.stop_ids)
-        self._mailbox.join(session.slot, session.prompt, *own, has_grammar=session.grammar is not None)
-        session.joined(self._mailbox.num_seen)
+    def _join(self, request: Request) -> None:
+        max_length = len(request.prompt) + request.params.max_tokens
+        own = (request.table, max_length, request.params, request.seed, request.stop_ids)
+        self._mailbox.join(request.slot, request.prompt, *own, has_grammar=request.grammar is not None)
+        request.joined(self._mailbox.num_seen)
 
     def _launch(self, bucket: Bucket, most: int | None, ahead: bool) -> None:
-        for name in self._limited & self._sessions.keys():
+        for name in self._limited & self._requests.keys():
             if self.scheduler.phase(name) is Phase.DECODING:  # others bring their limit along when they join
-                session = self._sessions[name]
-                self._mailbox.set_draft_limit(session.slot, session.params.max_draft_tokens)
+                request = self._requests[name]
+                self._mailbox.set_draft_limit(request.slot, request.params.max_draft_tokens)
         self._limited.clear()
         meanwhile = partial(self._fill_masks, amid=True) if self._masks and not self.executor.asynchronous else None
         may_loop = ahead and not self.scheduler.has_work and not self._masks and not bucket.verifies
@@ -396,15 +396,15 @@ class Runtime:
         if self._masks and self._launches.bucket is not None:
             with nullcontext() if amid else self._whole.waiting():
                 failures = self._masks.fill(self._launches.bucket.rows)
-            for session, problem in failures:
-                self._fail(session, problem)
+            for request, problem in failures:
+                self._fail(request, problem)
 
-    def _fail(self, session: Session, problem: str, code: ErrorCode = "grammar") -> None:
+    def _fail(self, request: Request, problem: str, code: ErrorCode = "grammar") -> None:
         """End a request with an error; its last output comes with the next step's."""
-        if self._leave(session, poisoned=code == "not_finite") is Phase.DECODING:
-            self._mailbox.cancel(session.slot)
-        self._pending.append(session.output((), "error", error=problem, error_code=code))
-        self._end(session)
+        if self._leave(request, poisoned=code == "not_finite") is Phase.DECODING:
+            self._mailbox.cancel(request.slot)
+        self._pending.append(request.output((), "error", error=problem, error_code=code))
+        self._end(request)
 
     def _go_on(self, depth: int, ahead: bool) -> None:
         """Take the outputs of what is under way: of the next step, or of all where others are wanted from now on.
@@ -428,7 +428,7 @@ class Runtime:
         scheduler, launches = self.scheduler, self._launches
         if scheduler.has_work or not scheduler.num_active or not launches.has_room(scheduler.choose_bucket(depth)):
             return False
-        rooms = [session.room_after(launches.num_under_way, depth) for session in self._slots.values()]
+        rooms = [request.room_after(launches.num_under_way, depth) for request in self._slots.values()]
         return max(rooms) > 0 and (min(rooms) > 0 or not scheduler.num_queued)
 
     def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> None:
@@ -465,9 +465,9 @@ class Runtime:
             self._launch(self.ladder.choose(num_left, depth), most, ahead=True)
 
     def _is_live(self, slot: int, entry: int) -> bool:
-        """Whether an entry is about the session in a slot: not about one before it, nor about one that has ended."""
-        session = self._slots.get(slot)
-        return session is not None and entry >= session.first_entry
+        """Whether an entry is about the request in a slot: not about one before it, nor about one that has ended."""
+        request = self._slots.get(slot)
+        return request is not None and entry >= request.first_entry
 
     def _fits(self, depth: int) -> bool:
         """Whether one more step like the last is what is wanted now."""
@@ -482,34 +482,34 @@ class Runtime:
             launches.stop()
 
     def _apply(self, published: SlotPublication) -> StepOutput | None:
-        session = self._slots[published.slot]
-        if (publication := self._refreshes.judge(session, published)) is None:
+        request = self._slots[published.slot]
+        if (publication := self._refreshes.judge(request, published)) is None:
             return None
-        self._published.see(session, publication, speculating=self.num_speculative_tokens > 0)
-        self._refreshes.count_step(session)
-        output = session.take(*self._masks.judge(publication))
+        self._published.see(request, publication, speculating=self.num_speculative_tokens > 0)
+        self._refreshes.count_step(request)
+        output = request.take(*self._masks.judge(publication))
         if output.finish_reason is not None:
             if publication.finish_reason is None:
-                self._mailbox.cancel(session.slot)  # a stop string: the device does not know yet
-            self._leave(session, poisoned=output.finish_reason == "error" and output.error_code == "not_finite")
-            self._end(session)
+                self._mailbox.cancel(request.slot)  # a stop string: the device does not know yet
+            self._leave(request, poisoned=output.finish_reason == "error" and output.error_code == "not_finite")
+            self._end(request)
         return output
 
-    def _leave(self, session: Session, *, poisoned: bool = False) -> Phase:
+    def _leave(self, request: Request, *, poisoned: bool = False) -> Phase:
         # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of
         # these run on one stream, one after the other; what is shared lies before the positions that are written.
-        committed, written = session.committed, session.num_written
-        phase = self.scheduler.cancel(session.request_id, committed, num_written=written, poisoned=poisoned)
+        committed, written = request.committed, request.num_written
+        phase = self.scheduler.cancel(request.request_id, committed, num_written=written, poisoned=poisoned)
         if phase is not Phase.QUEUED:
-            del self._slots[session.slot]
-            self._masks.leave(session.slot)
+            del self._slots[request.slot]
+            self._masks.leave(request.slot)
         if not (self._masks and self._launches.under_way):  # else `_take` does, when what is under way has its masks
             self._launches.clear_blocks(self.kvcache.take_blocks_to_clear())
         return phase
 
-    def _end(self, session: Session) -> None:
-        del self._sessions[session.request_id]
-        self._book.update(session.metrics())
+    def _end(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        self._book.update(request.metrics())
 
 
 def _speculation_limits(loaded: Loaded, used: SpeculativeConfig | None) -> dict[str, Any]:

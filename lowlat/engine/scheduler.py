@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from lowlat.engine.memory.kvcache import Allocation, InvariantError, KVCache
 from lowlat.engine.pace import PrefillPace
 from lowlat.errors import CapacityError, ConfigError, RequestError
+from lowlat.sequence.book import Allocation, InvariantError, SequenceBook
 from lowlat.step.chunks import chunk_counts, chunks_at_once
 
 if TYPE_CHECKING:  # lowlat.graphs loads torch, of which this module needs nothing
@@ -114,6 +114,7 @@ class Scheduler:
     """The queue and the slots of one runtime.
 
     ladder              the buckets; its largest batch must be at least max_batch
+    kvcache             the book of what requests keep between steps
     max_queue           requests that may wait beyond those that free slots take; more raise CapacityError
     max_prefill_chunks  chunks of one prompt that run at once, at most
     max_stall_ms        how long chunks may run at once while others decode; `pace` learns how many that are
@@ -125,7 +126,7 @@ class Scheduler:
     def __init__(
         self,
         ladder: "BucketLadder",
-        kvcache: KVCache,
+        kvcache: SequenceBook,
         max_batch: int,
         max_queue: int,
         prefill_chunk: int,
@@ -210,8 +211,7 @@ class Scheduler:
                 f"request {name}: max_total_tokens {request.max_total_tokens} leaves no token after a prompt "
                 f"of {num_tokens}"
             )
-        needed = self.kvcache.num_blocks_for(request.max_total_tokens, self.num_overprovision)
-        self.kvcache.check_size(name, needed)
+        self.kvcache.check(name, request.max_total_tokens, self.num_overprovision)
         if len(self._queue) >= self.max_queue + self._slots.count(None):
             raise CapacityError(
                 f"{len(self._queue)} requests wait already, all {self.max_batch} slots counted; "
@@ -219,14 +219,16 @@ class Scheduler:
             )
 
     def plan(self) -> StepPlan:
-        """Admit what fits, and choose one chunk. Time: slots, and what `KVCache.admit` takes.
+        """Admit what fits, and choose one chunk. Time: slots, and what the book's `admit` takes.
 
         Raises InvariantError when the chunk of the plan before was not reported by `prefill_done`.
         """
         if self._pending is not None:
             raise InvariantError(f"request {self._pending.request_id}: its last chunk was not reported as done")
         admitted = self._admit()
-        self._pending = self._next_chunk()
+        self._pending = chunk = self._next_chunk()
+        if chunk is not None:
+            self.kvcache.append(chunk.request_id, chunk.start, chunk.start + chunk.num_tokens)
         return StepPlan(tuple(admitted), self._pending)
 
     def prefill_done(self, chunk: PrefillChunk) -> None:
@@ -252,8 +254,9 @@ class Scheduler:
         num_written: int | None = None,
         poisoned: bool = False,
     ) -> Phase:
-        """Take a request out wherever it is, ended or not; return its phase. Other arguments are `KVCache.release`'s.
+        """Take a request out wherever it is, ended or not; return its phase.
 
+        The other arguments are those of `SequenceBook.release`.
         The device must write to its blocks no more. Raises RequestError for one that is unknown or was taken out.
         """
         slot = self._find(request_id)

@@ -4,10 +4,10 @@ import logging
 from collections.abc import Sequence
 
 from lowlat.engine.mailbox import SlotPublication
-from lowlat.engine.memory.kvcache import KVCache
 from lowlat.executors import Executor
 from lowlat.graphs import Bucket
 from lowlat.options.config import TraceConfig
+from lowlat.sequence.book import SequenceBook
 
 __all__ = ["Tracer"]
 
@@ -27,7 +27,7 @@ class Tracer:
         return cls(config) if config != TraceConfig() else None
 
     def step(
-        self, bucket: Bucket, publications: Sequence[SlotPublication], executor: Executor, kvcache: KVCache
+        self, bucket: Bucket, publications: Sequence[SlotPublication], executor: Executor, kvcache: SequenceBook
     ) -> None:
         """Log one step; state of the device is read after all work that was started."""
         self._steps += 1

@@ -35,12 +35,9 @@ from lowlat.kernels.sampling.row_pairs import finite
 from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.speculation.accept import accept, accept_simulated, commit, draft_rows, truncate
-from lowlat.kernels.speculation.choose_depth import choose_depth
 from lowlat.kernels.speculation.choose_drafts import choose_drafts
 from lowlat.kernels.speculation.choose_width import choose_width
-from lowlat.kernels.speculation.confidence import learn_confidence
 from lowlat.kernels.speculation.draft_block import block_rows, mask_rows
-from lowlat.kernels.speculation.draft_confidence import draft_confidence
 from lowlat.kernels.speculation.draft_input import concat_norms
 from lowlat.kernels.speculation.draft_level import assign_drafts, gather_level
 from lowlat.kernels.speculation.draft_rows import (
@@ -232,16 +229,11 @@ def _choose_width(binding: Binding, op: Op) -> Sequence[Call]:
     return choose_width(**binding.arguments(op), condition=0 if binding.switches else None)
 
 
-def _choose_depth(binding: Binding, op: Op) -> Sequence[Call]:
-    handle = 0 if binding.switches else None
-    return choose_depth(**binding.arguments(op), condition=handle, further=handle)
-
-
 _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
-    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_confidence, learn_widths),
+    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_widths),
     list_active_slots,
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
     *(
@@ -262,9 +254,7 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         **{build.__name__: _by_name(build) for build in _BY_NAME},
         "attention": _attention,
         "choose_blocks": _choose_blocks,
-        "choose_depth": _choose_depth,
         "choose_width": _choose_width,
-        "draft_confidence": _with_workspace(draft_confidence),
         "draft_topk": draft_topk_alone,
         "draft_topk_logprobs": _with_workspace(draft_topk_logprobs),
         "embed": _embed,

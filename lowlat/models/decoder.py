@@ -4,52 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.graphs.program import ProgramBuilder, Stage
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows
-from lowlat.models.partial_kv import PartialKV
 
-__all__ = ["emit_decoder", "emit_lm_head", "emit_prompt_logits", "kv_dtype", "kv_specs", "partial_specs"]
-
-
-def kv_specs(config: ModelConfig, num_blocks: int, block_size: int) -> list[BufferSpec]:
-    """The target's KV cache: for each layer k and v, [P, G, block, D] in the compute dtype, or codes."""
-    shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-    dtype = kv_dtype(config)
-    return [
-        BufferSpec(f"{part}_cache.{layer}", shape, dtype, Role.STATE, Paging.POSITIONS)
-        for layer in range(config.num_layers)
-        for part in ("k", "v")
-    ]
-
-
-def kv_dtype(config: ModelConfig) -> torch.dtype:
-    """The dtype of KV caches: the compute dtype, or uint8 for codes."""
-    return TORCH_DTYPES[config.dtype] if config.coded_kv is None else torch.uint8
-
-
-def partial_specs(
-    config: ModelConfig, partial: PartialKV, kv: BufferSpec, max_batch: int, table_width: int
-) -> list[BufferSpec]:
-    """SpecPV's state beside a KV cache like `kv`, for slots of so many blocks: of each layer without a window
-
-    key_summary.LAYER  [P, G, parts of a block, 2, D]  compute  largest and smallest key of a part
-    block_lists.LAYER  [max_B, G, parts of a slot]     int32    see `lowlat.kernels.reference.attention.partial`
-    partial_shifts     [max_B]                         int32    positions that a slot's lists leave out, of all layers
-    """
-    num_blocks, kv_heads, block_size, head_dim = kv.shape
-    parts = block_size // partial.block
-    specs = [BufferSpec("partial_shifts", (max_batch,), torch.int32, Role.STATE)]
-    for layer, window in enumerate(config.windows):
-        if window is None:
-            summary, lists = (num_blocks, kv_heads, parts, 2, head_dim), (max_batch, kv_heads, table_width * parts)
-            specs.append(
-                BufferSpec(f"key_summary.{layer}", summary, TORCH_DTYPES[config.dtype], Role.STATE, Paging.BLOCKS)
-            )
-            specs.append(BufferSpec(f"block_lists.{layer}", lists, torch.int32, Role.STATE))
-    return specs
+__all__ = ["emit_decoder", "emit_lm_head", "emit_prompt_logits"]
 
 
 def emit_decoder(

@@ -96,11 +96,6 @@ class SpeculativeConfig:
         "Let each step choose how many drafts it makes and verifies, from none to num_speculative_tokens, by what is "
         "accepted and what it costs; of chains.",
     )
-    adaptive_confidence: bool = declare(
-        False,
-        "With adaptive_width: let drafting end, on the device, where the draft model's own confidence says that more "
-        "would not pay; of EAGLE3's chains.",
-    )
     draft_tensor_parallel_size: int | None = declare(
         None,
         "Cards that share the draft model's layers: 1, each has all, or the target's.",
@@ -200,10 +195,6 @@ class SpeculativeConfig:
         if self.adaptive_width and (trees or not self.num_speculative_tokens):
             problem = f"{trees[0]} asks for one of its own" if trees else "num_speculative_tokens is 0"
             raise ConfigError(f"adaptive_width chooses among chains of at least one draft, and {problem}")
-        if self.adaptive_confidence and not self.adaptive_width:
-            raise ConfigError(
-                "adaptive_confidence goes with adaptive_width (num_speculative_tokens 'auto'), which is off"
-            )
         if self.capture_layers is not None:
             if not isinstance(self.capture_layers, (tuple, list)):
                 raise ConfigError(f"capture_layers must be a list of boundaries, got {self.capture_layers!r:.80}")

@@ -24,7 +24,6 @@ from lowlat.speculators.tree.growth import Growth
 from lowlat.speculators.tree.topology import TreeTopology
 
 __all__ = [
-    "LevelOutput",
     "LoadedSpeculator",
     "PrefillScope",
     "Scope",
@@ -157,18 +156,6 @@ class WaitedRows:
     names: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class LevelOutput:
-    """The buffers that the last of some levels leaves.
-
-    logits    [B, Vd] float32
-    row_live  B entries
-    """
-
-    logits: str
-    row_live: str
-
-
 class Speculator(ABC):
     """A way of drafting for one target: geometry and programs, without the content of weights.
 
@@ -224,11 +211,6 @@ class Speculator(ABC):
         """
         return None
 
-    @property
-    def drafts_by_level(self) -> bool:
-        """Whether drafting of a chain may halt behind any level, so that it is parts of a step: see `emit_levels`."""
-        return False
-
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """The buffers of role STATE that it keeps between steps."""
         return []
@@ -259,22 +241,6 @@ class Speculator(ABC):
     @abstractmethod
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
         """Append drafting: a level at a time, a block at once, or from text alone; returns `scope.draft_nodes()`."""
-
-    def emit_levels(self, scope: StepScope, above: tuple[str, ...], levels: range) -> LevelOutput:
-        """Append some levels of a chain, which write their nodes of `scope.draft_nodes()`.
-
-        above  what `emit_extend` returned for the first level; for others what `fed_back` names of the level before
-        """
-        raise ValueError(f"method {self.method!r} does not draft level by level")
-
-    @property
-    def feedback_size(self) -> int:
-        """H of what a level feeds back."""
-        return 0 if self.draft_config is None else self.draft_config.hidden_size
-
-    def fed_back(self, level: int) -> str:
-        """The buffer of what a level feeds back to the next one, [B, H] in the compute dtype."""
-        raise ValueError(f"method {self.method!r} does not draft level by level")
 
 
 def draft_model_of(options: SpeculativeConfig) -> str:

@@ -13,17 +13,17 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.graphs.program import OWN_NAMES, ProgramBuilder, RangeNames
-from lowlat.kernels.reference.speculation.depths import NUM_SURE
-from lowlat.kernels.reference.speculation.draft_confidence import NUM_KINDS
 from lowlat.kernels.reference.speculation.width_odds import NUM_RUNS
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
-from lowlat.models.decoder import kv_dtype, kv_specs, partial_specs
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, scales_name
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.rope import rope_tables
+from lowlat.sequence.paged_kv import PagedKV, kv_dtype
+from lowlat.sequence.sparse_lists import SparseLists
+from lowlat.sequence.state import SequenceState
 from lowlat.speculators.base import Speculator, StateSizes
 from lowlat.step.chunks import chunk_counts
 
@@ -57,8 +57,6 @@ class StepGeometry:
     max_prefill_chunks  chunks of a prompt that run at once, at most
     num_drafted_rows    rows of a draft model behind a slot's last token
     max_width    the greatest width, where each step's is chosen anew; None: it is the bucket's
-    draft_ends   levels behind which drafting of such a step may end, by how sure the draft model is, ascending and
-                 below max_width; (): a step drafts what it verifies
     partial      SpecPV's sizes; None: everything is attended to
     prompt_logprobs     whether requests may ask for the logprobs of their prompts: prefill then leaves the residual
                         stream of its positions, see `lowlat.step.prompt_logprobs`
@@ -79,7 +77,6 @@ class StepGeometry:
     simulated_acceptance: float | None = None
     simulated_seed: int = 0
     max_width: int | None = None
-    draft_ends: tuple[int, ...] = ()
     num_drafted_rows: int = 0
     partial: PartialKV | None = None
     prompt_logits: bool = False
@@ -106,6 +103,15 @@ class StepGeometry:
         return StateSizes(
             self.dtype, kv_dtype(self.config), self.max_batch, self.max_context, self.num_blocks, self.block_size
         )
+
+    @cached_property
+    def sequence_states(self) -> tuple[SequenceState, ...]:
+        """What the target's layers keep for a slot between steps."""
+        kv = PagedKV(self.config, self.num_blocks, self.block_size)
+        if self.partial is None:
+            return (kv,)
+        sizes = (self.num_blocks, self.block_size, self.max_batch, self.table_width)
+        return kv, SparseLists(self.config, self.partial, *sizes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -176,7 +182,7 @@ class StepGeometry:
 
 def state_specs(geometry: StepGeometry) -> list[BufferSpec]:
     """All buffers of role STATE, COMMAND and PUBLICATION."""
-    state = [*_slot_state(geometry), *_host_buffers(geometry), *_kv_state(geometry)]
+    state = [*_slot_state(geometry), *_host_buffers(geometry), *_kept_state(geometry)]
     return state if geometry.max_width is None else [*state, *_width_state(geometry, geometry.max_width)]
 
 
@@ -233,15 +239,6 @@ def _width_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
         ("width_waited", (1,), torch.int32),
         ("width_choice", (1,), torch.int32),
     ]
-    if geometry.draft_ends:
-        ends = len(geometry.draft_ends)
-        specs += [
-            ("depth_costs", (batch, 2, ends, most + 1), torch.int32),
-            ("sure_odds", (NUM_KINDS, most, NUM_SURE), torch.int32),
-            ("draft_expected", (batch, most + 1), torch.int32),
-            ("draft_rates", (batch, most), torch.int32),
-            ("draft_further", (1,), torch.int32),
-        ]
     floats: list[tuple[str, tuple[int, ...]]] = [
         (f"prefilled_source.{boundary}", (1, hidden)) for boundary in dict.fromkeys(boundaries)
     ]
@@ -305,14 +302,8 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
     ]
 
 
-def _kv_state(geometry: StepGeometry) -> list[BufferSpec]:
-    specs = kv_specs(geometry.config, geometry.num_blocks, geometry.block_size)
-    if geometry.partial is not None:
-        sizes = (geometry.max_batch, geometry.table_width)
-        specs += partial_specs(geometry.config, geometry.partial, specs[0], *sizes)
-        specs.append(BufferSpec("prefill_span", (2,), torch.int32, Role.COMMAND))
-        specs.append(BufferSpec("prefill_shifts", (geometry.max_batch,), torch.int32, Role.COMMAND))
-        specs.append(BufferSpec("prefill_start", (1,), torch.int32, Role.COMMAND))
+def _kept_state(geometry: StepGeometry) -> list[BufferSpec]:
+    specs = [spec for state in geometry.sequence_states for spec in state.specs()]
     if geometry.speculator is not None:
         specs += geometry.speculator.state_specs(geometry.state_sizes)
     return specs

@@ -122,7 +122,7 @@ def _parts(bucket: Bucket, depth: int) -> list[Bucket]:
     """The buckets whose programs are one step at the full draft length."""
     if not bucket.chooses:
         return [bucket]
-    return [bucket, *bucket.parts_for(depth), bucket.bodies[depth]]
+    return [bucket, bucket.bodies[depth]]
 
 
 def target_config(model: Path, dtype: str = "auto") -> ModelConfig:

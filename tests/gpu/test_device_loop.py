@@ -70,7 +70,7 @@ def drained(runtime: Runtime) -> None:
     """Pass over what was published, and end every request."""
     runtime.executor.synchronize()
     runtime._mailbox.poll()
-    for name in list(runtime._sessions):
+    for name in list(runtime._requests):
         runtime.cancel(name)
     runtime.submit([1], params(0, 1))
     run_all(runtime)

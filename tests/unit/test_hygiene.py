@@ -22,7 +22,7 @@ PACKAGES = ("lowlat", *FOLDERS)
 BELOW = {"kernels": ("lowlat.graphs",)}  # what a folder may know beside itself: references declare schemas
 # lowlat's own folders, bottom up: imports go down only, so that there is no circle
 LAYERS = (
-    *("errors", "options", "checkpoint", "text", "models", "speculators", "step", "lowering", "executors"),
+    *("errors", "options", "checkpoint", "text", "models", "sequence", "speculators", "step", "lowering", "executors"),
     *("engine", "serving", "tools", "ray", "cli"),
 )
 TRAIN_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `train`; may be absent where tests run

@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lowlat.engine.memory.kvcache import Allocation, InvariantError, KVCache, _Entry
-from lowlat.engine.memory.prefix_index import CachedChunk
 from lowlat.errors import ConfigError, LowlatError, RequestError
+from lowlat.sequence.book import Allocation, InvariantError
+from lowlat.sequence.kvcache import KVCache, _Entry
+from lowlat.sequence.prefix_index import CachedChunk
 
 BLOCK, CHUNK, OVERPROVISION = 2, 4, 3
 

@@ -49,9 +49,7 @@ class Decoded:
     """A decode by a runtime of so many ranks: tokens, and logits of every step."""
 
     def __init__(self, target: Path, size: int, head: Path | None = None, **options: Any) -> None:
-        confident = options.pop("confident", False)
-        chosen = {"adaptive_width": True, "adaptive_confidence": confident}
-        shape: Any = chosen if options.pop("adaptive", False) else {"tree": [[0], [1], [0, 0]]}
+        shape: Any = {"adaptive_width": True} if options.pop("adaptive", False) else {"tree": [[0], [1], [0, 0]]}
         draft = None if head is None else lowlat.SpeculativeConfig(model=head, num_speculative_tokens=2, **shape)
         self.logits: list[torch.Tensor] = []
         self.tokens: list[int] = []
@@ -83,7 +81,6 @@ class Decoded:
     [
         ("llama", "cut", {}),
         later("llama", "head", {"adaptive": True}),
-        later("llama", "sharing", {"adaptive": True, "confident": True}),
         later("llama", "sharing", {}),
         later("tied", None, {"quantize": "fp8", "quantize_lm_head": True}),
         later("odd", None, {}),

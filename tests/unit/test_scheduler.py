@@ -9,11 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lowlat.engine.memory.kvcache import InvariantError, KVCache
 from lowlat.engine.pace import PrefillPace
 from lowlat.engine.scheduler import MAX_PASSED_OVER, Phase, PrefillChunk, ScheduledRequest, Scheduler, StepPlan
 from lowlat.errors import CapacityError, ConfigError, RequestError
 from lowlat.graphs import Bucket, BucketLadder
+from lowlat.sequence.book import InvariantError
+from lowlat.sequence.kvcache import KVCache
 from lowlat.step.chunks import chunk_counts, chunks_at_once
 
 BLOCK, CHUNK = 2, 4

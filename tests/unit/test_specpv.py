@@ -17,10 +17,10 @@ from tiny_models import PairPaths, make_pair, make_target
 
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
 from lowlat.engine.loading import make_geometry
-from lowlat.engine.memory.partial import PartialSlots
 from lowlat.errors import ConfigError, RequestError
 from lowlat.graphs.program import Op
 from lowlat.models.partial_kv import PartialKV, partial_kv
+from lowlat.sequence.partial import PartialSlots
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.tools.bench.geometry import random_target, read_geometries
 from lowlat.tools.tune.pairs import random_pair, rounded_pair
@@ -198,20 +198,20 @@ def test_a_refresh_makes_all_keys_and_values_exact(pair: PairPaths) -> None:
         name = runtime.submit(prompt_of(45), GREEDY)
         while runtime.scheduler.slot(name) is None:
             runtime.step()
-        session = runtime._sessions[name]
+        request = runtime._requests[name]
         refresh, refreshed = runtime._refreshes.slots.refresh, []
 
         def watch(slot: int, length: int) -> Any:
             refreshed.append(length)
-            caches.append(positions(runtime, session.table, length - 1))  # before it
+            caches.append(positions(runtime, request.table, length - 1))  # before it
             return refresh(slot, length)
 
         slots: Any = runtime._refreshes.slots
         slots.refresh = watch
         while len(refreshed) < 3:
             runtime.step()
-        after = positions(runtime, session.table, refreshed[-1] - 1)
-        text = session.committed[: refreshed[-1] - 1]
+        after = positions(runtime, request.table, refreshed[-1] - 1)
+        text = request.committed[: refreshed[-1] - 1]
     with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
         run_one(runtime, text, SamplingParams(max_tokens=1))
         cached = runtime.kvcache.admit("again", text, len(text), 0)

@@ -1,4 +1,1 @@
-"""The memory of a runtime: what it will allocate, the KV blocks, and the prefixes that requests share.
-
-It touches no device.
-"""
+"""The memory of a runtime: what it will allocate, what it holds, and when SpecPV's lists are chosen again."""

@@ -1,25 +1,25 @@
 """SpecPV's part of a runtime: refreshes where they are due, and how many steps may be launched before one can be.
 
 A refresh runs a slot's last tokens over all of its cache. It knows the schedule of
-`lowlat.engine.memory.partial`, and nothing of what a list holds. Where SpecPV is off nothing here does anything.
+`lowlat.sequence.partial`, and nothing of what a list holds. Where SpecPV is off nothing here does anything.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowlat.engine.mailbox import NEVER, Mailbox, SlotPublication
-from lowlat.engine.memory.partial import PartialSlots
+from lowlat.engine.request import FROM_PART, Request
 from lowlat.engine.run_ahead import Launches
 from lowlat.engine.scheduler import Phase, Scheduler
-from lowlat.engine.session import FROM_PART, Session
 from lowlat.graphs import Bucket
+from lowlat.sequence.partial import PartialSlots
 from lowlat.step.state import StepGeometry
 
 __all__ = ["Refreshes"]
 
 
 class Refreshes:
-    """Refreshes of one runtime's slots; `sessions` are its requests by slot, those that prefill among them."""
+    """Refreshes of one runtime's slots; `requests` has its requests by slot, those that prefill among them."""
 
     def __init__(
         self,
@@ -27,20 +27,20 @@ class Refreshes:
         scheduler: Scheduler,
         mailbox: Mailbox,
         launches: Launches,
-        sessions: Mapping[int, Session],
+        requests: Mapping[int, Request],
     ) -> None:
         self.slots = PartialSlots(geometry.partial, geometry.max_batch, geometry.max_rows)
         self._is_on = geometry.partial is not None
         self._is_lossless = geometry.partial is not None and geometry.partial.lossless
         self._verifying: set[int] = set()  # slots whose proposals the step that was launched last verifies
         self._geometry, self._scheduler = geometry, scheduler
-        self._mailbox, self._launches, self._sessions = mailbox, launches, sessions
+        self._mailbox, self._launches, self._requests = mailbox, launches, requests
 
-    def prefill(self, session: Session, tokens: Sequence[int], start: int) -> None:
+    def prefill(self, request: Request, tokens: Sequence[int], start: int) -> None:
         """Write a prompt's chunk, from position `start` on, and what SpecPV adds: its slot attends to everything."""
-        self._mailbox.write_chunk(session.slot, tokens, start, session.table)
+        self._mailbox.write_chunk(request.slot, tokens, start, request.table)
         if self._is_on:
-            self.slots.join(session.slot, len(session.prompt))
+            self.slots.join(request.slot, len(request.prompt))
             self._mailbox.write_partial((start, start + len(tokens)), self.slots.shifts, start)
 
     def _run(self, depth: int) -> int | None:
@@ -48,9 +48,9 @@ class Refreshes:
         the least. Raises DeviceError."""
         for slot, length in self._lengths().items():
             if self.slots.is_due(slot, length):
-                session, found = self._sessions[slot], self.slots.refresh(slot, length)
-                tokens = session.committed[found.start : found.start + found.count]
-                self._mailbox.write_chunk(slot, tokens, found.start, session.table)
+                request, found = self._requests[slot], self.slots.refresh(slot, length)
+                tokens = request.committed[found.start : found.start + found.count]
+                self._mailbox.write_chunk(slot, tokens, found.start, request.table)
                 span = found.span, found.start + found.count
                 self._mailbox.write_partial(span, self.slots.shifts, found.start)
                 self._launches.prefill(self._geometry.refresh_size, None)
@@ -87,22 +87,22 @@ class Refreshes:
             return False
         for slot, tokens in self.slots.proposals().items():
             if slot in lengths:
-                if self._sessions[slot].params.max_draft_tokens is not None:
+                if self._requests[slot].params.max_draft_tokens is not None:
                     self._mailbox.set_draft_limit(slot, None)  # its own is of drafts, and not of what is proposed
                 self._mailbox.rewind(slot, lengths[slot])
                 self._mailbox.force_drafts(slot, tokens, NEVER)
                 self._verifying.add(slot)
         return True
 
-    def judge(self, session: Session, publication: SlotPublication) -> SlotPublication | None:
-        """A request's publication as its session takes it; None where its tokens are proposals, yet to be verified."""
-        slot = session.slot
-        if not self._is_lossless or not session.has_begun:
+    def judge(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
+        """A publication as its request takes it; None where its tokens are proposals, yet to be verified."""
+        slot = request.slot
+        if not self._is_lossless or not request.has_begun:
             return publication
         if slot in self._verifying:
             self._mailbox.force_drafts(slot, (), NEVER)
-            if session.params.max_draft_tokens is not None:
-                self._mailbox.set_draft_limit(slot, session.params.max_draft_tokens)
+            if request.params.max_draft_tokens is not None:
+                self._mailbox.set_draft_limit(slot, request.params.max_draft_tokens)
             self.slots.verified(slot, publication.accepted)
             return publication._replace(verified_source=FROM_PART)
         ended = publication.finish_reason is not None
@@ -111,12 +111,12 @@ class Refreshes:
             return None
         return publication
 
-    def count_step(self, session: Session) -> None:
+    def count_step(self, request: Request) -> None:
         """Count the step of a publication that is about to be taken; a request's first token is not counted."""
-        if self._is_lossless and session.has_begun and session.slot not in self._verifying:
-            self.slots.count_step(session.slot)
-        elif self._is_on and not self._is_lossless and session.has_begun:
-            session.num_partial_steps += self.slots.count_step(session.slot)
+        if self._is_lossless and request.has_begun and request.slot not in self._verifying:
+            self.slots.count_step(request.slot)
+        elif self._is_on and not self._is_lossless and request.has_begun:
+            request.num_partial_steps += self.slots.count_step(request.slot)
 
     def report(self) -> dict[str, Any]:
         """A block `specpv` of counts, as JSON; empty where it is off."""
@@ -126,5 +126,5 @@ class Refreshes:
         """Tokens of the requests that decode, by slot."""
         if not self._is_on:
             return {}
-        phase, sessions = self._scheduler.phase, self._sessions.items()
-        return {slot: len(each.committed) for slot, each in sessions if phase(each.request_id) is Phase.DECODING}
+        phase, requests = self._scheduler.phase, self._requests.items()
+        return {slot: len(each.committed) for slot, each in requests if phase(each.request_id) is Phase.DECODING}

@@ -9,10 +9,11 @@ drafts the token that stands there.
 
 import torch
 
-from lowlat.graphs import BufferSpec, Paging, Role
+from lowlat.graphs import BufferSpec
 from lowlat.graphs.program import Stage
 from lowlat.models.geometry import DraftConfig
 from lowlat.models.layers import Emitter, Rows
+from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import PrefillScope, Scope, StepScope
 from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
 from lowlat.speculators.tree.dynamic import DynamicTree
@@ -29,7 +30,7 @@ def dflash_kv_specs(draft: DraftConfig, dtype: torch.dtype, num_blocks: int, blo
     """The KV cache of each layer, [P, G, block, D]."""
     shape = (num_blocks, draft.num_kv_heads, block_size, draft.head_dim)
     names = [name for layer in range(draft.num_layers) for name in _caches(layer)]
-    return [BufferSpec(name, shape, dtype, Role.STATE, Paging.POSITIONS) for name in names]
+    return cache_specs(names, shape, dtype)
 
 
 class DflashEmitter:

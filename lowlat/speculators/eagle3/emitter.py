@@ -12,6 +12,7 @@ from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.graphs.program import Stage
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter
+from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import StateSizes
 from lowlat.speculators.eagle3.windows import effective_window
 
@@ -35,7 +36,7 @@ def draft_kv_specs(draft: DraftConfig, sizes: StateSizes) -> list[BufferSpec]:
     shape = (num_blocks, draft.num_kv_heads, sizes.block_size, draft.head_dim)
     names = [name for layer in range(draft.num_layers) for name in _caches(layer)]
     return [
-        *(BufferSpec(name, shape, sizes.kv_dtype, Role.STATE, Paging.POSITIONS) for name in names),
+        *cache_specs(names, shape, sizes.kv_dtype),
         BufferSpec("block_features", (num_blocks, draft.hidden_size), dtype, Role.STATE, Paging.BLOCKS),
         BufferSpec("prefilled_feature", (1, draft.hidden_size), dtype, Role.STATE),
     ]

@@ -15,7 +15,6 @@ from lowlat.graphs.program import RangeNames, Stage
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import (
-    LevelOutput,
     LoadedSpeculator,
     PrefillScope,
     Scope,
@@ -136,19 +135,6 @@ class Eagle3Speculator(Speculator):
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
         """One level of the tree after another."""
         return self.drafter(scope).draft(*extended)
-
-    @property
-    def drafts_by_level(self) -> bool:
-        """Its chains do."""
-        return True
-
-    def emit_levels(self, scope: StepScope, above: tuple[str, ...], levels: range) -> LevelOutput:
-        """Some levels of a chain, one after another."""
-        return self.drafter(scope).levels(above, levels)
-
-    def fed_back(self, level: int) -> str:
-        """The draft model's own state, normed where its norm is fed back."""
-        return f"draft.{level}.{'final' if self.config.norm_output else 'residual.out'}"
 
     def drafter(self, scope: StepScope) -> Drafter:
         """The part that appends the draft model's operations behind a commit."""

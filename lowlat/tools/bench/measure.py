@@ -195,8 +195,7 @@ class CaseRun:
         if widths is None:
             return step_bytes(runtime, bucket, lengths, experts)
         bodies = zip(bucket.bodies, widths, strict=False)
-        steps = [((*bucket.parts_for(body.num_speculative_tokens), body), count) for body, count in bodies if count]
-        total = sum(count * step_bytes(runtime, part, lengths, experts) for parts, count in steps for part in parts)
+        total = sum(count * step_bytes(runtime, body, lengths, experts) for body, count in bodies if count)
         return round(total / sum(widths))
 
     def _params(self, max_tokens: int, number: int) -> SamplingParams:

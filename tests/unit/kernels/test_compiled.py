@@ -40,7 +40,7 @@ WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
 NARROW = re.compile(
     r"accept|argmax|begin_step|finite|publish|assign_drafts|forward_commands|join_columns|"
     r"(mask_row|parent_token|waiting_row)s|(ngram|suffix)_draft|"
-    r"choose_(drafts|nodes|width|depth|blocks)|grow_block_tree|hand_over_tree|(join|learn)_(widths|confidence)|list_lens|"
+    r"choose_(drafts|nodes|width|blocks)|grow_block_tree|hand_over_tree|(join|learn)_widths|list_lens|"
     r"route_top_k|keep_prompt_logprobs|"
     r"\w+_97(_|$)"
 )

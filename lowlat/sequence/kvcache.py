@@ -7,42 +7,14 @@ later.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lowlat.engine.memory.prefix_index import CachedChunk, PrefixIndex
-from lowlat.errors import ConfigError, LowlatError, RequestError
+from lowlat.errors import ConfigError, RequestError
+from lowlat.sequence.book import Allocation, BlockStats, InvariantError, SequenceBook
+from lowlat.sequence.prefix_index import CachedChunk, PrefixIndex
 
-__all__ = ["Allocation", "InvariantError", "KVCache", "KVCacheStats"]
-
-
-class InvariantError(LowlatError):
-    """The books contradict themselves, or their protocol was broken: a defect of lowlat, never a caller's."""
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """One request's blocks, in order of position, and the prompt tokens whose KV they hold already."""
-
-    table: list[int]
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True)
-class KVCacheStats:
-    """Blocks by state (they add up to num_blocks, the null block left out) and what prefix reuse saved.
-
-    queries, query_tokens and hit_tokens count admitted requests, their prompt tokens, and those found cached.
-    """
-
-    num_blocks: int
-    num_free: int
-    num_evictable: int
-    num_to_clear: int
-    num_used: int
-    queries: int
-    query_tokens: int
-    hit_tokens: int
+__all__ = ["KVCache"]
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +31,7 @@ class _Entry:
     tainted: bool = False  # it read KV of a poisoned request: nothing of it is shared any more
 
 
-class KVCache:
+class KVCache(SequenceBook):
     """Which block holds what, for a pool of `num_blocks` blocks of `block_size` positions; block 0 is null.
 
     num_blocks      blocks in the pool, the null block included
@@ -105,23 +77,27 @@ class KVCache:
         """Blocks that can be handed out."""
         return self.num_blocks - 1
 
+    def max_total_tokens(self, num_overprovision: int) -> int:
+        """Tokens of prompt and completion that the pool holds for one request."""
+        return self.capacity * self.block_size - num_overprovision
+
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def num_blocks_for(self, max_total_tokens: int, num_overprovision: int) -> int:
-        """Blocks of a request's worst case."""
-        return -(-(max_total_tokens + num_overprovision) // self.block_size)
-
-    def check_size(self, request_id: str, num_blocks: int) -> None:
+    def check(self, request_id: str, max_total_tokens: int, num_overprovision: int) -> None:
         """Raise RequestError where a worst case is larger than the whole pool: it would wait for ever."""
+        num_blocks = self._num_blocks_for(max_total_tokens, num_overprovision)
         if num_blocks > self.capacity:
             raise RequestError(
                 f"request {request_id} needs {num_blocks} KV blocks of {self.block_size} positions; "
                 f"the pool has {self.capacity} (kv_blocks)"
             )
+
+    def _num_blocks_for(self, max_total_tokens: int, num_overprovision: int) -> int:
+        return -(-(max_total_tokens + num_overprovision) // self.block_size)
 
     def admit(
         self,
@@ -145,8 +121,9 @@ class KVCache:
         Time: one digest a cached chunk, plus the blocks. Raises RequestError for an id in use, an empty
         prompt, a total below the prompt, or a worst case larger than the whole pool.
         """
-        total = self.num_blocks_for(max_total_tokens, num_overprovision)
-        self._check_admission(request_id, prompt_token_ids, max_total_tokens, total)
+        total = self._num_blocks_for(max_total_tokens, num_overprovision)
+        self._check_admission(request_id, prompt_token_ids, max_total_tokens)
+        self.check(request_id, max_total_tokens, num_overprovision)
         root = self._index.root(salt)
         digests, hits = self._lookup(prompt_token_ids, root) if reads else ([], [])
         shared = [block for chunk in hits for block in chunk.blocks]
@@ -164,6 +141,14 @@ class KVCache:
         self._query_tokens += len(prompt_token_ids)
         self._hit_tokens += num_cached
         return Allocation(list(table), num_cached)
+
+    def append(self, request_id: str, start: int, stop: int) -> None:
+        """Nothing: a request has all of its blocks from admission on. Raises RequestError for an unknown id."""
+        self._entry(request_id)
+
+    def tables(self, request_id: str) -> Mapping[str, Sequence[int]]:
+        """The request's blocks by position, of the one pool. Raises RequestError for an unknown id."""
+        return {"": self._entry(request_id).table}
 
     def mark_prefilled(self, request_id: str, num_tokens: int) -> None:
         """Say that prefill wrote (or the stream will have written) the KV of the prompt's first num_tokens.
@@ -228,10 +213,10 @@ class KVCache:
             self.generation += 1
         return blocks
 
-    def stats(self) -> KVCacheStats:
+    def stats(self) -> BlockStats:
         """Counts of blocks and hits."""
         free, evictable, to_clear = len(self._free), self._num_evictable(), len(self._to_clear)
-        return KVCacheStats(
+        return BlockStats(
             num_blocks=self.capacity,
             num_free=free,
             num_evictable=evictable,
@@ -254,14 +239,13 @@ class KVCache:
             raise RequestError(f"request {request_id} holds no KV blocks: it is unknown or has ended")
         return entry
 
-    def _check_admission(self, request_id: str, prompt: Sequence[int], max_total: int, num_needed: int) -> None:
+    def _check_admission(self, request_id: str, prompt: Sequence[int], max_total: int) -> None:
         if request_id in self._entries:
             raise RequestError(f"request {request_id} holds KV blocks already")
         if not prompt:
             raise RequestError(f"request {request_id} has an empty prompt")
         if max_total < len(prompt):
             raise RequestError(f"request {request_id}: max_total_tokens {max_total} is below its {len(prompt)} tokens")
-        self.check_size(request_id, num_needed)
 
     def _num_evictable(self) -> int:
         return self._index.num_unused * (self.prefill_chunk // self.block_size)

@@ -19,12 +19,12 @@ from lowlat.speculators.base import Speculator
 from lowlat.text import AnswerDelta, AnswerStream, TextCodec, tools_of
 from lowlat.text.grammar.state import GrammarState
 
-__all__ = ["FROM_PART", "Session"]
+__all__ = ["FROM_PART", "Request"]
 
 FROM_PART = 4  # besides the sources of drafts that the device knows: steps over a part of the cache
 
 
-class Session:
+class Request:
     """A live request.
 
     `committed` holds prompt and completion, `num_written` bounds the KV certainly written, and `first_entry` is the

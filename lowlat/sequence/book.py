@@ -1,0 +1,131 @@
+"""The host's books of what requests hold: who has which blocks, and what of a prompt is there already.
+
+The scheduler calls them as requests come, grow and end, and knows no kind of state.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lowlat.errors import LowlatError
+
+__all__ = ["Allocation", "BlockStats", "InvariantError", "SequenceBook"]
+
+
+class InvariantError(LowlatError):
+    """The books contradict themselves, or their protocol was broken: a defect of lowlat, never a caller's."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One request's blocks, in order of position, and the prompt tokens whose state they hold already."""
+
+    table: list[int]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class BlockStats:
+    """Blocks by state (they add up to num_blocks, the null block left out) and what prefix reuse saved.
+
+    queries, query_tokens and hit_tokens count admitted requests, their prompt tokens, and those found cached.
+    """
+
+    num_blocks: int
+    num_free: int
+    num_evictable: int
+    num_to_clear: int
+    num_used: int
+    queries: int
+    query_tokens: int
+    hit_tokens: int
+
+
+class SequenceBook(ABC):
+    """The host's book of what requests hold: of one runtime, for all of its states.
+
+    generation     grows whenever an admission that did not fit might fit now
+    prefill_chunk  positions of one prefill chunk: the unit of sharing
+
+    Of a request the scheduler calls `check`, then `admit` until it fits, `append` and `mark_prefilled` for each part of
+    its prompt, and `release`. Decode steps call nothing: admission reserves the worst case, so that no step can run
+    out, and rows that a step rejects are forgotten on the device.
+    """
+
+    generation: int
+    prefill_chunk: int
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Blocks that can be handed out."""
+
+    @abstractmethod
+    def __contains__(self, request_id: object) -> bool: ...
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def check(self, request_id: str, max_total_tokens: int, num_overprovision: int) -> None:
+        """Raise RequestError where a worst case is larger than all that there is: it would wait for ever."""
+
+    @abstractmethod
+    def admit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        max_total_tokens: int,
+        num_overprovision: int,
+        salt: str = "",
+        *,
+        reads: bool = True,
+    ) -> Allocation | None:
+        """Reserve a request's worst case, sharing what is kept of its prompt; None when it does not fit now.
+
+        prompt_token_ids    [n] n >= 1; not copied, and must not change while the request lives
+        max_total_tokens    prompt and completion at most
+        num_overprovision   positions that a step may write past them
+        salt                only what requests of the same salt have left is shared
+        reads               False: all of the prompt will be prefilled; it is shared with others all the same
+        num_cached_tokens of the result is a multiple of prefill_chunk, at most n - 1.
+        """
+
+    @abstractmethod
+    def append(self, request_id: str, start: int, stop: int) -> None:
+        """Say that the prompt's positions [start, stop) are prefilled next; `tables` then has their places."""
+
+    @abstractmethod
+    def tables(self, request_id: str) -> Mapping[str, Sequence[int]]:
+        """A request's blocks by position, as its next part of prefill, or its steps, find them; by pool."""
+
+    @abstractmethod
+    def mark_prefilled(self, request_id: str, num_tokens: int) -> None:
+        """Say that prefill wrote, or the stream will have written, the state of the prompt's first num_tokens."""
+
+    @abstractmethod
+    def release(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | None = None,
+        *,
+        num_written: int | None = None,
+        poisoned: bool = False,
+    ) -> None:
+        """Take back what a request holds; what may be shared stays for others. The device must write to it no more."""
+
+    @abstractmethod
+    def take_blocks_to_clear(self) -> list[int]:
+        """Blocks of failed requests: they are free, and the caller zeroes them before anything else is launched."""
+
+    @abstractmethod
+    def max_total_tokens(self, num_overprovision: int) -> int:
+        """Tokens of prompt and completion that one request may have, with nobody beside it."""
+
+    @abstractmethod
+    def stats(self) -> BlockStats:
+        """Counts of blocks and hits."""
+
+    @abstractmethod
+    def invariants(self) -> None:
+        """Check that everything balances. Raises InvariantError naming what does not."""

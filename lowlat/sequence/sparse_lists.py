@@ -1,0 +1,46 @@
+"""What SpecPV keeps beside paged KV: summaries of keys, and the blocks that each slot's layers attend to."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowlat.graphs import BufferSpec, Paging, Role
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.partial_kv import PartialKV
+from lowlat.sequence.state import SequenceState
+
+__all__ = ["SparseLists"]
+
+
+@dataclass(frozen=True)
+class SparseLists(SequenceState):
+    """SpecPV's state for slots of `table_width` blocks: of each layer without a window
+
+    key_summary.LAYER  [P, G, parts of a block, 2, D]  compute  largest and smallest key of a part
+    block_lists.LAYER  [max_B, G, parts of a slot]     int32    see `lowlat.kernels.reference.attention.partial`
+
+    partial_shifts     [max_B]                         int32    positions that a slot's lists leave out, of all layers
+    and the host's orders for a refresh. When lists are chosen again `lowlat.sequence.partial` says.
+    """
+
+    config: ModelConfig
+    partial: PartialKV
+    num_blocks: int
+    block_size: int
+    max_batch: int
+    table_width: int
+
+    def specs(self) -> list[BufferSpec]:
+        """State of all layers, then what the host writes."""
+        config, batch, ints = self.config, self.max_batch, torch.int32
+        kv_heads, parts = config.num_kv_heads, self.block_size // self.partial.block
+        summary = (self.num_blocks, kv_heads, parts, 2, config.head_dim)
+        lists, dtype = (batch, kv_heads, self.table_width * parts), TORCH_DTYPES[config.dtype]
+        specs = [BufferSpec("partial_shifts", (batch,), ints, Role.STATE)]
+        for layer, window in enumerate(config.windows):
+            if window is None:
+                specs.append(BufferSpec(f"key_summary.{layer}", summary, dtype, Role.STATE, Paging.BLOCKS))
+                specs.append(BufferSpec(f"block_lists.{layer}", lists, ints, Role.STATE))
+        written = {"prefill_span": 2, "prefill_shifts": batch, "prefill_start": 1}
+        return [*specs, *(BufferSpec(name, (count,), ints, Role.COMMAND) for name, count in written.items())]

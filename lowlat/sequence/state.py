@@ -1,0 +1,31 @@
+"""The interface of what a slot keeps between steps, as buffers: programs, memory plans and sessions read it.
+
+Which request holds which part of them is the host's to know: `lowlat.sequence.book`.
+"""
+
+from abc import ABC, abstractmethod
+
+from lowlat.graphs import BufferSpec, Role
+
+__all__ = ["SequenceState"]
+
+
+class SequenceState(ABC):
+    """What some of a model's layers keep for a slot from one step to the next.
+
+    Rows are appended and rejected on the device, by operations that read and write these buffers. The host's part is
+    the book's.
+    """
+
+    @abstractmethod
+    def specs(self) -> list[BufferSpec]:
+        """The buffers that hold it: by position or by block of a pool, by slot, or the host's orders about them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its share of the memory plan."""
+        return sum(spec.num_bytes for spec in self.specs())
+
+    def saved(self) -> tuple[str, ...]:
+        """The buffers whose content makes up a request's state: of paged ones its blocks, of others its slot's row."""
+        return tuple(spec.name for spec in self.specs() if spec.role is Role.STATE)
