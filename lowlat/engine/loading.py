@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import NoneType
+from typing import Any
 
 import torch
 
@@ -96,6 +97,14 @@ class Loaded:
         if own is None or own in ends or own >= self.target.config.vocab_size:
             return ends
         return (*ends, own)
+
+    def speculation_limits(self, used: SpeculativeConfig | None) -> dict[str, Any]:
+        """The sizes of speculation, by option; empty where there is none."""
+        if used is None:
+            return {}
+        draft = None if self.geometry.speculator is None else self.geometry.speculator.draft_config
+        boundaries = None if draft is None else draft.capture_boundaries
+        return {"method": used.method, **self.topologies[max(self.topologies)].limits, "capture_layers": boundaries}
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""

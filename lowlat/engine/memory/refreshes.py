@@ -65,7 +65,9 @@ class Refreshes:
             return None
         if self._verifying:
             return 0
-        return self.slots.num_certain(self._lengths(), self._most(depth), num_unread + self._launches.num_under_way)
+        return self.slots.num_certain(
+            self._lengths(), self._most(depth), num_unread + self._launches.in_flight.num_steps
+        )
 
     def next_step(self, depth: int) -> tuple[Bucket, int | None]:
         """The bucket of the next step, and how many like it are certain; nothing may be under way. Raises DeviceError.
