@@ -24,6 +24,7 @@ from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.lowering.binding import Call, LibraryCall
 from lowlat.lowering.lower import LoweredGroup
 from lowlat.lowering.operations import RING_COUNT
+from lowlat.step.variants import bodies_of, is_choice, may_repeat
 
 __all__ = ["CaptureProgress", "GraphExecutor"]
 
@@ -68,9 +69,9 @@ class GraphExecutor(KernelExecutor):
             self._loop_budget = torch.zeros(1, dtype=torch.int64, device=device)
             shared = None if place is None else place.peers.stop_flag
             self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True) if shared is None else shared
-            chosen = {body for bucket in programs for body in bucket.bodies}  # captured with it
+            chosen = {body for bucket in programs for body in bodies_of(bucket)}  # captured with it
             captured = [bucket for bucket in programs if bucket not in chosen]
-            repeated = [bucket for bucket in programs if looping and not bucket.prefilled and not bucket.verifies]
+            repeated = [bucket for bucket in programs if looping and may_repeat(bucket)]
             bodies = {bucket: self._lower(bucket, self._control()) for bucket in repeated}
             self.launcher.compile_ahead(call for groups in bodies.values() for call in _calls(groups))
             self._check_addresses([*self._groups.values(), *bodies.values()])
@@ -100,7 +101,7 @@ class GraphExecutor(KernelExecutor):
                         launch.issue(self._core_stream)
 
     def _capture(self, size: Size) -> CapturedGraph:
-        if isinstance(size, Bucket) and size.chooses:
+        if isinstance(size, Bucket) and is_choice(size):
             return capture_choice(self._core_stream, self._choice(size, self._groups))
         launches = [launch for _, launches in self.prepare(size) for launch in launches]
         with torch.cuda.use_mem_pool(self._pool):
@@ -108,10 +109,10 @@ class GraphExecutor(KernelExecutor):
 
     def _choice(self, bucket: Bucket, groups: Mapping[Any, Sequence[LoweredGroup]]) -> Choice:
         """The opening of a bucket, and its bodies."""
-        return Choice(self._part(groups[bucket]), [self._part(groups[each]) for each in bucket.bodies])
+        return Choice(self._part(groups[bucket]), [self._part(groups[each]) for each in bodies_of(bucket)])
 
     def _capture_loop(self, bucket: Bucket, bodies: Mapping[Bucket, Sequence[LoweredGroup]]) -> CapturedGraph:
-        if bucket.chooses:
+        if is_choice(bucket):
             return capture_loop(self._core_stream, self._choice(bucket, bodies))
         return capture_loop(self._core_stream, self._part(bodies[bucket]))
 

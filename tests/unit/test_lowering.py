@@ -29,6 +29,7 @@ from lowlat.lowering.lower import FUSIONS, lower
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
+from lowlat.step.variants import WIDE
 
 BATCHES = (1, 2, 4, 8)
 SPECPV: dict[str, Any] = {"enable_specpv": True, "specpv_n_retrieval_blocks": 4, "specpv_partial_threshold": 0}
@@ -375,7 +376,7 @@ def test_what_prefill_does_for_specpv_is_lowered(lowered: LoweredPairs) -> None:
         assert [names.count(name) for name in ("summarise_blocks", "block_scores", "choose_blocks")] == [2, 2, 2]
     lossless = lowered.pair("llama", **SPECPV, specpv_lossless=True, specpv_n_spec_tokens_buf=31)
     geometry = lossless.geometry
-    verifier = build_step(geometry, Bucket(8, geometry.max_rows, 7, verifies=True), TreeTopology.chain(7))
+    verifier = build_step(geometry, Bucket(8, geometry.max_rows, 7, WIDE), TreeTopology.chain(7))
     for program in (verifier, build_prefill(geometry, geometry.refresh_size)):
         test_every_operation_is_covered_once_and_in_order(lossless.lower_program(program))
     assert geometry.max_rows == 32 and not any(op.kind == "partial_attention" for op in verifier.ops)

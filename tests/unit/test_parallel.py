@@ -35,12 +35,13 @@ from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
+from lowlat.step.variants import first_token_bucket
 from lowlat.tools.bench.geometry import random_target, read_geometries
 from lowlat.tools.gpus import describe_gpu
 from lowlat.tools.precompile import kernels_of
 
 BUCKET = Bucket(1, 1, 0)
-BUCKETS = {Bucket(2, 1, 0): 0, Bucket(1, 4, 3): 3, Bucket.first_token(0): 0}
+BUCKETS = {Bucket(2, 1, 0): 0, Bucket(1, 4, 3): 3, first_token_bucket(0): 0}
 
 
 @pytest.fixture
