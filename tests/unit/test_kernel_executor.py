@@ -22,8 +22,10 @@ from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.distributed import watchdog
 from lowlat.executors.distributed.watchdog import COLD_FACTOR, MIN_SAMPLES, Watchdog
 from lowlat.executors.eager import EagerExecutor
-from lowlat.executors.graph import GraphExecutor, _Addresses
+from lowlat.executors.graph import GraphExecutor, check_call
 from lowlat.graphs import Bucket
+from lowlat.graphs.audit import OwnedMemory
+from lowlat.graphs.loop import LoopMemory
 from lowlat.graphs.program import PASS
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import H200, Card
@@ -58,14 +60,14 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
     executor: Any = EagerExecutor(programs, build_prefills(pair.geometry), pair.source, CPU)
     sizes = (64, 128, 256)
     assert set(executor._groups) == {*programs, *sizes, PASS}
-    owned = _Addresses(executor.owned())
+    owned = OwnedMemory(executor.owned())
     for call in (call for bucket in programs for group in executor.groups(bucket) for call in group.calls):
-        owned.check(call)
+        check_call(owned, call)
     programs.clear()
     for size in sizes:
         calls = [call for group in executor.groups(size) for call in group.calls]
         for call in calls:
-            owned.check(call)
+            check_call(owned, call)
         names = [call.name if isinstance(call, LibraryCall) else call.kernel.name for call in calls]
         assert any(name.startswith("prefill_gemm") for name in names) == (card is H200)
         assert ("linear" in names) == (card is not H200)
@@ -224,11 +226,11 @@ def test_a_first_token_is_waited_for_in_the_ring(card: Card, tmp_path: Path, mon
 
 def test_a_loop_that_hangs_is_an_error_and_one_that_ends_is_none(card: Card, tmp_path: Path) -> None:
     executor = make_executor("llama", card, tmp_path, watchdog=(2.0, 0.1))
-    executor._stop = torch.zeros(1, dtype=torch.int64).numpy()
+    executor._loop_memory = LoopMemory(CPU, torch.zeros(1, dtype=torch.int64))
     assert GraphExecutor.wait_loop(executor, 5) is False  # idle: it has ended before
     executor.stream = Stuck()
     for stopping in (0, 1):
-        executor._stop[0] = stopping
+        executor._loop_memory.stopping[0] = stopping
         with pytest.raises(DeviceError, match="hangs: step 17"):
             GraphExecutor.wait_loop(executor, MIN_SAMPLES + 1)
     executor.close()
