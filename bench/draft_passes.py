@@ -7,7 +7,7 @@
 On a card each depth of a method has three graphs, timed in turns by events on the card: the whole step, the same
 launches without the draft pass's, and the draft pass's alone. A pass's own time is the difference of the first two, so
 that what overlaps with its neighbours counts for neither. Beside it stands the pass's time in steps that a profiler
-recorded. The pass is every launch of the stages EAGLE_DRAFT_*: features, keys and values of what was accepted, layers,
+recorded. The pass is every launch of the stages DRAFT_*: features, keys and values of what was accepted, layers,
 LM head, choice; the rows' layout is a part of the launch that accepts. On a CPU the reference is timed by operation,
 which tells nothing of a card.
 

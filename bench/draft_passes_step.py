@@ -20,8 +20,9 @@ from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.make import make_executor
 from lowlat.graphs import Bucket
-from lowlat.graphs.capture import CapturedGraph, capture
+from lowlat.graphs.capture import capture
 from lowlat.graphs.program import Op, Program, Stage
+from lowlat.graphs.replay import CapturedGraph
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
