@@ -4,7 +4,7 @@ before them, for several draft models of one target.
     python -m bench.long_contexts --target DIR --draft-model bundled=lowlat/demo/head yarn=DIR \\
         bundled@512=lowlat/demo/head@512 --texts held_out.json.xz --contexts 2048 8192 32768 131072 --out FILE
 
-NAME=DIR@WINDOW drafts with `draft_window`. Texts are those that `lowlat.tools.train.long.texts` holds out, as are their
+NAME=DIR@WINDOW drafts with `draft_window`. Texts are those that `bench.training.long_texts` holds out, as are their
 groups. A context of C tokens ends at the text's token `--place` (the largest context by default), less room for what
 follows, whatever C is: so rows of one draft model differ by the context's length alone. Every prompt is decoded at S
 and at S = 0 in one runtime, greedy and sampled; nothing is imposed, and tokens are compared. Rows are a draft model, a
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.acceptance import Baselines, Sum, conditions_of, runs_on, text_loops, write_result
+from bench.training.long_texts import is_unseen, named, read_texts, spread
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.tools.train.long.texts import is_unseen, named, read_texts, spread
 
 __all__ = ["DraftSubject", "main"]
 

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables of a result file, and of the training where it is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path, help="what bench.long_contexts wrote")
-    parser.add_argument("--training", type=Path, help="JSON whose `position_loss` has the rows of long.losses")
+    parser.add_argument("--training", type=Path, help="JSON whose `position_loss` has rows of loss by position")
     options = parser.parse_args(arguments)
     print("\n".join(acceptance_tables(json.loads(options.result.read_text(encoding="utf-8"))["rows"])))
     if options.training is not None:
