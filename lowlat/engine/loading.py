@@ -21,7 +21,6 @@ from lowlat.engine.memory.held import HeldMemory, held_memory
 from lowlat.engine.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
 from lowlat.engine.perf import check_device, check_launches
 from lowlat.engine.scheduler import Scheduler
-from lowlat.engine.tile_counter import check_countable
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
@@ -169,6 +168,8 @@ def load(
     if choice.has_kernels:
         check_positions(geometry, invariant=options.tp_invariant)
     if options.count_tiles:
+        from lowlat.engine.tile_counter import check_countable  # which loads the kernels
+
         check_countable(geometry, topologies)
     ladder = make_ladder(geometry, topologies, speculative)
     geometries = rank_geometries(geometry, options, speculative)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowlat.engine.failed_checks import FailedCheck, FailedChecks
 from lowlat.engine.grammar_masks import GrammarMasks
@@ -24,11 +24,13 @@ from lowlat.engine.request_checks import Unbroken
 from lowlat.engine.requests import Requests
 from lowlat.engine.run_ahead import Launches, loop_of
 from lowlat.engine.scheduler import Phase, PrefillChunk, Scheduler
-from lowlat.engine.tile_counter import TileCounter, VerifiedRows
 from lowlat.engine.trace import Tracer
 from lowlat.graphs import Bucket
 from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import ErrorCode, FinishReason, StepOutput
+
+if TYPE_CHECKING:
+    from lowlat.engine.tile_counter import TileCounter
 
 __all__ = ["Steps"]
 
@@ -68,9 +70,7 @@ class Steps:
         checks = StepChecks(geometry.max_rows - 1, vocab_size, must_draft=must_draft)
         self.published = PublishedSteps(checks if config.is_strict else None, adaptive=adaptive, speculating=speculates)
         self._failed_checks = FailedChecks(config.checked_kinds)
-        self._tiles = None
-        if config.count_tiles:
-            self._tiles = TileCounter(geometry, loaded.topologies, loaded.ladder, loaded.card)
+        self._tiles = _tile_counter(loaded) if config.count_tiles else None
         self._tracer = Tracer.from_config(config.traces)
         self._owes_step = False  # a first token was returned, and no step followed it yet
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
@@ -236,7 +236,7 @@ class Steps:
             if self._tracer is not None and bucket is not None:
                 self._tracer.step(bucket, publications, self._executor, self._kvcache)
             if self._tiles is not None:
-                self._count_tiles(self._tiles, depth, publications)
+                self._tiles.see(depth, [(requests.slots[each.slot], each) for each in publications])
             requests.outputs.extend(filter(None, map(self._apply, publications)))
             for failure in entry.failed:
                 if failure.slot < 0:
@@ -245,11 +245,6 @@ class Steps:
             self._fill_masks(in_flight.bucket)
         self.launches.clear_blocks(self._kvcache.take_blocks_to_clear())
         self.stop_outdated()
-
-    def _count_tiles(self, tiles: TileCounter, depth: int, publications: Sequence[SlotPublication]) -> None:
-        """Count what a step's attention walked; first tokens come of no such step, and dropped slots tell nothing."""
-        slots = ((self._requests.slots[each.slot], each) for each in publications if each.failed is None)
-        tiles.count(depth, [VerifiedRows.of(request, each) for request, each in slots if request.has_begun])
 
     def _launch_ahead(self, entries: Sequence[Entry], depth: int) -> None:
         """Launch the next step if its plan is known before the entries' outputs are made.
@@ -303,3 +298,10 @@ class Steps:
         if not (self.masks and self._in_flight.under_way):  # else `_take` does, when what is under way has its masks
             self.launches.clear_blocks(self._kvcache.take_blocks_to_clear())
         return phase
+
+
+def _tile_counter(loaded: Loaded) -> "TileCounter":
+    """What counts attention's tiles: it loads the kernels, which others may do without."""
+    from lowlat.engine.tile_counter import TileCounter
+
+    return TileCounter(loaded.geometry, loaded.topologies, loaded.ladder, loaded.card)

@@ -72,8 +72,13 @@ class TileCounter:
         self._steps = 0
         self._counts: dict[int | None, Counter[str]] = {window: Counter() for window in self._layers}
 
-    def count(self, depth: int, slots: Sequence[VerifiedRows]) -> None:
-        """Count a decode step at a depth, of slots that took part."""
+    def see(self, depth: int, published: Sequence[tuple[Request, SlotPublication]]) -> None:
+        """Count a decode step at a depth, before its requests take what was published of it.
+
+        First tokens come of no such step, and slots that were dropped tell nothing.
+        """
+        taken = [(request, each) for request, each in published if request.has_begun and each.failed is None]
+        slots = [VerifiedRows.of(request, each) for request, each in taken]
         if not slots:
             return
         bucket = self._ladder.choose(len(slots), depth)
