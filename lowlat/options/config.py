@@ -398,6 +398,11 @@ class RuntimeConfig:
         "Where a check fails the step's tokens of that request are dropped, and it ends with an error; single: it goes "
         "on without drafts, and ends when another check fails.",
     )
+    count_tiles: bool = declare(
+        False,
+        "Count the tiles of 64 positions that attention walks in decode steps, by kind of layer; on the host, which "
+        "takes its time.",
+    )
     fuse: bool = declare(True, "Cover runs of operations by one launch; without it each has its own: for debugging.")
     watchdog_factor: float = declare(
         10.0,
@@ -435,8 +440,9 @@ class RuntimeConfig:
         size, named = self.tensor_parallel_size, self.devices
         if size & (size - 1):
             raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
-        if size > 1 and self.checked_kinds:
-            raise ConfigError(f"check is not implemented for tensor_parallel_size {size}; leave one of them out")
+        for name, is_on in (("check", bool(self.checked_kinds)), ("count_tiles", self.count_tiles)):
+            if size > 1 and is_on:
+                raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
         if not isinstance(named, tuple) or any(type(number) is not int or number < 0 for number in named):
             raise ConfigError(f"devices must be a tuple of numbers of cards, such as (0, 1), got {named!r:.80}")
         if named and self.device not in ("auto", "cuda"):
