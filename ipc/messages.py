@@ -61,6 +61,7 @@ Code = Literal[
     "forbidden",  # this peer may not ask for that
     "not_finite",  # the model's logits had NaN or infinity for this request
     "grammar",  # the request's grammar came to a limit, or to a place where nothing may follow
+    "check",  # a check of a step, made on the device, failed for this request
     "text",  # the model's tokenizer failed to decode the answer
     "deadline",  # deadline_ms passed
     "slow_consumer",  # no credit for too long

@@ -43,7 +43,7 @@ class FakeOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[FakeLogprobs, ...] | None = None
     error: str | None = None
-    error_code: Literal["not_finite", "grammar", "text"] | None = None
+    error_code: Literal["not_finite", "grammar", "text", "check"] | None = None
     simulated: bool = False
     num_accepted: int = 0
     reasoning: str = ""
