@@ -120,7 +120,7 @@ class Steps:
             self.launches.stop()
 
     def report(self, speculation: SpeculativeDecodingStats | None) -> dict[str, Any]:
-        """Figures of steps since the load, as JSON: blocks such as `specpv` only of what has run.
+        """Figures of steps since the load, as JSON: blocks of a source of proposals only where it has run.
 
         speculation  figures of all requests' drafts
         """
