@@ -112,6 +112,8 @@ def check_state(state: Mapping[str, torch.Tensor], sound: torch.Tensor, case: Ca
         problems.append(f"logits are not finite after {steps} steps")
     if "ring_checks" in state:  # which holds as many steps as lie between looks
         failed = state["ring_checks"][..., : ENDS + 1].flatten(0, -2).tolist()
-        told = {FailedCheck(-1, *row[:ENDS], ends=bool(row[ENDS])).describe() for row in failed if row[CODE]}
+        told = {
+            FailedCheck(-1, row[0], row[1], row[2], row[3], bool(row[ENDS])).describe() for row in failed if row[CODE]
+        }
         problems += [f"a check failed within {steps} steps: {text}" for text in sorted(told)]
     return problems

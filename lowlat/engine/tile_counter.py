@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from lowlat.engine.mailbox import SlotPublication
 from lowlat.engine.request import Request
 from lowlat.errors import ConfigError
-from lowlat.graphs import BucketLadder
 from lowlat.kernels.attention.attention import choose_split
 from lowlat.kernels.attention.launch_plan import TILE_BYTES, AttentionWork, choose_attention_plan
 from lowlat.kernels.attention.tile_counts import count_tiles
@@ -19,7 +18,9 @@ from lowlat.kernels.reference.step.slots import FORCED_DRAFTS
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.ladder import StepLadder
 from lowlat.step.state import StepGeometry
+from lowlat.step.variants import is_choice
 
 __all__ = ["TileCounter", "VerifiedRows", "check_countable"]
 
@@ -52,9 +53,9 @@ def check_countable(geometry: StepGeometry, topologies: Mapping[int, Topology]) 
         problem = "counts chains and static trees, and dynamic_tree_max_topk makes a dynamic one"
     elif geometry.partial is not None:
         problem = "counts attention to all of the KV cache, and enable_specpv attends to a part of it"
-    elif geometry.config.head_dim not in TILE_BYTES:
+    elif uncounted := {spec.head_dim for spec in geometry.config.attentions.values()} - set(TILE_BYTES):
         sizes = " and ".join(map(str, TILE_BYTES))
-        problem = f"counts the tiles of heads of {sizes}, and the target's have {geometry.config.head_dim}"
+        problem = f"counts the tiles of heads of {sizes}, and the target has some of {min(uncounted)}"
     if problem is not None:
         raise ConfigError(f"count_tiles {problem}; leave it out")
 
@@ -63,7 +64,7 @@ class TileCounter:
     """Adds up the tiles of decode steps, by kind of attention layer: `full`, or `window_W`."""
 
     def __init__(
-        self, geometry: StepGeometry, topologies: Mapping[int, Topology], ladder: BucketLadder, card: Card
+        self, geometry: StepGeometry, topologies: Mapping[int, Topology], ladder: StepLadder, card: Card
     ) -> None:
         self._geometry, self._ladder, self._card = geometry, ladder, card
         trees = {depth: each for depth, each in topologies.items() if isinstance(each, TreeTopology)}
@@ -82,7 +83,7 @@ class TileCounter:
         if not slots:
             return
         bucket = self._ladder.choose(len(slots), depth)
-        rows = 1 + max(slot.drafts for slot in slots) if bucket.chooses else bucket.rows
+        rows = 1 + max(slot.drafts for slot in slots) if is_choice(bucket) else bucket.rows
         masks = [self._masks_of(depth, slot, rows) for slot in slots]
         self._steps += 1
         for window, found in self._counts.items():
@@ -132,8 +133,9 @@ class TileCounter:
 
 
 def _work_of(geometry: StepGeometry, window: int | None, batch: int, rows: int) -> AttentionWork:
+    """The work of a layer with this window."""
     config = geometry.config
-    split = choose_split(geometry.max_batch, geometry.max_context, config.num_kv_heads)
-    group = config.num_heads // config.num_kv_heads
-    coded = config.coded_kv is not None
-    return AttentionWork(batch, rows, group, config.num_kv_heads, config.head_dim, window, 0, split, coded)
+    spec = next(each for each in config.attentions.values() if each.window == window)
+    split = choose_split(geometry.max_batch, geometry.max_context, spec.num_kv_heads)
+    group, coded = spec.num_heads // spec.num_kv_heads, config.coded_kv is not None
+    return AttentionWork(batch, rows, group, spec.num_kv_heads, spec.head_dim, window, 0, split, coded)
