@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tiny_models import PairPaths, make_pair
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 
 agreement = bench("specpv_agreement")
-SPECPV = {
+SPECPV: dict[str, Any] = {
     "enable_specpv": True,
     "specpv_block_size": 2,
     "specpv_n_sink_blocks": 1,
@@ -32,9 +33,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
 
 def load(pair: PairPaths, blocks: int | None = None) -> Runtime:
     """A runtime of full attention, or one with so many blocks that each head chooses."""
-    own = {} if blocks is None else {**SPECPV, "specpv_n_retrieval_blocks": blocks}
+    own: dict[str, Any] = {} if blocks is None else {**SPECPV, "specpv_n_retrieval_blocks": blocks}
     config = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, strict=True, **own)
-    options = {"max_batch": 1, "max_context": 96, "block_size": 4, "prefill_chunk": 8, "dtype": "float32"}
+    options: dict[str, Any] = {
+        "max_batch": 1,
+        "max_context": 96,
+        "block_size": 4,
+        "prefill_chunk": 8,
+        "dtype": "float32",
+    }
     return Runtime.load(pair.target, config, device="cpu", executor="reference", **options)
 
 
