@@ -114,7 +114,16 @@ def fill_state(state: BufferSet, shapes: StepGeometry, case: Case, seed: int = 0
     state["slot_floats"][:, REPETITION] = 1.0
     state["stop_ids"].fill_(-1)
     state["bias_ids"].fill_(-1)
-    state["lengths"].fill_(case.context)
+    if shapes.checks is not None:
+        state["staged_table"].copy_(state["block_table"])
+    start_slots(state, case)
+
+
+def start_slots(state: Mapping[str, torch.Tensor], case: Case) -> None:
+    """Put every slot's length to the case's context, and let it decode; drafts stay as they are."""
+    for name in ("lengths", "checked_lengths"):
+        if name in state:
+            state[name].fill_(case.context)
     state["active"].fill_(1)
 
 
@@ -186,10 +195,8 @@ class ExecutorStep:
         self.executor.graph(self.bucket).launch(stream)
 
     def reset(self) -> None:
-        """Put every slot's length back to the case's context; drafts stay as they are."""
-        state = self.executor.state
-        state["lengths"].fill_(self.case.context)
-        state["active"].fill_(1)
+        """See `bench.soak.Soaked`."""
+        start_slots(self.executor.state, self.case)
 
     def looks(self) -> list[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
         """See `bench.soak.Soaked`."""

@@ -151,7 +151,8 @@ class SpeculativeConfig:
     strict: bool = declare(False, "A draft model that does not fit is an error.")
     enable_specpv: bool = declare(
         False,
-        "SpecPV, which is lossy: in long contexts the target attends to a part of its KV cache, and tokens may differ.",
+        "SpecPV, which is lossy: from specpv_partial_threshold tokens on the target attends to a part of its KV cache, "
+        "and tokens may differ.",
     )
     specpv_block_size: int = declare(16, "SpecPV: positions of a block that is chosen whole.", 1, 1024)
     specpv_n_sink_blocks: int = declare(2, "SpecPV: blocks at the text's start that are always attended to.", 1, 4096)
@@ -162,8 +163,12 @@ class SpeculativeConfig:
     specpv_n_spec_tokens_buf: int = declare(
         128, "SpecPV: positions that partial steps may write before a refresh recomputes them.", 2, 1 << 14
     )
-    specpv_partial_threshold: int = declare(
-        4096, "SpecPV: a shorter context is attended to whole, with the bits of a runtime without SpecPV.", 0, 1 << 20
+    specpv_partial_threshold: int | None = declare(
+        None,
+        "SpecPV: a context of fewer tokens is attended to whole, with the bits of a runtime without SpecPV.",
+        0,
+        1 << 20,
+        otherwise="32768; lossless, where it pays by bytes",
     )
     specpv_full_refresh_steps: int = declare(
         32, "SpecPV: partial steps between two refreshes, at most; lossless, a verification comes first.", 1, 1 << 16
@@ -393,6 +398,11 @@ class RuntimeConfig:
         "Where a check fails the step's tokens of that request are dropped, and it ends with an error; single: it goes "
         "on without drafts, and ends when another check fails.",
     )
+    count_tiles: bool = declare(
+        False,
+        "Count the tiles of 64 positions that attention walks in decode steps, by kind of layer; on the host, which "
+        "takes its time.",
+    )
     fuse: bool = declare(True, "Cover runs of operations by one launch; without it each has its own: for debugging.")
     watchdog_factor: float = declare(
         10.0,
@@ -430,8 +440,9 @@ class RuntimeConfig:
         size, named = self.tensor_parallel_size, self.devices
         if size & (size - 1):
             raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
-        if size > 1 and self.checked_kinds:
-            raise ConfigError(f"check is not implemented for tensor_parallel_size {size}; leave one of them out")
+        for name, is_on in (("check", bool(self.checked_kinds)), ("count_tiles", self.count_tiles)):
+            if size > 1 and is_on:
+                raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
         if not isinstance(named, tuple) or any(type(number) is not int or number < 0 for number in named):
             raise ConfigError(f"devices must be a tuple of numbers of cards, such as (0, 1), got {named!r:.80}")
         if named and self.device not in ("auto", "cuda"):
