@@ -12,7 +12,7 @@ each place both have then read the same prefix, and `same_choice` is the share o
 comes out of prefill and is in `equal_share` alone. The budget is `listed_positions`, which a partial step attends to at
 least. Trained weights, nothing is simulated.
 
-Texts are JSON of name -> text, such as `lowlat.tools.train.long.texts` holds out; without `--texts` the bundled prompts
+Texts are JSON of name -> text, such as `bench.training.long_texts` holds out; without `--texts` the bundled prompts
 stand one after the other. Contexts end at the same place of a text, less room for what follows, whatever their length;
 with `--chat` an excerpt and a question stand in the model's chat template. Steps run in the reference executor on a
 CPU, in the eager one on a GPU: every executor gives the same tokens. Times are of no interest here.
@@ -31,11 +31,12 @@ from typing import Any
 import torch
 
 from bench.acceptance import conditions_of, given_prompt, runs_on, text_loops, write_result
+from bench.specpv_report import agreement_table
+from bench.training.long_texts import read_texts, spread
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.graphs.program import Op
 from lowlat.text import TextCodec
 from lowlat.tools.quality import Sums
-from lowlat.tools.train.long.texts import read_texts, spread
 
 __all__ = ["DEMO", "Budget", "Drawn", "agreement", "bundled_text", "draw", "main"]
 
@@ -200,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(json.dumps(row), flush=True)
             left_out = [each for each in options.context if each > context]
             write_result(options.out, {"conditions": conditions, "rows": rows, "left_out": left_out})
-    print("\n".join(table(rows)))
+    print("\n".join(agreement_table(rows)))
     return 0
 
 
@@ -313,13 +314,3 @@ def _prompt(runtime: Runtime, text: Sequence[int], length: int, *, chat: bool) -
             return prompt
         taken -= len(prompt) - length
     raise SystemExit(f"a prompt of {length} tokens has no room for a text beside the question")
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a table in Markdown."""
-    where = ("pair", "context", "listed_positions")
-    names = (*where, "equal_share", "first_difference_median", "same_choice", "mean_kl", "p99_kl")
-    yield f"| {' | '.join(names)} |"
-    yield "|---" * len(names) + "|"
-    for row in rows:
-        yield f"| {' | '.join(str(row[name]) for name in names)} |"

@@ -115,8 +115,10 @@ class Welcome(Struct):
     """The server's answer to HELLO.
 
     tokenizer is the SHA-256 of tokenizer.json, hexadecimal, or "" for a model that has none: then only token ids are
-    taken and no text is given. sampling_defaults has the fields of a request's sampling that hold where it leaves them
-    out, as the model's authors advise; it is absent where lowlat's own defaults hold.
+    taken and no text is given. numerics is a digest of all that decides results' bits: servers of one model and equal
+    digests give equal tokens for equal seeds; it is absent where the engine tells none. sampling_defaults has the
+    fields of a request's sampling that hold where it leaves them out, as the model's authors advise; it is absent where
+    lowlat's own defaults hold.
     """
 
     version: int
@@ -128,6 +130,7 @@ class Welcome(Struct):
     has_chat_template: bool
     num_speculative_tokens: int
     limits: ServerLimits
+    numerics: str | UnsetType = UNSET
     sampling_defaults: dict[str, int | float] | UnsetType = UNSET
 
     @property

@@ -16,9 +16,9 @@ from lowlat.engine.grammar_masks import GrammarMasks
 from lowlat.engine.in_flight import Action, may_go_on
 from lowlat.engine.loading import Loaded
 from lowlat.engine.mailbox import Entry, Mailbox, SlotPublication
-from lowlat.engine.memory.refreshes import Refreshes
 from lowlat.engine.metrics import SpeculativeDecodingStats
 from lowlat.engine.perf import PublishedSteps, StepChecks, steps_by_width
+from lowlat.engine.proposer import StepParts
 from lowlat.engine.request import Request
 from lowlat.engine.request_checks import Unbroken
 from lowlat.engine.requests import Requests
@@ -28,6 +28,7 @@ from lowlat.engine.trace import Tracer
 from lowlat.graphs import Bucket
 from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import ErrorCode, FinishReason, StepOutput
+from lowlat.step.variants import may_repeat
 
 if TYPE_CHECKING:
     from lowlat.engine.tile_counter import TileCounter
@@ -43,6 +44,7 @@ class Steps:
     mailbox    commands to the device, and what it publishes
     masks      the grammars of requests that decode
     launches   what is under way
+    proposer   chooses the bucket of the next step, and what of a publication is final
     published  counts and checks publications
     """
 
@@ -64,7 +66,8 @@ class Steps:
         loop = loop_of(loaded.executor, wanted=config.device_loop)
         self.launches = Launches(loaded.executor, self.mailbox, loop, whole=whole)
         self._in_flight = self.launches.in_flight
-        self.refreshes = Refreshes(geometry, scheduler, self.mailbox, self.launches, requests.slots)
+        parts = StepParts(geometry, scheduler, self.mailbox, self.launches, requests.slots)
+        self.proposer = loaded.make_proposer(parts)
         speculator, adaptive, speculates = geometry.speculator, loaded.ladder.adaptive, num_speculative_tokens > 0
         must_draft = speculates and speculator is not None and speculator.draft_config is not None and not adaptive
         checks = StepChecks(geometry.max_rows - 1, vocab_size, must_draft=must_draft)
@@ -94,7 +97,7 @@ class Steps:
                 return
         self._owes_step = False
         if self._scheduler.num_active:
-            self._launch(*self.refreshes.next_step(depth), ahead)
+            self._launch(*self.proposer.next_step(depth), ahead)
             self._go_on(depth, ahead)
 
     def end(
@@ -117,12 +120,12 @@ class Steps:
             self.launches.stop()
 
     def report(self, speculation: SpeculativeDecodingStats | None) -> dict[str, Any]:
-        """Figures of steps since the load, as JSON: blocks such as `specpv` only of what has run.
+        """Figures of steps since the load, as JSON: blocks of a source of proposals only where it has run.
 
         speculation  figures of all requests' drafts
         """
         return {
-            **(self.refreshes.report() | self.masks.report() | self._failed_checks.report()),
+            **(self.proposer.report() | self.masks.report() | self._failed_checks.report()),
             **self.published.report(),
             **({} if self._tiles is None else self._tiles.report()),
             **steps_by_width(self._ladder, self.published.undrafted, speculation),
@@ -149,7 +152,8 @@ class Steps:
         if problem is not None:
             self.end(request, "error", error=problem, code="grammar")
             return ()
-        self.refreshes.prefill(request, tokens, chunk.start)
+        self.mailbox.write_chunk(request.slot, tokens, chunk.start, request.table)
+        self.proposer.prefill(request, chunk.start, len(tokens))
         if chunk.last:
             self._join(request)
         self._scheduler.prefill_done(chunk)
@@ -179,7 +183,7 @@ class Steps:
         meanwhile = None
         if self.masks and not self._executor.asynchronous:
             meanwhile = partial(self._fill_masks, bucket, amid=True)
-        may_loop = ahead and not self._scheduler.has_work and not self.masks and not bucket.verifies
+        may_loop = ahead and not self._scheduler.has_work and not self.masks and may_repeat(bucket)
         self.launches.start(bucket, may_loop=may_loop, meanwhile=meanwhile, most=most)
 
     def _fill_masks(self, bucket: Bucket | None, *, amid: bool = False) -> None:
@@ -210,7 +214,7 @@ class Steps:
         rooms = self._requests.rooms(self._in_flight.num_steps, depth)
         if not may_go_on(rooms, queued=self._scheduler.num_queued > 0):
             return 0
-        return self.refreshes.num_certain(depth)
+        return self.proposer.num_certain(depth)
 
     def _wanted(self, depth: int) -> Bucket | None:
         """The bucket of the step that is wanted next; None where no request decodes, or one must join before."""
@@ -254,7 +258,7 @@ class Steps:
         scheduler, is_live = self._scheduler, self._requests.is_live
         num_ended = sum(is_live(slot, entry.number) for entry in entries for slot in entry.ended)
         num_left = scheduler.num_active - num_ended
-        most = self.refreshes.num_certain(depth, len(entries))
+        most = self.proposer.num_certain(depth, len(entries))
         if num_left and most != 0 and not scheduler.has_work and not (num_ended and scheduler.num_queued):
             self._launch(self._ladder.choose(num_left, depth), most, ahead=True)
 
@@ -262,10 +266,9 @@ class Steps:
         request = self._requests.slots[published.slot]
         if published.failed is not None:
             return self._drop(request, published.failed)
-        if (publication := self.refreshes.judge(request, published)) is None:
+        if (publication := self.proposer.judge(request, published)) is None:
             return None
         self.published.see(request, publication)
-        self.refreshes.count_step(request)
         output = request.take(*self.masks.judge(publication))
         if output.finish_reason is not None:
             if publication.finish_reason is None:

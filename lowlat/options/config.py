@@ -151,7 +151,8 @@ class SpeculativeConfig:
     strict: bool = declare(False, "A draft model that does not fit is an error.")
     enable_specpv: bool = declare(
         False,
-        "SpecPV, which is lossy: in long contexts the target attends to a part of its KV cache, and tokens may differ.",
+        "SpecPV, which is lossy: from specpv_partial_threshold tokens on the target attends to a part of its KV cache, "
+        "and tokens may differ.",
     )
     specpv_block_size: int = declare(16, "SpecPV: positions of a block that is chosen whole.", 1, 1024)
     specpv_n_sink_blocks: int = declare(2, "SpecPV: blocks at the text's start that are always attended to.", 1, 4096)
@@ -162,8 +163,12 @@ class SpeculativeConfig:
     specpv_n_spec_tokens_buf: int = declare(
         128, "SpecPV: positions that partial steps may write before a refresh recomputes them.", 2, 1 << 14
     )
-    specpv_partial_threshold: int = declare(
-        4096, "SpecPV: a shorter context is attended to whole, with the bits of a runtime without SpecPV.", 0, 1 << 20
+    specpv_partial_threshold: int | None = declare(
+        None,
+        "SpecPV: a context of fewer tokens is attended to whole, with the bits of a runtime without SpecPV.",
+        0,
+        1 << 20,
+        otherwise="32768; lossless, where it pays by bytes",
     )
     specpv_full_refresh_steps: int = declare(
         32, "SpecPV: partial steps between two refreshes, at most; lossless, a verification comes first.", 1, 1 << 16
