@@ -19,7 +19,9 @@ from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.engine.memory.held import HeldMemory, held_memory
 from lowlat.engine.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
+from lowlat.engine.memory.refreshes import Refreshes
 from lowlat.engine.perf import check_device, check_launches
+from lowlat.engine.proposer import Proposer, StepParts
 from lowlat.engine.scheduler import Scheduler
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
@@ -40,6 +42,7 @@ from lowlat.speculators.methods import fetch_speculator, load_speculator
 from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.adaptive import build_adaptive
+from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
 from lowlat.step.ladder import StepLadder
 from lowlat.step.prefill import build_prefills
@@ -106,6 +109,11 @@ class Loaded:
         draft = None if self.geometry.speculator is None else self.geometry.speculator.draft_config
         boundaries = None if draft is None else draft.capture_boundaries
         return {"method": used.method, **self.topologies[max(self.topologies)].limits, "capture_layers": boundaries}
+
+    def make_proposer(self, parts: StepParts) -> Proposer:
+        """The source of proposals of this runtime, beside its draft model: SpecPV's steps, or none."""
+        partial = self.geometry.partial
+        return Proposer(parts) if partial is None else Refreshes(parts, partial)
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""
@@ -364,7 +372,16 @@ def make_geometry(
         max_width=_max_width(speculator, speculative),
         prompt_logits=options.prompt_logits,
         prompt_logprobs=options.prompt_logprobs and not options.is_strict,
+        checks=_checks(options, has_partial=partial is not None),
     )
+
+
+def _checks(options: RuntimeConfig, *, has_partial: bool) -> CheckedKinds | None:
+    """The checks of each step. Raises ConfigError for a fallback that steps over a part of the cache do not have."""
+    kinds, falls_back = options.checked_kinds, options.on_failed_check == "single"
+    if falls_back and has_partial:
+        raise ConfigError("on_failed_check 'single' is not implemented for enable_specpv; take 'end'")
+    return CheckedKinds("masks" in kinds, "spans" in kinds, "lengths" in kinds, falls_back) if kinds else None
 
 
 def _check_choices(speculator: Speculator | None, topologies: Mapping[int, Topology]) -> None:

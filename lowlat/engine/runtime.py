@@ -5,6 +5,7 @@ step before anything else is prefilled. `lowlat.engine.requests` has the request
 and the slots, `lowlat.engine.steps` runs the steps. Not safe for use by several threads: one thread owns a runtime.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Self
 
 from lowlat.engine.loading import Loaded, load, make_scheduler
 from lowlat.engine.metrics import RequestMetrics
+from lowlat.engine.numerics import digest_of, numerics_of
 from lowlat.engine.perf import PerfCounters
 from lowlat.engine.request_checks import Unbroken, check_depth
 from lowlat.engine.requests import Requests
@@ -25,14 +27,18 @@ from lowlat.options.request import SamplingParams, StepOutput
 
 __all__ = ["Runtime"]
 
+logger = logging.getLogger("lowlat.engine.runtime")
+
 
 class Runtime:
     """Decodes requests against one target, with speculation where a speculator is loaded.
 
     Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
     `device_choice` says where it runs and why, `memory` what it holds there, `speculation_error` why a draft model is
-    not used, `speculation_limits` the sizes of speculation that were loaded, by option (`SpeculativeConfig.check`
-    reads them); `checks` refuses requests and may be asked by any thread, as may `grammars`, which compiles theirs.
+    not used, `numerics` a digest of all that decides results' bits (16 hexadecimal digits, see
+    `lowlat.engine.numerics`), `speculation_limits` the sizes of speculation that were loaded, by option
+    (`SpeculativeConfig.check` reads them); `checks` refuses requests and may be asked by any thread, as may
+    `grammars`, which compiles theirs.
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
@@ -42,6 +48,7 @@ class Runtime:
         self.ladder, self.executor, self.geometry = loaded.ladder, loaded.executor, loaded.geometry
         self.device_choice, self.memory = loaded.choice, loaded.memory
         self.speculation_error = loaded.speculation_error
+        self.numerics = digest_of(numerics_of(loaded, config))
         self.speculator = loaded.geometry.speculator
         self.draft_config = None if self.speculator is None else self.speculator.draft_config
         self.codec = loaded.codec
@@ -81,10 +88,12 @@ class Runtime:
         config = options_from(options)
         loaded = load(model, speculative, config, progress, captured, downloaded)
         try:
-            return cls(loaded, config, speculative)
+            runtime = cls(loaded, config, speculative)
         except BaseException:
             loaded.close()
             raise
+        logger.info("numerics %s", runtime.numerics)
+        return runtime
 
     def submit(
         self,
@@ -186,6 +195,7 @@ class Runtime:
             "kv": {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype},
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
+            "numerics": self.numerics,
             "memory": [each.to_dict() for each in self.memory],
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **self._steps.report(totals.speculation),

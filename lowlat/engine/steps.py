@@ -11,13 +11,14 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from lowlat.engine.failed_checks import FailedCheck, FailedChecks
 from lowlat.engine.grammar_masks import GrammarMasks
 from lowlat.engine.in_flight import Action, may_go_on
 from lowlat.engine.loading import Loaded
 from lowlat.engine.mailbox import Entry, Mailbox, SlotPublication
-from lowlat.engine.memory.refreshes import Refreshes
 from lowlat.engine.metrics import SpeculativeDecodingStats
 from lowlat.engine.perf import PublishedSteps, StepChecks, steps_by_width
+from lowlat.engine.proposer import StepParts
 from lowlat.engine.request import Request
 from lowlat.engine.request_checks import Unbroken
 from lowlat.engine.requests import Requests
@@ -40,6 +41,7 @@ class Steps:
     mailbox    commands to the device, and what it publishes
     masks      the grammars of requests that decode
     launches   what is under way
+    proposer   chooses the bucket of the next step, and what of a publication is final
     published  counts and checks publications
     """
 
@@ -61,11 +63,13 @@ class Steps:
         loop = loop_of(loaded.executor, wanted=config.device_loop)
         self.launches = Launches(loaded.executor, self.mailbox, loop, whole=whole)
         self._in_flight = self.launches.in_flight
-        self.refreshes = Refreshes(geometry, scheduler, self.mailbox, self.launches, requests.slots)
+        parts = StepParts(geometry, scheduler, self.mailbox, self.launches, requests.slots)
+        self.proposer = loaded.make_proposer(parts)
         speculator, adaptive, speculates = geometry.speculator, loaded.ladder.adaptive, num_speculative_tokens > 0
         must_draft = speculates and speculator is not None and speculator.draft_config is not None and not adaptive
         checks = StepChecks(geometry.max_rows - 1, vocab_size, must_draft=must_draft)
         self.published = PublishedSteps(checks if config.is_strict else None, adaptive=adaptive, speculating=speculates)
+        self._failed_checks = FailedChecks(config.checked_kinds)
         self._tracer = Tracer.from_config(config.traces)
         self._owes_step = False  # a first token was returned, and no step followed it yet
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
@@ -89,7 +93,7 @@ class Steps:
                 return
         self._owes_step = False
         if self._scheduler.num_active:
-            self._launch(*self.refreshes.next_step(depth), ahead)
+            self._launch(*self.proposer.next_step(depth), ahead)
             self._go_on(depth, ahead)
 
     def end(
@@ -117,7 +121,7 @@ class Steps:
         speculation  figures of all requests' drafts
         """
         return {
-            **(self.refreshes.report() | self.masks.report()),
+            **(self.proposer.report() | self.masks.report() | self._failed_checks.report()),
             **self.published.report(),
             **steps_by_width(self._ladder, self.published.undrafted, speculation),
         }
@@ -143,7 +147,8 @@ class Steps:
         if problem is not None:
             self.end(request, "error", error=problem, code="grammar")
             return ()
-        self.refreshes.prefill(request, tokens, chunk.start)
+        self.mailbox.write_chunk(request.slot, tokens, chunk.start, request.table)
+        self.proposer.prefill(request, chunk.start, len(tokens))
         if chunk.last:
             self._join(request)
         self._scheduler.prefill_done(chunk)
@@ -168,7 +173,7 @@ class Steps:
             for name in self._limited & self._requests.keys():
                 if self._scheduler.phase(name) is Phase.DECODING:  # others bring their limit along when they join
                     request = self._requests[name]
-                    self.mailbox.set_draft_limit(request.slot, request.params.max_draft_tokens)
+                    self.mailbox.set_draft_limit(request.slot, request.draft_limit)
             self._limited.clear()
         meanwhile = None
         if self.masks and not self._executor.asynchronous:
@@ -204,7 +209,7 @@ class Steps:
         rooms = self._requests.rooms(self._in_flight.num_steps, depth)
         if not may_go_on(rooms, queued=self._scheduler.num_queued > 0):
             return 0
-        return self.refreshes.num_certain(depth)
+        return self.proposer.num_certain(depth)
 
     def _wanted(self, depth: int) -> Bucket | None:
         """The bucket of the step that is wanted next; None where no request decodes, or one must join before."""
@@ -219,7 +224,7 @@ class Steps:
         published: Iterable[list[SlotPublication]] = map(self.mailbox.read, entries)
         if self.masks:  # a launch waits for grammars, or a step that was launched: outputs are made after it
             published = list(published)
-            self.masks.advance(publication for each in published for publication in each)
+            self.masks.advance(publication for each in published for publication in each if not publication.failed)
         if ahead and not in_flight.under_way:
             self._launch_ahead(entries, depth)
         bucket = in_flight.bucket
@@ -230,6 +235,9 @@ class Steps:
             if self._tracer is not None and bucket is not None:
                 self._tracer.step(bucket, publications, self._executor, self._kvcache)
             requests.outputs.extend(filter(None, map(self._apply, publications)))
+            for failure in entry.failed:
+                if failure.slot < 0:
+                    self._failed_checks.see(failure, None)
         if in_flight.under_way:
             self._fill_masks(in_flight.bucket)
         self.launches.clear_blocks(self._kvcache.take_blocks_to_clear())
@@ -243,22 +251,36 @@ class Steps:
         scheduler, is_live = self._scheduler, self._requests.is_live
         num_ended = sum(is_live(slot, entry.number) for entry in entries for slot in entry.ended)
         num_left = scheduler.num_active - num_ended
-        most = self.refreshes.num_certain(depth, len(entries))
+        most = self.proposer.num_certain(depth, len(entries))
         if num_left and most != 0 and not scheduler.has_work and not (num_ended and scheduler.num_queued):
             self._launch(self._ladder.choose(num_left, depth), most, ahead=True)
 
     def _apply(self, published: SlotPublication) -> StepOutput | None:
         request = self._requests.slots[published.slot]
-        if (publication := self.refreshes.judge(request, published)) is None:
+        if published.failed is not None:
+            return self._drop(request, published.failed)
+        if (publication := self.proposer.judge(request, published)) is None:
             return None
         self.published.see(request, publication)
-        self.refreshes.count_step(request)
         output = request.take(*self.masks.judge(publication))
         if output.finish_reason is not None:
             if publication.finish_reason is None:
                 self.mailbox.cancel(request.slot)  # a stop string: the device does not know yet
             self._leave(request, poisoned=output.finish_reason == "error" and output.error_code == "not_finite")
             self._requests.end(request)
+        return output
+
+    def _drop(self, request: Request, failure: FailedCheck) -> StepOutput | None:
+        """End a request of which a step gave nothing but a failed check, or let it go on without drafts."""
+        text = self._failed_checks.see(failure, request.request_id)
+        request.failed_checks += (failure.kind,)
+        if not failure.ends:
+            request.drafts = False
+            self.limit_drafts(request)  # a limit that was sent before the device set its own
+            return None
+        output = request.output((), "error", error=text, error_code="check")
+        self._leave(request, poisoned=True)
+        self._requests.end(request)
         return output
 
     def _leave(self, request: Request, *, poisoned: bool = False) -> Phase:

@@ -16,8 +16,10 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket, BufferSpec
 from lowlat.graphs.program import OWN_NAMES, ProgramBuilder, RangeNames
-from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.layer_spec import Rotation
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.walk import Tables
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.growth import Growth
@@ -33,8 +35,6 @@ __all__ = [
     "WaitedRows",
     "draft_model_of",
 ]
-
-Tables = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class Scope:
 
     config      the target's geometry
     boundaries  the target's residual stream entering layers 0 to L - 1 and leaving the last: buffer names, [M, N]
-    tables      cos and sin of the speculator's own RoPE, [C, D / 2] float32; None where it has none
+    tables      cos and sin of RoPE, [C, D / 2] float32, of the target's rotations and of the speculator's own
     block_size  positions of a KV block
     """
 
     builder: ProgramBuilder
     config: ModelConfig
     boundaries: Sequence[str]
-    tables: Tables | None
+    tables: Tables
     block_size: int
 
     @property
@@ -185,9 +185,9 @@ class Speculator(ABC):
         return self
 
     @property
-    def rope(self) -> tuple[RopeConfig, int] | None:
-        """The rotary embedding of its own attention and the size of a head; None where it has no attention."""
-        return None
+    def rotations(self) -> tuple[Rotation, ...]:
+        """What fixes the RoPE tables of its own attention; () where it has no attention."""
+        return () if self.draft_config is None else self.draft_config.rotations
 
     @property
     def draft_sources(self) -> tuple[str, str]:

@@ -48,6 +48,7 @@ class _Opening(StepBuilder):
         self.builder.keep((*SLOTS, *ROWS), _opened(self.batch))
         self._apply_commands()
         self._list_slots()
+        self.checks.slots()
         names = ("active", "lengths", "extended", "slot_ints", "width_bounds", "width_costs", "width_expected")
         written = ("width_last", "width_waited", "width_choice")
         self.builder.emit(

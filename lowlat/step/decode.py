@@ -18,6 +18,7 @@ from lowlat.models.decoder import emit_decoder, emit_lm_head
 from lowlat.models.layers import Rows
 from lowlat.speculators.base import StepScope, WaitedRows
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
+from lowlat.step.checks import CheckEmitter
 from lowlat.step.state import StepGeometry, declare_state, declare_tables
 from lowlat.step.variants import FIRST_TOKEN, WIDE
 
@@ -46,6 +47,7 @@ class StepBuilder:
         self.builder = ProgramBuilder(f"step[{bucket}]", OPERATIONS, range_names=geometry.range_names)
         declare_state(self.builder, geometry)
         self.tables = declare_tables(self.builder, geometry)
+        self.checks = CheckEmitter(self.builder, geometry, bucket)
 
     def build(self) -> Program:
         """All stages, checked and frozen."""
@@ -73,6 +75,7 @@ class StepBuilder:
         self._apply_commands()
         if not self.is_first_token:
             self._list_slots()
+        self.checks.slots()
 
     def _apply_commands(self) -> None:
         staged = {f"staged_{name}": f"staged_{name}" for name in STAGED}
@@ -117,6 +120,7 @@ class StepBuilder:
         asked = (*asked, "width_choice") if most_drafts else asked
         reads, writes = {name: name for name in asked}, {name: name for name in told}
         self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes, most_drafts=most_drafts)
+        self.checks.rows()
         if self.partial is not None and not self.is_first_token:
             reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
             self.builder.emit(
@@ -140,7 +144,7 @@ class StepBuilder:
         if self.is_first_token:
             emit_lm_head(self.builder, config, rows, "prefilled_residual", stage)
             return ["prefilled_residual"]
-        boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables["target"], stage)
+        boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables, stage)
         emit_lm_head(self.builder, config, rows, boundaries[-1], stage)
         return boundaries
 
@@ -181,6 +185,7 @@ class StepBuilder:
             reads["lengths"] = "lengths"
             seed = self.geometry.simulated_seed
             emit("accept_simulated", stage, reads=reads, writes=writes, probability=probability, seed=seed)
+        self.checks.accepted()
 
     def _commit(self) -> None:
         stage, batch = Stage.COMMIT, self.batch
@@ -199,6 +204,7 @@ class StepBuilder:
             "draft_lens": self._ints("draft_lens", batch),
         }
         self.builder.emit("commit", stage, reads={name: name for name in kept}, writes=outs)
+        self.checks.committed()
 
     def _compact(self, stage: Stage) -> None:
         names = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
@@ -217,7 +223,7 @@ class StepBuilder:
             self._hand_over(scope, speculator.emit_draft(scope, extended))
 
     def _scope(self, boundaries: list[str], waited: WaitedRows | None = None) -> StepScope:
-        own = (self.geometry.config, boundaries, self.tables.get("draft"), self.geometry.block_size)
+        own = (self.geometry.config, boundaries, self.tables, self.geometry.block_size)
         return StepScope(self.builder, *own, self.bucket, self.topology, waited, self.is_first_token)
 
     def _hand_over(self, scope: StepScope, draft_nodes: str) -> None:

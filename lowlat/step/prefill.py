@@ -60,7 +60,7 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     rows = Rows("prefill.", size, None, "prefill_positions", common, write, chunk, partial, refresh)
     if partial is not None:
         builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
-    boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage, last=leaves)
+    boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables, stage, last=leaves)
     if refresh:
         return builder.build()
     builder.emit("identity", stage, reads={"x": "prefill_slot"}, writes={"out": "prefilled_slot"})
@@ -69,7 +69,7 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     if geometry.prompt_logits:
         emit_prompt_logits(builder, geometry.config, rows, boundaries[-1], "prompt_logits", stage)
     if geometry.speculator is not None:
-        own = (geometry.config, boundaries, tables.get("draft"), geometry.block_size)
+        own = (geometry.config, boundaries, tables, geometry.block_size)
         geometry.speculator.emit_prefill(PrefillScope(builder, *own, size, geometry.prefill_chunk))
         for boundary in dict.fromkeys(waiting_boundaries(geometry)):
             last = {"x": boundaries[boundary], "commit_lens": "prefill_count"}
@@ -95,5 +95,5 @@ def _build_choice(geometry: StepGeometry, size: int) -> Program:
         write={}, partial=geometry.partial, refresh=True,
     )  # fmt: skip
     builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
-    emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage)
+    emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables, stage)
     return builder.build()

@@ -27,9 +27,10 @@ from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.fusion import Fusion, cover
 from lowlat.lowering.lower import FUSIONS, lower
 from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
-from lowlat.step.variants import WIDE
+from lowlat.step.variants import WIDE, first_token_bucket
 
 BATCHES = (1, 2, 4, 8)
 SPECPV: dict[str, Any] = {"enable_specpv": True, "specpv_n_retrieval_blocks": 4, "specpv_partial_threshold": 0}
@@ -365,6 +366,29 @@ def test_options_of_speculation_are_lowered_too(speculation: dict[str, Any], low
     test_every_operation_is_covered_once_and_in_order(step)
     test_calls_reach_what_their_operations_name_and_nothing_hidden(step)
     assert {call.kernel.name for call in step.calls} != {call.kernel.name for call in plain.calls}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama+parallel"])
+def test_checks_are_lowered_too(name: str, lowered: LoweredPairs) -> None:
+    """Each by its own kernel, and rows are laid out, and drafts accepted, by the kernels that are left around them."""
+    pair = lowered.pair(name, tree=True)
+    geometry = replace(pair.geometry, checks=CheckedKinds(masks=True, spans=True, lengths=True, falls_back=True))
+    topology, known = pair.topologies[3], {family(kernel) for _, kernel in examples()}
+    for bucket in (Bucket(2, topology.num_nodes, 3), first_token_bucket(3)):
+        step = pair.lower_program(build_step(geometry, bucket, topology))
+        test_every_operation_is_covered_once_and_in_order(step)
+        test_calls_reach_what_their_operations_name_and_nothing_hidden(step)
+        test_every_tensor_of_a_call_is_somebody_s(step)
+        test_arguments_fit_their_parameters(step)
+        check_early_reads(step)
+        groups = [group.name for group in step.groups]
+        assert [each for each in groups if each.startswith("check_")] == [
+            *("check_slots", "check_rows", "check_accepted", "check_commit")
+        ]
+        behind = step.groups[groups.index("check_rows") + 1]
+        call = behind.kernel_calls[0]
+        assert behind.stage is not Stage.ACTIVE_SLOTS and (not call.dependent or call.kernel.settles)
+        assert {family(call.kernel) for call in step.calls} <= known
 
 
 def test_what_prefill_does_for_specpv_is_lowered(lowered: LoweredPairs) -> None:

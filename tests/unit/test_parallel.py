@@ -259,7 +259,7 @@ def test_each_card_is_sent_its_part_and_lets_go_of_it() -> None:
     plan = {name: shape for name, (shape, _) in weight_plan(target).items() if "layers" not in name}
     whole = {name: torch.randn(shape) for name, shape in plan.items()}
     whole["embed.weight"] = whole["lm_head.weight"] = torch.randn(target.vocab_size, hidden)
-    whole["layers.0.o.weight"] = torch.randn(hidden, target.query_size)
+    whole["layers.0.o.weight"] = torch.randn(hidden, target.attention.query_size)
     placed = place_parts(whole, config, [CPU, CPU])
     for rank, part in enumerate(placed):
         expected = rank_weights(whole, config[rank])

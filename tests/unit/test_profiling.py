@@ -81,16 +81,16 @@ def test_bytes_are_those_of_weights_and_caches(
     lengths = (101, 41)
     sites = call_sites(groups(bucket), runtime.executor.state, [lengths])
     rows = {row.stage: row for row in summarise(attribute(recorded(sites, 1), sites), 1.0).stages}
-    hidden, kv_size = config.hidden_size, config.num_kv_heads * config.head_dim
-    layer = hidden * (hidden + 2 * kv_size) + hidden * hidden + 3 * hidden * config.intermediate_size
+    hidden, kv_size = config.hidden_size, config.attention.kv_size
+    layer = hidden * (hidden + 2 * kv_size) + hidden * hidden + 3 * hidden * config.ffn.inner_size
     weights = 2 * (config.num_layers * layer + config.vocab_size * hidden)
     caches = config.num_layers * (100 + 40) * 2 * kv_size * 2
     assert rows["VERIFY"].moved_bytes == weights + caches
     assert rows["DRAFT_FC"].moved_bytes == 2 * hidden * len(head.capture_boundaries) * hidden
-    assert rows["DRAFT_FFN"].moved_bytes == 2 * 2 * 3 * hidden * head.intermediate_size
+    assert rows["DRAFT_FFN"].moved_bytes == 2 * 2 * 3 * hidden * head.ffn.inner_size
     assert rows["DRAFT_LM_HEAD"].moved_bytes == 2 * 2 * hidden * head.draft_vocab_size
-    head_kv = head.num_kv_heads * head.head_dim
-    attention = 2 * hidden * (head.num_heads * head.head_dim + 2 * head_kv) + head.num_heads * head.head_dim * hidden
+    queries, head_kv = head.attention.query_size, head.attention.kv_size
+    attention = 2 * hidden * (queries + 2 * head_kv) + queries * hidden
     dense = (99 + 39) * 2 * head_kv * 2  # the head's first position is never attended to
     assert rows["DRAFT_ATTENTION_FMHA"].moved_bytes == 2 * (2 * attention + dense)
     assert rows["COMMIT"].within == "ACCEPT"

@@ -148,7 +148,7 @@ def test_the_suffix_kernel_walked_by_few_threads(options: Options, monkeypatch: 
         ([1, 2, 3], [64, 65], [600], [700], [250, 256, 257], [511, 513], [40] * 5, [512, 700])
     ):
         walker = Walker()
-        with walkable(walker, "common.memory", "sampling.suffix_draft") as modules:
+        with walkable(walker, "common.memory", "speculation.suffix_draft") as modules:
             monkeypatch.setattr(modules[-1], "THREADS", 64)
 
             def run(*calls: KernelCall, walker: Walker = walker) -> None:
@@ -220,7 +220,7 @@ def test_the_table_of_methods(
     found = load_speculator(options, config)
     assert found.speculator == plan_speculator(options, config) == speculator
     assert not found.weights and found.directory is None and not found.speculator.weight_plan("bfloat16")
-    assert found.speculator.draft_config is None and found.speculator.rope is None
+    assert found.speculator.draft_config is None and not found.speculator.rotations
     assert found.speculator.report() == {"method": options.method, **reported}
 
 

@@ -12,7 +12,7 @@ import torch
 
 from lowlat.graphs import BufferSpec
 from lowlat.graphs.program import RangeNames, Stage
-from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import (
     LoadedSpeculator,
@@ -87,11 +87,6 @@ class Eagle3Speculator(Speculator):
         return replace(self, config=config)
 
     @property
-    def rope(self) -> tuple[RopeConfig, int]:
-        """The draft model's own."""
-        return self.config.rope, self.config.head_dim
-
-    @property
     def range_names(self) -> RangeNames:
         """Those that profiles of EAGLE3 look for."""
         return RANGE_NAMES
@@ -142,6 +137,4 @@ class Eagle3Speculator(Speculator):
         return kind(scope, self._emitter(scope))
 
     def _emitter(self, scope: Scope) -> Eagle3Emitter:
-        if scope.tables is None:
-            raise ValueError("an EAGLE3 draft model needs the tables of its RoPE")
         return Eagle3Emitter(scope.config, self.config, scope.tables, self.window)

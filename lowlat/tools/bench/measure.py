@@ -187,6 +187,7 @@ class CaseRun:
             perf=Perf(**perf.to_dict()),
             steps_by_width=widths,
             mean_width=None if widths is None else round(_mean_width(widths), 4),
+            numerics=runtime.numerics,
         )
 
     def _bytes(self, lengths: Sequence[float], experts: float | None, widths: Sequence[int] | None) -> int:
