@@ -274,7 +274,7 @@ class Runtime:
             self._book.update(session.metrics())
         return {
             **self._book.totals().to_dict(),
-            "kv": {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype},
+            "kv": self._kv_summary(),
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             "memory": [each.to_dict() for each in self.memory],
@@ -283,6 +283,12 @@ class Runtime:
             **self._published.report(speculating=self.num_speculative_tokens > 0),
             **steps_by_width(self.ladder, self._published.undrafted, self._book.totals().speculation),
         }
+
+    def _kv_summary(self) -> dict[str, Any]:
+        """Blocks of the KV cache by state; those of layers of windows apart, where there are any."""
+        windows = self.kvcache.pool_stats()
+        found = {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype}
+        return {**found, "windows": windows} if windows else found
 
     def slots(self) -> list[dict[str, Any]]:
         """The requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, and their bound."""
@@ -361,6 +367,8 @@ class Runtime:
         if problem is not None:
             self._fail(session, problem)
             return ()
+        session.window_tables = self.kvcache.tables(session.request_id)
+        self._clear_blocks()  # some of its own may have been a failed request's
         self._refreshes.prefill(session, tokens, chunk.start)
         if chunk.last:
             self._join(session)
@@ -449,7 +457,7 @@ class Runtime:
             self._pending.extend(filter(None, map(self._apply, publications)))
         if self._launches.under_way:
             self._fill_masks()
-        self._launches.clear_blocks(self.kvcache.take_blocks_to_clear())
+        self._clear_blocks()
         self._stop_outdated()
 
     def _launch_ahead(self, entries: Sequence[Entry], depth: int) -> None:
@@ -504,8 +512,14 @@ class Runtime:
             del self._slots[session.slot]
             self._masks.leave(session.slot)
         if not (self._masks and self._launches.under_way):  # else `_take` does, when what is under way has its masks
-            self._launches.clear_blocks(self.kvcache.take_blocks_to_clear())
+            self._clear_blocks()
         return phase
+
+    def _clear_blocks(self) -> None:
+        """Zero the blocks of failed requests."""
+        self._launches.clear_blocks(self.kvcache.take_blocks_to_clear())
+        for pool, blocks in self.kvcache.take_pool_blocks_to_clear().items():
+            self._launches.clear_blocks(blocks, pool)
 
     def _end(self, session: Session) -> None:
         del self._sessions[session.request_id]

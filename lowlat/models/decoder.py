@@ -54,7 +54,7 @@ def _emit_attention(emitter: Emitter, config: ModelConfig, layer: int, residual:
         product = emitter.qk_norm(product, name, heads, config.head_dim, eps)
     parts = emitter.rotate(product, {"q": heads[0], "k": heads[1], "v": heads[1]}, config.head_dim, tables)
     caches = (f"k_cache.{layer}", f"v_cache.{layer}")
-    emitter.kv_write(parts["k"], parts["v"], caches)
+    emitter.kv_write(parts["k"], parts["v"], caches, config.windows[layer])
     sinks, scale = f"{name}.sinks" if config.sinks else None, config.head_dim**-0.5
     partial = emitter.rows.partial if config.windows[layer] is None else None
     if partial is not None and not emitter.rows.chooses:

@@ -38,7 +38,7 @@ class Refreshes:
 
     def prefill(self, session: Session, tokens: Sequence[int], start: int) -> None:
         """Write a prompt's chunk, from position `start` on, and what SpecPV adds: its slot attends to everything."""
-        self._mailbox.write_chunk(session.slot, tokens, start, session.table)
+        self._mailbox.write_chunk(session.slot, tokens, start, session.table, session.window_tables)
         if self._is_on:
             self.slots.join(session.slot, len(session.prompt))
             self._mailbox.write_partial((start, start + len(tokens)), self.slots.shifts, start)
@@ -50,7 +50,7 @@ class Refreshes:
             if self.slots.is_due(slot, length):
                 session, found = self._sessions[slot], self.slots.refresh(slot, length)
                 tokens = session.committed[found.start : found.start + found.count]
-                self._mailbox.write_chunk(slot, tokens, found.start, session.table)
+                self._mailbox.write_chunk(slot, tokens, found.start, session.table, session.window_tables)
                 span = found.span, found.start + found.count
                 self._mailbox.write_partial(span, self.slots.shifts, found.start)
                 self._launches.prefill(self._geometry.refresh_size, None)

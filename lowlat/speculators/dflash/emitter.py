@@ -28,9 +28,8 @@ def _caches(layer: int) -> tuple[str, str]:
 
 def dflash_kv_specs(draft: DraftConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> list[BufferSpec]:
     """The KV cache of each layer, [P, G, block, D]."""
-    shape = (num_blocks, draft.num_kv_heads, block_size, draft.head_dim)
     names = [name for layer in range(draft.num_layers) for name in _caches(layer)]
-    return cache_specs(names, shape, dtype)
+    return cache_specs(names, (draft.num_kv_heads, block_size, draft.head_dim), dtype, (num_blocks, {}))
 
 
 class DflashEmitter:

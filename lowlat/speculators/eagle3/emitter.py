@@ -4,6 +4,7 @@ A row takes the embedding of a token and the feature before it. The feature is t
 where the target has run, and the draft model's own fed-back state where it has not; fc is never applied to the latter.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter
 from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import StateSizes
-from lowlat.speculators.eagle3.windows import effective_window
+from lowlat.speculators.eagle3.windows import draft_kv_windows, effective_window
 
 __all__ = ["Eagle3Emitter", "draft_kv_specs", "layer_name"]
 
@@ -29,15 +30,14 @@ def _caches(layer: int) -> tuple[str, str]:
     return (f"head.k_cache.{layer}", f"head.v_cache.{layer}") if layer else ("head.k_cache", "head.v_cache")
 
 
-def draft_kv_specs(draft: DraftConfig, sizes: StateSizes) -> list[BufferSpec]:
+def draft_kv_specs(draft: DraftConfig, sizes: StateSizes, windows: Sequence[int | None]) -> list[BufferSpec]:
     """The KV cache of each of the draft model's layers, [P, G, block, D], and the features at block ends, [P, H], and
-    of the last live row of prefill, [1, H]."""
-    num_blocks, dtype = sizes.num_blocks, sizes.dtype
-    shape = (num_blocks, draft.num_kv_heads, sizes.block_size, draft.head_dim)
-    names = [name for layer in range(draft.num_layers) for name in _caches(layer)]
+    of the last live row of prefill, [1, H]. `windows` are those of its layers, see `Speculator.kv_windows`."""
+    dtype, own = sizes.dtype, (draft.num_kv_heads, sizes.block_size, draft.head_dim)
+    given = (own, sizes.kv_dtype, (sizes.num_blocks, sizes.windows))
     return [
-        *cache_specs(names, shape, sizes.kv_dtype),
-        BufferSpec("block_features", (num_blocks, draft.hidden_size), dtype, Role.STATE, Paging.BLOCKS),
+        *(spec for layer, window in enumerate(windows) for spec in cache_specs(_caches(layer), *given, window)),
+        BufferSpec("block_features", (sizes.num_blocks, draft.hidden_size), dtype, Role.STATE, Paging.BLOCKS),
         BufferSpec("prefilled_feature", (1, draft.hidden_size), dtype, Role.STATE),
     ]
 
@@ -53,6 +53,7 @@ class Eagle3Emitter:
         self.target_eps = config.rms_norm_eps
         self.tables = tables
         self.draft_window = draft_window
+        self.windows = draft_kv_windows(draft, draft_window)
         self.last = draft.num_layers - 1
         self.name = layer_name(self.last)
         self.embedding = "head.embed.weight" if draft.own_embedding else "embed.weight"
@@ -112,7 +113,7 @@ class Eagle3Emitter:
             product = self._normed_heads(emitter, product, "k_normed", self.last, (0, draft.num_kv_heads))
         counts = {"k": draft.num_kv_heads, "v": draft.num_kv_heads}
         parts = emitter.rotate(product, counts, draft.head_dim, self.tables)
-        emitter.kv_write(parts["k"], parts["v"], _caches(self.last))
+        emitter.kv_write(parts["k"], parts["v"], _caches(self.last), self.windows[self.last])
         return x, residual
 
     def emit_attention(self, emitter: Emitter, x: str, residual: str) -> str:
@@ -133,7 +134,7 @@ class Eagle3Emitter:
             product = self._normed_heads(emitter, product, "qk_normed", layer, heads)
         counts = {"q": heads[0], "k": heads[1], "v": heads[1]}
         parts = emitter.rotate(product, counts, draft.head_dim, self.tables)
-        emitter.kv_write(parts["k"], parts["v"], _caches(layer))
+        emitter.kv_write(parts["k"], parts["v"], _caches(layer), self.windows[layer])
         return self._attend(emitter, parts["q"], residual, layer)
 
     def _normed_heads(self, emitter: Emitter, product: str, name: str, layer: int, heads: tuple[int, int]) -> str:
