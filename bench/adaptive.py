@@ -5,9 +5,8 @@
     python -m bench.adaptive --geometry llama-8b --accept-length 1,1.5,2,3,4 --context 4096 --out adaptive.json
 
 A pair has real acceptance, greedy and at temperature 0.7; a geometry has random weights and imposed tokens a
-step. `auto, by confidence` also ends drafting where the draft model is unsure (`adaptive_confidence`): with random
-weights confidences tell nothing, and such rows show what they cost. S = 0 has no draft model loaded. Rows are added to
-an existing file as each load ends, and replace its rows of the same conditions.
+step. S = 0 has no draft model loaded. Rows are added to an existing file as each load ends, and replace its rows of the
+same conditions.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from lowlat.tools.bench.subject import Subject
 __all__ = ["main"]
 
 FIXED, MOST = (2, 3, 5, 7), 7
-AUTO, CONFIDENT = "auto", "auto, by confidence"
+AUTO = "auto"
 ACCEPT_LENGTHS = (1.0, 1.5, 2.0, 3.0, 4.0)
 Settings = Sequence[tuple[int | str, int | None]]  # S as it is named, and as the runtime is told it
 
@@ -88,10 +87,9 @@ def _rows_by_load(
     loads: list[tuple[float | None, str, int, Settings]] = [(None, "", 0, [(0, None)])]
     for length in lengths:
         loads.append((length, "", MOST, [(depth, depth) for depth in FIXED]))
-        loads += [(length, policy, MOST, [(policy, None)]) for policy in (AUTO, CONFIDENT)]
+        loads.append((length, AUTO, MOST, [(AUTO, None)]))
     for length, policy, most, settings in loads:
         drafting: dict[str, Any] = {} if length is None else {"simulated_acceptance": acceptance_for(length, MOST)}
-        drafting["adaptive_confidence"] = policy == CONFIDENT
         with subject.drafting(**drafting).load(most, adaptive=bool(policy), **sizes) as runtime:
             stamps = stamps_of(runtime.device_choice.device, options.commit)
             rows = list[dict[str, Any]]()

@@ -36,10 +36,10 @@ from lowlat.tools.profile.times import attribute
 __all__ = ["PARTS", "PASS", "DraftingSteps", "pass_bytes"]
 
 PASS = (
-    Stage.EAGLE_DRAFT_FC,
-    Stage.EAGLE_DRAFT_ATTENTION_FMHA,
-    Stage.EAGLE_DRAFT_FFN,
-    Stage.EAGLE_DRAFT_LM_HEAD,
+    Stage.DRAFT_FC,
+    Stage.DRAFT_ATTENTION_FMHA,
+    Stage.DRAFT_FFN,
+    Stage.DRAFT_LM_HEAD,
 )
 PARTS = ("step", "rest", "alone")
 PROFILED_STEPS = 10

@@ -123,7 +123,7 @@ class _Passes:
         for prompt, grammar in zip(self._prompts, grammars, strict=True):
             name = runtime.submit(prompt, params)
             if grammar is not None:
-                runtime._sessions[name].grammar = grammar
+                runtime._requests[name].grammar = grammar
         while runtime.busy:
             start = time.perf_counter()
             outputs = runtime.step()
@@ -171,7 +171,7 @@ class _GuidedEngine(RuntimeEngine):
         """Take a request. Raises as `RuntimeEngine.submit`."""
         super().submit(request_id, prompt, sampling, cache_salt)
         if sampling.seed == GUIDED:
-            self._runtime._sessions[request_id].grammar = StandIn(self._runtime.model_config.vocab_size)
+            self._runtime._requests[request_id].grammar = StandIn(self._runtime.model_config.vocab_size)
 
 
 def measure(way: _Way, vocab_size: int, batch: int, *, steps: int) -> dict[str, Any]:

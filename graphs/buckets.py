@@ -7,7 +7,6 @@ captured into one pool. It knows nothing about what a step computes.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from lowlat.errors import ConfigError
 
@@ -23,9 +22,6 @@ class Bucket:
     chooses    the step chooses among `bodies`, on the device; S is the most that it may choose
     extends    the body of S = 0 in which the draft model runs over what waits for it
     verifies   the step of more rows that verifies, over all of the cache, the proposals of steps over a part of it
-    ends       drafting is parts of its own, of a step that chooses: it halts behind so many levels, ascending, and goes
-               on if the device says so; (): bodies draft
-    levels     the part of such a step which drafts these levels, from the first to before the last; (): a step
     """
 
     batch: int
@@ -35,8 +31,6 @@ class Bucket:
     chooses: bool = False
     extends: bool = False
     verifies: bool = False
-    ends: tuple[int, ...] = ()
-    levels: tuple[int, ...] = ()
 
     @cached_property
     def bodies(self) -> "tuple[Bucket, ...]":
@@ -45,16 +39,6 @@ class Bucket:
             return ()
         widths = (Bucket(self.batch, depth + 1, depth) for depth in range(self.num_speculative_tokens + 1))
         return (*widths, Bucket(self.batch, 1, 0, extends=True))
-
-    @cached_property
-    def parts(self) -> "tuple[Bucket, ...]":
-        """The buckets of the parts that draft, in order; each behind an end but the last may be left out."""
-        bounds = (0, *self.ends, self.num_speculative_tokens) if self.ends else ()
-        return tuple(Bucket(self.batch, 1, last, levels=(first, last)) for first, last in pairwise(bounds))
-
-    def parts_for(self, width: int) -> "tuple[Bucket, ...]":
-        """The parts that a step which verifies so many drafts needs."""
-        return self.parts[: 1 + sum(end < width for end in self.ends)] if width else ()
 
     @classmethod
     def first_token(cls, num_speculative_tokens: int) -> "Bucket":
@@ -66,8 +50,6 @@ class Bucket:
             return f"first token, S = {self.num_speculative_tokens}"
         if self.chooses:
             return f"batch {self.batch}, S up to {self.num_speculative_tokens}"
-        if self.levels:
-            return f"batch {self.batch}, drafts {self.levels[0] + 1} to {self.levels[1]}"
         if self.extends:
             return f"batch {self.batch}, S = 0, draft model runs"
         name = f"batch {self.batch}, {self.rows} rows, S = {self.num_speculative_tokens}"
@@ -80,7 +62,6 @@ class BucketLadder:
     batches   batch sizes, each at least 1
     rows_of   for each S that may be chosen, the rows T that a slot verifies (1 for S = 0)
     adaptive  the device chooses each step's S: of chains, from 0 to the largest
-    ends      levels behind which drafting halts there, ascending and below the largest S; (): none
     verifier  the rows T of a step that verifies what steps over a part of the cache propose, and its S; None: none does
 
     `buckets` holds those of decode steps, `first_tokens` those that choose first tokens, one for each S. Where the
@@ -93,7 +74,6 @@ class BucketLadder:
         rows_of: dict[int, int],
         *,
         adaptive: bool = False,
-        ends: tuple[int, ...] = (),
         verifier: tuple[int, int] | None = None,
     ) -> None:
         self.batches = tuple(sorted(set(batches)))
@@ -116,7 +96,6 @@ class BucketLadder:
         if adaptive:
             if not most or self.rows_of != {depth: depth + 1 for depth in range(most + 1)}:
                 raise ConfigError(f"widths are chosen among chains of every depth, and the ladder has {self.rows_of}")
-            self.ends = ends
             self.buckets = tuple(self._chooser(b) for b in reversed(self.batches))
             self.first_tokens: tuple[Bucket, ...] = (Bucket.first_token(0),)
             return
@@ -124,7 +103,7 @@ class BucketLadder:
 
     def _chooser(self, batch: int) -> Bucket:
         most = max(self.rows_of)
-        return Bucket(batch, most + 1, most, chooses=True, ends=self.ends)
+        return Bucket(batch, most + 1, most, chooses=True)
 
     def choose(self, num_active: int, num_speculative_tokens: int) -> Bucket:
         """The smallest bucket for `num_active` slots at the depth asked for; where the device chooses, at any.
@@ -159,6 +138,5 @@ class BucketLadder:
         yield from self.verifiers
         for bucket in self.buckets:
             yield from reversed(bucket.bodies)
-            yield from reversed(bucket.parts)
             yield bucket
         yield from self.first_tokens

@@ -17,8 +17,8 @@ __all__ = ["Body", "CapturedGraph", "Choice", "audit", "capture", "capture_choic
 KERNEL = "KernelNode"
 LIBRARY = ("KernelNode", "MemcpyNode", "MemsetNode")  # a library's operations may leave these
 # drivers before CUDA 13.2 do not tell which conditional node it is
-CONDITIONAL = ("WhileNode", "SwitchNode", "IfNode", "ConditionalNode")
-Body = Callable[..., Iterable[Launch]]  # the launches of a part, by the handles of the conditions that it sets
+CONDITIONAL = ("WhileNode", "SwitchNode", "ConditionalNode")
+Body = Callable[[int], Iterable[Launch]]  # the launches of a part, by the handle of the condition that it sets
 
 
 @dataclass
@@ -44,16 +44,12 @@ class CapturedGraph:
 class Choice:
     """The parts of a step that chooses among bodies.
 
-    opening  gives the launches before the choice for two handles: that of the SWITCH node's condition, which one of
-             them sets, and that of the IF node around the first of `parts`; 0 where there is none
+    opening  gives the launches before the choice for the handle of the SWITCH node's condition, which one of them sets
     bodies   the launches of each, by the number that is chosen; in a loop they are given the loop's condition
-    parts    launches between, each in an IF node within the one before: each but the last is given the handles of the
-             SWITCH node, whose choice it may change, and of the next IF node
     """
 
     opening: Body
     bodies: Sequence[Body]
-    parts: Sequence[Body] = ()
 
 
 def capture(stream: Any, launches: Sequence[Launch]) -> CapturedGraph:
@@ -75,11 +71,11 @@ def capture(stream: Any, launches: Sequence[Launch]) -> CapturedGraph:
 
 
 def capture_choice(stream: Any, choice: Choice) -> CapturedGraph:
-    """Capture an opening, its parts, and a SWITCH node over its bodies. Raises DeviceError as `capture` does."""
+    """Capture an opening, and a SWITCH node over its bodies. Raises DeviceError as `capture` does."""
     with _building(stream) as builder:
         count = _issue_choice(builder, choice, 0)
         builder.end_building()
-        _audit_choice(builder, choice)
+        _audit_choice(builder)
         graph = builder.complete()
     graph.upload(stream)
     return CapturedGraph(graph, count)
@@ -97,11 +93,7 @@ def _issue(builder: Any, launches: Iterable[Launch]) -> int:
 def _issue_choice(builder: Any, choice: Choice, condition: int) -> int:
     """Record a choice; `condition` is what its bodies are given. Returns the number of kernels."""
     chosen = builder.create_condition(default_value=0)
-    begun = builder.create_condition(default_value=0) if choice.parts else None
-    handles = int(chosen.handle), 0 if begun is None else int(begun.handle)
-    count = _issue(builder, choice.opening(*handles))
-    if begun is not None:
-        count += _issue_parts(builder, begun, choice.parts, handles[0])
+    count = _issue(builder, choice.opening(int(chosen.handle)))
     for body, part in zip(choice.bodies, builder.switch(chosen, len(choice.bodies)), strict=True):
         with _capturing(part):
             issued = _issue(part, body(condition))
@@ -110,30 +102,12 @@ def _issue_choice(builder: Any, choice: Choice, condition: int) -> int:
     return count
 
 
-def _issue_parts(builder: Any, begun: Any, parts: Sequence[Body], chosen: int) -> int:
-    """Record parts, each in an IF node within the one before; `chosen` is the handle of the choice behind them."""
-    part = builder.if_then(begun)
-    with _capturing(part):
-        following = part.create_condition(default_value=0) if len(parts) > 1 else None
-        count = _issue(part, parts[0](*(() if following is None else (chosen, int(following.handle)))))
-        if following is not None:
-            count += _issue_parts(part, following, parts[1:], chosen)
-    _audit_conditional(part, 0 if following is None else 1)
-    return count
-
-
-def _audit_choice(builder: Any, choice: Choice) -> None:
-    """Check that a capture holds kernels, and the conditional nodes of a choice."""
-    _audit_conditional(builder, 2 if choice.parts else 1)
-
-
-def _audit_conditional(builder: Any, expected: int) -> None:
-    """Check that a capture holds kernels and so many conditional nodes."""
+def _audit_choice(builder: Any) -> None:
+    """Check that a capture holds kernels and one conditional node."""
     kinds = _kinds(builder.graph_definition)
     others = [kind for kind in kinds if kind not in CONDITIONAL]
-    if len(kinds) - len(others) != expected:
-        nodes = "one conditional node" if expected == 1 else f"{expected} conditional nodes"
-        raise DeviceError(f"a step that chooses its width must hold {nodes}, the capture holds {kinds}")
+    if len(kinds) - len(others) != 1:
+        raise DeviceError(f"a step that chooses its width must hold one conditional node, the capture holds {kinds}")
     audit(others, len(others))
 
 
@@ -153,7 +127,7 @@ def capture_loop(stream: Any, body: Body | Choice) -> CapturedGraph:
                 count = _issue(loop, body(int(condition.handle)))
         builder.end_building()
         if isinstance(body, Choice):
-            _audit_choice(loop, body)
+            _audit_choice(loop)
         else:
             audit(_kinds(loop.graph_definition), count)
         kinds = _kinds(builder.graph_definition)

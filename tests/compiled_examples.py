@@ -42,8 +42,22 @@ EXAMPLES = {capability: _examples_of(capability) for capability in ORDER}
 # What a small model's step without drafts launches, for the usual card; other kinds, sizes and capabilities are left to
 # the second stage.
 PLAIN_STEP = (
-    *("attention.attention", "attention.combine", "attention.kv_write", "gemm.decode.gemm", "rows.embed", "rows.norm"),
-    *("rows.rotate", "sampling.argmax", "sampling.sample", "step.accept", "step.begin_step", "step.publish"),
+    *(
+        "attention.attention",
+        "attention.combine",
+        "attention.kv_write",
+        "gemm.decode.gemm",
+        "elementwise.embed",
+        "elementwise.norm",
+    ),
+    *(
+        "elementwise.rotate",
+        "sampling.argmax",
+        "sampling.sample",
+        "speculation.accept",
+        "step.begin_step",
+        "step.publish",
+    ),
 )
 FIRST_STAGE = {(H200.capability, kernel.name) for module, kernel in first_examples(H200) if module in PLAIN_STEP}
 

@@ -10,10 +10,17 @@ from kernel_walk import Walker, walkable
 from lowlat.kernels.toolchain.kernel import Card
 
 SHARED = (
-    *("common.activation", "common.handover", "common.kv_codes", "common.norm_math", "common.norm_row", "rows.norm"),
+    *(
+        "common.activation",
+        "common.handover",
+        "common.kv_codes",
+        "common.norm_math",
+        "common.norm_row",
+        "elementwise.norm",
+    ),
     "sampling.select",
 )
-PEERS = ("common.peers.chunk", "common.peers.words", "common.peers.rows")
+PEERS = ("collectives.peers.chunk", "collectives.peers.words", "collectives.peers.rows")
 PARTS = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
 ENDS = ("exchange_epilogue", "epilogue", "gemm")
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4", "mxfp4", "nvfp4"))

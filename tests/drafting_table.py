@@ -13,7 +13,7 @@ Case = Mapping[str, str]
 
 FACTORS: Mapping[str, tuple[str, ...]] = {
     "method": ("eagle3", "peagle", "dflash", "dspark", "ngram", "suffix", "beside", "none"),
-    "shape": ("chain", "static", "dynamic", "adaptive", "confident"),
+    "shape": ("chain", "static", "dynamic", "adaptive"),
     "partial": ("whole", "lossy", "lossless"),
     "weights": ("float32", "bfloat16", "fp8", "int4", "awq", "nvfp4", "mxfp4"),
     "drafts": ("plain", "fp8"),  # the draft model's weights
@@ -29,7 +29,7 @@ SIMPLEST: Case = {name: values[0] for name, values in FACTORS.items()}
 MODELS = ("eagle3", "peagle", "dflash", "dspark", "beside")  # methods that have a draft model
 TEXT = ("ngram", "suffix", "none")
 TREES = ("static", "dynamic")
-ADAPTIVE = ("adaptive", "confident")
+ADAPTIVE = ("adaptive",)
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,6 @@ RULES = (
     Rule({"method": ("beside",), "shape": TREES}, "text_drafts 'suffix' goes with a chain"),
     Rule(
         {"method": ("beside",), "shape": ADAPTIVE}, "is not implemented for method 'eagle3' with text_drafts 'suffix'"
-    ),
-    Rule(
-        {"method": ("peagle", "dflash", "dspark", "ngram", "suffix"), "shape": ("confident",)},
-        "adaptive_confidence is of draft models that draft level by level",
     ),
     Rule({"partial": ("lossy", "lossless"), "shape": ADAPTIVE}, "enable_specpv goes with a fixed number of drafts"),
     Rule({"partial": ("lossless",), "shape": TREES}, "specpv_lossless goes with chains"),

@@ -9,7 +9,7 @@ from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import Card
 
 SHARED = tuple(f"common.{part}" for part in ("handover", "norm_row", "norm_math", "sentinels", "activation"))
-PEERS = ("common.peers.chunk", "common.peers.words", "common.peers.rows")
+PEERS = ("collectives.peers.chunk", "collectives.peers.words", "collectives.peers.rows")
 PARTS = (
     "expert_list",
     "mainloop",

@@ -131,5 +131,5 @@ def accepts(edges: Edges, tokens: Sequence[int], end_ids: Sequence[int] = ()) ->
 def submit_with(runtime: Runtime, grammar: GrammarState, prompt: Sequence[int], sampling: SamplingParams) -> str:
     """Submit a request whose tokens a grammar restricts."""
     name: str = runtime.submit(prompt, sampling)
-    runtime._sessions[name].grammar = grammar
+    runtime._requests[name].grammar = grammar
     return name

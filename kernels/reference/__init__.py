@@ -15,9 +15,7 @@ from lowlat.kernels.reference.sampling import logprobs, prompt_logprobs, sample
 from lowlat.kernels.reference.speculation import (
     accept,
     choose_drafts,
-    depths,
     draft_block,
-    draft_confidence,
     draft_rows,
     draft_scores,
     draft_topk,
@@ -30,16 +28,15 @@ from lowlat.kernels.reference.speculation import (
     width_odds,
     widths,
 )
-from lowlat.kernels.reference.step import publish, slots
+from lowlat.kernels.reference.step import checks, publish, slots
 
 __all__ = ["OPERATIONS", "Operation", "OperationSchema"]
 
 OPERATIONS = operations_of(
     accept,
     attention,
-    depths,
+    checks,
     draft_block,
-    draft_confidence,
     draft_rows,
     choose_drafts,
     draft_scores,

@@ -4,7 +4,7 @@ A thread adds up a width, and one chooses, and sets the condition of the SWITCH 
 there is one. It knows no request and no model.
 """
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
@@ -45,8 +45,7 @@ class ChoicePlan:
     most          the greatest width
     row           of the costs: the bucket's
     most_waiting  positions that may wait for the draft model; 0: nothing waits
-    switching     it sets the condition of a SWITCH node, and of an IF node where drafting is a part of its own
-    parting       drafting is a part of its own, and it says whether that begins
+    switching     it sets the condition of a SWITCH node
     """
 
     max_batch: int
@@ -54,7 +53,6 @@ class ChoicePlan:
     row: int
     most_waiting: int
     switching: bool = False
-    parting: bool = False
 
     @property
     def num_costs(self) -> int:
@@ -88,14 +86,13 @@ def choice_plan(
     row: int,
     most_waiting: int,
     switching: bool,
-    parting: bool,
 ) -> ChoicePlan:
     """The plan of a choice. Raises ShapeError for shapes that do not fit."""
     check_widths(active, lengths, extended, width_bounds, width_costs, width_expected, row)
     max_batch, most = active.shape[0], width_costs.shape[2] - 2
     if max_batch > MAX_SLOTS:
         raise ShapeError(f"widths are chosen for at most {MAX_SLOTS} slots, got {max_batch}")
-    return ChoicePlan(max_batch, most, row, most_waiting, switching, parting)
+    return ChoicePlan(max_batch, most, row, most_waiting, switching)
 
 
 def choose_width(
@@ -110,23 +107,19 @@ def choose_width(
     width_last: torch.Tensor,
     width_waited: torch.Tensor,
     width_choice: torch.Tensor,
-    draft_further: torch.Tensor | None = None,
     row: int,
     most_waiting: int,
     condition: int | None = None,
 ) -> list[KernelCall]:
     """Choose, as the reference's `choose_width`, whose arguments these are.
 
-    condition  the handle of the SWITCH node that the choice is for; None: there is none. That of the IF node around
-               drafting, where this is a part of its own, stands behind it among the kernel's arguments
+    condition  the handle of the SWITCH node that the choice is for; None: there is none
     Time: a trip to memory and one to the host's, at once. Raises ShapeError.
     """
     given = (active, lengths, extended, width_bounds, width_costs, width_expected)
-    parting = draft_further is not None
-    plan = choice_plan(*given, row=row, most_waiting=most_waiting, switching=condition is not None, parting=parting)
+    plan = choice_plan(*given, row=row, most_waiting=most_waiting, switching=condition is not None)
     reads = (active, lengths, extended, slot_ints, width_bounds, width_costs, width_expected)
-    further = 0 if draft_further is None else draft_further
-    arguments = (*reads, width_last, width_waited, width_choice, further, condition or 0, 0)
+    arguments = (*reads, width_last, width_waited, width_choice, condition or 0)
     return [KernelCall(_make(plan), (1, 1, 1), arguments)]
 
 
@@ -232,27 +225,22 @@ def _decide(sizes: Any, most_waiting: Any, bounds: Any, shared: Any, totals: Any
 
 
 @device_function
-def choose(thread: Any, plan: Any, bounds: Any, shared: Any, totals: Any, outs: Any, conditions: Any) -> None:
+def choose(thread: Any, plan: Any, bounds: Any, shared: Any, totals: Any, outs: Any, condition: Any) -> None:
     """Choose by what was loaded, by one block; the body stands in the words.
 
     bounds  the least and the greatest width that the host allows, of which the first thread knows
     """
-    sizes, most_waiting, switching, parting = plan[:3], plan[3], plan[4], plan[5]
+    sizes, most_waiting, switching = plan[:3], plan[3], plan[4]
     most = sizes[1]
-    words, (last, waited, choice, further) = shared[3], outs
+    words, (last, waited, choice) = shared[3], outs
     cuda.syncthreads()
     if thread <= most:
         _add_up(thread, sizes, shared, totals)
     cuda.syncthreads()
     if thread == 0:
         body = _decide(sizes, most_waiting, bounds, shared, totals)
-        drafts = int64(1) if body >= 1 and body <= most else int64(0)
         if switching:
-            ptx.set_graph_condition(conditions[0], uint32(body))
-        if switching and parting:
-            ptx.set_graph_condition(conditions[1], uint32(drafts))
-        if parting:
-            set_int(further, 0, drafts)
+            ptx.set_graph_condition(condition, uint32(body))
         words[BODY] = body
         set_int(choice, 0, body)
         set_int(last, 0, words[LAST])
@@ -276,9 +264,7 @@ def _make(plan: ChoicePlan) -> Kernel:
         width_last: Any,
         width_waited: Any,
         width_choice: Any,
-        draft_further: Any,
         condition: Any,
-        beginning: Any,
     ) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
@@ -291,15 +277,14 @@ def _make(plan: ChoicePlan) -> Kernel:
         bounds = (int_at(width_bounds, 0), int_at(width_bounds, 1))
         reads = (active, lengths, extended, slot_ints, width_costs, width_expected, width_last, width_waited)
         load_choice(thread, threads, sizes, reads, shared)
-        outs = (width_last, width_waited, width_choice, draft_further)
-        choose(thread, whole, bounds, shared, totals, outs, (condition, beginning))
+        outs = (width_last, width_waited, width_choice)
+        choose(thread, whole, bounds, shared, totals, outs, condition)
 
     name = "choose_width_" + "_".join(map(str, astuple(plan)))
-    return Kernel(name, kernel, (*[types.int64] * 11, types.uint64, types.uint64), threads, linked=not plan.switching)
+    return Kernel(name, kernel, (*[types.int64] * 10, types.uint64), threads, linked=not plan.switching)
 
 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles."""
     plan = ChoicePlan(8, 7, 7, 8)
-    switched = replace(plan, max_batch=1, most=5, row=0, most_waiting=64, switching=True)
-    return [_make(each) for each in (plan, switched, replace(switched, parting=True))]
+    return [_make(each) for each in (plan, ChoicePlan(1, 5, 0, 64, switching=True))]

@@ -144,7 +144,6 @@ def _calls(
     parts = (
         *((APPLIED, applies), (LISTED, lists), (GATHERED, gathers), (TOLD, tells)),
         *((("width_choice",), tells and most_drafts > 0), (HANDED, hands), (CHOSEN, choice is not None)),
-        (("draft_further",), choice is not None and "draft_further" in given),
     )
     wanted = {name for names, does in parts if does for name in names}
     if given.keys() != wanted:
@@ -180,16 +179,10 @@ def _calls(
     condition = None
     if choice is not None:
         condition, own = choice.condition, [given[name] for name in CHOSEN_BY]
-        chosen = choice_plan(
-            *own,
-            row=choice.row,
-            most_waiting=choice.most_waiting,
-            switching=condition is not None,
-            parting="draft_further" in given,
-        )
+        chosen = choice_plan(*own, row=choice.row, most_waiting=choice.most_waiting, switching=condition is not None)
         plan = replace(plan, choice=chosen)
     _check(given, plan)
-    arguments = (*(given.get(name, 0) for name in ARGUMENTS[:-2]), condition or 0, 0)
+    arguments = (*(given.get(name, 0) for name in ARGUMENTS[:-1]), condition or 0)
     return [KernelCall(begin_step_kernel(plan), (1, 1, 1), arguments)]
 
 
@@ -235,6 +228,6 @@ def examples() -> list[Kernel]:
     tree = BeginStepPlan(8, 64, 42, 8, 8, 64, 32768, 201088, 2052, 32, 300, 64, THREADS, **parts)
     lone = [replace(tree, **{**parts, **dict.fromkeys(parts, False), part: True}) for part in parts]
     first = replace(chain, rows=1, lists=False)
-    opening = replace(chain, rows=1, most_drafts=7, choice=ChoicePlan(4, 7, 0, 16, switching=True, parting=True))
+    opening = replace(chain, rows=1, most_drafts=7, choice=ChoicePlan(4, 7, 0, 16, switching=True))
     drafted = replace(chain, applies=False, lists=False, known_paths=1, known_width=4, nodes=8)
     return [begin_step_kernel(plan) for plan in (chain, first, tree, opening, drafted, *lone)]

@@ -47,7 +47,7 @@ ARGUMENTS = (
     *("draft_sources", "grammar_forced", "grammar_decided", "grammar_tokens", "grammar_paths", "grammar_lengths"),
     *("draft_nodes", "draft_live", "topology_masks", "topology_paths"),
     *("extended", "width_bounds", "width_costs", "width_expected", "width_last", "width_waited", "width_choice"),
-    *("draft_further", "condition", "beginning"),
+    "condition",
 )
 ACTIVE, COMMITTED, DRAFTED, DEEPEST, GUIDED, LIMIT, RECORD = (
     0,
@@ -361,7 +361,7 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         draft_sources: Any, grammar_forced: Any, grammar_decided: Any, grammar_tokens: Any, grammar_paths: Any,
         grammar_lengths: Any, draft_nodes: Any, draft_live: Any, topology_masks: Any, topology_paths: Any,
         extended: Any, width_bounds: Any, width_costs: Any, width_expected: Any, width_last: Any, width_waited: Any,
-        width_choice: Any, draft_further: Any, condition: Any, beginning: Any,
+        width_choice: Any, condition: Any,
     ) -> None:  # fmt: skip
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
@@ -408,8 +408,8 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             if lays_out:
                 slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, path_arrays, outs)
         if chooses:
-            updated = (width_last, width_waited, width_choice, draft_further)
-            choose(thread, choice, (least, greatest), judged, totals, updated, (condition, beginning))
+            updated = (width_last, width_waited, width_choice)
+            choose(thread, choice, (least, greatest), judged, totals, updated, condition)
         if tells:
             told, width = (grammar_tokens, grammar_paths, grammar_lengths), int64(0)
             if most_drafts > 0:  # of a step with drafts rows are told when those are made

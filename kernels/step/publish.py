@@ -25,7 +25,7 @@ from lowlat.kernels.step.publish_kernel import (
 )
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 
-__all__ = ["LoopControl", "end_step", "examples", "finish_step", "for_conditions", "publish", "tree_masks"]
+__all__ = ["LoopControl", "end_step", "examples", "finish_step", "for_condition", "publish", "tree_masks"]
 
 THREADS = 512
 MAX_ROWS = 2048  # of all slots: three words of shared memory each
@@ -194,15 +194,12 @@ def _drafting(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> PublishPl
     return replace(plan, paths=num_paths, width=width, known_paths=known_paths, known_width=known_width, nodes=nodes)
 
 
-def for_conditions(call: KernelCall, *conditions: int) -> KernelCall:
-    """The same call deciding by other nodes' conditions, its last arguments; the call itself where it does not decide.
+def for_condition(call: KernelCall, condition: int) -> KernelCall:
+    """The same call deciding by another node's condition, its last argument; the call itself where it does not decide.
 
-    conditions  the nodes' handles, which are known only while their graph is captured
+    condition  the node's handle, which is known only while its graph is captured
     """
-    if call.kernel.linked:
-        return call
-    kept = len(call.arguments) - len(conditions)
-    return replace(call, arguments=(*call.arguments[:kept], *conditions))
+    return call if call.kernel.linked else replace(call, arguments=(*call.arguments[:-1], condition))
 
 
 def examples() -> list[Kernel]:

@@ -1,4 +1,4 @@
-"""The host's side of decoding: the runtime, its scheduler, sessions and mailbox, and steps launched ahead.
+"""The host's side of decoding: the runtime, its scheduler, requests and mailbox, and steps launched ahead.
 
 It knows no kernel.
 """

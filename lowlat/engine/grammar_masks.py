@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from lowlat.engine.mailbox import Mailbox, SlotPublication
-from lowlat.engine.session import Session
+from lowlat.engine.request import Request
 from lowlat.errors import LowlatError
 from lowlat.executors import Executor
 from lowlat.kernels.reference.step.slots import MAX_FORCED
@@ -33,7 +33,7 @@ from lowlat.text.grammar.state import GrammarState
 __all__ = ["GrammarMasks", "GrammarStats"]
 
 MASK_BITS = (1 << 64) - 1
-Failures = list[tuple[Session, str]]
+Failures = list[tuple[Request, str]]
 
 
 @dataclass
@@ -75,7 +75,7 @@ class GrammarMasks:
 
     def __init__(self, mailbox: Mailbox, executor: Executor, vocab_size: int) -> None:
         self._mailbox, self._executor, self._vocab_size = mailbox, executor, vocab_size
-        self._grammars: dict[int, tuple[Session, GrammarState]] = {}
+        self._grammars: dict[int, tuple[Request, GrammarState]] = {}
         self._complaints: dict[int, str] = {}  # of grammars about committed tokens
         self._forced: dict[int, Sequence[int]] = {}  # as the mailbox has them
         self.stats = GrammarStats()
@@ -88,15 +88,15 @@ class GrammarMasks:
         """Its figures as JSON, the block `structured_output`: absent before there was any request with a grammar."""
         return {"structured_output": asdict(self.stats)} if self.stats.num_requests else {}
 
-    def join(self, session: Session) -> str | None:
-        """Fill the mask of a first token, where the session has a grammar; returns why it cannot be filled, if so."""
-        if session.grammar is None:
+    def join(self, request: Request) -> str | None:
+        """Fill the mask of a first token, where the request has a grammar; returns why it cannot be filled, if so."""
+        if request.grammar is None:
             return None
         self._executor.wait_for_ranks(self._mailbox.num_seen)
-        self._grammars[session.slot] = session, session.grammar
+        self._grammars[request.slot] = request, request.grammar
         self.stats.num_requests += 1
-        self._force(session.slot, (), len(session.prompt))
-        return self._fill(session.slot, session.prompt[-1:], (-1,))
+        self._force(request.slot, (), len(request.prompt))
+        return self._fill(request.slot, request.prompt[-1:], (-1,))
 
     def leave(self, slot: int) -> None:
         """A request has left its slot: steps under way wait for its grammar no more."""
@@ -153,61 +153,63 @@ class GrammarMasks:
             return publication._replace(finish_reason="error"), self._complaints[slot]
         if slot not in self._grammars or publication.finish_reason != "error":
             return publication, None
-        session, grammar = self._grammars[slot]
+        request, grammar = self._grammars[slot]
         try:
             grammar.advance(publication.token_ids)
             if grammar.terminated:
                 return publication._replace(finish_reason="stop"), None
-            return publication, self._dead_end(session, grammar, publication)
+            return publication, self._dead_end(request, grammar, publication)
         except LowlatError as error:
             return publication, str(error)
 
-    def _dead_end(self, session: Session, grammar: GrammarState, publication: SlotPublication) -> str | None:
+    def _dead_end(self, request: Request, grammar: GrammarState, publication: SlotPublication) -> str | None:
         """Why no token could be drawn; None where some could: then it was the logits."""
         mask = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
-        grammar.fill((session.committed[-1],), (-1,), mask)
+        grammar.fill((request.committed[-1],), (-1,), mask)
         may_follow = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab_size]
-        position, num_tokens = publication.length, publication.length - len(session.prompt)
+        position, num_tokens = publication.length, publication.length - len(request.prompt)
         if not may_follow.any():
             return f"the grammar allows no token at position {position}"
-        may_follow[list(session.stop_ids)] = 0
-        if num_tokens < session.params.min_tokens and not may_follow.any():
+        may_follow[list(request.stop_ids)] = 0
+        if num_tokens < request.params.min_tokens and not may_follow.any():
             return (
                 f"the grammar allows nothing but the end at position {position}, after {num_tokens} tokens, and "
-                f"min_tokens {session.params.min_tokens} forbids it"
+                f"min_tokens {request.params.min_tokens} forbids it"
             )
         return None
 
     def fill(self, num_rows: int) -> Failures:
-        """Fill what the step that runs still lacks, of so many rows a slot; returns sessions whose masks cannot be.
+        """Fill what the step that runs still lacks, of so many rows a slot; returns requests whose masks cannot be.
 
         It waits for the device to tell the rows. Raises DeviceError when the device has failed.
         """
         failures: Failures = []
-        for slot, (session, _) in self._grammars.items():
-            length = len(session.committed)
+        for slot, (request, _) in self._grammars.items():
+            length = len(request.committed)
             if self._mailbox.masks_wanted(slot, length):
-                tokens, parents = self._rows(slot, session, num_rows)
+                tokens, parents = self._rows(slot, request, num_rows)
                 problem = self._fill(slot, tokens, parents)
                 if problem is not None:
-                    failures.append((session, problem))
+                    failures.append((request, problem))
         return failures
 
-    def _rows(self, slot: int, session: Session, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _rows(self, slot: int, request: Request, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tokens of a slot's rows, -1 where dead, and the row above each."""
         if num_rows == 1:
-            return (session.committed[-1],), (-1,)
-        length = len(session.committed)
+            return (request.committed[-1],), (-1,)
+        length = len(request.committed)
         start = time.perf_counter()
-        self._executor.wait_until(lambda: self._mailbox.rows_told(slot, length))
+        self._executor.wait_until(lambda: self._mailbox.rows_told(slot, length) or self._mailbox.has_unseen)
         self.stats.rows_wait_s += time.perf_counter() - start
+        if not self._mailbox.rows_told(slot, length):  # the step has dropped the slot: its next one verifies no draft
+            return (request.committed[-1],), (-1,)
         tokens, paths = self._mailbox.rows(slot, num_rows)
         above = ((path & MASK_BITS & ~(1 << row)).bit_length() - 1 for row, path in enumerate(paths))
         return tuple(tokens), tuple(above)
 
     def _fill(self, slot: int, tokens: tuple[int, ...], parents: tuple[int, ...]) -> str | None:
         """Fill the masks of a slot's rows and let its draw go on; returns why that cannot be, if so."""
-        session, grammar = self._grammars[slot]
+        request, grammar = self._grammars[slot]
         masks = self._mailbox.masks(slot)
         live = [row for row, token in enumerate(tokens) if token >= 0]
         problem, start = None, time.perf_counter()
@@ -222,5 +224,5 @@ class GrammarMasks:
         except LowlatError as error:
             problem = str(error)
         self.stats.filled(len(live), time.perf_counter() - start)
-        self._mailbox.send_masks(slot, len(session.committed))
+        self._mailbox.send_masks(slot, len(request.committed))
         return problem

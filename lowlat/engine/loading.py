@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import NoneType
+from typing import Any
 
 import torch
 
@@ -18,7 +19,9 @@ from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.engine.memory.held import HeldMemory, held_memory
 from lowlat.engine.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
+from lowlat.engine.memory.refreshes import Refreshes
 from lowlat.engine.perf import check_device, check_launches
+from lowlat.engine.proposer import Proposer, StepParts
 from lowlat.engine.scheduler import Scheduler
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
@@ -40,6 +43,7 @@ from lowlat.speculators.methods import fetch_speculator, load_speculator
 from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.adaptive import build_adaptive
+from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
@@ -47,9 +51,9 @@ from lowlat.step.width_times import set_costs
 from lowlat.text import TextCodec
 
 __all__ = [
-    "DRAFT_ENDS",
     "Loaded",
     "bucket_batches",
+    "build_program",
     "build_rank",
     "load",
     "make_geometry",
@@ -60,7 +64,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("lowlat")
-DRAFT_ENDS = (1, 2, 4)  # levels behind which confidence is looked at: each time costs a few microseconds
 Progress = Callable[[int, int], None]
 
 
@@ -98,6 +101,19 @@ class Loaded:
         if own is None or own in ends or own >= self.target.config.vocab_size:
             return ends
         return (*ends, own)
+
+    def speculation_limits(self, used: SpeculativeConfig | None) -> dict[str, Any]:
+        """The sizes of speculation, by option; empty where there is none."""
+        if used is None:
+            return {}
+        draft = None if self.geometry.speculator is None else self.geometry.speculator.draft_config
+        boundaries = None if draft is None else draft.capture_boundaries
+        return {"method": used.method, **self.topologies[max(self.topologies)].limits, "capture_layers": boundaries}
+
+    def make_proposer(self, parts: StepParts) -> Proposer:
+        """The source of proposals of this runtime, beside its draft model: SpecPV's steps, or none."""
+        partial = self.geometry.partial
+        return Proposer(parts) if partial is None else Refreshes(parts, partial)
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""
@@ -198,8 +214,7 @@ def make_ladder(
     if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
         verifier = geometry.partial.buffer + 1, speculative.num_speculative_tokens
     adaptive = geometry.max_width is not None
-    batches, ends = bucket_batches(geometry.max_batch), geometry.draft_ends
-    return BucketLadder(batches, rows_of, adaptive=adaptive, ends=ends, verifier=verifier)
+    return BucketLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, verifier=verifier)
 
 
 def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
@@ -216,7 +231,7 @@ def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: Runtim
 
 def build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:
     """The programs of a rank."""
-    programs = {bucket: _build(geometry, bucket, topologies) for bucket in ladder.programs}
+    programs = {bucket: build_program(geometry, bucket, topologies) for bucket in ladder.programs}
     return Rank(geometry.config, programs, build_prefills(geometry))
 
 
@@ -240,7 +255,8 @@ def _check_memory(
     return needs
 
 
-def _build(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, Topology]) -> Program:
+def build_program(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, Topology]) -> Program:
+    """The program of one bucket."""
     if geometry.max_width is not None:
         return build_adaptive(geometry, bucket)
     return build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
@@ -355,13 +371,21 @@ def make_geometry(
         num_drafted_rows=num_drafted_rows,
         partial=partial,
         max_width=_max_width(speculator, speculative),
-        draft_ends=_draft_ends(speculator, speculative),
         prompt_logits=options.prompt_logits,
         prompt_logprobs=options.prompt_logprobs and not options.is_strict,
+        checks=_checks(options, has_partial=partial is not None),
     )
     per_chunk, num_requests = options.prefill_chunk // options.block_size, max(options.max_batch, num_blocks // worst)
     pools = [pool.default_blocks(worst, per_chunk, num_requests) for pool in geometry.window_pools]
     return replace(geometry, window_blocks=tuple(pools))
+
+
+def _checks(options: RuntimeConfig, *, has_partial: bool) -> CheckedKinds | None:
+    """The checks of each step. Raises ConfigError for a fallback that steps over a part of the cache do not have."""
+    kinds, falls_back = options.checked_kinds, options.on_failed_check == "single"
+    if falls_back and has_partial:
+        raise ConfigError("on_failed_check 'single' is not implemented for enable_specpv; take 'end'")
+    return CheckedKinds("masks" in kinds, "spans" in kinds, "lengths" in kinds, falls_back) if kinds else None
 
 
 def _check_choices(speculator: Speculator | None, topologies: Mapping[int, Topology]) -> None:
@@ -418,18 +442,6 @@ def _max_width(speculator: Speculator | None, speculative: SpeculativeConfig | N
             f"with text_drafts {speculative.text_drafts!r}; give a number of tokens, or leave text_drafts out"
         )
     return speculative.num_speculative_tokens
-
-
-def _draft_ends(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> tuple[int, ...]:
-    """The levels behind which drafting may end by confidence. Raises ConfigError where it cannot."""
-    if speculator is None or speculative is None or not speculative.adaptive_confidence:
-        return ()
-    if not speculator.drafts_by_level:
-        raise ConfigError(
-            f"adaptive_confidence is of draft models that draft level by level, and method {speculative.method!r} "
-            "drafts at once; leave it out"
-        )
-    return tuple(end for end in DRAFT_ENDS if end < speculative.num_speculative_tokens)
 
 
 def bucket_batches(max_batch: int) -> list[int]:

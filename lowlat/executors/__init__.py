@@ -108,14 +108,10 @@ class LoopingExecutor(Executor, Protocol):
 
 
 def chosen_body(bucket: Bucket, state: Mapping[str, torch.Tensor], run: Callable[[Bucket], None]) -> Bucket:
-    """Run the opening of a step that chooses, and its parts as far as it drafts; returns the body that is chosen.
+    """Run the opening of a step that chooses; returns the body that is chosen.
 
-    state  with `width_choice` and, where drafting is parts of its own, `draft_further`
+    state  with `width_choice`
     run    runs a program and waits until the state holds what it wrote
     """
     run(bucket)
-    for part in bucket.parts:
-        if not int(state["draft_further"]):
-            break
-        run(part)
     return bucket.bodies[int(state["width_choice"])]

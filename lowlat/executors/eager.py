@@ -60,6 +60,7 @@ class EagerExecutor(KernelExecutor):
         if prepared is None:
             prepared = self._prepared[size] = self.prepare(size)
         hook = self._hook if isinstance(size, Bucket) else None
+        program = self._programs[size]
         runs = [(stage, list(run)) for stage, run in groupby(prepared, key=lambda entry: entry[0].stage)]
         begun = max((place for place, (_, run) in enumerate(runs) if _lists_rows(run)), default=-1)
         with torch.cuda.stream(self.stream):
@@ -67,7 +68,7 @@ class EagerExecutor(KernelExecutor):
             if meanwhile is not None and begun < 0:  # what chose this step's width has told the rows
                 meanwhile()
             for place, (stage, run) in enumerate(runs):
-                with torch.cuda.nvtx.range(str(stage)):
+                with torch.cuda.nvtx.range(program.range_name(stage)):
                     for group, launches in run:
                         for launch in launches:
                             launch.issue(stream)

@@ -19,7 +19,7 @@ from lowlat.graphs.capture import Body, CapturedGraph, Choice, capture, capture_
 from lowlat.graphs.launch import Launch
 from lowlat.graphs.program import Program
 from lowlat.kernels.moe.packing import PackedExperts
-from lowlat.kernels.step.publish import LoopControl, for_conditions
+from lowlat.kernels.step.publish import LoopControl, for_condition
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.lowering.binding import Call, LibraryCall
 from lowlat.lowering.lower import LoweredGroup
@@ -68,7 +68,7 @@ class GraphExecutor(KernelExecutor):
             self._loop_budget = torch.zeros(1, dtype=torch.int64, device=device)
             shared = None if place is None else place.peers.stop_flag
             self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True) if shared is None else shared
-            chosen = {part for bucket in programs for part in (*bucket.bodies, *bucket.parts)}  # captured with it
+            chosen = {body for bucket in programs for body in bucket.bodies}  # captured with it
             captured = [bucket for bucket in programs if bucket not in chosen]
             repeated = [bucket for bucket in programs if looping and not bucket.prefilled and not bucket.verifies]
             bodies = {bucket: self._lower(bucket, self._control()) for bucket in repeated}
@@ -107,9 +107,8 @@ class GraphExecutor(KernelExecutor):
             return capture(self._core_stream, launches)
 
     def _choice(self, bucket: Bucket, groups: Mapping[Any, Sequence[LoweredGroup]]) -> Choice:
-        """The opening of a bucket, its bodies, and the parts between."""
-        bodies, parts = ([self._part(groups[each]) for each in some] for some in (bucket.bodies, bucket.parts))
-        return Choice(self._part(groups[bucket]), bodies, parts)
+        """The opening of a bucket, and its bodies."""
+        return Choice(self._part(groups[bucket]), [self._part(groups[each]) for each in bucket.bodies])
 
     def _capture_loop(self, bucket: Bucket, bodies: Mapping[Bucket, Sequence[LoweredGroup]]) -> CapturedGraph:
         if bucket.chooses:
@@ -124,9 +123,9 @@ class GraphExecutor(KernelExecutor):
                 raise DeviceError(f"{call.name} calls a library, which cannot be part of what the device repeats")
             prepared.append((call, self.launcher.prepare(call)))
 
-        def body(*conditions: int) -> Iterator[Launch]:
+        def body(condition: int) -> Iterator[Launch]:
             for call, launch in prepared:
-                bound = for_conditions(call, *conditions)
+                bound = for_condition(call, condition)
                 yield launch if bound is call else self.launcher.prepare(bound)
 
         return body

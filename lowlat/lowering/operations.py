@@ -36,12 +36,9 @@ from lowlat.kernels.sampling.row_pairs import finite
 from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.speculation.accept import accept, accept_simulated, commit, draft_rows, truncate
-from lowlat.kernels.speculation.choose_depth import choose_depth
 from lowlat.kernels.speculation.choose_drafts import choose_drafts
 from lowlat.kernels.speculation.choose_width import choose_width
-from lowlat.kernels.speculation.confidence import learn_confidence
 from lowlat.kernels.speculation.draft_block import block_rows, mask_rows
-from lowlat.kernels.speculation.draft_confidence import draft_confidence
 from lowlat.kernels.speculation.draft_input import concat_norms
 from lowlat.kernels.speculation.draft_level import assign_drafts, gather_level
 from lowlat.kernels.speculation.draft_rows import (
@@ -62,6 +59,7 @@ from lowlat.kernels.speculation.suffix_draft import suffix_draft
 from lowlat.kernels.speculation.waiting import keep_features, take_features, waiting_rows
 from lowlat.kernels.speculation.width_odds import join_widths, learn_widths
 from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
+from lowlat.kernels.step.checks import check_accepted, check_commit, check_rows, check_slots
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.lowering.binding import Binding, Call, decodes
@@ -233,16 +231,12 @@ def _choose_width(binding: Binding, op: Op) -> Sequence[Call]:
     return choose_width(**binding.arguments(op), condition=0 if binding.switches else None)
 
 
-def _choose_depth(binding: Binding, op: Op) -> Sequence[Call]:
-    handle = 0 if binding.switches else None
-    return choose_depth(**binding.arguments(op), condition=handle, further=handle)
-
-
 _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
+    *(check_accepted, check_commit, check_rows, check_slots),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
-    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_confidence, learn_widths),
+    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_widths),
     list_active_slots,
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, place_table, prefill_kv_write, publish_rows),
     *(qk_norm, rms_norm),
@@ -264,9 +258,7 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         **{build.__name__: _by_name(build) for build in _BY_NAME},
         "attention": _attention,
         "choose_blocks": _choose_blocks,
-        "choose_depth": _choose_depth,
         "choose_width": _choose_width,
-        "draft_confidence": _with_workspace(draft_confidence),
         "draft_topk": draft_topk_alone,
         "draft_topk_logprobs": _with_workspace(draft_topk_logprobs),
         "embed": _embed,

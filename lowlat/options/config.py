@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from lowlat.errors import ConfigError
 from lowlat.options.acceptance import acceptance_for
+from lowlat.options.checks import parse_checks
 from lowlat.options.declaration import check_integer, check_options, declare, documented, options_of
 from lowlat.options.limits import LimitCheck, compare_limits
 
@@ -95,11 +96,6 @@ class SpeculativeConfig:
         False,
         "Let each step choose how many drafts it makes and verifies, from none to num_speculative_tokens, by what is "
         "accepted and what it costs; of chains.",
-    )
-    adaptive_confidence: bool = declare(
-        False,
-        "With adaptive_width: let drafting end, on the device, where the draft model's own confidence says that more "
-        "would not pay; of EAGLE3's chains.",
     )
     draft_tensor_parallel_size: int | None = declare(
         None,
@@ -200,10 +196,6 @@ class SpeculativeConfig:
         if self.adaptive_width and (trees or not self.num_speculative_tokens):
             problem = f"{trees[0]} asks for one of its own" if trees else "num_speculative_tokens is 0"
             raise ConfigError(f"adaptive_width chooses among chains of at least one draft, and {problem}")
-        if self.adaptive_confidence and not self.adaptive_width:
-            raise ConfigError(
-                "adaptive_confidence goes with adaptive_width (num_speculative_tokens 'auto'), which is off"
-            )
         if self.capture_layers is not None:
             if not isinstance(self.capture_layers, (tuple, list)):
                 raise ConfigError(f"capture_layers must be a list of boundaries, got {self.capture_layers!r:.80}")
@@ -396,6 +388,17 @@ class RuntimeConfig:
         "strict: greedy requests alone, no debugging, and an error in place of anything slower than the kernels that "
         "were tuned: for measuring.",
     )
+    check: str | None = declare(
+        None,
+        "Check in each step, on the device, masks (of trees), spans (of KV blocks), lengths: any of them with commas, "
+        "or all; for debugging and soaks.",
+        metavar="KIND,KIND",
+    )
+    on_failed_check: Literal["end", "single"] = declare(
+        "end",
+        "Where a check fails the step's tokens of that request are dropped, and it ends with an error; single: it goes "
+        "on without drafts, and ends when another check fails.",
+    )
     fuse: bool = declare(True, "Cover runs of operations by one launch; without it each has its own: for debugging.")
     watchdog_factor: float = declare(
         10.0,
@@ -423,6 +426,8 @@ class RuntimeConfig:
             raise ConfigError("prompt_logits needs prefix_reuse off: shared chunks are not run again")
         if self.share_decoded and not self.prefix_reuse:
             raise ConfigError("share_decoded needs prefix_reuse, which is off")
+        if self.on_failed_check != "end" and not self.checked_kinds:
+            raise ConfigError(f"on_failed_check {self.on_failed_check!r} needs check, which names none")
         self._check_ranks()
         self._check_perf_mode()
 
@@ -431,6 +436,8 @@ class RuntimeConfig:
         size, named = self.tensor_parallel_size, self.devices
         if size & (size - 1):
             raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
+        if size > 1 and self.checked_kinds:
+            raise ConfigError(f"check is not implemented for tensor_parallel_size {size}; leave one of them out")
         if not isinstance(named, tuple) or any(type(number) is not int or number < 0 for number in named):
             raise ConfigError(f"devices must be a tuple of numbers of cards, such as (0, 1), got {named!r:.80}")
         if named and self.device not in ("auto", "cuda"):
@@ -443,11 +450,17 @@ class RuntimeConfig:
         debugging = {
             "executor": self.executor == "eager",
             "fuse": not self.fuse,
+            "check": bool(self.checked_kinds),
             "traces": self.traces != TraceConfig(),
         }
         for name, is_on in debugging.items():
             if self.is_strict and is_on:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is for debugging, which perf_mode 'strict' refuses")
+
+    @property
+    def checked_kinds(self) -> frozenset[str]:
+        """The kinds of checks that each step makes. Raises ConfigError for a name that is none."""
+        return parse_checks(self.check)
 
     @property
     def is_strict(self) -> bool:

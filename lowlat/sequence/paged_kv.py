@@ -40,7 +40,7 @@ def cache_specs(
 
 @dataclass(frozen=True)
 class PagedKV(SequenceState):
-    """The target's KV cache: for each layer k and v, [P, G, block, D] in the compute dtype, or codes.
+    """The target's KV cache: for each layer with attention k and v, [P, G, block, D] in the compute dtype, or codes.
 
     num_blocks  P, the null block included
     block_size  positions of a block
@@ -54,10 +54,15 @@ class PagedKV(SequenceState):
 
     def specs(self) -> list[BufferSpec]:
         """`k_cache.LAYER` and `v_cache.LAYER`."""
-        config, pools = self.config, (self.num_blocks, self.windows)
-        extents, dtype = (config.num_kv_heads, self.block_size, config.head_dim), kv_dtype(config)
+        dtype, pools = kv_dtype(self.config), (self.num_blocks, self.windows)
         return [
-            spec
-            for layer, window in enumerate(config.windows)
-            for spec in cache_specs((f"k_cache.{layer}", f"v_cache.{layer}"), extents, dtype, pools, window)
+            cache
+            for layer, spec in self.config.attentions.items()
+            for cache in cache_specs(
+                (f"k_cache.{layer}", f"v_cache.{layer}"),
+                (spec.num_kv_heads, self.block_size, spec.head_dim),
+                dtype,
+                pools,
+                spec.window,
+            )
         ]

@@ -15,16 +15,17 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket, BufferSpec
-from lowlat.graphs.program import ProgramBuilder
-from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.graphs.program import OWN_NAMES, ProgramBuilder, RangeNames
+from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.layer_spec import Rotation
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.walk import Tables
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.growth import Growth
 from lowlat.speculators.tree.topology import TreeTopology
 
 __all__ = [
-    "LevelOutput",
     "LoadedSpeculator",
     "PrefillScope",
     "Scope",
@@ -34,8 +35,6 @@ __all__ = [
     "WaitedRows",
     "draft_model_of",
 ]
-
-Tables = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,14 @@ class Scope:
 
     config      the target's geometry
     boundaries  the target's residual stream entering layers 0 to L - 1 and leaving the last: buffer names, [M, N]
-    tables      cos and sin of the speculator's own RoPE, [C, D / 2] float32; None where it has none
+    tables      cos and sin of RoPE, [C, D / 2] float32, of the target's rotations and of the speculator's own
     block_size  positions of a KV block
     """
 
     builder: ProgramBuilder
     config: ModelConfig
     boundaries: Sequence[str]
-    tables: Tables | None
+    tables: Tables
     block_size: int
 
     @property
@@ -159,18 +158,6 @@ class WaitedRows:
     names: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class LevelOutput:
-    """The buffers that the last of some levels leaves.
-
-    logits    [B, Vd] float32
-    row_live  B entries
-    """
-
-    logits: str
-    row_live: str
-
-
 class Speculator(ABC):
     """A way of drafting for one target: geometry and programs, without the content of weights.
 
@@ -199,14 +186,19 @@ class Speculator(ABC):
         return self
 
     @property
-    def rope(self) -> tuple[RopeConfig, int] | None:
-        """The rotary embedding of its own attention and the size of a head; None where it has no attention."""
-        return None
+    def rotations(self) -> tuple[Rotation, ...]:
+        """What fixes the RoPE tables of its own attention; () where it has no attention."""
+        return () if self.draft_config is None else self.draft_config.rotations
 
     @property
     def draft_sources(self) -> tuple[str, str]:
         """The names, in statistics, of the sources of its drafts: of its own, and of text beside it."""
         return self.method, ""
+
+    @property
+    def range_names(self) -> RangeNames:
+        """What profiles call the stages of its steps, where that is not the stages' own names."""
+        return OWN_NAMES
 
     @property
     def attends_everything(self) -> bool:
@@ -225,11 +217,6 @@ class Speculator(ABC):
         Where it can, drafting may open a step, of a width that is chosen anew each time.
         """
         return None
-
-    @property
-    def drafts_by_level(self) -> bool:
-        """Whether drafting of a chain may halt behind any level, so that it is parts of a step: see `emit_levels`."""
-        return False
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """The buffers of role STATE that it keeps between steps."""
@@ -261,22 +248,6 @@ class Speculator(ABC):
     @abstractmethod
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
         """Append drafting: a level at a time, a block at once, or from text alone; returns `scope.draft_nodes()`."""
-
-    def emit_levels(self, scope: StepScope, above: tuple[str, ...], levels: range) -> LevelOutput:
-        """Append some levels of a chain, which write their nodes of `scope.draft_nodes()`.
-
-        above  what `emit_extend` returned for the first level; for others what `fed_back` names of the level before
-        """
-        raise ValueError(f"method {self.method!r} does not draft level by level")
-
-    @property
-    def feedback_size(self) -> int:
-        """H of what a level feeds back."""
-        return 0 if self.draft_config is None else self.draft_config.hidden_size
-
-    def fed_back(self, level: int) -> str:
-        """The buffer of what a level feeds back to the next one, [B, H] in the compute dtype."""
-        raise ValueError(f"method {self.method!r} does not draft level by level")
 
 
 def draft_model_of(options: SpeculativeConfig) -> str:

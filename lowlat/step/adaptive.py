@@ -5,16 +5,13 @@ rows, and one choice a step is enough. The draft model runs over the positions c
 whose features wait in state; a body of width zero runs it only when too many wait. The opening lists the
 active slots for all bodies, and lays out the only row of each for those of width zero. Where a prompt's first token is
 chosen, nothing is drafted.
-
-Where drafting may end by how sure the draft model is (`draft_ends`), it is parts of its own between opening and body:
-each drafts some levels and, but for the last, chooses anew what is verified and whether the next one drafts further.
 """
 
 import torch
 
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program, Stage
-from lowlat.speculators.base import LevelOutput, WaitedRows
+from lowlat.speculators.base import WaitedRows
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import StepBuilder
 from lowlat.step.state import StepGeometry, waiting_boundaries
@@ -27,16 +24,12 @@ ROWS = (
     *("dense_lens", "num_verified", "verified_depth", "verified_source"),
 )
 RECORD = ("width_odds", "width_runs", "width_expected")
-LEFT = {"draft_live": "waited.live", "draft_lens": "waited.lens"}  # by a part to those behind it, and to bodies
-DRAFTED = ("draft_nodes", "draft_kinds", *LEFT.values())
 
 
 def build_adaptive(geometry: StepGeometry, bucket: Bucket) -> Program:
-    """The Program of a bucket where widths are chosen: an opening, a part, a body, or that of a first token."""
+    """The Program of a bucket where widths are chosen: an opening, a body, or that of a first token."""
     if bucket.chooses:
         return _Opening(geometry, bucket, TreeTopology.chain(0)).build()
-    if bucket.levels:
-        return _Part(geometry, bucket, TreeTopology.chain(geometry.max_width or 0)).build()
     return _Body(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)).build()
 
 
@@ -54,9 +47,9 @@ class _Opening(StepBuilder):
         self.builder.keep((*SLOTS, *ROWS), _opened(self.batch))
         self._apply_commands()
         self._list_slots()
+        self.checks.slots()
         names = ("active", "lengths", "extended", "slot_ints", "width_bounds", "width_costs", "width_expected")
-        parting = ("draft_further",) if self.geometry.draft_ends else ()
-        written = ("width_last", "width_waited", "width_choice", *parting)
+        written = ("width_last", "width_waited", "width_choice")
         self.builder.emit(
             "choose_width",
             Stage.ACTIVE_SLOTS,
@@ -69,91 +62,7 @@ class _Opening(StepBuilder):
         return self.builder.build()
 
 
-class _Drafting(StepBuilder):
-    """The part of a step that drafts over rows that have waited."""
-
-    def _waited(self, count: int) -> WaitedRows:
-        batch, geometry = self.batch, self.geometry
-        self.builder.constant("waited.offsets", torch.arange(count, dtype=torch.int32))
-        outs = {
-            "waiting_tokens": self._ints("waited.tokens", batch, count),
-            "counts": self._ints("waited.counts", batch),
-            "firsts": self._ints("waited.firsts", batch),
-            "draft_live": self._ints("waited.live", batch, dtype=torch.uint8),
-            "draft_lens": self._ints("waited.lens", batch),
-        }
-        reads = {name: name for name in ("slots", "lengths", "tokens", "extended")}
-        self.builder.emit("waiting_rows", Stage.EAGLE_DRAFT_FC, reads=reads, writes=outs)
-        names = {
-            "accepted_tokens": outs["waiting_tokens"],
-            "commit_lens": outs["counts"],
-            "dense_lens": outs["firsts"],
-            **LEFT,
-        }
-        features = None
-        if waiting_boundaries(geometry):
-            kept = self.builder.spec("waiting_features").shape
-            features = self.builder.scratch("waited.features", (batch * count, kept[2]), geometry.dtype)
-            reads = {"waiting_features": "waiting_features", "slots": "slots"}
-            reads |= {name: outs[name] for name in ("firsts", "counts")}
-            self.builder.emit("take_features", Stage.EAGLE_DRAFT_FC, reads=reads, writes={"out": features})
-        return WaitedRows(count, features, names)
-
-    def _drafted(self) -> WaitedRows:
-        """The nodes that parts leave, kinds of confidence, and which slots are live, in state of the bucket's batch."""
-        batch, ends = self.batch, self.geometry.draft_ends
-        self.builder.keep(DRAFTED, _opened(batch))
-        self._ints("draft_kinds", batch, len(ends))
-        self._ints("draft_nodes", batch, (self.geometry.max_width or 0) + 1)
-        self._ints(LEFT["draft_live"], batch, dtype=torch.uint8)
-        self._ints(LEFT["draft_lens"], batch)
-        return WaitedRows(self.geometry.max_rows, None, LEFT)
-
-
-class _Part(_Drafting):
-    """Some levels of a step's drafts."""
-
-    def build(self) -> Program:
-        """All operations, checked and frozen."""
-        geometry, batch, (first, last) = self.geometry, self.batch, self.bucket.levels
-        speculator = geometry.speculator
-        if speculator is None:
-            raise ValueError("without a speculator no step drafts")
-        fed = [speculator.fed_back(end - 1) for end in geometry.draft_ends]
-        self.builder.keep((*SLOTS, *fed), _opened(batch))
-        self._ints("slots", batch)
-        waited = self._drafted()
-        if first:
-            above: tuple[str, ...] = (speculator.fed_back(first - 1),)
-            self.builder.scratch(above[0], (batch, speculator.feedback_size), geometry.dtype)
-            scope = self._scope([], waited)
-        else:
-            scope = self._scope([], self._waited(geometry.max_rows))
-            above = speculator.emit_extend(scope)
-        left = speculator.emit_levels(scope, above, range(first, last))
-        if last in geometry.draft_ends:
-            self._choose(left, geometry.draft_ends.index(last), last)
-        return self.builder.build()
-
-    def _choose(self, left: LevelOutput, end: int, depth: int) -> None:
-        """Choose how much is verified, and whether the next part drafts further."""
-        stage = Stage.EAGLE_DRAFT_LM_HEAD
-        reads = {"logits": left.logits, "row_live": left.row_live}
-        self.builder.emit("draft_confidence", stage, reads=reads, writes={"draft_kinds": "draft_kinds"}, end=end)
-        read = ("slots", "lengths", "slot_ints", "width_bounds", "width_costs", "depth_costs")
-        written = ("draft_expected", "draft_rates", "width_choice", "draft_further")
-        self.builder.emit(
-            "choose_depth",
-            stage,
-            reads={name: name for name in (*read, "width_expected", "sure_odds", "draft_kinds")},
-            writes={name: name for name in written},
-            row=self.batch - 1,
-            end=end,
-            depth=depth,
-        )
-
-
-class _Body(_Drafting):
+class _Body(StepBuilder):
     """A step of one width."""
 
     def build(self) -> Program:
@@ -165,10 +74,7 @@ class _Body(_Drafting):
         else:
             self.builder.keep(SLOTS if depth else (*SLOTS, *ROWS), _opened(self.batch))
             self._ints("slots", self.batch)
-            if depth and self.geometry.draft_ends:
-                self._hand_over(self._scope([], self._drafted()), "draft_nodes")
-            else:
-                self._draft_waiting()
+            self._draft_waiting()
             if depth:
                 self._gather_rows()
             else:
@@ -194,6 +100,34 @@ class _Body(_Drafting):
         if depth:
             self._hand_over(scope, speculator.emit_draft(scope, extended))
 
+    def _waited(self, count: int) -> WaitedRows:
+        batch, geometry = self.batch, self.geometry
+        self.builder.constant("waited.offsets", torch.arange(count, dtype=torch.int32))
+        outs = {
+            "waiting_tokens": self._ints("waited.tokens", batch, count),
+            "counts": self._ints("waited.counts", batch),
+            "firsts": self._ints("waited.firsts", batch),
+            "draft_live": self._ints("waited.live", batch, dtype=torch.uint8),
+            "draft_lens": self._ints("waited.lens", batch),
+        }
+        reads = {name: name for name in ("slots", "lengths", "tokens", "extended")}
+        self.builder.emit("waiting_rows", Stage.DRAFT_FC, reads=reads, writes=outs)
+        names = {
+            "accepted_tokens": outs["waiting_tokens"],
+            "commit_lens": outs["counts"],
+            "dense_lens": outs["firsts"],
+            "draft_live": "waited.live",
+            "draft_lens": "waited.lens",
+        }
+        features = None
+        if waiting_boundaries(geometry):
+            kept = self.builder.spec("waiting_features").shape
+            features = self.builder.scratch("waited.features", (batch * count, kept[2]), geometry.dtype)
+            reads = {"waiting_features": "waiting_features", "slots": "slots"}
+            reads |= {name: outs[name] for name in ("firsts", "counts")}
+            self.builder.emit("take_features", Stage.DRAFT_FC, reads=reads, writes={"out": features})
+        return WaitedRows(count, features, names)
+
     def _keep_features(self, boundaries: list[str]) -> None:
         """The features of what was committed, which wait from now on."""
         captured, prefilled = waiting_boundaries(self.geometry), self.bucket.prefilled
@@ -215,16 +149,9 @@ class _Body(_Drafting):
             writes={name: name for name in ("extended", *RECORD)},
             extends=bool(self.bucket.num_speculative_tokens) or self.bucket.extends,
         )
-        ends = self.geometry.draft_ends
-        if not ends or not self.bucket.num_speculative_tokens:
-            return
-        told = ("slots", "accepted_lens", "num_verified", "verified_source", "draft_kinds", "draft_rates")
-        reads = {name: name for name in told}
-        reads["draft_ends"] = self.builder.constant("draft_ends", torch.tensor(ends, dtype=torch.int32))
-        self.builder.emit("learn_confidence", Stage.PUBLISH, reads=reads, writes={"sure_odds": "sure_odds"})
 
     def _join(self) -> None:
         """The record of a request that begins."""
         reads = {name: name for name in ("slots", "lengths", "draft_live")}
         writes = {name: name for name in ("extended", *RECORD, "width_waited")}
-        self.builder.emit("join_widths", Stage.EAGLE_TAIL_COMMIT, reads=reads, writes=writes)
+        self.builder.emit("join_widths", Stage.COMMIT, reads=reads, writes=writes)

@@ -18,6 +18,7 @@ from lowlat.models.decoder import emit_decoder, emit_lm_head
 from lowlat.models.layers import Rows, table_of
 from lowlat.speculators.base import StepScope, WaitedRows
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
+from lowlat.step.checks import CheckEmitter
 from lowlat.step.state import StepGeometry, declare_state, declare_tables
 
 __all__ = ["StepBuilder", "build_step"]
@@ -40,9 +41,10 @@ class StepBuilder:
         self.topology = topology
         self.batch, self.width = bucket.batch, bucket.rows
         self.partial = None if bucket.verifies else geometry.partial
-        self.builder = ProgramBuilder(f"step[{bucket}]", OPERATIONS)
+        self.builder = ProgramBuilder(f"step[{bucket}]", OPERATIONS, range_names=geometry.range_names)
         declare_state(self.builder, geometry)
         self.tables = declare_tables(self.builder, geometry)
+        self.checks = CheckEmitter(self.builder, geometry, bucket)
 
     def build(self) -> Program:
         """All stages, checked and frozen."""
@@ -71,6 +73,7 @@ class StepBuilder:
         self._apply_commands()
         if not self.bucket.prefilled:
             self._list_slots()
+        self.checks.slots()
 
     def _apply_commands(self) -> None:
         staged = {f"staged_{name}": f"staged_{name}" for name in STAGED}
@@ -115,6 +118,7 @@ class StepBuilder:
         asked = (*asked, "width_choice") if most_drafts else asked
         reads, writes = {name: name for name in asked}, {name: name for name in told}
         self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes, most_drafts=most_drafts)
+        self.checks.rows()
         if self.partial is not None and not self.bucket.prefilled:
             reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
             self.builder.emit(
@@ -134,16 +138,16 @@ class StepBuilder:
             write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
             partial=self.partial,
         )
-        stage, config = Stage.BASE_DECODE_STEP, self.geometry.config
+        stage, config = Stage.VERIFY, self.geometry.config
         if self.bucket.prefilled:
             emit_lm_head(self.builder, config, rows, "prefilled_residual", stage)
             return ["prefilled_residual"]
-        boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables["target"], stage)
+        boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables, stage)
         emit_lm_head(self.builder, config, rows, boundaries[-1], stage)
         return boundaries
 
     def _accept(self) -> None:
-        stage, batch, rows = Stage.EAGLE_ACCEPT, self.batch, self.width
+        stage, batch, rows = Stage.ACCEPT, self.batch, self.width
         emit = self.builder.emit
         logits = {"logits": "target.logits", "row_live": "row_live"}
         finite = self._ints("finite", batch, rows, dtype=torch.uint8)
@@ -179,9 +183,10 @@ class StepBuilder:
             reads["lengths"] = "lengths"
             seed = self.geometry.simulated_seed
             emit("accept_simulated", stage, reads=reads, writes=writes, probability=probability, seed=seed)
+        self.checks.accepted()
 
     def _commit(self) -> None:
-        stage, batch = Stage.EAGLE_TAIL_COMMIT, self.batch
+        stage, batch = Stage.COMMIT, self.batch
         accepted = {"accepted_tokens": "accepted_tokens", "accepted_nodes": "accepted_nodes"}
         state = ("accepted_lens", "finite", "slots", "lengths", "slot_ints", "stop_ids")
         outs = {"commit_lens": self._ints("commit_lens", batch), "finish": self._ints("finish", batch)}
@@ -197,12 +202,13 @@ class StepBuilder:
             "draft_lens": self._ints("draft_lens", batch),
         }
         self.builder.emit("commit", stage, reads={name: name for name in kept}, writes=outs)
+        self.checks.committed()
 
     def _compact(self, stage: Stage) -> None:
         names = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
         of_table: dict[str, list[int]] = {}
-        for layer, window in enumerate(self.geometry.config.windows):
-            of_table.setdefault(table_of(self.builder, "block_table", window), []).append(layer)
+        for layer, spec in self.geometry.config.attentions.items():
+            of_table.setdefault(table_of(self.builder, "block_table", spec.window), []).append(layer)
         for table, layers in of_table.items():  # one table's after the other: they are one launch
             for layer in layers:
                 caches = {part: f"{part}.{layer}" for part in ("k_cache", "v_cache")}
@@ -220,7 +226,7 @@ class StepBuilder:
             self._hand_over(scope, speculator.emit_draft(scope, extended))
 
     def _scope(self, boundaries: list[str], waited: WaitedRows | None = None) -> StepScope:
-        own = (self.geometry.config, boundaries, self.tables.get("draft"), self.geometry.block_size)
+        own = (self.geometry.config, boundaries, self.tables, self.geometry.block_size)
         return StepScope(self.builder, *own, self.bucket, self.topology, waited)
 
     def _hand_over(self, scope: StepScope, draft_nodes: str) -> None:
@@ -230,7 +236,7 @@ class StepBuilder:
         if isinstance(topology, DynamicTree):
             names = ("draft_nodes", "draft_parents", "draft_live", "slots")
             reads = {name: name for name in names}
-            self.builder.emit("hand_over_tree", Stage.EAGLE_TREE_MASKS, reads=reads, writes=written)
+            self.builder.emit("hand_over_tree", Stage.TREE_MASKS, reads=reads, writes=written)
             return
         width = topology.depth + 1
         paths = [[*path, *[-1] * (width - len(path))] for path in topology.paths]
@@ -240,7 +246,7 @@ class StepBuilder:
             "topology_masks": constant("topology.masks", torch.tensor(topology.packed_masks, dtype=torch.int64)),
             "topology_paths": constant("topology.paths", torch.tensor(paths, dtype=torch.int32)),
         }
-        self.builder.emit("tree_masks", Stage.EAGLE_TREE_MASKS, reads=reads, writes=written)
+        self.builder.emit("tree_masks", Stage.TREE_MASKS, reads=reads, writes=written)
 
     def _publish(self) -> None:
         names = (

@@ -14,7 +14,7 @@ from lowlat.graphs.program import Op, Program
 from lowlat.kernels.formats import matrix_parts
 from lowlat.kernels.reference.speculation.widths import BASE, LARGEST_COST, SLOPE, UNIT
 
-__all__ = ["Costs", "StepCosts", "by_bytes", "cost_table", "depth_table"]
+__all__ = ["Costs", "StepCosts", "by_bytes", "cost_table"]
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,9 @@ def by_bytes(programs: Mapping[Bucket, Program], bucket: Bucket, weights: Mappin
 
     weights  by canonical name; their content is not read
     """
-    steps = [
-        [programs[part] for part in (*bucket.parts_for(body.num_speculative_tokens), body)] for body in bucket.bodies
-    ]
-    base = [float(sum(_weight_bytes(op, weights) for part in step for op in part.ops)) for step in steps]
-    return StepCosts(
-        base, [float(sum(_position_bytes(op, part) for part in step for op in part.ops)) for step in steps]
-    )
+    steps = [programs[body] for body in bucket.bodies]
+    base = [float(sum(_weight_bytes(op, weights) for op in step.ops)) for step in steps]
+    return StepCosts(base, [float(sum(_position_bytes(op, step) for op in step.ops)) for step in steps])
 
 
 def _weight_bytes(op: Op, weights: Mapping[str, torch.Tensor]) -> int:
@@ -87,40 +83,3 @@ def cost_table(shape: Sequence[int], costs: Costs, context: int, num_waiting: in
             row = [round(number * scale * unit) for number in (numbers[0] + share, *numbers[1:])]
             table[bucket.batch - 1, part] = torch.tensor([max(number, 1 - part) for number in row])
     return table
-
-
-def depth_table(width_costs: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
-    """The costs of steps where drafting halted, as `depth_costs` has them: by the end, and by the drafts verified.
-
-    width_costs  as `cost_table` makes them, of steps that draft to the end of their width's block
-    ends         the levels behind which drafting halts, ascending, of fewer drafts than there may be
-    A step that drafted beyond its width's block bears the cost of those blocks as well. One that has drafted verifies a
-    draft at least, so that none costs as much as one.
-    """
-    buckets, parts, columns = width_costs.shape
-    lasts = [*ends, columns - 2]
-    blocks = [(before + 1, last) for before, last in zip((0, *lasts), lasts, strict=False)]
-    table = torch.zeros(buckets, parts, len(ends), columns - 1, dtype=torch.int32)
-    for bucket, part in ((bucket, part) for bucket in range(buckets) for part in range(parts)):
-        costs = width_costs[bucket, part, : columns - 1].tolist()
-        costs[0] = costs[1]
-        drafting = {blocks[number][0]: _drafting(costs, blocks, number) for number in range(1, len(blocks))}
-        for end, halted in enumerate(ends):
-            beyond = [
-                sum(each for first, each in drafting.items() if width < first <= halted) for width in range(len(costs))
-            ]
-            row = [cost + more for cost, more in zip(costs, beyond, strict=True)]
-            table[bucket, part, end] = torch.tensor(row, dtype=torch.int32)
-    return table
-
-
-def _drafting(costs: Sequence[int], blocks: Sequence[tuple[int, int]], number: int) -> int:
-    """The cost of the levels of a block that is not the first: what its first width costs more, less a verified row.
-
-    A row costs what widths of a block differ by: of this one, or of the nearest that has several, the next ones first.
-    """
-    width = blocks[number][0]
-    jump = max(costs[width] - costs[width - 1], 0)
-    nearest = [*blocks[number:], *reversed(blocks[:number])]
-    row = next(((costs[last] - costs[first]) / (last - first) for first, last in nearest if last > first), 0.0)
-    return jump - max(0, min(round(row), jump))

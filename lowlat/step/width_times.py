@@ -31,7 +31,7 @@ from lowlat.kernels.reference.step.slot_record import (
 from lowlat.options.directories import cache_directory
 from lowlat.options.installed import installed_version
 from lowlat.step.state import StepGeometry, waiting_boundaries
-from lowlat.step.width_costs import Costs, StepCosts, by_bytes, cost_table, depth_table
+from lowlat.step.width_costs import Costs, StepCosts, by_bytes, cost_table
 
 __all__ = ["by_time", "set_costs"]
 
@@ -102,11 +102,7 @@ def set_costs(
 
 def _write_costs(executor: StepRunner, costs: Costs, num_waiting: int) -> None:
     shape, context = executor.state["width_costs"].shape, executor.state["tokens"].shape[1]
-    table = cost_table(shape, costs, context, num_waiting)
-    executor.write_state({"width_costs": table})
-    ends = next(iter(costs)).ends
-    if ends:
-        executor.write_state({"depth_costs": depth_table(table, ends)})
+    executor.write_state({"width_costs": cost_table(shape, costs, context, num_waiting)})
 
 
 def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:
@@ -121,7 +117,6 @@ def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str
         "version": installed_version(),
         "target": repr(geometry.config),
         "draft_model": None if speculator is None else [repr(speculator.draft_config), speculator.report()],
-        "draft_ends": list(geometry.draft_ends),
         "sizes": [geometry.max_batch, geometry.max_context, geometry.max_rows, geometry.block_size],
         "fuse": fuse,
         "kernels": source_digest(),

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from lowlat.engine.loading import build_rank, make_geometry, make_ladder, make_topologies, rank_geometries
-from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.peers import PeerMemory
@@ -20,8 +19,6 @@ from lowlat.graphs.program import Program
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
 from lowlat.kernels.toolchain.kernel import Card, Kernel, KernelCall
-from lowlat.kernels.tuning.choice import tuned_card
-from lowlat.kernels.tuning.table import SHIPPED, TuningTable, read_table
 from lowlat.models.target import read_model_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
@@ -29,29 +26,9 @@ from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.tools.tune.pairs import META, LoweredPrograms, Pair, rounded_pair
 
-__all__ = ["compile_all", "described_card", "kernels_of", "known_cards"]
+__all__ = ["compile_all", "kernels_of"]
 
 AT_ONCE = 16  # kernels between two looks at how far it is
-
-
-def known_cards() -> dict[str, TuningTable]:
-    """The tables of the cards that are described, by the card's name."""
-    tables = (read_table(path) for path in sorted(SHIPPED.glob("*.json")))
-    return {table.card: table for table in tables}
-
-
-def described_card(name: str, own: Path | None = None) -> Card:
-    """A card by its name, with its tuning table.
-
-    own  the folder of the user's tables, as the machine has them on which the kernels will run
-    Raises ConfigError for a card that no table describes.
-    """
-    known = known_cards()
-    if name not in known:
-        raise ConfigError(f"card {name!r} is not described; there are {', '.join(known)}")
-    table = known[name]
-    card = Card(table.num_multiprocessors, table.shared_bytes, table.capability, table.peak_gb_s)
-    return tuned_card(name, card, own)
 
 
 def kernels_of(

@@ -47,11 +47,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
     return make_pair(directory, "llama", **SIZES)
 
 
-def load(pair: PairPaths, executor: str, *, confident: bool = False, **options: Any) -> Runtime:
-    """A runtime that chooses widths up to 7; confident: by the draft model's confidence, too."""
-    config = SpeculativeConfig(
-        model=pair.head, num_speculative_tokens=7, adaptive_width=True, adaptive_confidence=confident, strict=True
-    )
+def load(pair: PairPaths, executor: str, **options: Any) -> Runtime:
+    """A runtime that chooses widths up to 7."""
+    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=7, adaptive_width=True, strict=True)
     return Runtime.load(pair.target, config, executor=executor, **{**OPTIONS, **options})
 
 
@@ -77,16 +75,12 @@ def expected(pair: PairPaths) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def runtimes(pair: PairPaths) -> Iterator[dict[str, Runtime]]:
-    """Graphs, graphs that are loops, and launches one by one; fused and not; drafting that ends by confidence."""
+    """Graphs, graphs that are loops, and launches one by one; fused and not."""
     made = {
         "graph": load(pair, "graph"),
         "loop": load(pair, "graph", device_loop=True),
         "eager": load(pair, "eager"),
         "alone": load(pair, "eager", fuse=False),
-        "confident graph": load(pair, "graph", confident=True),
-        "confident loop": load(pair, "graph", confident=True, device_loop=True),
-        "confident eager": load(pair, "eager", confident=True),
-        "confident alone": load(pair, "eager", confident=True, fuse=False),
     }
     yield made
     for runtime in made.values():
@@ -94,9 +88,7 @@ def runtimes(pair: PairPaths) -> Iterator[dict[str, Runtime]]:
 
 
 @pytest.mark.parametrize("depths", [None, 0, 3, "random"])
-@pytest.mark.parametrize(
-    "name", [how + way for how in ("", "confident ") for way in ("graph", "loop", "eager", "alone")]
-)
+@pytest.mark.parametrize("name", ["graph", "loop", "eager", "alone"])
 def test_no_width_changes_a_token(
     name: str, depths: Any, runtimes: dict[str, Runtime], expected: list[list[int]]
 ) -> None:
@@ -104,18 +96,14 @@ def test_no_width_changes_a_token(
     assert tokens_of(runtimes[name], depth) == expected
 
 
-@pytest.mark.parametrize("confident", [False, True])
-def test_replay_equals_eager_bit_for_bit(confident: bool, pair: PairPaths) -> None:
+def test_replay_equals_eager_bit_for_bit(pair: PairPaths) -> None:
     """One request, the same costs, so the same choices: the same bits in every buffer that outlives a step."""
     found = []
     for executor in ("graph", "eager"):
-        with load(pair, executor, confident=confident) as runtime:
+        with load(pair, executor) as runtime:
             costs = runtime.executor.state["width_costs"]
             every = torch.arange(100, 100 + costs.shape[2], device=costs.device, dtype=costs.dtype)
             costs.copy_(every.expand_as(costs) * torch.tensor([[1], [0]], device=costs.device))
-            if confident:
-                depths = runtime.executor.state["depth_costs"]
-                depths.copy_(costs[:, :, None, : depths.shape[3]].expand_as(depths))
             runtime.submit(prompt_of(40), SamplingParams(max_tokens=200, temperature=0.8, seed=3, ignore_eos=True))
             run_all(runtime)
             runtime.executor.synchronize()
@@ -130,17 +118,14 @@ def test_replay_equals_eager_bit_for_bit(confident: bool, pair: PairPaths) -> No
     assert not different
 
 
-@pytest.mark.parametrize("confident", [False, True])
-def test_times_of_widths_are_times(
-    confident: bool, pair: PairPaths, runtimes: dict[str, Runtime], expected: list[list[int]]
-) -> None:
+def test_times_of_widths_are_times(pair: PairPaths, runtimes: dict[str, Runtime], expected: list[list[int]]) -> None:
     """More levels take longer, and what was measured on leaves nothing behind."""
-    runtime = runtimes["confident graph" if confident else "graph"]
+    runtime = runtimes["graph"]
     executor = runtime.executor
     assert isinstance(executor, GraphExecutor)
     before = executor.state["width_costs"].clone()
     assert (before[0, 0] > 0).all() and before[0, 0, 7] > before[0, 0, 1] > before[0, 0, 0]
-    with load(pair, "graph", confident=confident) as other:  # the file of its times is there
+    with load(pair, "graph") as other:  # the file of its times is there
         assert torch.equal(other.executor.state["width_costs"], before)
         assert isinstance(other.executor, GraphExecutor)
         times = by_time(other.executor, other.ladder.buckets, other.geometry.num_waiting)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(240)
 TARGET, HEAD = "lowlat/demo/target", "lowlat/demo/head"
 SAME = ("tokens", "lengths", "active", "drafts", "num_drafts", "block_table", "output_counts")
 PROMPTS = ("The President shall", "Congress shall make no law", "No person shall")
-CONFIDENT = {"adaptive_width": True, "adaptive_confidence": True}
+CHOSEN = {"adaptive_width": True}
 SHAPES: dict[str, Any] = {"max_batch": 2, "max_context": 256, "device": "cuda", "executor": "graph"}
 WIDE, NARROW = random_edges(3, 4096, num_states=5, most=900, forced=0.0), random_edges(1, 4096)
 
@@ -35,7 +35,7 @@ def placed_ranks(monkeypatch: pytest.MonkeyPatch, rank_cards: list[torch.device]
 
 def load(**options: Any) -> lowlat.Runtime:
     """A runtime of the bundled pair."""
-    chosen = {name: options.pop(name) for name in ("adaptive_width", "adaptive_confidence") if name in options}
+    chosen = {name: options.pop(name) for name in CHOSEN if name in options}
     draft = lowlat.SpeculativeConfig(model=HEAD, num_speculative_tokens=3, **chosen)
     return lowlat.Runtime.load(TARGET, draft, **{**SHAPES, **options})
 
@@ -94,7 +94,7 @@ def test_ranks_agree_fused_or_not_in_steps_and_in_loops() -> None:
     assert decode(tensor_parallel_size=2, device_loop=True) == two
     assert decode(tensor_parallel_size=2, fuse=False) == two
     assert decode(tensor_parallel_size=2, adaptive_width=True) == two
-    assert decode(tensor_parallel_size=2, **CONFIDENT) == two
+    assert decode(tensor_parallel_size=2, **CHOSEN) == two
     assert decode()[0][:8] == two[0][:8]  # sums of another order: equal until two tokens are nearly alike
 
 
@@ -104,7 +104,7 @@ def test_one_card_and_two_have_the_same_tokens_where_sums_are_invariant() -> Non
     assert [len(tokens) for tokens in one] == [40] * 3
     for size in (1, 2):
         given = {"tensor_parallel_size": size, "tp_invariant": True}
-        for options in ({}, {"fuse": False}, {"device_loop": True}, {"adaptive_width": True}, CONFIDENT):
+        for options in ({}, {"fuse": False}, {"device_loop": True}, CHOSEN):
             assert decode(**given, **options) == one, (size, options)
     assert decode(tp_invariant=True, executor="eager") == one
     assert decode()[0][:8] == one[0][:8]  # sums of another order: equal until two tokens are nearly alike
@@ -115,7 +115,7 @@ def test_four_cards_have_the_tokens_of_one() -> None:
     """As sums are invariant; the pair's only KV head is on every card."""
     need_cards(4)
     one = decode(tp_invariant=True)
-    for options in ({}, {"device_loop": True}, {"adaptive_width": True}, CONFIDENT):
+    for options in ({}, {"device_loop": True}, CHOSEN):
         assert decode(tensor_parallel_size=4, tp_invariant=True, **options) == one, options
     assert decode(tensor_parallel_size=4)[0][:8] == one[0][:8]  # sums of another order
 

@@ -35,72 +35,26 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
     return make_pair(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def load(
-    pair: PairPaths, depth: Any = 5, *, adaptive: bool = True, adaptive_confidence: bool = False, **options: Any
-) -> Runtime:
-    config = SpeculativeConfig(
-        model=pair.head,
-        num_speculative_tokens=depth,
-        adaptive_width=adaptive,
-        adaptive_confidence=adaptive_confidence,
-        strict=True,
-    )
+def load(pair: PairPaths, depth: Any = 5, *, adaptive: bool = True, **options: Any) -> Runtime:
+    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=depth, adaptive_width=adaptive, strict=True)
     return Runtime.load(pair.target, config, **{**OPTIONS, "dtype": "float32", **options})
 
 
 @pytest.mark.parametrize("depth", [later(3), 5, later(7)])
 def test_drafts_are_those_of_a_fixed_width(depth: int, pair: PairPaths) -> None:
-    """With all positions run over at once or one after the other: acceptance is what it was, draft by draft.
-
-    Parts draft the same, and go on as long as the host's bounds ask for more.
-    """
+    """With all positions run over at once or one after the other: acceptance is what it was, draft by draft."""
     found = []
     sampling = SamplingParams(max_tokens=40, temperature=0.6, seed=2)
-    for options in ({"adaptive": False}, {}, {"adaptive_confidence": True}):
+    for options in ({"adaptive": False}, {}):
         with load(pair, depth, max_batch=1, **options) as runtime:
             for length in (9, 16):
                 runtime.submit(prompt_of(length), sampling)
             run_all(runtime, depth)
             found.append(runtime.summary()["eagle_speculation"])
-    assert found[0] == found[1] == found[2] and found[0]["total_accepted_tokens"] > 10
+    assert found[0] == found[1] and found[0]["total_accepted_tokens"] > 10
 
 
-def test_drafting_ends_where_the_draft_model_is_unsure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step runs the parts that it needs, and verifies no more than they draft; it has halted at every end."""
-    ran: list[Bucket] = []
-    config = SpeculativeConfig(
-        model=DEMO / "head", num_speculative_tokens=7, adaptive_width=True, adaptive_confidence=True, strict=True
-    )
-    with Runtime.load(DEMO / "target", config, device="cpu", max_batch=2, max_context=256) as runtime:
-        executor: Any = runtime.executor
-        prepare = executor._prepare
-
-        def recorded(key: Any) -> Any:
-            ran.append(key)
-            return prepare(key)
-
-        monkeypatch.setattr(executor, "_prepare", recorded)
-        for temperature in (0.0, 0.8):
-            params = SamplingParams(max_tokens=100, temperature=temperature, seed=1)
-            runtime.submit("The President shall", params)
-        halts = set()
-        while runtime.busy:
-            ran.clear()
-            runtime.step()
-            levels = [each.levels for each in ran if isinstance(each, Bucket) and each.levels]
-            width = next((each.num_speculative_tokens for each in ran if _is_body(each)), 0)
-            assert levels == [(0, 1), (1, 2), (2, 4), (4, 7)][: len(levels)] and bool(levels) == bool(width)
-            assert not levels or 1 <= width <= levels[-1][1]
-            halts.add(levels[-1][1] if levels else 0)
-    assert {1, 2, 4, 7} <= halts
-
-
-def _is_body(key: Any) -> bool:
-    return isinstance(key, Bucket) and not key.chooses and not key.levels and not key.prefilled
-
-
-@pytest.mark.parametrize("confident", [False, True])
-def test_ahead_and_in_a_loop_tokens_are_those_without_drafts(confident: bool, pair: PairPaths) -> None:
+def test_ahead_and_in_a_loop_tokens_are_those_without_drafts(pair: PairPaths) -> None:
     def run(runtime: Runtime) -> list[list[int]]:
         kinds: tuple[dict[str, Any], ...] = (
             {"temperature": 0.0},
@@ -116,9 +70,7 @@ def test_ahead_and_in_a_loop_tokens_are_those_without_drafts(confident: bool, pa
 
     with Runtime.load(pair.target, **{**OPTIONS, "dtype": "float32"}) as runtime:
         expected = run(runtime)
-    config = SpeculativeConfig(
-        model=pair.head, num_speculative_tokens=3, adaptive_width=True, adaptive_confidence=confident, strict=True
-    )
+    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, adaptive_width=True, strict=True)
     options = {name: value for name, value in OPTIONS.items() if name != "device"}
     runtime, device = load_fake(pair.target, config, device_loop=True, lead=3, dtype="float32", **options)
     with runtime:
@@ -138,21 +90,13 @@ def test_positions_that_wait_are_run_over_before_there_are_too_many(pair: PairPa
         assert runtime.summary()["eagle_speculation"]["total_accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("confident", [False, True])
-def test_all_programs_lower(confident: bool) -> None:
+def test_all_programs_lower() -> None:
     """A choice is one launch, and a body has those of a step of its width; without drafts one less, with the choice as
     many.
-
-    Where drafting is parts of its own, each end takes two launches more: how sure the draft model is, and the choice.
-    What is learnt of it takes another, and so does each part's last draft that the next part's first level follows.
     """
-    pair = Pair(
-        DEMO / "target", DEMO / "head", adaptive_width=True, adaptive_confidence=confident, num_speculative_tokens=3
-    )
+    pair = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=3)
     alone = Pair(DEMO / "target")
-    rows_of, ends = {depth: depth + 1 for depth in range(4)}, pair.geometry.draft_ends
-    assert ends == ((1, 2) if confident else ())
-    ladder, counts = BucketLadder([2], rows_of, adaptive=True, ends=ends), {}
+    ladder, counts = BucketLadder([2], {depth: depth + 1 for depth in range(4)}, adaptive=True), {}
     for bucket in ladder.programs:
         program = build_adaptive(pair.geometry, bucket)
         buffers = BufferSet(program.buffers.values(), torch.device("cpu"), program.constants)
@@ -161,34 +105,12 @@ def test_all_programs_lower(confident: bool) -> None:
         calls = [call for group in lower(binding) for call in group.kernel_calls]
         counts[bucket] = len(calls)
         unlinked = [call.kernel.name for call in calls if not call.kernel.linked]
-        assert len(unlinked) == (bucket.chooses or bucket.levels[1:] in ((1,), (2,)))
+        assert len(unlinked) == bucket.chooses
     for bucket in ladder.buckets:
         assert counts[bucket] == 1
         for body in bucket.bodies[1:-1]:
-            parts = bucket.parts_for(body.num_speculative_tokens)
-            asks = sum(part.num_speculative_tokens in ends for part in parts)
-            steps = counts[body] + sum(counts[part] for part in parts)
-            alike = len(pair.lower(body.num_speculative_tokens, body.batch).calls)
-            assert steps == alike + (2 * asks + len(parts) if confident else 0)
+            assert counts[body] == len(pair.lower(body.num_speculative_tokens, body.batch).calls)
         assert counts[bucket.bodies[0]] + counts[bucket] == len(alone.lower(0, bucket.batch).calls)
-
-
-def test_what_parts_leave_is_bodies() -> None:
-    """Drafts, their kinds and what is fed back have one address in all parts and bodies of a batch."""
-    pair = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, adaptive_confidence=True, num_speculative_tokens=3)
-    geometry = pair.geometry
-    ladder = BucketLadder([1, 2], {depth: depth + 1 for depth in range(4)}, adaptive=True, ends=geometry.draft_ends)
-    for bucket in ladder.buckets:
-        programs = [build_adaptive(geometry, each) for each in (*bucket.parts, *bucket.bodies)]
-        assert [part.levels for part in bucket.parts] == [(0, 1), (1, 2), (2, 3)]
-        kept: dict[str, Any] = {}
-        for program in programs:
-            for name, spec in program.buffers.items():
-                if name.startswith("opened."):
-                    assert name.startswith(f"opened.{bucket.batch}.") and kept.setdefault(name, spec) == spec
-        own = {name.split(".", 2)[2] for name in kept}
-        assert own >= {"slots", "draft_nodes", "draft_kinds", "waited.live", "waited.lens"}
-        assert {name for name in own if name.startswith("draft.")} == {"draft.0.residual.out", "draft.1.residual.out"}
 
 
 def test_what_an_opening_leaves_is_its_bodies() -> None:
@@ -210,8 +132,6 @@ def test_what_cannot_be_chosen_is_refused(pair: PairPaths) -> None:
     with pytest.raises(ConfigError, match=r"adaptive_width .* num_speculative_tokens is 0"):
         SpeculativeConfig(model="x", num_speculative_tokens=0, adaptive_width=True)
     automatic: Any = {"num_speculative_tokens": "auto"}
-    with pytest.raises(ConfigError, match="adaptive_confidence goes with adaptive_width"):
-        SpeculativeConfig(model="x", adaptive_confidence=True)
     config = SpeculativeConfig(model=pair.head, **automatic, text_drafts="suffix")
     assert (config.num_speculative_tokens, config.adaptive_width) == (7, True)
     with pytest.raises(ConfigError, match=r"adaptive_width .* text_drafts 'suffix'"):

@@ -133,7 +133,7 @@ def test_a_full_head_s_step_is_covered_at_its_real_vocabulary() -> None:
     assert more == 3 * (FULL_VOCABULARY - 32000) * 2880 * 2
     case = replace(MORE_CASES[0], model="small", step=replace(MORE_CASES[0].step, context=192))
     step = lowered_case(case, alike=False, vocab_size=FULL_VOCABULARY)
-    drafting = [group for group in step.groups if group.stage is Stage.EAGLE_DRAFT_LM_HEAD]
+    drafting = [group for group in step.groups if group.stage is Stage.DRAFT_LM_HEAD]
     kernels = [call.kernel.name for group in drafting for call in group.kernel_calls]
     assert sum(name.startswith("argmax_") for name in kernels) == 1
     assert sum("_pairs" in name for name in kernels) == 2
@@ -171,7 +171,7 @@ class StandIn:
         return [2, 3, 4, 3]
 
     def sites(self) -> list[CallSite]:
-        return [CallSite(Stage.BASE_DECODE_STEP, name) for name in ("experts_mlp_x", "router_x")]
+        return [CallSite(Stage.VERIFY, name) for name in ("experts_mlp_x", "router_x")]
 
     def profile(self, num_steps: int, wall: float, sites: list[CallSite]) -> Summary:
         assert sites[0].moved_bytes > 0 and sites[1].moved_bytes == 0, "the experts chosen are counted"

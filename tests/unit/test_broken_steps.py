@@ -12,8 +12,8 @@ from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.engine.mailbox import Mailbox
+from lowlat.engine.request import Request
 from lowlat.engine.scheduler import Scheduler
-from lowlat.engine.session import Session
 from lowlat.errors import DeviceError, LowlatError
 
 SIZES: dict[str, Any] = {"max_batch": 2, "max_context": 64, "block_size": 4, "prefill_chunk": 8}
@@ -125,7 +125,7 @@ def test_no_token_is_lost_silently(
     ("owner", "name", "call"),
     [
         (Mailbox, "read", "step"),
-        (Session, "take", "step"),
+        (Request, "take", "step"),
         (Mailbox, "poll", "step"),
         (Scheduler, "enqueue", "submit"),
         (Mailbox, "cancel", "cancel"),

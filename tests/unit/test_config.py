@@ -75,11 +75,11 @@ def test_every_option_is_covered_here() -> None:
     }
     others |= {"dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens"}
     others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", "draft_quantize", *METHOD_OPTIONS["suffix"]}
-    others |= {"adaptive_width", "adaptive_confidence", "enable_specpv", "specpv_lossless"}
+    others |= {"adaptive_width", "enable_specpv", "specpv_lossless"}
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head", "prompt_logits"}
-    others |= {"prompt_logprobs"}
+    others |= {"prompt_logprobs", "check", "on_failed_check"}
     others |= {"kv_cache_dtype", "max_stall_ms", "devices", "tp_invariant"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
     assert all(hasattr(module, name) for name in module.__all__)
@@ -189,7 +189,6 @@ def test_eagle3_refuses_what_ngram_takes() -> None:
             {"adaptive_width": True},
             "adaptive_width chooses among chains .*, and dynamic_tree_max_topk asks for one of its",
         ),
-        ({"adaptive_confidence": True}, "adaptive_confidence goes with adaptive_width .*, which is off"),
         ({"num_speculative_tokens": 1}, r"a dynamic tree is at least 2 deep, got 1 \(max_draft_len\)"),
         ({"num_speculative_tokens": 7, "dynamic_tree_max_topk": 11}, r"11 \* \(max_draft_len 7 - 1\) = 66 is above 64"),
         ({"max_total_draft_tokens": 4}, "must be from max_draft_len 5 to the 68 drafts that dynamic_tree_max_topk 4 l"),

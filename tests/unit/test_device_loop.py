@@ -17,7 +17,7 @@ from lowlat.engine.loading import Loaded, load
 from lowlat.errors import DeviceError
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
-from lowlat.kernels.step.publish import LoopControl, for_conditions
+from lowlat.kernels.step.publish import LoopControl, for_condition
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.device_weights import DeviceWeights
@@ -230,7 +230,7 @@ def test_nothing_comes_after_a_cancel(device_loop: bool, lead: int, make: Make) 
     with runtime:
         names = [runtime.submit(prompt_of(9, number), long(max_draft_tokens=0)) for number in range(2)]
         steps_until(runtime, lambda found: len(found) > 8)
-        slot, seen = runtime.scheduler.slot(names[0]), runtime._mailbox.num_seen
+        slot, seen = runtime.scheduler.slot(names[0]), runtime._steps.mailbox.num_seen
         assert slot is not None
         if lead:
             device.synchronize()  # it has done all that it was given
@@ -359,7 +359,7 @@ def test_nan_fails_its_request_and_its_blocks_are_cleared_when_nothing_runs(devi
     with runtime:
         bad, good = runtime.submit(prompt_of(9), long()), runtime.submit(prompt_of(9, 1), long(60))
         steps_until(runtime, lambda found: len(found) > 4)
-        table = runtime._sessions[bad].table
+        table = runtime._requests[bad].table
         device.state["v_cache.0"][table[0]] = float("nan")
         outputs = steps_until(runtime, lambda found: any(output.finish_reason for output in found))
         assert [o.request_id for o in outputs if o.finish_reason == "error"] == [bad]
@@ -403,19 +403,19 @@ def test_the_reference_runs_nothing_ahead(pair: PairPaths) -> None:
         assert not runtime.busy
 
 
-def test_entries_from_before_a_session_are_none_of_its(make: Make) -> None:
+def test_entries_from_before_a_request_are_not_its_own(make: Make) -> None:
     runtime, _ = make(device_loop=False)
     with runtime:
         runtime.submit(prompt_of(1), long())
         steps_until(runtime, lambda found: len(found) > 3)
         name = runtime.submit(prompt_of(1, 1), long())
         steps_until(runtime, lambda found: bool(tokens_of(found, name)))
-        session = runtime._sessions[name]
-        assert session.first_entry > 3
-        assert runtime._is_live(session.slot, session.first_entry)
-        assert not runtime._is_live(session.slot, session.first_entry - 1)
+        request = runtime._requests[name]
+        assert request.first_entry > 3
+        assert runtime._requests.is_live(request.slot, request.first_entry)
+        assert not runtime._requests.is_live(request.slot, request.first_entry - 1)
         runtime.cancel(name)
-        assert not runtime._is_live(session.slot, session.first_entry)
+        assert not runtime._requests.is_live(request.slot, request.first_entry)
 
 
 def test_traces_see_one_step_at_a_time(make: Make) -> None:
@@ -456,8 +456,8 @@ def test_a_loop_s_body_is_the_step_with_another_end(depth: int, pair: PairPaths)
     assert [call.kernel for call in body[:-1]] == [call.kernel for call in step[:-1]]
     assert all(call.kernel.linked for call in step)
     assert [call.kernel.linked for call in body] == [True] * (len(body) - 1) + [False]
-    assert all(for_conditions(call, 9) is call for call in body[:-1])
-    bound = for_conditions(body[-1], 9)
+    assert all(for_condition(call, 9) is call for call in body[:-1])
+    bound = for_condition(body[-1], 9)
     assert (bound.kernel, body[-1].arguments[-1]) == (body[-1].kernel, 7)
     assert bound.arguments == (*body[-1].arguments[:-1], 9)
 

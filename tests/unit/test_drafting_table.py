@@ -34,7 +34,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "static": {"tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))},
     "dynamic": {"dynamic_tree_max_topk": 2, "max_total_draft_tokens": 6},
     "adaptive": {"adaptive_width": True},
-    "confident": {"adaptive_width": True, "adaptive_confidence": True},
 }
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -147,11 +147,11 @@ def test_neighbours_change_nothing(depth: int, tree: str | None, pair: PairPaths
                 others.append(
                     submit_with(runtime, Automaton(NARROW), prompt, own) if guided else runtime.submit(prompt, own)
                 )
-            elif source.random() < 0.1 and others and others[0] in runtime._sessions:
+            elif source.random() < 0.1 and others and others[0] in runtime._requests:
                 runtime.cancel(others.pop(0))
             for output in runtime.step(source.choice([None, 0])):
                 tokens.setdefault(output.request_id, []).extend(output.token_ids)
-            if len(names) == 3 and not set(names) & runtime._sessions.keys():
+            if len(names) == 3 and not set(names) & runtime._requests.keys():
                 break
         run_all(runtime)
     assert [tokens[name] for name in names] == expected
@@ -175,7 +175,7 @@ def test_draws_wait_for_the_host_and_nothing_else_does(
         num_loops, head = device.count("loop"), device.head
         name = submit_with(runtime, Automaton(WIDE), prompt_of(19), sampling)
         after = submit_with(runtime, Automaton(NARROW), prompt_of(4), params("sampled", max_tokens=50))
-        while name in runtime._sessions:
+        while name in runtime._requests:
             for output in runtime.step():
                 found.setdefault(output.request_id, []).extend(output.token_ids)
         assert found[name] == expected
@@ -212,7 +212,7 @@ def test_blocks_of_a_failed_request_are_cleared_behind_the_masks_of_others(pair:
         good = submit_with(runtime, Automaton(WIDE), prompt_of(19), params("sampled", max_tokens=30))
         bad = runtime.submit(prompt_of(9, seed=1), params("greedy", max_tokens=60))
         outputs = [output for _ in range(9) for output in runtime.step()]
-        device.state["v_cache.0"][runtime._sessions[bad].table[0]] = torch.nan
+        device.state["v_cache.0"][runtime._requests[bad].table[0]] = torch.nan
         while runtime.busy:
             outputs.extend(runtime.step())
         assert {o.request_id: o.finish_reason for o in outputs if o.finish_reason} == {good: "length", bad: "error"}
@@ -297,17 +297,17 @@ class Interrupted(Automaton):
 
 
 def test_masks_that_an_interrupt_held_back_are_filled_by_the_next_step(pair: PairPaths) -> None:
-    """The device's draw waits for them; no token is lost to the session."""
+    """The device's draw waits for them; no token is lost to the request."""
     sampling = params("sampled", max_tokens=12)
     expected = expected_tokens(pair, WIDE, sampling)
     speculative = SpeculativeConfig(model=pair.head, num_speculative_tokens=3)
     runtime, _ = load_fake(pair.target, speculative, device_loop=False, **ON_DEVICE)
     with closing(runtime):
-        session = runtime._sessions[submit_with(runtime, Interrupted(WIDE), prompt_of(19), sampling)]
+        request = runtime._requests[submit_with(runtime, Interrupted(WIDE), prompt_of(19), sampling)]
         with pytest.raises(KeyboardInterrupt):
             run_all(runtime)
         run_all(runtime)
-        assert session.committed[19:] == expected
+        assert request.committed[19:] == expected
 
 
 @pytest.mark.parametrize("depth", [later(0), 3])

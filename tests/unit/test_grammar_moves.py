@@ -82,10 +82,10 @@ class Played:
                 edges, end_ids, fails_at = KINDS[number % len(KINDS)]
                 grammar = None if edges is None else Interleaved(edges, device, end_ids, fails_at)
                 names[self._submit(runtime, grammar)] = number % len(KINDS)
-            elif move == "cancel" and (live := sorted(runtime._sessions)):
+            elif move == "cancel" and (live := sorted(runtime._requests)):
                 gone.add(live[number % len(live)])
                 runtime.cancel(live[number % len(live)])
-            elif move == "limit" and (live := sorted(runtime._sessions)):
+            elif move == "limit" and (live := sorted(runtime._requests)):
                 runtime.set_draft_limit(live[number % len(live)], number % 4)
             elif move == "step":
                 for output in runtime.step([None, None, None, 0][number % 4]):

@@ -99,11 +99,11 @@ def run_beside(runtime: Runtime, source: random.Random) -> list[list[int]]:
             others.append(
                 runtime.submit(prompt, own) if grammar is None else submit_with(runtime, grammar, prompt, own)
             )
-        elif source.random() < 0.2 and others and others[0] in runtime._sessions:
+        elif source.random() < 0.2 and others and others[0] in runtime._requests:
             runtime.cancel(others.pop(0))
         for output in runtime.step():
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
-        if len(names) == len(REQUESTS) and not set(names) & runtime._sessions.keys():
+        if len(names) == len(REQUESTS) and not set(names) & runtime._requests.keys():
             break
     run_all(runtime)
     return [tokens[name] for name in names]

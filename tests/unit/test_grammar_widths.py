@@ -28,7 +28,6 @@ DEPTH = 5
 WAYS: dict[str, dict[str, Any]] = {
     "chain": {},
     "adaptive": {"adaptive_width": True},
-    "confident": {"adaptive_width": True, "adaptive_confidence": True},
     "tree": {"tree": TREES["bushy"]},
     "dynamic tree": {"dynamic_tree_max_topk": 3, "max_draft_len": 3, "max_total_draft_tokens": 9},
     "text": {"method": "suffix"},
@@ -140,7 +139,7 @@ class Played:
         tokens: dict[str, list[int]] = defaultdict(list)
         ends: dict[str, str | None] = {}
         for move, number in [*moves, *[("step", 9)] * 200]:
-            live = sorted(runtime._sessions)
+            live = sorted(runtime._requests)
             if move == "submit" and runtime.scheduler.num_queued < 8:
                 seeds[self.submit(runtime, number % NUM_GRAMMARS)] = number % NUM_GRAMMARS
             elif move == "cancel" and live:
@@ -152,7 +151,7 @@ class Played:
                 for output in runtime.step(widths[number] if number < len(widths) else None):
                     tokens[output.request_id] += output.token_ids
                     ends[output.request_id] = output.finish_reason
-        assert not runtime.busy and not runtime._masks
+        assert not runtime.busy and not runtime._steps.masks
         check_invariants(runtime)
         for name, seed in seeds.items():
             expected, reason = self.alone(seed)

@@ -31,7 +31,8 @@ from lowlat.kernels.tuning.table import Entry, Planned, TuningTable
 from lowlat.lowering.binding import LibraryCall
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.step.prefill import build_prefills
-from lowlat.tools.precompile import compile_all, described_card, kernels_of
+from lowlat.tools.gpus import describe_gpu
+from lowlat.tools.precompile import compile_all, kernels_of
 
 CPU = torch.device("cpu")
 AMPERE = Card(108, 163 * 1024, (8, 0))
@@ -133,13 +134,13 @@ def test_kernels_compiled_ahead_are_those_of_a_runtime(
         loading.load(pair.target, speculative, options)
     ahead = kernels_of(pair.target, speculative, options, card)
     assert set(ahead) == found and len(found) > 50
-    with pytest.raises(ConfigError, match=r"card 'no card' is not described; there are .*NVIDIA H200"):
-        described_card("no card")
+    with pytest.raises(ConfigError, match=r"GPU 'no such GPU' is not described; there are h200, h100"):
+        describe_gpu("no such GPU")
     directory, few = tmp_path / "kernels", dict(list(ahead.items())[:2])
     reports: list[tuple[int, int]] = []
     for lacking in (2, 0):
         assert (
-            compile_all(few, described_card("NVIDIA H200"), directory, 1, lambda *given: reports.append(given))
+            compile_all(few, describe_gpu("NVIDIA H200").card, directory, 1, lambda *given: reports.append(given))
             == lacking
         )
     assert reports == [(2, 2)] * 2 and len(list(directory.iterdir())) == 2

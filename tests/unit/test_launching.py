@@ -1,7 +1,6 @@
 """From calls to launches and graphs without a GPU: parameters as Numba has them, what a capture may hold, memory."""
 
 import ctypes
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -107,10 +106,6 @@ class SwitchNode:
     """Another one."""
 
 
-class IfNode:
-    """Another one."""
-
-
 LOOPING, SWITCHING = 77, 78  # handles of conditions: of a loop, which runs at least once, and of a choice
 
 
@@ -148,11 +143,6 @@ class FakeBuilder:
         assert condition.handle == SWITCHING
         self.found.append(SwitchNode())
         return [FakeBuilder(self.stray_of_bodies) for _ in range(count)]
-
-    def if_then(self, condition: Any) -> "FakeBuilder":
-        assert condition.handle == SWITCHING
-        self.found.append(IfNode())
-        return FakeBuilder()
 
     def complete(self) -> "FakeBuilder":
         return self
@@ -255,23 +245,16 @@ def test_a_choice_is_its_opening_and_one_node_around_its_bodies(
     choice, record = Choice(part(2), [part(3), part(1), part(4)]), capture_loop if loops else capture_choice
     assert record(FakeBuilder(), choice).num_kernels == 10
     bodies = [(LOOPING if loops else 0,)] * 3
-    assert handles == [(SWITCHING, 0), *bodies], "bodies decide about the loop, not about the choice"
+    assert handles == [(SWITCHING,), *bodies], "bodies decide about the loop, not about the choice"
     assert [first for _, _, first, _ in issued] == [0, 1, 0, 1, 2, 0, 0, 1, 2, 3]
     with pytest.raises(DeviceError, match="must be one conditional node" if loops else "must hold one conditional"):
         record(FakeBuilder((SwitchNode(),)), choice)
-    handles.clear()
-    parting = replace(choice, parts=[part(2), part(1), part(2)])
-    assert record(FakeBuilder(), parting).num_kernels == 15
-    within = [(SWITCHING, SWITCHING)] * 2  # all handles but a loop's are the same here: of the choice, of the next part
-    assert handles == [(SWITCHING, SWITCHING), *within, (), *bodies], "the last part decides nothing"
-    with pytest.raises(DeviceError, match="must be one conditional node" if loops else "must hold 2 conditional nodes"):
-        record(FakeBuilder((IfNode(),)), parting)
     monkeypatch.setattr(FakeBuilder, "stray_of_bodies", (MemcpyNode(),))
     with pytest.raises(DeviceError, match=r"must hold 3 kernels, it holds 4 nodes, others: \['MemcpyNode'\]"):
         record(FakeBuilder(), choice)
 
 
-@pytest.mark.parametrize("failing", ["loop", "body", "part", "inner part"])
+@pytest.mark.parametrize("failing", ["loop", "body"])
 def test_what_fails_within_conditional_nodes_ends_the_innermost_capture_first(
     failing: str, issued: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,15 +265,11 @@ def test_what_fails_within_conditional_nodes_ends_the_innermost_capture_first(
         return launches(1)
 
     monkeypatch.setattr(FakeBuilder, "order_closed", [])
-    choice = Choice(
-        fails if failing == "loop" else works,
-        [works, fails if failing == "body" else works],
-        [fails if failing == "part" else works, fails if failing == "inner part" else works],
-    )
+    choice = Choice(fails if failing == "loop" else works, [works, fails if failing == "body" else works])
     outer = FakeBuilder()
     with pytest.raises(DeviceError, match="a wrong argument"):
         capture_loop(outer, choice)
-    depth = {"loop": 1, "body": 2, "part": 2, "inner part": 3}[failing]  # captures that were open
+    depth = {"loop": 1, "body": 2}[failing]  # captures that were open
     assert len(FakeBuilder.order_closed) == depth + 1
     assert FakeBuilder.order_closed[-1] is outer
 

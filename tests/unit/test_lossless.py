@@ -71,13 +71,12 @@ def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any
 def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "eagle3", **options: Any) -> Runtime:
     """A runtime that speculates; a draft model that does not load is an error.
 
-    Behind a `method+` widths are chosen, and behind a `method++` by the draft model's confidence, too.
+    Behind a `method+` widths are chosen.
     """
     model: dict[str, Any] = {"model": pair.head, **(tree if isinstance(tree, dict) else {"tree": tree})}
     others = {"ngram": {"prompt_lookup_min": 1}, "suffix": {}, "beside": {**model, "text_drafts": "suffix"}}
     name = method.rstrip("+")
     own: dict[str, Any] = {**others.get(name, model), "adaptive_width": name != method}
-    own["adaptive_confidence"] = method.endswith("++")
     config = SpeculativeConfig(
         method="eagle3" if name == "beside" else name, num_speculative_tokens=depth, strict=True, **own
     )
@@ -236,13 +235,11 @@ def of_many_forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.mark.parametrize(
     ("form", "mode", "ways"),
     [
-        ({"num_hidden_layers": 2}, "greedy", "chain bushy adaptive confident"),
+        ({"num_hidden_layers": 2}, "greedy", "chain bushy adaptive"),
         later({"num_hidden_layers": 3, "windows": (6, None, 4)}, "sampled", "bushy dynamic"),
-        later({"windows": (5,), "norm_before_residual": False}, "penalised", "chain adaptive confident"),
+        later({"windows": (5,), "norm_before_residual": False}, "penalised", "chain adaptive"),
         later({"final_hidden": True, "num_hidden_layers": 2}, "filtered", "chain bushy"),
-        later(
-            {"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy", "bushy adaptive confident"
-        ),
+        later({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy", "bushy adaptive"),
         later({"mask_token": 5, "num_hidden_layers": 4}, "greedy", "chain dynamic"),
         later(
             {"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True},
@@ -275,7 +272,7 @@ def test_no_form_of_draft_model_changes_anything(
     expected = [baseline(pair, prompt, sampling) for prompt in prompts]
     trees = {"bushy": TREES["bushy"], "dynamic": dynamic(4, 11)}
     for way in ways.split():
-        how, tree = method + {"adaptive": "+", "confident": "++"}.get(way, ""), trees.get(way)
+        how, tree = method + ("+" if way == "adaptive" else ""), trees.get(way)
         with load(pair, 3 if tree else 5, tree=tree, method=how) as runtime:
             for prompt, trace in zip(prompts + prompts[:1], expected + expected[:1], strict=True):
                 assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 4 > 0)), trace)

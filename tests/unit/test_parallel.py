@@ -36,7 +36,8 @@ from lowlat.options.config import RuntimeConfig
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.tools.bench.geometry import random_target, read_geometries
-from lowlat.tools.precompile import described_card, kernels_of
+from lowlat.tools.gpus import describe_gpu
+from lowlat.tools.precompile import kernels_of
 
 BUCKET = Bucket(1, 1, 0)
 BUCKETS = {Bucket(2, 1, 0): 0, Bucket(1, 4, 3): 3, Bucket.first_token(0): 0}
@@ -241,7 +242,7 @@ def test_cards_of_their_own_exchange_inside_of_kernels(tmp_path: Path) -> None:
     """GEMMs and mixtures of a step, one launch for each; prompts by shares of their rows."""
     random_target(read_geometries()["tiny-experts"], tmp_path)
     options = RuntimeConfig(max_batch=1, max_context=256, tensor_parallel_size=2)
-    names = kernels_of(tmp_path, None, options, described_card("NVIDIA H200"))
+    names = kernels_of(tmp_path, None, options, describe_gpu("NVIDIA H200").card)
     for part in (r"decode_gemm_exchange_ranks2_128x256", r"experts_mlp_.*_cards2", r"share_rows_n128_ranks2"):
         assert any(re.match(part, name) for name in names), part
     assert not any(name.startswith(("exchange_add", "experts_gemm")) for name in names)
@@ -254,7 +255,7 @@ def test_each_card_is_sent_its_part_and_lets_go_of_it() -> None:
     plan = {name: shape for name, (shape, _) in weight_plan(target).items() if "layers" not in name}
     whole = {name: torch.randn(shape) for name, shape in plan.items()}
     whole["embed.weight"] = whole["lm_head.weight"] = torch.randn(target.vocab_size, hidden)
-    whole["layers.0.o.weight"] = torch.randn(hidden, target.query_size)
+    whole["layers.0.o.weight"] = torch.randn(hidden, target.attention.query_size)
     placed = place_parts(whole, config, [CPU, CPU])
     for rank, part in enumerate(placed):
         expected = rank_weights(whole, config[rank])

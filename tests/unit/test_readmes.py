@@ -62,15 +62,6 @@ def test_the_table_of_formats_is_its_files_own(repository: Path, pages: dict[str
     assert set(table_rows(bench("formats").table(result))) <= set(table_rows(pages["bench/README.md"]))
 
 
-def test_the_table_of_halting_is_its_files_own(repository: Path, pages: dict[str, str]) -> None:
-    result = json.loads((repository / "bench" / "results" / "cpu" / "confidence.json").read_text())
-    page = pages["bench/README.md"]
-    assert set(table_rows(bench("width_policy").table(result))) <= set(table_rows(page))
-    low, *_, high = result["confidence"]
-    assert result["commit"] in page and f"at least {high['at_least']} {high['right']:.1%} were right" in page
-    assert f"below 0.25 {low['right']:.1%}" in page
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_table_of_several_cards_is_its_files_own(repository: Path, pages: dict[str, str], size: int) -> None:
     rows = json.loads((repository / "bench" / "results" / f"h200x{size}" / "parallel.json").read_text())

@@ -83,9 +83,9 @@ def test_all_programs_fit_down_to_the_shapes_of_their_weights(pairs: Mapping[str
                 kinds.add(op.kind)
     unused = {"accept_simulated", "ngram_draft", "suffix_draft", "choose_drafts", "choose_width", "join_widths"}
     unused |= {"waiting_rows", "take_features", "keep_features", "learn_widths"}
-    unused |= {"draft_confidence", "choose_depth", "learn_confidence"}
     unused |= {"summarise_blocks", "choose_blocks", "list_lens", "partial_attention", "refresh_attention"}  # SpecPV's
     unused |= {"gather_ranks", "join_columns", "sum_ranks"}  # of several ranks
+    unused |= {"check_slots", "check_rows", "check_accepted", "check_commit"}  # where checks are asked for
     assert kinds == set(OPERATIONS) - unused
 
 

@@ -198,20 +198,20 @@ def test_a_refresh_makes_all_keys_and_values_exact(pair: PairPaths) -> None:
         name = runtime.submit(prompt_of(45), GREEDY)
         while runtime.scheduler.slot(name) is None:
             runtime.step()
-        session = runtime._sessions[name]
-        refresh, refreshed = runtime._refreshes.slots.refresh, []
+        request = runtime._requests[name]
+        slots: Any = runtime._steps.proposer.slots  # type: ignore[attr-defined]
+        refresh, refreshed = slots.refresh, []
 
         def watch(slot: int, length: int) -> Any:
             refreshed.append(length)
-            caches.append(positions(runtime, session.table, length - 1))  # before it
+            caches.append(positions(runtime, request.table, length - 1))  # before it
             return refresh(slot, length)
 
-        slots: Any = runtime._refreshes.slots
         slots.refresh = watch
         while len(refreshed) < 3:
             runtime.step()
-        after = positions(runtime, session.table, refreshed[-1] - 1)
-        text = session.committed[: refreshed[-1] - 1]
+        after = positions(runtime, request.table, refreshed[-1] - 1)
+        text = request.committed[: refreshed[-1] - 1]
     with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
         run_one(runtime, text, SamplingParams(max_tokens=1))
         cached = runtime.kvcache.admit("again", text, len(text), 0)

@@ -133,7 +133,7 @@ def test_ranks_share_the_draft_model_beside_it(tmp_path: Path) -> None:
 
 def test_it_stands_for_its_model_in_all_that_a_speculator_is() -> None:
     """The rest, which it takes over, is of drafting that opens a step: it does not do so."""
-    opening = {"drafts_by_level", "waiting_boundaries", "emit_levels", "feedback_size", "fed_back"}
+    opening = {"waiting_boundaries"}
     public = {name for name in vars(Speculator) if name[0] != "_"}
     assert public - set(vars(TextBeside)) == opening
 

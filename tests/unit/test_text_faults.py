@@ -109,12 +109,12 @@ def test_a_request_whose_answer_fails_ends_and_others_do_not(directory: Path, mo
     with Runtime.load(directory, max_batch=2, max_context=64) as runtime:
         params = SamplingParams(max_tokens=6, ignore_eos=True)
         failing, fine = runtime.submit([5, 6], params), runtime.submit([7, 8], params)
-        text = runtime._sessions[failing]._text
+        text = runtime._requests[failing]._text
         assert text is not None
         pushed = text.push
 
         def push(tokens: Any) -> Any:
-            if len(runtime._sessions[failing].committed) > 3:
+            if len(runtime._requests[failing].committed) > 3:
                 raise RequestError("the model's tokenizer failed to decode an answer (PanicException)")
             return pushed(tokens)
 

@@ -116,9 +116,9 @@ def test_a_stretched_and_windowed_draft_model_is_read_as_it_was_trained(tmp_path
     assert load_draft_model(tmp_path / "head").sizes == sizes
     loaded = load_speculator(SpeculativeConfig(method="eagle3", model=tmp_path / "head"), target)
     config = loaded.speculator.draft_config
-    assert config is not None and config.windows == (24,) and config.rope == sizes.rope
+    assert config is not None and config.windows == (24,) and config.attention.rope == sizes.rope
     cos, sin = rotation_of(sizes, torch.arange(256))
-    for found, expected in zip((cos, sin), rope_tables(config.rope, sizes.head_dim, 256), strict=True):
+    for found, expected in zip((cos, sin), rope_tables(config.attention.rope, sizes.head_dim, 256), strict=True):
         torch.testing.assert_close(found[:, : sizes.head_dim // 2], expected)
     plain = rotation_of(SIZES, torch.arange(256))[0]
     assert not torch.allclose(plain, cos, atol=0.1)
@@ -128,7 +128,7 @@ def test_a_stretched_and_windowed_draft_model_is_read_as_it_was_trained(tmp_path
 def test_an_extended_target_learns_rows_of_several_lengths(tmp_path: Path) -> None:
     model = extend_target(str(tiny_target(tmp_path)), 4)
     model.save_pretrained(tmp_path / "extended")
-    rope = read_model_config(tmp_path / "extended").rope
+    rope = read_model_config(tmp_path / "extended").attention.rope
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 64)
     assert rope.attention_factor == pytest.approx(model.model.rotary_emb.attention_scaling)
     assert read_model_config(tmp_path / "extended").max_position == 256

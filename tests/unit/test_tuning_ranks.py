@@ -44,6 +44,7 @@ OF_DRAFT = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermedi
 ROWS: dict[str, Any] = {"prefill_chunk": 64, "max_prefill_chunks": 2}
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 256, "dtype": "bfloat16", **ROWS}
 LOADED = Sizes((1, 2), **ROWS)  # of the batches that `load` asks for
+H100 = "NVIDIA H100 80GB HBM3"
 FEW = ("--geometry", "tiny-experts", "--batch", 1, "-S", 0, "--max-prefill-chunks", 1, "--tensor-parallel", 2)
 BOTH = pytest.mark.parametrize("invariant", [False, later(True)], ids=["", "invariant"])
 
@@ -270,6 +271,21 @@ def test_the_command_lists_launches_of_ranks() -> None:
     assert all("cards=2" in each["key"] for each in found if each["kind"] == "experts_mlp")
     assert "tensor_parallel_size must be 1, 2, 4 or 8, got 3" in refusal("tune", "--list", "--tensor-parallel", 3)
     assert "for one of them" in refusal("tune", "--list", "--compile")
+
+
+def test_the_command_lists_the_launches_that_have_no_entry(tmp_path: Path) -> None:
+    options = ("tune", "gemm", "--list", "--geometry", "llama-8b", "--batch", 1, "-S", 0)
+    whole = answer(*options, "--json")
+    known = answer(*options, "--missing", "--json")
+    assert known["shapes"] == [] and known["num_launches"] == len(whole["shapes"]) > 10  # all of them are shipped
+    shown = " ".join(lowlat(*options, "--missing").output.split())
+    assert f"0 of {known['num_launches']} launches of llama-8b have no entry in the tables of an NVIDIA H200" in shown
+    none = answer(*options, "--missing", "--out", tmp_path / "none.json", "--json")
+    assert none["shapes"] == whole["shapes"]
+    elsewhere = answer(*options, "--missing", "--kv-cache-dtype", "fp8", "--quantize", "fp8", "--json", "--card", H100)
+    assert elsewhere["card"] == H100 and 0 < len(elsewhere["shapes"]) < elsewhere["num_launches"]
+    assert all("weights=fp8" in each["key"] for each in elsewhere["shapes"])
+    assert "is not described; there are" in refusal(*options, "--card", "A Card")
 
 
 @pytest.mark.second

@@ -123,7 +123,7 @@ def test_a_failed_request_s_blocks_are_cleared_in_every_pool(pair: PairPaths) ->
         runtime.submit(prompt_of(420), SAMPLED)
         while not runtime.slots() or runtime.slots()[0]["phase"] != "decoding":
             runtime.step()
-        session = next(iter(runtime._sessions.values()))
+        session = next(iter(runtime._requests.values()))
         held = sorted(set(runtime.kvcache.tables(session.request_id)[".w16"]) - {0})
         runtime.executor.state["v_cache.0"][held] = torch.nan
         outputs = []

@@ -7,6 +7,7 @@ from itertools import product
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES
 from lowlat.kernels.common.norm_math import THREADS as NORM_THREADS
+from lowlat.kernels.gemm.decode.ranking import ROW_BYTES, WARPS, GemmSizes
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.toolchain.kernel import Card
@@ -35,10 +36,8 @@ __all__ = [
     "steps_to_hold",
 ]
 
-WARPS = 8  # that multiply
 MOST_FINISHING = {1: 4, 2: 4, 4: 2, 8: 2}  # warps, by tiles of rows: more rows leave fewer registers
 THROTTLE = 8192  # bytes that a warp has under way before the kernel before this one has ended
-ROW_BYTES = 128  # a row by 64 columns
 MAX_ROWS = 64
 MOST_CHUNKS = 16  # of 8 elements of rows that a thread norms: they are in its registers
 PAD = 20  # floats from one row of partial sums to the next: no bank conflicts
@@ -46,10 +45,6 @@ SUM_BYTES = 8 * PAD * 4  # 8 rows of partial sums
 MOST_STAGES = 12  # of one tile of rows, as long as they fit
 MOST_STAGES_OF_MORE = 4
 SHARE = 0.78  # of a block's shared memory, for stages and sums of more tiles of rows
-ROWS_COST = 0.0132  # of rows beside weights, for each GB/s of the memory that a multiprocessor has for itself
-# A warp's step costs instructions beside its weights, as many bytes' time, of few rows and of more: of bf16 they are
-# hidden.
-STEP_COST_OF_FEW, STEP_COST = 700, 220
 MOST_NORMED_TWICE = 2  # rows
 GROUPS_FOR_NORM = 4  # of weight tiles, in a block, beside which a norm of more rows done twice is little
 KIND = "decode_gemm"
@@ -276,6 +271,7 @@ def candidate_plans(
     weights: TileFormat = BF16_TILES,
     depth: int = 0,
     parts: KParts | None = None,
+    exchanges: bool = False,
 ) -> tuple[DecodeGemmPlan, ...]:
     """The plans for M rows by [N, K] that fit a card, the derived one first, then those that are likely to be faster.
 
@@ -283,6 +279,7 @@ def candidate_plans(
     weights     how the weight is held
     depth       K; 0: any
     parts       of K, if it is summed in such
+    exchanges   whether its sums go to other ranks
     Raises ShapeError for a card whose blocks have too little shared memory.
     """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
@@ -290,8 +287,9 @@ def candidate_plans(
     if parts is not None:
         most_span, sets = 1, _sets(width, parts, card)
         width = 16 * _groups(width, sets)
-    sizes = (row_tiles, _columns(rows), width, card, card.read_gb_s, steps_held, keeps_argmax, weights)
-    plans = _candidates(*sizes, most_span)
+    own_steps = 0 if parts is not None else -(-depth // (64 * WARPS))
+    sizes = GemmSizes(row_tiles, _columns(rows), width, own_steps, steps_held > 0, exchanges, weights, card)
+    plans = _candidates(sizes, card.read_gb_s, steps_held, keeps_argmax, most_span)
     if not plans:
         raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
     return plans if sets == 1 else tuple(replace(plan, sets=sets) for plan in plans)
@@ -313,11 +311,13 @@ def plan_decode_gemm(
     weights: TileFormat = BF16_TILES,
     depth: int = 0,
     parts: KParts | None = None,
+    exchanges: bool = False,
 ) -> DecodeGemmPlan:
     """The derived plan for M rows by [N, K]: the first of `candidate_plans`, which see."""
     return candidate_plans(
-        rows, width, card, steps_held, keeps_argmax=keeps_argmax, weights=weights, depth=depth, parts=parts
-    )[0]
+        rows, width, card, steps_held, keeps_argmax=keeps_argmax, weights=weights, depth=depth, parts=parts,
+        exchanges=exchanges,
+    )[0]  # fmt: skip
 
 
 def choose_decode_plan(
@@ -327,7 +327,7 @@ def choose_decode_plan(
     keeps = shape.best is not None
     plans = candidate_plans(
         rows, shape.width, card, steps_held, keeps_argmax=keeps, weights=shape.weights, depth=shape.depth,
-        parts=shape.parts,
+        parts=shape.parts, exchanges=shape.epilogue == EXCHANGE,
     )  # fmt: skip
     facts: dict[str, Fact] = {
         "rows": 8 * plans[0].row_tiles if rows > 8 else plans[0].columns, "N": shape.width, "K": shape.depth,
@@ -344,18 +344,12 @@ def choose_decode_plan(
 
 @cache
 def _candidates(
-    row_tiles: int,
-    columns: int,
-    width: int,
-    card: Card,
-    read_gb_s: float,
-    steps_held: int,
-    keeps_argmax: bool,
-    weights: TileFormat,
-    most_span: int,
+    sizes: GemmSizes, read_gb_s: float, steps_held: int, keeps_argmax: bool, most_span: int
 ) -> tuple[DecodeGemmPlan, ...]:
-    """The derived plan multiplies as many tiles at once as keep most multiprocessors busy, one block on each.
+    """The derived plan multiplies as many tiles at once as keep most multiprocessors busy, one block on each, as
+    `GemmSizes` ranks them.
 
+    read_gb_s  of the card, on which the ranking depends and by which cards are not told apart
     most_span  the most k steps that a warp may take at once
 
     Quantised weights of one tile of rows take two steps at once and, where no argmax is kept, two blocks a
@@ -365,7 +359,8 @@ def _candidates(
     rows or zero points leave too few registers, such plans come behind the others, for a table to choose.
     """
 
-    tile_bytes = weights.shared_bytes
+    card, weights, width = sizes.card, sizes.weights, sizes.width
+    row_tiles, columns, tile_bytes = sizes.row_tiles, sizes.columns, weights.shared_bytes
     most_stages = MOST_STAGES * BF16_TILES.shared_bytes // tile_bytes  # as many bytes under way
     decodes = weights != BF16_TILES and row_tiles == 1
 
@@ -381,20 +376,15 @@ def _candidates(
     def derive(weight_tiles: int, span: int = 1, density: int = 1) -> DecodeGemmPlan | None:
         """The first that fits, of the most stages on."""
         whole, part = card.most_bytes(density), int(card.shared_bytes * SHARE)
-        sizes = [(stages, areas, part) for stages in range(MOST_STAGES_OF_MORE, 1, -1) for areas in (2, 1)]
+        cuts = [(stages, areas, part) for stages in range(MOST_STAGES_OF_MORE, 1, -1) for areas in (2, 1)]
         if row_tiles == 1:
-            sizes = [(stages, 2, whole) for stages in range(most_stages // (span * density), 0, -1)]
-        sizes += [(2, 2, whole), (2, 1, whole), (1, 2, part), (1, 1, whole)]
-        plans = ((cut(weight_tiles, stages, areas, span, density), budget) for stages, areas, budget in sizes)
+            cuts = [(stages, 2, whole) for stages in range(most_stages // (span * density), 0, -1)]
+        cuts += [(2, 2, whole), (2, 1, whole), (1, 2, part), (1, 1, whole)]
+        plans = ((cut(weight_tiles, stages, areas, span, density), budget) for stages, areas, budget in cuts)
         return next((plan for plan, budget in plans if plan.shared_bytes <= budget), None)
 
-    each = 0 if steps_held else row_tiles * columns * ROW_BYTES
-    step_cost = 0 if weights == BF16_TILES else STEP_COST_OF_FEW if row_tiles == 1 else STEP_COST
-    counts: tuple[int, ...] = (1, 2) if row_tiles == 1 or weights.groups else (1, 2, 4)
-    if weights.groups and row_tiles == 8:
-        counts = (1,)  # a group's own sums take registers
-    ranked = sorted((_cost(each, step_cost, tiles * tile_bytes, tiles, width, card), tiles) for tiles in counts)
-    derived = [plan for _, tiles in ranked if (plan := derive(tiles)) is not None]
+    ranked = sizes.ranked_tiles()
+    derived = [plan for tiles in ranked if (plan := derive(tiles)) is not None]
     if not derived:
         return ()
     densities: tuple[int, ...] = (2, 1) if decodes and not keeps_argmax else (1,)
@@ -405,25 +395,17 @@ def _candidates(
     more = [
         plan
         for density in densities
-        for span in (span for span in (2, 4, 1) if span <= (most_span if decodes else 1))
-        for tiles in ((1, 2) if density > 1 else [tiles for _, tiles in ranked])
+        for span in (span for span in sizes.spans(density) if span <= (most_span if decodes else 1))
+        for tiles in ((1, 2) if density > 1 else ranked)
         if span * density > 1 and (plan := derive(tiles, span, density)) is not None
         if density == 1 or plan.num_blocks > card.num_multiprocessors
     ]
     tiles, stages, areas = derived[0].weight_tiles, derived[0].stages, derived[0].areas
     near = [(tiles, stages + 1, areas), (tiles, stages * 3 // 4, areas), (tiles, stages, 3 - areas)]
     far = [(tiles, stages // 2, areas), *((p.weight_tiles, p.stages * 3 // 4, p.areas) for p in derived[1:2])]
-    rest = product((tiles for _, tiles in ranked), range(most_stages, 0, -1), (2, 1))
-    cuts = ((cut(*sizes) for sizes in some if sizes[1] > 0) for some in (near, far, rest))
-    plans = dict.fromkeys((*more, *derived[:2], *next(cuts), *derived[2:], *next(cuts), *next(cuts)))
+    rest = product(ranked, range(most_stages, 0, -1), (2, 1))
+    cuts = ((cut(*each) for each in some if each[1] > 0) for some in (near, far, rest))
+    paying = sizes.stages_of(tiles, stages)
+    first = [cut(tiles, paying, areas)] if paying != stages else []
+    plans = dict.fromkeys((*more, *first, *derived[:2], *next(cuts), *derived[2:], *next(cuts), *next(cuts)))
     return tuple(plan for plan in plans if plan.shared_bytes <= card.most_bytes(plan.density))
-
-
-def _cost(rows_bytes: int, step_cost: int, weight_bytes: int, weight_tiles: int, width: int, card: Card) -> float:
-    """Time beside a stream of the weights alone: rows that are read again for every group of tiles cost a part of what
-    weights do, by what the L2 gives a multiprocessor, a step costs its own, and multiprocessors without a group in the
-    last turn are lost."""
-    groups = _groups(width, weight_tiles)
-    busy = groups / (-(-groups // card.num_multiprocessors) * card.num_multiprocessors)
-    rows_cost = ROWS_COST * card.read_gb_s / card.num_multiprocessors
-    return (1 + (rows_cost * rows_bytes + step_cost) / weight_bytes) / busy

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.gemm.k_parts import KParts
+from lowlat.kernels.gemm.prefill.ranking import MEMORY_BYTES_A_US, STEP_US, PlanCost, time_us
 from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.kernels.tuning.table import Fact, Knobs, Planned, choose_plan
@@ -56,16 +57,9 @@ BARRIER_BYTES = 256  # of all stages
 STAGE_COUNTS = range(8, 1, -1)
 BLOCK_ROWS = CONSUMERS * GROUP_ROWS  # of weights
 
-# What times are reckoned with, of an H200; segments with these alone, so that bits are the same on every card. Plans
-# are reckoned with the card's own multiprocessors and memory.
+# Segments are reckoned with an H200's sizes alone, so that bits are the same on every GPU; plans with the GPU's own
 MULTIPROCESSORS = 132
 SEGMENT_ROWS = 128  # of x: where segments matter most
-# a step, by a tile's rows and a stage's depth
-STEP_US = {(64, 1): 0.34, (64, 2): 0.315, (128, 1): 0.44, (128, 2): 0.46, (256, 1): 0.80}
-PAIRED = 0.97  # of that, where blocks are paired, which takes START_US to begin
-MEMORY_BYTES_A_US = 4_500_000  # of the card's memory
-SUM_BYTES_A_US = 8_000_000  # of segments' sums, written and read
-TILE_ROW_US, ADD_US, START_US = 0.01, 3.0, 1.5  # to end a tile, a row of x; to begin the kernel that adds segments up
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,7 @@ def segments_of(weight_rows: int, columns: int) -> tuple[int, int]:
         count = -(-steps // length)
         plan = PrefillGemmPlan(SEGMENT_ROWS, 1, 2, count > 1)
         speeds = (MULTIPROCESSORS, MEMORY_BYTES_A_US)
-        time = _time_us(plan, SEGMENT_ROWS, weight_rows, steps, (count, length), *speeds)
+        time = time_us(plan, SEGMENT_ROWS, weight_rows, steps, (count, length), *speeds)
         choices.append((time, count, length))
     return min(choices)[1:]
 
@@ -257,10 +251,11 @@ def _plans(
         for cluster in ((1, 2) if tile >= WIDE and not is_narrow else (1,))
         if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card, weights, cluster)) is not None
     ]
-    speeds = (card.num_multiprocessors, 1000 * read_gb_s)
-    full.sort(key=lambda plan: _time_us(plan, rows, weight_rows, steps, (segments, length), *speeds))
+    cost = PlanCost(rows, weight_rows, steps, (segments, length), card.num_multiprocessors, 1000 * read_gb_s)
+    full.sort(key=cost.key)
+    first = [replace(plan, stages=cost.stages(plan)) for plan in full[:1]]
     fewer = [replace(plan, stages=plan.stages * parts // 4) for parts in (3, 2) for plan in full if plan.stages >= 4]
-    return tuple(dict.fromkeys((*full, *fewer)))
+    return tuple(dict.fromkeys((*first, *full, *fewer)))
 
 
 def partials_shape(
@@ -280,26 +275,3 @@ def _fitted(
     stored = STORED_TOTALS if has_totals and tile == LARGE else 0
     plans = (PrefillGemmPlan(tile, depth, count, apart, weights.step_bytes, cluster, stored) for count in STAGE_COUNTS)
     return next((plan for plan in plans if plan.shared_bytes <= card.shared_bytes), None)
-
-
-def _time_us(
-    plan: PrefillGemmPlan,
-    rows: int,
-    weight_rows: int,
-    steps: int,
-    segments: tuple[int, int],
-    multiprocessors: int,
-    memory_bytes_a_us: float,
-) -> float:
-    """A rough time, to choose by: steps as they were measured, but no faster than the memory."""
-    count, length = segments
-    turns = -(-plan.units(rows, weight_rows, count) // (multiprocessors // plan.cluster))
-    own = length if plan.apart else steps
-    step, start = STEP_US[plan.rows, plan.depth], 0.0
-    if plan.cluster > 1:
-        step, start = PAIRED * step, START_US
-    time = start + turns * (own * step + TILE_ROW_US * plan.rows)
-    time = max(time, weight_rows * steps * plan.tile_bytes / (16 * memory_bytes_a_us))
-    if plan.apart:
-        time += ADD_US + 8 * count * rows * weight_rows / SUM_BYTES_A_US
-    return time

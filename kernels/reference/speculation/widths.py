@@ -51,7 +51,6 @@ LARGEST_COST = 1 << 29  # costs times expected tokens of eight slots fit into 64
     update  width_last      int32  [1]
     update  width_waited    int32  [1]                  steps at width zero since a draft was tried
     write   width_choice    int32  [1]                  0 to K, or K + 1: zero, but the draft model must run
-    write   draft_further   int32  [1]                  whether that is 1 to K, where drafting is a part of its own
 """)
 def choose_width(
     active: torch.Tensor,
@@ -65,7 +64,6 @@ def choose_width(
     width_last: torch.Tensor,
     width_waited: torch.Tensor,
     width_choice: torch.Tensor,
-    draft_further: torch.Tensor | None = None,
     row: int,
     most_waiting: int,
 ) -> None:
@@ -95,8 +93,6 @@ def choose_width(
         width_last[0], width_waited[0] = best, 0 if tried and not must_run else waited
         choice = most + 1 if must_run else width
     width_choice[0] = choice
-    if draft_further is not None:
-        draft_further[0] = int(1 <= choice <= most)
 
 
 def slot_limits(slots: list[int], slot_ints: torch.Tensor, most: int) -> dict[int, int]:

@@ -1,4 +1,5 @@
 """`lowlat inspect model|draft-model|tree`: geometry, memory and buffers, from configs and headers alone;
+`lowlat inspect step`: what a step does, see `lowlat.cli.commands.inspect_step`;
 `lowlat inspect run`: a pair decodes a few prompts; `lowlat inspect quality`: a target predicts a text.
 """
 
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lowlat.cli.commands.inspect_step import step
 from lowlat.cli.console import check_json_file, format_bytes, print_json, print_table, stream_text, write_json
 from lowlat.cli.options import (
     IntegerList,
@@ -30,7 +32,7 @@ from lowlat.options.request import SamplingParams
 if TYPE_CHECKING:
     from lowlat.cli.reports.activity import Activity
 
-__all__ = ["command", "draft_model", "model", "quality", "run", "tree"]
+__all__ = ["command", "draft_model", "model", "quality", "run", "step", "tree"]
 
 NOT_ACTIVE = 3  # exit code of `run`
 
@@ -162,6 +164,9 @@ def _fields(values: dict[str, Any], prefix: str = "") -> list[list[object]]:
     for name, value in values.items():
         if isinstance(value, dict):
             rows += _fields(value, f"{prefix}{name}.")
+        elif name == "layers":
+            for number, kind in enumerate(value):
+                rows += _fields(kind, f"{prefix}{name}.{number}." if len(value) > 1 else f"{prefix}{name}.")
         elif name == "windows" and set(value) == {None}:
             rows.append([f"{prefix}{name}", "full attention in every layer"])
         else:
@@ -369,6 +374,7 @@ def quality(
         write_json(json_file, found)
 
 
+command.add_command(step)
 _alias = copy(draft_model)
 _alias.hidden = True
 command.add_command(_alias, "head")

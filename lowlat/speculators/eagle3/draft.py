@@ -13,7 +13,7 @@ import torch
 
 from lowlat.graphs.program import Stage
 from lowlat.models.layers import Emitter, Rows
-from lowlat.speculators.base import LevelOutput, StepScope
+from lowlat.speculators.base import StepScope
 from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter
 
@@ -32,7 +32,7 @@ class Drafter:
     def extend(self) -> tuple[str, str]:
         """Keys and values of the accepted rows; returns the last layer's attention input and residual, by row."""
         emitter, hidden = self.accepted()
-        emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
+        emitter.stage = Stage.DRAFT_ATTENTION_FMHA
         return self.eagle.emit_stack(emitter, *self.eagle.emit_input(emitter, "head.tokens", hidden))
 
     def accepted(self) -> tuple[Emitter, str]:
@@ -42,7 +42,7 @@ class Drafter:
         write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "head.write_lens", "offsets": self.scope.offsets}
         before = self.rows_before("head.accepted_before", rows)
         all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", before, write)
-        emitter = Emitter(self.builder, all_rows, self.dtype, Stage.EAGLE_DRAFT_FC)
+        emitter = Emitter(self.builder, all_rows, self.dtype, Stage.DRAFT_FC)
         return emitter, "prefilled_feature" if self.scope.bucket.prefilled else self._features(emitter)
 
     def rows_before(self, name: str, count: int) -> dict[str, str]:
@@ -78,25 +78,11 @@ class Drafter:
     def draft(self, x: str, residual: str) -> str:
         """All levels; returns the drafted nodes."""
         nodes = self.scope.draft_nodes()
-        self.levels((x, residual), range(self.scope.tree.depth))
+        level, live = self.first_level(x, residual)
+        feedback = self._finish_level(level, 0, live)
+        for depth in range(1, self.scope.tree.depth):
+            feedback = self._deeper_level(depth, feedback)
         return nodes
-
-    def levels(self, above: tuple[str, ...], levels: range) -> LevelOutput:
-        """Some levels, one after the other.
-
-        above  the last layer's attention input and residual, by row, for the first level; for others what is fed back
-        """
-        found: tuple[Emitter, str, str] | None = None
-        for depth in levels:
-            feedback = above[0] if found is None else found[2]
-            if depth:
-                found = self._deeper_level(depth, feedback)
-            else:
-                level, live = self.first_level(*above)
-                found = level, *self._finish_level(level, 0, live)
-        if found is None:
-            raise ValueError("no levels to draft")
-        return LevelOutput(found[1], found[0].live()["row_live"])
 
     def first_level(self, x: str, residual: str) -> tuple[Emitter, tuple[str, str]]:
         """The root's row, each slot's last: an emitter over it, its last attention's input and residual."""
@@ -105,14 +91,14 @@ class Drafter:
         attention = {**BY_SLOT, "dense_lens": self.scope.buffer("draft_lens"), "row_masks": alone}
         live_rows = self.scope.buffer("draft_live")
         rows = Rows("draft.0.", batch, live_rows, "head.live_positions", attention, {})
-        level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        level = Emitter(self.builder, rows, self.dtype, Stage.DRAFT_ATTENTION_FMHA)
         live = {}
         for name, source in (("both", x), ("residual", residual)):
             live[name] = level.scratch(name, batch, self.builder.spec(source).shape[1])
             level.emit("take_last", {"x": source, **self.scope.reads("commit_lens")}, {"out": live[name]})
         return level, (live["both"], live["residual"])
 
-    def _deeper_level(self, depth: int, feedback: str) -> tuple[Emitter, str, str]:
+    def _deeper_level(self, depth: int, feedback: str) -> str:
         topology, batch, prefix = self.scope.tree, self.batch, f"draft.{depth}."
         nodes = [branch.node for branch in topology.levels[depth]]
         above = [branch.node for branch in topology.levels[depth - 1]]
@@ -125,7 +111,7 @@ class Drafter:
         attention = {**BY_SLOT, "dense_lens": lens, "row_masks": masks}
         write = {**BY_SLOT, "row_live": live, "write_lens": lens, "offsets": offsets}
         rows = Rows(prefix, batch * len(nodes), live, positions, attention, write)
-        level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        level = Emitter(self.builder, rows, self.dtype, Stage.DRAFT_ATTENTION_FMHA)
         tokens = self.ints(f"{prefix}tokens", batch, len(nodes))
         hidden = level.scratch("hidden", batch * len(nodes), self.builder.spec(feedback).shape[1])
         parents = [above.index(topology.parents[node]) for node in nodes]
@@ -144,9 +130,9 @@ class Drafter:
             depth=depth,
         )
         live_rows = self.eagle.emit_stack(level, *self.eagle.emit_input(level, tokens, hidden))
-        return level, *self._finish_level(level, depth, live_rows)
+        return self._finish_level(level, depth, live_rows)
 
-    def _finish_level(self, level: Emitter, depth: int, live: tuple[str, str]) -> tuple[str, str]:
+    def _finish_level(self, level: Emitter, depth: int, live: tuple[str, str]) -> str:
         """Attention, FFN and LM head of a level's last layer, and its children's tokens; returns what `finish` does."""
         topology = self.scope.tree
         branches = topology.levels[depth]
@@ -156,18 +142,18 @@ class Drafter:
 
     def finish(
         self, level: Emitter, live: tuple[str, str], num_ranks: int, children: Sequence[int], child_rows: Sequence[int]
-    ) -> tuple[str, str]:
+    ) -> str:
         """The last layer over the rows that draft, and the tokens of `children`, each of its row of the slot's.
 
         live       the last layer's attention input and residual, of these rows
         num_ranks  the likeliest tokens of a row that are named
-        Returns the logits, and the state that may be fed back.
+        Returns the state that may be fed back.
         """
         logits, feedback = self.logits(level, live)
         tokens = self.eagle.emit_draft(level, logits, num_ranks)
         ranks = [self.scope.tree.ranks[child] for child in children]
         assign_drafts(level, tokens, children, child_rows, ranks)
-        return logits, feedback
+        return feedback
 
     def logits(self, level: Emitter, live: tuple[str, str]) -> tuple[str, str]:
         """The last layer and the LM head over the rows that draft: logits [M, Vd], and the state that may be fed back.
@@ -175,7 +161,7 @@ class Drafter:
         live  the last layer's attention input and residual, of these rows
         """
         middle = self.eagle.emit_attention(level, *live)
-        level.stage = Stage.EAGLE_DRAFT_FFN
+        level.stage = Stage.DRAFT_FFN
         return self.eagle.emit_logits(level, self.eagle.emit_ffn(level, middle, self.eagle.last))
 
     def ints(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> str:

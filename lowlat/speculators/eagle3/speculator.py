@@ -5,15 +5,16 @@ Source: EAGLE-3, arXiv 2503.01840.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
 
 from lowlat.graphs import BufferSpec
-from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.graphs.program import RangeNames, Stage
+from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import (
-    LevelOutput,
     LoadedSpeculator,
     PrefillScope,
     Scope,
@@ -32,6 +33,17 @@ from lowlat.speculators.eagle3.windows import check_draft_window, draft_kv_windo
 from lowlat.speculators.tree.dynamic import DynamicTree
 
 __all__ = ["Eagle3Speculator"]
+
+# the names that profiles of EAGLE3 look for
+RANGE_NAMES: RangeNames = MappingProxyType(
+    {
+        Stage.VERIFY: "BASE_DECODE_STEP",
+        Stage.ACCEPT: "EAGLE_ACCEPT",
+        Stage.COMMIT: "EAGLE_TAIL_COMMIT",
+        Stage.TREE_MASKS: "EAGLE_TREE_MASKS",
+        **{stage: f"EAGLE_{stage}" for stage in Stage if stage.startswith("DRAFT_")},
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -75,9 +87,9 @@ class Eagle3Speculator(Speculator):
         return replace(self, config=config)
 
     @property
-    def rope(self) -> tuple[RopeConfig, int]:
-        """The draft model's own."""
-        return self.config.rope, self.config.head_dim
+    def range_names(self) -> RangeNames:
+        """Those that profiles of EAGLE3 look for."""
+        return RANGE_NAMES
 
     @property
     def attends_everything(self) -> bool:
@@ -124,25 +136,10 @@ class Eagle3Speculator(Speculator):
         """One level of the tree after another."""
         return self.drafter(scope).draft(*extended)
 
-    @property
-    def drafts_by_level(self) -> bool:
-        """Its chains do."""
-        return True
-
-    def emit_levels(self, scope: StepScope, above: tuple[str, ...], levels: range) -> LevelOutput:
-        """Some levels of a chain, one after another."""
-        return self.drafter(scope).levels(above, levels)
-
-    def fed_back(self, level: int) -> str:
-        """The draft model's own state, normed where its norm is fed back."""
-        return f"draft.{level}.{'final' if self.config.norm_output else 'residual.out'}"
-
     def drafter(self, scope: StepScope) -> Drafter:
         """The part that appends the draft model's operations behind a commit."""
         kind = DynamicDrafter if isinstance(scope.topology, DynamicTree) else Drafter
         return kind(scope, self._emitter(scope))
 
     def _emitter(self, scope: Scope) -> Eagle3Emitter:
-        if scope.tables is None:
-            raise ValueError("an EAGLE3 draft model needs the tables of its RoPE")
         return Eagle3Emitter(scope.config, self.config, scope.tables, self.window)

@@ -39,11 +39,6 @@ class PeagleSpeculator(Eagle3Speculator):
         """EAGLE3's, and the state that stands in for features."""
         return {**super().weight_plan(dtype), MASK_STATE: ((self.config.hidden_size,), TORCH_DTYPES[dtype])}
 
-    @property
-    def drafts_by_level(self) -> bool:
-        """It drafts all positions at once."""
-        return False
-
     def drafter(self, scope: StepScope) -> BlockDrafter:
         """One pass over the accepted rows and those whose tokens are drafted."""
         return BlockDrafter(scope, self._emitter(scope))

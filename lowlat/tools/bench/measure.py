@@ -186,6 +186,7 @@ class CaseRun:
             perf=Perf(**perf.to_dict()),
             steps_by_width=widths,
             mean_width=None if widths is None else round(_mean_width(widths), 4),
+            numerics=runtime.numerics,
         )
 
     def _bytes(self, lengths: Sequence[float], experts: float | None, widths: Sequence[int] | None) -> int:
@@ -195,8 +196,7 @@ class CaseRun:
         if widths is None:
             return step_bytes(runtime, bucket, lengths, experts)
         bodies = zip(bucket.bodies, widths, strict=False)
-        steps = [((*bucket.parts_for(body.num_speculative_tokens), body), count) for body, count in bodies if count]
-        total = sum(count * step_bytes(runtime, part, lengths, experts) for parts, count in steps for part in parts)
+        total = sum(count * step_bytes(runtime, body, lengths, experts) for body, count in bodies if count)
         return round(total / sum(widths))
 
     def _params(self, max_tokens: int, number: int) -> SamplingParams:

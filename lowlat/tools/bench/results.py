@@ -93,7 +93,7 @@ class Repeat(msgspec.Struct, frozen=True, kw_only=True):
     time_to_first_token_ms: float | None
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One case, measured.
 
     simulated_accept_length  tokens a step that were imposed; None: acceptance is the draft model's own
@@ -108,9 +108,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     wall_gb_per_s            the card's bandwidth for reading, measured in the same run; None without a card
     floor_ms                 those bytes at that bandwidth
     share_of_wall            the floor over the median step
-    perf                     None in files of before there were counters
+    eagle_speculation        absent in JSON where nothing was drafted
+    perf                     absent in files of before there were counters
     steps_by_width           steps of a request that verified 0, 1, 2, ... drafts, where each step chose (policy auto)
     mean_width               drafts that they verified, mean
+    numerics                 `Runtime.numerics`; absent in files of before there was one
     """
 
     case: Case
@@ -130,11 +132,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     floor_ms: float | None
     share_of_wall: float | None
     memory: Memory
-    eagle_speculation: Speculation | None
     repeats: tuple[Repeat, ...]
+    eagle_speculation: Speculation | None = None
     perf: Perf | None = None
     steps_by_width: list[int] | None = None
     mean_width: float | None = None
+    numerics: str | None = None
 
     @property
     def accept_length(self) -> float | None:

@@ -20,7 +20,16 @@ from lowlat.models.partial_kv import PartialKV
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.weight_plan import WeightPlan, weight_plan
 
-__all__ = ["attended", "listed", "part_sizes", "program_bytes", "step_bytes", "weight_sizes"]
+__all__ = [
+    "attended",
+    "cache_bytes",
+    "listed",
+    "part_sizes",
+    "program_bytes",
+    "step_bytes",
+    "weight_bytes",
+    "weight_sizes",
+]
 
 LIMITS = ("first", "window", "keep_first")  # of the positions that attention reads
 EXPERT_OPS = ("experts_gate_up", "experts_down")
@@ -53,16 +62,25 @@ def program_bytes(
     experts_share  of a layer's experts that rows choose
     partial        SpecPV's sizes, where steps attend to a part of the cache
     """
-    total = 0.0
-    for op in program.ops:
-        if op.kind == "attention":
-            total += _cache_bytes(program, op, [attended(length, **_limits(op)) for length in lengths])
-        elif op.kind == "partial_attention":
-            total += _cache_bytes(program, op, [listed(length, partial) for length in lengths])
-        elif op.kind not in FEW_ROWS:
-            share = experts_share if op.kind in EXPERT_OPS else 1.0
-            total += share * sum(sizes.get(name, 0) for name in op.weights.values())
-    return round(total)
+    weights = sum(weight_bytes(op, sizes, experts_share) for op in program.ops)
+    return round(weights + sum(cache_bytes(program, op, lengths, partial) for op in program.ops))
+
+
+def weight_bytes(op: Op, sizes: Mapping[str, int], experts_share: float) -> float:
+    """Bytes of the weights that an operation reads; arguments as `program_bytes` has them."""
+    if op.kind in FEW_ROWS:
+        return 0.0
+    share = experts_share if op.kind in EXPERT_OPS else 1.0
+    return share * sum(sizes.get(name, 0) for name in op.weights.values())
+
+
+def cache_bytes(program: Program, op: Op, lengths: Sequence[float], partial: PartialKV | None = None) -> float:
+    """Bytes of keys and values that a step's operation reads; arguments as `program_bytes` has them."""
+    if op.kind == "attention":
+        return _cache_bytes(program, op, [attended(length, **_limits(op)) for length in lengths])
+    if op.kind == "partial_attention":
+        return _cache_bytes(program, op, [listed(length, partial) for length in lengths])
+    return 0.0
 
 
 def attended(length: float, *, first: int = 0, window: int | None = None, keep_first: int = 0) -> float:

@@ -64,7 +64,6 @@ class Subject:
         if values.get("simulated_accept_length") is not None:
             values["simulated_accept_length"] = min(values["simulated_accept_length"], depth + 1.0)
         values["adaptive_width"] = adaptive or bool(values.get("adaptive_width"))
-        values["adaptive_confidence"] = values["adaptive_width"] and bool(values.get("adaptive_confidence"))
         return SpeculativeConfig(**values, num_speculative_tokens=depth, strict=True)
 
     def load(self, depth: int, *, adaptive: bool = False, **sizes: Any) -> Runtime:

@@ -12,7 +12,7 @@ from lowlat.errors import ConfigError
 from lowlat.kernels.attention.launch_plan import AttentionPlan
 from lowlat.kernels.attention.tile_counts import TileCounts
 from lowlat.kernels.toolchain.kernel import H200, Card
-from lowlat.kernels.tuning.choice import file_name
+from lowlat.kernels.tuning.choice import file_name, find_table
 from lowlat.kernels.tuning.table import TuningTable, read_table
 from lowlat.options.directories import tuning_directory
 from lowlat.tools.precompile import compile_all
@@ -21,11 +21,24 @@ from lowlat.tools.tune.pairs import Pair, Sizes, every_part
 from lowlat.tools.tune.results import table_of, write_table
 from lowlat.tools.tune.shapes import KINDS, Shape, calls_by_plan, collect
 from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
+from lowlat.tools.tune.times import times_of
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["COMMANDS", "Compiled", "Tuned", "Walked", "compile_plans_of", "counted", "kinds_of", "listed", "tune"]
+__all__ = [
+    "COMMANDS",
+    "Compiled",
+    "Tuned",
+    "Walked",
+    "compile_plans_of",
+    "counted",
+    "kinds_of",
+    "known_plans",
+    "lacking",
+    "listed",
+    "tune",
+]
 
 COMMANDS = (*KINDS, "all")
 COMPILE_SHARE = 0.65  # of the budget, at most, that kernels are compiled in
@@ -72,6 +85,19 @@ def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, card: Card = H200)
         ]
         found += collect([part for pair, each in each_size for part in every_part(pair, card, each)], card, rest)
     return found
+
+
+def known_plans(card_name: str, card: Card, out: Path | None) -> TuningTable | None:
+    """The table whose launches are not missing: the file's, or without one what runtimes on the card take, the shipped
+    table's and the user's own; None where there is none. Raises ConfigError for a file that is no table."""
+    if out is not None:
+        return read_table(out) if out.exists() else None
+    return find_table(card_name, card, tuning_directory())
+
+
+def lacking(shapes: Sequence[Shape], known: TuningTable | None) -> list[Shape]:
+    """The launches that have no entry in a table: all where there is none."""
+    return [shape for shape in shapes if known is None or known.find(*shape.place) is None]
 
 
 @dataclass(frozen=True)
@@ -135,7 +161,7 @@ def compile_plans_of(
     known      a table whose launches are left out; None: none are
     Raises DeviceError for a kernel that does not compile.
     """
-    shapes = [shape for shape in listed(pairs, command, sizes, card) if known is None or not known.find(*shape.place)]
+    shapes = lacking(listed(pairs, command, sizes, card), known)
     calls = calls_by_plan(shapes, card, num_candidates)
     kernels = {call.kernel.name: call.kernel for variants in calls.values() for each in variants for call in each}
     with bar("compiling") as update:
@@ -152,6 +178,7 @@ def tune(
     budget_s: float,
     only_missing: bool,
     out: Path | None,
+    times: Path | None = None,
     commit: str,
     bar: Bar,
 ) -> Tuned:
@@ -159,8 +186,9 @@ def tune(
 
     num_candidates  plans of a launch at most, the derived one included
     budget_s        seconds in all, beside the plans of one launch
-    only_missing    launches that have an entry in the file are left out
+    only_missing    launches that have an entry in `known_plans` are left out
     out             the file; None: in the user's own tables. Entries that are in it stay, or are replaced.
+    times           a file for the times of all plans, not of the fastest alone; None: they are not written
     Raises ConfigError for a file of another card.
     """
     import torch
@@ -175,8 +203,8 @@ def tune(
     if known is not None and (known.card != name or not known.is_of(bench.card)):
         raise ConfigError(f"{path} is a table of {known.card}, not of {name}; name another file with --out")
     shapes = listed(pairs, command, sizes, bench.card)
-    if only_missing and known is not None:
-        shapes = [shape for shape in shapes if known.find(*shape.place) is None]
+    if only_missing:
+        shapes = lacking(shapes, known_plans(name, bench.card, out))
     wall = measure_wall(device, WALL_BYTES, WALL_REPLAYS)
     calls = calls_by_plan(shapes, bench.card, num_candidates)
     with bar("compiling") as update:
@@ -187,6 +215,8 @@ def tune(
     commit = commit or changed_commit()
     table = table_of(swept, name, bench.card, driver=driver(), commit=commit, read_gb_s=wall.gb_per_s)
     table = write_table(table, path)
+    if times is not None:
+        times_of(swept, name, bench.card, driver=driver(), commit=commit).write(times)
     done = {each.shape.place for each in swept}
     left = tuple(shape for shape in shapes if shape.place not in done)
     return Tuned(name, tuple(swept), left, table, path, time.monotonic() - start)

@@ -48,6 +48,8 @@ def test_the_bundled_pair_runs_and_its_file_keeps_the_schema(tmp_path: Path) -> 
     plain, drafted, chosen = found.rows
     assert plain.eagle_speculation is None and plain.effective_accept_length == 1.0 and plain.num_steps == 8
     assert drafted.eagle_speculation is not None and drafted.eagle_speculation.num_drafts == 8
+    written = json.loads((tmp_path / "single.json").read_text())["rows"]
+    assert ["eagle_speculation" in row for row in written[:2]] == [False, True]
     assert len(plain.repeats) == 2 and plain.memory.host_peak_bytes > 10**8 and plain.memory.device_bytes is None
     assert plain.perf is not None and drafted.perf is not None and drafted.perf.undrafted_steps == {}
     assert 0 < plain.perf.library_calls < drafted.perf.library_calls and drafted.perf.copies == 0

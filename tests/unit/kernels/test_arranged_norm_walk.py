@@ -11,7 +11,7 @@ from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 
 COMMON = ("common.norm_math", "common.norm_row")
-NAMES = (*COMMON, "gemm.prefill.activation_layout", "rows.norm", "rows.arranged_norm")
+NAMES = (*COMMON, "gemm.prefill.activation_layout", "elementwise.norm", "elementwise.arranged_norm")
 WIDTHS = [(3, 72), (9, 200), (2, 64), (1, 8), later(3, 2880), (2, 4096), later(2, 4096 + 40), later(1, 8192)]
 
 

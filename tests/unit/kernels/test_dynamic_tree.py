@@ -47,7 +47,7 @@ def test_a_block_s_tree_is_that_of_a_model_that_knows_depths_alone(top_k: int, d
 
 def test_the_kernels_walked() -> None:
     for seed in range(6):
-        with walkable(walker := Walker(), "common.memory", "trees.grow", "trees.hand_over") as modules:
+        with walkable(walker := Walker(), "common.memory", "speculation.grow", "speculation.hand_over") as modules:
             _, grower, handing = modules
             grower.__dict__["THREADS"] = 32
             make = {name: getattr(grower, name) for name in ("grow_tree", "choose_nodes", "grow_block_tree")}
@@ -56,7 +56,7 @@ def test_the_kernels_walked() -> None:
 
 @pytest.mark.parametrize(("width", "k"), [(4104, 3)])
 def test_the_likeliest_drafts_walked(width: int, k: int) -> None:
-    with walkable(walker := Walker(may_leave=True), *SHARED, "trees.draft_scores") as modules:
+    with walkable(walker := Walker(may_leave=True), *SHARED, "speculation.draft_scores") as modules:
         module: Any = modules[-1]
         check_scores(walked(walker), width, k, module.draft_topk_logprobs)
 

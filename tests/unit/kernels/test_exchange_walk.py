@@ -16,8 +16,8 @@ from lowlat.kernels.collectives.peers.words import HOST_GAVE_UP, awaited_code
 from lowlat.kernels.step import forward_commands
 
 F32 = torch.float32
-PEERS = ("common.peers.chunk", "common.peers.words")
-NAMES = ("common.norm_math", "common.norm_row", *PEERS, "rows.norm", "rows.ranks.exchange")
+PEERS = ("collectives.peers.chunk", "collectives.peers.words")
+NAMES = ("common.norm_math", "common.norm_row", *PEERS, "elementwise.norm", "collectives.exchange")
 CASES = [
     (2, 1088, 2, (2, 1)),  # two blocks a row, the last one not full
     (3, 24, 2, (1, 2)),
@@ -76,7 +76,7 @@ def test_every_rank_adds_up_its_share_of_many_rows(count: int, rows: int, most: 
     abort, found, wanted = torch.zeros(1, dtype=torch.int64), [], []
     given = [(Ranks(count, most, width).inputs(rows - turn), torch.randn(rows - turn, width)) for turn in range(3)]
     weight = weights(width)
-    with walkable(walker := Walker(), *NAMES, "rows.ranks.shares") as modules:
+    with walkable(walker := Walker(), *NAMES, "collectives.shares") as modules:
         kernels, streams = modules[-1], []
         for rank in range(count):
             shares = kernels.RowShares(rank, areas, most, width, abort)
@@ -144,7 +144,7 @@ def test_commands_reach_all_ranks_at_the_same_step() -> None:
     areas = tuple(torch.zeros(forward_commands.AREA_SHAPE, dtype=torch.int64) for _ in range(count))
     counters = [torch.zeros(4, dtype=torch.int32) for _ in range(count)]
     forwarded = [torch.full((2,), -1, dtype=torch.int64) for _ in range(count)]
-    with walkable(walker := Walker(), "common.memory", "common.peers.words", "step.forward_commands") as modules:
+    with walkable(walker := Walker(), "common.memory", "collectives.peers.words", "step.forward_commands") as modules:
         words: Any = modules[1]
         kernels: Any = modules[-1]
         words.ABORT_TURNS = 4

@@ -27,7 +27,14 @@ ROUTER = (
     *(f"common.{part}" for part in ("norm_row", "norm_math", "sentinels")),
     *("sampling.select", "moe.topk_routing", "moe.router_kernel", "moe.router"),
 )
-COMMON = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", "moe.plan", "moe.decode.mainloop")
+COMMON = (
+    "common.activation",
+    "common.norm_math",
+    "common.norm_row",
+    "elementwise.norm",
+    "moe.plan",
+    "moe.decode.mainloop",
+)
 PREFILL = (
     *(*COMMON, *FRAGMENTS, "moe.topk_sum"),
     *(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm", "experts")),

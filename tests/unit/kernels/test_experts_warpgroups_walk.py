@@ -15,7 +15,7 @@ from walked_groups import walkable_groups
 from lowlat.kernels.moe.prefill.warpgroup_plan import num_places, warpgroup_workspaces
 from lowlat.kernels.toolchain.kernel import H200, Card
 
-SHARED = ("common.handover", "common.activation", "common.norm_math", "common.norm_row", "rows.norm")
+SHARED = ("common.handover", "common.activation", "common.norm_math", "common.norm_row", "elementwise.norm")
 GEMM = tuple(f"gemm.prefill.{part}" for part in ("activation_layout", "weight_steps"))
 PARTS = (
     *("plan", "grouping", "mainloop", "grouped_gemm", "pair_arrangement", "warpgroup_plan", "warpgroup_copies"),

@@ -22,7 +22,14 @@ from lowlat.kernels.reference.collectives.cuts import bounds
 from lowlat.kernels.reference.moe.experts import experts_down as reference
 
 DECODE = (*ALONE[:-1], "gemm.k_parts", "moe.decode.topk_parts", *ALONE[-1:])
-COMMON = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", "moe.plan", "moe.decode.mainloop")
+COMMON = (
+    "common.activation",
+    "common.norm_math",
+    "common.norm_row",
+    "elementwise.norm",
+    "moe.plan",
+    "moe.decode.mainloop",
+)
 PREFILL = (
     *(*COMMON, *FRAGMENTS, "gemm.k_parts", "moe.topk_sum", "gemm.prefill.parts_sum"),
     *(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm", "experts")),

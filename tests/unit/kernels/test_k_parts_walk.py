@@ -23,12 +23,20 @@ from lowlat.kernels.gemm.packing import PackedMatrix, pack
 from lowlat.kernels.reference.collectives.cuts import bounds
 from lowlat.kernels.toolchain.kernel import Card
 
-SHARED = ("activation", "handover", "kv_codes", "norm_math", "norm_row", "peers.chunk", "peers.words", "peers.rows")
+SHARED = ("activation", "handover", "kv_codes", "norm_math", "norm_row")
+PEERS = ("collectives.peers.chunk", "collectives.peers.words", "collectives.peers.rows")
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4", "mxfp4", "nvfp4"))
 DECODE = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
 ENDS = ("exchange_epilogue", "epilogue", "gemm")
 WALKED = (
-    *(*(f"common.{name}" for name in SHARED), "rows.norm", "sampling.select", *FRAGMENTS, "gemm.k_parts"),
+    *(
+        *(f"common.{name}" for name in SHARED),
+        *PEERS,
+        "elementwise.norm",
+        "sampling.select",
+        *FRAGMENTS,
+        "gemm.k_parts",
+    ),
     *(f"gemm.decode.{part}" for part in (*DECODE, *ENDS)),
 )
 SMALL = Card(2, 227 * 1024, (9, 0))

@@ -30,7 +30,7 @@ def test_summaries_are_the_reference_s(length: int, first: int, coded: bool) -> 
     found, expected = PartialCase(length), PartialCase(length)
     for case in (found, expected) if coded else ():
         case.encode(torch.tensor([[0.03125, 2.0], [1.0, 1.0]]))
-    with walkable(walker := Walker(), *COMMON, "partial.block_summary") as modules:
+    with walkable(walker := Walker(), *COMMON, "attention.partial.block_summary") as modules:
         walker.run(*modules[-1].summarise_blocks(**found.span(first), card=SMALL))
     reference.partial.summarise_blocks(**expected.span(first))
     assert torch.equal(found.summary, expected.summary)
@@ -44,7 +44,7 @@ def test_lists_are_the_reference_s(length: int, dim: int, equal: bool, monkeypat
         if equal:
             case.k_cache[case.table[0, 2:].long()] = 0.25
         reference.partial.summarise_blocks(**case.span())
-    with walkable(walker := Walker(), *COMMON, "partial.block_lists") as modules:
+    with walkable(walker := Walker(), *COMMON, "attention.partial.block_lists") as modules:
         kernels: Any = modules[-1]
         monkeypatch.setattr(kernels, "SCORERS", 32)
         monkeypatch.setattr(kernels, "BLOCKS", 2)
@@ -64,7 +64,7 @@ def test_lens_are_the_reference_s() -> None:
         torch.empty_like(lens),
         torch.empty_like(lens),
     )
-    with walkable(walker := Walker(), *COMMON, "partial.block_lists") as modules:
+    with walkable(walker := Walker(), *COMMON, "attention.partial.block_lists") as modules:
         walker.run(*modules[-1].list_lens(lens, slots, shifts, out=found))
     reference.partial.list_lens(lens, slots, shifts, out=expected)
     assert torch.equal(found, expected)

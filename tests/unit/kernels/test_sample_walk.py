@@ -101,7 +101,7 @@ def test_a_chain_s_drafts_are_the_likeliest(alone: bool) -> None:
     names, out = torch.randperm(100, dtype=torch.int32), torch.full((6,), -77, dtype=torch.int32)
     children, child_rows = torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
     nodes = torch.full((2, 4), -77, dtype=torch.int32)
-    names_of = ("common.memory", "sampling.select", "sampling.row_pairs", "sampling.argmax", "sampling.draft_topk")
+    names_of = ("common.memory", "sampling.select", "sampling.row_pairs", "sampling.argmax", "speculation.draft_topk")
     with walkable(walker := Walker(), *names_of) as modules:
         kernels: Any = modules[-1]
         calls = kernels.draft_topk(

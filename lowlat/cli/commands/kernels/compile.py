@@ -31,7 +31,15 @@ SIZING = (
 @click.argument("model", type=MODEL, required=False)
 @speculation_options
 @record_options(RuntimeConfig, *SIZING)
-@click.option("--card", default="NVIDIA H200", show_default=True, metavar="NAME", help="One with a tuning table.")
+@click.option(
+    "--gpu",
+    "--card",
+    "card",
+    default="NVIDIA H200",
+    show_default=True,
+    metavar="NAME",
+    help="By its driver, or h200, h100, a100, b200, rtx5090.",
+)
 @click.option("--workers", type=click.IntRange(1), metavar="N", help="Processes.  [default: one for each core]")
 @click.option("--out", type=NEW_FOLDER, metavar="DIR", help="[default: LOWLAT_KERNEL_CACHE, or the user's cache]")
 @click.option("--list", "only_list", is_flag=True, help="Show the kernels and compile none.")
@@ -55,26 +63,27 @@ def command(
     from lowlat.cli.running import default_context
     from lowlat.executors.launcher import default_cache_directory
     from lowlat.options.directories import tuning_directory
-    from lowlat.tools.precompile import compile_all, described_card, kernels_of
+    from lowlat.tools.gpus import describe_gpu
+    from lowlat.tools.precompile import compile_all, kernels_of
 
-    described = described_card(card, tuning_directory())
+    described = describe_gpu(card, tuning_directory())
     speculative = speculative_config(values, bundled("head") if model is None else None)
     target = bundled("target") if model is None else local_target(model)
     if speculative is not None and speculative.model is not None:
         speculative = replace(speculative, model=local_draft_model(Path(str(speculative.model)), target))
     given = given_options({name: values[name] for name in SIZING}, RuntimeConfig)
     options = RuntimeConfig(**{**given, "max_context": default_context(target, values["max_context"])})
-    kernels = kernels_of(target, speculative, options, described)
+    kernels = kernels_of(target, speculative, options, described.card)
     if only_list:
         if json_output:
-            print_json({"card": card, "kernels": sorted(kernels)})
+            print_json({"card": described.name, "kernels": sorted(kernels)})
         else:
             click.echo("\n".join(sorted(kernels)))
         return
     directory = default_cache_directory() if out is None else out
     with progress_bar("compiling") as update:
-        lacking = compile_all(kernels, described, directory, workers, update)
+        lacking = compile_all(kernels, described.card, directory, workers, update)
     if json_output:
-        print_json({"card": card, "directory": str(directory), "kernels": len(kernels), "compiled": lacking})
+        print_json({"card": described.name, "directory": str(directory), "kernels": len(kernels), "compiled": lacking})
     else:
-        click.echo(f"{len(kernels)} kernels for {card} in {directory}, {lacking} of them compiled now")
+        click.echo(f"{len(kernels)} kernels for {described.name} in {directory}, {lacking} of them compiled now")

@@ -10,7 +10,7 @@ import click
 
 from lowlat.cli.console import print_json, print_table, progress_bar
 from lowlat.cli.options import STORED, IntegerList, as_json, bundled, given_options, record_options
-from lowlat.cli.paths import MODEL, NEW_PATH
+from lowlat.cli.paths import MODEL, NEW_FILE, NEW_PATH
 from lowlat.errors import ConfigError
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 
@@ -61,7 +61,7 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
 @click.option(
     "--budget-s", type=click.FloatRange(1), default=180.0, show_default=True, help="Seconds, compiling included."
 )
-@click.option("--missing", is_flag=True, help="Leave out what the table has already.")
+@click.option("--missing", is_flag=True, help="Leave out what the tables (or --out's file) have already.")
 @click.option(
     "--tiles",
     is_flag=True,
@@ -75,12 +75,19 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
     help="Compile the plans' kernels into LOWLAT_KERNEL_CACHE; needs no card.",
 )
 @click.option(
-    "--card", default="NVIDIA H200", show_default=True, metavar="NAME", help="With --compile: for which card."
+    "--gpu",
+    "--card",
+    "card",
+    default="NVIDIA H200",
+    show_default=True,
+    metavar="NAME",
+    help="With --compile or --list: for which GPU.",
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cuda or cuda:N.")
 @click.option(
     "--out", type=NEW_PATH, metavar="FILE", help="The table.  [default: this card's among the user's own tables]"
 )
+@click.option("--times", type=NEW_FILE, metavar="FILE", help="Write the times of all plans, too.")
 @click.option("--commit", default="", help="What is measured, where there is no git checkout to ask.")
 @as_json
 def command(
@@ -131,7 +138,7 @@ def command(
             for pair in _pairs(model, head, geometries, method or "eagle3", Path(scratch))
         ]
         if only_list:
-            _list(what, pairs, sizes, values["candidates"], tiles=tiles, json_output=json_output)
+            _list(what, pairs, sizes, values, tiles=tiles, json_output=json_output)
         elif only_compile:
             _compile(what, pairs, sizes, values, json_output=json_output)
         else:
@@ -155,23 +162,33 @@ def _pairs(model: Path | None, head: Path | None, geometries: str | None, method
 
 
 def _list(
-    what: str, pairs: Sequence["Pair"], sizes: Any, num_candidates: int, *, tiles: bool, json_output: bool
+    what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, tiles: bool, json_output: bool
 ) -> None:
-    from lowlat.tools.tune.run import counted, listed
+    from lowlat.tools.gpus import describe_gpu
+    from lowlat.tools.tune.run import counted, known_plans, lacking, listed
 
-    shapes = listed(pairs, what, sizes)
-    walked = counted(shapes) if tiles else []
+    gpu, only_missing = describe_gpu(values["card"]), values["missing"]
+    name, card = gpu.name, gpu.card
+    shapes = every = listed(pairs, what, sizes, card)
+    if only_missing:
+        shapes = lacking(every, known_plans(gpu.name, gpu.card, values["out"]))
+    walked = counted(shapes, card) if tiles else []
     if json_output:
-        found: dict[str, Any] = {"shapes": [_shape(shape, num_candidates) for shape in shapes]}
+        found: dict[str, Any] = {"shapes": [_shape(shape, values["candidates"]) for shape in shapes]}
+        if only_missing:
+            found["num_launches"] = len(every)
         if tiles:
             found["tiles"] = [each.to_dict() for each in walked]
-        print_json({"card": "as an H200 cuts", **found})
+        print_json({"card": name, **found})
         return
     rows = [
         (shape.kind, shape.key, ", ".join(shape.stages), len(shape.candidates), _knobs(shape.candidates[0].knobs))
         for shape in shapes
     ]
-    title = f"{len(shapes)} launches of {', '.join(pair.name for pair in pairs)}, as an H200 cuts them"
+    names = ", ".join(pair.name for pair in pairs)
+    title = f"{len(shapes)} launches of {names}, as cut for an {name}"
+    if only_missing:
+        title = f"{len(shapes)} of {len(every)} launches of {names} have no entry in the tables of an {name}"
     print_table(title, ("kind", "shape", "stages", "plans", "derived plan"), rows)
     if tiles:
         counts = [tuple(each.to_dict().values()) for each in walked]
@@ -192,30 +209,26 @@ def _shape(shape: "Shape", num_candidates: int) -> dict[str, Any]:
 
 def _compile(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, json_output: bool) -> None:
     from lowlat.executors.launcher import default_cache_directory
-    from lowlat.kernels.tuning.choice import file_name
-    from lowlat.kernels.tuning.table import read_table
-    from lowlat.options.directories import tuning_directory
-    from lowlat.tools.precompile import described_card
-    from lowlat.tools.tune.run import compile_plans_of
+    from lowlat.tools.gpus import describe_gpu
+    from lowlat.tools.tune.run import compile_plans_of, known_plans
 
-    name, directory = values["card"], default_cache_directory()
-    path = values["out"] or tuning_directory() / file_name(name)
+    gpu, directory = describe_gpu(values["card"]), default_cache_directory()
     done = compile_plans_of(
         pairs,
         what,
         sizes,
-        described_card(name),
+        gpu.card,
         directory,
         num_candidates=values["candidates"],
-        known=read_table(path) if values["missing"] and path.exists() else None,
+        known=known_plans(gpu.name, gpu.card, values["out"]) if values["missing"] else None,
         bar=progress_bar,
     )
     if json_output:
-        print_json({"card": name, "directory": str(directory), **asdict(done)})
+        print_json({"card": gpu.name, "directory": str(directory), **asdict(done)})
     else:
         click.echo(
-            f"{done.kernels} kernels of {done.launches} launches for {name} in {directory}, {done.compiled} of them "
-            "compiled now"
+            f"{done.kernels} kernels of {done.launches} launches for {gpu.name} in {directory}, "
+            f"{done.compiled} of them compiled now"
         )
 
 
@@ -235,6 +248,7 @@ def _tune(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any]
         budget_s=values["budget_s"],
         only_missing=values["missing"],
         out=values["out"],
+        times=values["times"],
         commit=values["commit"],
         bar=progress_bar,
     )

@@ -1,0 +1,174 @@
+"""A decode step and a prefill pass as a GPU would run them, planned on a machine that needs none.
+
+The programs that a runtime of the same options would have are lowered for a described GPU, onto tensors that have no
+memory. Of a model its config.json is read, of a draft model its headers, and no weight.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from lowlat.engine.loading import build_program, make_geometry, make_ladder, make_topologies, rank_geometries
+from lowlat.errors import ConfigError
+from lowlat.executors.distributed.parallel import exchanged_rows
+from lowlat.executors.distributed.peers import PeerMemory
+from lowlat.executors.distributed.place import RankPlace
+from lowlat.executors.make import check_positions, uncovered
+from lowlat.graphs import Bucket
+from lowlat.graphs.program import Program
+from lowlat.lowering.lower import LoweredGroup
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.target import read_model_config
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.speculators.base import Speculator
+from lowlat.speculators.eagle3.speculator import Eagle3Speculator
+from lowlat.speculators.eagle3.windows import check_draft_window
+from lowlat.speculators.methods import plan_speculator, rounded_speculator
+from lowlat.speculators.suffix.beside import TextBeside
+from lowlat.speculators.tree.dynamic import Topology
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.prefill import build_prefill
+from lowlat.step.state import StepGeometry
+from lowlat.tools.bench.geometry import Geometry, read_geometries
+from lowlat.tools.draft_model.random_models import random_speculator
+from lowlat.tools.gpus import DescribedGpu
+from lowlat.tools.tune.pairs import META, LoweredPrograms, Pair, rounded_pair
+
+__all__ = ["PRESET_DRAFT_MODEL", "LoweredProgram", "PlannedStep", "plan_step", "preset_names", "target_config"]
+
+PRESET_DRAFT_MODEL = Path("preset")  # stands for a preset's draft model, which has no directory
+
+
+@dataclass(frozen=True)
+class LoweredProgram:
+    """A program and the groups of its operations, each with the launches that cover it; none where no kernels do."""
+
+    program: Program
+    groups: tuple[LoweredGroup, ...]
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step and a prefill pass of a pair on a GPU.
+
+    problem   why the kernels do not cover the pair; None: they do
+    step      the programs of one step, in order: one, or where the device chooses the draft length its opening and body
+    prefill   the pass of `positions` tokens of a prompt
+    rank      the geometry of the first rank's part of the target
+    """
+
+    gpu: DescribedGpu
+    geometry: StepGeometry
+    rank: ModelConfig
+    speculator: Speculator | None
+    bucket: Bucket
+    problem: str | None
+    step: tuple[LoweredProgram, ...]
+    prefill: LoweredProgram
+    positions: int
+
+
+def preset_names() -> tuple[str, ...]:
+    """The published shapes that can be planned by name, without a config.json."""
+    return tuple(read_geometries())
+
+
+def plan_step(
+    model: Path,
+    speculative: SpeculativeConfig | None,
+    options: RuntimeConfig,
+    gpu: DescribedGpu,
+    *,
+    batch: int,
+    context: int,
+) -> PlannedStep:
+    """Plan the step of so many slots, and the last prefill pass of a prompt of `context` tokens.
+
+    model    a directory with a config.json, or a preset's name
+    speculative  with PRESET_DRAFT_MODEL as its model the preset's own draft model
+    Raises ConfigError for options that a runtime refuses.
+    """
+    config, speculator = _read(model, speculative, options)
+    topologies: Mapping[int, Topology] = {0: TreeTopology.chain(0)}
+    depth = 0
+    if speculative is not None and speculator is not None:
+        topologies, depth = make_topologies(speculative), speculative.num_speculative_tokens
+    pair = rounded_pair(Pair(model.name, config, speculator), options)
+    geometry = make_geometry(pair.config, pair.speculator, topologies, options, speculative)
+    ladder = make_ladder(geometry, topologies, speculative)
+    bucket = ladder.choose(batch, depth)
+    ranks = rank_geometries(geometry, options, speculative)
+    own = ranks[0]
+    steps = [build_program(own, each, topologies) for each in _parts(bucket, depth)]
+    positions = max((size for size in own.prefill_sizes if size <= context), default=min(own.prefill_sizes))
+    prefill = build_prefill(own, positions)
+    draft = None if pair.speculator is None else pair.speculator.draft_config
+    problem = uncovered(pair.config, draft, options.block_size)
+    lowered = [_plain(each) for each in (*steps, prefill)]
+    if problem is None:
+        check_positions(geometry, invariant=options.tp_invariant)
+        lowered = _lower(pair, gpu, [*steps, prefill], ranks)
+    return PlannedStep(
+        gpu, geometry, own.config, pair.speculator, bucket, problem, tuple(lowered[:-1]), lowered[-1],
+        positions,
+    )  # fmt: skip
+
+
+def _parts(bucket: Bucket, depth: int) -> list[Bucket]:
+    """The buckets whose programs are one step at the full draft length."""
+    if not bucket.chooses:
+        return [bucket]
+    return [bucket, bucket.bodies[depth]]
+
+
+def target_config(model: Path, dtype: str = "auto") -> ModelConfig:
+    """The geometry of a directory's target, or of a preset's. Raises ConfigError."""
+    preset = read_geometries().get(str(model))
+    if preset is None:
+        return read_model_config(model, dtype=dtype)
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(preset.target), encoding="utf-8")
+        return read_model_config(Path(folder), dtype=dtype)
+
+
+def _read(
+    model: Path, speculative: SpeculativeConfig | None, options: RuntimeConfig
+) -> tuple[ModelConfig, Speculator | None]:
+    """The target's geometry and its speculator."""
+    config = target_config(model, options.dtype)
+    config.check_context(options.max_context, model / "config.json")
+    if speculative is None or not speculative.enabled:
+        return config, None
+    if speculative.model != PRESET_DRAFT_MODEL:
+        return config, plan_speculator(speculative, config)
+    return config, _preset_speculator(read_geometries()[str(model)], config, speculative)
+
+
+def _preset_speculator(preset: Geometry, config: ModelConfig, speculative: SpeculativeConfig) -> Speculator:
+    """The speculator of a preset's own draft model. Raises ConfigError for options that it cannot have."""
+    if speculative.capture_layers is not None:
+        raise ConfigError("a preset's draft model has boundaries of its own; leave capture_layers out")
+    speculator = random_speculator(preset, config, speculative.method)
+    if speculative.draft_window is not None and isinstance(speculator, Eagle3Speculator):
+        check_draft_window(speculator.config, speculative.draft_window)
+        speculator = replace(speculator, window=speculative.draft_window)
+    return TextBeside.beside(rounded_speculator(speculator, speculative.draft_quantize), speculative, config)
+
+
+def _plain(program: Program) -> LoweredProgram:
+    """A program whose operations nothing covers."""
+    return LoweredProgram(program, tuple(LoweredGroup(op.kind, op.stage, (op,), (), frozenset()) for op in program.ops))
+
+
+def _lower(pair: Pair, gpu: DescribedGpu, programs: list[Program], ranks: list[StepGeometry]) -> list[LoweredProgram]:
+    """The first rank's programs, lowered."""
+    place, own = None, None
+    if len(ranks) > 1:
+        devices = [torch.device(META.type, number) for number in range(len(ranks))]
+        place, own = RankPlace(0, PeerMemory(devices, exchanged_rows(programs))), ranks[0].config
+    lowered = LoweredPrograms(pair, gpu.card, programs, own, place)
+    return [LoweredProgram(each, lowered.groups(each, gpu.card, switches=True)) for each in programs]
