@@ -2,7 +2,7 @@
 
     python -m bench.dense_report bench/results/h200/dense.json
 
-It measures nothing. The picture needs matplotlib (the extra `train`); `--no-plot` leaves it out.
+It measures nothing. The picture needs matplotlib (the extra `bench`); `--no-plot` leaves it out.
 """
 
 import argparse

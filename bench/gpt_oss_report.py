@@ -2,7 +2,7 @@
 
     python -m bench.gpt_oss_report bench/results/h200/gpt_oss.json
 
-It measures nothing. The picture needs matplotlib (the extra `train`).
+It measures nothing. The picture needs matplotlib (the extra `bench`).
 """
 
 import argparse

@@ -5,7 +5,7 @@
 A device's step must take longer than this: then the next step is always launched in time (`ahead`), and the device
 never waits for the host. `in_turn` is an executor whose steps have ended when they return; there `gap_us` passes
 between the end of a step and the next launch. On a GPU also the time to launch a step of the bundled pair. One line of
-JSON. `bench.tails` measures the steps of a whole model, the host idle and busy.
+JSON.
 """
 
 import argparse

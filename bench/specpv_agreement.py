@@ -12,7 +12,7 @@ each place both have then read the same prefix, and `same_choice` is the share o
 comes out of prefill and is in `equal_share` alone. The budget is `listed_positions`, which a partial step attends to at
 least. Trained weights, nothing is simulated.
 
-Texts are JSON of name -> text, such as `lowlat.tools.train.long.texts` holds out; without `--texts` the bundled prompts
+Texts are JSON of name -> text, such as `bench.training.long_texts` holds out; without `--texts` the bundled prompts
 stand one after the other. Contexts end at the same place of a text, less room for what follows, whatever their length;
 with `--chat` an excerpt and a question stand in the model's chat template. Steps run in the reference executor on a
 CPU, in the eager one on a GPU: every executor gives the same tokens. Times are of no interest here.
@@ -31,11 +31,11 @@ from typing import Any
 import torch
 
 from bench.acceptance import conditions_of, given_prompt, runs_on, text_loops, write_result
+from bench.training.long_texts import read_texts, spread
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.graphs.program import Op
 from lowlat.text import TextCodec
 from lowlat.tools.quality import Sums
-from lowlat.tools.train.long.texts import read_texts, spread
 
 __all__ = ["DEMO", "Budget", "Drawn", "agreement", "bundled_text", "draw", "main"]
 

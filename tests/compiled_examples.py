@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_inventory import CARDS, MINOR_CARDS, examples, first_examples
+from kernel_inventory import CARDS, first_examples, modules, takes_card, variants
 
 from lowlat.kernels.toolchain import compiler
 from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
@@ -26,18 +26,20 @@ OLDEST = (8, 0)
 
 
 def _examples_of(capability: Capability) -> list[tuple[str, Kernel]]:
-    """The usual card compiles all. The oldest capability, which lacks most instructions, compiles every variant in one
-    size; 10.0 and 12.0 each kind once. Those between the oldest and the usual one, which the newest has the size of,
-    share the kinds: each compiles every second one.
+    """The usual GPU compiles every variant in one size, and so does the oldest capability, which lacks most
+    instructions, where plans depend on the GPU; else each kind of kernel is compiled once for a capability.
     """
-    card = {**CARDS, **MINOR_CARDS}[capability]
+    card = CARDS[capability]
     if card is H200:
-        return list(examples(H200))
-    kinds = list(first_examples(card, variants=capability == OLDEST))
-    return kinds[list(MINOR_CARDS).index(capability) :: 2] if capability in MINOR_CARDS else kinds
+        return list(variants(card))
+    found = {kernel.name: (name, kernel) for name, kernel in first_examples(card)}
+    if capability == OLDEST:
+        known = modules()
+        found |= {kernel.name: (name, kernel) for name, kernel in variants(card) if takes_card(known[name])}
+    return list(found.values())
 
 
-ORDER = (H200.capability, *(capability for capability in (*CARDS, *MINOR_CARDS) if capability != H200.capability))
+ORDER = (H200.capability, *(capability for capability in CARDS if capability != H200.capability))
 EXAMPLES = {capability: _examples_of(capability) for capability in ORDER}
 # What a small model's step without drafts launches, for the usual card; other kinds, sizes and capabilities are left to
 # the second stage.

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -26,9 +27,6 @@ CARDS = {
         Card(170, 99 * 1024, (12, 0)),
     )
 }
-# Capabilities between those: one kernel of each kind must compile for one of them, the whole step of a Llama and a
-# mixture's. They have the RTX 5090's size, so that Numba's part is done once for all three.
-MINOR_CARDS = {capability: Card(170, 99 * 1024, capability) for capability in ((8, 6), (8, 9))}
 
 
 def modules() -> dict[str, Any]:
@@ -42,19 +40,33 @@ def examples(card: Card = H200) -> Iterator[tuple[str, Kernel]]:
     """(module, kernel) for every example, each once; a module whose plans depend on the card gives this card's."""
     for name, module in modules().items():
         if hasattr(module, "examples"):
-            takes_card = "card" in inspect.signature(module.examples).parameters
-            made = module.examples(card) if takes_card else module.examples()
+            made = module.examples(card) if takes_card(module) else module.examples()
             for kernel in {id(kernel): kernel for kernel in made}.values():
                 yield name, kernel
 
 
-def first_examples(card: Card, *, variants: bool = False) -> Iterator[tuple[str, Kernel]]:
-    """(module, kernel) for the first example of each kind of kernel. variants: of each that differs in more than sizes,
-    which are the digits of its name."""
-    kinds: dict[tuple[str, str], tuple[str, Kernel]] = {}
+def takes_card(module: Any) -> bool:
+    """Whether a module's plans depend on the GPU."""
+    return "card" in inspect.signature(module.examples).parameters
+
+
+def first_examples(card: Card) -> Iterator[tuple[str, Kernel]]:
+    """(module, kernel) for the first example of each kind of kernel."""
+    yield from {family(kernel): (name, kernel) for name, kernel in reversed([*examples(card)])}.values()
+
+
+def variants(card: Card) -> Iterator[tuple[str, Kernel]]:
+    """(module, kernel) for examples that differ in more than sizes: each has a word in its name that none before it of
+    its kind has. Sizes are digits, with an x between two; words of a plan (True, False and 0) count by their place."""
+    known: dict[str, set[str]] = defaultdict(set)
     for name, kernel in examples(card):
-        kinds.setdefault((family(kernel), re.sub(r"\d+", "", kernel.name) if variants else ""), (name, kernel))
-    yield from kinds.values()
+        words = {
+            f"{place} {word}" if word in ("True", "False", "0") else re.sub(r"\d+(x\d+)*", "", word)
+            for place, word in enumerate(kernel.name.split("_"))
+        }
+        if family(kernel) not in known or words - known[family(kernel)]:
+            yield name, kernel
+        known[family(kernel)] |= words
 
 
 def offers_calls(module: Any) -> list[str]:

@@ -27,7 +27,7 @@ from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import Rank, check_positions, make_executor, refuse_parts, refuse_ranks, settle_executor
-from lowlat.graphs import Bucket, BucketLadder
+from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
@@ -45,6 +45,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.adaptive import build_adaptive
 from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
+from lowlat.step.ladder import StepLadder
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
 from lowlat.step.width_times import set_costs
@@ -80,7 +81,7 @@ class Loaded:
     codec: TextCodec | None
     speculator: LoadedSpeculator | None
     geometry: StepGeometry
-    ladder: BucketLadder
+    ladder: StepLadder
     topologies: dict[int, Topology]
     executor: Executor
     choice: DeviceChoice
@@ -91,7 +92,7 @@ class Loaded:
     @property
     def takes_grammars(self) -> bool:
         """Whether steps draw under masks of the host; those of lossless SpecPV, which are verified later, do not."""
-        return "grammar_masks" in self.executor.state and not self.ladder.verifiers
+        return "grammar_masks" in self.executor.state and not self.ladder.wide_buckets
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -207,17 +208,17 @@ def _check_call(model: object, speculative: object, *told: object) -> None:
 
 def make_ladder(
     geometry: StepGeometry, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
-) -> BucketLadder:
+) -> StepLadder:
     """The buckets of a runtime."""
     rows_of = {depth: topology.num_nodes for depth, topology in topologies.items()}
-    verifier = None
+    wide = None
     if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
-        verifier = geometry.partial.buffer + 1, speculative.num_speculative_tokens
+        wide = geometry.partial.buffer + 1, speculative.num_speculative_tokens
     adaptive = geometry.max_width is not None
-    return BucketLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, verifier=verifier)
+    return StepLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, wide=wide)
 
 
-def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
+def make_scheduler(ladder: StepLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
     """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
     sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
     books = [WindowBook(pool, geometry.prefill_chunk) for pool in geometry.window_pools]
@@ -229,7 +230,7 @@ def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: Runtim
     )  # fmt: skip
 
 
-def build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:
+def build_rank(geometry: StepGeometry, ladder: StepLadder, topologies: Mapping[int, Topology]) -> Rank:
     """The programs of a rank."""
     programs = {bucket: build_program(geometry, bucket, topologies) for bucket in ladder.programs}
     return Rank(geometry.config, programs, build_prefills(geometry))

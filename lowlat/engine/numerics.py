@@ -36,7 +36,7 @@ def numerics_of(loaded: Loaded, config: RuntimeConfig) -> dict[str, Any]:
     device      its class: the CUDA capability, or the CPU's vector instructions; not its name
     target      the target's geometry: sizes, layers, the compute dtype, weight formats and KV format with its scales
     chunk       positions of a chunk of prefill
-    split       positions of a split of attention, which kernels choose by the sizes that a runtime is loaded with
+    splits      positions of a split of attention, which kernels choose by the sizes that a runtime is loaded with
     k_parts     parts in which K is summed, whatever the number of ranks; None: each rank sums its own columns
     ranks       their number; None where it decides nothing
     inexact     options that change results beyond rounding: SpecPV's sizes where it is lossy, imposed acceptance,
@@ -58,7 +58,7 @@ def numerics_of(loaded: Loaded, config: RuntimeConfig) -> dict[str, Any]:
             name: value for name, value in _fields_of(loaded.target.config).items() if name not in NOT_OF_NUMERICS
         },
         "chunk": geometry.prefill_chunk,
-        "split": _split(loaded, config) if choice.has_kernels else None,
+        "splits": _splits(loaded, config) if choice.has_kernels else None,
         "k_parts": PARTS if config.tp_invariant else None,
         "ranks": None if config.tp_invariant else config.tensor_parallel_size,
         "inexact": inexact,
@@ -94,11 +94,14 @@ def _device_class(device: torch.device) -> str:
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _split(loaded: Loaded, config: RuntimeConfig) -> int:
+def _splits(loaded: Loaded, config: RuntimeConfig) -> list[int]:
+    """The positions of a split of attention, for each layer that has attention."""
     from lowlat.kernels.attention.attention import INVARIANT_HEADS, choose_split  # of machines with a GPU
 
-    heads = INVARIANT_HEADS if config.tp_invariant else loaded.rank_config.num_kv_heads
-    return choose_split(loaded.geometry.max_batch, loaded.geometry.max_context, heads)
+    counts = [spec.num_kv_heads for spec in loaded.rank_config.attentions.values()]
+    heads = {INVARIANT_HEADS} if config.tp_invariant else set(counts)
+    geometry = loaded.geometry
+    return [choose_split(geometry.max_batch, geometry.max_context, count) for count in sorted(heads)]
 
 
 def _fields_of(record: Any) -> dict[str, Any]:

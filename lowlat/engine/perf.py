@@ -23,9 +23,9 @@ from lowlat.engine.request import Request
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
-from lowlat.graphs import BucketLadder
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import options_of
+from lowlat.step.ladder import StepLadder
 
 __all__ = [
     "PerfCounters",
@@ -120,7 +120,7 @@ def _reason_for_no_drafts(max_draft_tokens: int | None, room: int, *, adaptive: 
 
 
 def steps_by_width(
-    ladder: BucketLadder, undrafted: Mapping[str, int], stats: SpeculativeDecodingStats | None
+    ladder: StepLadder, undrafted: Mapping[str, int], stats: SpeculativeDecodingStats | None
 ) -> dict[str, list[int]]:
     """Steps of slots that verified 0, 1, 2, ... drafts, under their name; nothing where widths are not chosen."""
     if not ladder.adaptive:

@@ -28,6 +28,7 @@ from lowlat.engine.trace import Tracer
 from lowlat.graphs import Bucket
 from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import ErrorCode, FinishReason, StepOutput
+from lowlat.step.variants import may_repeat
 
 __all__ = ["Steps"]
 
@@ -179,7 +180,7 @@ class Steps:
         meanwhile = None
         if self.masks and not self._executor.asynchronous:
             meanwhile = partial(self._fill_masks, bucket, amid=True)
-        may_loop = ahead and not self._scheduler.has_work and not self.masks and not bucket.verifies
+        may_loop = ahead and not self._scheduler.has_work and not self.masks and may_repeat(bucket)
         self.launches.start(bucket, may_loop=may_loop, meanwhile=meanwhile, most=most)
 
     def _fill_masks(self, bucket: Bucket | None, *, amid: bool = False) -> None:

@@ -13,6 +13,7 @@ from lowlat.graphs import Bucket
 from lowlat.graphs.launch import Launch
 from lowlat.graphs.program import Program, Stage
 from lowlat.lowering.lower import LoweredGroup
+from lowlat.step.variants import is_choice
 
 __all__ = ["EagerExecutor"]
 
@@ -44,7 +45,7 @@ class EagerExecutor(KernelExecutor):
 
         Where the step chooses its width, the host waits for the choice and issues that body.
         """
-        if bucket.chooses:
+        if is_choice(bucket):
             bucket = chosen_body(bucket, self.state, self._issue_and_wait)
         self._issue(bucket, meanwhile)
 

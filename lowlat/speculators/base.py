@@ -100,12 +100,13 @@ class StepScope(Scope):
     `lengths`, `block_table`. The constant `node_offsets` [T] holds 0 to T - 1.
     topology  what the next step is to verify
     waited    the rows that wait for the speculator, where drafting opens a step; None: they are this step's accepted
-    In a `prefilled` bucket the one row came out of prefill, and of the boundaries the last alone is there.
+    is_first_token  the one row came out of prefill, and of the boundaries the last alone is there
     """
 
     bucket: Bucket
     topology: Topology
     waited: "WaitedRows | None" = None
+    is_first_token: bool = False
 
     @property
     def tree(self) -> TreeTopology:
@@ -240,8 +241,8 @@ class Speculator(ABC):
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
         """Append what it does with the accepted rows, whether or not the bucket drafts; returns buffers to draft from.
 
-        It runs in every bucket, those of S = 0 too: drafting can then begin again at any step. In a `prefilled` bucket
-        the accepted row is a prompt's first token.
+        It runs in every bucket, those of S = 0 too: drafting can then begin again at any step. Of a first token
+        the accepted row is that token.
         """
         return ()
 

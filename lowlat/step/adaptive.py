@@ -15,6 +15,7 @@ from lowlat.speculators.base import WaitedRows
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import StepBuilder
 from lowlat.step.state import StepGeometry, waiting_boundaries
+from lowlat.step.variants import EXTENDED, is_choice
 
 __all__ = ["build_adaptive"]
 
@@ -28,7 +29,7 @@ RECORD = ("width_odds", "width_runs", "width_expected")
 
 def build_adaptive(geometry: StepGeometry, bucket: Bucket) -> Program:
     """The Program of a bucket where widths are chosen: an opening, a body, or that of a first token."""
-    if bucket.chooses:
+    if is_choice(bucket):
         return _Opening(geometry, bucket, TreeTopology.chain(0)).build()
     return _Body(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)).build()
 
@@ -65,10 +66,15 @@ class _Opening(StepBuilder):
 class _Body(StepBuilder):
     """A step of one width."""
 
+    @property
+    def extends(self) -> bool:
+        """Whether the draft model runs over what waits for it, and drafts nothing."""
+        return self.bucket.variant == EXTENDED
+
     def build(self) -> Program:
         """All stages, checked and frozen."""
         depth = self.bucket.num_speculative_tokens
-        if self.bucket.prefilled:
+        if self.is_first_token:
             self._active_slots()
             self._gather_rows()
         else:
@@ -84,7 +90,7 @@ class _Body(StepBuilder):
         self._commit()
         self._publish()
         self._keep_features(boundaries)
-        if self.bucket.prefilled:
+        if self.is_first_token:
             self._join()
         else:
             self._learn()
@@ -93,9 +99,9 @@ class _Body(StepBuilder):
     def _draft_waiting(self) -> None:
         """The draft model over the positions that wait, and the drafts of this step."""
         geometry, speculator, depth = self.geometry, self.geometry.speculator, self.bucket.num_speculative_tokens
-        if speculator is None or not (depth or self.bucket.extends):
+        if speculator is None or not (depth or self.extends):
             return
-        scope = self._scope([], self._waited(geometry.num_waiting if self.bucket.extends else geometry.max_rows))
+        scope = self._scope([], self._waited(geometry.num_waiting if self.extends else geometry.max_rows))
         extended = speculator.emit_extend(scope)
         if depth:
             self._hand_over(scope, speculator.emit_draft(scope, extended))
@@ -130,7 +136,7 @@ class _Body(StepBuilder):
 
     def _keep_features(self, boundaries: list[str]) -> None:
         """The features of what was committed, which wait from now on."""
-        captured, prefilled = waiting_boundaries(self.geometry), self.bucket.prefilled
+        captured, prefilled = waiting_boundaries(self.geometry), self.is_first_token
         if not captured:
             return
         names = [f"prefilled_source.{each}" if prefilled else boundaries[each] for each in captured]
@@ -147,7 +153,7 @@ class _Body(StepBuilder):
             Stage.PUBLISH,
             reads={name: name for name in names},
             writes={name: name for name in ("extended", *RECORD)},
-            extends=bool(self.bucket.num_speculative_tokens) or self.bucket.extends,
+            extends=bool(self.bucket.num_speculative_tokens) or self.extends,
         )
 
     def _join(self) -> None:

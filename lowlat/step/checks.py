@@ -11,6 +11,7 @@ import torch
 from lowlat.graphs import Bucket, BufferSpec, Role
 from lowlat.graphs.program import ProgramBuilder, Stage
 from lowlat.kernels.reference.step.checks import WIDTH
+from lowlat.step.variants import FIRST_TOKEN, WIDE
 
 if TYPE_CHECKING:
     from lowlat.step.state import StepGeometry
@@ -51,7 +52,8 @@ class CheckEmitter:
         self._builder, self._geometry, self._bucket = builder, geometry, bucket
         self._kinds = kinds = geometry.checks
         # a prompt's first token comes of what prefill left, and not of a step that could be made again
-        self._falls_back = kinds is not None and kinds.falls_back and not bucket.prefilled
+        self._is_first_token = bucket.variant == FIRST_TOKEN
+        self._falls_back = kinds is not None and kinds.falls_back and not self._is_first_token
 
     def slots(self) -> None:
         """Check the listed slots, before anything is read through their lengths and tables."""
@@ -66,8 +68,8 @@ class CheckEmitter:
             checks_lengths=kinds.lengths,
             checks_spans=kinds.spans,
             falls_back=self._falls_back,
-            joins=bucket.prefilled,
-            rewinds=bucket.verifies,
+            joins=self._is_first_token,
+            rewinds=bucket.variant == WIDE,
             max_context=geometry.max_context,
             max_rows=geometry.max_rows,
             overhang=geometry.overhang,

@@ -1,6 +1,6 @@
 """The decode step as a Program, for one bucket: verify, accept, commit, draft, masks, publish.
 
-Behind a prompt's last chunk the same step runs with one difference (a `prefilled` bucket): prefill has run the target
+After a prompt's last chunk the same step runs with one difference (variant FIRST_TOKEN): prefill has run the target
 over the slot's only row. The step also publishes before it drafts. So the first token is a step's, with the same
 sampling, and the first decode step verifies drafts.
 
@@ -20,6 +20,7 @@ from lowlat.speculators.base import StepScope, WaitedRows
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.step.checks import CheckEmitter
 from lowlat.step.state import StepGeometry, declare_state, declare_tables
+from lowlat.step.variants import FIRST_TOKEN, WIDE
 
 __all__ = ["StepBuilder", "build_step"]
 
@@ -40,7 +41,9 @@ class StepBuilder:
         self.bucket = bucket
         self.topology = topology
         self.batch, self.width = bucket.batch, bucket.rows
-        self.partial = None if bucket.verifies else geometry.partial
+        self.is_first_token, is_wide = bucket.variant == FIRST_TOKEN, bucket.variant == WIDE
+        self.partial = None if is_wide else geometry.partial
+        self.publishes_early = self.is_first_token or is_wide  # their drafts have other rows than they
         self.builder = ProgramBuilder(f"step[{bucket}]", OPERATIONS, range_names=geometry.range_names)
         declare_state(self.builder, geometry)
         self.tables = declare_tables(self.builder, geometry)
@@ -53,11 +56,10 @@ class StepBuilder:
         boundaries = self._target()
         self._accept()
         self._commit()
-        early = self.bucket.prefilled or self.bucket.verifies  # their drafts have other rows than they
-        if early:
+        if self.publishes_early:
             self._publish()
         self._draft(boundaries)
-        if not early:
+        if not self.publishes_early:
             self._publish()
         return self.builder.build()
 
@@ -68,10 +70,10 @@ class StepBuilder:
         """The slots that take part, behind the host's commands."""
         stage = Stage.ACTIVE_SLOTS
         self._ints("slots", self.batch)
-        if self.bucket.prefilled:
+        if self.is_first_token:
             self.builder.emit("identity", stage, reads={"x": "prefilled_slot"}, writes={"out": "slots"})
         self._apply_commands()
-        if not self.bucket.prefilled:
+        if not self.is_first_token:
             self._list_slots()
         self.checks.slots()
 
@@ -119,7 +121,7 @@ class StepBuilder:
         reads, writes = {name: name for name in asked}, {name: name for name in told}
         self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes, most_drafts=most_drafts)
         self.checks.rows()
-        if self.partial is not None and not self.bucket.prefilled:
+        if self.partial is not None and not self.is_first_token:
             reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
             self.builder.emit(
                 "list_lens", Stage.ACTIVE_SLOTS, reads=reads, writes={"out": self._ints("list_lens", batch)}
@@ -139,7 +141,7 @@ class StepBuilder:
             partial=self.partial,
         )
         stage, config = Stage.VERIFY, self.geometry.config
-        if self.bucket.prefilled:
+        if self.is_first_token:
             emit_lm_head(self.builder, config, rows, "prefilled_residual", stage)
             return ["prefilled_residual"]
         boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables, stage)
@@ -192,7 +194,7 @@ class StepBuilder:
         outs = {"commit_lens": self._ints("commit_lens", batch), "finish": self._ints("finish", batch)}
         reads = {**accepted, **{name: name for name in state}}
         self.builder.emit("truncate", stage, reads=reads, writes=outs)
-        if not self.bucket.prefilled and (not self.topology.is_chain or self.geometry.num_paths > 1):
+        if not self.is_first_token and (not self.topology.is_chain or self.geometry.num_paths > 1):
             self._compact(stage)
         kept = ("accepted_tokens", "commit_lens", "finish", "slots")
         updated = ("tokens", "lengths", "active", "output_counts", "num_drafts")
@@ -227,7 +229,7 @@ class StepBuilder:
 
     def _scope(self, boundaries: list[str], waited: WaitedRows | None = None) -> StepScope:
         own = (self.geometry.config, boundaries, self.tables, self.geometry.block_size)
-        return StepScope(self.builder, *own, self.bucket, self.topology, waited)
+        return StepScope(self.builder, *own, self.bucket, self.topology, waited, self.is_first_token)
 
     def _hand_over(self, scope: StepScope, draft_nodes: str) -> None:
         """The drafts with their masks and paths, for the next step."""

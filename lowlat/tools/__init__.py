@@ -1,1 +1,1 @@
-"""Tools that the runtime never imports: comparison, profiling, training, tools for draft models."""
+"""Tools that the runtime never imports: comparison, profiling, tools for draft models."""

@@ -5,15 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from benches import bench
 from cli_calls import lowlat
 
-from lowlat.cli.options import bundled
-from lowlat.tools.bench.geometry import Geometry, Head, read_geometries
 from lowlat.tools.bench.report.pages import read_profiles
-from lowlat.tools.bench.results import read_result, read_struct
+from lowlat.tools.bench.results import read_result
 
 # two drafts: what a loop on the device may run ahead fits the bundled pair's positions
 SMALL = ("--context", 200, "--batch", "1,2", "-S", "0,2", "--steps", 20, "--warm-up", 3, "--repeats", 2)
@@ -66,40 +63,3 @@ def test_transformers_beside_lowlat_on_a_card(repository: Path, tmp_path: Path) 
     assert all(row.memory.device_bytes > 10**7 for row in own)
     others = {row.engine for row in result.rows} | {each.engine for each in result.not_compared}
     assert others == {"lowlat", "transformers"}
-
-
-def test_tails_stand_beside_the_device_s_own_time(tmp_path: Path) -> None:
-    out, schema = tmp_path / "tails.json", bench("tails_result")
-    given = ["--model", bundled("target"), "--context", 200, "--window", 300, "--steps", 400, "--spinners", 2]
-    bench("tails").main([*map(str, given), "--limit-s", "20", "--out", str(out)])
-    file = read_struct(out, schema.TailsFile)
-    assert len(file.rows) == 10
-    for row in file.rows:
-        if row.case.through == "device":
-            assert row.num_steps > 100
-        else:
-            # no caller gets steps faster than the device makes them
-            assert row.num_steps >= 400 and row.own_us and row.host_share > -0.05
-
-
-def test_a_draft_pass_is_what_a_step_lasts_longer_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads have 64 dimensions, as the kernels want them; so small a pass is launches more than bytes."""
-    out, schema, tiny = tmp_path / "passes.json", bench("draft_passes_result"), read_geometries()["tiny"]
-    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "vocab_size": 2048}
-
-    def wide(head: Head | None) -> Head | None:
-        vocabulary = 2048 if head is not None and head.block_size else 80
-        return head and msgspec.structs.replace(head, intermediate_size=512, draft_vocab_size=vocabulary)
-
-    drafters = {name: wide(getattr(tiny, name)) for name in ("peagle", "dflash", "dspark")}
-    head = msgspec.structs.replace(tiny.head, intermediate_size=512)
-    wider = Geometry(target={**tiny.target, **sizes}, head=head, **drafters)
-    monkeypatch.setattr(bench("draft_passes"), "known_geometry", lambda name: wider)
-    given = ["--geometry", "wider", "--context", "200", "--depth", "3", "7", "--replays", "40", "--out", str(out)]
-    bench("draft_passes").main(given)
-    file = read_struct(out, schema.DraftPassesFile)
-    assert len(file.rows) == 8 and file.stamps.card and file.setup.wall_gb_per_s
-    for row in file.rows:
-        assert row.launches and row.recorded_ms and row.recorded_step_ms and row.alone.p50 > 0
-        assert 0 < row.pass_ms < row.step.p50 and row.rest.p50 < row.step.p50
-        assert 0.5 < row.pass_ms / row.alone.p50 < 1.5 and row.recorded_ms < row.recorded_step_ms

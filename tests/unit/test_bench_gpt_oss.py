@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,22 +13,16 @@ from lowered import Lowered
 
 from bench.dense_cases import Case
 from bench.gpt_oss_cases import (
-    CASES,
-    FULL_VOCABULARY,
     MODELS,
-    MORE_CASES,
     SMALL,
     SMALL_CASES,
     OssCase,
-    bound_speedup,
     draft_config,
-    expected_experts,
     expert_bytes,
     model_config,
     step_bytes,
 )
-from bench.gpt_oss_step import make_weights, shapes_of, with_experts
-from bench.grouped_gemm import Choices, product_entries
+from bench.gpt_oss_step import make_weights, shapes_of
 from bench.soak import check_state
 from bench.wall import Wall
 from lowlat.engine.memory.plan import memory_need
@@ -38,7 +31,6 @@ from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.graphs.program import Stage
 from lowlat.kernels.gemm.prefill.plan import segments_of
-from lowlat.kernels.moe.packing import unpack_expert
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.device_weights import DeviceWeights
@@ -50,7 +42,6 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
 from lowlat.tools.profile.report import Summary, summarise
-from lowlat.tools.profile.sites import call_sites
 from lowlat.tools.profile.times import CallSite, KernelEvent, attribute
 
 CPU = torch.device("cpu")
@@ -83,16 +74,6 @@ def test_bytes_are_those_of_the_parts() -> None:
         assert step_bytes(model, speculating, 0) == matrices + kv + drafted
 
 
-def test_bounds_are_ratios_of_floors_at_the_same_place() -> None:
-    base = {"model": "a", "batch": 1, "context": 8, "num_speculative_tokens": 0, "floor_ms": 2.0}
-    row = {**base, "num_speculative_tokens": 3, "floor_ms": 4.0}
-    assert bound_speedup(row, [row, base]) == {"2.3": 1.15, "2.7": 1.35, "3.0": 1.5}
-    assert bound_speedup(base, [row, base]) is None
-    assert bound_speedup(row, [row, {**base, "context": 9}]) is None
-    assert expected_experts(MODELS["120b"], 1) == pytest.approx(4)
-    assert expected_experts(MODELS["120b"], 4) == pytest.approx(15.27, abs=0.01)
-
-
 def lowered_case(case: Any, alike: bool, vocab_size: int = 512) -> Lowered:
     """The step of a small case, lowered on the CPU with the benchmark's own weights."""
     small = replace(SMALL, vocab_size=vocab_size)
@@ -106,50 +87,6 @@ def lowered_case(case: Any, alike: bool, vocab_size: int = 512) -> Lowered:
     workspace = SharedWorkspace(CPU)
     groups = lower(Binding(program, buffers, held, H200, workspace))
     return Lowered(program, buffers, held, workspace, groups)
-
-
-def test_weights_made_in_place_are_what_the_step_reads() -> None:
-    for case in SMALL_CASES:
-        step = lowered_case(case, case.alike)
-        owned = {tensor.data_ptr() for tensor in step.owned()}
-        packed = step.weights.experts("layers.1.experts.gate_up")
-        assert packed.words.data_ptr() in owned
-        matrix = unpack_expert(packed, 3)
-        assert tuple(matrix.shape) == (2 * SMALL.intermediate_size, SMALL.hidden_size)
-        assert bool(matrix.isfinite().all())
-        assert float(matrix.float().std()) == pytest.approx(1 / 54, rel=0.1)  # of 2.9 times 2 ** -8 or 2 ** -7
-        assert not torch.equal(matrix, unpack_expert(packed, 4))
-        routers = [step.weights.vector(f"layers.{layer}.router.weight") for layer in range(SMALL.num_layers)]
-        assert all(bool(router.any()) != case.alike for router in routers)
-
-
-def test_a_full_head_s_step_is_covered_at_its_real_vocabulary() -> None:
-    """Of every draft step a product of 201088 ids and one choice among them, which all but the last have with the next
-    one's input; the case is run where it is asked for."""
-    names = [case.name for case in MORE_CASES]
-    assert names == ["120b, 1 x 32K, S=3, full head"] and MORE_CASES[0] not in CASES
-    listed = next(case for case in CASES if case.step == MORE_CASES[0].step and not case.alike)
-    more = step_bytes(MODELS["120b"], MORE_CASES[0], 15) - step_bytes(MODELS["120b"], listed, 15)
-    assert more == 3 * (FULL_VOCABULARY - 32000) * 2880 * 2
-    case = replace(MORE_CASES[0], model="small", step=replace(MORE_CASES[0].step, context=192))
-    step = lowered_case(case, alike=False, vocab_size=FULL_VOCABULARY)
-    drafting = [group for group in step.groups if group.stage is Stage.DRAFT_LM_HEAD]
-    kernels = [call.kernel.name for group in drafting for call in group.kernel_calls]
-    assert sum(name.startswith("argmax_") for name in kernels) == 1
-    assert sum("_pairs" in name for name in kernels) == 2
-    assert sum(f"_{FULL_VOCABULARY}x" in name and "_best" in name for name in kernels) == 3
-    logits = [tensor for name, tensor in step.buffers.items() if name.endswith("logits")]
-    assert all(tensor.shape[-1] == FULL_VOCABULARY for tensor in logits)
-    assert all(call.kernel.shared_bytes <= H200.shared_bytes for call in step.calls)
-    assert step.workspace.num_bytes < 32 << 20
-
-
-def test_experts_bytes_reach_their_launches() -> None:
-    step = lowered_case(SMALL_CASES[1], alike=False)
-    sites = with_experts(call_sites(step.groups, step.buffers, [[192, 192]]), SMALL, [3, 5, 2, 4])
-    moved = [site.moved_bytes for site in sites if site.kernel.startswith("experts_mlp")]
-    assert moved == [count * expert_bytes(SMALL) for count in (3, 5, 2, 4)]
-    assert not any(site.moved_bytes for site in sites if site.kernel.startswith("router"))
 
 
 class StandIn:
@@ -207,20 +144,6 @@ def test_the_flow_from_cases_to_report(
     assert "experts_mlp_x" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         gpt_oss.main(["--out", str(out), "--small", "--case", "unknown"])
-
-
-def test_the_products_of_prefill_are_entries() -> None:
-    """Every launch has the arrays that it takes, in prefill's own tiles and in others."""
-    weights = make_weights(SMALL, CPU, alike=False, draft_vocab_size=64)
-    launched: list[Any] = []
-    launcher: Any = SimpleNamespace(device=CPU, card=H200, run=lambda *calls: launched.extend(calls))
-    entries = list(product_entries(launcher, weights, [32], Choices(pairs=[16], warps=[8], skip=[2])))
-    assert len(entries) == 2 * 4 * 3 + 3 and len(launched) == 2
-    kinds = {"gate_up": 1, "down": 1, "mixture": 4, "grouping": 1, "sum": 1, "dense": 1}
-    for entry, operations in entries:
-        assert len(entry.calls(1)) == kinds[entry.name.replace(",", " ").split()[0]]
-        assert (operations > 0) == (entry.name.split()[0] not in ("grouping,", "sum"))
-    assert len({entry.name for entry, _ in entries}) == len(entries)
 
 
 @pytest.mark.parametrize("chunk", [128, 2048])

@@ -25,7 +25,7 @@ LAYERS = (
     *("errors", "options", "checkpoint", "text", "models", "sequence", "speculators", "step", "lowering", "executors"),
     *("engine", "serving", "tools", "ray", "cli"),
 )
-TRAIN_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `train`; may be absent where tests run
+BENCH_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `bench`; may be absent where tests run
 # who may import the GPU's libraries: a port to another compiler or launcher touches these files alone
 IMPORTERS = {
     "numba": {f"kernels/toolchain/{name}.py" for name in ("numba_cuda", "numba_cpu", "quicker_numba")},
@@ -409,7 +409,7 @@ def faults_of_all(module: Module) -> Iterator[str]:
     try:
         loaded = importlib.import_module(module.name)
     except ImportError as error:
-        if (error.name or "").split(".")[0] not in TRAIN_ONLY:
+        if (error.name or "").split(".")[0] not in BENCH_ONLY:
             yield f"{module.name} does not import: {error}"
         return
     definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -30,6 +30,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
+from lowlat.step.variants import WIDE, first_token_bucket
 
 BATCHES = (1, 2, 4, 8)
 SPECPV: dict[str, Any] = {"enable_specpv": True, "specpv_n_retrieval_blocks": 4, "specpv_partial_threshold": 0}
@@ -373,7 +374,7 @@ def test_checks_are_lowered_too(name: str, lowered: LoweredPairs) -> None:
     pair = lowered.pair(name, tree=True)
     geometry = replace(pair.geometry, checks=CheckedKinds(masks=True, spans=True, lengths=True, falls_back=True))
     topology, known = pair.topologies[3], {family(kernel) for _, kernel in examples()}
-    for bucket in (Bucket(2, topology.num_nodes, 3), Bucket.first_token(3)):
+    for bucket in (Bucket(2, topology.num_nodes, 3), first_token_bucket(3)):
         step = pair.lower_program(build_step(geometry, bucket, topology))
         test_every_operation_is_covered_once_and_in_order(step)
         test_calls_reach_what_their_operations_name_and_nothing_hidden(step)
@@ -399,7 +400,7 @@ def test_what_prefill_does_for_specpv_is_lowered(lowered: LoweredPairs) -> None:
         assert [names.count(name) for name in ("summarise_blocks", "block_scores", "choose_blocks")] == [2, 2, 2]
     lossless = lowered.pair("llama", **SPECPV, specpv_lossless=True, specpv_n_spec_tokens_buf=31)
     geometry = lossless.geometry
-    verifier = build_step(geometry, Bucket(8, geometry.max_rows, 7, verifies=True), TreeTopology.chain(7))
+    verifier = build_step(geometry, Bucket(8, geometry.max_rows, 7, WIDE), TreeTopology.chain(7))
     for program in (verifier, build_prefill(geometry, geometry.refresh_size)):
         test_every_operation_is_covered_once_and_in_order(lossless.lower_program(program))
     assert geometry.max_rows == 32 and not any(op.kind == "partial_attention" for op in verifier.ops)

@@ -226,18 +226,17 @@ def test_dependencies_are_those_that_are_imported(
 ) -> None:
     base = set(requirements(settings["project"]["dependencies"]))
     extras = settings["project"]["optional-dependencies"]
-    names = ("train", "http", "ray", "structured")
-    train, gateway, rays, structured = (base | set(requirements(extras[name])) for name in names)
+    names = ("bench", "http", "ray", "structured")
+    tools, gateway, rays, structured = (base | set(requirements(extras[name])) for name in names)
     rays |= gateway
     owners = packages_distributions()
     used: set[str] = set()
     for name in tree_files:
         if name.parts[0] not in PACKAGES or name.suffix != ".py":
             continue
-        training = name.parts[:2] == ("lowlat", "tools")
         for top, at_module_level in third_party_imports(ast.parse((repository / name).read_text())):
             distributions = {canonicalize_name(owner) for owner in owners.get(top, [top])}
-            allowed = train if training or not at_module_level else base
+            allowed = base if at_module_level else tools
             if name.parts[:3] == ("lowlat", "serving", "http"):
                 allowed = gateway
             if name.parts[:3] == ("lowlat", "text", "grammar"):
@@ -259,7 +258,7 @@ def test_constraints_pin_every_dependency_at_the_installed_version(repository: P
     for compiler in ("nvidia-cuda-nvrtc", "nvidia-nvjitlink", "nvidia-nvvm"):
         assert str(pins[compiler].specifier).startswith("==13.0."), f"{compiler} is of another CUDA than torch"
     extras = settings["project"]["optional-dependencies"]
-    declared = requirements([*settings["project"]["dependencies"], *extras["test"], *extras["train"], *extras["http"]])
+    declared = requirements([*settings["project"]["dependencies"], *extras["test"], *extras["http"]])
     for name, requirement in declared.items():
         assert name in pins, f"constraints.txt does not pin {name}"
         (pin,) = pins[name].specifier

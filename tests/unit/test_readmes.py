@@ -56,12 +56,6 @@ def test_the_table_of_a_step_is_the_reports_own(repository: Path, pages: dict[st
     assert report.strip().splitlines()[-1] in pages[page].splitlines()
 
 
-def test_the_table_of_formats_is_its_files_own(repository: Path, pages: dict[str, str]) -> None:
-    result = json.loads((repository / "bench" / "results" / "cpu" / "formats.json").read_text())
-    assert all(row["identical"] for row in result["rows"])
-    assert set(table_rows(bench("formats").table(result))) <= set(table_rows(pages["bench/README.md"]))
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_table_of_several_cards_is_its_files_own(repository: Path, pages: dict[str, str], size: int) -> None:
     rows = json.loads((repository / "bench" / "results" / f"h200x{size}" / "parallel.json").read_text())
@@ -85,21 +79,6 @@ def test_what_is_said_of_grammars_is_in_their_files(repository: Path, pages: dic
             assert "| {:.2f} | {:+.1%} | {:+.1%} |".format(*gains) in page
 
 
-def test_acceptance_in_long_texts_is_its_files_own(repository: Path, pages: dict[str, str]) -> None:
-    folder, page = repository / "bench" / "results" / "cpu", " ".join(pages["bench/README.md"].split())
-    by_window: dict[int | None, list[float]] = {}
-    for row in json.loads((folder / "positions.json").read_text())["rows"]:
-        assert not row["simulated"] and row["commit"] in page
-        by_window.setdefault(row["draft_window"], []).append(row["mean_acceptance_length"])
-    assert set(by_window) == {None, 256}
-    assert all(" | ".join(f"{length:.2f}" for length in lengths) in page for lengths in by_window.values())
-    full, *lossless = json.loads((folder / "specpv_lossless.json").read_text())
-    assert full["commit"] in page and len(lossless) == 3
-    for row in lossless:
-        assert (row["agreement"], row["lossy"]) == (1, False) and f"{row['accept_length']:.1f}" in page
-    assert "{verified_tokens} tokens were proposed and {accepted_tokens} held".format(**lossless[0]) in page
-
-
 def test_figures_beside_the_table_are_those_of_bench(repository: Path, pages: dict[str, str]) -> None:
     """Every figure of the short table stands in the long ones, beside the same file."""
     short = pages["README.md"].split("| rows |")[1].split("\n\n")[0]
@@ -120,14 +99,3 @@ def test_the_example_in_a_process_runs(repository: Path, pages: dict[str, str]) 
     )
     assert done.returncode == 0, done.stderr
     assert "'eagle_speculation'" in done.stdout and len(done.stdout) > 200
-
-
-def test_the_tables_of_long_contexts_are_their_files_own(repository: Path, pages: dict[str, str]) -> None:
-    folder, report = repository / "bench" / "results" / "h200", bench("long_report")
-    result = json.loads((folder / "long_contexts.json").read_text())
-    training = json.loads((folder / "long_training.json").read_text())
-    assert result["conditions"]["commit"] in pages["bench/README.md"] and all(
-        row["identical"] for row in result["rows"]
-    )
-    lines = [*report.acceptance_tables(result["rows"]), *report.loss_table(training["position_loss"])]
-    assert set(filter(None, lines)) <= set(table_rows(pages["bench/README.md"]))

@@ -36,7 +36,7 @@ def test_the_kernel_walked_chooses_and_learns_as_the_reference_does(rows: int) -
     walker = Walker()
 
     def make(given: Arrays, *, fresh: bool) -> list[Any]:
-        with walkable(walker, "common.memory", "sampling.choose_drafts") as modules:
+        with walkable(walker, "common.memory", "speculation.choose_drafts") as modules:
             for call in modules[-1].choose_drafts(**given, fresh=fresh):
                 walker.run(call)
         return []

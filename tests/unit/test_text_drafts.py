@@ -148,7 +148,7 @@ def test_the_suffix_kernel_walked_by_few_threads(options: Options, monkeypatch: 
         ([1, 2, 3], [64, 65], [600], [700], [250, 256, 257], [511, 513], [40] * 5, [512, 700])
     ):
         walker = Walker()
-        with walkable(walker, "common.memory", "sampling.suffix_draft") as modules:
+        with walkable(walker, "common.memory", "speculation.suffix_draft") as modules:
             monkeypatch.setattr(modules[-1], "THREADS", 64)
 
             def run(*calls: KernelCall, walker: Walker = walker) -> None:

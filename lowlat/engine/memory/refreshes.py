@@ -61,7 +61,7 @@ class Refreshes(Proposer):
         """
         self._verifying.clear()
         if self._verify(self._most(depth)):
-            return self._scheduler.ladder.verifier(self._scheduler.num_active), 1
+            return self._scheduler.ladder.choose_wide(self._scheduler.num_active), 1
         return self._scheduler.choose_bucket(depth), self._run(depth)
 
     def _most(self, depth: int) -> int:

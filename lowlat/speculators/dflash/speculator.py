@@ -99,7 +99,7 @@ class DflashSpeculator(Speculator):
 
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
         """Keys and values of the accepted rows' positions; behind prefill they are there."""
-        if not scope.bucket.prefilled:
+        if not scope.is_first_token:
             self.emitter(scope).emit_extend(scope)
         return ()
 

@@ -43,7 +43,7 @@ class Drafter:
         before = self.rows_before("head.accepted_before", rows)
         all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", before, write)
         emitter = Emitter(self.builder, all_rows, self.dtype, Stage.DRAFT_FC)
-        return emitter, "prefilled_feature" if self.scope.bucket.prefilled else self._features(emitter)
+        return emitter, "prefilled_feature" if self.scope.is_first_token else self._features(emitter)
 
     def rows_before(self, name: str, count: int) -> dict[str, str]:
         """Attention's reads of `count` rows a slot from the first accepted one on: each sees those before, and itself.

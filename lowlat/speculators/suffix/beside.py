@@ -109,6 +109,6 @@ class TextBeside(Speculator):
             Stage.DRAFT,
             reads={**reads, "text_nodes": text_nodes, "draft_shares": shares, "match_lens": lengths},
             writes={"draft_nodes": nodes, **{name: name for name in ("proposals", "draft_odds", "draft_sources")}},
-            fresh=scope.bucket.prefilled,
+            fresh=scope.is_first_token,
         )
         return nodes

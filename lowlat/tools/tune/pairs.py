@@ -46,6 +46,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
+from lowlat.step.variants import first_token_bucket
 from lowlat.tools.tune.loopback import LoopedMemory
 
 __all__ = [
@@ -334,7 +335,7 @@ def _programs(geometry: StepGeometry, sizes: Sizes) -> Iterator[Program]:
     depths = sizes.depths if geometry.speculator is not None else (0,)
     buckets = [
         *(Bucket(batch, depth + 1, depth) for batch in sizes.batches for depth in depths),
-        *(Bucket.first_token(depth) for depth in depths),
+        *(first_token_bucket(depth) for depth in depths),
     ]
     yield from (build_step(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)) for bucket in buckets)
     yield from build_prefills(geometry).values()

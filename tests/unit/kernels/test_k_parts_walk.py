@@ -24,7 +24,7 @@ from lowlat.kernels.reference.collectives.cuts import bounds
 from lowlat.kernels.toolchain.kernel import Card
 
 SHARED = ("activation", "handover", "kv_codes", "norm_math", "norm_row")
-PEERS = ("collectives.peers.chunk", "collectives.peers.words", "collectives.peers.rows")
+PEERS = tuple(f"collectives.peers.{name}" for name in ("chunk", "words", "rows"))
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4", "mxfp4", "nvfp4"))
 DECODE = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
 ENDS = ("exchange_epilogue", "epilogue", "gemm")

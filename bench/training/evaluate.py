@@ -1,6 +1,6 @@
 """Measure the acceptance of an EAGLE3 draft model, without the runtime.
 
-    python -m lowlat.tools.train.evaluate --target DIR --head DIR --prompts FILE [--chat] [--spec-tokens 3]
+    python -m bench.training.evaluate --target DIR --head DIR --prompts FILE [--chat] [--spec-tokens 3]
 
 The target writes a continuation of each prompt, greedy and at a temperature. Acceptance is then a fact about the
 finished text: a cycle that starts at a position drafts S tokens from the true features before it, and a draft is
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from lowlat.tools.train.corpus import read_prompts
-from lowlat.tools.train.eagle3 import Eagle3DraftModel, load_draft_model
-from lowlat.tools.train.teacher import Teacher
+from bench.training.corpus import read_prompts
+from bench.training.eagle3 import Eagle3DraftModel, load_draft_model
+from bench.training.teacher import Teacher
 
 __all__ = ["acceptance", "draft_matches", "evaluate", "loops", "walk_cycles"]
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lowlat.tools.train.corpus import pack
-from lowlat.tools.train.teacher import Teacher
+from bench.training.corpus import pack
+from bench.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

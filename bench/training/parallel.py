@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowlat.tools.train.eagle3 import DraftLayer, DraftSizes, Eagle3DraftModel, RmsNorm, rotate, rotation_of
-from lowlat.tools.train.teacher import Teacher
+from bench.training.eagle3 import DraftLayer, DraftSizes, Eagle3DraftModel, RmsNorm, rotate, rotation_of
+from bench.training.teacher import Teacher
 
 __all__ = ["METHODS", "ParallelDraftModel", "ParallelForm", "parallel_loss", "save_parallel_model"]
 

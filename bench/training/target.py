@@ -1,7 +1,7 @@
 """Train a small Llama target on a text, from scratch or from another target on.
 
-    python -m lowlat.tools.train.target --text FILE --tokenizer DIR --out DIR [--minutes 8] [--device cuda]
-    python -m lowlat.tools.train.target --text FILE --start DIR --yarn 64 --length 8192 32768 131072 --rows 16 --out DIR
+    python -m bench.training.target --text FILE --tokenizer DIR --out DIR [--minutes 8] [--device cuda]
+    python -m bench.training.target --text FILE --start DIR --yarn 64 --length 8192 32768 131072 --rows 16 --out DIR
 
 `--start` goes on from a target of a Hugging Face directory; `--yarn FACTOR` gives it so many times the positions that
 it has, by YaRN, which long rows then teach it to use. Of several `--length` each step takes the next, and the batches
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from bench.training.corpus import pack, read_documents, split, tokenize
+from bench.training.long_texts import read_texts
 from lowlat.errors import ConfigError
-from lowlat.tools.train.corpus import pack, read_documents, split, tokenize
-from lowlat.tools.train.long.texts import read_texts
 
 __all__ = ["LossModule", "build_target", "extend_target", "learning_rate_scale", "rows_of", "save_target", "train"]
 

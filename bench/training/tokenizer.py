@@ -1,6 +1,6 @@
 """A small byte-level BPE tokenizer: digits one by one, then bytes, with `<|endoftext|>` as id 0.
 
-    python -m lowlat.tools.train.tokenizer --text FILE --out DIR [--vocabulary 4096]
+    python -m bench.training.tokenizer --text FILE --out DIR [--vocabulary 4096]
 
 Writes tokenizer.json and tokenizer_config.json as Hugging Face reads them.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lowlat.tools.train.corpus import END_OF_TEXT, read_documents, split
+from bench.training.corpus import END_OF_TEXT, read_documents, split
 
 __all__ = ["save_tokenizer", "train_tokenizer"]
 

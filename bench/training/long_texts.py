@@ -1,6 +1,6 @@
 """Join the documents of a text into long ones, for training and for measuring at long contexts.
 
-    python -m lowlat.tools.train.long.texts --text FILE --out long.txt.xz --held-out held_out.json.xz [--megabytes 100]
+    python -m bench.training.long_texts --text FILE --out long.txt.xz --held-out held_out.json.xz [--megabytes 100]
         [--characters 480000] [--withhold NAME=BEGINNING ...]
 
 Few documents fill a context of 128K tokens, so neighbours are joined, in the file's order and a blank line apart, until
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from lowlat.tools.train.corpus import END_OF_TEXT, read_documents, split
+from bench.training.corpus import END_OF_TEXT, read_documents, split
 
 UNSEEN = "unseen "
 Item = TypeVar("Item")

@@ -1,8 +1,8 @@
 """Train a draft model for a local Hugging Face target (llama, qwen2, qwen3, mistral, gpt_oss and the like).
 
-    python -m lowlat.tools.train.draft_model --target DIR --text FILE --out DIR [--prompts FILE] [--draft-vocab N]
+    python -m bench.training --target DIR --text FILE --out DIR [--prompts FILE] [--draft-vocab N]
         [--minutes 4] [--method peagle|dflash|dspark [--start DIR]]
-    python -m lowlat.tools.train.draft_model --target DIR --text FILE --out DIR --start DIR --yarn 32 --rows 128
+    python -m bench.training --target DIR --text FILE --out DIR --start DIR --yarn 32 --rows 128
         --text-length 65536 --generated-share 0                                     for long contexts
 
 Half or more of the data is written by the target itself: it continues windows of the text, or answers the
@@ -20,7 +20,7 @@ zero.
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,21 +30,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lowlat.errors import ConfigError
-from lowlat.speculators.eagle3.capture import default_boundaries
-from lowlat.tools.train.corpus import read_documents, read_prompts, split, tokenize
-from lowlat.tools.train.eagle3 import DraftSizes, Eagle3DraftModel, load_draft_model, save_draft_model
-from lowlat.tools.train.evaluate import encode_prompts, evaluate, print_table
-from lowlat.tools.train.parallel import (
+from bench.training.corpus import read_documents, read_prompts, split, tokenize
+from bench.training.eagle3 import DraftSizes, Eagle3DraftModel, load_draft_model, save_draft_model
+from bench.training.evaluate import encode_prompts, evaluate, print_table
+from bench.training.parallel import (
     METHODS,
     ParallelDraftModel,
     ParallelForm,
     parallel_loss,
     save_parallel_model,
 )
-from lowlat.tools.train.rows import WritingPlan, load_rows, mix_batches, save_rows, write_rows
-from lowlat.tools.train.target import learning_rate_scale
-from lowlat.tools.train.teacher import Teacher
+from bench.training.rows import WritingPlan, load_rows, mix_batches, save_rows, write_rows
+from bench.training.target import learning_rate_scale
+from bench.training.teacher import Teacher
+from lowlat.errors import ConfigError
+from lowlat.speculators.eagle3.capture import default_boundaries
 
 __all__ = ["boundaries_of", "build_draft_model", "choose_draft_ids", "draft_loss", "train_draft_model"]
 
@@ -251,8 +251,10 @@ def train_draft_model(
     return log
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a draft model for a local Hugging Face target.")
+def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.training", description="Train a draft model for a local Hugging Face target."
+    )
     parser.add_argument("--target", required=True, help="Hugging Face directory of the target")
     parser.add_argument("--text", required=True, help="documents separated by <|endoftext|> lines; .xz is read too")
     parser.add_argument("--prompts", help="questions for the chat template: JSON, or one a line")
@@ -294,7 +296,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--label-temperature", type=float, default=0.7, help="of the distribution that is learned")
     parser.add_argument("--text-mb", type=float, default=0.0, help="megabytes of text to use; 0: all")
     parser.add_argument("--log-every", type=int, default=20)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.method != "eagle3" and (arguments.eval_prompts or arguments.draft_vocab):
         parser.error(f"--eval-prompts and --draft-vocab are for --method eagle3 alone, got {arguments.method}")
     if arguments.method != "eagle3" and (arguments.yarn != 1 or arguments.window is not None):
@@ -307,8 +309,9 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
-    arguments = _arguments()
+def main(given: Sequence[str] | None = None) -> None:
+    """Train, and write the draft model with its log."""
+    arguments = _arguments(given)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and long rows attend in many

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from lowlat.tools.train.decode import can_decode, decode
+from bench.training.decode import can_decode, decode
 
 __all__ = ["Teacher"]
 

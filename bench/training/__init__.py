@@ -1,0 +1,1 @@
+"""Training of draft models, and of the bundled targets: see README.md. It needs the extra `bench`."""

@@ -1,1 +1,0 @@
-"""Long contexts: texts that fill them, to train on and to measure with, and a target's loss by the place in them."""
