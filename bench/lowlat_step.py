@@ -102,7 +102,9 @@ def fill_state(state: BufferSet, shapes: StepGeometry, case: Case, seed: int = 0
                 state[name].random_(0, 127)  # codes that are numbers
     width = state["block_table"].shape[1]
     blocks = 1 + torch.randperm(shapes.num_blocks - 1, generator=generator)[: case.batch * width]
-    state["block_table"].copy_(blocks.view(case.batch, width))
+    for name in state:
+        if name.startswith("block_table"):  # of layers of windows, too: their pools are as large
+            state[name].copy_(blocks.view(case.batch, width))
     tokens = state["tokens"]
     tokens.copy_(torch.randint(shapes.config.vocab_size, tuple(tokens.shape), generator=generator))
     state["slot_ints"].zero_()

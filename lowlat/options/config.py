@@ -359,7 +359,13 @@ class RuntimeConfig:
         1.0,
         10000.0,
     )
-    kv_blocks: int | None = declare(None, "KV blocks in the pool.", 2, (1 << 31) - 1, otherwise="what max_batch needs")
+    kv_blocks: int | None = declare(
+        None,
+        "KV blocks in the pool; layers of windows have their own.",
+        2,
+        (1 << 31) - 1,
+        otherwise="what max_batch needs",
+    )
     prefix_reuse: bool = declare(True, "Share the KV of complete prefill chunks between requests with equal prefixes.")
     share_decoded: bool = declare(
         False, "Also share what decoding wrote: a later request's bits may then differ from a cold start."

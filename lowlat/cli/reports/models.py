@@ -110,9 +110,20 @@ def _files(directory: Path, config: ModelConfig) -> dict[str, int] | None:
     }
 
 
-def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:
-    """The caches: bytes a token, and the pool that holds max_batch requests of the largest size."""
+def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, Any]:
+    """The caches: bytes a token, and the pool that holds max_batch requests of the largest size.
+
+    `windows` has the pools of layers of windows, where there are any.
+    """
     caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS]
+    windows = [
+        {
+            "window": pool.window,
+            "num_blocks": pool.num_blocks,
+            "bytes": sum(spec.num_bytes for spec in caches if spec.pool == pool.suffix),
+        }
+        for pool in plan.geometry.window_pools
+    ]
     return {
         **plan.kv_bytes_per_token(program),
         "max_context": options.max_context,
@@ -120,6 +131,7 @@ def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:
         "block_size": options.block_size,
         "num_blocks": plan.geometry.num_blocks,
         "bytes": sum(spec.num_bytes for spec in caches),
+        **({"windows": windows} if windows else {}),
     }
 
 

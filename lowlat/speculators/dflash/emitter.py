@@ -37,10 +37,11 @@ def _caches(layer: int) -> tuple[str, str]:
 
 def dflash_kv_specs(draft: DraftConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> list[BufferSpec]:
     """The KV cache of each layer, [P, G, block, D]."""
+    pools: tuple[int, dict[int, int]] = (num_blocks, {})
     return [
         cache
         for layer, spec in draft.attentions.items()
-        for cache in cache_specs(_caches(layer), (num_blocks, spec.num_kv_heads, block_size, spec.head_dim), dtype)
+        for cache in cache_specs(_caches(layer), (spec.num_kv_heads, block_size, spec.head_dim), dtype, pools)
     ]
 
 

@@ -29,7 +29,7 @@ from lowlat.speculators.eagle3.dynamic import DynamicDrafter
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter, draft_kv_specs
 from lowlat.speculators.eagle3.prefill import emit_draft_prefill
 from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
-from lowlat.speculators.eagle3.windows import check_draft_window
+from lowlat.speculators.eagle3.windows import check_draft_window, draft_kv_windows
 from lowlat.speculators.tree.dynamic import DynamicTree
 
 __all__ = ["Eagle3Speculator"]
@@ -97,13 +97,18 @@ class Eagle3Speculator(Speculator):
         return self.window is None and None in self.config.windows
 
     @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """Those of its layers, or what the draft window makes of them."""
+        return draft_kv_windows(self.config, self.window)
+
+    @property
     def waiting_boundaries(self) -> tuple[int, ...]:
         """Those that it captures."""
         return self.config.capture_boundaries
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV caches of the draft model's layers, features at the ends of blocks, that of the last prompt prefilled."""
-        return draft_kv_specs(self.config, sizes)
+        return draft_kv_specs(self.config, sizes, self.kv_windows)
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """The draft model's weights; embedding and LM head only where it brings its own."""
