@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lowlat.models.geometry import AttentionWidths
+from lowlat.models.layer_spec import AttentionWidths
 from lowlat.options.acceptance import acceptance_for
 
 __all__ = [

@@ -5,12 +5,13 @@ assumed (`bench.gpt_oss_step`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.dense_cases import Case
 from lowlat.kernels.formats import MXFP4
-from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig, RopeConfig
+from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RopeConfig
 
 __all__ = [
     "ACCEPT_LENGTHS",
@@ -101,26 +102,33 @@ def model_config(model: OssModel, max_position: int) -> ModelConfig:
         theta=150000.0, kind="yarn", factor=32.0, original_max_position=4096, truncate=False,
         attention_factor=1.3465735902799727,
     )  # fmt: skip
-    return ModelConfig(
-        family="gpt_oss",
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_layers=model.num_layers,
+    mixer = AttentionSpec(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
+        rope=rope,
+        qkv_bias=True,
+        output_bias=True,
+        sinks=True,
+    )
+    experts = ExpertsSpec(
+        inner_size=model.intermediate_size,
+        num_experts=model.num_experts,
+        num_experts_per_token=model.num_experts_per_token,
+        swiglu_limit=7.0,
+        swiglu_alpha=1.702,
+        weight_format=MXFP4.name,
+        biased=True,
+    )
+    windows = (None if layer % 2 else model.window for layer in range(model.num_layers))
+    return ModelConfig(
+        family="gpt_oss",
+        hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
         max_position=max_position,
         rms_norm_eps=1e-5,
-        rope=rope,
+        layers=tuple(LayerSpec(mixer=replace(mixer, window=window), ffn=experts) for window in windows),
         tie_embeddings=False,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        qk_norm=False,
-        sinks=True,
-        windows=tuple(None if layer % 2 else model.window for layer in range(model.num_layers)),
-        experts=ExpertsConfig(model.num_experts, model.num_experts_per_token, 7.0, 1.702, MXFP4.name),
         dtype="bfloat16",
     )
 
@@ -128,19 +136,21 @@ def model_config(model: OssModel, max_position: int) -> ModelConfig:
 def draft_config(model: OssModel, draft_vocab_size: int, max_position: int) -> DraftConfig:
     """A Llama-like EAGLE3 head with the target's width and heads."""
     layers = model.num_layers
+    mixer = AttentionSpec(
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        rope=RopeConfig(theta=150000.0),
+    )
     return DraftConfig(
         layout="specforge",
         hidden_size=model.hidden_size,
         target_hidden_size=model.hidden_size,
-        intermediate_size=model.head_intermediate_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        layers=(LayerSpec(mixer=mixer, ffn=DenseSpec(inner_size=model.head_intermediate_size)),),
         vocab_size=model.vocab_size,
         draft_vocab_size=draft_vocab_size,
         max_position=max_position,
         rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=150000.0),
         capture_boundaries=(1, layers // 2, layers - 1),
     )
 

@@ -101,7 +101,7 @@ class FreeExecutor:
             self._records[int(self._head[0]) % len(self._records)] = self._ready
             self._head[0] += 1
 
-    def prefill(self, size: int, first: Bucket | None = None) -> None:
+    def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
         """Publish an entry, where a first token is asked for."""
         if first is not None:
             self.wait_published(int(self._head[0]) + 1)

@@ -15,7 +15,8 @@ from lowlat.executors.make import make_executor
 from lowlat.graphs import Bucket, BufferSet, Paging
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
-from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.layer_spec import AttentionSpec, DenseSpec, LayerSpec, RopeConfig
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
@@ -42,35 +43,30 @@ def make_step(
 
 def step_geometry(geometry: DenseGeometry, case: Case, topology: Topology) -> StepGeometry:
     """The shapes of one case's programs; a head is loaded only where the case drafts."""
-    rope = RopeConfig(theta=geometry.rope_theta)
     depth, overhang = case.num_speculative_tokens, max(topology.num_nodes, topology.num_drafted_rows)
+    mixer = AttentionSpec(
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        rope=RopeConfig(theta=geometry.rope_theta),
+    )
+    layer = LayerSpec(mixer=mixer, ffn=DenseSpec(inner_size=geometry.intermediate_size))
     shared = {
         "hidden_size": geometry.hidden_size,
-        "intermediate_size": geometry.intermediate_size,
-        "num_heads": geometry.num_heads,
-        "num_kv_heads": geometry.num_kv_heads,
-        "head_dim": geometry.head_dim,
         "vocab_size": geometry.vocab_size,
         "max_position": case.context + ROOM,
         "rms_norm_eps": geometry.rms_norm_eps,
-        "rope": rope,
     }
     config = ModelConfig(
         family="llama",
-        num_layers=geometry.num_layers,
+        layers=(layer,) * geometry.num_layers,
         tie_embeddings=False,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sinks=False,
-        windows=(None,) * geometry.num_layers,
-        experts=None,
         dtype="bfloat16",
         **shared,  # type: ignore[arg-type]
     )
     draft = DraftConfig(
         layout="specforge",
+        layers=(layer,),
         target_hidden_size=geometry.hidden_size,
         draft_vocab_size=geometry.draft_vocab_size,
         capture_boundaries=geometry.capture_boundaries,

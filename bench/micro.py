@@ -1,21 +1,28 @@
 """Times of single kernels inside a graph: N copies of a call over rotating buffers, the graph's time over N.
 
-It knows no kernel. `bench/test_kernels.py` times those of a step, `bench.experts` and others sweep their own.
+    python -m bench.micro --out bench/results/h200/micro.json
+
+times the kernels of a step (`bench.micro_entries`): acceptance, the rewind of lengths, keys and values moved into
+place, masks and active slots packed, and all others. It fails where one of those is missing or cannot be timed, or
+where acceptance takes other drafts than those that the target agrees with. `bench.experts` and others sweep their own.
 
 Copies work on buffers of their own, so that what they read has left the L2 by the time it is read again, as it has in
 a step; an entry whose buffers are small in the step, too, makes the same calls for every copy.
 """
 
+import argparse
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.clock import Timed, percentile, round_robin
-from bench.conditions import write_json
+from bench.clock import Timed, own_stream, percentile, round_robin
+from bench.conditions import stamps_of, write_json
+from lowlat.errors import ConfigError
 
 if TYPE_CHECKING:
     from lowlat.executors.launcher import Launcher
@@ -34,12 +41,18 @@ class Entry:
     calls        the calls of copy i, i from 0; a copy has its own buffers where they outlive the L2 in a step
     copies       in one graph
     moved_bytes  that the calls of one copy must read and write; 0 where that is not what bounds them
+    reset        called before each turn, after which the calls find what they read
+    check        called after the times: raises where the calls have not done what they are timed for
+    conditions   of the row
     """
 
     name: str
     calls: "Callable[[int], Sequence[KernelCall]]"
     copies: int = 32
     moved_bytes: int = 0
+    reset: Callable[[], None] = lambda: None
+    check: Callable[[], None] | None = None
+    conditions: Mapping[str, Any] = field(default_factory=dict)
 
 
 def time_entries(
@@ -47,18 +60,24 @@ def time_entries(
 ) -> list[dict[str, Any]]:
     """One row an entry, in turns with each other: us a copy, median and p99; with the wall, its share of it.
 
-    Entries of which a call does not compile or launch give a row with `error`. Runs on torch's current stream.
+    Entries of which a call does not compile or launch give a row with `error`; what a check raises is raised. Runs on
+    torch's current stream.
     """
     timed: list[tuple[Entry, Timed]] = []
     rows: dict[str, dict[str, Any]] = {}
     for entry in entries:
         try:
-            timed.append((entry, Timed(entry.name, capture(launcher, entry))))
+            entry.reset()
+            timed.append((entry, Timed(entry.name, capture(launcher, entry), entry.reset)))
         except Exception as error:  # the other kernels are still worth measuring
             rows[entry.name] = {"name": entry.name, "error": f"{type(error).__name__}: {error}"}
     round_robin([each for _, each in timed], replays, TURN, launcher.device)
     for entry, each in timed:
         rows[entry.name] = describe(entry, each.ms, wall_gb_per_s)
+        if entry.check is not None:
+            entry.reset()
+            each.replay()
+            entry.check()
     return [rows[entry.name] for entry in entries]
 
 
@@ -72,6 +91,7 @@ def describe(entry: Entry, ms: Sequence[float], wall_gb_per_s: float | None) -> 
         "us_p99": round(percentile(microseconds, 99), 3),
         "copies": entry.copies,
         "moved_bytes": entry.moved_bytes,
+        **entry.conditions,
     }
     if entry.moved_bytes:
         row["gb_per_s"] = round(entry.moved_bytes / median / 1e3, 1)
@@ -123,3 +143,52 @@ def write_rows(rows: Sequence[dict[str, Any]], out: Path | None, device: torch.d
     if out is not None:
         result = {"card": torch.cuda.get_device_name(device), "wall_gb_per_s": wall_gb_per_s, "rows": rows}
         write_json(out, result)
+
+
+REPLAYS = 20  # of a turn and in all: with more, some slot would reach its limit
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Time a step's kernels and write the file. Returns 1 where one could not be timed.
+
+    Raises ConfigError without a GPU, LowlatError where an entry is missing or acceptance is wrong.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
+    parser.add_argument("--device", default="cuda:0")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise ConfigError("bench.micro times kernels of an NVIDIA GPU, and there is none")
+    from bench.micro_entries import CASE, chain, check_needed, tree
+    from bench.wall import measure_wall
+    from lowlat.executors.launcher import Launcher
+
+    device = torch.device(options.device)
+    with own_stream(device):
+        wall = measure_wall(device).gb_per_s
+        launcher = Launcher(device)
+        entries = [*chain(launcher), *tree(launcher)]
+        check_needed(entry.name for entry in entries)
+        rows = time_entries(launcher, entries, REPLAYS, wall)
+    failed = [row["name"] for row in rows if "error" in row]
+    write_json(
+        options.out,
+        {
+            **stamps_of(device, options.commit), "wall_gb_per_s": wall, "replays": REPLAYS,
+            "shapes": f"Llama-3.1-8B's width, 4 layers, {CASE.name}; a row has its slots, context and rows",
+            "simulated": "random weights; the target's tokens are written so that slots accept 0 to 3 drafts",
+            "complete": not failed, "rows": rows,
+        },
+    )  # fmt: skip
+    for row in rows:
+        print(json.dumps(row))
+    if failed:
+        print(f"{len(failed)} of {len(rows)} kernels could not be timed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    from bench import micro  # so that entries are of one class, whoever made them
+
+    sys.exit(micro.main())

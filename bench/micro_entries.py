@@ -1,24 +1,28 @@
-"""The kernels of a step for `bench/test_kernels.py`, with the arguments that a step of Llama-3.1-8B's width gives them.
+"""The kernels of a step, each a call or a run of calls to be timed, with the arguments that a step gives them.
 
-The step is of 4 slots at 1024 tokens with S = 3; four layers, so that what a copy reads has left the L2 by the time it
-is read again. Acceptance is simulated. Some copies change state: with 20 replays no slot reaches its limit.
+The step is of Llama-3.1-8B's width: 4 slots at 1024 tokens with S = 3; four layers, so that what a copy reads has left
+the L2 by the time it is read again. Acceptance is the real kernel's: the target's tokens are written so that slots
+accept 0, 1, 2 and 3 drafts, and that is checked after the times. Some copies change state: slots are reset before each
+turn, and with 20 replays none reaches its limit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from bench.dense_cases import LLAMA_8B, Case, make_weights
-from bench.lowlat_step import GraphStep
+from bench.lowlat_step import GraphStep, step_geometry
 from bench.micro import Entry
+from bench.micro_state import agree, buffer_bytes, copied_positions, drafts_of_slots
+from lowlat.errors import LowlatError
 from lowlat.executors.launcher import Launcher
 from lowlat.lowering.lower import LoweredGroup
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.tools.profile.sites import moved_bytes
 
-__all__ = ["chain", "group_name", "groups_by_name", "reset", "tree"]
+__all__ = ["CASE", "NEEDED", "chain", "check_needed", "group_name", "groups_by_name", "tree"]
 
 GEOMETRY = replace(LLAMA_8B, num_layers=4, capture_boundaries=(1, 2, 3))
 CASE = Case(4, 1024, 3)
@@ -27,7 +31,29 @@ TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0
 TREES_OWN = ("accept", "tree_masks", "draft_topk", "gather_level", "apply_commands", "finite")
 DYNAMIC = DynamicTree(depth=3, top_k=4, num_nodes=10)
 DYNAMICS_OWN = ("draft_topk_logprobs", "grow_tree", "choose_nodes", "hand_over_tree")
+# What has to be among the entries -> the operation that does it, of a chain's step or a tree's
+NEEDED = {
+    "acceptance": ("", "accept"),
+    "rewind of lengths": ("", "commit"),
+    "packing of active slots": ("", "list_active_slots"),
+    "packing of masks": ("", "tree_masks"),
+    "acceptance of a tree": ("tree: ", "accept"),
+    "compaction of keys and values": ("tree: ", "kv_compact"),
+    "packing of a tree's masks": ("tree: ", "tree_masks"),
+}
 _kept: list[GraphStep] = []  # entries know calls alone; the step owns the buffers
+
+
+def check_needed(names: Iterable[str]) -> None:
+    """Raise LowlatError where an entry that has to be there is not among these names, as in a step of other kernels."""
+    kinds = {(_prefix(name), kind) for name in names for kind in name.removeprefix(_prefix(name)).split(" ")}
+    missing = [what for what, wanted in NEEDED.items() if wanted not in kinds]
+    if missing:
+        raise LowlatError(f"no entry for {', '.join(missing)}: the step has no such operation")
+
+
+def _prefix(name: str) -> str:
+    return next((prefix for prefix in ("tree: ", "dynamic: ") if name.startswith(prefix)), "")
 
 
 def chain(launcher: Launcher) -> list[Entry]:
@@ -44,12 +70,6 @@ def tree(launcher: Launcher) -> list[Entry]:
         for entry in _entries(launcher, topology, prefix)
         if any(kind in entry.name for kind in own)
     ]
-
-
-def reset() -> None:
-    """Put the slots of all steps back to the case's context, which some kernels advance."""
-    for step in _kept:
-        step.reset()
 
 
 def group_name(group: LoweredGroup) -> str:
@@ -82,16 +102,62 @@ def groups_by_name(groups: Iterable[LoweredGroup]) -> dict[str, list[LoweredGrou
     }
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A step whose groups are timed, and what their inputs are before each turn.
+
+    drafts  that acceptance is to take of each slot
+    """
+
+    step: GraphStep
+    drafts: Sequence[int]
+
+    @property
+    def scratch(self) -> Mapping[str, torch.Tensor]:
+        """The step's buffers of one bucket."""
+        return self.step.executor.scratch(self.step.bucket)
+
+    def reset(self) -> None:
+        """Put slots back to the case's context, and let the target agree."""
+        self.step.reset()
+        agree(self.scratch, self.step.executor.state, self.drafts)
+
+    def check(self) -> None:
+        """Raise LowlatError unless the last acceptance took the drafts that the target was made to agree with."""
+        torch.cuda.synchronize(self.step.executor.device)
+        found, wanted = self.scratch["accepted_lens"].tolist(), [count + 1 for count in self.drafts]
+        if found != wanted:
+            raise LowlatError(f"acceptance took {found} tokens of the slots where {wanted} agree")
+
+
 def _entries(launcher: Launcher, topology: Topology | None, prefix: str) -> list[Entry]:
-    step = GraphStep(GEOMETRY, CASE, make_weights(GEOMETRY, launcher.device), launcher.device, topology)
+    drafted = TreeTopology.chain(CASE.num_speculative_tokens) if topology is None else topology
+    shapes = replace(step_geometry(GEOMETRY, CASE, drafted), simulated_acceptance=None)
+    step = GraphStep(GEOMETRY, CASE, make_weights(GEOMETRY, launcher.device), launcher.device, topology, shapes)
     _kept.append(step)
     torch.cuda.synchronize(launcher.device)
+    prepared = _Prepared(step, drafts_of_slots(CASE.batch, CASE.num_speculative_tokens))
     found = groups_by_name(step.executor.groups(step.bucket)).items()
-    return [_entry(prefix + name, same, step.executor.state) for name, same in found]
+    return [_entry(prefix + name, same, prepared) for name, same in found]
 
 
-def _entry(name: str, groups: Sequence[LoweredGroup], state: Mapping[str, torch.Tensor]) -> Entry:
-    lengths = [CASE.context] * CASE.batch
-    first = groups[0]
-    moved = sum(moved_bytes(first, place, state, lengths) for place in range(len(first.kernel_calls)))
-    return Entry(name, lambda copy: groups[copy % len(groups)].kernel_calls, COPIES, moved)
+def _entry(name: str, groups: Sequence[LoweredGroup], prepared: _Prepared) -> Entry:
+    step, lengths, first = prepared.step, [CASE.context] * CASE.batch, groups[0]
+    moved = sum(moved_bytes(first, place, step.executor.state, lengths) for place in range(len(first.kernel_calls)))
+    kinds = {op.kind for op in first.ops}
+    accepts, rows = "accept" in kinds, step.bucket.rows
+    copied = copied_positions(step.executor.state, prepared.drafts) if "kv_compact" in kinds else 0
+    small = buffer_bytes(first, step.executor.program(step.bucket).buffers, CASE.batch, rows, copied)
+    return Entry(
+        name,
+        lambda copy: groups[copy % len(groups)].kernel_calls,
+        COPIES,
+        moved or small,
+        reset=prepared.reset if accepts else step.reset,
+        check=prepared.check if accepts else None,
+        conditions={
+            "slots": CASE.batch, "context": CASE.context, "rows": CASE.batch * rows,
+            "bytes_are": "weights, keys and values" if moved else "buffers of the operations",
+            **({"accepted_drafts": list(prepared.drafts), "moved_positions": copied} if accepts else {}),
+        },
+    )  # fmt: skip

@@ -1,107 +1,138 @@
-"""SpecPV beside full attention: time of steps, tokens/s over a whole schedule, and how long the tokens agree.
+"""SpecPV beside full attention: time of steps, tokens/s over a whole schedule, memory, and how long the tokens agree.
 
-    python -m bench.specpv --model llama-8b --context 65536 131072 --out bench/results/h200/specpv.json
-    python -m bench.specpv --model bundled --context 512 1024 --retrieval 4 8 16 --refresh 8 32 --threshold 64 \\
-        --out specpv.json
-
+    python -m bench.specpv --model gpt-oss-120b llama-8b --context 16384 32768 65536 --depth 3 5 --batch 1 4 --out FILE
+    python -m bench.specpv --model bundled --context 512 1024 --retrieval 4 8 16 --refresh 8 --threshold 64 --out FILE
     python -m bench.specpv --model llama-8b --context 65536 98304 131072 --threshold 8192 --lossless --out specpv.json
+    python -m bench.specpv agreement --texts held_out.json.xz --out agreement.json        see bench/specpv_agreement.py
 
 SpecPV is lossy, except with `--lossless`, where a step is a cycle of proposals and their verification. `bundled` is the
 bundled pair, greedy, on its own texts: rows give the share of tokens that equal those of full attention at the same
-place, and the place of each prompt's first different token. Other models are geometries with random weights: acceptance
-is imposed, in tokens a step, and the tokens mean nothing, so nothing is said of them. Cycles take no imposed
-acceptance: of a geometry lossy rows stand beside them, whose partial steps are the same, and what is left of a cycle
-is its verification; `gain_by_agreement` is what these times give where a proposal is right with such a chance and
-every step brings the tokens that are imposed elsewhere: above 1 it pays. A row is a context, a budget
-(`specpv_n_retrieval_blocks`), a number of partial steps between refreshes and a buffer; the first of each context is
-full attention, by a runtime without SpecPV. `--batch` requests decode at once; times are the host's, of steps that
-bring tokens to all of them, from one's tokens to the next's, refreshes between them included.
+place, and the place of each prompt's first different token. Other models are geometries with random weights: each draft
+is accepted with a probability that is imposed (`simulated_acceptance`), the same at every place and on both sides, and
+the tokens mean nothing, so nothing is said of them. Cycles take no imposed acceptance: of a geometry lossy rows stand
+beside them, whose partial steps are the same, and what is left of a cycle is its verification; `gain_by_agreement` is
+what these times give where a proposal is right with such a chance and every step brings the tokens that the imposed
+probability comes to: above 1 it pays.
+
+A row is a model, `--batch` requests that decode at once, a context, a draft length, and SpecPV's budget
+(`specpv_n_retrieval_blocks`), partial steps between refreshes and buffer; full attention, by a runtime without SpecPV,
+comes first. All contexts and draft lengths of a row's other conditions share a runtime of the largest of each. Times
+are the host's, of steps that bring tokens to all requests, from one's tokens to the next's, refreshes between them
+included. `kv_cache_mib`, `key_summary_mib` and `block_lists_mib` are of the row's requests and context; `plan_mib` is
+the runtime's whole plan. Rows are written as they come. A batch above the first that the device has no memory for is
+left out, and named.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 
-from bench.clock import percentile
+from bench import specpv_agreement
 from bench.conditions import release, stamps_of, write_json
+from bench.specpv_agreement import DEMO, bundled_text
+from bench.specpv_rows import COLUMNS, Case, Run, cycle, memory, row, table
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.models.partial_kv import PartialKV, cycle_gain
+from lowlat.errors import ConfigError
 from lowlat.models.target import OpenedTarget
+from lowlat.options.acceptance import expected_accept_length
 from lowlat.tools.bench.geometry import random_target, read_geometries
 from lowlat.tools.bench.step_bytes import step_bytes
 from lowlat.tools.draft_model.random_models import write_draft_model
-from lowlat.tools.profile.recording import random_prompts
+from lowlat.tools.profile.recording import chosen_experts, random_prompts
 
 __all__ = ["main", "run_requests"]
 
-DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
 BUNDLED = "bundled"
-AGREEMENTS = (0.9, 0.95, 0.97, 0.99, 1.0)
-
-
-@dataclass
-class Run:
-    """The requests of one row: tokens of each, milliseconds of each step of all of them, and what the runtime counted.
-
-    proposed   of each step, the partial steps before it that proposed and whose time it has, a request
-    refreshed  of each step, the refreshes that its time has, of all requests; both of lossless SpecPV alone
-    """
-
-    tokens: list[list[int]] = field(default_factory=list)
-    step_ms: list[float] = field(default_factory=list)
-    proposed: list[float] = field(default_factory=list)
-    refreshed: list[int] = field(default_factory=list)
-    num_timed: int = 0
-    accept_length: float = 1.0
-    counts: dict[str, Any] = field(default_factory=dict)
-    gigabytes: float = 0.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every row, print it, and write all of them where that is asked for."""
-    options = _options(arguments)
-    device = torch.device(options.device)
-    stamps, rows = stamps_of(device, options.commit), []
-    full: dict[int, Run] = {}
-    partial: dict[int, Run] = {}
+    """Measure every row, print it, write all of them where that is asked for, and print a table."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["agreement"]:
+        return specpv_agreement.main(given[1:])
+    options = _options(given)
+    bench = _Bench(options, stamps_of(torch.device(options.device), options.commit))
+    end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
-        for specpv in _settings(options):
-            target, draft = _pair(options, Path(folder))
-            config = SpeculativeConfig(
-                model=draft, num_speculative_tokens=options.depth, strict=True, **_simulated(options, specpv), **specpv
-            )
-            with Runtime.load(target, config, **_sizes(options)) as runtime:
-                for context in options.context:
-                    found = run_requests(runtime, context, options)
-                    full.setdefault(context, found)
-                    row = _row(options, context, specpv, found, full[context])
-                    sizes = runtime.geometry.partial
-                    if sizes is not None:
-                        row["specpv_n_spec_tokens_buf"] = sizes.buffer
-                    if sizes is not None and not sizes.lossless:
-                        partial[context] = found
-                    elif sizes is not None and context in partial:
-                        row |= _cycle(sizes, options, found, full[context], partial[context])
-                    rows.append({**row, **stamps})
-                    print(json.dumps(rows[-1]), flush=True)
-                    if options.out is not None:
-                        write_json(options.out, rows)
-            release(device)
+        for batch, model in product(options.batch, options.model):
+            for specpv in _settings(options, model):
+                if time.monotonic() > end:
+                    break
+                if not bench.measure(model, batch, specpv, Path(folder)):
+                    break
+    print("\n".join(table(bench.rows, COLUMNS)))
     return 0
+
+
+@dataclass
+class _Bench:
+    """Rows as they are measured, and the runs of full attention and of lossy SpecPV that others stand beside."""
+
+    options: argparse.Namespace
+    stamps: Mapping[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    full: dict[Case, Run] = field(default_factory=dict)
+    partial: dict[Case, Run] = field(default_factory=dict)
+
+    def measure(self, model: str, batch: int, specpv: dict[str, Any], folder: Path) -> bool:
+        """Measure a runtime at every context and draft length; False where the device has no memory for it."""
+        options = self.options
+        acceptance = options.simulated_acceptance if _is_imposed(model, specpv) else None
+        target, draft = _pair(options, model, folder)
+        config = SpeculativeConfig(
+            model=draft,
+            num_speculative_tokens=max(options.depth),
+            strict=True,
+            simulated_acceptance=acceptance,
+            **specpv,
+        )
+        try:
+            runtime = Runtime.load(target, config, **_sizes(options, batch))
+        except ConfigError as error:
+            if batch == min(options.batch):
+                raise
+            print(f"left out: {model}, batch {batch}: {error}", flush=True)
+            return False
+        with runtime:
+            for context, depth in product(options.context, options.depth):
+                runtime.speculate(depth)
+                self._add(runtime, Case(model, batch, context, depth, acceptance), specpv)
+        release(torch.device(options.device))
+        return True
+
+    def _add(self, runtime: Runtime, case: Case, specpv: dict[str, Any]) -> None:
+        key = replace(case, simulated_acceptance=None)
+        found = run_requests(runtime, case, self.options)
+        full = self.full.setdefault(key, found)
+        made = row(case, specpv, found, full) | memory(runtime, case.context)
+        sizes = runtime.geometry.partial
+        if sizes is not None:
+            made["specpv_n_spec_tokens_buf"] = sizes.buffer
+        if sizes is not None and not sizes.lossless:
+            self.partial[key] = found
+        elif sizes is not None and key in self.partial:
+            tokens_a_step = expected_accept_length(self.options.simulated_acceptance, case.depth)
+            made |= cycle(sizes, case.batch, tokens_a_step, found, full, self.partial[key])
+        self.rows.append({**made, **self.stamps})
+        print(json.dumps(self.rows[-1]), flush=True)
+        if self.options.out is not None:
+            write_json(self.options.out, self.rows)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=[BUNDLED, *sorted(read_geometries())], default="llama-8b")
+    models = [BUNDLED, *sorted(read_geometries())]
+    parser.add_argument("--model", choices=models, nargs="+", default=["llama-8b"])
     parser.add_argument("--context", type=int, nargs="+", default=[65536, 131072], help="positions, text included")
     parser.add_argument("--retrieval", type=int, nargs="+", default=[256], help="blocks that each head chooses")
     parser.add_argument("--refresh", type=int, nargs="+", default=[32], help="partial steps between refreshes")
@@ -114,61 +145,69 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="positions that partial steps may write; lossless, 128: what the runtime takes by itself",
     )
     parser.add_argument("--lossless", action="store_true", help="what they say is verified; of a geometry besides")
-    parser.add_argument("--depth", type=int, default=3, help="S")
-    parser.add_argument("--accept", type=float, default=3.0, help="tokens a step that are imposed")
+    parser.add_argument("--depth", type=int, nargs="+", default=[3], help="S")
+    parser.add_argument(
+        "--simulated-acceptance",
+        type=float,
+        default=0.7,
+        help="of a geometry, the probability with which each draft is accepted, at every S and on both sides",
+    )
     parser.add_argument("--tokens", type=int, default=384, help="of each request's completion")
-    parser.add_argument("--batch", type=int, default=1, help="requests that decode at once")
-    parser.add_argument("--warm-up", type=int, default=4, help="steps of all requests that are not timed")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="requests that decode at once")
+    parser.add_argument("--warm-up", type=int, default=8, help="steps of all requests that are not timed")
     parser.add_argument("--prompts", type=int, default=1, help="such batches of a row")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which no other runtime is loaded")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
     if min(options.context) <= options.tokens:
         parser.error(f"--context {min(options.context)} leaves no prompt before --tokens {options.tokens}")
+    if options.lossless and len(options.depth) > 1:
+        parser.error("--lossless takes one --depth: what a step verifies is sized for it")
+    options.batch, options.context = sorted(options.batch), sorted(options.context)
     return options
 
 
-def _settings(options: argparse.Namespace) -> list[dict[str, Any]]:
+def _settings(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
     """SpecPV's options of every runtime; none for the first."""
     common = {"enable_specpv": True, "specpv_partial_threshold": options.threshold}
     lossless = {**common, "specpv_lossless": True}
-    forms = [common] if not options.lossless else [lossless] if options.model == BUNDLED else [common, lossless]
+    forms = [common] if not options.lossless else [lossless] if model == BUNDLED else [common, lossless]
     sweep = product(options.retrieval, options.refresh, options.buffer)
     keys = ("specpv_n_retrieval_blocks", "specpv_full_refresh_steps", "specpv_n_spec_tokens_buf")
     return [{}, *({**form, **dict(zip(keys, each, strict=True))} for each in sweep for form in forms)]
 
 
-def _simulated(options: argparse.Namespace, specpv: dict[str, Any]) -> dict[str, Any]:
-    imposed = options.model != BUNDLED and not specpv.get("specpv_lossless")
-    return {"simulated_accept_length": options.accept} if imposed else {}
+def _is_imposed(model: str, specpv: dict[str, Any]) -> bool:
+    return model != BUNDLED and not specpv.get("specpv_lossless")
 
 
-def _pair(options: argparse.Namespace, folder: Path) -> tuple[str | OpenedTarget, Path]:
+def _pair(options: argparse.Namespace, model: str, folder: Path) -> tuple[str | OpenedTarget, Path]:
     """The target and the draft model, which is written once."""
-    if options.model == BUNDLED:
+    if model == BUNDLED:
         return str(DEMO / "target"), DEMO / "head"
-    geometry = read_geometries()[options.model]
-    target, draft = random_target(geometry, folder / "target"), folder / "draft"
+    geometry, device = read_geometries()[model], torch.device(options.device)
+    target, draft = random_target(geometry, folder / model, device=device), folder / f"{model}-draft"
     return target, draft if draft.exists() else write_draft_model(geometry, target.config, draft)
 
 
-def _sizes(options: argparse.Namespace) -> dict[str, Any]:
-    sizes = {"max_batch": options.batch, "max_context": max(options.context), "device": options.device}
-    if options.batch > 1:  # who decodes waits for the others' prompts, and is soon joined
+def _sizes(options: argparse.Namespace, batch: int) -> dict[str, Any]:
+    sizes = {"max_batch": batch, "max_context": max(options.context), "device": options.device}
+    if batch > 1:  # who decodes waits for the others' prompts, and is soon joined
         sizes |= {"max_stall_ms": 10000.0, "max_prefill_chunks": 64}
-    return {**sizes, "prefix_reuse": False}
+    return sizes
 
 
-def run_requests(runtime: Runtime, context: int, options: argparse.Namespace) -> Run:
-    """Run the requests of a context, a batch after the other."""
+def run_requests(runtime: Runtime, case: Case, options: argparse.Namespace) -> Run:
+    """Run the requests of a case, a batch after the other."""
     found, before = Run(), _counts(runtime)
     accepted = drafted = 0
     for number in range(options.prompts):
         names = []
-        for each in range(number * options.batch, (number + 1) * options.batch):
-            prompt = _prompt(runtime, context - options.tokens, each, options)
-            names.append(runtime.submit(prompt, SamplingParams(max_tokens=options.tokens, ignore_eos=True)))
+        for each in range(number * case.batch, (number + 1) * case.batch):
+            prompt = _prompt(runtime, case, options.tokens, each)
+            names.append(runtime.submit(prompt, SamplingParams(max_tokens=options.tokens, ignore_eos=True, seed=each)))
         found.tokens += _drive(runtime, found, names, options.warm_up)
         for name in names:
             speculation = runtime.metrics(name).speculation
@@ -176,8 +215,10 @@ def run_requests(runtime: Runtime, context: int, options: argparse.Namespace) ->
                 accepted, drafted = accepted + speculation.total_accepted_tokens, drafted + speculation.num_drafts
     found.accept_length = 1 + accepted / max(drafted, 1)
     found.counts = {key: value - before[key] for key, value in _counts(runtime).items()}
-    bucket = runtime.ladder.choose(options.batch, options.depth)
-    found.gigabytes = step_bytes(runtime, bucket, [context - options.tokens / 2] * options.batch, None) / 1e9
+    bucket = runtime.ladder.choose(case.batch, case.depth)
+    lengths = [case.context - options.tokens / 2] * case.batch
+    experts = fmean(found.experts) if found.experts else None
+    found.gigabytes = step_bytes(runtime, bucket, lengths, experts) / 1e9
     return found
 
 
@@ -199,6 +240,9 @@ def _drive(runtime: Runtime, found: Run, names: Sequence[str], warm_up: int) -> 
         if is_timed:
             found.step_ms += [1e3 * (now - last) / count] * count
             found.num_timed += sum(len(output.token_ids) for output in outputs)
+        elif is_whole and num_steps >= 0:
+            found.experts += _chosen_experts(runtime)
+            now = time.perf_counter()
         if is_lossless:
             counts = _counts(runtime)
             if is_timed:
@@ -210,92 +254,25 @@ def _drive(runtime: Runtime, found: Run, names: Sequence[str], warm_up: int) -> 
     return list(tokens.values())
 
 
+def _chosen_experts(runtime: Runtime) -> list[int]:
+    """Distinct experts a layer of the step before; it waits for the device."""
+    if runtime.model_config.experts is None or not runtime.scheduler.num_active:
+        return []
+    return [chosen_experts(runtime, runtime.scheduler.choose_bucket(runtime.num_speculative_tokens))]
+
+
 def _counts(runtime: Runtime) -> dict[str, int]:
     figures = runtime.summary().get("specpv", {})
     names = ("partial_steps", "full_steps", "refreshes", "refreshed_tokens", "verified_tokens", "accepted_tokens")
     return {name: figures.get(name, 0) for name in names}
 
 
-def _prompt(runtime: Runtime, length: int, number: int, options: argparse.Namespace) -> list[int]:
-    """The bundled texts one after the other, each prompt from another one on; else random tokens."""
-    if options.model != BUNDLED or runtime.codec is None:
+def _prompt(runtime: Runtime, case: Case, room: int, number: int) -> list[int]:
+    """A prompt that leaves room for a completion: bundled texts, or random tokens."""
+    length = case.context - room
+    if case.model != BUNDLED or runtime.codec is None:
         return random_prompts(min(1000, runtime.geometry.config.vocab_size), 1, length, number)[0]
-    texts = [text for kind in json.loads((DEMO / "prompts.json").read_text()).values() for text in kind]
-    place, tokens = 7 * number % len(texts), list[int]()
-    while len(tokens) < length:
-        tokens += runtime.codec.encode(texts[place % len(texts)])
-        place += 1
-    return tokens[:length]
-
-
-def _row(options: argparse.Namespace, context: int, specpv: dict[str, Any], found: Run, full: Run) -> dict[str, Any]:
-    median = percentile(found.step_ms, 50)
-    total = sum(found.step_ms)
-    speed, full_speed = 1e3 * found.num_timed / total, 1e3 * full.num_timed / sum(full.step_ms)
-    row: dict[str, Any] = {
-        "model": options.model,
-        "weights": "bundled" if options.model == BUNDLED else "random",
-        "batch": options.batch,
-        "context": context,
-        "num_speculative_tokens": options.depth,
-        "attention": "partial" if specpv else "full",
-        "lossy": bool(specpv) and not specpv.get("specpv_lossless", False),
-        **specpv,
-        "ms_p50": round(median, 4),
-        "ms_p99": round(percentile(found.step_ms, 99), 4),
-        "gigabytes": round(found.gigabytes, 3),
-        "tokens_per_s": round(speed, 1),
-        "accept_length": round(found.accept_length, 3),
-        "simulated": bool(_simulated(options, specpv)),
-        "steps": len(found.step_ms),
-        **found.counts,
-        "ms_of_full": round(median / percentile(full.step_ms, 50), 4),
-        "gigabytes_of_full": round(found.gigabytes / full.gigabytes, 4),
-        "tokens_per_s_of_full": round(speed / full_speed, 4),
-    }
-    if found.counts["refreshes"]:
-        row["ms_a_refresh"] = round(max(0.0, total - median * len(found.step_ms)) / found.counts["refreshes"], 3)
-    if options.model == BUNDLED:
-        row |= _agreement(found.tokens, full.tokens)
-    return row
-
-
-def _cycle(sizes: PartialKV, options: argparse.Namespace, found: Run, full: Run, partial: Run) -> dict[str, Any]:
-    """The times of a cycle of lossless SpecPV, and what they give by the chance that a proposal is right.
-
-    A cycle is taken to be a whole buffer of proposals and their verification, and a step to bring `--accept` tokens.
-    """
-    proposal = percentile(partial.step_ms, 50)
-    cycles = zip(found.step_ms, found.proposed, found.refreshed, strict=True)
-    left: dict[int, list[float]] = {}
-    for cycle, count, refreshes in cycles:
-        left.setdefault(refreshes, []).append(cycle - count * proposal)
-    verification, refresh = _line({refreshes: percentile(each, 50) for refreshes, each in left.items()})
-    times = {"partial": proposal, "verification": verification, "full": percentile(full.step_ms, 50)}
-    times["refresh"] = options.batch * refresh
-    gains = {str(each): round(cycle_gain(sizes, each, options.accept, **times), 3) for each in AGREEMENTS}
-    return {
-        "partial_steps_a_cycle": percentile(found.proposed, 50),
-        "ms_a_proposal": round(proposal, 4),
-        "ms_a_verification": round(verification, 4),
-        "ms_a_refresh": round(refresh, 4),
-        "gain_by_agreement": gains,
-    }
-
-
-def _line(medians: Mapping[int, float]) -> tuple[float, float]:
-    """Where the straight line nearest to values by a count begins, and how much each adds; one value: nothing."""
-    if len(medians) < 2:
-        return next(iter(medians.values())), 0.0
-    slope, start = np.polyfit(list(medians), list(medians.values()), 1)
-    return float(start), float(slope)
-
-
-def _agreement(found: list[list[int]], full: list[list[int]]) -> dict[str, Any]:
-    """The share of tokens that are the same by place, and the place of each prompt's first other token, None: none."""
-    equal = [[a == b for a, b in zip(mine, theirs, strict=True)] for mine, theirs in zip(found, full, strict=True)]
-    firsts = [row.index(False) if False in row else None for row in equal]
-    return {"agreement": round(sum(map(sum, equal)) / sum(map(len, equal)), 4), "diverged_at": firsts}
+    return bundled_text(runtime.codec, length, number)
 
 
 if __name__ == "__main__":

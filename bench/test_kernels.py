@@ -13,7 +13,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.clock import own_stream, percentile, time_replays
 from bench.micro import Entry, capture
-from bench.micro_entries import chain, reset, tree
+from bench.micro_entries import chain, tree
 from bench.samples import MEASURED, record, share_of_wall
 from bench.wall import measure_wall
 from lowlat.executors.launcher import Launcher
@@ -55,7 +55,7 @@ def test_kernel(name: str, benchmark: BenchmarkFixture) -> None:
     entry = entries[name]
     with own_stream(launcher.device):
         replay = capture(launcher, entry)
-        reset()
+        entry.reset()
         times = time_replays(replay, REPLAYS, launcher.device)
     samples = [ms / entry.copies for ms in times]
     share = share_of_wall(entry.moved_bytes, percentile(samples, 50), _wall())

@@ -1,4 +1,4 @@
-"""Buckets, static buffers, launches, and the capture of CUDA graphs. It knows nothing about models."""
+"""The step as data: Programs, buckets, static buffers, launches; their capture into CUDA graphs, audit and replay."""
 
 from lowlat.graphs.buckets import Bucket, BucketLadder
 from lowlat.graphs.buffers import BufferSet, BufferSpec, Paging, Role, aligned_bytes

@@ -19,27 +19,31 @@ from lowlat.graphs import BufferSpec, Role
 from lowlat.graphs.schema import Access, Operation, OperationSchema
 from lowlat.graphs.schema_check import ArrayType, check_operation
 
-__all__ = ["PASS", "Op", "Program", "ProgramBuilder", "Stage"]
+__all__ = ["OWN_NAMES", "PASS", "Op", "Program", "ProgramBuilder", "RangeNames", "Stage"]
 
 PASS = 0  # among programs of prefill, which have the positions that they take as keys: a pass over what they leave
 Param = int | float | bool | str | None
 
 
 class Stage(StrEnum):
-    """The stages of a step, in order; an NVTX range each. DRAFT is any speculator's, EAGLE_DRAFT_* a draft model's."""
+    """The stages of a step, in order. DRAFT is any speculator's, DRAFT_* the parts of a draft model's pass."""
 
     PREFILL = "PREFILL"
     ACTIVE_SLOTS = "ACTIVE_SLOTS"
-    BASE_DECODE_STEP = "BASE_DECODE_STEP"
-    EAGLE_ACCEPT = "EAGLE_ACCEPT"
-    EAGLE_TAIL_COMMIT = "EAGLE_TAIL_COMMIT"
+    VERIFY = "VERIFY"
+    ACCEPT = "ACCEPT"
+    COMMIT = "COMMIT"
     DRAFT = "DRAFT"
-    EAGLE_DRAFT_FC = "EAGLE_DRAFT_FC"
-    EAGLE_DRAFT_ATTENTION_FMHA = "EAGLE_DRAFT_ATTENTION_FMHA"
-    EAGLE_DRAFT_FFN = "EAGLE_DRAFT_FFN"
-    EAGLE_DRAFT_LM_HEAD = "EAGLE_DRAFT_LM_HEAD"
-    EAGLE_TREE_MASKS = "EAGLE_TREE_MASKS"
+    DRAFT_FC = "DRAFT_FC"
+    DRAFT_ATTENTION_FMHA = "DRAFT_ATTENTION_FMHA"
+    DRAFT_FFN = "DRAFT_FFN"
+    DRAFT_LM_HEAD = "DRAFT_LM_HEAD"
+    TREE_MASKS = "TREE_MASKS"
     PUBLISH = "PUBLISH"
+
+
+RangeNames = Mapping[Stage, str]  # of the NVTX ranges of stages, where they are not the stages' own names
+OWN_NAMES: RangeNames = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,21 @@ class Op:
 
 @dataclass(frozen=True)
 class Program:
-    """A named, ordered list of operations, the buffers they use, the contents of constants, the table of operations."""
+    """A named, ordered list of operations, the buffers they use, the contents of constants, the table of operations.
+
+    range_names  what profiles call its stages, where that is not the stage's own name
+    """
 
     name: str
     ops: tuple[Op, ...]
     buffers: Mapping[str, BufferSpec]
     constants: Mapping[str, torch.Tensor]
     operations: Mapping[str, Operation]
+    range_names: RangeNames = field(default_factory=lambda: OWN_NAMES)
+
+    def range_name(self, stage: Stage) -> str:
+        """The name of a stage's NVTX range."""
+        return self.range_names.get(stage, str(stage))
 
     @cached_property
     def uses(self) -> Mapping[str, Sequence[tuple[int, bool]]]:
@@ -152,10 +164,11 @@ def _check_fitting(
 
 @dataclass
 class ProgramBuilder:
-    """Collects buffers and operations in order; `build` checks and freezes them."""
+    """Collects buffers and operations in order; `build` checks and freezes them. `range_names`: see `Program`."""
 
     name: str
     operations: Mapping[str, Operation]
+    range_names: RangeNames = field(default_factory=lambda: OWN_NAMES, kw_only=True)
     _ops: list[Op] = field(default_factory=list)
     _buffers: dict[str, BufferSpec] = field(default_factory=dict)
     _constants: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -228,6 +241,7 @@ class ProgramBuilder:
             MappingProxyType(self._buffers),
             MappingProxyType(self._constants),
             self.operations,
+            self.range_names,
         )
         program.validate()
         return program

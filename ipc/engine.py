@@ -22,6 +22,8 @@ class EngineInfo:
     max_context   tokens of prompt and completion, at most
     tokenizer     SHA-256 of tokenizer.json, hexadecimal; "" without one
     on_device     steps run on a device and leave the host's cores free, for a thread that polls for a moment
+    numerics      digest of all that decides results' bits: servers of one model and equal digests give equal tokens; ""
+                  where an engine tells none
     sampling_defaults  fields of a request's sampling, where it leaves them out
     """
 
@@ -33,6 +35,7 @@ class EngineInfo:
     has_chat_template: bool = False
     num_speculative_tokens: int = 0
     on_device: bool = False
+    numerics: str = ""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -85,7 +88,7 @@ class EngineOutput(Protocol):
     @property
     def error(self) -> str | None: ...
     @property
-    def error_code(self) -> Literal["not_finite", "grammar", "text"] | None: ...
+    def error_code(self) -> Literal["not_finite", "grammar", "text", "check"] | None: ...
     @property
     def simulated(self) -> bool: ...
     @property

@@ -61,6 +61,7 @@ Code = Literal[
     "forbidden",  # this peer may not ask for that
     "not_finite",  # the model's logits had NaN or infinity for this request
     "grammar",  # the request's grammar came to a limit, or to a place where nothing may follow
+    "check",  # a check of a step, made on the device, failed for this request
     "text",  # the model's tokenizer failed to decode the answer
     "deadline",  # deadline_ms passed
     "slow_consumer",  # no credit for too long
@@ -114,8 +115,10 @@ class Welcome(Struct):
     """The server's answer to HELLO.
 
     tokenizer is the SHA-256 of tokenizer.json, hexadecimal, or "" for a model that has none: then only token ids are
-    taken and no text is given. sampling_defaults has the fields of a request's sampling that hold where it leaves them
-    out, as the model's authors advise; it is absent where lowlat's own defaults hold.
+    taken and no text is given. numerics is a digest of all that decides results' bits: servers of one model and equal
+    digests give equal tokens for equal seeds; it is absent where the engine tells none. sampling_defaults has the
+    fields of a request's sampling that hold where it leaves them out, as the model's authors advise; it is absent where
+    lowlat's own defaults hold.
     """
 
     version: int
@@ -127,6 +130,7 @@ class Welcome(Struct):
     has_chat_template: bool
     num_speculative_tokens: int
     limits: ServerLimits
+    numerics: str | UnsetType = UNSET
     sampling_defaults: dict[str, int | float] | UnsetType = UNSET
 
     @property

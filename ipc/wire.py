@@ -26,9 +26,9 @@ are sent as token ids. Where any values may stand (template_options, tool_calls)
     HEALTH          0x06                          PONG            0x86  answers HEALTH
     DRAIN           0x07                          BYE             0x87  last; nothing follows it
 
-HELLO carries the versions that the client speaks; WELCOME answers with the one in use, the limits, the model, the hash
-of its tokenizer.json, and the server's epoch, which no other start of any server has. A client that sees another epoch
-than before talks to another process: whatever it had under way is lost.
+HELLO carries the versions that the client speaks; WELCOME answers with the one in use, the limits, the model, the
+hash of its tokenizer.json, the digest of its numerics, and the server's epoch, which no other start of any server
+has. A client that sees another epoch than before talks to another process: whatever it had under way is lost.
 
 SUBMIT carries a number, unique and growing within the connection, by which all later messages name the request, and
 the prompt in one of three forms: `text`, `messages` for the model's chat template, or token ids as the body. It is

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from layer_changes import with_changes
 from safetensors.torch import save_file
 
-from lowlat.models.geometry import ModelConfig, RopeConfig
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.layer_spec import AttentionSpec, DenseSpec, LayerSpec, RopeConfig
 
 HEAD_SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -33,30 +35,20 @@ MODELOPT_FLAGS = {
 
 
 def target_geometry(**changes: Any) -> ModelConfig:
-    """A target of 8 layers, hidden size 16, 40 tokens, for heads of HEAD_SIZES."""
-    fields: dict[str, Any] = {
-        "family": "llama",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_layers": 8,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 4,
-        "vocab_size": 40,
-        "max_position": 512,
-        "rms_norm_eps": 1e-5,
-        "rope": RopeConfig(10000.0),
-        "tie_embeddings": False,
-        "qkv_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
-        "qk_norm": False,
-        "sinks": False,
-        "windows": (None,) * changes.get("num_layers", 8),
-        "experts": None,
-        "dtype": "float32",
-    }
-    return ModelConfig(**{**fields, **changes})
+    """A target of 8 layers, hidden size 16, 40 tokens, for heads of HEAD_SIZES; changes: see `with_changes`."""
+    mixer = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=4, rope=RopeConfig(10000.0))
+    layer = LayerSpec(mixer=mixer, ffn=DenseSpec(inner_size=24))
+    config = ModelConfig(
+        family="llama",
+        hidden_size=16,
+        vocab_size=40,
+        max_position=512,
+        rms_norm_eps=1e-5,
+        layers=(layer,) * changes.pop("num_layers", 8),
+        tie_embeddings=False,
+        dtype="float32",
+    )
+    return with_changes(config, **changes)
 
 
 def draft_tensors(num_features: int = 3, draft_vocab: int = 12) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from lowlat.graphs.program import Program, Stage
 from lowlat.kernels.reference.step.publish import SLOT
 from lowlat.kernels.reference.step.slot_record import HAS_GRAMMAR
 from lowlat.kernels.reference.step.slots import CANCEL
+from lowlat.step.variants import is_choice
 
 
 class FakeDevice:
@@ -76,7 +77,7 @@ class FakeDevice:
         if self._begun:
             return
         with torch.inference_mode():
-            if bucket.chooses:
+            if is_choice(bucket):
                 bucket = chosen_body(bucket, self.state, lambda part: self.inner._run(self.inner._prepare(part)[1]))
             bound = self.inner._prepare(bucket)[1]
             listing = (place for place, each in enumerate(bound) if each[0].stage is Stage.ACTIVE_SLOTS)
@@ -235,7 +236,7 @@ def load_fake(
     loaded = load(target, speculative, config)
     device = FakeDevice(loaded.executor, seed=seed, lead=lead, fail_at=fail_at)
     runtime = Runtime(replace(loaded, executor=device), replace(config, device_loop=device_loop), speculative)
-    mailbox = runtime._mailbox
+    mailbox = runtime._steps.mailbox
     device.num_read = lambda: mailbox.num_seen - mailbox.num_unread
     assert isinstance(device.state["ring_head"], torch.Tensor)
     return runtime, device

@@ -19,6 +19,7 @@ from lowlat.ipc.wire import Message, Sampling, ToolCallDelta
 
 __all__ = ["FakeCodec", "FakeEngine", "FakeOutput", "expected_text", "expected_tokens"]
 
+NUMERICS = "0123456789abcdef"
 VOCAB_SIZE = 1000
 MAX_REMEMBERED = 200  # requests that have ended: a server of it may run for long
 
@@ -42,7 +43,7 @@ class FakeOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[FakeLogprobs, ...] | None = None
     error: str | None = None
-    error_code: Literal["not_finite", "grammar", "text"] | None = None
+    error_code: Literal["not_finite", "grammar", "text", "check"] | None = None
     simulated: bool = False
     num_accepted: int = 0
     reasoning: str = ""
@@ -166,6 +167,7 @@ class FakeEngine:
             max_context=max_context,
             tokenizer=tokenizer,
             has_chat_template=bool(tokenizer),
+            numerics=NUMERICS,
             on_device=on_device,
             sampling_defaults=sampling_defaults or {},
         )

@@ -233,7 +233,7 @@ def kill_clients_of_the_model(folder: Path, kills: int, chooser: random.Random) 
     from lowlat import Runtime, SamplingParams, SpeculativeConfig
     from lowlat.serving.engine import RuntimeEngine
 
-    options: dict[str, Any] = {"max_batch": 3, "max_context": 256, "device": "cpu"}
+    options: dict[str, Any] = {"max_batch": 3, "max_context": 256, "device": "cpu", "check": "all"}
     runtime = Runtime.load(TARGET, SpeculativeConfig(model=HEAD, num_speculative_tokens=3), **options)
     alone: list[list[int]] = []
     for seed in range(3):
@@ -260,6 +260,7 @@ def kill_clients_of_the_model(folder: Path, kills: int, chooser: random.Random) 
             runtime.kvcache.invariants()
             assert runtime.kvcache.stats().num_used == 0
             assert not runtime.slots()
+            assert not any(runtime.summary()["checks"]["failed"].values())
             books.note()
         raw.close()
     return {"kills": kills, "blocks_used": 0, "server": books.to_dict()}

@@ -32,6 +32,7 @@ from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
+from lowlat.step.variants import first_token_bucket
 
 CPU = torch.device("cpu")
 
@@ -93,7 +94,7 @@ class Pair:
     def program(self, depth: int, batch: int) -> Program:
         """The program of a bucket; batch 0: the one that chooses a prompt's first token."""
         topology = self.topologies[depth]
-        bucket = Bucket(batch, topology.num_nodes, depth) if batch else Bucket.first_token(depth)
+        bucket = Bucket(batch, topology.num_nodes, depth) if batch else first_token_bucket(depth)
         return build_step(self.geometry, bucket, topology)
 
     @cached_property

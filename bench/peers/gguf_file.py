@@ -61,13 +61,14 @@ def _describe(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope.theta)
+    attention = config.attention
+    writer.add_feed_forward_length(config.ffn.inner_size)
+    writer.add_head_count(attention.num_heads)
+    writer.add_head_count_kv(attention.num_kv_heads)
+    writer.add_key_length(attention.head_dim)
+    writer.add_value_length(attention.head_dim)
+    writer.add_rope_dimension_count(attention.head_dim)
+    writer.add_rope_freq_base(attention.rope.theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
@@ -82,7 +83,7 @@ def _parts(name: str, tensor: torch.Tensor, config: ModelConfig) -> Iterator[tup
     _, layer, own = name.split(".", 2)
     block = f"blk.{layer}"
     if own == "qkv.weight":
-        sizes = (config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2)
+        sizes = (config.attention.query_size, *[config.attention.kv_size] * 2)
         for letter, part in zip("qkv", tensor.split(sizes), strict=True):
             yield f"{block}.attn_{letter}.weight", part
     elif own == "gate_up.weight":

@@ -166,7 +166,7 @@ def _gguf(options: argparse.Namespace, target: OpenedTarget, path: Path) -> Path
     config = target.config
     if "llama.cpp" not in options.engines or ENGINES["llama.cpp"].available().reason:
         return None
-    if config.family not in FAMILIES or config.experts is not None or config.qkv_bias:
+    if config.family not in FAMILIES or config.experts is not None or config.attention.qkv_bias:
         return None
     return path if path.is_file() else write_gguf(target, path)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lowlat.models.geometry import RopeConfig
+from lowlat.models.layer_spec import RopeConfig
 from lowlat.models.rope import inverse_frequencies
 
 __all__ = [

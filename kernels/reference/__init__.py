@@ -28,13 +28,14 @@ from lowlat.kernels.reference.speculation import (
     width_odds,
     widths,
 )
-from lowlat.kernels.reference.step import publish, slots
+from lowlat.kernels.reference.step import checks, publish, slots
 
 __all__ = ["OPERATIONS", "Operation", "OperationSchema"]
 
 OPERATIONS = operations_of(
     accept,
     attention,
+    checks,
     draft_block,
     draft_rows,
     choose_drafts,

@@ -6,6 +6,8 @@ exports of both); a single `self_attn.kv_scale` holds for keys and values. A lay
 heads. A cached value is its code times the scale.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from lowlat.checkpoint.tensors import FLOAT_NAMES, Checkpoint, TensorEntry
@@ -27,23 +29,26 @@ def kv_scale_names(layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return keys, values
 
 
-def read_kv_scales(checkpoint: Checkpoint | None, num_layers: int, num_kv_heads: int) -> tuple[LayerScales, ...]:
-    """The scales of every layer, rounded to bfloat16; 1 where the checkpoint has none, or None is given.
+def read_kv_scales(checkpoint: Checkpoint | None, kv_heads: Mapping[int, int]) -> tuple[LayerScales, ...]:
+    """The scales of every layer with a cache, rounded to bfloat16; 1 where the checkpoint has none, or None is given.
 
+    kv_heads  key-value heads by the layer's number
     Raises ConfigError for a dtype, a shape or a value that no scale of so many heads has, naming file and tensor.
     """
     entries = {} if checkpoint is None else checkpoint.entries
     wanted = [
-        next((name for name in names if name in entries), None)
-        for layer in range(num_layers)
+        (next((name for name in names if name in entries), None), heads)
+        for layer, heads in kv_heads.items()
         for names in kv_scale_names(layer)
     ]
     found: dict[str, tuple[float, ...]] = {}
     if checkpoint is not None:
-        names = [name for name in dict.fromkeys(wanted) if name is not None]
-        found = {entry.name: _checked(entry, stored, num_kv_heads) for entry, stored in checkpoint.read(names)}
-    ones = (1.0,) * num_kv_heads
-    each = [ones if name is None else found[name] for name in wanted]
+        heads_of = {name: heads for name, heads in wanted if name is not None}
+        found = {
+            entry.name: _checked(entry, stored, heads_of[entry.name])
+            for entry, stored in checkpoint.read(list(heads_of))
+        }
+    each = [(1.0,) * heads if name is None else found[name] for name, heads in wanted]
     return tuple(zip(each[0::2], each[1::2], strict=True))
 
 

@@ -156,6 +156,7 @@ def _facts(info: EngineInfo, runtime: "Runtime") -> dict[str, Any]:
         "executor": runtime.executor.name,
         "max_batch": info.max_running,
         "max_context": info.max_context,
+        "numerics": info.numerics,
         "num_speculative_tokens": info.num_speculative_tokens,
         "speculation_error": runtime.speculation_error,
         "has_tokenizer": bool(info.tokenizer),

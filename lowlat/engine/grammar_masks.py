@@ -199,8 +199,10 @@ class GrammarMasks:
             return (request.committed[-1],), (-1,)
         length = len(request.committed)
         start = time.perf_counter()
-        self._executor.wait_until(lambda: self._mailbox.rows_told(slot, length))
+        self._executor.wait_until(lambda: self._mailbox.rows_told(slot, length) or self._mailbox.has_unseen)
         self.stats.rows_wait_s += time.perf_counter() - start
+        if not self._mailbox.rows_told(slot, length):  # the step has dropped the slot: its next one verifies no draft
+            return (request.committed[-1],), (-1,)
         tokens, paths = self._mailbox.rows(slot, num_rows)
         above = ((path & MASK_BITS & ~(1 << row)).bit_length() - 1 for row, path in enumerate(paths))
         return tuple(tokens), tuple(above)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import NoneType
+from typing import Any
 
 import torch
 
@@ -18,13 +19,15 @@ from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.engine.memory.held import HeldMemory, held_memory
 from lowlat.engine.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
+from lowlat.engine.memory.refreshes import Refreshes
 from lowlat.engine.perf import check_device, check_launches
+from lowlat.engine.proposer import Proposer, StepParts
 from lowlat.engine.scheduler import Scheduler
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import Rank, check_positions, make_executor, refuse_parts, refuse_ranks, settle_executor
-from lowlat.graphs import Bucket, BucketLadder
+from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
@@ -39,7 +42,9 @@ from lowlat.speculators.methods import fetch_speculator, load_speculator
 from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.adaptive import build_adaptive
+from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
+from lowlat.step.ladder import StepLadder
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
 from lowlat.step.width_times import set_costs
@@ -75,7 +80,7 @@ class Loaded:
     codec: TextCodec | None
     speculator: LoadedSpeculator | None
     geometry: StepGeometry
-    ladder: BucketLadder
+    ladder: StepLadder
     topologies: dict[int, Topology]
     executor: Executor
     choice: DeviceChoice
@@ -86,7 +91,7 @@ class Loaded:
     @property
     def takes_grammars(self) -> bool:
         """Whether steps draw under masks of the host; those of lossless SpecPV, which are verified later, do not."""
-        return "grammar_masks" in self.executor.state and not self.ladder.verifiers
+        return "grammar_masks" in self.executor.state and not self.ladder.wide_buckets
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -96,6 +101,19 @@ class Loaded:
         if own is None or own in ends or own >= self.target.config.vocab_size:
             return ends
         return (*ends, own)
+
+    def speculation_limits(self, used: SpeculativeConfig | None) -> dict[str, Any]:
+        """The sizes of speculation, by option; empty where there is none."""
+        if used is None:
+            return {}
+        draft = None if self.geometry.speculator is None else self.geometry.speculator.draft_config
+        boundaries = None if draft is None else draft.capture_boundaries
+        return {"method": used.method, **self.topologies[max(self.topologies)].limits, "capture_layers": boundaries}
+
+    def make_proposer(self, parts: StepParts) -> Proposer:
+        """The source of proposals of this runtime, beside its draft model: SpecPV's steps, or none."""
+        partial = self.geometry.partial
+        return Proposer(parts) if partial is None else Refreshes(parts, partial)
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""
@@ -189,17 +207,17 @@ def _check_call(model: object, speculative: object, *told: object) -> None:
 
 def make_ladder(
     geometry: StepGeometry, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
-) -> BucketLadder:
+) -> StepLadder:
     """The buckets of a runtime."""
     rows_of = {depth: topology.num_nodes for depth, topology in topologies.items()}
-    verifier = None
+    wide = None
     if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
-        verifier = geometry.partial.buffer + 1, speculative.num_speculative_tokens
+        wide = geometry.partial.buffer + 1, speculative.num_speculative_tokens
     adaptive = geometry.max_width is not None
-    return BucketLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, verifier=verifier)
+    return StepLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, wide=wide)
 
 
-def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
+def make_scheduler(ladder: StepLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
     """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
     sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
     kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded)
@@ -210,7 +228,7 @@ def make_scheduler(ladder: BucketLadder, geometry: StepGeometry, options: Runtim
     )  # fmt: skip
 
 
-def build_rank(geometry: StepGeometry, ladder: BucketLadder, topologies: Mapping[int, Topology]) -> Rank:
+def build_rank(geometry: StepGeometry, ladder: StepLadder, topologies: Mapping[int, Topology]) -> Rank:
     """The programs of a rank."""
     programs = {bucket: build_program(geometry, bucket, topologies) for bucket in ladder.programs}
     return Rank(geometry.config, programs, build_prefills(geometry))
@@ -354,7 +372,16 @@ def make_geometry(
         max_width=_max_width(speculator, speculative),
         prompt_logits=options.prompt_logits,
         prompt_logprobs=options.prompt_logprobs and not options.is_strict,
+        checks=_checks(options, has_partial=partial is not None),
     )
+
+
+def _checks(options: RuntimeConfig, *, has_partial: bool) -> CheckedKinds | None:
+    """The checks of each step. Raises ConfigError for a fallback that steps over a part of the cache do not have."""
+    kinds, falls_back = options.checked_kinds, options.on_failed_check == "single"
+    if falls_back and has_partial:
+        raise ConfigError("on_failed_check 'single' is not implemented for enable_specpv; take 'end'")
+    return CheckedKinds("masks" in kinds, "spans" in kinds, "lengths" in kinds, falls_back) if kinds else None
 
 
 def _check_choices(speculator: Speculator | None, topologies: Mapping[int, Topology]) -> None:

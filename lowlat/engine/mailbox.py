@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lowlat.engine.failed_checks import FailedCheck
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.kernels.reference.speculation.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
+from lowlat.kernels.reference.step.checks import CODE, ENDS, EXPECTED, PLACE, VALUE
 from lowlat.kernels.reference.step.publish import (
     ACCEPTED,
     COMMITTED,
@@ -40,7 +42,7 @@ from lowlat.kernels.reference.step.slot_record import (
     TOP_K,
     TOP_P,
 )
-from lowlat.kernels.reference.step.slots import CANCEL, JOIN, REWIND, SET_DRAFT_LIMIT
+from lowlat.kernels.reference.step.slots import CANCEL, JOIN, NO_SOURCE, REWIND, SET_DRAFT_LIMIT
 from lowlat.options.request import FinishReason, SamplingParams, TokenLogprobs
 from lowlat.step.state import PASS_ROWS
 
@@ -59,11 +61,15 @@ FORCED = ("grammar_forced", "grammar_decided")
 ROWS = ("grammar_tokens", "grammar_paths", "grammar_lengths")
 WRITTEN = (*STAGED, *MASKS, *FORCED, "command_ring", "command_tail", *(f"prefill_{part}" for part in PREFILL))
 READ = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
+CHECKS = "ring_checks"  # where steps are checked
 NEVER = 1 << 62  # longer than any request
 
 
 class SlotPublication(NamedTuple):
-    """The outcome of one step for one slot; `accepted` counts committed drafts, `length` committed tokens after it."""
+    """The outcome of one step for one slot; `accepted` counts committed drafts, `length` committed tokens after it.
+
+    failed  a check of the step that failed at the slot, of which the step then gives nothing else
+    """
 
     slot: int
     token_ids: tuple[int, ...]
@@ -74,6 +80,7 @@ class SlotPublication(NamedTuple):
     accepted: int
     length: int
     logprobs: tuple[TokenLogprobs, ...] | None
+    failed: FailedCheck | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +89,18 @@ class Entry:
 
     number   steps published before it
     records  one a row of the entry; SLOT is -1 where no slot took part
+    failed   the checks of the step that failed
     """
 
     number: int
     records: list[list[int]]
+    failed: tuple[FailedCheck, ...] = ()
 
     @property
     def ended(self) -> list[int]:
         """Slots that the step ended."""
-        return [record[SLOT] for record in self.records if record[SLOT] >= 0 and record[FINISH] in FINISH_REASONS]
+        ended = [record[SLOT] for record in self.records if record[SLOT] >= 0 and record[FINISH] in FINISH_REASONS]
+        return [*ended, *(failure.slot for failure in self.failed if failure.ends)]
 
 
 class Mailbox:
@@ -102,7 +112,7 @@ class Mailbox:
 
     def __init__(self, state: Mapping[str, torch.Tensor], max_draft_tokens: int) -> None:
         self._partial = tuple(name for name in PARTIAL if name in state)
-        optional = (*ASKED, *ANSWERED, "width_bounds")
+        optional = (*ASKED, *ANSWERED, "width_bounds", CHECKS)
         held = (*WRITTEN, *READ, *ROWS, *self._partial, *(name for name in optional if name in state))
         self._host = _HostView({name: state[name] for name in held})
         self._arrays = self._host.arrays
@@ -127,6 +137,12 @@ class Mailbox:
     def num_unread(self) -> int:
         """Entries that were seen and must stay as they are."""
         return self.num_seen - self._num_read
+
+    @property
+    def has_unseen(self) -> bool:
+        """Whether a step has published an entry that `poll` has not given yet."""
+        self._host.fetch(READ[-1:])
+        return int(self._head[0]) > self.num_seen
 
     def join(
         self,
@@ -310,13 +326,24 @@ class Mailbox:
 
     def poll(self) -> list[Entry]:
         """The entries of the ring that were not seen yet, in order; `read` them in this order, too."""
-        self._host.fetch(READ)
+        self._host.fetch(READ if CHECKS not in self._arrays else (*READ, CHECKS))
         head = int(self._head[0])
         entries = []
         for number in range(self.num_seen, head):
-            entries.append(Entry(number, self._records[number % self.num_entries].tolist()))
+            entries.append(Entry(number, self._records[number % self.num_entries].tolist(), self._failed(number)))
         self.num_seen = head
         return entries
+
+    def _failed(self, number: int) -> tuple[FailedCheck, ...]:
+        """The checks that failed in an entry's step, by slot, last those of no slot."""
+        if CHECKS not in self._arrays:
+            return ()
+        rows = self._arrays[CHECKS][number % self.num_entries]
+        slots = (*range(len(rows) - 1), -1)
+        found = ((slot, rows[slot].tolist()) for slot in slots if rows[slot, CODE])
+        return tuple(
+            FailedCheck(slot, row[CODE], row[PLACE], row[VALUE], row[EXPECTED], bool(row[ENDS])) for slot, row in found
+        )
 
     def read(self, entry: Entry) -> list[SlotPublication]:
         """The publication of each slot in an entry; the step may then write over it."""
@@ -324,7 +351,7 @@ class Mailbox:
         rows = enumerate(entry.records)
         publications = [self._read_slot(place, row, record) for row, record in rows if record[SLOT] >= 0]
         self._num_read = entry.number + 1
-        return publications
+        return [*publications, *map(_of_failure, (each for each in entry.failed if each.slot >= 0))]
 
     def _read_slot(self, place: int, row: int, record: list[int]) -> SlotPublication:
         arrays, count = self._arrays, record[COMMITTED]
@@ -344,6 +371,12 @@ class Mailbox:
             length=record[LENGTH_AFTER],
             logprobs=logprobs,
         )
+
+
+def _of_failure(failure: FailedCheck) -> SlotPublication:
+    """The publication of a slot of which a step gives nothing but a failed check."""
+    reason: FinishReason | None = "error" if failure.ends else None
+    return SlotPublication(failure.slot, (), reason, 0, 0, NO_SOURCE, 0, 0, None, failure)
 
 
 class _HostView:

@@ -178,6 +178,7 @@ class RequestMetrics:
     seed                   the seed that reproduces it
     speculation            None when no draft token was verified
     num_partial_steps      of the steps those that attended to a part of the KV cache (SpecPV): its tokens are lossy
+    failed_checks          checks of its steps that failed, by kind, where such are made
     """
 
     request_id: str
@@ -193,6 +194,7 @@ class RequestMetrics:
     seed: int | None = None
     speculation: SpeculativeDecodingStats | None = None
     num_partial_steps: int = 0
+    failed_checks: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "completion_tokens", "cached_prompt_tokens", "num_steps"):
@@ -222,12 +224,14 @@ class RequestMetrics:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values; `eagle_speculation` is absent when speculation did not run, `specpv` where all steps were
-        exact."""
-        blocks = ("speculation", "num_partial_steps")
+        exact, `failed_checks` where there were none."""
+        blocks = ("speculation", "num_partial_steps", "failed_checks")
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in blocks}
         values["tokens_per_s"] = self.tokens_per_s
         if self.num_partial_steps:
             values["specpv"] = {"lossy": True, "partial_steps": self.num_partial_steps}
+        if self.failed_checks:
+            values["failed_checks"] = dict(self.failed_checks)
         return values | _speculation_block(self.speculation, self.num_steps)
 
 

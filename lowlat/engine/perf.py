@@ -23,9 +23,9 @@ from lowlat.engine.request import Request
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
-from lowlat.graphs import BucketLadder
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import options_of
+from lowlat.step.ladder import StepLadder
 
 __all__ = [
     "PerfCounters",
@@ -120,7 +120,7 @@ def _reason_for_no_drafts(max_draft_tokens: int | None, room: int, *, adaptive: 
 
 
 def steps_by_width(
-    ladder: BucketLadder, undrafted: Mapping[str, int], stats: SpeculativeDecodingStats | None
+    ladder: StepLadder, undrafted: Mapping[str, int], stats: SpeculativeDecodingStats | None
 ) -> dict[str, list[int]]:
     """Steps of slots that verified 0, 1, 2, ... drafts, under their name; nothing where widths are not chosen."""
     if not ladder.adaptive:
@@ -257,12 +257,14 @@ class ActiveSlots:
 class PublishedSteps:
     """Looks at every publication of a slot: `undrafted` counts those without drafts, by reason; `active` the slots.
 
-    checks    of strict mode; None: none are made
-    adaptive  steps choose their width
+    checks       of strict mode; None: none are made
+    adaptive     steps choose their width
+    speculating  whether drafts are expected: it may change between requests
     """
 
-    def __init__(self, checks: StepChecks | None, *, adaptive: bool = False) -> None:
+    def __init__(self, checks: StepChecks | None, *, adaptive: bool = False, speculating: bool = False) -> None:
         self.undrafted: Counter[str] = Counter()
+        self.speculating = speculating
         self.active = ActiveSlots()
         self._adaptive = adaptive
         self._checks = checks
@@ -275,14 +277,14 @@ class PublishedSteps:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.undrafted.items()))
         return f"{line}; slots without drafts: {reasons}" if reasons else line
 
-    def report(self, *, speculating: bool) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Return, as JSON, the active slots of a step, and the steps of slots whose speculation was off, by reason."""
-        disabled = {"disabled_slots": dict(self.undrafted)} if speculating else {}
+        disabled = {"disabled_slots": dict(self.undrafted)} if self.speculating else {}
         return {"active_slots": self.active.to_dict(), **disabled}
 
-    def see(self, request: Request, publication: SlotPublication, *, speculating: bool) -> None:
+    def see(self, request: Request, publication: SlotPublication) -> None:
         """Count and check one publication, before its request takes it. Raises DeviceError in strict mode."""
-        if speculating and request.has_begun and not publication.verified:
+        if self.speculating and request.has_begun and not publication.verified:
             limit = request.params.max_draft_tokens
             self.undrafted[_reason_for_no_drafts(limit, request.room, adaptive=self._adaptive)] += 1
         if self._checks is not None:

@@ -4,6 +4,7 @@ It turns a step's publication into the caller's output: text, stop strings, ends
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +29,8 @@ class Request:
     """A live request.
 
     `committed` holds prompt and completion, `num_written` bounds the KV certainly written, and `first_entry` is the
-    first entry of the ring that can be about it.
+    first entry of the ring that can be about it. `failed_checks` are the kinds of its checks that failed, and `drafts`
+    is false behind one that it survived.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Request:
         self.num_written = 0  # positions before the last step's: that step may not have extended the draft model's KV
         self.first_entry = 0
         self.num_partial_steps = 0  # with SpecPV
+        self.failed_checks: tuple[str, ...] = ()
+        self.drafts = True
         self.simulated = simulated
         own = ("", "") if speculator is None else speculator.draft_sources
         numbers = (FROM_METHOD, FROM_TEXT, FORCED_DRAFTS, FROM_PART)
@@ -118,9 +122,14 @@ class Request:
         """Tokens that it may still get."""
         return len(self.prompt) + self.params.max_tokens - len(self.committed)
 
+    @property
+    def draft_limit(self) -> int | None:
+        """Drafts that its steps may verify, as in SamplingParams."""
+        return self.params.max_draft_tokens if self.drafts else 0
+
     def room_after(self, num_steps: int, depth: int) -> int:
         """Tokens that it may still get when so many steps of a depth have brought it as many as they can."""
-        limit = self.params.max_draft_tokens
+        limit = self.draft_limit
         most = 1 + (depth if limit is None else min(depth, limit))
         room = 1 if self.grammar is not None and self.grammar.terminated else self.room
         return room - most * num_steps
@@ -153,6 +162,7 @@ class Request:
             seed=self.seed,
             speculation=self._stats,
             num_partial_steps=self.num_partial_steps,
+            failed_checks=dict(Counter(self.failed_checks)),
         )
 
     def take(self, publication: SlotPublication, problem: str | None = None) -> StepOutput:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from lowlat.errors import ConfigError, DeviceError, LowlatError, RequestError
-from lowlat.graphs import BucketLadder
 from lowlat.options.declaration import plain, shown
 from lowlat.options.request import SamplingParams
+from lowlat.step.ladder import StepLadder
 from lowlat.text import TextCodec
 
 __all__ = ["RequestChecks", "Unbroken", "check_call", "check_depth", "check_name", "encode_prompt"]
@@ -31,7 +31,7 @@ def check_call(params: object, request_id: object, allow_special: object, cache_
         raise RequestError(f"cache_salt must be text, got {shown(cache_salt)}")
 
 
-def check_depth(depth: object, ladder: BucketLadder) -> None:
+def check_depth(depth: object, ladder: StepLadder) -> None:
     """Raise ConfigError for a depth of speculation that is no integer, or has no bucket."""
     if isinstance(depth, bool) or not isinstance(depth, int):
         raise ConfigError(f"num_speculative_tokens must be an integer, got {shown(depth)}")

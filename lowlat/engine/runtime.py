@@ -1,42 +1,29 @@
 """The runtime: load once, submit requests, step until they end. Owns the weights, the buffers, the KV pool.
 
 A prompt's first token comes out of prefill and is given to the caller at once; then every active slot gets a decode
-step before anything else is prefilled. While nobody joins or leaves, a step is launched before the one ahead of it has
-ended, or the device repeats steps by itself; that changes no token: what a step does to a slot depends on nothing that
-the host does in between, and what is published for a slot that the host has given up is dropped. Not safe for use by
-several threads: one thread owns a runtime.
+step before anything else is prefilled. `lowlat.engine.requests` has the requests, `lowlat.engine.scheduler` the queue
+and the slots, `lowlat.engine.steps` runs the steps. Not safe for use by several threads: one thread owns a runtime.
 """
 
-import itertools
 import logging
-import secrets
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from lowlat.engine.grammar_masks import GrammarMasks
 from lowlat.engine.loading import Loaded, load, make_scheduler
-from lowlat.engine.mailbox import Entry, Mailbox, SlotPublication
-from lowlat.engine.memory.refreshes import Refreshes
-from lowlat.engine.metrics import MetricsBook, RequestMetrics
-from lowlat.engine.perf import PerfCounters, PublishedSteps, StepChecks, steps_by_width
-from lowlat.engine.request import Request
-from lowlat.engine.request_checks import RequestChecks, Unbroken, check_call, check_depth, check_name, encode_prompt
-from lowlat.engine.run_ahead import Launches, loop_of
-from lowlat.engine.scheduler import Phase, PrefillChunk, ScheduledRequest
-from lowlat.engine.trace import Tracer
-from lowlat.errors import ConfigError, LowlatError, RequestError
+from lowlat.engine.metrics import RequestMetrics
+from lowlat.engine.numerics import digest_of, numerics_of
+from lowlat.engine.perf import PerfCounters
+from lowlat.engine.request_checks import Unbroken, check_depth
+from lowlat.engine.requests import Requests
+from lowlat.engine.steps import Steps
+from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors.devices import make_current
-from lowlat.graphs import Bucket
-from lowlat.kernels.reference.step.slot_record import MAX_STOPS
 from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.options.declaration import plain
-from lowlat.options.request import ErrorCode, SamplingParams, StepOutput
-from lowlat.text.grammar.compiler import GrammarCompiler
+from lowlat.options.request import SamplingParams, StepOutput
 
 __all__ = ["Runtime"]
 
@@ -48,59 +35,33 @@ class Runtime:
 
     Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
     `device_choice` says where it runs and why, `memory` what it holds there, `speculation_error` why a draft model is
-    not used, `speculation_limits` the sizes of speculation that were loaded, by option (`SpeculativeConfig.check`
-    reads them); `checks` refuses requests and may be asked by any thread, as may `grammars`, which compiles theirs.
+    not used, `numerics` a digest of all that decides results' bits (16 hexadecimal digits, see
+    `lowlat.engine.numerics`), `speculation_limits` the sizes of speculation that were loaded, by option
+    (`SpeculativeConfig.check` reads them); `checks` refuses requests and may be asked by any thread, as may
+    `grammars`, which compiles theirs.
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
         self.config = config
         self.directory = loaded.target.directory
         self.model_config, self.rank_config = loaded.target.config, loaded.rank_config
-        self.ladder = loaded.ladder
-        self.executor = loaded.executor
+        self.ladder, self.executor, self.geometry = loaded.ladder, loaded.executor, loaded.geometry
         self.device_choice, self.memory = loaded.choice, loaded.memory
         self.speculation_error = loaded.speculation_error
+        self.numerics = digest_of(numerics_of(loaded, config))
         self.speculator = loaded.geometry.speculator
         self.draft_config = None if self.speculator is None else self.speculator.draft_config
         self.codec = loaded.codec
-        self.geometry = geometry = loaded.geometry
         used = None if self.speculator is None else speculative
-        self.num_speculative_tokens = 0 if used is None else used.num_speculative_tokens
-        self.simulated = geometry.simulated_acceptance is not None
-        self.speculation_limits = _speculation_limits(loaded, used)
-        self.scheduler = make_scheduler(self.ladder, geometry, config)
+        self.num_speculative_tokens = depth = 0 if used is None else used.num_speculative_tokens
+        self.simulated = self.geometry.simulated_acceptance is not None
+        self.speculation_limits = loaded.speculation_limits(used)
+        self.scheduler = make_scheduler(self.ladder, self.geometry, config)
         self.kvcache = self.scheduler.kvcache
-        self.checks = RequestChecks(
-            max_context=config.max_context,
-            vocab_size=loaded.target.config.vocab_size,
-            eos_token_ids=loaded.eos_token_ids,
-            has_text=self.codec is not None,
-            max_stop_ids=MAX_STOPS,
-            max_total_tokens=self.kvcache.max_total_tokens(geometry.overhang),
-            block_size=geometry.block_size,
-            greedy_only=config.is_strict,
-            must_draft=config.is_strict and self.num_speculative_tokens > 0,
-            has_prompts=geometry.prompt_logprobs,
-            has_masks=loaded.takes_grammars,
-        )
-        self.grammars = GrammarCompiler(self.codec, self.checks.vocab_size, self.checks.eos_token_ids)
-        self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
-        self._masks = GrammarMasks(self._mailbox, self.executor, self.model_config.vocab_size)
+        self._requests = Requests(loaded, config, self.scheduler, speculates=depth > 0)
+        self.checks, self.grammars = self._requests.checks, self._requests.grammars
         self._whole = Unbroken()
-        loop = loop_of(self.executor, wanted=config.device_loop)
-        self._launches = Launches(self.executor, self._mailbox, loop, whole=self._whole)
-        self._tracer = Tracer.from_config(config.traces)
-        self._book = MetricsBook()
-        must_draft = self.num_speculative_tokens > 0 and self.draft_config is not None and not self.ladder.adaptive
-        checks = StepChecks(geometry.max_rows - 1, self.model_config.vocab_size, must_draft=must_draft)
-        self._published = PublishedSteps(checks if config.is_strict else None, adaptive=self.ladder.adaptive)
-        self._requests: dict[str, Request] = {}
-        self._slots: dict[int, Request] = {}
-        self._refreshes = Refreshes(geometry, self.scheduler, self._mailbox, self._launches, self._slots)
-        self._pending: list[StepOutput] = []
-        self._owes_step = False  # a first token was returned, and no step followed it yet
-        self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
-        self._ids = itertools.count()
+        self._steps = Steps(loaded, config, self.scheduler, self._requests, self._whole, num_speculative_tokens=depth)
         self._closed = False
 
     @classmethod
@@ -127,10 +88,12 @@ class Runtime:
         config = options_from(options)
         loaded = load(model, speculative, config, progress, captured, downloaded)
         try:
-            return cls(loaded, config, speculative)
+            runtime = cls(loaded, config, speculative)
         except BaseException:
             loaded.close()
             raise
+        logger.info("numerics %s", runtime.numerics)
+        return runtime
 
     def submit(
         self,
@@ -150,30 +113,16 @@ class Runtime:
         Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full.
         """
         self._check_usable()
-        params = SamplingParams() if params is None else params
-        check_call(params, request_id, allow_special, cache_salt)
-        room = self.config.max_context, params.max_tokens
-        prompt_ids = self.checks.check(encode_prompt(self.codec, prompt, allow_special, *room), params)
-        name = self._new_id() if request_id is None else request_id
-        if name in self._book:
-            raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        stop_ids = self.checks.stop_ids(params)
-        request = Request(name, prompt_ids, params, seed, stop_ids, self.codec, self.speculator, self.simulated)
-        request.grammar = self.grammars.open(params, prompt_ids, stop_ids)
-        total, reads = len(prompt_ids) + params.max_tokens, params.prompt_logprobs is None
-        scheduled = ScheduledRequest(name, prompt_ids, total, cache_salt, reads)
-        self.scheduler.check(scheduled)
+        request, scheduled = self._requests.open(prompt, params, request_id, allow_special, cache_salt)
         with self._whole:
-            self.scheduler.enqueue(scheduled)
-            self._requests[name] = request
-            self._stop_outdated()
-        return name
+            self._requests.add(request, scheduled)
+            self._steps.stop_outdated()
+        return request.request_id
 
     @property
     def busy(self) -> bool:
         """Whether there is anything left to step for; where a step was broken off, requests that it left unfinished."""
-        return not self._closed and (bool(self._pending) or self.scheduler.busy)
+        return not self._closed and (bool(self._requests.outputs) or self.scheduler.busy)
 
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
@@ -191,30 +140,8 @@ class Runtime:
         depth = self._depth(num_speculative_tokens)
         with self._whole:
             if self.scheduler.busy:
-                self._step(num_speculative_tokens, depth)
-            outputs, self._pending = self._pending, []
-            return outputs
-
-    def _step(self, num_speculative_tokens: int | None, depth: int) -> None:
-        """`step` of a depth that has a bucket; its outputs are pending."""
-        ahead = num_speculative_tokens is None and self.executor.asynchronous and self._tracer is None
-        num_ended = len(self._pending)
-        while self._launches.under_way:
-            self._go_on(depth, ahead)
-            if ahead and len(self._pending) > num_ended:
-                return
-        # Nothing is under way from here on: whoever joins now is in no step that was launched before.
-        self._mailbox.bound_widths(0 if num_speculative_tokens is None else depth, depth)
-        if not (self._owes_step and self.scheduler.num_active):
-            entries = self._admit(depth)
-            if entries:
-                self._take(entries, depth, ahead)
-                self._owes_step = not self._launches.under_way
-                return
-        self._owes_step = False
-        if self.scheduler.num_active:
-            self._launch(*self._refreshes.next_step(depth), ahead)
-            self._go_on(depth, ahead)
+                self._steps.step(num_speculative_tokens, depth)
+            return self._requests.take_outputs()
 
     def speculate(self, num_speculative_tokens: int) -> None:
         """Set the depth S of the steps from here on, 0 to the depth that was loaded, while there is no request.
@@ -229,18 +156,15 @@ class Runtime:
         if self.config.is_strict and self.speculator is not None and num_speculative_tokens == 0:
             raise ConfigError("perf_mode 'strict' speculates in every step: num_speculative_tokens must be 1 or more")
         self.num_speculative_tokens = num_speculative_tokens
+        self._steps.published.speculating = num_speculative_tokens > 0
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last output says "cancelled". Raises RequestError for an unknown or ended one."""
         self._check_usable()
-        request = self._live(request_id)
+        request = self._requests.find(request_id)
         with self._whole:
-            phase = self._leave(request)
-            if phase is Phase.DECODING:
-                self._mailbox.cancel(request.slot)
-            self._pending.append(request.output((), "cancelled"))
-            self._end(request)
-            self._stop_outdated()
+            self._steps.end(request, "cancelled")
+            self._steps.stop_outdated()
 
     def set_draft_limit(self, request_id: str, max_draft_tokens: int | None) -> None:
         """Change how many draft tokens of a live request are verified in one step, from the next launched step on.
@@ -249,45 +173,37 @@ class Runtime:
         No token depends on it. Raises RequestError for an unknown or ended request, or a limit out of range.
         """
         self._check_usable()
-        request = self._live(request_id)
-        self.checks.check_drafts(max_draft_tokens)
-        request.params = replace(request.params, max_draft_tokens=max_draft_tokens)
-        self._limited.add(request_id)
+        self._steps.limit_drafts(self._requests.limit_drafts(request_id, max_draft_tokens))
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
-        request = self._requests.get(check_name(request_id))
-        if request is None:
-            return self._book.get(request_id)
-        found = request.metrics()
-        return replace(found, finish_reason="error") if self._whole.failure else found
+        found = self._requests.metrics(request_id)
+        is_live = request_id in self._requests
+        return replace(found, finish_reason="error") if is_live and self._whole.failure else found
 
     def perf(self) -> PerfCounters:
         """Return the launches of its programs, and its waits, copies and steps without drafts since the load."""
         self._check_open()
-        return PerfCounters.of(self.executor.counts, self._mailbox.num_copies, self._published.undrafted)
+        return PerfCounters.of(self.executor.counts, self._steps.mailbox.num_copies, self._steps.published.undrafted)
 
     def summary(self) -> dict[str, Any]:
         """Totals since the load, as JSON: blocks such as `eagle_speculation` and `specpv` only of what has run."""
         self._check_open()
-        for request in self._requests.values():
-            self._book.update(request.metrics())
+        totals = self._requests.totals()
         return {
-            **self._book.totals().to_dict(),
+            **totals.to_dict(),
             "kv": {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype},
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
+            "numerics": self.numerics,
             "memory": [each.to_dict() for each in self.memory],
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
-            **(self._refreshes.report() | self._masks.report()),
-            **self._published.report(speculating=self.num_speculative_tokens > 0),
-            **steps_by_width(self.ladder, self._published.undrafted, self._book.totals().speculation),
+            **self._steps.report(totals.speculation),
         }
 
     def slots(self) -> list[dict[str, Any]]:
         """The requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, and their bound."""
-        phase = self.scheduler.phase
-        return [request.describe(str(phase(request.request_id))) for _, request in sorted(self._slots.items())]
+        return self._requests.describe()
 
     def adopt_thread(self) -> None:
         """Hand the runtime to the calling thread; the one before must be done with it. Makes its device current."""
@@ -298,14 +214,9 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
-        if self._published.active.num_steps:
-            logger.info("%s", self._published.told())
-        self._requests.clear()
-        self._slots.clear()
-        self._launches.stop()
-        self._masks.release()
-        del self._refreshes, self._launches, self._masks, self._mailbox  # their views of the executor's buffers go, too
-        self.grammars.close()
+        self._requests.close()
+        self._steps.close()
+        del self._steps  # its views of the executor's buffers go, too
         if self.codec is not None:
             self.codec.close()
         self.executor.close()  # the last: a device that has failed says so
@@ -326,16 +237,6 @@ class Runtime:
         self._check_open()
         self._whole.check()
 
-    def _live(self, request_id: str) -> Request:
-        request = self._requests.get(check_name(request_id))
-        if request is None:
-            raise RequestError(f"request {request_id!r} is unknown or has ended")
-        return request
-
-    def _new_id(self) -> str:
-        known = (self._book, self._requests)
-        return next(name for n in self._ids if not any((name := f"request-{n}") in each for each in known))
-
     def _depth(self, asked: int | None) -> int:
         depth = self.num_speculative_tokens if asked is None else plain(asked)
         if asked is None and self.speculator is None:
@@ -344,178 +245,3 @@ class Runtime:
             raise ConfigError(f"perf_mode 'strict' decodes at S = {self.num_speculative_tokens} alone, got {depth}")
         check_depth(depth, self.ladder)
         return depth
-
-    def _admit(self, depth: int) -> Sequence[Entry]:
-        """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
-        plan = self.scheduler.plan()
-        for admission in plan.admitted:
-            request = self._requests[admission.request_id]
-            request.place(admission.slot, admission.table, admission.num_cached_tokens)
-            self._slots[admission.slot] = request
-        return () if plan.prefill is None else self._prefill(plan.prefill, depth)
-
-    def _prefill(self, chunk: PrefillChunk, depth: int) -> Sequence[Entry]:
-        request = self._requests[chunk.request_id]
-        tokens = request.prompt[chunk.start : chunk.start + chunk.num_tokens]
-        problem = self._masks.join(request) if chunk.last else None
-        if problem is not None:
-            self._fail(request, problem)
-            return ()
-        self._refreshes.prefill(request, tokens, chunk.start)
-        if chunk.last:
-            self._join(request)
-        self.scheduler.prefill_done(chunk)
-        first = self.ladder.first_token(depth) if chunk.last else None
-        size = self.geometry.prefill_size(chunk.num_tokens)
-        own = (request.prompt, chunk.start, chunk.num_tokens, request.params.prompt_logprobs)
-        passes = self._mailbox.ask_prompt(*own)
-        with self.scheduler.pace.timed(size / self.geometry.prefill_chunk):
-            entries = self._launches.prefill(size, first, passes)
-        if passes and (problem := request.add_prompt(self._mailbox.read_prompt(*own), chunk.start)) is not None:
-            self._fail(request, problem, "not_finite")
-        return entries
-
-    def _join(self, request: Request) -> None:
-        max_length = len(request.prompt) + request.params.max_tokens
-        own = (request.table, max_length, request.params, request.seed, request.stop_ids)
-        self._mailbox.join(request.slot, request.prompt, *own, has_grammar=request.grammar is not None)
-        request.joined(self._mailbox.num_seen)
-
-    def _launch(self, bucket: Bucket, most: int | None, ahead: bool) -> None:
-        for name in self._limited & self._requests.keys():
-            if self.scheduler.phase(name) is Phase.DECODING:  # others bring their limit along when they join
-                request = self._requests[name]
-                self._mailbox.set_draft_limit(request.slot, request.params.max_draft_tokens)
-        self._limited.clear()
-        meanwhile = partial(self._fill_masks, amid=True) if self._masks and not self.executor.asynchronous else None
-        may_loop = ahead and not self.scheduler.has_work and not self._masks and not bucket.verifies
-        self._launches.start(bucket, may_loop=may_loop, meanwhile=meanwhile, most=most)
-
-    def _fill_masks(self, *, amid: bool = False) -> None:
-        """The host's part of the step that runs, or that it is amid: the masks that its slots' draws wait for."""
-        if self._masks and self._launches.bucket is not None:
-            with nullcontext() if amid else self._whole.waiting():
-                failures = self._masks.fill(self._launches.bucket.rows)
-            for request, problem in failures:
-                self._fail(request, problem)
-
-    def _fail(self, request: Request, problem: str, code: ErrorCode = "grammar") -> None:
-        """End a request with an error; its last output comes with the next step's."""
-        if self._leave(request, poisoned=code == "not_finite") is Phase.DECODING:
-            self._mailbox.cancel(request.slot)
-        self._pending.append(request.output((), "error", error=problem, error_code=code))
-        self._end(request)
-
-    def _go_on(self, depth: int, ahead: bool) -> None:
-        """Take the outputs of what is under way: of the next step, or of all where others are wanted from now on.
-
-        What follows is queued first, where it is certain: then the device does not wait while the host waits, makes
-        outputs, or stands still. The masks of what runs come first: nothing ends without them.
-        """
-        launches = self._launches
-        self._fill_masks()
-        last = not ahead or (launches.in_loop and not self._fits(depth))
-        if not last and self._is_certain(depth) and (most := self._refreshes.num_certain(depth)) != 0:
-            self._launch(self.scheduler.choose_bucket(depth), most, ahead)
-        self._take(launches.drain() if last and not self._masks else launches.wait(), depth, ahead)
-
-    def _is_certain(self, depth: int) -> bool:
-        """Whether a step is wanted behind all that is under way, whatever that brings.
-
-        It is not where all requests may have ended by their length then, or one has and somebody waits for its slot. A
-        stop id or string cannot be foreseen: where it ends the last request, one step is run for nobody.
-        """
-        scheduler, launches = self.scheduler, self._launches
-        if scheduler.has_work or not scheduler.num_active or not launches.has_room(scheduler.choose_bucket(depth)):
-            return False
-        rooms = [request.room_after(launches.num_under_way, depth) for request in self._slots.values()]
-        return max(rooms) > 0 and (min(rooms) > 0 or not scheduler.num_queued)
-
-    def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> None:
-        """Make the outputs of entries; where the step after them is certain, it is launched first."""
-        published: Iterable[list[SlotPublication]] = map(self._mailbox.read, entries)
-        if self._masks:  # a launch waits for grammars, or a step that was launched: outputs are made behind it
-            published = list(published)
-            self._masks.advance(publication for each in published for publication in each)
-        if ahead and not self._launches.under_way:
-            self._launch_ahead(entries, depth)
-        bucket = self._launches.bucket
-        for entry, read in zip(entries, published, strict=True):
-            publications = [p for p in read if self._is_live(p.slot, entry.number)]
-            if active := sum(self._slots[p.slot].has_begun for p in publications):
-                self._published.active.count(active)
-            if self._tracer is not None and bucket is not None:
-                self._tracer.step(bucket, publications, self.executor, self.kvcache)
-            self._pending.extend(filter(None, map(self._apply, publications)))
-        if self._launches.under_way:
-            self._fill_masks()
-        self._launches.clear_blocks(self.kvcache.take_blocks_to_clear())
-        self._stop_outdated()
-
-    def _launch_ahead(self, entries: Sequence[Entry], depth: int) -> None:
-        """Launch the next step if its plan is known before the entries' outputs are made.
-
-        A stop string that they hold is not known yet: the step then runs for that slot, too, and its share is dropped.
-        """
-        scheduler = self.scheduler
-        num_ended = sum(self._is_live(slot, entry.number) for entry in entries for slot in entry.ended)
-        num_left = scheduler.num_active - num_ended
-        most = self._refreshes.num_certain(depth, len(entries))
-        if num_left and most != 0 and not scheduler.has_work and not (num_ended and scheduler.num_queued):
-            self._launch(self.ladder.choose(num_left, depth), most, ahead=True)
-
-    def _is_live(self, slot: int, entry: int) -> bool:
-        """Whether an entry is about the request in a slot: not about one before it, nor about one that has ended."""
-        request = self._slots.get(slot)
-        return request is not None and entry >= request.first_entry
-
-    def _fits(self, depth: int) -> bool:
-        """Whether one more step like the last is what is wanted now."""
-        scheduler = self.scheduler
-        decodes = scheduler.num_active > 0 and not scheduler.has_work
-        return decodes and scheduler.choose_bucket(depth) == self._launches.bucket
-
-    def _stop_outdated(self) -> None:
-        """Ask a loop to end where something else is wanted now; the next `step` takes what it published."""
-        launches = self._launches
-        if launches.looping and launches.bucket and not self._fits(launches.bucket.num_speculative_tokens):
-            launches.stop()
-
-    def _apply(self, published: SlotPublication) -> StepOutput | None:
-        request = self._slots[published.slot]
-        if (publication := self._refreshes.judge(request, published)) is None:
-            return None
-        self._published.see(request, publication, speculating=self.num_speculative_tokens > 0)
-        self._refreshes.count_step(request)
-        output = request.take(*self._masks.judge(publication))
-        if output.finish_reason is not None:
-            if publication.finish_reason is None:
-                self._mailbox.cancel(request.slot)  # a stop string: the device does not know yet
-            self._leave(request, poisoned=output.finish_reason == "error" and output.error_code == "not_finite")
-            self._end(request)
-        return output
-
-    def _leave(self, request: Request, *, poisoned: bool = False) -> Phase:
-        # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of
-        # these run on one stream, one after the other; what is shared lies before the positions that are written.
-        committed, written = request.committed, request.num_written
-        phase = self.scheduler.cancel(request.request_id, committed, num_written=written, poisoned=poisoned)
-        if phase is not Phase.QUEUED:
-            del self._slots[request.slot]
-            self._masks.leave(request.slot)
-        if not (self._masks and self._launches.under_way):  # else `_take` does, when what is under way has its masks
-            self._launches.clear_blocks(self.kvcache.take_blocks_to_clear())
-        return phase
-
-    def _end(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        self._book.update(request.metrics())
-
-
-def _speculation_limits(loaded: Loaded, used: SpeculativeConfig | None) -> dict[str, Any]:
-    """The sizes of speculation, by option; empty where there is none."""
-    if used is None:
-        return {}
-    draft = None if loaded.geometry.speculator is None else loaded.geometry.speculator.draft_config
-    boundaries = None if draft is None else draft.capture_boundaries
-    return {"method": used.method, **loaded.topologies[max(loaded.topologies)].limits, "capture_layers": boundaries}

@@ -21,7 +21,8 @@ from lowlat.sequence.book import Allocation, InvariantError, SequenceBook
 from lowlat.step.chunks import chunk_counts, chunks_at_once
 
 if TYPE_CHECKING:  # lowlat.graphs loads torch, of which this module needs nothing
-    from lowlat.graphs.buckets import Bucket, BucketLadder
+    from lowlat.graphs.buckets import Bucket
+    from lowlat.step.ladder import StepLadder
 
 __all__ = [
     "MAX_PASSED_OVER",
@@ -125,7 +126,7 @@ class Scheduler:
 
     def __init__(
         self,
-        ladder: "BucketLadder",
+        ladder: "StepLadder",
         kvcache: SequenceBook,
         max_batch: int,
         max_queue: int,

@@ -12,6 +12,7 @@ import torch
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.graphs.program import Op, Program
 from lowlat.lowering.launch_counts import LaunchCounts
+from lowlat.step.variants import bodies_of
 
 __all__ = ["Executor", "LaunchCounts", "LoopingExecutor", "OpHook", "chosen_body"]
 
@@ -57,7 +58,7 @@ class Executor(Protocol):
 
         passes  how often the program of PASS runs behind it, before that of the first token; what it writes for the
                 host is there when this returns
-        first  behind a prompt's last chunk: a `prefilled` bucket, whose program chooses the first token. It is in the
+        first  behind a prompt's last chunk: a first token's bucket, whose program chooses the first token. It is in the
                ring when this returns, and counts as a step there; the drafts behind it may be made later
         """
 
@@ -114,4 +115,4 @@ def chosen_body(bucket: Bucket, state: Mapping[str, torch.Tensor], run: Callable
     run    runs a program and waits until the state holds what it wrote
     """
     run(bucket)
-    return bucket.bodies[int(state["width_choice"])]
+    return bodies_of(bucket)[int(state["width_choice"])]

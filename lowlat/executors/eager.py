@@ -13,6 +13,7 @@ from lowlat.graphs import Bucket
 from lowlat.graphs.launch import Launch
 from lowlat.graphs.program import Program, Stage
 from lowlat.lowering.lower import LoweredGroup
+from lowlat.step.variants import is_choice
 
 __all__ = ["EagerExecutor"]
 
@@ -44,7 +45,7 @@ class EagerExecutor(KernelExecutor):
 
         Where the step chooses its width, the host waits for the choice and issues that body.
         """
-        if bucket.chooses:
+        if is_choice(bucket):
             bucket = chosen_body(bucket, self.state, self._issue_and_wait)
         self._issue(bucket, meanwhile)
 
@@ -60,6 +61,7 @@ class EagerExecutor(KernelExecutor):
         if prepared is None:
             prepared = self._prepared[size] = self.prepare(size)
         hook = self._hook if isinstance(size, Bucket) else None
+        program = self._programs[size]
         runs = [(stage, list(run)) for stage, run in groupby(prepared, key=lambda entry: entry[0].stage)]
         begun = max((place for place, (_, run) in enumerate(runs) if _lists_rows(run)), default=-1)
         with torch.cuda.stream(self.stream):
@@ -67,7 +69,7 @@ class EagerExecutor(KernelExecutor):
             if meanwhile is not None and begun < 0:  # what chose this step's width has told the rows
                 meanwhile()
             for place, (stage, run) in enumerate(runs):
-                with torch.cuda.nvtx.range(str(stage)):
+                with torch.cuda.nvtx.range(program.range_name(stage)):
                     for group, launches in run:
                         for launch in launches:
                             launch.issue(stream)

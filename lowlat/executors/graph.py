@@ -3,7 +3,6 @@
 Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,21 @@ from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.distributed.watchdog import WATCHDOG
 from lowlat.executors.kernel_executor import KernelExecutor, Size, abandon
 from lowlat.graphs import Bucket, Role
-from lowlat.graphs.capture import Body, CapturedGraph, Choice, capture, capture_choice, capture_loop
+from lowlat.graphs.audit import OwnedMemory
+from lowlat.graphs.capture import Body, Choice, capture, capture_choice
 from lowlat.graphs.launch import Launch
+from lowlat.graphs.loop import LoopMemory, capture_loop
 from lowlat.graphs.program import Program
+from lowlat.graphs.replay import CapturedGraph, Replays
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl, for_condition
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.lowering.binding import Call, LibraryCall
 from lowlat.lowering.lower import LoweredGroup
 from lowlat.lowering.operations import RING_COUNT
+from lowlat.step.variants import bodies_of, is_choice, may_repeat
 
-__all__ = ["CaptureProgress", "GraphExecutor"]
+__all__ = ["CaptureProgress", "GraphExecutor", "check_call"]
 
 CaptureProgress = Callable[[Bucket, int, int], None]
 NO_CONDITION = 0  # stands for the handle of a condition that is made only while its graph is captured
@@ -61,16 +64,14 @@ class GraphExecutor(KernelExecutor):
             programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog,
             place=place,
         )  # fmt: skip
-        self._graphs: dict[Size, CapturedGraph] = {}
-        self._loops: dict[Bucket, CapturedGraph] = {}
         with torch.cuda.stream(self.stream):
             self._core_stream = self.launcher.stream()
-            self._loop_budget = torch.zeros(1, dtype=torch.int64, device=device)
-            shared = None if place is None else place.peers.stop_flag
-            self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True) if shared is None else shared
-            chosen = {body for bucket in programs for body in bucket.bodies}  # captured with it
+            self._graphs: Replays[Size] = Replays(self._core_stream)
+            self._loops: Replays[Bucket] = Replays(self._core_stream)
+            self._loop_memory = LoopMemory(device, None if place is None else place.peers.stop_flag)
+            chosen = {body for bucket in programs for body in bodies_of(bucket)}  # captured with it
             captured = [bucket for bucket in programs if bucket not in chosen]
-            repeated = [bucket for bucket in programs if looping and not bucket.prefilled and not bucket.verifies]
+            repeated = [bucket for bucket in programs if looping and may_repeat(bucket)]
             bodies = {bucket: self._lower(bucket, self._control()) for bucket in repeated}
             self.launcher.compile_ahead(call for groups in bodies.values() for call in _calls(groups))
             self._check_addresses([*self._groups.values(), *bodies.values()])
@@ -84,12 +85,12 @@ class GraphExecutor(KernelExecutor):
                     progress(bucket, number + 1, len(captured))
             for size in sorted(prefills, reverse=True):
                 self._graphs[size] = self._capture(size)
-        self._stop = self._stop_flag.numpy()
         self._synchronize()
 
     def _control(self) -> LoopControl:
-        stop_flag = self._stop_flag if self._place is None else self._place.stop_flag
-        return LoopControl(NO_CONDITION, self.state["active"], self._loop_budget, stop_flag)
+        memory = self._loop_memory
+        stop_flag = memory.stop_flag if self._place is None else self._place.stop_flag
+        return LoopControl(NO_CONDITION, self.state["active"], memory.budget, stop_flag)
 
     def _run_once(self, sizes: Iterable[int]) -> None:
         """Run prefill over dead rows, so that libraries are loaded and the pool holds what they take."""
@@ -100,7 +101,7 @@ class GraphExecutor(KernelExecutor):
                         launch.issue(self._core_stream)
 
     def _capture(self, size: Size) -> CapturedGraph:
-        if isinstance(size, Bucket) and size.chooses:
+        if isinstance(size, Bucket) and is_choice(size):
             return capture_choice(self._core_stream, self._choice(size, self._groups))
         launches = [launch for _, launches in self.prepare(size) for launch in launches]
         with torch.cuda.use_mem_pool(self._pool):
@@ -108,10 +109,10 @@ class GraphExecutor(KernelExecutor):
 
     def _choice(self, bucket: Bucket, groups: Mapping[Any, Sequence[LoweredGroup]]) -> Choice:
         """The opening of a bucket, and its bodies."""
-        return Choice(self._part(groups[bucket]), [self._part(groups[each]) for each in bucket.bodies])
+        return Choice(self._part(groups[bucket]), [self._part(groups[each]) for each in bodies_of(bucket)])
 
     def _capture_loop(self, bucket: Bucket, bodies: Mapping[Bucket, Sequence[LoweredGroup]]) -> CapturedGraph:
-        if bucket.chooses:
+        if is_choice(bucket):
             return capture_loop(self._core_stream, self._choice(bucket, bodies))
         return capture_loop(self._core_stream, self._part(bodies[bucket]))
 
@@ -131,18 +132,18 @@ class GraphExecutor(KernelExecutor):
         return body
 
     def _check_addresses(self, bodies: Iterable[Sequence[LoweredGroup]]) -> None:
-        owned = _Addresses([*self.owned(), self._loop_budget, self._stop_flag])
+        owned = OwnedMemory([*self.owned(), *self._loop_memory.tensors])
         for groups in bodies:
             for call in _calls(groups):
-                owned.check(call)
+                check_call(owned, call)
 
     def _run(self, size: Size) -> None:
-        self._launch(self._graphs[size])
+        self._launch(self._graphs, size)
 
-    def _launch(self, graph: CapturedGraph) -> None:
+    def _launch(self, replays: Replays[Any], key: Size) -> None:
         """Replay on the executor's stream. Raises DeviceError, which names the device, where it has failed."""
         try:
-            graph.launch(self._core_stream)
+            replays.launch(key)
         except DeviceError as error:
             self._failed = True
             raise DeviceError(f"the device {self.device} failed: {error}") from error
@@ -152,24 +153,22 @@ class GraphExecutor(KernelExecutor):
 
         Raises ConfigError where no loops were captured.
         """
-        loop = self._loops.get(bucket)
-        if loop is None or budget < 1:
+        if bucket not in self._loops or budget < 1:
             raise ConfigError(f"no loop of {budget} steps can be started for {bucket}; see device_loop")
-        self._stop[0] = 0  # a loop that was told to stop has read it: its last step was seen
         with torch.cuda.stream(self.stream):
-            self._loop_budget.fill_(budget)  # on the stream: the last loop writes its own after it has published
-        self._launch(loop)
+            self._loop_memory.begin(budget)
+        self._launch(self._loops, bucket)
 
     def stop_loop(self) -> None:
         """Ask all loops to end; returns at once."""
-        self._stop[0] = 1
+        self._loop_memory.stop()
 
     def wait_loop(self, count: int) -> bool:
         """Return True when `count` steps have been published, False when all loops have ended before.
 
         Raises DeviceError when the device has failed, or hangs in a step.
         """
-        return self._await_ring(count, self._stop)
+        return self._await_ring(count, self._loop_memory.stopping)
 
     def mark(self) -> torch.cuda.Event:
         """An event of the stream, behind all that was started, to time it by."""
@@ -204,14 +203,11 @@ class GraphExecutor(KernelExecutor):
         self.stop_loop()
         if not self._failed:
             self._synchronize()
-            for graph in (*self._graphs.values(), *self._loops.values()):
-                graph.close()
+            self._graphs.close()
+            self._loops.close()
         if self._failed:  # the driver waits for a loop that hangs when it destroys its graph
-            graphs = (*self._graphs.values(), *self._loops.values())
-            abandon([self._pool, self._loop_budget, self._stop_flag, self._stop, *graphs])
-        self._graphs.clear()
-        self._loops.clear()
-        del self._pool, self._loop_budget, self._stop_flag, self._stop
+            abandon([self._pool, self._loop_memory, *self._graphs.abandon(), *self._loops.abandon()])
+        del self._pool, self._loop_memory
         super().close()
 
 
@@ -219,26 +215,9 @@ def _calls(groups: Sequence[LoweredGroup]) -> Iterator[Call]:
     return (call for group in groups for call in group.calls)
 
 
-class _Addresses:
-    """The memory that a captured graph may point into."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        spans = ((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()) for tensor in tensors)
-        self._starts: list[int] = []
-        self._ends: list[int] = []  # ascending too: a span that lies within another is left out
-        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
-            if start < end and (not self._ends or end > self._ends[-1]):
-                self._starts.append(start)
-                self._ends.append(end)
-
-    def check(self, call: Call) -> None:
-        """Raise DeviceError for a call that points elsewhere."""
-        arguments: Sequence[Any] = call.tensors if isinstance(call, LibraryCall) else call.arguments
-        name = call.name if isinstance(call, LibraryCall) else call.kernel.name
-        for number, argument in enumerate(arguments):
-            if isinstance(argument, torch.Tensor) and argument.numel():
-                start = argument.data_ptr()
-                end = start + argument.numel() * argument.element_size()
-                place = bisect_right(self._starts, start) - 1
-                if place < 0 or end > self._ends[place]:
-                    raise DeviceError(f"{name}: argument {number} lies in memory that nobody owns")
+def check_call(owned: OwnedMemory, call: Call) -> None:
+    """Raise DeviceError for a call that points into memory that nobody owns."""
+    if isinstance(call, LibraryCall):
+        owned.check(call.name, call.tensors)
+    else:
+        owned.check(call.kernel.name, call.arguments)

@@ -14,7 +14,7 @@ from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
 from lowlat.kernels.toolchain.kernel import Argument, Card, Kernel, KernelCall
 from lowlat.kernels.tuning.choice import tuned_card
 from lowlat.lowering.binding import Call, LibraryCall
-from lowlat.options.directories import cache_directory, tuning_directory
+from lowlat.options.directories import cache_directory, tuning_directory, uses_tuning_tables
 
 __all__ = ["Launcher", "default_cache_directory"]
 
@@ -57,7 +57,7 @@ class Launcher:
             memory.memory_clock_rate * memory.global_memory_bus_width / 4e6,
             is_shared=is_shared,
         )
-        self.card = tuned_card(str(facts.name), card, tuning_directory())
+        self.card = tuned_card(str(facts.name), card, tuning_directory()) if uses_tuning_tables() else card
         torch.cuda.init()
         torch.cuda.current_stream(device)
         self._core.set_current()

@@ -15,8 +15,10 @@ from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import FORMATS
-from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
+from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
+from lowlat.models.layer_spec import DenseSpec, ExpertsSpec, LayerSpec
 from lowlat.models.shard import PARTS, STEP
+from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig
 from lowlat.step.state import StepGeometry
 
@@ -36,32 +38,59 @@ def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 3
         return f"the kernels take KV blocks of {BLOCK_SIZES} positions and block_size is {block_size}"
     if config.dtype != "bfloat16":
         return f"the kernels compute in bfloat16 and dtype is {config.dtype}"
-    problem = None if config.experts is None else _uncovered_experts(config, config.experts)
-    if problem is not None:
-        return f"the kernels take {problem[0]} and the target's {problem[1]}"
+    if config.embedding_scale is not None:
+        return (
+            f"the kernels take embeddings without a scale and the target's embedding_scale is {config.embedding_scale}"
+        )
+    if config.logit_softcap is not None:
+        return f"the kernels take logits without a softcap and the target's logit_softcap is {config.logit_softcap}"
     for owner, part in (("target", config), ("draft model", head)):
-        problem = None if part is None else _uncovered_sizes(part)
+        problem = None if part is None else _uncovered_part(part)
         if problem is not None:
             return f"the kernels take {problem[0]} and the {owner}'s {problem[1]}"
+    wide = next((name for name, (_, dtype) in weight_plan(config).items() if _is_wide_norm(name, dtype)), None)
+    if wide is not None:
+        return f"the kernels take norm weights in bfloat16 and the target's {wide} is in float32"
     rank = 0 if head is None or head.dspark is None else head.dspark.markov_rank
     if rank % WIDTHS_OF:
         return f"the kernels take multiples of {WIDTHS_OF} as ranks and the draft model's markov_rank is {rank}"
     return None
 
 
-def _uncovered_sizes(part: ModelConfig | DraftConfig) -> tuple[str, str] | None:
+def _is_wide_norm(name: str, dtype: torch.dtype) -> bool:
+    return name.endswith("norm.weight") and dtype is torch.float32
+
+
+def _uncovered_part(part: Decoder) -> tuple[str, str] | None:
     """The first requirement of the kernels that a target or draft model misses."""
-    if part.head_dim not in HEAD_SIZES:
-        return "heads of 64 or 128 dimensions", f"have {part.head_dim}"
+    for layer in dict.fromkeys(part.layers):
+        problem = _uncovered_layer(part, layer)
+        if problem is not None:
+            return problem
     if part.vocab_size > MAX_VOCABULARY:
         return f"vocabularies of at most {MAX_VOCABULARY}", f"has {part.vocab_size}"
-    for name, size in (("hidden size", part.hidden_size), ("FFN's width", part.intermediate_size)):
+    return None
+
+
+def _uncovered_layer(part: Decoder, layer: LayerSpec) -> tuple[str, str] | None:
+    """The first requirement of the kernels that a layer misses."""
+    attention, ffn = layer.mixer, layer.ffn
+    experts = _uncovered_experts(part, ffn) if isinstance(ffn, ExpertsSpec) else None
+    if experts is not None:
+        return experts
+    if attention.head_dim not in HEAD_SIZES:
+        return "heads of 64 or 128 dimensions", f"have {attention.head_dim}"
+    if attention.softcap is not None:
+        return "attention without a softcap", f"softcap is {attention.softcap}"
+    if isinstance(ffn, DenseSpec) and ffn.activation != "silu":
+        return "the activation silu", f"is {ffn.activation}"
+    for name, size in (("hidden size", part.hidden_size), ("FFN's width", ffn.inner_size)):
         if size % WIDTHS_OF or size > MAX_WIDTH:
             return f"multiples of {WIDTHS_OF} up to {MAX_WIDTH} as widths", f"{name} is {size}"
     return None
 
 
-def _uncovered_experts(config: ModelConfig, experts: ExpertsConfig) -> tuple[str, str] | None:
+def _uncovered_experts(config: Decoder, experts: ExpertsSpec) -> tuple[str, str] | None:
     """The first requirement of the kernels that a mixture of experts misses."""
     if experts.num_experts > MAX_EXPERTS:
         return f"at most {MAX_EXPERTS} experts", f"layers have {experts.num_experts}"
@@ -70,7 +99,7 @@ def _uncovered_experts(config: ModelConfig, experts: ExpertsConfig) -> tuple[str
     if config.hidden_size > MAX_ROUTED_WIDTH:
         return f"a hidden size of at most {MAX_ROUTED_WIDTH} where experts are chosen", f"is {config.hidden_size}"
     weight_format = FORMATS[experts.weight_format]
-    for name, size in (("hidden size", config.hidden_size), ("FFN's width", config.intermediate_size)):
+    for name, size in (("hidden size", config.hidden_size), ("FFN's width", experts.inner_size)):
         if size % weight_format.block:
             return f"multiples of {weight_format.block} as widths of {weight_format.name.upper()}", f"{name} is {size}"
     return None
@@ -83,12 +112,12 @@ def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
     """
     from lowlat.kernels.attention.attention import INVARIANT_HEADS, most_positions
 
-    windowless: list[ModelConfig | DraftConfig] = [geometry.config] if None in geometry.config.windows else []
+    windowless = [spec.num_kv_heads for spec in geometry.config.attentions.values() if spec.window is None]
     speculator = geometry.speculator
     if speculator is not None and speculator.draft_config is not None and speculator.attends_everything:
-        windowless.append(speculator.draft_config)
-    for part in windowless:
-        heads = INVARIANT_HEADS if invariant else part.num_kv_heads
+        windowless += [spec.num_kv_heads for spec in speculator.draft_config.attentions.values()]
+    for kv_heads in dict.fromkeys(windowless):
+        heads = INVARIANT_HEADS if invariant else kv_heads
         limit = most_positions(geometry.max_batch, geometry.max_context, heads) - geometry.overhang
         most = limit // geometry.block_size * geometry.block_size - geometry.overhang
         if geometry.max_context > most:
@@ -107,13 +136,14 @@ def refuse_parts(choice: DeviceChoice, *parts: ModelConfig | DraftConfig | None)
         shard = None if part is None else part.shard
         if shard is None or not shard.invariant or not choice.has_kernels:
             continue
-        if shard.unit % STEP:
-            raise ConfigError(
-                f"tp_invariant sums {PARTS} parts of whole steps of {STEP} columns with executor {choice.executor!r}, "
-                f"and the {owner}'s intermediate_size {shard.intermediate_size} is no multiple of {STEP} and of what "
-                f"its format holds together ({shard.unit}), or has fewer steps; use executor 'reference', or leave "
-                "tp_invariant out"
-            )
+        for layer in shard.layers:
+            if layer.unit % STEP:
+                raise ConfigError(
+                    f"tp_invariant sums {PARTS} parts of whole steps of {STEP} columns with executor "
+                    f"{choice.executor!r}, and the {owner}'s intermediate_size {layer.inner_size} is no multiple of "
+                    f"{STEP} and of what its format holds together ({layer.unit}), or has fewer steps; use executor "
+                    "'reference', or leave tp_invariant out"
+                )
 
 
 def refuse_ranks(options: RuntimeConfig, choice: DeviceChoice) -> None:

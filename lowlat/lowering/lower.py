@@ -8,6 +8,7 @@ import torch
 from lowlat.graphs.program import Op, Program, Stage
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
 from lowlat.lowering.binding import Binding, Call
+from lowlat.lowering.covers import check_covered
 from lowlat.lowering.fusion import cover
 from lowlat.lowering.gemm_fusions import GEMM_FUSIONS
 from lowlat.lowering.moe_fusions import MOE_FUSIONS
@@ -50,8 +51,10 @@ class LoweredGroup:
 def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
     """Cover a whole program with calls; every operation has some, whatever stands beside it.
 
-    fuse  False: each operation by its own kernel. Raises ShapeError for sizes that its kernel does not take.
+    fuse  False: each operation by its own kernel. Raises ShapeError for sizes that its kernel does not take, and
+          ConfigError for parameters that it does not.
     """
+    check_covered(binding)
     groups: list[LoweredGroup] = []
     awaits, fresh = True, binding.fresh  # whether the next call awaits all before it
     fresh.clear()

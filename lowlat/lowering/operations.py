@@ -58,6 +58,7 @@ from lowlat.kernels.speculation.suffix_draft import suffix_draft
 from lowlat.kernels.speculation.waiting import keep_features, take_features, waiting_rows
 from lowlat.kernels.speculation.width_odds import join_widths, learn_widths
 from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
+from lowlat.kernels.step.checks import check_accepted, check_commit, check_rows, check_slots
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.lowering.binding import Binding, Call, decodes
@@ -231,6 +232,7 @@ def _choose_width(binding: Binding, op: Op) -> Sequence[Call]:
 
 _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
+    *(check_accepted, check_commit, check_rows, check_slots),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
     *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_widths),

@@ -1,55 +1,25 @@
-"""The geometry of targets and heads: frozen facts that loading establishes and programs are emitted from.
+"""The geometry of targets and draft models: frozen facts that loading establishes and programs are emitted from.
 
-It knows neither files nor tensors: `lowlat.checkpoint` fills these records from config.json, `lowlat.models`
-reads them.
+A model is its layers, see `lowlat.models.layer_spec`, and a few facts of the whole.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lowlat.checkpoint.formats import Quantisation
 from lowlat.checkpoint.kv_scales import LayerScales
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.errors import ConfigError
+from lowlat.models.layer_spec import FFN, AttentionSpec, ExpertsSpec, LayerSpec, Rotation
 from lowlat.models.shard import Shard
 
-__all__ = ["AttentionWidths", "CodedKV", "DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
+__all__ = ["CodedKV", "Decoder", "DraftConfig", "DsparkHeads", "ModelConfig"]
 
 DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab"]
 ComputeDtype = Literal["bfloat16", "float32"]
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: base, and how its frequencies are scaled for contexts past the trained one.
-
-    Source: the `rope_theta`, `rope_scaling` and `rope_parameters` entries of config.json.
-    """
-
-    theta: float
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0  # multiplies cos and sin; resolved at load (0.1 ln(factor) + 1 for YaRN)
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """A mixture of experts in place of the dense FFN."""
-
-    num_experts: int
-    num_experts_per_token: int
-    swiglu_limit: float | None  # of the clamped SwiGLU; None: SwiGLU is plain
-    swiglu_alpha: float | None
-    weight_format: str  # of its matrices: a name in the table of `lowlat.kernels.formats`
-    biased: bool = True  # router and experts have biases
-    shares_of_all: bool = False  # shares are of the softmax over all experts; else over the chosen, and sum to 1
+Spec = TypeVar("Spec")
 
 
 @dataclass(frozen=True)
@@ -63,55 +33,92 @@ class CodedKV:
     scales: tuple[LayerScales, ...]
 
 
-class AttentionWidths:
-    """The widths of attention, by the numbers of heads in a record of a model's geometry."""
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """What targets and draft models have in common: their layers, and facts of the whole.
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers        one record a layer, [L]
+    quantisation  of linear layers in files; None: plain
+    quantiser     of linear layers at load; None: they stay as they are
+    shard         the rank whose part this is: heads and inner widths of the layers are its own; None: all of it
+    """
 
-    @property
-    def query_size(self) -> int:
-        """Width of the queries, H * D."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Width of the keys (or the values), G * D."""
-        return self.num_kv_heads * self.head_dim
-
-
-@dataclass(frozen=True)
-class ModelConfig(AttentionWidths):
-    """A target's geometry, checked; every field is in use by `lowlat.models.decoder`."""
-
-    family: str  # a name in the table of `lowlat.models.families`
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     max_position: int
     rms_norm_eps: float
-    rope: RopeConfig
+    layers: tuple[LayerSpec, ...]
+    quantisation: Quantisation | None = None
+    quantiser: Quantiser | None = None
+    shard: Shard | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layers)
+
+    @property
+    def attentions(self) -> Mapping[int, AttentionSpec]:
+        """The layers whose mixer is attention, by number: those that keep keys and values."""
+        return {number: layer.mixer for number, layer in enumerate(self.layers)}
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer that is attention, in order; None: it sees everything before it."""
+        return tuple(spec.window for spec in self.attentions.values())
+
+    @property
+    def rotations(self) -> tuple[Rotation, ...]:
+        """The different RoPE tables that its layers turn by, in order of first use."""
+        return tuple(dict.fromkeys(spec.rotation for spec in self.attentions.values()))
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention that all its layers with attention have, their windows apart.
+
+        Raises ConfigError for a model whose layers differ: what reads this is made for models whose layers are alike.
+        """
+        return _alike("attention", [replace(spec, window=None) for spec in self.attentions.values()])
+
+    @property
+    def ffn(self) -> FFN:
+        """The FFN that all its layers have. Raises ConfigError for a model whose layers differ."""
+        return _alike("FFN", [layer.ffn for layer in self.layers])
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The experts that all its MoE layers have; None: no layer is one. Raises ConfigError where they differ."""
+        found = [layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsSpec)]
+        return _alike("experts", found) if found else None
+
+
+def _alike(what: str, specs: Sequence[Spec]) -> Spec:
+    kinds = tuple(dict.fromkeys(specs))
+    if len(kinds) != 1:
+        raise ConfigError(f"expected layers that are alike in {what}, found {len(kinds)} kinds: {kinds}")
+    return kinds[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Decoder):
+    """A target's geometry, checked; every field is in use by `lowlat.models.decoder`.
+
+    family           a name in the table of `lowlat.models.families`
+    embedding_scale  of the embedding's rows, in the compute dtype; None: they are taken as they are
+    logit_softcap    logits l become c tanh(l / c); None: they stay
+    coded_kv         None: the cache has the compute dtype
+    window_limit     positions up to which windows that are not implemented change nothing
+    """
+
+    family: str
     tie_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    sinks: bool
-    windows: tuple[int | None, ...]  # [L]; None: full attention
-    experts: ExpertsConfig | None
     dtype: ComputeDtype
+    embedding_scale: float | None = None
+    logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    quantisation: Quantisation | None = None  # of linear layers in files; None: plain
-    quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
-    coded_kv: CodedKV | None = None  # None: the cache has the compute dtype
-    window_limit: int | None = None  # positions up to which windows that are not implemented change nothing
-    shard: Shard | None = None  # the rank whose part this is: heads and inner width are its own; None: all of it
+    coded_kv: CodedKV | None = None
+    window_limit: int | None = None
 
     @property
     def max_context(self) -> int:
@@ -153,8 +160,8 @@ class DsparkHeads:
     confidence_markov: bool
 
 
-@dataclass(frozen=True)
-class DraftConfig(AttentionWidths):
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(Decoder):
     """A draft model's geometry and flags (EAGLE3, P-EAGLE, DFlash, DSpark), captures turned into boundaries.
 
     Boundary b is the target's residual stream entering layer b, 0 to L (L: after the last layer, before the
@@ -162,25 +169,10 @@ class DraftConfig(AttentionWidths):
     """
 
     layout: DraftLayout
-    hidden_size: int
     target_hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
     draft_vocab_size: int
-    max_position: int
-    rms_norm_eps: float
-    rope: RopeConfig
     capture_boundaries: tuple[int, ...]
-    num_layers: int = 1  # the first reads embedding and feature side by side, the others the one before
-    windows: tuple[int | None, ...] = (None,)  # [num_layers]; None: full attention
     final_hidden: bool = False  # the feature is the captured stream after the target's final norm; there is no fc
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
@@ -192,9 +184,6 @@ class DraftConfig(AttentionWidths):
     block_size: int | None = None  # of DFlash and DSpark, the last known token included; None: another's
     anchor_drafts: bool = False  # the last known token's row drafts, and each row the token after its own
     dspark: DsparkHeads | None = None  # None: not DSpark
-    quantisation: Quantisation | None = None  # of linear layers in files; None: plain
-    quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
-    shard: Shard | None = None  # the rank whose part this is, as of a target; None: all of it
 
     @property
     def method(self) -> str:

@@ -12,7 +12,8 @@ from lowlat.checkpoint.foreign import foreign_directory, foreign_files
 from lowlat.checkpoint.json_file import read_object
 from lowlat.checkpoint.tensors import QUANTISATION_FILE, Checkpoint
 from lowlat.errors import ConfigError
-from lowlat.models.geometry import ComputeDtype, RopeConfig
+from lowlat.models.geometry import ComputeDtype
+from lowlat.models.layer_spec import RopeConfig
 
 __all__ = [
     "MAX_VOCABULARY",

@@ -4,12 +4,13 @@ GEMMs give float32; an operation that reads one rounds it once, to the dtype of 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lowlat.graphs.program import ProgramBuilder, Stage
 from lowlat.models.partial_kv import PartialKV
-from lowlat.models.shard import VOCABULARY_UNIT, Shard
+from lowlat.models.shard import VOCABULARY_UNIT, LayerShard, Place, Shard
 
 __all__ = ["TORCH_DTYPES", "Emitter", "Rows", "scales_name"]
 
@@ -78,10 +79,16 @@ class Emitter:
         """Append one operation in the current stage."""
         self.builder.emit(kind, self.stage, reads=reads, writes=writes, **options)  # type: ignore[arg-type]
 
-    def embed(self, tokens: str, weight: str, width: int, name: str) -> str:
-        """Embedding rows, [M, width]."""
-        out = self.scratch(name, self.rows.count, width)
-        self.emit("embed", {"tokens": tokens}, {"out": out}, weights={"weight": weight})
+    def embed(self, tokens: str, weight: str, width: int, name: str, *, scale: float | None = None) -> str:
+        """Embedding rows, [M, width], times a scale."""
+        out, own = self.scratch(name, self.rows.count, width), {} if scale is None else {"scale": scale}
+        self.emit("embed", {"tokens": tokens}, {"out": out}, weights={"weight": weight}, **own)
+        return out
+
+    def cast(self, product: str, name: str) -> str:
+        """A GEMM's output, rounded to the compute dtype."""
+        out = self.scratch(name, *self.builder.spec(product).shape)
+        self.emit("cast", {"x": product}, {"out": out})
         return out
 
     def norm(self, x: str, weight: str, eps: float, name: str) -> str:
@@ -90,16 +97,16 @@ class Emitter:
         self.emit("rms_norm", {"x": x, **self.live()}, {"out": out}, weights={"weight": weight}, eps=eps)
         return out
 
-    def linear(self, x: str, weight: str, width: int, name: str, *, bias: bool = False, **parts: int) -> str:
-        """A GEMM's output in float32, [M, width]; the bias is the weight's sibling. parts: how K is summed in parts."""
+    def linear(self, x: str, weight: str, width: int, name: str, *, bias: bool = False, **params: Any) -> str:
+        """A GEMM's output in float32, [M, width]; the bias is the weight's sibling. params: of `linear`."""
         out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
         weights = {"weight": f"{weight}.weight"} | ({"bias": f"{weight}.bias"} if bias else {})
         block = 8 if self.rows.live is not None else self.rows.count
-        self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=block, **parts)
+        self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=block, **params)
         return out
 
     def summed_linear(
-        self, x: str, weight: str, width: int, name: str, shard: Shard | None, *, unit: int = 1, bias: bool = False
+        self, x: str, weight: str, width: int, name: str, shard: LayerShard | None, *, unit: int = 1, bias: bool = False
     ) -> str:
         """A GEMM over the columns of K that a rank has, summed over all ranks; the first rank adds the bias.
 
@@ -110,12 +117,12 @@ class Emitter:
         parts = {"num_parts": shard.num_parts, "unit": unit} if shard.invariant else {}
         return self.sum_ranks(self.linear(x, weight, width, name, bias=bias and not shard.rank, **parts), name, shard)
 
-    def output(self, x: str, weight: str, width: int, shard: Shard | None, *, bias: bool = False) -> str:
+    def output(self, x: str, weight: str, width: int, shard: LayerShard | None, *, bias: bool = False) -> str:
         """The output projection of a rank's heads, summed over all ranks: [M, width] float32."""
         unit = 1 if shard is None else shard.output_unit
         return self.summed_linear(x, weight, width, "output", shard, unit=unit, bias=bias)
 
-    def sum_ranks(self, part: str, name: str, shard: Shard | None) -> str:
+    def sum_ranks(self, part: str, name: str, shard: Place | None) -> str:
         """The sum of all ranks' parts [M, width]; the part itself where there is one."""
         if shard is None or shard.size == 1:
             return part
@@ -124,26 +131,38 @@ class Emitter:
         self.emit("sum_ranks", {"parts": self._gather_ranks(part, name, width, shard)}, {"out": out})
         return out
 
-    def _gather_ranks(self, part: str, name: str, width: int, shard: Shard) -> str:
+    def _gather_ranks(self, part: str, name: str, width: int, shard: Place) -> str:
         """The parts of all ranks, [R, M, width]."""
         gathered = self.scratch(f"{name}.ranks", shard.size, self.rows.count, width, dtype=torch.float32)
         self.emit("gather_ranks", {"x": part}, {"out": gathered}, rank=shard.rank)
         return gathered
 
-    def vocabulary(self, x: str, weight: str, width: int, name: str, shard: Shard | None, out: str = "") -> str:
+    def vocabulary(
+        self,
+        x: str,
+        weight: str,
+        width: int,
+        name: str,
+        shard: Shard | None,
+        out: str = "",
+        *,
+        softcap: float | None = None,
+    ) -> str:
         """Logits of all ids [M, width] in float32, of an LM head of which each rank has some rows.
 
-        out  a buffer that they are written to; "": one of their own
+        out      a buffer that they are written to; "": one of their own
+        softcap  c: logits l become c tanh(l / c); None: they stay
         """
+        own: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
         if shard is None or shard.size == 1:
             if not out:
-                return self.linear(x, weight, width, name)
-            own = {"weight": f"{weight}.weight"}
-            self.emit("linear", {"x": x}, {"out": out}, weights=own, row_block=self.rows.count)
+                return self.linear(x, weight, width, name, **own)
+            weights = {"weight": f"{weight}.weight"}
+            self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=self.rows.count, **own)
             return out
         spans = [shard.vocabulary(width, rank) for rank in range(shard.size)]
         sizes = [stop - start for start, stop in spans]
-        part = self.linear(x, weight, sizes[shard.rank], f"{name}.part")
+        part = self.linear(x, weight, sizes[shard.rank], f"{name}.part", **own)
         gathered = self._gather_ranks(part, name, max(sizes), shard)
         out = out or self.scratch(name, self.rows.count, width, dtype=torch.float32)
         self.emit("join_columns", {"parts": gathered}, {"out": out}, unit=VOCABULARY_UNIT)
@@ -200,7 +219,7 @@ class Emitter:
         width: int,
         *,
         sinks: str | None = None,
-        shard: Shard | None = None,
+        shard: LayerShard | None = None,
         **params: object,
     ) -> str:
         """Attention of these rows over the cache, [M, width]; with the query heads of a rank, where it has a part."""
@@ -213,7 +232,7 @@ class Emitter:
                 params["group"] = shard.group
             self.emit("attention", reads, {"out": out}, weights=weights, **params)
         elif self.rows.refresh and params["window"] is None:
-            own = {"chunk_size": self.rows.chunk, "scale": params["scale"]}
+            own = {"chunk_size": self.rows.chunk} | {name: given for name, given in params.items() if name != "window"}
             self.emit("refresh_attention", reads, {"out": out}, weights=weights, **own)
         else:
             own = {"chunk_size": self.rows.chunk, **params}
@@ -238,7 +257,7 @@ class Emitter:
         )
 
     def partial_attention(
-        self, q: str, layer: int, width: int, partial: PartialKV, *, sinks: str | None, scale: float
+        self, q: str, layer: int, width: int, partial: PartialKV, *, sinks: str | None, **params: Any
     ) -> str:
         """Attention of a step's rows over their slots' lists of blocks, [M, width]."""
         out = self.scratch("attention", self.rows.count, width)
@@ -247,15 +266,5 @@ class Emitter:
         caches = {"k_cache": f"k_cache.{layer}", "v_cache": f"v_cache.{layer}"}
         weights = {} if sinks is None else {"sinks": sinks}
         reads = {"q": q, **caches, **lists, **given, **self.live(), **self.scales(caches["k_cache"])}
-        self.emit("partial_attention", reads, {"out": out}, weights=weights, scale=scale, block=partial.block)
+        self.emit("partial_attention", reads, {"out": out}, weights=weights, block=partial.block, **params)
         return out
-
-    def gated_ffn(
-        self, x: str, weight: str, inner: int, width: int, *, bias: bool = False, shard: Shard | None = None
-    ) -> str:
-        """Down(silu(gate) * up), float32 [M, width]; inner is a rank's own."""
-        product = self.linear(x, f"{weight}.gate_up", 2 * inner, "gate_up", bias=bias)
-        activated = self.scratch("activated", self.rows.count, inner)
-        self.emit("silu_mul", {"gate_up": product, **self.live()}, {"out": activated})
-        unit = 1 if shard is None else shard.unit
-        return self.summed_linear(activated, f"{weight}.down", width, "down", shard, unit=unit, bias=bias)

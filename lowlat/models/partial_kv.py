@@ -71,7 +71,7 @@ class StepBytes:
     drafts    bytes that the draft model reads for a step's drafts
     position  bytes of keys and values of a slot's position, of layers without windows
     slots     that decode
-    group     query heads of a key-value head
+    group     query heads of a key-value head, at most
     """
 
     weights: float
@@ -189,8 +189,10 @@ def partial_kv(
 
 def _step_bytes(config: ModelConfig, options: RuntimeConfig, weight_bytes: float, drafts: float) -> StepBytes:
     itemsize = 1 if config.coded_kv is not None else 2 if config.dtype == "bfloat16" else 4
-    position = config.windows.count(None) * config.num_kv_heads * config.head_dim * 2 * itemsize
-    return StepBytes(weight_bytes, drafts, position, options.max_batch, config.num_heads // config.num_kv_heads)
+    listed = [spec for spec in config.attentions.values() if spec.window is None]
+    position = sum(2 * spec.kv_size for spec in listed) * itemsize
+    group = max((spec.num_heads // spec.num_kv_heads for spec in listed), default=1)
+    return StepBytes(weight_bytes, drafts, position, options.max_batch, group)
 
 
 def _check(partial: PartialKV, options: RuntimeConfig, config: ModelConfig, max_rows: int) -> None:

@@ -13,12 +13,12 @@ import torch
 from lowlat.checkpoint.source import Named
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.shard import Shard
+from lowlat.models.shard import LayerShard
 
 __all__ = ["RankCuts", "cut_stream", "rank_weights"]
 
 LAYER = re.compile(
-    r"(?P<draft>head\.)?(layers\.\d+\.)?"
+    r"(?P<draft>head\.)?(layers\.(?P<number>\d+)\.)?"
     r"(?P<layer>qkv|q|kv|context\.kv|o|gate_up|down|experts\.gate_up|experts\.down|lm_head|sinks)(\.(?P<part>\w+))?"
 )
 LM_HEAD = "lm_head."
@@ -51,32 +51,32 @@ class RankCuts:
         layer, part = match["layer"], match["part"]
         if layer == "lm_head":
             return _rows(tensor, [shard.vocabulary(tensor.shape[0])], 0)
-        if layer == "sinks":
-            return _rows(tensor, [shard.heads], 0)
         if layer == CONTEXT:
-            num_layers = tensor.shape[0] // (2 * shard.num_kv_heads * shard.head_dim)
-            return _rows(tensor, _heads(shard, "kv" * num_layers), 0)
+            return _rows(tensor, _head_rows([(own, letter) for own in shard.layers for letter in "kv"]), 0)
+        own = shard.layers[int(match["number"] or 0)]
+        if layer == "sinks":
+            return _rows(tensor, [own.heads], 0)
         if layer in PROJECTIONS:
-            return _rows(tensor, _heads(shard, layer), 0)
+            return _rows(tensor, _head_rows([(own, letter) for letter in layer]), 0)
         if layer.endswith("gate_up"):
-            (start, stop), whole = shard.inner, shard.intermediate_size
+            (start, stop), whole = own.inner, own.inner_size
             return _rows(tensor, [(start, stop), (whole + start, whole + stop)], int(layer.startswith("experts.")))
         if part == "bias":
             return None if shard.rank else tensor
-        size = shard.head_dim
+        size = own.head_dim
         is_output = layer == "o"
-        span = (shard.heads[0] * size, shard.heads[1] * size) if is_output else shard.inner
-        depth = shard.num_heads * size if is_output else shard.intermediate_size
+        span = (own.heads[0] * size, own.heads[1] * size) if is_output else own.inner
+        depth = own.num_heads * size if is_output else own.inner_size
         return _columns(name, tensor, span, depth, 2 if part == BLOCKS else 1)
 
 
-def _heads(shard: Shard, letters: str) -> list[Span]:
-    """The rows of queries, keys and values among those of all heads, as far as they are made at once."""
+def _head_rows(made: Iterable[tuple[LayerShard, str]]) -> list[Span]:
+    """The rows of queries, keys and values that ranks have, of a product of layers' heads in this order."""
     spans, first = [], 0
-    for letter in letters:
-        start, stop = shard.heads if letter == "q" else shard.kv_heads
-        spans.append(((first + start) * shard.head_dim, (first + stop) * shard.head_dim))
-        first += shard.num_heads if letter == "q" else shard.num_kv_heads
+    for own, letter in made:
+        start, stop = own.heads if letter == "q" else own.kv_heads
+        spans.append((first + start * own.head_dim, first + stop * own.head_dim))
+        first += (own.num_heads if letter == "q" else own.num_kv_heads) * own.head_dim
     return spans
 
 

@@ -9,7 +9,7 @@ import math
 import torch
 
 from lowlat.errors import ConfigError
-from lowlat.models.geometry import RopeConfig
+from lowlat.models.layer_spec import RopeConfig
 
 __all__ = ["inverse_frequencies", "rope_tables"]
 

@@ -7,20 +7,31 @@ routers are whole on every rank. A draft model is cut alike, or whole on every r
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import FORMATS, MatrixFormat
 from lowlat.kernels.reference.collectives.cuts import bounds
+from lowlat.models.layer_spec import ExpertsSpec, LayerSpec
 
 if TYPE_CHECKING:
-    from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
+    from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
 
-Config = TypeVar("Config", "ModelConfig", "DraftConfig")
+Config = TypeVar("Config", bound="Decoder")
 
-__all__ = ["PARTS", "STEP", "VOCABULARY_UNIT", "Shard", "rank_configs", "rank_drafts", "span"]
+__all__ = [
+    "PARTS",
+    "STEP",
+    "VOCABULARY_UNIT",
+    "LayerShard",
+    "Place",
+    "Shard",
+    "rank_configs",
+    "rank_drafts",
+    "span",
+]
 
 PARTS = 8  # that K is summed in with tp_invariant, on however many ranks
 WIDTH = 8  # numbers of a row that kernels read at once: widths are multiples
@@ -30,35 +41,41 @@ ROW = 1 << 12  # a width that every block divides
 OPTION = "tensor_parallel_size"
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One rank's place among all, and the sizes of the whole model of which its geometry has a part.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One rank's place among all.
 
     rank       from 0
     size       ranks: 1, 2, 4 or 8
     invariant  whether what a rank sums over its part of K is cut as for PARTS ranks: bits are then those of any size
-    unit       columns of the inner width that stay together: a format's block, at least; with `invariant` whole steps
-               of the kernels, if it has some for each part
-    output_unit  the same of the output projection's inputs, which are cut by heads
-    num_heads, num_kv_heads, intermediate_size  of the whole model
-    draft      the same of a target's draft model; None: there is none, or it is whole on every rank
     """
 
     rank: int
     size: int
     invariant: bool
-    unit: int
-    output_unit: int
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    head_dim: int
-    draft: "Shard | None" = None
 
     @property
     def num_parts(self) -> int:
         """Parts of K that this rank sums one by one."""
         return PARTS // self.size if self.invariant else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShard(Place):
+    """The part of one layer that a rank has, by the sizes of the whole layer.
+
+    unit         columns of the inner width that stay together: a format's block, at least; with `invariant` whole
+                 steps of the kernels, if it has some for each part
+    output_unit  the same of the output projection's inputs, which are cut by heads
+    num_heads, num_kv_heads, head_dim, inner_size  of the whole layer
+    """
+
+    unit: int
+    output_unit: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    inner_size: int
 
     @property
     def group(self) -> int:
@@ -79,7 +96,19 @@ class Shard:
     @property
     def inner(self) -> tuple[int, int]:
         """Its columns of the FFN's, or of each expert's, inner width."""
-        return span(self.intermediate_size, self.size, self.rank, self.unit)
+        return span(self.inner_size, self.size, self.rank, self.unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard(Place):
+    """The part of a whole model that a rank has.
+
+    layers  of each layer, [L]
+    draft   the same of a target's draft model; None: there is none, or it is whole on every rank
+    """
+
+    layers: tuple[LayerShard, ...]
+    draft: "Shard | None" = None
 
     def vocabulary(self, vocab_size: int, rank: int | None = None) -> tuple[int, int]:
         """Its rows, or another rank's, of an LM head."""
@@ -110,7 +139,7 @@ def rank_configs(config: "ModelConfig", size: int, *, invariant: bool = False) -
     if size == 1 and not invariant:
         return (config,)
     _check(config, size, "target", config.vocab_size, invariant)
-    return _cut(config, size, invariant)
+    return tuple(_coded_part(part) for part in _cut(config, size, invariant))
 
 
 def rank_drafts(
@@ -129,64 +158,93 @@ def rank_drafts(
 
 
 def _cut(config: Config, size: int, invariant: bool) -> tuple[Config, ...]:
-    whole = (config.num_heads, config.num_kv_heads, config.intermediate_size, config.head_dim)
-    units = _units(config, invariant)
-    return tuple(_part(config, Shard(rank, size, invariant, *units, *whole)) for rank in range(size))
+    return tuple(_part(config, rank, size, invariant) for rank in range(size))
 
 
-def _part(config: Config, shard: Shard) -> Config:
-    first, last = shard.kv_heads
-    coded = getattr(config, "coded_kv", None)
-    if coded is not None:
-        coded = replace(coded, scales=tuple((keys[first:last], values[first:last]) for keys, values in coded.scales))
-    own = {} if coded is None else {"coded_kv": coded}
-    heads, inner = shard.heads, shard.inner
-    return replace(
-        config,
-        num_heads=heads[1] - heads[0],
-        num_kv_heads=last - first,
-        intermediate_size=inner[1] - inner[0],
-        shard=shard,
-        **own,
+def _part(config: Config, rank: int, size: int, invariant: bool) -> Config:
+    place: dict[str, Any] = {"rank": rank, "size": size, "invariant": invariant}
+    shards = tuple(_layer_shard(config, layer, place) for layer in config.layers)
+    layers = tuple(_layer_part(layer, shard) for layer, shard in zip(config.layers, shards, strict=True))
+    return replace(config, layers=layers, shard=Shard(**place, layers=shards))
+
+
+def _layer_shard(config: "Decoder", layer: LayerSpec, place: dict[str, Any]) -> LayerShard:
+    unit, output_unit = _units(config, layer, place["invariant"])
+    return LayerShard(
+        **place,
+        unit=unit,
+        output_unit=output_unit,
+        num_heads=layer.mixer.num_heads,
+        num_kv_heads=layer.mixer.num_kv_heads,
+        head_dim=layer.mixer.head_dim,
+        inner_size=layer.ffn.inner_size,
     )
 
 
-def _check(config: "ModelConfig | DraftConfig", size: int, owner: str, vocab_size: int, invariant: bool) -> None:
+def _layer_part(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
+    """A layer with the heads and the inner width of a rank."""
+    heads, kv_heads, inner = shard.heads, shard.kv_heads, shard.inner
+    mixer = replace(layer.mixer, num_heads=heads[1] - heads[0], num_kv_heads=kv_heads[1] - kv_heads[0])
+    return replace(layer, mixer=mixer, ffn=replace(layer.ffn, inner_size=inner[1] - inner[0]))
+
+
+def _coded_part(part: "ModelConfig") -> "ModelConfig":
+    """A rank's part with the scales of its own key-value heads, where the cache holds codes."""
+    if part.coded_kv is None or part.shard is None:
+        return part
+    spans = [shard.kv_heads for shard in part.shard.layers]
+    scales = tuple(
+        (keys[first:last], values[first:last])
+        for (keys, values), (first, last) in zip(part.coded_kv.scales, spans, strict=True)
+    )
+    return replace(part, coded_kv=replace(part.coded_kv, scales=scales))
+
+
+def _check(config: "Decoder", size: int, owner: str, vocab_size: int, invariant: bool) -> None:
     """Refuse what cannot be cut, with the sizes and the option."""
-    heads, kv_heads, (unit, output_unit) = config.num_heads, config.num_kv_heads, _units(config, invariant)
-    most = heads // head_unit(heads, kv_heads)
-    least = heads // size * config.head_dim if most == PARTS else output_unit
-    together = math.lcm(WIDTH, _dense_block(config))
-    inner = config.intermediate_size
     problem = None
-    if size > most:
-        problem = f"is more than {most}, the parts of num_attention_heads {heads} with num_key_value_heads {kv_heads}"
-    elif least % together:
-        problem = f"cuts inputs of output projections at multiples of {least}, and {together} are held together"
-    elif inner % unit or inner < size * unit:
-        problem = f"cuts intermediate_size {inner} into parts of multiples of {unit}, which it has not"
-    elif vocab_size < PARTS * VOCABULARY_UNIT:
+    for layer in dict.fromkeys(config.layers):
+        problem = problem or _layer_problem(config, layer, size, invariant)
+    if problem is None and vocab_size < PARTS * VOCABULARY_UNIT:
         problem = f"needs {PARTS * VOCABULARY_UNIT} ids in a vocabulary, which has {vocab_size}"
     if problem is not None:
         raise ConfigError(f"the {owner} cannot be cut: {OPTION} {size} {problem}")
 
 
-def _units(config: "ModelConfig | DraftConfig", invariant: bool) -> tuple[int, int]:
-    """Inputs of the layers that are cut, which stay together: of the inner width, and of heads' outputs.
+def _layer_problem(config: "Decoder", layer: LayerSpec, size: int, invariant: bool) -> str | None:
+    """Why a layer cannot be cut; None where it can."""
+    heads, kv_heads, (unit, output_unit) = (
+        layer.mixer.num_heads,
+        layer.mixer.num_kv_heads,
+        _units(config, layer, invariant),
+    )
+    most = heads // head_unit(heads, kv_heads)
+    least = heads // size * layer.mixer.head_dim if most == PARTS else output_unit
+    together = math.lcm(WIDTH, _dense_block(config))
+    inner = layer.ffn.inner_size
+    if size > most:
+        return f"is more than {most}, the parts of num_attention_heads {heads} with num_key_value_heads {kv_heads}"
+    if least % together:
+        return f"cuts inputs of output projections at multiples of {least}, and {together} are held together"
+    if inner % unit or inner < size * unit:
+        return f"cuts intermediate_size {inner} into parts of multiples of {unit}, which it has not"
+    return None
+
+
+def _units(config: "Decoder", layer: LayerSpec, invariant: bool) -> tuple[int, int]:
+    """Inputs of a layer that is cut, which stay together: of the inner width, and of heads' outputs.
 
     The inner width stays together in whole steps where parts are summed one by one, if it has some for all of them.
     The latter are a multiple of what formats hold together where so many ranks are allowed, see `_check`.
     """
-    mixture: ExpertsConfig | None = getattr(config, "experts", None)
-    experts = 1 if mixture is None else FORMATS[mixture.weight_format].block
-    dense = _dense_block(config)
-    output = config.head_dim * head_unit(config.num_heads, config.num_kv_heads)
-    unit = math.lcm(WIDTH, experts, dense)
-    whole, inner = math.lcm(unit, STEP), config.intermediate_size
+    experts = FORMATS[layer.ffn.weight_format].block if isinstance(layer.ffn, ExpertsSpec) else 1
+    output = layer.mixer.head_dim * head_unit(layer.mixer.num_heads, layer.mixer.num_kv_heads)
+    unit = math.lcm(WIDTH, experts, _dense_block(config))
+    whole, inner = math.lcm(unit, STEP), layer.ffn.inner_size
     return whole if invariant and inner % whole == 0 and inner >= PARTS * whole else unit, output
 
 
-def _dense_block(config: "ModelConfig | DraftConfig") -> int:
+def _dense_block(config: "Decoder") -> int:
     formats: list[MatrixFormat] = [] if config.quantiser is None else [config.quantiser.packed]
     if config.quantisation is not None:
         formats += [rule.stored.packed for rule in config.quantisation.rules]

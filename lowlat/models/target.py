@@ -24,8 +24,9 @@ from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 from lowlat.errors import ConfigError
 from lowlat.models.families import FAMILIES
-from lowlat.models.geometry import CodedKV, DraftConfig, ModelConfig
+from lowlat.models.geometry import CodedKV, Decoder, ModelConfig
 from lowlat.models.hf_config import dtype_error, is_quantised, read_config, resolve_dtype, stored_dtype
+from lowlat.models.layer_spec import ExpertsSpec
 from lowlat.options.model_names import display_name
 
 __all__ = [
@@ -46,7 +47,7 @@ __all__ = [
 
 logger = logging.getLogger("lowlat")
 COMPARED_BYTES = 8 << 20
-Config = TypeVar("Config", ModelConfig, DraftConfig)
+Config = TypeVar("Config", bound=Decoder)
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
 
 def _has_codes(config: ModelConfig) -> bool:
     """Whether any weights are stored as codes."""
-    return config.quantisation is not None or (config.experts is not None and config.experts.weight_format != "bf16")
+    experts = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsSpec))
+    return config.quantisation is not None or any(each.weight_format != "bf16" for each in experts)
 
 
 def fetch_target(model: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> Path:
@@ -223,7 +225,8 @@ def code_kv(target: OpenedTarget) -> OpenedTarget:
 
 def coded(config: ModelConfig, checkpoint: Checkpoint | None = None) -> ModelConfig:
     """The geometry of a model whose KV cache holds codes; without a checkpoint all scales are 1."""
-    return replace(config, coded_kv=CodedKV(read_kv_scales(checkpoint, config.num_layers, config.num_kv_heads)))
+    heads = {layer: spec.num_kv_heads for layer, spec in config.attentions.items()}
+    return replace(config, coded_kv=CodedKV(read_kv_scales(checkpoint, heads)))
 
 
 def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
@@ -233,8 +236,10 @@ def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
         raise ConfigError(
             f"{label} is stored in {formats}, and {quantiser.option} {quantiser.kind!r} is for plain weights"
         )
-    widths = (config.hidden_size, config.query_size, config.intermediate_size)
-    return replace(config, quantiser=quantiser.fitted(*widths, getattr(config, "target_hidden_size", 0)))
+    widths = {config.hidden_size, getattr(config, "target_hidden_size", 0)}
+    widths |= {spec.query_size for spec in config.attentions.values()}
+    widths |= {layer.ffn.inner_size for layer in config.layers}
+    return replace(config, quantiser=quantiser.fitted(*widths))
 
 
 def load_target(directory: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedTarget:

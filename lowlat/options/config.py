@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from lowlat.errors import ConfigError
 from lowlat.options.acceptance import acceptance_for
+from lowlat.options.checks import parse_checks
 from lowlat.options.declaration import check_integer, check_options, declare, documented, options_of
 from lowlat.options.limits import LimitCheck, compare_limits
 
@@ -468,6 +469,19 @@ class RuntimeConfig:
     fuse: bool = declare(
         True, "Cover runs of operations by one launch; without it each has its own: for debugging.", rare=True
     )
+    check: str | None = declare(
+        None,
+        "Check in each step, on the device, masks (of trees), spans (of KV blocks), lengths: any of them with commas, "
+        "or all; for debugging and soaks.",
+        metavar="KIND,KIND",
+        rare=True,
+    )
+    on_failed_check: Literal["end", "single"] = declare(
+        "end",
+        "Where a check fails the step's tokens of that request are dropped, and it ends with an error; single: it goes "
+        "on without drafts, and ends when another check fails.",
+        rare=True,
+    )
     watchdog_factor: float = declare(
         10.0,
         "A step or a prefill on a GPU that runs so many times longer than usual is an error.",
@@ -494,6 +508,8 @@ class RuntimeConfig:
             raise ConfigError("prompt_logits needs prefix_reuse off: shared chunks are not run again")
         if self.share_decoded and not self.prefix_reuse:
             raise ConfigError("share_decoded needs prefix_reuse, which is off")
+        if self.on_failed_check != "end" and not self.checked_kinds:
+            raise ConfigError(f"on_failed_check {self.on_failed_check!r} needs check, which names none")
         self._check_ranks()
         self._check_perf_mode()
 
@@ -502,6 +518,8 @@ class RuntimeConfig:
         size, named = self.tensor_parallel_size, self.devices
         if size & (size - 1):
             raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
+        if size > 1 and self.checked_kinds:
+            raise ConfigError(f"check is not implemented for tensor_parallel_size {size}; leave one of them out")
         if not isinstance(named, tuple) or any(type(number) is not int or number < 0 for number in named):
             raise ConfigError(f"devices must be a tuple of numbers of cards, such as (0, 1), got {named!r:.80}")
         if named and self.device not in ("auto", "cuda"):
@@ -514,11 +532,17 @@ class RuntimeConfig:
         debugging = {
             "executor": self.executor == "eager",
             "fuse": not self.fuse,
+            "check": bool(self.checked_kinds),
             "traces": self.traces != TraceConfig(),
         }
         for name, is_on in debugging.items():
             if self.is_strict and is_on:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is for debugging, which perf_mode 'strict' refuses")
+
+    @property
+    def checked_kinds(self) -> frozenset[str]:
+        """The kinds of checks that each step makes. Raises ConfigError for a name that is none."""
+        return parse_checks(self.check)
 
     @property
     def is_strict(self) -> bool:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import platformdirs
 
-__all__ = ["cache_directory", "tuning_directory"]
+__all__ = ["cache_directory", "tuning_directory", "uses_tuning_tables"]
+
+NO_TABLES = "off"
 
 
 def cache_directory() -> Path:
@@ -16,4 +18,9 @@ def cache_directory() -> Path:
 def tuning_directory() -> Path:
     """The folder of the user's own tuning tables: LOWLAT_TUNING, else below the user's data directory."""
     own = os.environ.get("LOWLAT_TUNING", "")
-    return Path(own) if own else platformdirs.user_data_path("lowlat", appauthor=False) / "tuning"
+    return Path(own) if own and own != NO_TABLES else platformdirs.user_data_path("lowlat", appauthor=False) / "tuning"
+
+
+def uses_tuning_tables() -> bool:
+    """Whether plans are looked up in tables; with LOWLAT_TUNING=off all are derived, to be compared with those."""
+    return os.environ.get("LOWLAT_TUNING", "") != NO_TABLES

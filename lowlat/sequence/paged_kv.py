@@ -25,7 +25,7 @@ def cache_specs(names: Sequence[str], shape: tuple[int, int, int, int], dtype: t
 
 @dataclass(frozen=True)
 class PagedKV(SequenceState):
-    """The target's KV cache: for each layer k and v, [P, G, block, D] in the compute dtype, or codes.
+    """The target's KV cache: for each layer with attention k and v, [P, G, block, D] in the compute dtype, or codes.
 
     num_blocks  P, the null block included
     block_size  positions of a block
@@ -37,7 +37,12 @@ class PagedKV(SequenceState):
 
     def specs(self) -> list[BufferSpec]:
         """`k_cache.LAYER` and `v_cache.LAYER`."""
-        config = self.config
-        names = [f"{part}_cache.{layer}" for layer in range(config.num_layers) for part in ("k", "v")]
-        shape = (self.num_blocks, config.num_kv_heads, self.block_size, config.head_dim)
-        return cache_specs(names, shape, kv_dtype(config))
+        return [
+            cache
+            for layer, spec in self.config.attentions.items()
+            for cache in cache_specs(
+                (f"k_cache.{layer}", f"v_cache.{layer}"),
+                (self.num_blocks, spec.num_kv_heads, self.block_size, spec.head_dim),
+                kv_dtype(self.config),
+            )
+        ]

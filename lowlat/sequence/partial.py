@@ -51,13 +51,13 @@ class _Counts:
 class PartialSlots:
     """The partial state of every slot of one runtime.
 
-    sizes     None: SpecPV is off, and nothing is ever due
+    sizes     of lists, and when they are chosen again
     max_rows  rows that a step may write for a slot
     `shifts` has the positions that each slot's lists leave out, 0 where it attends to everything; of a slot without a
     request they mean nothing.
     """
 
-    def __init__(self, sizes: PartialKV | None, max_batch: int, max_rows: int) -> None:
+    def __init__(self, sizes: PartialKV, max_batch: int, max_rows: int) -> None:
         self.sizes = sizes
         self.max_rows = max_rows
         self.shifts = [0] * max_batch
@@ -81,7 +81,7 @@ class PartialSlots:
     def propose(self, slot: int, tokens: Sequence[int], *, ended: bool) -> bool:
         """Keep a step's tokens for a slot as proposals; False where they need no verification, and are not kept."""
         state = self._slots[slot]
-        if self.sizes is None or not self.sizes.lossless or state.num_exact is None:
+        if not self.sizes.lossless or state.num_exact is None:
             return False
         state.proposed += tokens
         state.has_ended = ended
@@ -109,37 +109,33 @@ class PartialSlots:
     def is_due(self, slot: int, length: int) -> bool:
         """Whether a slot whose text has `length` tokens must be refreshed before its next step."""
         state = self._slots[slot]
-        if self.sizes is not None and self.sizes.lossless and state.num_exact is not None:
+        if self.sizes.lossless and state.num_exact is not None:
             return not state.proposed and state.num_steps >= self.sizes.num_refresh_steps
         return self._is_due(state, length, 0)
 
     def _is_full(self, state: _Slot, num_proposed: int) -> bool:
         """Whether a step with which so many tokens are proposed must wait for a verification."""
-        return self.sizes is not None and (state.has_ended or num_proposed > self.sizes.buffer)
+        return state.has_ended or num_proposed > self.sizes.buffer
 
-    def num_certain(self, lengths: Mapping[int, int], most: int, num_under_way: int) -> int | None:
-        """Steps that may be launched behind those under way before a refresh can be due; None: any number.
+    def num_certain(self, lengths: Mapping[int, int], most: int, num_under_way: int) -> int:
+        """Steps that may be launched behind those under way before a refresh can be due.
 
         lengths        tokens of each slot's text, without those under way
         most           tokens that a step brings a slot, at most
         num_under_way  steps that were launched and not counted yet
         """
-        if self.sizes is None:
-            return None
         each = (self._num_certain(self._slots[slot], lengths[slot], most, num_under_way) for slot in lengths)
         return min(each, default=MOST_STEPS)
 
     def _num_certain(self, state: _Slot, length: int, most: int, ahead: int) -> int:
         certain = 0
-        if self.sizes is not None and self.sizes.lossless and state.num_exact is not None:
+        if self.sizes.lossless and state.num_exact is not None:
             length = len(state.proposed) + most
         while certain < MOST_STEPS and not self._is_due(state, length + most * ahead, ahead):
             certain, ahead = certain + 1, ahead + 1
         return certain
 
     def _is_due(self, state: _Slot, length: int, num_more: int) -> bool:
-        if self.sizes is None:
-            return False
         if state.num_exact is None:
             return length - 1 >= self.sizes.threshold
         if self.sizes.lossless:
@@ -150,8 +146,6 @@ class PartialSlots:
     def refresh(self, slot: int, length: int) -> Refresh:
         """Begin new lists for a slot whose text has `length` tokens, where that is due; the caller runs the positions
         that it returns."""
-        if self.sizes is None:
-            raise ValueError("there is nothing to refresh: SpecPV is off")
         state = self._slots[slot]
         start = length - 1 if state.num_exact is None else state.num_exact
         found = Refresh(start, length - start, min(start, state.num_summarised))
@@ -166,7 +160,5 @@ class PartialSlots:
         return found
 
     def report(self) -> dict[str, Any]:
-        """A block `specpv` of counts since the load, as JSON, labelled lossy, of steps by slot; empty if off."""
-        if self.sizes is None:
-            return {}
+        """A block `specpv` of counts since the load, as JSON, labelled lossy, of steps by slot."""
         return {"specpv": {"lossy": not self.sizes.lossless, **asdict(self._counts)}}

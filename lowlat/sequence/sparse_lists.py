@@ -34,12 +34,12 @@ class SparseLists(SequenceState):
     def specs(self) -> list[BufferSpec]:
         """State of all layers, then what the host writes."""
         config, batch, ints = self.config, self.max_batch, torch.int32
-        kv_heads, parts = config.num_kv_heads, self.block_size // self.partial.block
-        summary = (self.num_blocks, kv_heads, parts, 2, config.head_dim)
-        lists, dtype = (batch, kv_heads, self.table_width * parts), TORCH_DTYPES[config.dtype]
+        parts, dtype = self.block_size // self.partial.block, TORCH_DTYPES[config.dtype]
         specs = [BufferSpec("partial_shifts", (batch,), ints, Role.STATE)]
-        for layer, window in enumerate(config.windows):
-            if window is None:
+        for layer, spec in config.attentions.items():
+            if spec.window is None:
+                summary = (self.num_blocks, spec.num_kv_heads, parts, 2, spec.head_dim)
+                lists = (batch, spec.num_kv_heads, self.table_width * parts)
                 specs.append(BufferSpec(f"key_summary.{layer}", summary, dtype, Role.STATE, Paging.BLOCKS))
                 specs.append(BufferSpec(f"block_lists.{layer}", lists, ints, Role.STATE))
         written = {"prefill_span": 2, "prefill_shifts": batch, "prefill_start": 1}

@@ -45,6 +45,7 @@ class RuntimeEngine:
             tokenizer="" if codec is None else codec.fingerprint,
             has_chat_template=codec is not None and codec.has_chat_template,
             num_speculative_tokens=runtime.num_speculative_tokens,
+            numerics=runtime.numerics,
             on_device=runtime.device_choice.device.type == "cuda",
             sampling_defaults={} if defaults is None else dict(defaults),
         )

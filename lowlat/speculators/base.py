@@ -15,9 +15,11 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket, BufferSpec
-from lowlat.graphs.program import ProgramBuilder
-from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.graphs.program import OWN_NAMES, ProgramBuilder, RangeNames
+from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.layer_spec import Rotation
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.walk import Tables
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.growth import Growth
@@ -33,8 +35,6 @@ __all__ = [
     "WaitedRows",
     "draft_model_of",
 ]
-
-Tables = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class Scope:
 
     config      the target's geometry
     boundaries  the target's residual stream entering layers 0 to L - 1 and leaving the last: buffer names, [M, N]
-    tables      cos and sin of the speculator's own RoPE, [C, D / 2] float32; None where it has none
+    tables      cos and sin of RoPE, [C, D / 2] float32, of the target's rotations and of the speculator's own
     block_size  positions of a KV block
     """
 
     builder: ProgramBuilder
     config: ModelConfig
     boundaries: Sequence[str]
-    tables: Tables | None
+    tables: Tables
     block_size: int
 
     @property
@@ -98,12 +98,13 @@ class StepScope(Scope):
     `lengths`, `block_table`. The constant `node_offsets` [T] holds 0 to T - 1.
     topology  what the next step is to verify
     waited    the rows that wait for the speculator, where drafting opens a step; None: they are this step's accepted
-    In a `prefilled` bucket the one row came out of prefill, and of the boundaries the last alone is there.
+    is_first_token  the one row came out of prefill, and of the boundaries the last alone is there
     """
 
     bucket: Bucket
     topology: Topology
     waited: "WaitedRows | None" = None
+    is_first_token: bool = False
 
     @property
     def tree(self) -> TreeTopology:
@@ -184,14 +185,19 @@ class Speculator(ABC):
         return self
 
     @property
-    def rope(self) -> tuple[RopeConfig, int] | None:
-        """The rotary embedding of its own attention and the size of a head; None where it has no attention."""
-        return None
+    def rotations(self) -> tuple[Rotation, ...]:
+        """What fixes the RoPE tables of its own attention; () where it has no attention."""
+        return () if self.draft_config is None else self.draft_config.rotations
 
     @property
     def draft_sources(self) -> tuple[str, str]:
         """The names, in statistics, of the sources of its drafts: of its own, and of text beside it."""
         return self.method, ""
+
+    @property
+    def range_names(self) -> RangeNames:
+        """What profiles call the stages of its steps, where that is not the stages' own names."""
+        return OWN_NAMES
 
     @property
     def attends_everything(self) -> bool:
@@ -228,8 +234,8 @@ class Speculator(ABC):
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
         """Append what it does with the accepted rows, whether or not the bucket drafts; returns buffers to draft from.
 
-        It runs in every bucket, those of S = 0 too: drafting can then begin again at any step. In a `prefilled` bucket
-        the accepted row is a prompt's first token.
+        It runs in every bucket, those of S = 0 too: drafting can then begin again at any step. Of a first token
+        the accepted row is that token.
         """
         return ()
 

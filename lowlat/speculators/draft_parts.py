@@ -6,7 +6,7 @@ import torch
 
 from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.graphs.program import Stage
-from lowlat.models.geometry import DraftConfig
+from lowlat.models.layer_spec import DenseSpec, LayerSpec
 from lowlat.models.layers import Emitter
 from lowlat.speculators.base import StepScope
 
@@ -21,7 +21,8 @@ def one_piece(weight: str, tensor: str, dtype: torch.dtype, *shape: int) -> Reci
 
 
 def layer_recipes(
-    config: DraftConfig,
+    spec: LayerSpec,
+    hidden: int,
     dtype: torch.dtype,
     names: tuple[str, str],
     *,
@@ -29,7 +30,7 @@ def layer_recipes(
     columns: int,
     norms: Mapping[str, str],
 ) -> list[Recipe]:
-    """The canonical weights of a decoder layer.
+    """The canonical weights of a decoder layer of a hidden size.
 
     names     the beginnings of the canonical names, and of the stored ones
     products  the projections that are made at once, each by its letters of q, k, v
@@ -37,8 +38,11 @@ def layer_recipes(
     norms     canonical -> stored name of the norms before the attention
     """
     name, own = names
-    hidden, inner = config.hidden_size, config.intermediate_size
-    rows = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
+    attention, ffn = spec.mixer, spec.ffn
+    if not isinstance(ffn, DenseSpec):
+        raise ValueError(f"files of draft models have dense FFNs, found {ffn}")
+    inner = ffn.inner_size
+    rows = {"q": attention.query_size, "k": attention.kv_size, "v": attention.kv_size}
 
     def one(weight: str, tensor: str, *shape: int) -> Recipe:
         return one_piece(f"{name}.{weight}", f"{own}.{tensor}", dtype, *shape)
@@ -54,18 +58,18 @@ def layer_recipes(
     made = [
         *(one(f"{weight}.weight", f"{tensor}.weight", hidden) for weight, tensor in norms.items()),
         *(projections(product, "weight", columns) for product in products),
-        one("o.weight", "self_attn.o_proj.weight", hidden, config.query_size),
+        one("o.weight", "self_attn.o_proj.weight", hidden, attention.query_size),
         one("ffn_norm.weight", "post_attention_layernorm.weight", hidden),
         gates("weight", hidden),
         one("down.weight", "mlp.down_proj.weight", hidden, inner),
     ]
-    if config.qkv_bias:
+    if attention.qkv_bias:
         made += [projections(product, "bias") for product in products]
-    if config.qk_norm:
-        made += [one(f"{part}_norm.weight", f"self_attn.{part}_norm.weight", config.head_dim) for part in "qk"]
-    if config.output_bias:
+    if attention.qk_norm:
+        made += [one(f"{part}_norm.weight", f"self_attn.{part}_norm.weight", attention.head_dim) for part in "qk"]
+    if attention.output_bias:
         made.append(one("o.bias", "self_attn.o_proj.bias", hidden))
-    if config.mlp_bias:
+    if ffn.bias:
         made += [gates("bias"), one("down.bias", "mlp.down_proj.bias", hidden)]
     return made
 
@@ -81,7 +85,7 @@ def emit_accepted_rows(scope: StepScope) -> None:
         "live_positions": builder.scratch("head.live_positions", (batch, 1), torch.int32),
     }
     names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
-    builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads=scope.reads(*names), writes=outs)
+    builder.emit("draft_rows", Stage.DRAFT_FC, reads=scope.reads(*names), writes=outs)
 
 
 def assign_drafts(

@@ -15,6 +15,7 @@ from lowlat.speculators.base import WaitedRows
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import StepBuilder
 from lowlat.step.state import StepGeometry, waiting_boundaries
+from lowlat.step.variants import EXTENDED, is_choice
 
 __all__ = ["build_adaptive"]
 
@@ -28,7 +29,7 @@ RECORD = ("width_odds", "width_runs", "width_expected")
 
 def build_adaptive(geometry: StepGeometry, bucket: Bucket) -> Program:
     """The Program of a bucket where widths are chosen: an opening, a body, or that of a first token."""
-    if bucket.chooses:
+    if is_choice(bucket):
         return _Opening(geometry, bucket, TreeTopology.chain(0)).build()
     return _Body(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)).build()
 
@@ -47,6 +48,7 @@ class _Opening(StepBuilder):
         self.builder.keep((*SLOTS, *ROWS), _opened(self.batch))
         self._apply_commands()
         self._list_slots()
+        self.checks.slots()
         names = ("active", "lengths", "extended", "slot_ints", "width_bounds", "width_costs", "width_expected")
         written = ("width_last", "width_waited", "width_choice")
         self.builder.emit(
@@ -64,10 +66,15 @@ class _Opening(StepBuilder):
 class _Body(StepBuilder):
     """A step of one width."""
 
+    @property
+    def extends(self) -> bool:
+        """Whether the draft model runs over what waits for it, and drafts nothing."""
+        return self.bucket.variant == EXTENDED
+
     def build(self) -> Program:
         """All stages, checked and frozen."""
         depth = self.bucket.num_speculative_tokens
-        if self.bucket.prefilled:
+        if self.is_first_token:
             self._active_slots()
             self._gather_rows()
         else:
@@ -83,7 +90,7 @@ class _Body(StepBuilder):
         self._commit()
         self._publish()
         self._keep_features(boundaries)
-        if self.bucket.prefilled:
+        if self.is_first_token:
             self._join()
         else:
             self._learn()
@@ -92,9 +99,9 @@ class _Body(StepBuilder):
     def _draft_waiting(self) -> None:
         """The draft model over the positions that wait, and the drafts of this step."""
         geometry, speculator, depth = self.geometry, self.geometry.speculator, self.bucket.num_speculative_tokens
-        if speculator is None or not (depth or self.bucket.extends):
+        if speculator is None or not (depth or self.extends):
             return
-        scope = self._scope([], self._waited(geometry.num_waiting if self.bucket.extends else geometry.max_rows))
+        scope = self._scope([], self._waited(geometry.num_waiting if self.extends else geometry.max_rows))
         extended = speculator.emit_extend(scope)
         if depth:
             self._hand_over(scope, speculator.emit_draft(scope, extended))
@@ -110,7 +117,7 @@ class _Body(StepBuilder):
             "draft_lens": self._ints("waited.lens", batch),
         }
         reads = {name: name for name in ("slots", "lengths", "tokens", "extended")}
-        self.builder.emit("waiting_rows", Stage.EAGLE_DRAFT_FC, reads=reads, writes=outs)
+        self.builder.emit("waiting_rows", Stage.DRAFT_FC, reads=reads, writes=outs)
         names = {
             "accepted_tokens": outs["waiting_tokens"],
             "commit_lens": outs["counts"],
@@ -124,12 +131,12 @@ class _Body(StepBuilder):
             features = self.builder.scratch("waited.features", (batch * count, kept[2]), geometry.dtype)
             reads = {"waiting_features": "waiting_features", "slots": "slots"}
             reads |= {name: outs[name] for name in ("firsts", "counts")}
-            self.builder.emit("take_features", Stage.EAGLE_DRAFT_FC, reads=reads, writes={"out": features})
+            self.builder.emit("take_features", Stage.DRAFT_FC, reads=reads, writes={"out": features})
         return WaitedRows(count, features, names)
 
     def _keep_features(self, boundaries: list[str]) -> None:
         """The features of what was committed, which wait from now on."""
-        captured, prefilled = waiting_boundaries(self.geometry), self.bucket.prefilled
+        captured, prefilled = waiting_boundaries(self.geometry), self.is_first_token
         if not captured:
             return
         names = [f"prefilled_source.{each}" if prefilled else boundaries[each] for each in captured]
@@ -146,11 +153,11 @@ class _Body(StepBuilder):
             Stage.PUBLISH,
             reads={name: name for name in names},
             writes={name: name for name in ("extended", *RECORD)},
-            extends=bool(self.bucket.num_speculative_tokens) or self.bucket.extends,
+            extends=bool(self.bucket.num_speculative_tokens) or self.extends,
         )
 
     def _join(self) -> None:
         """The record of a request that begins."""
         reads = {name: name for name in ("slots", "lengths", "draft_live")}
         writes = {name: name for name in ("extended", *RECORD, "width_waited")}
-        self.builder.emit("join_widths", Stage.EAGLE_TAIL_COMMIT, reads=reads, writes=writes)
+        self.builder.emit("join_widths", Stage.COMMIT, reads=reads, writes=writes)

@@ -1,6 +1,6 @@
 """The decode step as a Program, for one bucket: verify, accept, commit, draft, masks, publish.
 
-Behind a prompt's last chunk the same step runs with one difference (a `prefilled` bucket): prefill has run the target
+After a prompt's last chunk the same step runs with one difference (variant FIRST_TOKEN): prefill has run the target
 over the slot's only row. The step also publishes before it drafts. So the first token is a step's, with the same
 sampling, and the first decode step verifies drafts.
 
@@ -18,7 +18,9 @@ from lowlat.models.decoder import emit_decoder, emit_lm_head
 from lowlat.models.layers import Rows
 from lowlat.speculators.base import StepScope, WaitedRows
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
+from lowlat.step.checks import CheckEmitter
 from lowlat.step.state import StepGeometry, declare_state, declare_tables
+from lowlat.step.variants import FIRST_TOKEN, WIDE
 
 __all__ = ["StepBuilder", "build_step"]
 
@@ -39,10 +41,13 @@ class StepBuilder:
         self.bucket = bucket
         self.topology = topology
         self.batch, self.width = bucket.batch, bucket.rows
-        self.partial = None if bucket.verifies else geometry.partial
-        self.builder = ProgramBuilder(f"step[{bucket}]", OPERATIONS)
+        self.is_first_token, is_wide = bucket.variant == FIRST_TOKEN, bucket.variant == WIDE
+        self.partial = None if is_wide else geometry.partial
+        self.publishes_early = self.is_first_token or is_wide  # their drafts have other rows than they
+        self.builder = ProgramBuilder(f"step[{bucket}]", OPERATIONS, range_names=geometry.range_names)
         declare_state(self.builder, geometry)
         self.tables = declare_tables(self.builder, geometry)
+        self.checks = CheckEmitter(self.builder, geometry, bucket)
 
     def build(self) -> Program:
         """All stages, checked and frozen."""
@@ -51,11 +56,10 @@ class StepBuilder:
         boundaries = self._target()
         self._accept()
         self._commit()
-        early = self.bucket.prefilled or self.bucket.verifies  # their drafts have other rows than they
-        if early:
+        if self.publishes_early:
             self._publish()
         self._draft(boundaries)
-        if not early:
+        if not self.publishes_early:
             self._publish()
         return self.builder.build()
 
@@ -66,11 +70,12 @@ class StepBuilder:
         """The slots that take part, behind the host's commands."""
         stage = Stage.ACTIVE_SLOTS
         self._ints("slots", self.batch)
-        if self.bucket.prefilled:
+        if self.is_first_token:
             self.builder.emit("identity", stage, reads={"x": "prefilled_slot"}, writes={"out": "slots"})
         self._apply_commands()
-        if not self.bucket.prefilled:
+        if not self.is_first_token:
             self._list_slots()
+        self.checks.slots()
 
     def _apply_commands(self) -> None:
         staged = {f"staged_{name}": f"staged_{name}" for name in STAGED}
@@ -115,7 +120,8 @@ class StepBuilder:
         asked = (*asked, "width_choice") if most_drafts else asked
         reads, writes = {name: name for name in asked}, {name: name for name in told}
         self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes, most_drafts=most_drafts)
-        if self.partial is not None and not self.bucket.prefilled:
+        self.checks.rows()
+        if self.partial is not None and not self.is_first_token:
             reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
             self.builder.emit(
                 "list_lens", Stage.ACTIVE_SLOTS, reads=reads, writes={"out": self._ints("list_lens", batch)}
@@ -134,16 +140,16 @@ class StepBuilder:
             write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
             partial=self.partial,
         )
-        stage, config = Stage.BASE_DECODE_STEP, self.geometry.config
-        if self.bucket.prefilled:
+        stage, config = Stage.VERIFY, self.geometry.config
+        if self.is_first_token:
             emit_lm_head(self.builder, config, rows, "prefilled_residual", stage)
             return ["prefilled_residual"]
-        boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables["target"], stage)
+        boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables, stage)
         emit_lm_head(self.builder, config, rows, boundaries[-1], stage)
         return boundaries
 
     def _accept(self) -> None:
-        stage, batch, rows = Stage.EAGLE_ACCEPT, self.batch, self.width
+        stage, batch, rows = Stage.ACCEPT, self.batch, self.width
         emit = self.builder.emit
         logits = {"logits": "target.logits", "row_live": "row_live"}
         finite = self._ints("finite", batch, rows, dtype=torch.uint8)
@@ -179,15 +185,16 @@ class StepBuilder:
             reads["lengths"] = "lengths"
             seed = self.geometry.simulated_seed
             emit("accept_simulated", stage, reads=reads, writes=writes, probability=probability, seed=seed)
+        self.checks.accepted()
 
     def _commit(self) -> None:
-        stage, batch = Stage.EAGLE_TAIL_COMMIT, self.batch
+        stage, batch = Stage.COMMIT, self.batch
         accepted = {"accepted_tokens": "accepted_tokens", "accepted_nodes": "accepted_nodes"}
         state = ("accepted_lens", "finite", "slots", "lengths", "slot_ints", "stop_ids")
         outs = {"commit_lens": self._ints("commit_lens", batch), "finish": self._ints("finish", batch)}
         reads = {**accepted, **{name: name for name in state}}
         self.builder.emit("truncate", stage, reads=reads, writes=outs)
-        if not self.bucket.prefilled and (not self.topology.is_chain or self.geometry.num_paths > 1):
+        if not self.is_first_token and (not self.topology.is_chain or self.geometry.num_paths > 1):
             self._compact(stage)
         kept = ("accepted_tokens", "commit_lens", "finish", "slots")
         updated = ("tokens", "lengths", "active", "output_counts", "num_drafts")
@@ -197,6 +204,7 @@ class StepBuilder:
             "draft_lens": self._ints("draft_lens", batch),
         }
         self.builder.emit("commit", stage, reads={name: name for name in kept}, writes=outs)
+        self.checks.committed()
 
     def _compact(self, stage: Stage) -> None:
         names = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
@@ -215,8 +223,8 @@ class StepBuilder:
             self._hand_over(scope, speculator.emit_draft(scope, extended))
 
     def _scope(self, boundaries: list[str], waited: WaitedRows | None = None) -> StepScope:
-        own = (self.geometry.config, boundaries, self.tables.get("draft"), self.geometry.block_size)
-        return StepScope(self.builder, *own, self.bucket, self.topology, waited)
+        own = (self.geometry.config, boundaries, self.tables, self.geometry.block_size)
+        return StepScope(self.builder, *own, self.bucket, self.topology, waited, self.is_first_token)
 
     def _hand_over(self, scope: StepScope, draft_nodes: str) -> None:
         """The drafts with their masks and paths, for the next step."""
@@ -225,7 +233,7 @@ class StepBuilder:
         if isinstance(topology, DynamicTree):
             names = ("draft_nodes", "draft_parents", "draft_live", "slots")
             reads = {name: name for name in names}
-            self.builder.emit("hand_over_tree", Stage.EAGLE_TREE_MASKS, reads=reads, writes=written)
+            self.builder.emit("hand_over_tree", Stage.TREE_MASKS, reads=reads, writes=written)
             return
         width = topology.depth + 1
         paths = [[*path, *[-1] * (width - len(path))] for path in topology.paths]
@@ -235,7 +243,7 @@ class StepBuilder:
             "topology_masks": constant("topology.masks", torch.tensor(topology.packed_masks, dtype=torch.int64)),
             "topology_paths": constant("topology.paths", torch.tensor(paths, dtype=torch.int32)),
         }
-        self.builder.emit("tree_masks", Stage.EAGLE_TREE_MASKS, reads=reads, writes=written)
+        self.builder.emit("tree_masks", Stage.TREE_MASKS, reads=reads, writes=written)
 
     def _publish(self) -> None:
         names = (

@@ -59,7 +59,7 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     rows = Rows("prefill.", size, None, "prefill_positions", common, write, chunk, partial, refresh)
     if partial is not None:
         builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
-    boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage, last=leaves)
+    boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables, stage, last=leaves)
     if refresh:
         return builder.build()
     builder.emit("identity", stage, reads={"x": "prefill_slot"}, writes={"out": "prefilled_slot"})
@@ -68,7 +68,7 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     if geometry.prompt_logits:
         emit_prompt_logits(builder, geometry.config, rows, boundaries[-1], "prompt_logits", stage)
     if geometry.speculator is not None:
-        own = (geometry.config, boundaries, tables.get("draft"), geometry.block_size)
+        own = (geometry.config, boundaries, tables, geometry.block_size)
         geometry.speculator.emit_prefill(PrefillScope(builder, *own, size, geometry.prefill_chunk))
         for boundary in dict.fromkeys(waiting_boundaries(geometry)):
             last = {"x": boundaries[boundary], "commit_lens": "prefill_count"}
@@ -78,7 +78,8 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
 
 def _build_choice(geometry: StepGeometry, size: int) -> Program:
     """The Program of a refresh that writes no keys and values: the slot's last `size` rows choose its blocks."""
-    stage, builder = Stage.BASE_DECODE_STEP, ProgramBuilder("refresh", OPERATIONS)
+    stage = Stage.VERIFY
+    builder = ProgramBuilder("refresh", OPERATIONS, range_names=geometry.range_names)
     declare_state(builder, geometry, dict.fromkeys(BY_ROW, size))
     tables = declare_tables(builder, geometry)
     masks = torch.tensor([TreeTopology.chain(size - 1).packed_masks], dtype=torch.int64)
@@ -93,5 +94,5 @@ def _build_choice(geometry: StepGeometry, size: int) -> Program:
         write={}, partial=geometry.partial, refresh=True,
     )  # fmt: skip
     builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
-    emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage)
+    emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables, stage)
     return builder.build()

@@ -19,7 +19,8 @@ __all__ = ["build_pass"]
 
 def build_pass(geometry: StepGeometry) -> Program:
     """The Program of a pass; its rows are a slot's of its own, whose record says how many alternatives are wanted."""
-    stage, builder = Stage.BASE_DECODE_STEP, ProgramBuilder("prompt logprobs", OPERATIONS)
+    stage = Stage.VERIFY
+    builder = ProgramBuilder("prompt logprobs", OPERATIONS, range_names=geometry.range_names)
     declare_state(builder, geometry)
     count = geometry.pass_rows
     residual = builder.scratch("prompt.residual", (count, geometry.config.hidden_size), geometry.dtype)

@@ -12,19 +12,22 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Paging, Role
-from lowlat.graphs.program import ProgramBuilder
+from lowlat.graphs.program import OWN_NAMES, ProgramBuilder, RangeNames
 from lowlat.kernels.reference.speculation.width_odds import NUM_RUNS
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.layer_spec import Rotation
 from lowlat.models.layers import TORCH_DTYPES, scales_name
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.rope import rope_tables
+from lowlat.models.walk import Tables
 from lowlat.sequence.paged_kv import PagedKV, kv_dtype
 from lowlat.sequence.sparse_lists import SparseLists
 from lowlat.sequence.state import SequenceState
 from lowlat.speculators.base import Speculator, StateSizes
+from lowlat.step.checks import CheckedKinds, check_specs
 from lowlat.step.chunks import chunk_counts
 
 __all__ = [
@@ -61,6 +64,7 @@ class StepGeometry:
     prompt_logprobs     whether requests may ask for the logprobs of their prompts: prefill then leaves the residual
                         stream of its positions, see `lowlat.step.prompt_logprobs`
     prompt_logits       whether prefill leaves the logits of all its positions; it then runs one whole chunk at a time
+    checks              those of every step; None: there are none
     """
 
     config: ModelConfig
@@ -81,6 +85,7 @@ class StepGeometry:
     partial: PartialKV | None = None
     prompt_logits: bool = False
     prompt_logprobs: bool = False
+    checks: CheckedKinds | None = None
 
     @property
     def overhang(self) -> int:
@@ -91,6 +96,11 @@ class StepGeometry:
     def num_waiting(self) -> int:
         """Committed positions of a slot that may wait for the draft model, at most: as many as one pass takes."""
         return max(self.max_rows, min(MAX_WAITING, MAX_PASS_ROWS // self.max_batch))
+
+    @property
+    def range_names(self) -> RangeNames:
+        """What profiles call the stages of a step, by how it speculates."""
+        return OWN_NAMES if self.speculator is None else self.speculator.range_names
 
     @property
     def state_sizes(self) -> StateSizes:
@@ -165,19 +175,26 @@ class StepGeometry:
         return -(self.partial.num_queries if self.partial.lossless else self.prefill_size(self.partial.buffer))
 
     @cached_property
-    def tables(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """RoPE's cos and sin of "target" and, where it has its own, "draft", [C, D / 2] float32; made once for all."""
-        target = (self.config.rope, self.config.head_dim)
-        tables = {"target": rope_tables(*target, self.num_positions)}
-        own = None if self.speculator is None else self.speculator.rope
-        if own is not None:
-            tables["draft"] = tables["target"] if own == target else rope_tables(*own, self.num_positions)
-        return tables
+    def tables(self) -> Mapping[Rotation, tuple[str, torch.Tensor, torch.Tensor]]:
+        """RoPE's tables of all layers: their name, cos and sin [C, D / 2] float32, made once for all programs.
+
+        A target's tables are "target", and "target.1" and so on where its layers turn differently; a speculator's own
+        are "draft".
+        """
+        made: dict[Rotation, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        drafts = () if self.speculator is None else self.speculator.rotations
+        for owner, rotations in (("target", self.config.rotations), ("draft", drafts)):
+            for number, rotation in enumerate(rotations):
+                if rotation not in made:
+                    name = f"{owner}.{number}" if number else owner
+                    made[rotation] = name, *rope_tables(*rotation, self.num_positions)
+        return made
 
 
 def state_specs(geometry: StepGeometry) -> list[BufferSpec]:
     """All buffers of role STATE, COMMAND and PUBLICATION."""
     state = [*_slot_state(geometry), *_host_buffers(geometry), *_kept_state(geometry)]
+    state += [] if geometry.checks is None else check_specs(geometry.max_batch, RING_ENTRIES)
     return state if geometry.max_width is None else [*state, *_width_state(geometry, geometry.max_width)]
 
 
@@ -309,7 +326,7 @@ def declare_state(builder: ProgramBuilder, geometry: StepGeometry, fewer: Mappin
 
     fewer  rows of the buffers of which the program has not the most
     """
-    coded, layers = geometry.config.coded_kv, [f"k_cache.{layer}" for layer in range(geometry.config.num_layers)]
+    coded, layers = geometry.config.coded_kv, [f"k_cache.{layer}" for layer in geometry.config.attentions]
     for spec in state_specs(geometry):
         own_rows = (fewer.get(spec.name, spec.shape[0]), *spec.shape[1:])
         builder.declare(replace(spec, shape=own_rows))
@@ -319,12 +336,9 @@ def declare_state(builder: ProgramBuilder, geometry: StepGeometry, fewer: Mappin
             builder.constant(scales_name(spec.name), scales)
 
 
-def declare_tables(builder: ProgramBuilder, geometry: StepGeometry) -> dict[str, tuple[str, str]]:
-    """RoPE tables of the target and the speculator as constants, [C, D / 2] float32; equal ones are one."""
-    names: dict[str, tuple[str, str]] = {}
-    known: dict[int, tuple[str, str]] = {}
-    for owner, (cos, sin) in geometry.tables.items():
-        if id(cos) not in known:
-            known[id(cos)] = (builder.constant(f"{owner}.cos", cos), builder.constant(f"{owner}.sin", sin))
-        names[owner] = known[id(cos)]
-    return names
+def declare_tables(builder: ProgramBuilder, geometry: StepGeometry) -> Tables:
+    """RoPE tables of the target and the speculator as constants, [C, D / 2] float32; layers that agree share them."""
+    return {
+        rotation: (builder.constant(f"{name}.cos", cos), builder.constant(f"{name}.sin", sin))
+        for rotation, (name, cos, sin) in geometry.tables.items()
+    }

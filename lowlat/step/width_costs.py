@@ -13,6 +13,7 @@ from lowlat.graphs import Bucket
 from lowlat.graphs.program import Op, Program
 from lowlat.kernels.formats import matrix_parts
 from lowlat.kernels.reference.speculation.widths import BASE, LARGEST_COST, SLOPE, UNIT
+from lowlat.step.variants import bodies_of
 
 __all__ = ["Costs", "StepCosts", "by_bytes", "cost_table"]
 
@@ -49,7 +50,7 @@ def by_bytes(programs: Mapping[Bucket, Program], bucket: Bucket, weights: Mappin
 
     weights  by canonical name; their content is not read
     """
-    steps = [programs[body] for body in bucket.bodies]
+    steps = [programs[body] for body in bodies_of(bucket)]
     base = [float(sum(_weight_bytes(op, weights) for op in step.ops)) for step in steps]
     return StepCosts(base, [float(sum(_position_bytes(op, step) for op in step.ops)) for step in steps])
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from lowlat.graphs import Bucket, BucketLadder, BufferSet
+from lowlat.graphs import Bucket, BufferSet
 from lowlat.graphs.program import Program
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
@@ -30,7 +30,9 @@ from lowlat.kernels.reference.step.slot_record import (
 )
 from lowlat.options.directories import cache_directory
 from lowlat.options.installed import installed_version
+from lowlat.step.ladder import StepLadder
 from lowlat.step.state import StepGeometry, waiting_boundaries
+from lowlat.step.variants import bodies_of
 from lowlat.step.width_costs import Costs, StepCosts, by_bytes, cost_table
 
 __all__ = ["by_time", "set_costs"]
@@ -80,7 +82,7 @@ class CapturedSteps(StepRunner, Protocol):
 
 def set_costs(
     executor: StepRunner,
-    ladder: BucketLadder,
+    ladder: StepLadder,
     geometry: StepGeometry,
     programs: Mapping[Bucket, Program],
     weights: Mapping[str, torch.Tensor],
@@ -129,7 +131,7 @@ def by_time(executor: CapturedSteps, buckets: Sequence[Bucket], num_waiting: int
     num_waiting  positions that may wait for the draft model; 0: nothing waits
     Nothing may be under way. Raises DeviceError where the device fails.
     """
-    even = {bucket: StepCosts([1.0] * len(bucket.bodies), [0.0] * len(bucket.bodies)) for bucket in buckets}
+    even = {bucket: StepCosts([1.0] * len(bodies_of(bucket)), [0.0] * len(bodies_of(bucket))) for bucket in buckets}
     _write_costs(executor, even, 0)
     most = executor.state["tokens"].shape[1] - (STEPS + 1) * executor.state["drafts"].shape[1]
     near, far = (max(1, min(context, most)) for context in CONTEXTS)
@@ -232,7 +234,10 @@ def _read(path: Path, facts: str, buckets: Sequence[Bucket]) -> dict[Bucket, Ste
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     fits = all(
-        len(base) == len(slopes) == len(bucket.bodies) and min(base) >= 0.0 and max(base) > 0.0 and min(slopes) >= 0.0
+        len(base) == len(slopes) == len(bodies_of(bucket))
+        and min(base) >= 0.0
+        and max(base) > 0.0
+        and min(slopes) >= 0.0
         for bucket, (base, slopes) in numbers.items()
     )
     if not fits or values.get("facts") != facts:

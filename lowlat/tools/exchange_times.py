@@ -17,7 +17,8 @@ import torch
 from lowlat.errors import DeviceError
 from lowlat.executors.distributed.peers import PeerMemory, peer_problem
 from lowlat.executors.launcher import Launcher
-from lowlat.graphs.capture import CapturedGraph, capture
+from lowlat.graphs.capture import capture
+from lowlat.graphs.replay import CapturedGraph
 from lowlat.kernels.collectives.exchange import Channel, exchange_add, exchange_add_norm
 from lowlat.kernels.collectives.peers.words import MAX_RANKS
 from lowlat.kernels.elementwise.norm import add_norm

@@ -33,6 +33,7 @@ from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.prefill import build_prefill
 from lowlat.step.state import StepGeometry
+from lowlat.step.variants import bodies_of
 from lowlat.tools.bench.geometry import Geometry, read_geometries
 from lowlat.tools.draft_model.random_models import random_speculator
 from lowlat.tools.gpus import DescribedGpu
@@ -120,9 +121,8 @@ def plan_step(
 
 def _parts(bucket: Bucket, depth: int) -> list[Bucket]:
     """The buckets whose programs are one step at the full draft length."""
-    if not bucket.chooses:
-        return [bucket]
-    return [bucket, bucket.bodies[depth]]
+    bodies = bodies_of(bucket)
+    return [bucket, bodies[depth]] if bodies else [bucket]
 
 
 def target_config(model: Path, dtype: str = "auto") -> ModelConfig:

@@ -24,6 +24,7 @@ from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.variants import may_repeat
 from lowlat.tools.tune.pairs import META, LoweredPrograms, Pair, rounded_pair
 
 __all__ = ["compile_all", "kernels_of"]
@@ -58,11 +59,7 @@ def kernels_of(
         places = [RankPlace(number, peers) for number in range(len(ranks))]
     found: dict[str, Kernel] = {}
     for rank, place in zip(ranks, places, strict=True):
-        looping = [
-            program
-            for bucket, program in rank.programs.items()
-            if options.device_loop and not bucket.prefilled and not bucket.verifies
-        ]
+        looping = [program for bucket, program in rank.programs.items() if options.device_loop and may_repeat(bucket)]
         own = None if place is None else rank.config
         lowered = LoweredPrograms(pair, card, (*rank.programs.values(), *rank.prefills.values()), own, place)
         found |= {call.kernel.name: call.kernel for call in _calls(lowered, looping, card)}

@@ -17,7 +17,7 @@ from lowlat.errors import ConfigError, LowlatError, RequestError
 from lowlat.options.request import SamplingParams
 from lowlat.text import TextCodec
 
-__all__ = ["OPTIONS", "Divergence", "Model", "Quality", "measure_quality", "prompt_logits", "read_text"]
+__all__ = ["OPTIONS", "Divergence", "Model", "Quality", "Sums", "measure_quality", "prompt_logits", "read_text"]
 
 OPTIONS: dict[str, Any] = {"max_batch": 1, "prefix_reuse": False, "prompt_logits": True}  # of the runtimes
 MAX_TEXT_BYTES = 64 << 20
@@ -120,7 +120,7 @@ def measure_quality(
     total = sum(len(window) - 1 for window in windows)
     if not total:
         raise RequestError(f"{text_name}: {len(tokens)} tokens leave none to predict; give a longer text")
-    sums = _Sums(len(runtimes))
+    sums = Sums(len(runtimes))
     for window in windows:
         for start, logits in _chunks(runtimes, window):
             sums.add(logits, window[start + 1 : start + 1 + logits[0].shape[0]])
@@ -167,7 +167,7 @@ def _chunks(runtimes: Sequence[Runtime], window: Sequence[int]) -> Iterator[tupl
         start += chunks[0].shape[0]
 
 
-class _Sums:
+class Sums:
     """Figures added up over positions."""
 
     def __init__(self, num_models: int) -> None:

@@ -15,8 +15,10 @@ from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import DeviceError, LowlatError
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.launcher import Launcher
-from lowlat.graphs.capture import CapturedGraph, Choice, capture, capture_choice, capture_loop
+from lowlat.graphs.capture import Choice, capture, capture_choice
 from lowlat.graphs.launch import KernelLaunch, Launch
+from lowlat.graphs.loop import capture_loop
+from lowlat.graphs.replay import CapturedGraph
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, types
 

@@ -67,9 +67,12 @@ def head_of(runtime: Runtime) -> int:
 
 
 def drained(runtime: Runtime) -> None:
-    """Pass over what was published, and end every request."""
+    """Pass over what was published, also by steps that the test launched itself, and end every request."""
     runtime.executor.synchronize()
-    runtime._mailbox.poll()
+    mailbox, in_flight = runtime._steps.mailbox, runtime._steps.launches.in_flight
+    mailbox.poll()
+    in_flight.saw(in_flight.num_seen + in_flight.num_steps)
+    in_flight.num_seen = mailbox.num_seen
     for name in list(runtime._requests):
         runtime.cancel(name)
     runtime.submit([1], params(0, 1))

@@ -14,7 +14,8 @@ from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.engine.mailbox import Mailbox
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs import BufferSet, Paging
-from lowlat.graphs.capture import CapturedGraph, capture
+from lowlat.graphs.capture import capture
+from lowlat.graphs.replay import CapturedGraph
 from lowlat.lowering.memory import temporary_bytes
 from lowlat.step import state as shapes
 from lowlat.step.prefill import build_prefill

@@ -8,7 +8,7 @@ import torch
 
 import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.graphs import Bucket
+from lowlat.step.variants import first_token_bucket
 
 DEMO = Path(lowlat.__file__).parent / "demo"
 HEAD = SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=3, strict=True)
@@ -52,7 +52,7 @@ def test_logits_agree_with_the_cpu() -> None:
             runtime.submit(held_out(1)[0], SamplingParams(max_tokens=1))
             while runtime.busy:
                 runtime.step(0)
-            logits[device] = runtime.executor.scratch(Bucket.first_token(0))["target.logits"].float().cpu()
+            logits[device] = runtime.executor.scratch(first_token_bucket(0))["target.logits"].float().cpu()
     difference = (logits["cuda"] - logits["cpu"]).norm() / logits["cpu"].norm()
     assert difference < 1e-2  # bf16 buffers round both; products accumulate in float32
 

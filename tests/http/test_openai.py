@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import FakeCodec, expected_text, expected_tokens
+from fake_engine import NUMERICS, FakeCodec, expected_text, expected_tokens
 from gateway import KEY, RunningGateway, ScriptedEngine, running_gateway
 
 from lowlat.ipc.messages import Message
@@ -56,6 +56,7 @@ def test_a_chat_streams_with_usage(client: openai.OpenAI) -> None:
     assert [chunk.choices[0].finish_reason for chunk in steps] == [None] * (len(steps) - 1) + ["length"]
     assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 6
     assert len({chunk.id for chunk in chunks}) == 1 and len(steps) > 2
+    assert {chunk.system_fingerprint for chunk in chunks} == {f"fp_{NUMERICS}"}
 
 
 def test_a_chat_without_a_limit_has_the_rest_of_the_context(tmp_path: Path) -> None:

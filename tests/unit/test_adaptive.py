@@ -16,13 +16,15 @@ from tiny_models import PairPaths, make_pair
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import ConfigError
 from lowlat.executors.workspace import SharedWorkspace
-from lowlat.graphs import Bucket, BucketLadder, BufferSet
+from lowlat.graphs import Bucket, BufferSet
 from lowlat.kernels.toolchain.digests import source_digest
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.lower import lower
 from lowlat.step import width_times
 from lowlat.step.adaptive import build_adaptive
+from lowlat.step.ladder import StepLadder
+from lowlat.step.variants import bodies_of, choice_bucket, is_choice
 from lowlat.step.width_costs import StepCosts
 
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
@@ -96,7 +98,7 @@ def test_all_programs_lower() -> None:
     """
     pair = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=3)
     alone = Pair(DEMO / "target")
-    ladder, counts = BucketLadder([2], {depth: depth + 1 for depth in range(4)}, adaptive=True), {}
+    ladder, counts = StepLadder([2], {depth: depth + 1 for depth in range(4)}, adaptive=True), {}
     for bucket in ladder.programs:
         program = build_adaptive(pair.geometry, bucket)
         buffers = BufferSet(program.buffers.values(), torch.device("cpu"), program.constants)
@@ -105,23 +107,23 @@ def test_all_programs_lower() -> None:
         calls = [call for group in lower(binding) for call in group.kernel_calls]
         counts[bucket] = len(calls)
         unlinked = [call.kernel.name for call in calls if not call.kernel.linked]
-        assert len(unlinked) == bucket.chooses
+        assert len(unlinked) == is_choice(bucket)
     for bucket in ladder.buckets:
         assert counts[bucket] == 1
-        for body in bucket.bodies[1:-1]:
+        for body in bodies_of(bucket)[1:-1]:
             assert counts[body] == len(pair.lower(body.num_speculative_tokens, body.batch).calls)
-        assert counts[bucket.bodies[0]] + counts[bucket] == len(alone.lower(0, bucket.batch).calls)
+        assert counts[bodies_of(bucket)[0]] + counts[bucket] == len(alone.lower(0, bucket.batch).calls)
 
 
 def test_what_an_opening_leaves_is_its_bodies() -> None:
     """Slots and rows have one address in an opening and its bodies, and another in those of other batches."""
     geometry = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=3).geometry
-    ladder = BucketLadder([1, 2], {depth: depth + 1 for depth in range(4)}, adaptive=True)
+    ladder = StepLadder([1, 2], {depth: depth + 1 for depth in range(4)}, adaptive=True)
     for bucket in ladder.buckets:
-        opening, *bodies = (build_adaptive(geometry, each) for each in (bucket, *bucket.bodies))
+        opening, *bodies = (build_adaptive(geometry, each) for each in (bucket, *bodies_of(bucket)))
         left = {name: spec for name, spec in opening.buffers.items() if name.startswith("opened.")}
         assert len(left) == 10 and all(name.startswith(f"opened.{bucket.batch}.") for name in left)
-        for body, program in zip(bucket.bodies, bodies, strict=True):
+        for body, program in zip(bodies_of(bucket), bodies, strict=True):
             taken = {name: spec for name, spec in program.buffers.items() if name.startswith("opened.")}
             assert taken.items() <= left.items() and len(taken) == (1 if body.num_speculative_tokens else 10)
 
@@ -142,7 +144,7 @@ def test_what_cannot_be_chosen_is_refused(pair: PairPaths) -> None:
 
 def test_times_are_kept_for_the_same_facts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be read, or fits no longer, is measured anew."""
-    bucket = Bucket(1, 3, 2, chooses=True)
+    bucket = choice_bucket(1, 2)
     measured: list[int] = []
 
     costs = StepCosts([1.0, 1.5, 1.75, 1.25], [0.0, 0.25, 0.5, 0.0])

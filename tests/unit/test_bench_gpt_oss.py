@@ -108,7 +108,7 @@ class StandIn:
         return [2, 3, 4, 3]
 
     def sites(self) -> list[CallSite]:
-        return [CallSite(Stage.BASE_DECODE_STEP, name) for name in ("experts_mlp_x", "router_x")]
+        return [CallSite(Stage.VERIFY, name) for name in ("experts_mlp_x", "router_x")]
 
     def profile(self, num_steps: int, wall: float, sites: list[CallSite]) -> Summary:
         assert sites[0].moved_bytes > 0 and sites[1].moved_bytes == 0, "the experts chosen are counted"

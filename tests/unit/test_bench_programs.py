@@ -1,6 +1,5 @@
 """Programs of bench/, tried on tiny models without a card: what their rows say, and that these add up."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -33,26 +32,19 @@ def test_first_tokens_have_a_row_for_each_prompt_depth_and_way(tmp_path: Path) -
     assert all(row["next_ms_p50"] > 0 and row["runs"] == 2 for row in found["rows"])
 
 
-def test_agreement_is_by_place() -> None:
-    found = specpv._agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]])
-    assert found == {"agreement": 0.875, "diverged_at": [2, None]}
-
-
 def test_a_cycle_of_lossless_specpv_is_its_proposals_and_what_is_left_and_pays_from_some_agreement_on() -> None:
     steps: dict[str, list[Any]] = {"step_ms": [73.0, 61.0, 73.0, 81.0, 89.0], "proposed": [31, 25, 31, 31, 31]}
     found = specpv.Run(**steps, refreshed=[0, 0, 0, 1, 2])
     full, partial = specpv.Run(step_ms=[6.0, 6.0]), specpv.Run(step_ms=[2.0, 2.0])
     sizes = PartialKV(64, 4, 8, 2, 4, buffer=31, threshold=8192, num_refresh_steps=32, lossless=True)
-    options = argparse.Namespace(batch=1, accept=3.1)
-    cycle = specpv._cycle(sizes, options, found, full, partial)
+    cycle = specpv.cycle(sizes, 1, 3.1, found, full, partial)
     names = ("partial_steps_a_cycle", "ms_a_proposal", "ms_a_verification", "ms_a_refresh")
     assert [cycle[name] for name in names] == [31, 2.0, 11.0, 8.0]
     # ten steps of 2 ms, 11 ms and a quarter of 8 ms bring 32 tokens where each is right, steps over all 3.1 in 6 ms
     gains = cycle["gain_by_agreement"]
     assert gains["1.0"] == pytest.approx(32 / 33 / (3.1 / 6), abs=1e-3)
     assert gains["0.9"] < 1 < gains["0.97"] < gains["0.99"] < gains["1.0"]
-    options.batch = 4  # each request is refreshed by itself
-    four = specpv._cycle(sizes, options, found, full, partial)["gain_by_agreement"]
+    four = specpv.cycle(sizes, 4, 3.1, found, full, partial)["gain_by_agreement"]  # each request is refreshed by itself
     assert four["1.0"] == pytest.approx(32 / 39 / (3.1 / 6), abs=1e-3)
 
 

@@ -14,7 +14,7 @@ from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
 from lowlat.cli.reports import compared, shrink
 from lowlat.cli.reports.shifts import measure_shifts
 from lowlat.engine import loading
-from lowlat.engine import runtime as runtime_module
+from lowlat.engine import steps as steps_module
 from lowlat.engine.memory.plan import available_bytes
 from lowlat.executors.make import make_executor
 from lowlat.executors.reference import ReferenceExecutor
@@ -120,7 +120,7 @@ def test_what_fails_after_the_executor_is_there_closes_it(memory: Memory, monkey
     def failing(*_: Any, **__: Any) -> None:
         raise MemoryError("no room for the books")
 
-    monkeypatch.setattr(runtime_module, "Mailbox", failing)
+    monkeypatch.setattr(steps_module, "Mailbox", failing)
     with pytest.raises(MemoryError, match="books"):
         Runtime.load(TARGET, max_batch=1, max_context=64)
     assert memory.closed == 1

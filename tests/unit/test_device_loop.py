@@ -230,7 +230,7 @@ def test_nothing_comes_after_a_cancel(device_loop: bool, lead: int, make: Make) 
     with runtime:
         names = [runtime.submit(prompt_of(9, number), long(max_draft_tokens=0)) for number in range(2)]
         steps_until(runtime, lambda found: len(found) > 8)
-        slot, seen = runtime.scheduler.slot(names[0]), runtime._mailbox.num_seen
+        slot, seen = runtime.scheduler.slot(names[0]), runtime._steps.mailbox.num_seen
         assert slot is not None
         if lead:
             device.synchronize()  # it has done all that it was given
@@ -412,10 +412,10 @@ def test_entries_from_before_a_request_are_not_its_own(make: Make) -> None:
         steps_until(runtime, lambda found: bool(tokens_of(found, name)))
         request = runtime._requests[name]
         assert request.first_entry > 3
-        assert runtime._is_live(request.slot, request.first_entry)
-        assert not runtime._is_live(request.slot, request.first_entry - 1)
+        assert runtime._requests.is_live(request.slot, request.first_entry)
+        assert not runtime._requests.is_live(request.slot, request.first_entry - 1)
         runtime.cancel(name)
-        assert not runtime._is_live(request.slot, request.first_entry)
+        assert not runtime._requests.is_live(request.slot, request.first_entry)
 
 
 def test_traces_see_one_step_at_a_time(make: Make) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_changes import with_changes
 
 import lowlat
 from lowlat.engine import loading
@@ -17,7 +18,8 @@ from lowlat.kernels.attention.attention import attention, choose_split
 from lowlat.kernels.elementwise.norm import check_width
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.sampling.select import count_chunks
-from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
+from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.layer_spec import ExpertsSpec
 from lowlat.models.target import load_target
 from lowlat.options.config import RuntimeConfig
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
@@ -25,7 +27,9 @@ from lowlat.speculators.eagle3.weights import load_draft_model
 from lowlat.step.state import StepGeometry
 
 DEMO = Path(lowlat.__file__).parent / "demo"
-EXPERTS = ExpertsConfig(4, 2, 7.0, 1.7, "mxfp4")
+EXPERTS = ExpertsSpec(
+    inner_size=64, num_experts=4, num_experts_per_token=2, swiglu_limit=7.0, swiglu_alpha=1.7, weight_format="mxfp4"
+)
 CARD = DeviceChoice(torch.device("cuda", 0), "graph", "a usable NVIDIA card is present")
 
 
@@ -39,27 +43,27 @@ def known() -> tuple[ModelConfig, DraftConfig]:
 def changed(
     known: tuple[ModelConfig, DraftConfig], target: dict[str, Any], head: dict[str, Any] | None
 ) -> tuple[ModelConfig, DraftConfig | None]:
-    return replace(known[0], **target), None if head is None else replace(known[1], **head)
+    return with_changes(known[0], **target), None if head is None else with_changes(known[1], **head)
 
 
 @pytest.mark.parametrize(
     ("target", "head", "problem"),
     [
         ({"dtype": "float32"}, {}, "the kernels compute in bfloat16 and dtype is float32"),
-        ({"experts": replace(EXPERTS, num_experts=257)}, None, "at most 256 experts and the target's layers have 257"),
+        ({"ffn": replace(EXPERTS, num_experts=257)}, None, "at most 256 experts and the target's layers have 257"),
         (
-            {"experts": replace(EXPERTS, num_experts=32, num_experts_per_token=9)},
+            {"ffn": replace(EXPERTS, num_experts=32, num_experts_per_token=9)},
             {},
             "at most 8 experts a token and the target's tokens choose 9",
         ),
-        ({"experts": EXPERTS, "hidden_size": 6176}, None, "a hidden size of at most 6144 where experts are chosen"),
-        ({"experts": EXPERTS, "intermediate_size": 72}, {}, "multiples of 32 as widths of MXFP4"),
+        ({"ffn": EXPERTS, "hidden_size": 6176}, None, "a hidden size of at most 6144 where experts are chosen"),
+        ({"ffn": EXPERTS, "inner_size": 72}, {}, "multiples of 32 as widths of MXFP4"),
         ({"head_dim": 8}, None, "the target's have 8"),
         ({"head_dim": 8}, {}, "heads of 64 or 128 dimensions and the target's have 8"),
         ({}, {"head_dim": 96}, "the draft model's have 96"),
         ({"hidden_size": 60}, {}, "multiples of 8 up to 65536 as widths and the target's hidden size is 60"),
-        ({"intermediate_size": 65544}, {}, "the target's FFN's width is 65544"),
-        ({}, {"intermediate_size": 100}, "the draft model's FFN's width is 100"),
+        ({"inner_size": 65544}, {}, "the target's FFN's width is 65544"),
+        ({}, {"inner_size": 100}, "the draft model's FFN's width is 100"),
         ({"vocab_size": 262145}, None, "vocabularies of at most 262144 and the target's has 262145"),
     ],
 )
@@ -140,7 +144,7 @@ def test_a_context_that_attention_does_not_reach_is_refused(
     kv_heads: int, most: int, known: tuple[ModelConfig, DraftConfig]
 ) -> None:
     """Where the kernels refuse it, to the position; a window in every layer reaches anywhere."""
-    config, head = replace(known[0], num_kv_heads=kv_heads), replace(known[1], num_kv_heads=kv_heads)
+    config, head = with_changes(known[0], num_kv_heads=kv_heads), with_changes(known[1], num_kv_heads=kv_heads)
     for other in (None, head):
         check_positions(geometry(config, other, most))
         with pytest.raises(ConfigError, match=rf"max_context {most + 1} is above {most}, .*lower max_context"):
@@ -148,10 +152,10 @@ def test_a_context_that_attention_does_not_reach_is_refused(
     attend(geometry(config, None, most), kv_heads)
     with pytest.raises(ShapeError, match="exceeds"):
         attend(geometry(config, None, most + 1), kv_heads)
-    windows = replace(config, windows=(128,) * config.num_layers)
+    windows = with_changes(config, windows=(128,) * config.num_layers)
     check_positions(geometry(windows, None, 1 << 20))
     check_positions(geometry(windows, head, 1 << 20, draft_window=256))
-    check_positions(geometry(windows, replace(head, windows=(512,)), 1 << 20))
+    check_positions(geometry(windows, with_changes(head, windows=(512,)), 1 << 20))
     with pytest.raises(ConfigError, match="max_context"):
         check_positions(geometry(windows, head, 1 << 20))
 

@@ -151,7 +151,7 @@ class Played:
                 for output in runtime.step(widths[number] if number < len(widths) else None):
                     tokens[output.request_id] += output.token_ids
                     ends[output.request_id] = output.finish_reason
-        assert not runtime.busy and not runtime._masks
+        assert not runtime.busy and not runtime._steps.masks
         check_invariants(runtime)
         for name, seed in seeds.items():
             expected, reason = self.alone(seed)

@@ -22,8 +22,10 @@ from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.distributed import watchdog
 from lowlat.executors.distributed.watchdog import COLD_FACTOR, MIN_SAMPLES, Watchdog
 from lowlat.executors.eager import EagerExecutor
-from lowlat.executors.graph import GraphExecutor, _Addresses
+from lowlat.executors.graph import GraphExecutor, check_call
 from lowlat.graphs import Bucket
+from lowlat.graphs.audit import OwnedMemory
+from lowlat.graphs.loop import LoopMemory
 from lowlat.graphs.program import PASS
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import H200, Card
@@ -31,6 +33,7 @@ from lowlat.kernels.tuning.table import Entry, Planned, TuningTable
 from lowlat.lowering.binding import LibraryCall
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.step.prefill import build_prefills
+from lowlat.step.variants import first_token_bucket, may_repeat
 from lowlat.tools.gpus import describe_gpu
 from lowlat.tools.precompile import compile_all, kernels_of
 
@@ -53,18 +56,18 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
     """And with multiples of 64 rows, by wide products where the card has them."""
     pair = make_named(name, tmp_path)
     pair.geometry = replace(pair.geometry, prefill_chunk=128, max_prefill_chunks=2, max_context=512)
-    programs = {Bucket(1, 1, 0): pair.program(0, 1), Bucket.first_token(0): pair.program(0, 0)}
+    programs = {Bucket(1, 1, 0): pair.program(0, 1), first_token_bucket(0): pair.program(0, 0)}
     executor: Any = EagerExecutor(programs, build_prefills(pair.geometry), pair.source, CPU)
     sizes = (64, 128, 256)
     assert set(executor._groups) == {*programs, *sizes, PASS}
-    owned = _Addresses(executor.owned())
+    owned = OwnedMemory(executor.owned())
     for call in (call for bucket in programs for group in executor.groups(bucket) for call in group.calls):
-        owned.check(call)
+        check_call(owned, call)
     programs.clear()
     for size in sizes:
         calls = [call for group in executor.groups(size) for call in group.calls]
         for call in calls:
-            owned.check(call)
+            check_call(owned, call)
         names = [call.name if isinstance(call, LibraryCall) else call.kernel.name for call in calls]
         assert any(name.startswith("prefill_gemm") for name in names) == (card is H200)
         assert ("linear" in names) == (card is not H200)
@@ -123,7 +126,7 @@ def test_kernels_compiled_ahead_are_those_of_a_runtime(
         monkeypatch.setattr(executor, "switches", True, raising=False)
         loop = LoopControl(0, executor.state["active"], torch.zeros(1), torch.zeros(1))
         sizes: list[tuple[Any, ...]] = [(size, None) for size in executor._programs]
-        sizes += [(size, loop) for size in programs if not size.prefilled and not size.verifies]
+        sizes += [(size, loop) for size in programs if may_repeat(size)]
         found.update(
             call.kernel.name for each in sizes for group in executor._lower(*each) for call in group.kernel_calls
         )
@@ -195,7 +198,7 @@ def test_a_prefill_that_hangs_is_an_error(card: Card, tmp_path: Path, monkeypatc
     executor = make_executor("llama", card, tmp_path, watchdog=(2.0, 0.1))
     executor.stream = Stuck()
     monkeypatch.setattr(executor, "_run", lambda size: None)
-    for first in (None, Bucket.first_token(0)):
+    for first in (None, first_token_bucket(0)):
         with pytest.raises(DeviceError, match=r"hangs: a prefill has run for .* 0\.1 s are allowed"):
             executor.prefill(64, first)
     executor.close()
@@ -212,22 +215,22 @@ def test_a_first_token_is_waited_for_in_the_ring(card: Card, tmp_path: Path, mon
 
     monkeypatch.setattr(executor, "_run", publish)
     executor.stream = Stuck()
-    executor.prefill(64, Bucket.first_token(0))
-    assert ran == [64, Bucket.first_token(0)]
+    executor.prefill(64, first_token_bucket(0))
+    assert ran == [64, first_token_bucket(0)]
     executor.stream = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
     monkeypatch.setattr(executor, "_run", ran.append)
     with pytest.raises(DeviceError, match="idle and has published no first token"):
-        executor.prefill(64, Bucket.first_token(0))
+        executor.prefill(64, first_token_bucket(0))
     executor.close()
 
 
 def test_a_loop_that_hangs_is_an_error_and_one_that_ends_is_none(card: Card, tmp_path: Path) -> None:
     executor = make_executor("llama", card, tmp_path, watchdog=(2.0, 0.1))
-    executor._stop = torch.zeros(1, dtype=torch.int64).numpy()
+    executor._loop_memory = LoopMemory(CPU, torch.zeros(1, dtype=torch.int64))
     assert GraphExecutor.wait_loop(executor, 5) is False  # idle: it has ended before
     executor.stream = Stuck()
     for stopping in (0, 1):
-        executor._stop[0] = stopping
+        executor._loop_memory.stopping[0] = stopping
         with pytest.raises(DeviceError, match="hangs: step 17"):
             GraphExecutor.wait_loop(executor, MIN_SAMPLES + 1)
     executor.close()

@@ -132,7 +132,7 @@ def test_a_cache_of_codes_takes_half_the_memory_and_has_the_checkpoint_s_scales(
         assert 2 * sum(each.nbytes for each in one.values()) == sum(each.nbytes for each in other.values())
         assert coded.model_config.coded_kv is not None and plain.model_config.coded_kv is None
         first, second = coded.model_config.coded_kv.scales
-        heads = coded.model_config.num_kv_heads
+        heads = coded.model_config.attention.num_kv_heads
         by_head = torch.linspace(0.02, 0.3, heads).bfloat16().tolist()
         assert first == (tuple(by_head), tuple(reversed(by_head)))
         assert second == (
@@ -182,4 +182,5 @@ def test_older_names_of_scales_are_read(name: str, pair: PairPaths, tmp_path: Pa
     scales = {f"model.layers.1.self_attn.{name.format(part)}": torch.tensor(0.25) for part in "kv"}
     save_file(tensors | scales, tmp_path / "model.safetensors")
     config = code_kv(open_target(tmp_path)).config
-    assert config.coded_kv is not None and {*map(sum, config.coded_kv.scales[1])} == {0.25 * config.num_kv_heads}
+    heads = config.attention.num_kv_heads
+    assert config.coded_kv is not None and {*map(sum, config.coded_kv.scales[1])} == {0.25 * heads}

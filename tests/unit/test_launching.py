@@ -11,8 +11,10 @@ import torch
 from lowlat.errors import ConfigError, DeviceError, ShapeError
 from lowlat.executors.launcher import default_cache_directory, parameters_of
 from lowlat.graphs import BufferSet, BufferSpec, Role, aligned_bytes
-from lowlat.graphs.capture import Choice, audit, capture, capture_choice, capture_loop
+from lowlat.graphs.audit import audit
+from lowlat.graphs.capture import Choice, capture, capture_choice
 from lowlat.graphs.launch import KernelLaunch
+from lowlat.graphs.loop import capture_loop
 from lowlat.ipc.endpoint import default_endpoint
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, types

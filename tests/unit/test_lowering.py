@@ -27,8 +27,10 @@ from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.fusion import Fusion, cover
 from lowlat.lowering.lower import FUSIONS, lower
 from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
+from lowlat.step.variants import WIDE, first_token_bucket
 
 BATCHES = (1, 2, 4, 8)
 SPECPV: dict[str, Any] = {"enable_specpv": True, "specpv_n_retrieval_blocks": 4, "specpv_partial_threshold": 0}
@@ -274,13 +276,13 @@ AROUND += ["gather_features", "decode_gemm_bfloat16", "draft_input", "publish"]
 def test_kernels_of_a_layer_and_of_a_level(name: str, batch: int, lowered: LoweredPairs) -> None:
     """Every kernel more costs a microsecond a layer: the number is pinned."""
     for depth in (0, 7):
-        target = kinds_of(lowered(name, depth, batch), Stage.BASE_DECODE_STEP)
+        target = kinds_of(lowered(name, depth, batch), Stage.VERIFY)
         layer = [*QKV[name], *(AFTER if batch * (depth + 1) <= 8 else AFTER_MANY)]
         assert target == ["embed_norm", *layer, *layer, "decode_gemm_float32"]
-    drafting = [stage for stage in Stage if stage.startswith("EAGLE_DRAFT_") and stage is not Stage.EAGLE_DRAFT_FC]
+    drafting = [stage for stage in Stage if stage.startswith("DRAFT_") and stage is not Stage.DRAFT_FC]
     shallow, deep = (kinds_of(lowered(name, depth, batch), *drafting) for depth in (1, 7))
     assert deep == [*shallow[:-1], *6 * ["draft_level_input", *LEVEL], "argmax"]
-    around = [stage for stage in Stage if stage not in (*drafting, Stage.BASE_DECODE_STEP)]
+    around = [stage for stage in Stage if stage not in (*drafting, Stage.VERIFY)]
     for depth in (0, 1, 7):
         assert kinds_of(lowered(name, depth, batch), *around) == AROUND
 
@@ -300,7 +302,7 @@ def test_a_draft_model_s_layers_before_its_last_cost_what_a_target_s_do(lowered:
     windowed = [kernel for kernel in AFTER if kernel != "attention_combine"]
     before = [*("decode_gemm_rotate", *AFTER), *("decode_gemm_rotate", *windowed), "norms", "decode_gemm_rotate"]
     last = ["decode_gemm_rotate", *windowed, "decode_gemm_float32"]
-    drafting = [stage for stage in Stage if stage.startswith("EAGLE_DRAFT_") and stage is not Stage.EAGLE_DRAFT_FC]
+    drafting = [stage for stage in Stage if stage.startswith("DRAFT_") and stage is not Stage.DRAFT_FC]
     for depth in (1, 3):
         expected = [*before, "take_last", *last, *["draft_level_input", *before, *last] * (depth - 1), "argmax"]
         assert kinds_of(lowered("llama+several_layers", depth, 2), *drafting) == expected
@@ -309,7 +311,7 @@ def test_a_draft_model_s_layers_before_its_last_cost_what_a_target_s_do(lowered:
 @pytest.mark.parametrize("depth", [2, 7])
 def test_parallel_drafts_cost_one_pass_whatever_their_number(depth: int, lowered: LoweredPairs) -> None:
     """The draft model's weights are read once: each product stands there once."""
-    drafting = [stage for stage in Stage if stage.startswith("EAGLE_DRAFT_") and stage is not Stage.EAGLE_DRAFT_FC]
+    drafting = [stage for stage in Stage if stage.startswith("DRAFT_") and stage is not Stage.DRAFT_FC]
     for batch in (0, 1):
         kinds = kinds_of(lowered("llama+parallel", depth, batch), *drafting)
         assert sum(kind.startswith("decode_gemm") for kind in kinds) == 10  # two layers', the LM head's
@@ -325,7 +327,7 @@ def test_parallel_drafts_cost_one_pass_whatever_their_number(depth: int, lowered
 def test_dsparks_levels_have_small_products_alone(lowered: LoweredPairs) -> None:
     """A layer over the block, LM head and the gate of all states; by level the gate of a token, its biased logits with
     their partial argmax, and the choice, which has the next level's vectors."""
-    drafting = [stage for stage in Stage if stage.startswith("EAGLE_DRAFT_")]
+    drafting = [stage for stage in Stage if stage.startswith("DRAFT_")]
     kinds = kinds_of(lowered("llama+dspark", 3, 0), *drafting)
     products = sum(kind.startswith("decode_gemm") for kind in kinds)
     assert products == 4 + 2 + 2 * 3
@@ -366,6 +368,29 @@ def test_options_of_speculation_are_lowered_too(speculation: dict[str, Any], low
     assert {call.kernel.name for call in step.calls} != {call.kernel.name for call in plain.calls}
 
 
+@pytest.mark.parametrize("name", ["llama", "llama+parallel"])
+def test_checks_are_lowered_too(name: str, lowered: LoweredPairs) -> None:
+    """Each by its own kernel, and rows are laid out, and drafts accepted, by the kernels that are left around them."""
+    pair = lowered.pair(name, tree=True)
+    geometry = replace(pair.geometry, checks=CheckedKinds(masks=True, spans=True, lengths=True, falls_back=True))
+    topology, known = pair.topologies[3], {family(kernel) for _, kernel in examples()}
+    for bucket in (Bucket(2, topology.num_nodes, 3), first_token_bucket(3)):
+        step = pair.lower_program(build_step(geometry, bucket, topology))
+        test_every_operation_is_covered_once_and_in_order(step)
+        test_calls_reach_what_their_operations_name_and_nothing_hidden(step)
+        test_every_tensor_of_a_call_is_somebody_s(step)
+        test_arguments_fit_their_parameters(step)
+        check_early_reads(step)
+        groups = [group.name for group in step.groups]
+        assert [each for each in groups if each.startswith("check_")] == [
+            *("check_slots", "check_rows", "check_accepted", "check_commit")
+        ]
+        behind = step.groups[groups.index("check_rows") + 1]
+        call = behind.kernel_calls[0]
+        assert behind.stage is not Stage.ACTIVE_SLOTS and (not call.dependent or call.kernel.settles)
+        assert {family(call.kernel) for call in step.calls} <= known
+
+
 def test_what_prefill_does_for_specpv_is_lowered(lowered: LoweredPairs) -> None:
     pair = lowered.pair("llama", **SPECPV)
     for size in (32, pair.geometry.refresh_size):
@@ -375,7 +400,7 @@ def test_what_prefill_does_for_specpv_is_lowered(lowered: LoweredPairs) -> None:
         assert [names.count(name) for name in ("summarise_blocks", "block_scores", "choose_blocks")] == [2, 2, 2]
     lossless = lowered.pair("llama", **SPECPV, specpv_lossless=True, specpv_n_spec_tokens_buf=31)
     geometry = lossless.geometry
-    verifier = build_step(geometry, Bucket(8, geometry.max_rows, 7, verifies=True), TreeTopology.chain(7))
+    verifier = build_step(geometry, Bucket(8, geometry.max_rows, 7, WIDE), TreeTopology.chain(7))
     for program in (verifier, build_prefill(geometry, geometry.refresh_size)):
         test_every_operation_is_covered_once_and_in_order(lossless.lower_program(program))
     assert geometry.max_rows == 32 and not any(op.kind == "partial_attention" for op in verifier.ops)
@@ -391,11 +416,11 @@ def small_program(then: str) -> Program:
     for name, dtype in (("product", torch.float32), ("out", torch.bfloat16), ("rounded", torch.bfloat16)):
         builder.scratch(name, (2, 64), dtype)
     linear = {"reads": {"x": "x"}, "writes": {"out": "product"}, "weights": {"weight": "w.weight"}, "row_block": 8}
-    builder.emit("linear", Stage.BASE_DECODE_STEP, **linear)  # type: ignore[arg-type]
-    builder.emit("add", Stage.BASE_DECODE_STEP, reads={"a": "residual", "b": "product"}, writes={"out": "out"})
+    builder.emit("linear", Stage.VERIFY, **linear)  # type: ignore[arg-type]
+    builder.emit("add", Stage.VERIFY, reads={"a": "residual", "b": "product"}, writes={"out": "out"})
     if then == "overwritten":
-        builder.emit("linear", Stage.BASE_DECODE_STEP, **linear)  # type: ignore[arg-type]
-    builder.emit("cast", Stage.BASE_DECODE_STEP, reads={"x": "product"}, writes={"out": "rounded"})
+        builder.emit("linear", Stage.VERIFY, **linear)  # type: ignore[arg-type]
+    builder.emit("cast", Stage.VERIFY, reads={"x": "product"}, writes={"out": "rounded"})
     return builder.build()
 
 

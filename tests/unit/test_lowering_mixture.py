@@ -32,7 +32,7 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> LoweredPairs:
 def test_kernels_of_a_mixture_s_layers(name: str, depth: int, batch: int, lowered: LoweredPairs) -> None:
     """Windows first, then all positions: 5 launches and 6; windows of more than a few tiles have 6 too. The product
     after the experts norms up to eight rows for itself."""
-    kinds = kinds_of(lowered(f"{name}+{'plain' if depth else 'alone'}", depth, batch), Stage.BASE_DECODE_STEP)
+    kinds = kinds_of(lowered(f"{name}+{'plain' if depth else 'alone'}", depth, batch), Stage.VERIFY)
     rows = batch * (depth + 1)
     tail = MIXTURE_TAIL if rows <= 8 else [*MIXTURE_TAIL, "norms"]
     short = [*MIXTURE_HEAD, *tail] if name == "gpt_oss" else [*MIXTURE_HEAD, "attention_combine", *tail]
@@ -154,7 +154,7 @@ def test_weighed_products_that_others_read_are_written(lowered: LoweredPairs) ->
     step = lowered("gpt_oss+alone", 0, 2)
     down = place_of(step, "experts_down")
     product = step.program.ops[down].writes["out"]
-    cast = Op("cast", Stage.BASE_DECODE_STEP, {"x": product}, {"out": "rounded"}, {}, {})
+    cast = Op("cast", Stage.VERIFY, {"x": product}, {"out": "rounded"}, {}, {})
     ops = (*step.program.ops[: down + 2], cast, *step.program.ops[down + 2 :])
     spec = BufferSpec("rounded", step.buffers[product].shape, torch.bfloat16, Role.SCRATCH)
     program = replace(step.program, ops=ops, buffers={**step.program.buffers, "rounded": spec})

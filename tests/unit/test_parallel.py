@@ -23,9 +23,11 @@ from lowlat.executors.distributed import parallel
 from lowlat.executors.distributed.parts import place_parts
 from lowlat.executors.distributed.peers import PeerMemory, peer_problem, planned_bytes
 from lowlat.executors.distributed.place import RankPlace
-from lowlat.executors.graph import GraphExecutor, _Addresses
+from lowlat.executors.graph import GraphExecutor, check_call
 from lowlat.executors.make import Rank, refuse_ranks
 from lowlat.graphs import Bucket, Role
+from lowlat.graphs.audit import OwnedMemory
+from lowlat.graphs.replay import Replays
 from lowlat.kernels.collectives.peers.words import HOST_GAVE_UP
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.models.rank_weights import rank_weights
@@ -35,12 +37,13 @@ from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
+from lowlat.step.variants import first_token_bucket
 from lowlat.tools.bench.geometry import random_target, read_geometries
 from lowlat.tools.gpus import describe_gpu
 from lowlat.tools.precompile import kernels_of
 
 BUCKET = Bucket(1, 1, 0)
-BUCKETS = {Bucket(2, 1, 0): 0, Bucket(1, 4, 3): 3, Bucket.first_token(0): 0}
+BUCKETS = {Bucket(2, 1, 0): 0, Bucket(1, 4, 3): 3, first_token_bucket(0): 0}
 
 
 @pytest.fixture
@@ -89,15 +92,15 @@ def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_exchange_by(n
             assert len(forwards) == ops.count("apply_commands")
             assert all(launched[place + 1].startswith("begin_step") for place in forwards)
     for executor in ranks:
-        owned = _Addresses(executor.owned())
+        owned = OwnedMemory(executor.owned())
         for key in (*every[0], *every[1]):
             for group in executor.groups(key):
                 for call in group.calls:
-                    owned.check(call)
+                    check_call(owned, call)
     exchanged = next(group.calls[0] for group in ranks[0].groups(Bucket(2, 1, 0)) if group.name == "exchange")
     others = {area.data_ptr() for area in exchanged.arguments[-8:] if isinstance(area, torch.Tensor)}
     with pytest.raises(DeviceError, match="nobody owns"):
-        _Addresses([each for each in ranks[0].owned() if each.data_ptr() not in others]).check(exchanged)
+        check_call(OwnedMemory([each for each in ranks[0].owned() if each.data_ptr() not in others]), exchanged)
     for executor in ranks:
         executor.close()
 
@@ -232,7 +235,8 @@ class Broken:
 def test_a_launch_that_fails_names_its_device() -> None:
     lost: Any = object.__new__(GraphExecutor)
     lost.device, lost._core_stream, lost._failed = torch.device("cuda", 1), None, False
-    lost._graphs = lost._loops = {BUCKET: Broken()}
+    lost._graphs = Replays(None)
+    lost._graphs[BUCKET] = Broken()
     with pytest.raises(DeviceError, match=r"cuda:1 failed: .*CUDA_ERROR_ILLEGAL_ADDRESS"):
         lost.step(BUCKET)
     assert lost.failed
@@ -255,7 +259,7 @@ def test_each_card_is_sent_its_part_and_lets_go_of_it() -> None:
     plan = {name: shape for name, (shape, _) in weight_plan(target).items() if "layers" not in name}
     whole = {name: torch.randn(shape) for name, shape in plan.items()}
     whole["embed.weight"] = whole["lm_head.weight"] = torch.randn(target.vocab_size, hidden)
-    whole["layers.0.o.weight"] = torch.randn(hidden, target.query_size)
+    whole["layers.0.o.weight"] = torch.randn(hidden, target.attention.query_size)
     placed = place_parts(whole, config, [CPU, CPU])
     for rank, part in enumerate(placed):
         expected = rank_weights(whole, config[rank])

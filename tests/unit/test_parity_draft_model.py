@@ -13,7 +13,7 @@ from tiny_dflash import PaperDflash, PaperDspark, dflash_draft_model
 from tiny_models import make_target, random_draft_model, residual_streams
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.graphs import Bucket
+from lowlat.step.variants import first_token_bucket
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 TOLERANCE = 1e-4
@@ -137,7 +137,7 @@ def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int, fi
     features = pair.features(tokens)
     assert drafts == pair.paper.draft_chain(tokens, features, depth)
     expected = pair.paper.draft_logits(tokens, features, drafts[:-1])
-    scratch = runtime.executor.scratch(Bucket.first_token(depth) if first else runtime.ladder.choose(1, depth))
+    scratch = runtime.executor.scratch(first_token_bucket(depth) if first else runtime.ladder.choose(1, depth))
     rank = pair.method == "dspark" and pair.paper.config["heads"]["markov_rank"]
     name = "draft.0.level.{}.logits" if rank else "draft.{}.logits"
     if rank or pair.method == "eagle3":

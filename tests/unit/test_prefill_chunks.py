@@ -120,7 +120,7 @@ def test_a_layer_with_a_window_gathers_fewer_keys(tmp_path: Path) -> None:
     def planned(made: Any) -> int:
         return workspace_bytes(made, lambda name: pair.source[name].shape)
 
-    row_bytes = config.num_kv_heads * config.head_dim * pair.geometry.dtype.itemsize
+    row_bytes = config.attention.kv_size * pair.geometry.dtype.itemsize
     fewer = planned(program) - planned(replace(program, ops=windowed))
     assert fewer == 2 * (4096 - 256) * row_bytes  # positions in whole tiles
     plain, kernels = (

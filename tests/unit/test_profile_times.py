@@ -14,8 +14,8 @@ from lowlat.tools.profile.times import CallSite, KernelEvent, StepTimes, attribu
 from lowlat.tools.profile.trace import make_trace, write_trace
 
 BASE, ACCEPT, COMMIT, PUBLISH = (
-    *(Stage.BASE_DECODE_STEP, Stage.EAGLE_ACCEPT),
-    *(Stage.EAGLE_TAIL_COMMIT, Stage.PUBLISH),
+    *(Stage.VERIFY, Stage.ACCEPT),
+    *(Stage.COMMIT, Stage.PUBLISH),
 )
 SITES = (
     CallSite(BASE, "product_a", "product", 4000.0),
@@ -114,7 +114,7 @@ def test_kernels_come_by_what_they_take_with_their_own_durations() -> None:
     assert all(row.share_of_wall is None for row in summary.stages)
     values = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
     assert values["idle"]["share"] == pytest.approx(17 / 101)
-    assert values["stages"][2]["within"] == "EAGLE_ACCEPT"
+    assert values["stages"][2]["within"] == "ACCEPT"
 
 
 def slices(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -138,7 +138,7 @@ def test_trace_has_tracks_of_steps_stages_and_kernels(tmp_path: Path) -> None:
     ]
     stages = [(each["name"], each["ts"], each["dur"]) for each in tracks["stages"]]
     assert stages[:3] == [(str(BASE), 0.0, 10.0), (str(ACCEPT), 10.0, 20.0), (str(PUBLISH), 30.0, 5.0)]
-    assert tracks["stages"][1]["args"]["covers_also"] == ["EAGLE_TAIL_COMMIT"]
+    assert tracks["stages"][1]["args"]["covers_also"] == ["COMMIT"]
     kernels = [each for name, track in tracks.items() if name.startswith("kernels") for each in track]
     assert sorted((each["ts"], each["dur"]) for each in kernels) == sorted((s - 100.0, float(e - s)) for s, e in SPANS)
     assert {each["args"]["stage"] for each in kernels} == {str(BASE), str(ACCEPT), str(PUBLISH)}

@@ -19,7 +19,7 @@ from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors.eager import EagerExecutor
 from lowlat.graphs import Bucket
-from lowlat.graphs.program import Stage
+from lowlat.graphs.program import OWN_NAMES, Program, Stage
 from lowlat.kernels.formats import FORMATS
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.lowering.lower import LoweredGroup
@@ -81,20 +81,20 @@ def test_bytes_are_those_of_weights_and_caches(
     lengths = (101, 41)
     sites = call_sites(groups(bucket), runtime.executor.state, [lengths])
     rows = {row.stage: row for row in summarise(attribute(recorded(sites, 1), sites), 1.0).stages}
-    hidden, kv_size = config.hidden_size, config.num_kv_heads * config.head_dim
-    layer = hidden * (hidden + 2 * kv_size) + hidden * hidden + 3 * hidden * config.intermediate_size
+    hidden, kv_size = config.hidden_size, config.attention.kv_size
+    layer = hidden * (hidden + 2 * kv_size) + hidden * hidden + 3 * hidden * config.ffn.inner_size
     weights = 2 * (config.num_layers * layer + config.vocab_size * hidden)
     caches = config.num_layers * (100 + 40) * 2 * kv_size * 2
-    assert rows[Stage.BASE_DECODE_STEP].moved_bytes == weights + caches
-    assert rows[Stage.EAGLE_DRAFT_FC].moved_bytes == 2 * hidden * len(head.capture_boundaries) * hidden
-    assert rows[Stage.EAGLE_DRAFT_FFN].moved_bytes == 2 * 2 * 3 * hidden * head.intermediate_size
-    assert rows[Stage.EAGLE_DRAFT_LM_HEAD].moved_bytes == 2 * 2 * hidden * head.draft_vocab_size
-    head_kv = head.num_kv_heads * head.head_dim
-    attention = 2 * hidden * (head.num_heads * head.head_dim + 2 * head_kv) + head.num_heads * head.head_dim * hidden
+    assert rows["VERIFY"].moved_bytes == weights + caches
+    assert rows["DRAFT_FC"].moved_bytes == 2 * hidden * len(head.capture_boundaries) * hidden
+    assert rows["DRAFT_FFN"].moved_bytes == 2 * 2 * 3 * hidden * head.ffn.inner_size
+    assert rows["DRAFT_LM_HEAD"].moved_bytes == 2 * 2 * hidden * head.draft_vocab_size
+    queries, head_kv = head.attention.query_size, head.attention.kv_size
+    attention = 2 * hidden * (queries + 2 * head_kv) + queries * hidden
     dense = (99 + 39) * 2 * head_kv * 2  # the head's first position is never attended to
-    assert rows[Stage.EAGLE_DRAFT_ATTENTION_FMHA].moved_bytes == 2 * (2 * attention + dense)
-    assert rows[Stage.EAGLE_TAIL_COMMIT].within is Stage.EAGLE_ACCEPT
-    assert rows[Stage.PUBLISH].within is Stage.EAGLE_TREE_MASKS
+    assert rows["DRAFT_ATTENTION_FMHA"].moved_bytes == 2 * (2 * attention + dense)
+    assert rows["COMMIT"].within == "ACCEPT"
+    assert rows["PUBLISH"].within == "TREE_MASKS"
     assert list(rows) == [stage for stage in Stage if stage not in (Stage.PREFILL, Stage.DRAFT)]
 
 
@@ -258,9 +258,10 @@ class Ranges:
         self.open.pop()
 
 
-def eager(groups: tuple[LoweredGroup, ...], launch: Callable[[str, str], None]) -> EagerExecutor:
-    """An eager executor of these groups whose launches call `launch` with their stage and their kernel."""
+def eager(program: Program, groups: tuple[LoweredGroup, ...], launch: Callable[[str, str], None]) -> EagerExecutor:
+    """An eager executor of these groups whose launches call `launch` with their range and their kernel."""
     executor = EagerExecutor.__new__(EagerExecutor)
+    executor._programs = dict.fromkeys((Bucket(1, 3, 2),), program)
     executor.stream, executor._hook = SimpleNamespace(), None  # type: ignore[assignment]
     executor._prepared = {}
     executor.launcher = SimpleNamespace(stream=lambda: None)  # type: ignore[assignment]
@@ -270,7 +271,11 @@ def eager(groups: tuple[LoweredGroup, ...], launch: Callable[[str, str], None]) 
             (
                 group,
                 [
-                    SimpleNamespace(issue=lambda _stream, call=call, group=group: launch(group.stage, call.kernel.name))
+                    SimpleNamespace(
+                        issue=lambda _stream, call=call, group=group: launch(
+                            program.range_name(group.stage), call.kernel.name
+                        )
+                    )
                     for call in group.calls
                 ],
             )
@@ -287,18 +292,21 @@ def test_nvtx_ranges_are_the_stages_in_order(covered: Covered, monkeypatch: pyte
     groups = cover_groups(bucket)
     ranges, launched = Ranges(monkeypatch), []
 
-    def launch(stage: str, kernel: str) -> None:
-        assert ranges.open == [str(stage)]
+    def launch(name: str, kernel: str) -> None:
+        assert ranges.open == [name]
         launched.append(kernel)
 
-    eager(groups, launch).step(bucket)
+    program = runtime.executor.program(bucket)
+    eager(program, groups, launch).step(bucket)
     assert launched == [call.kernel.name for group in groups for call in group.kernel_calls]
     names = ranges.log[::2]
     assert ranges.log[1::2] == ["pop"] * len(names)
     assert not ranges.open
     assert all(before != after for before, after in pairwise(names))
-    expected = [str(stage) for stage in Stage if stage in {group.stage for group in groups}]
-    assert list(dict.fromkeys(names)) == expected
+    stages = [stage for stage in Stage if stage in {group.stage for group in groups}]
+    assert list(dict.fromkeys(names)) == [program.range_name(stage) for stage in stages]
+    assert names[:3] == ["ACTIVE_SLOTS", "BASE_DECODE_STEP", "EAGLE_ACCEPT"] and "EAGLE_DRAFT_ATTENTION_FMHA" in names
+    assert not any("EAGLE" in replace(program, range_names=OWN_NAMES).range_name(stage) for stage in Stage)
 
 
 @pytest.mark.parametrize("failing", [0, 5, 60, -1])
@@ -318,6 +326,6 @@ def test_nvtx_ranges_balance_when_a_launch_fails(
             raise RuntimeError("out of resources")
 
     with pytest.raises(RuntimeError, match="out of resources"):
-        eager(groups, launch).step(bucket)
+        eager(runtime.executor.program(bucket), groups, launch).step(bucket)
     assert not ranges.open
     assert ranges.log.count("pop") == len(ranges.log) // 2

@@ -7,9 +7,10 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors.reference import bind
-from lowlat.graphs import Bucket, BucketLadder, BufferSet, BufferSpec, Role
+from lowlat.graphs import Bucket, BufferSet, BufferSpec, Role
 from lowlat.graphs.program import ProgramBuilder, Stage
 from lowlat.kernels.reference import OPERATIONS
+from lowlat.step.ladder import StepLadder
 
 CPU = torch.device("cpu")
 
@@ -95,7 +96,7 @@ def test_binding_names_the_missing_weight_and_operation() -> None:
 
 
 def test_the_ladder_takes_the_smallest_bucket_that_fits() -> None:
-    ladder = BucketLadder([4, 1, 2], {0: 1, 3: 4})
+    ladder = StepLadder([4, 1, 2], {0: 1, 3: 4})
     assert ladder.choose(1, 0) == Bucket(1, 1, 0)
     assert ladder.choose(3, 3) == Bucket(4, 4, 3)
     assert ladder.choose(2, 3) == Bucket(2, 4, 3)
@@ -105,12 +106,12 @@ def test_the_ladder_takes_the_smallest_bucket_that_fits() -> None:
 
 
 def test_the_ladder_refuses_by_name() -> None:
-    ladder = BucketLadder([1, 2], {0: 1, 3: 4})
+    ladder = StepLadder([1, 2], {0: 1, 3: 4})
     with pytest.raises(ConfigError, match=r"3 active slots exceed the largest bucket, 2 \(max_batch\)"):
         ladder.choose(3, 0)
     with pytest.raises(ConfigError, match="num_speculative_tokens 2 has no bucket"):
         ladder.choose(1, 2)
     with pytest.raises(ConfigError, match="S = 0 with one row"):
-        BucketLadder([1], {3: 4})
+        StepLadder([1], {3: 4})
     with pytest.raises(ConfigError, match="at least 1"):
-        BucketLadder([0], {0: 1})
+        StepLadder([0], {0: 1})

@@ -1,12 +1,12 @@
 """Targets cut for several cards: the bits of any number of them, the parts of weights, and what cannot be cut."""
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from layer_changes import with_changes
 from quantised_layers import random_parts
 from stages import later
 from tiny_models import copying_draft_model, make_target, mxfp4_target, random_draft_model
@@ -134,7 +134,7 @@ def test_a_part_is_cut_as_the_whole_is(total: int, unit: int) -> None:
 @pytest.mark.parametrize("name", MATRIX_FORMATS)
 def test_a_rank_has_its_numbers_of_a_matrix(name: str, targets: dict[str, Path]) -> None:
     """In every format: heads of queries, keys and values, and an inner width's rows and columns; MXFP4 has experts."""
-    config = replace(read_model_config(targets["llama"]), head_dim=32, intermediate_size=512)
+    config = with_changes(read_model_config(targets["llama"]), head_dim=32, inner_size=512)
     owner, outer = ("layers.0.experts", (2,)) if name == "mxfp4" else ("layers.0", ())
     cuts = {
         "gate_up": (1024, 128, -2, [[(0, 256), (512, 768)], [(256, 512), (768, 1024)]]),
@@ -157,7 +157,7 @@ def test_a_rank_has_its_numbers_of_a_matrix(name: str, targets: dict[str, Path])
             assert torch.equal(found, torch.cat(expected, axis)), matrix
     with pytest.raises(lowlat.ConfigError, match=r"down.part holds 128 numbers of a row together"):
         rank_weights(
-            {"layers.0.down.part": torch.empty(4, 3)}, rank_configs(replace(config, intermediate_size=368), 2)[1]
+            {"layers.0.down.part": torch.empty(4, 3)}, rank_configs(with_changes(config, inner_size=368), 2)[1]
         )
 
 
@@ -183,12 +183,12 @@ def test_what_ranks_cannot_have_is_refused_by_name(targets: dict[str, Path]) -> 
             {"num_heads": 4},
             "8 is more than 2, the parts of num_attention_heads 4 with num_key_value_heads 2",
         ),
-        (8, {"intermediate_size": 56}, "cuts intermediate_size 56 into parts of multiples of 8"),
+        (8, {"inner_size": 56}, "cuts intermediate_size 56 into parts of multiples of 8"),
         (8, {"vocab_size": 60}, "needs 64 ids in a vocabulary, which has 60"),
         (8, {"quantiser": Quantiser("int4", group=32)}, "at multiples of 16, and 32 are held together"),
     ):
         with pytest.raises(lowlat.ConfigError, match=message):
-            rank_configs(replace(config, **fields), size)
+            rank_configs(with_changes(config, **fields), size)
 
 
 def test_memory_is_planned_by_card(targets: dict[str, Path]) -> None:

@@ -12,8 +12,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
-from lowlat.models.geometry import RopeConfig
 from lowlat.models.hf_config import parse_rope
+from lowlat.models.layer_spec import RopeConfig
 from lowlat.models.rope import inverse_frequencies, rope_tables
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

@@ -12,13 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lowlat.engine.pace import PrefillPace
 from lowlat.engine.scheduler import MAX_PASSED_OVER, Phase, PrefillChunk, ScheduledRequest, Scheduler, StepPlan
 from lowlat.errors import CapacityError, ConfigError, RequestError
-from lowlat.graphs import Bucket, BucketLadder
+from lowlat.graphs import Bucket
 from lowlat.sequence.book import InvariantError
 from lowlat.sequence.kvcache import KVCache
 from lowlat.step.chunks import chunk_counts, chunks_at_once
+from lowlat.step.ladder import StepLadder
 
 BLOCK, CHUNK = 2, 4
-LADDER = BucketLadder([1, 2, 4], {0: 1, 3: 4})
+LADDER = StepLadder([1, 2, 4], {0: 1, 3: 4})
 
 
 def make(

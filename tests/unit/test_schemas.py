@@ -85,6 +85,7 @@ def test_all_programs_fit_down_to_the_shapes_of_their_weights(pairs: Mapping[str
     unused |= {"waiting_rows", "take_features", "keep_features", "learn_widths"}
     unused |= {"summarise_blocks", "choose_blocks", "list_lens", "partial_attention", "refresh_attention"}  # SpecPV's
     unused |= {"gather_ranks", "join_columns", "sum_ranks"}  # of several ranks
+    unused |= {"check_slots", "check_rows", "check_accepted", "check_commit"}  # where checks are asked for
     assert kinds == set(OPERATIONS) - unused
 
 

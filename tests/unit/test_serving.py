@@ -1,5 +1,6 @@
 """The adapters: the wire's sampling is the runtime's own, and a Runtime behind them says what it says in process."""
 
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import fields
@@ -116,6 +117,7 @@ def test_the_adapters_are_what_the_server_asks_for(engine: RuntimeEngine, talker
     assert (info.model, info.max_running, info.max_context) == (talker.name, 2, 64)
     assert info.vocab_size == byte_level().get_vocab_size() and info.has_chat_template
     assert len(info.tokenizer) == 64 and not info.on_device and info.num_speculative_tokens == 0
+    assert info.numerics == engine.stats()["numerics"] and re.fullmatch("[0-9a-f]{16}", info.numerics)
 
 
 @pytest.mark.parametrize(

@@ -199,14 +199,14 @@ def test_a_refresh_makes_all_keys_and_values_exact(pair: PairPaths) -> None:
         while runtime.scheduler.slot(name) is None:
             runtime.step()
         request = runtime._requests[name]
-        refresh, refreshed = runtime._refreshes.slots.refresh, []
+        slots: Any = runtime._steps.proposer.slots  # type: ignore[attr-defined]
+        refresh, refreshed = slots.refresh, []
 
         def watch(slot: int, length: int) -> Any:
             refreshed.append(length)
             caches.append(positions(runtime, request.table, length - 1))  # before it
             return refresh(slot, length)
 
-        slots: Any = runtime._refreshes.slots
         slots.refresh = watch
         while len(refreshed) < 3:
             runtime.step()

@@ -45,7 +45,9 @@ def below(names: set[str], *packages: str) -> set[str]:
     return {name for name in names if name.startswith(packages)}
 
 
-@pytest.mark.parametrize("folder", ["step", "host", "executors", "serving", "options", "models"])
+@pytest.mark.parametrize(
+    "folder", ["step", "engine", "executors", "lowering", "sequence", "serving", "options", "models"]
+)
 def test_nobody_but_the_table_knows_an_implementation(folder: str, repository: Path) -> None:
     files = list((repository / "lowlat" / folder).rglob("*.py"))
     assert files

@@ -220,7 +220,7 @@ def test_the_table_of_methods(
     found = load_speculator(options, config)
     assert found.speculator == plan_speculator(options, config) == speculator
     assert not found.weights and found.directory is None and not found.speculator.weight_plan("bfloat16")
-    assert found.speculator.draft_config is None and found.speculator.rope is None
+    assert found.speculator.draft_config is None and not found.speculator.rotations
     assert found.speculator.report() == {"method": options.method, **reported}
 
 

@@ -376,7 +376,8 @@ def test_shipped_tables_have_knobs_alone_and_a_plan_of_every_launch(tmp_path: Pa
             for key, entry in entries.items():
                 more = OF_CODES if kind == "decode_gemm" and "weights=" in key else set()
                 assert {*entry.knobs} - more == KNOBS[kind], key
-                assert 0 < entry.best_us <= entry.default_us and entry.stages, key
+                is_timed = entry.default_us > 0  # else nobody timed the plan that is derived
+                assert entry.stages and (not is_timed or 0 < entry.best_us <= entry.default_us), key
         left = {(kind, key) for kind, entries in found.entries.items() for key in entries}
         for name, shapes in launches.items():
             for shape in shapes:

@@ -19,6 +19,7 @@ from lowlat.kernels.reference.speculation.widths import UNIT, choose_width
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.step.begin_step import CHOSEN
 from lowlat.step.state import state_specs
+from lowlat.step.variants import choice_bucket
 from lowlat.step.width_costs import StepCosts, cost_table
 from lowlat.step.width_times import by_time
 
@@ -41,7 +42,7 @@ class Replay:
 
     def __init__(self, times: Sequence[float], known: Sequence[float] | None = None) -> None:
         self.times = times
-        bucket = Bucket(1, MAX_WIDTH + 1, MAX_WIDTH, chooses=True)
+        bucket = choice_bucket(1, MAX_WIDTH)
         costs = {bucket: StepCosts(times if known is None else known, [0.0] * len(times))}
         ints = torch.zeros(1, NUM_INTS, dtype=torch.int64)
         ints[0, DRAFT_LIMIT] = MAX_WIDTH
@@ -229,7 +230,7 @@ def test_times_are_those_of_steps_that_follow_each_other(launch_us: float) -> No
     pair = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=MAX_WIDTH)
     geometry = replace(pair.geometry, max_context=4096, max_batch=2)
     card = Card(BufferSet(state_specs(geometry), torch.device("cpu")), geometry.num_waiting, launch_us)
-    buckets = [Bucket(batch, MAX_WIDTH + 1, MAX_WIDTH, chooses=True) for batch in (2, 1)]
+    buckets = [choice_bucket(batch, MAX_WIDTH) for batch in (2, 1)]
     costs = by_time(card, buckets, geometry.num_waiting)
     for bucket in buckets:
         for positions in (200, 2000, 5000):

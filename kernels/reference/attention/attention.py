@@ -57,14 +57,16 @@ def whole_tiles(rows: torch.Tensor, count: int) -> torch.Tensor:
 class _Softmax:
     """Online softmax over tiles, for queries [G, R, D]; everything in float32."""
 
-    def __init__(self, queries: torch.Tensor, scale: float) -> None:
-        self.queries, self.scale = queries, scale
+    def __init__(self, queries: torch.Tensor, scale: float, softcap: float | None) -> None:
+        self.queries, self.scale, self.softcap = queries, scale, softcap
         self.peak: torch.Tensor | None = None
         self.total = self.out = queries
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None) -> None:
         """Add one tile: keys and values [G, n, D]; hidden [n] or [R, n] bool, None where all are visible."""
         scores = torch.bmm(self.queries, keys.transpose(1, 2)).mul_(self.scale)
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
         peak = scores.amax(-1, keepdim=True)
@@ -123,13 +125,15 @@ def attention(
     window: int | None = None,
     keep_first: int = 0,
     group: int | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
 
     A row stands at position p = dense + bits - 1. With a window it sees positions above p - window, and
     [first, first + keep_first) besides.
 
-    group  query heads of a key-value head in all, where q has some of them alone; no bit depends on it in kernels
+    group    query heads of a key-value head in all, where q has some of them alone; no bit depends on it in kernels
+    softcap  c: scores s, scaled, become c tanh(s / c); None: they stay
     """
     rows = AttendedRows(q, slots, dense_lens, row_live, row_masks, sinks, k_cache.shape[1], group)
 
@@ -137,7 +141,7 @@ def attention(
         stored = _rows_of(k_cache, block_table[slot], count), _rows_of(v_cache, block_table[slot], count)
         return load_kv(stored, count, kv_scales, q.dtype)
 
-    attend_rows(rows, load, out=out, scale=scale, span=(first, window, keep_first))
+    attend_rows(rows, load, out=out, scale=scale, span=(first, window, keep_first), softcap=softcap)
 
 
 class AttendedRows(NamedTuple):
@@ -163,6 +167,7 @@ def attend_rows(
     out: torch.Tensor,
     scale: float,
     span: tuple[int, int | None, int] = (0, None, 0),
+    softcap: float | None = None,
 ) -> None:
     """Attention of a step's rows; `load` gives a slot's first keys and values, see `whole_tiles`.
 
@@ -193,7 +198,7 @@ def attend_rows(
                 k, v = keys.clone(), values.clone()
                 k[:, dense:end], v[:, dense:end] = keys[:, tail], values[:, tail]
             low = first if window is None else max(first, end - window)
-            state = _Softmax(pad(step.q[place].float().reshape(kv_heads, -1, head_dim), missing), scale)
+            state = _Softmax(pad(step.q[place].float().reshape(kv_heads, -1, head_dim), missing), scale, softcap)
             for start in range(0, end, TILE):
                 if start + TILE > low or start < first + keep_first:
                     tile_k, tile_v = (x[:, start : start + TILE].contiguous() for x in (k, v))
@@ -254,12 +259,14 @@ def prefill_attention(
     chunk_size: int | None = None,
     first: int = 0,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Causal attention of a chunk, or several, over the positions up to each one's own: its shape depends on where it
     starts alone.
 
     chunk_size  rows of a chunk; None: all are one. Fewer rows are attended to as the first of so many
     first       the first position that is seen; a row before it gives zero
+    softcap     as in `attention`
     """
     start, count = chunk.tolist()
     size = chunk_size or q.shape[0]
@@ -269,7 +276,14 @@ def prefill_attention(
         attended = out.new_empty(size, out.shape[1])
         place = start + begin, count - begin
         _attend_chunk(
-            whole, (k_cache, v_cache, kv_scales), block_table[0], place, (first, window), sinks, attended, scale
+            whole,
+            (k_cache, v_cache, kv_scales),
+            block_table[0],
+            place,
+            (first, window),
+            sinks,
+            attended,
+            (scale, softcap),
         )
         results.copy_(attended[: len(rows)])
 
@@ -295,11 +309,22 @@ def refresh_attention(
     out: torch.Tensor,
     scale: float,
     chunk_size: int | None = None,
+    softcap: float | None = None,
 ) -> None:
     """`prefill_attention` of few rows far behind a text's start: an executor may take the positions before them in
     parts, whose sums are added, and so round otherwise than for a prompt's rows."""
     prefill_attention(
-        q, k_cache, v_cache, block_table, chunk, sinks, kv_scales, out=out, scale=scale, chunk_size=chunk_size
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        chunk,
+        sinks,
+        kv_scales,
+        out=out,
+        scale=scale,
+        chunk_size=chunk_size,
+        softcap=softcap,
     )
 
 
@@ -311,7 +336,7 @@ def _attend_chunk(
     span: tuple[int, int | None],
     sinks: torch.Tensor | None,
     out: torch.Tensor,
-    scale: float,
+    scores: tuple[float, float | None],
 ) -> None:
     (size, heads, head_dim), kv_heads = q.shape, caches[0].shape[1]
     start, count = place
@@ -321,7 +346,7 @@ def _attend_chunk(
     keys, values = load_kv(stored, end, caches[2], q.dtype)
     group = heads // kv_heads
     queries = q.float().reshape(size, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-    state = _Softmax(queries, scale)
+    state = _Softmax(queries, *scores)
     mine = torch.arange(start, end, device=q.device)
     for tile in range(0, end, 2 * TILE):
         stop = min(tile + 2 * TILE, end)

@@ -143,11 +143,13 @@ def partial_attention(
     out: torch.Tensor,
     scale: float,
     block: int,
+    softcap: float | None = None,
 ) -> None:
     """Each row attends to its slot's list of blocks and to its own ancestors: `attention`, to the bit, where the list
     holds everything.
 
-    block  positions of a block of the list
+    block    positions of a block of the list
+    softcap  as in `attention`
     """
 
     def load(slot: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,7 +158,7 @@ def partial_attention(
         return load_kv(stored, count, kv_scales, q.dtype)
 
     rows = AttendedRows(q, slots, dense_lens, row_live, row_masks, sinks, k_cache.shape[1])
-    attend_rows(rows, load, out=out, scale=scale)
+    attend_rows(rows, load, out=out, scale=scale, softcap=softcap)
 
 
 def _rows_of(cache: torch.Tensor, entries: torch.Tensor, count: int, block: int) -> torch.Tensor:

@@ -1,9 +1,11 @@
 """Small row-wise operations: embedding, norms, residual sums, activations, concatenation."""
 
+import math
+
 import torch
 
 from lowlat.graphs.schema import operation
-from lowlat.kernels.reference.row_blocks import map_rows, sigmoid
+from lowlat.kernels.reference.row_blocks import map_rows, sigmoid, tanh
 
 __all__ = [
     "add",
@@ -22,6 +24,17 @@ __all__ = [
 def _normalise(row: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     row = row.float()
     return row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x * sigmoid(x)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}
 
 
 @operation("""
@@ -47,10 +60,14 @@ def take_columns(x: torch.Tensor, *, out: torch.Tensor, first: int) -> None:
     weight  weight  float    [V, N]
     write   out     compute  [M, N]
 """)
-def embed(tokens: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Gather embedding rows; a dead row (token -1) gives zero."""
+def embed(tokens: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, scale: float | None = None) -> None:
+    """Gather embedding rows; a dead row (token -1) gives zero.
+
+    scale  multiplies the rows in float32, rounded once; None: they are taken as they are
+    """
     flat = tokens.reshape(-1).long()
-    out.copy_(torch.where((flat >= 0)[:, None], weight[flat.clamp(min=0)], 0))
+    rows = weight[flat.clamp(min=0)]
+    out.copy_(torch.where((flat >= 0)[:, None], rows if scale is None else rows.float() * scale, 0))
 
 
 @operation("""
@@ -166,12 +183,19 @@ def cast(x: torch.Tensor, *, out: torch.Tensor) -> None:
     read    row_live  uint8    flat [M]
     write   out       compute  [M, I]
 """)
-def silu_mul(gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor) -> None:
-    """silu(gate) * up of a fused product."""
-    width = out.shape[-1]
+def silu_mul(
+    gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, activation: str = "silu"
+) -> None:
+    """silu(gate) * up of a fused product, or another activation's.
+
+    activation  "silu", or "gelu_tanh": GELU by its tanh formula. Raises ValueError for another name
+    """
+    width, function = out.shape[-1], ACTIVATIONS.get(activation)
+    if function is None:
+        raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
 
     def activate(row: torch.Tensor) -> torch.Tensor:
         gate, up = row[..., :width].contiguous(), row[..., width:]
-        return gate * sigmoid(gate) * up
+        return function(gate) * up
 
     map_rows(activate, gate_up, row_live, out)

@@ -8,6 +8,7 @@ from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.collectives.cuts import bounds, tree_sum
 from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK, linear_block
 from lowlat.kernels.reference.gemm.packed import PackedWeight
+from lowlat.kernels.reference.row_blocks import tanh
 from lowlat.kernels.reference.shapes import check_shape
 
 __all__ = ["ROW_BLOCK", "linear", "linear_block", "packed_linear"]
@@ -28,6 +29,7 @@ def linear(
     row_block: int = ROW_BLOCK,
     num_parts: int = 1,
     unit: int = 1,
+    softcap: float | None = None,
 ) -> None:
     """x @ weight.T + bias in float32.
 
@@ -36,21 +38,23 @@ def linear(
     num_parts  of K, in whole units as `exchange.cuts.bounds` cuts it: each is summed by itself, the bias added to the
                first, and they are added by `exchange.cuts.tree_sum`. Given, even as 1, kernels sum in that order, too:
                a part's bits are then the same on any rank
+    softcap    c: results r become c tanh(r / c); None: they stay
     Raises ShapeError on the host for shapes that do not fit.
     """
     weight = weight if x.is_cuda else weight.float()
     check_shape("out", out, x.shape[0], weight.shape[0])
     if num_parts == 1:
         _multiply(x, weight, out, row_block)
-        _add_bias(bias, out)
+        _finish(bias, softcap, out)
         return
     ends = bounds(x.shape[1], num_parts, unit)
     sums = []
     for start, stop in itertools.pairwise(ends):
         sums.append(torch.empty_like(out))
         _multiply(x[:, start:stop], weight[:, start:stop].contiguous(), sums[-1], row_block)
-    _add_bias(bias, sums[0])
+    _finish(bias, None, sums[0])
     out.copy_(tree_sum(sums))
+    _finish(None, softcap, out)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, row_block: int) -> None:
@@ -66,14 +70,17 @@ def packed_linear(
     *,
     out: torch.Tensor,
     row_block: int = ROW_BLOCK,
+    softcap: float | None = None,
 ) -> None:
     """The same as `linear`, of a packed weight and in blocks of ROW_BLOCK. Raises ShapeError as `linear` does."""
     check_shape("out", out, x.shape[0], weight.shape[0])
     weight.multiply(x, out)
-    _add_bias(bias, out)
+    _finish(bias, softcap, out)
 
 
-def _add_bias(bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def _finish(bias: torch.Tensor | None, softcap: float | None, out: torch.Tensor) -> None:
     if bias is not None:
         check_shape("bias", bias, out.shape[1])
         out += bias.float()
+    if softcap is not None:
+        out.copy_(tanh(out / softcap) * softcap)

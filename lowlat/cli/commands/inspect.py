@@ -163,6 +163,9 @@ def _fields(values: dict[str, Any], prefix: str = "") -> list[list[object]]:
     for name, value in values.items():
         if isinstance(value, dict):
             rows += _fields(value, f"{prefix}{name}.")
+        elif name == "layers":
+            for number, kind in enumerate(value):
+                rows += _fields(kind, f"{prefix}{name}.{number}." if len(value) > 1 else f"{prefix}{name}.")
         elif name == "windows" and set(value) == {None}:
             rows.append([f"{prefix}{name}", "full attention in every layer"])
         else:

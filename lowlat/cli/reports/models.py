@@ -17,8 +17,9 @@ from lowlat.executors.make import settle_executor
 from lowlat.graphs import Paging
 from lowlat.graphs.program import Program
 from lowlat.models.advice import read_advice
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
 from lowlat.models.hf_config import read_config
+from lowlat.models.layer_spec import LayerSpec
 from lowlat.models.target import read_model_config, target_groups
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
@@ -123,13 +124,22 @@ def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:
 
 
 def _geometry(config: ModelConfig | DraftConfig) -> dict[str, Any]:
-    """A model's geometry, of its quantised layers their formats alone."""
-    values: dict[str, Any] = _plain(asdict(replace(config, quantisation=None, quantiser=None)))
-    del values["quantisation"], values["quantiser"]
+    """A model's geometry: facts of the whole, and each kind of its layers once; of quantised ones the formats alone."""
+    values: dict[str, Any] = _plain(asdict(replace(config, quantisation=None, quantiser=None, shard=None)))
+    del values["quantisation"], values["quantiser"], values["shard"]
+    values |= {"num_layers": config.num_layers, "windows": list(config.windows), "layers": _layer_kinds(config)}
     values.pop("coded_kv", None)
     names = set() if config.quantisation is None else set(config.quantisation.format_names)
     names |= set() if config.quantiser is None else {config.quantiser.packed.name}
     return {**values, "layer_formats": sorted(names)} if names else values
+
+
+def _layer_kinds(config: Decoder) -> list[dict[str, Any]]:
+    """The different layers of a model, each with the numbers of those that are like it."""
+    numbers: dict[LayerSpec, list[int]] = {}
+    for number, layer in enumerate(config.layers):
+        numbers.setdefault(layer, []).append(number)
+    return [{"numbers": found, **asdict(layer)} for layer, found in numbers.items()]
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ __all__ = ["measure", "shrink_report"]
 
 WARM_UP_TOKENS = 4
 SHOWN_IDS = 16
-DRAFTING = "EAGLE_DRAFT_"
+DRAFTING = "DRAFT_"
 
 
 def shrink_report(

@@ -25,6 +25,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
+from lowlat.step.variants import first_token_bucket
 
 __all__ = ["Plan", "buffer_dict", "parts_of", "plan_runtime"]
 
@@ -95,7 +96,7 @@ class Plan:
 
     def first_token(self, num_speculative_tokens: int, rank: int = 0) -> Program:
         """The program that chooses a prompt's first token and drafts behind it."""
-        bucket = Bucket.first_token(num_speculative_tokens)
+        bucket = first_token_bucket(num_speculative_tokens)
         return build_step(self.ranks[rank], bucket, self.topologies[num_speculative_tokens])
 
     def memory(self, max_batch: int, choice: DeviceChoice, rank: int = 0) -> dict[str, int]:

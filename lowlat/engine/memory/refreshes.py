@@ -1,47 +1,38 @@
-"""SpecPV's part of a runtime: refreshes where they are due, and how many steps may be launched before one can be.
+"""SpecPV as a proposer: refreshes where they are due, and verification of what steps over a part of the cache propose.
 
-A refresh runs a slot's last tokens over all of its cache. It knows the schedule of
-`lowlat.sequence.partial`, and nothing of what a list holds. Where SpecPV is off nothing here does anything.
+A refresh runs a slot's last tokens over all of its cache. When it is due `lowlat.sequence.partial` says. Lossy SpecPV
+proposes nothing: tokens of its partial steps are final.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowlat.engine.mailbox import NEVER, Mailbox, SlotPublication
+from lowlat.engine.mailbox import NEVER, SlotPublication
+from lowlat.engine.proposer import Proposer, StepParts
 from lowlat.engine.request import FROM_PART, Request
-from lowlat.engine.run_ahead import Launches
-from lowlat.engine.scheduler import Phase, Scheduler
+from lowlat.engine.scheduler import Phase
 from lowlat.graphs import Bucket
+from lowlat.models.partial_kv import PartialKV
 from lowlat.sequence.partial import PartialSlots
-from lowlat.step.state import StepGeometry
 
 __all__ = ["Refreshes"]
 
 
-class Refreshes:
-    """Refreshes of one runtime's slots; `requests` has its requests by slot, those that prefill among them."""
+class Refreshes(Proposer):
+    """Refreshes of one runtime's slots, by SpecPV's sizes; `slots` is the schedule."""
 
-    def __init__(
-        self,
-        geometry: StepGeometry,
-        scheduler: Scheduler,
-        mailbox: Mailbox,
-        launches: Launches,
-        requests: Mapping[int, Request],
-    ) -> None:
-        self.slots = PartialSlots(geometry.partial, geometry.max_batch, geometry.max_rows)
-        self._is_on = geometry.partial is not None
-        self._is_lossless = geometry.partial is not None and geometry.partial.lossless
+    def __init__(self, parts: StepParts, sizes: PartialKV) -> None:
+        super().__init__(parts)
+        geometry = parts.geometry
+        self.slots = PartialSlots(sizes, geometry.max_batch, geometry.max_rows)
+        self._is_lossless = sizes.lossless
         self._verifying: set[int] = set()  # slots whose proposals the step that was launched last verifies
-        self._geometry, self._scheduler = geometry, scheduler
-        self._mailbox, self._launches, self._requests = mailbox, launches, requests
+        self._geometry, self._scheduler = geometry, parts.scheduler
+        self._mailbox, self._launches, self._requests = parts.mailbox, parts.launches, parts.slots
 
-    def prefill(self, request: Request, tokens: Sequence[int], start: int) -> None:
-        """Write a prompt's chunk, from position `start` on, and what SpecPV adds: its slot attends to everything."""
-        self._mailbox.write_chunk(request.slot, tokens, start, request.table)
-        if self._is_on:
-            self.slots.join(request.slot, len(request.prompt))
-            self._mailbox.write_partial((start, start + len(tokens)), self.slots.shifts, start)
+    def prefill(self, request: Request, start: int, count: int) -> None:
+        """Write the span of new keys, and what the lists of all slots leave out: this slot's nothing."""
+        self.slots.join(request.slot, len(request.prompt))
+        self._mailbox.write_partial((start, start + count), self.slots.shifts, start)
 
     def _run(self, depth: int) -> int | None:
         """Refresh the slots for which that is due; nothing may be under way. Returns `num_certain`, which is then 1 at
@@ -57,24 +48,20 @@ class Refreshes:
         return self.num_certain(depth)
 
     def num_certain(self, depth: int, num_unread: int = 0) -> int | None:
-        """Steps of a depth that may be launched now before a refresh can be due; None: any number.
-
-        num_unread  steps that were seen, of which no request has taken its tokens yet
-        """
-        if not self._is_on:
-            return None
+        """Steps that may be launched now before a refresh, or a verification, can be due."""
         if self._verifying:
             return 0
-        return self.slots.num_certain(self._lengths(), self._most(depth), num_unread + self._launches.num_under_way)
+        num_more = num_unread + self._launches.in_flight.num_steps
+        return self.slots.num_certain(self._lengths(), self._most(depth), num_more)
 
     def next_step(self, depth: int) -> tuple[Bucket, int | None]:
-        """The bucket of the next step, and how many like it are certain; nothing may be under way. Raises DeviceError.
+        """Verify all slots' proposals where one's must be; elsewhere the slots for which that is due are refreshed.
 
-        Where a slot's proposals must be verified, the step verifies all slots'; else slots that are due are refreshed.
+        Raises DeviceError when the device has failed.
         """
         self._verifying.clear()
         if self._verify(self._most(depth)):
-            return self._scheduler.ladder.verifier(self._scheduler.num_active), 1
+            return self._scheduler.ladder.choose_wide(self._scheduler.num_active), 1
         return self._scheduler.choose_bucket(depth), self._run(depth)
 
     def _most(self, depth: int) -> int:
@@ -95,9 +82,12 @@ class Refreshes:
         return True
 
     def judge(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
-        """A publication as its request takes it; None where its tokens are proposals, yet to be verified."""
+        """Count a step, keep its tokens back where they are proposals, and record what a verification has accepted."""
         slot = request.slot
-        if not self._is_lossless or not request.has_begun:
+        if not request.has_begun:
+            return publication
+        if not self._is_lossless:
+            request.num_partial_steps += self.slots.count_step(slot)
             return publication
         if slot in self._verifying:
             self._mailbox.force_drafts(slot, (), NEVER)
@@ -106,25 +96,15 @@ class Refreshes:
             self.slots.verified(slot, publication.accepted)
             return publication._replace(verified_source=FROM_PART)
         ended = publication.finish_reason is not None
-        if self.slots.propose(slot, publication.token_ids, ended=ended):
-            self.slots.count_step(slot)
-            return None
-        return publication
-
-    def count_step(self, request: Request) -> None:
-        """Count the step of a publication that is about to be taken; a request's first token is not counted."""
-        if self._is_lossless and request.has_begun and request.slot not in self._verifying:
-            self.slots.count_step(request.slot)
-        elif self._is_on and not self._is_lossless and request.has_begun:
-            request.num_partial_steps += self.slots.count_step(request.slot)
+        is_proposed = self.slots.propose(slot, publication.token_ids, ended=ended)
+        self.slots.count_step(slot)
+        return None if is_proposed else publication
 
     def report(self) -> dict[str, Any]:
-        """A block `specpv` of counts, as JSON; empty where it is off."""
+        """A block `specpv` of counts, as JSON."""
         return self.slots.report()
 
     def _lengths(self) -> dict[int, int]:
         """Tokens of the requests that decode, by slot."""
-        if not self._is_on:
-            return {}
         phase, requests = self._scheduler.phase, self._requests.items()
         return {slot: len(each.committed) for slot, each in requests if phase(each.request_id) is Phase.DECODING}

@@ -27,6 +27,7 @@ from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
 from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
 from lowlat.lowering.weight_parts import MatrixParts
+from lowlat.step.variants import is_choice
 
 __all__ = ["Bound", "ReferenceExecutor", "bind", "meaning_of"]
 
@@ -132,7 +133,7 @@ class ReferenceExecutor:
     @torch.inference_mode()
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
         """Run one step; the publication is in the ring when this returns. `meanwhile`: see `Executor`."""
-        if bucket.chooses:
+        if is_choice(bucket):
             bucket = chosen_body(bucket, self.state, lambda part: self._run(self._prepare(part)[1]))
         bound = self._prepare(bucket)[1]
         if meanwhile is not None:

@@ -1,9 +1,10 @@
 """Families of targets, one file each: config.json to geometry, and recipes where they are not the plain decoder's.
 
-`FAMILIES` is the only table of them, by the model_type of config.json. It knows neither programs nor kernels.
+`FAMILIES` is the only table of them, by the model_type of config.json. A program may enter a family of its own there
+before it loads a model. `tests/examples` has two.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ class Family:
     recipes: Callable[[ModelConfig], list[Recipe]] = decoder_recipes
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     "llama": Family(llama.parse),
     "mistral": Family(mistral.parse),
     "qwen2": Family(qwen2.parse),

@@ -5,12 +5,14 @@ It knows the checkpoint names of transformers' decoders; each family's own keys 
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import read_quantisation
-from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.checkpoint.recipes import Conversion, Piece, Recipe
+from lowlat.checkpoint.tensors import FLOAT_NAMES
 from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import (
@@ -21,6 +23,7 @@ from lowlat.models.hf_config import (
     parse_rope,
     special_tokens,
 )
+from lowlat.models.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "outer_recipes",
     "parse_decoder",
     "parse_sizes",
+    "plus_one_norm",
 ]
 
 MAX_WIDTH = 1 << 20
@@ -54,6 +58,16 @@ class Sizes:
     vocab_size: int
     max_position: int
     rms_norm_eps: float
+
+    def attention(self, rope: RopeConfig, **further: Any) -> AttentionSpec:
+        """The attention of layers with these heads; further: other fields of the spec."""
+        return AttentionSpec(
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rope=rope, **further
+        )
+
+    def model(self) -> dict[str, Any]:
+        """The fields of a whole model, but max_position, which RoPE may stretch."""
+        return {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size, "rms_norm_eps": self.rms_norm_eps}
 
 
 def parse_sizes(
@@ -98,10 +112,12 @@ def parse_decoder(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    experts: ExpertsSpec | None = None,
     window_limit: int | None = None,
 ) -> ModelConfig:
-    """The geometry of a dense decoder with full attention in every layer, from the keys that such families share.
+    """The geometry of a decoder whose layers are all alike, with full attention, from the keys that families share.
 
+    experts       in place of the dense FFN
     window_limit  positions up to which the windows that it asks for change nothing
     The family's own keys must have been read before: here every key that nobody read is refused. Raises ConfigError.
     """
@@ -112,18 +128,14 @@ def parse_decoder(
     sizes = parse_sizes(fields, default_head_dim=default_head_dim)
     ends, begin = special_tokens(directory, fields, sizes.vocab_size)
     rope = parse_rope(fields, max_position=sizes.max_position)
+    mixer = sizes.attention(rope, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=qk_norm)
+    ffn = DenseSpec(inner_size=sizes.intermediate_size, bias=mlp_bias) if experts is None else experts
     config = ModelConfig(
         family=family,
-        **{**vars(sizes), "max_position": max_positions(rope, sizes.max_position)},
-        rope=rope,
+        **sizes.model(),
+        max_position=max_positions(rope, sizes.max_position),
+        layers=(LayerSpec(mixer=mixer, ffn=ffn),) * sizes.num_layers,
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        sinks=False,
-        windows=(None,) * sizes.num_layers,
-        experts=None,
         dtype=dtype,
         eos_token_ids=ends,
         bos_token_id=begin,
@@ -143,6 +155,12 @@ def decoder_recipes(config: ModelConfig) -> list[Recipe]:
     return made
 
 
+def plus_one_norm(weight: str, tensor: str, size: int) -> Recipe:
+    """A norm whose file stores w and which multiplies by 1 + w: the canonical weight is the sum, in float32."""
+    added = Conversion((size,), tuple(FLOAT_NAMES), lambda label, stored: 1 + stored.float())
+    return Recipe(weight, (Piece(tensor, (size,), added),), torch.float32)
+
+
 def outer_recipes(config: ModelConfig) -> list[Recipe]:
     """Embedding, final norm, and the LM head unless it is the embedding."""
     dtype = TORCH_DTYPES[config.dtype]
@@ -158,9 +176,9 @@ def outer_recipes(config: ModelConfig) -> list[Recipe]:
 
 def attention_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
     """Norms, fused projections, biases, query and key norms, and sinks of one layer."""
-    dtype = TORCH_DTYPES[config.dtype]
+    dtype, spec = TORCH_DTYPES[config.dtype], config.layers[layer].mixer
     stored, canonical = f"model.layers.{layer}", f"layers.{layer}"
-    hidden, rows = config.hidden_size, {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
+    hidden, rows = config.hidden_size, {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
     attention = f"{stored}.self_attn"
 
     def one(weight: str, name: str, *shape: int, as_dtype: torch.dtype = dtype) -> Recipe:
@@ -170,32 +188,34 @@ def attention_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
     recipes = [
         one("attn_norm.weight", f"{stored}.input_layernorm.weight", hidden),
         Recipe(f"{canonical}.qkv.weight", fused, dtype),
-        one("o.weight", f"{attention}.o_proj.weight", hidden, config.query_size),
+        one("o.weight", f"{attention}.o_proj.weight", hidden, spec.query_size),
         one("ffn_norm.weight", f"{stored}.post_attention_layernorm.weight", hidden),
     ]
-    if config.qkv_bias:
+    if spec.qkv_bias:
         biases = tuple(Piece(f"{attention}.{part}_proj.bias", (count,)) for part, count in rows.items())
         recipes.append(Recipe(f"{canonical}.qkv.bias", biases, dtype))
-    if config.output_bias:
+    if spec.output_bias:
         recipes.append(one("o.bias", f"{attention}.o_proj.bias", hidden))
-    if config.qk_norm:
-        recipes += [one(f"{part}_norm.weight", f"{attention}.{part}_norm.weight", config.head_dim) for part in "qk"]
-    if config.sinks:
-        recipes.append(one("sinks", f"{attention}.sinks", config.num_heads, as_dtype=torch.float32))
+    if spec.qk_norm:
+        recipes += [one(f"{part}_norm.weight", f"{attention}.{part}_norm.weight", spec.head_dim) for part in "qk"]
+    if spec.sinks:
+        recipes.append(one("sinks", f"{attention}.sinks", spec.num_heads, as_dtype=torch.float32))
     return recipes
 
 
 def dense_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
-    """The gated FFN of one layer."""
-    dtype = TORCH_DTYPES[config.dtype]
+    """The gated FFN of one layer; none where the layer has another."""
+    dtype, ffn = TORCH_DTYPES[config.dtype], config.layers[layer].ffn
+    if not isinstance(ffn, DenseSpec):
+        return []
     stored, canonical = f"model.layers.{layer}.mlp", f"layers.{layer}"
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, inner = config.hidden_size, ffn.inner_size
     gates = tuple(Piece(f"{stored}.{part}_proj.weight", (inner, hidden)) for part in ("gate", "up"))
     recipes = [
         Recipe(f"{canonical}.gate_up.weight", gates, dtype),
         Recipe(f"{canonical}.down.weight", (Piece(f"{stored}.down_proj.weight", (hidden, inner)),), dtype),
     ]
-    if config.mlp_bias:
+    if ffn.bias:
         biases = tuple(Piece(f"{stored}.{part}_proj.bias", (inner,)) for part in ("gate", "up"))
         recipes += [
             Recipe(f"{canonical}.gate_up.bias", biases, dtype),

@@ -4,6 +4,7 @@ Stored experts interleave gate and up; the canonical weights have all gate rows,
 Source: transformers models/gpt_oss.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
@@ -12,8 +13,9 @@ from lowlat.checkpoint.recipes import Arrange, Piece, Recipe
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import MAX_EXPERTS, Sizes, attention_recipes, outer_recipes, parse_sizes
 from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
-from lowlat.models.geometry import ComputeDtype, ExpertsConfig, ModelConfig
+from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import check_architecture, parse_rope, special_tokens
+from lowlat.models.layer_spec import ExpertsSpec, LayerSpec
 from lowlat.models.layers import TORCH_DTYPES
 
 __all__ = ["parse", "recipes"]
@@ -45,7 +47,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     return tuple(sizes[kind] for kind in kinds)
 
 
-def _experts(fields: Fields, sizes: Sizes) -> ExpertsConfig:
+def _experts(fields: Fields, sizes: Sizes) -> ExpertsSpec:
     count = fields.integer("num_local_experts", 1, MAX_EXPERTS)
     chosen = fields.optional_integer("num_experts_per_tok", 1, count)
     older = fields.optional_integer("experts_per_token", 1, count)
@@ -55,12 +57,14 @@ def _experts(fields: Fields, sizes: Sizes) -> ExpertsConfig:
         raise ConfigError(f"{fields.label}: num_experts_per_tok {chosen} and experts_per_token {older} differ")
     stored = read_format(fields, QUANTISED)
     check_widths(fields, stored, {"hidden_size": sizes.hidden_size, "intermediate_size": sizes.intermediate_size})
-    return ExpertsConfig(
+    return ExpertsSpec(
+        inner_size=sizes.intermediate_size,
         num_experts=count,
         num_experts_per_token=chosen or older or 0,
         swiglu_limit=fields.number("swiglu_limit", 1e-3, 1e6, default=7.0),
         swiglu_alpha=fields.number("swiglu_alpha", 1e-3, 1e3, default=1.702),
         weight_format=stored.name,
+        biased=True,
     )
 
 
@@ -72,18 +76,16 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     sizes = parse_sizes(fields, default_head_dim=64)
     attention_bias = fields.boolean("attention_bias", True)
     ends, begin = special_tokens(directory, fields, sizes.vocab_size)
+    rope = parse_rope(fields, max_position=sizes.max_position, default_theta=150000.0, absent=DEFAULT_ROPE)
+    mixer = sizes.attention(rope, qkv_bias=attention_bias, output_bias=attention_bias, sinks=True)
+    experts = _experts(fields, sizes)
+    windows = _windows(fields, sizes.num_layers)
     config = ModelConfig(
         family="gpt_oss",
-        **vars(sizes),
-        rope=parse_rope(fields, max_position=sizes.max_position, default_theta=150000.0, absent=DEFAULT_ROPE),
+        **sizes.model(),
+        max_position=sizes.max_position,
+        layers=tuple(LayerSpec(mixer=replace(mixer, window=window), ffn=experts) for window in windows),
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=True,
-        qk_norm=False,
-        sinks=True,
-        windows=_windows(fields, sizes.num_layers),
-        experts=_experts(fields, sizes),
         dtype=dtype,
         eos_token_ids=ends,
         bos_token_id=begin,
@@ -92,9 +94,11 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     return config
 
 
-def _expert_recipes(config: ModelConfig, experts: ExpertsConfig, layer: int) -> list[Recipe]:
-    dtype = TORCH_DTYPES[config.dtype]
-    count, hidden, inner = experts.num_experts, config.hidden_size, config.intermediate_size
+def _expert_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
+    dtype, experts = TORCH_DTYPES[config.dtype], config.layers[layer].ffn
+    if not isinstance(experts, ExpertsSpec):
+        return []
+    count, hidden, inner = experts.num_experts, config.hidden_size, experts.inner_size
     mlp, canonical = f"model.layers.{layer}.mlp", f"layers.{layer}"
 
     def one(weight: str, name: str, shape: tuple[int, ...], arrange: Arrange = "rows") -> Recipe:
@@ -114,10 +118,9 @@ def _expert_recipes(config: ModelConfig, experts: ExpertsConfig, layer: int) -> 
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of gpt-oss is made; without experts there are none."""
+    """How every canonical weight of gpt-oss is made."""
     made = outer_recipes(config)
-    if config.experts is not None:
-        for layer in range(config.num_layers):
-            made += attention_recipes(config, layer)
-            made += _expert_recipes(config, config.experts, layer)
+    for layer in range(config.num_layers):
+        made += attention_recipes(config, layer)
+        made += _expert_recipes(config, layer)
     return made

@@ -3,21 +3,21 @@
 Source: transformers models/qwen3_moe.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import MAX_EXPERTS, MAX_WIDTH, attention_recipes, outer_recipes, parse_decoder
-from lowlat.models.geometry import ComputeDtype, ExpertsConfig, ModelConfig
+from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import window_limit
+from lowlat.models.layer_spec import ExpertsSpec
 from lowlat.models.layers import TORCH_DTYPES
 
 __all__ = ["parse", "recipes"]
 
 
-def _experts(fields: Fields) -> ExpertsConfig:
+def _experts(fields: Fields) -> ExpertsSpec:
     step = fields.integer("decoder_sparse_step", 1, 1 << 20, default=1)
     dense = fields.optional_integers("mlp_only_layers", 0, 1 << 20, max_count=1 << 12)
     if step != 1 or dense:
@@ -29,13 +29,10 @@ def _experts(fields: Fields) -> ExpertsConfig:
     count = fields.integer("num_local_experts", 1, MAX_EXPERTS, default=older)
     if older is not None and older != count:
         raise ConfigError(f"{fields.label}: num_experts {older} and num_local_experts {count} differ")
-    return ExpertsConfig(
+    return ExpertsSpec(
+        inner_size=fields.integer("moe_intermediate_size", 1, MAX_WIDTH),
         num_experts=count,
         num_experts_per_token=fields.integer("num_experts_per_tok", 1, count),
-        swiglu_limit=None,
-        swiglu_alpha=None,
-        weight_format="bf16",
-        biased=False,
         shares_of_all=not fields.boolean("norm_topk_prob", False),
     )
 
@@ -43,9 +40,8 @@ def _experts(fields: Fields) -> ExpertsConfig:
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     """The geometry of a Qwen3-MoE. Raises ConfigError for what lowlat does not implement, dense layers among it."""
     experts = _experts(fields)
-    inner = fields.integer("moe_intermediate_size", 1, MAX_WIDTH)
     biased = fields.boolean("attention_bias", False)
-    config = parse_decoder(
+    return parse_decoder(
         fields,
         directory,
         dtype,
@@ -54,15 +50,17 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         qkv_bias=biased,
         output_bias=biased,
         qk_norm=True,
+        experts=experts,
         window_limit=window_limit(fields, off_by_default=True, default=4096),
     )
-    return replace(config, intermediate_size=inner, experts=experts)
 
 
-def _expert_recipes(config: ModelConfig, count: int, layer: int) -> list[Recipe]:
-    dtype = TORCH_DTYPES[config.dtype]
+def _expert_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
+    dtype, experts = TORCH_DTYPES[config.dtype], config.layers[layer].ffn
+    if not isinstance(experts, ExpertsSpec):
+        return []
     mlp, canonical = f"model.layers.{layer}.mlp", f"layers.{layer}"
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, inner, count = config.hidden_size, experts.inner_size, experts.num_experts
 
     def stacked(weight: str, parts: tuple[str, ...], shape: tuple[int, int]) -> Recipe:
         names = [f"{mlp}.experts.{expert}.{part}_proj.weight" for expert in range(count) for part in parts]
@@ -77,10 +75,9 @@ def _expert_recipes(config: ModelConfig, count: int, layer: int) -> list[Recipe]
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a Qwen3-MoE is made; without experts there are none."""
+    """How every canonical weight of a Qwen3-MoE is made."""
     made = outer_recipes(config)
-    if config.experts is not None:
-        for layer in range(config.num_layers):
-            made += attention_recipes(config, layer)
-            made += _expert_recipes(config, config.experts.num_experts, layer)
+    for layer in range(config.num_layers):
+        made += attention_recipes(config, layer)
+        made += _expert_recipes(config, layer)
     return made

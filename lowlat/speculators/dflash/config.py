@@ -194,19 +194,18 @@ def parse_block_model(
             f"{target.hidden_size}, found {list(entry.shape)}"
         )
     biased = {part: tensors.in_any_layer(f"self_attn.{part}_proj.bias") for part in "qkvo"}
+    qkv_bias = biased["q"] or biased["k"] or biased["v"]
     config = DraftConfig(
         layout=file.layout,
         capture_boundaries=_boundaries(file, kind, target, (num_features, num_layers), capture_layers),
-        num_layers=num_layers,
-        windows=(None,) * num_layers,
-        qkv_bias=biased["q"] or biased["k"] or biased["v"],
-        output_bias=biased["o"],
         mask_token=_mask_token(file, kind, target),
         block_size=_block_size(file),
         anchor_drafts=file.own.boolean("sample_from_anchor", kind.anchor_drafts),
         dspark=kind.heads(file),
         quantisation=read_quantisation(file.top, directory) or read_quantisation(file.layer, directory),
-        **size_fields(file.layer, tensors, sizes, target),
+        **size_fields(
+            file.layer, tensors, sizes, target, windows=(None,) * num_layers, biases=(qkv_bias, biased["o"], False)
+        ),
         **_vocabulary(file, tensors, sizes, target),
     )
     for place in {id(each): each for each in (file.top, file.layer, file.own)}.values():

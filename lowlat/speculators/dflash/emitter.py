@@ -13,6 +13,15 @@ from lowlat.graphs import BufferSpec
 from lowlat.graphs.program import Stage
 from lowlat.models.geometry import DraftConfig
 from lowlat.models.layers import Emitter, Rows
+from lowlat.models.walk import (
+    Tables,
+    emit_attended,
+    emit_ffn,
+    emit_heads,
+    emit_output,
+    emit_projection,
+    layer_of,
+)
 from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import PrefillScope, Scope, StepScope
 from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
@@ -28,17 +37,22 @@ def _caches(layer: int) -> tuple[str, str]:
 
 def dflash_kv_specs(draft: DraftConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> list[BufferSpec]:
     """The KV cache of each layer, [P, G, block, D]."""
-    shape = (num_blocks, draft.num_kv_heads, block_size, draft.head_dim)
-    names = [name for layer in range(draft.num_layers) for name in _caches(layer)]
-    return cache_specs(names, shape, dtype)
+    return [
+        cache
+        for layer, spec in draft.attentions.items()
+        for cache in cache_specs(_caches(layer), (num_blocks, spec.num_kv_heads, block_size, spec.head_dim), dtype)
+    ]
 
 
 class DflashEmitter:
     """Appends a DFlash draft model's operations to a program. Shapes: B slots, T rows a slot, S drafts."""
 
-    def __init__(self, scope: Scope, draft: DraftConfig, tables: tuple[str, str]) -> None:
+    def __init__(self, scope: Scope, draft: DraftConfig, tables: Tables) -> None:
         self.scope, self.draft, self.tables = scope, draft, tables
         self.builder, self.dtype = scope.builder, scope.dtype
+        self.layers = [
+            layer_of(draft, number, f"head.layers.{number}", _caches(number)) for number in range(draft.num_layers)
+        ]
 
     def emit_prefill(self, scope: PrefillScope) -> None:
         """Keys and values of a program's positions; the boundaries must have been computed."""
@@ -57,7 +71,7 @@ class DflashEmitter:
         lens = scope.buffer("dense_lens")
         write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": lens, "offsets": scope.offsets}
         context = Rows("head.", batch * rows, "head.row_live", "head.positions", {}, write)
-        emitter = Emitter(self.builder, context, self.dtype, Stage.EAGLE_DRAFT_FC)
+        emitter = Emitter(self.builder, context, self.dtype, Stage.DRAFT_FC)
         features = None if scope.waited is None else scope.waited.features
         if features is None:
             features = emitter.scratch("features", batch * rows, self._feature_width)
@@ -74,29 +88,18 @@ class DflashEmitter:
 
     def _emit_context(self, emitter: Emitter, features: str) -> None:
         draft = self.draft
-        product = emitter.linear(features, "head.fc", draft.hidden_size, "fc")
-        hidden = emitter.scratch("hidden", *self.builder.spec(product).shape)
-        emitter.emit("cast", {"x": product}, {"out": hidden})
+        hidden = emitter.cast(emitter.linear(features, "head.fc", draft.hidden_size, "fc"), "hidden")
         if emitter.stage is not Stage.PREFILL:
-            emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
+            emitter.stage = Stage.DRAFT_ATTENTION_FMHA
         normed = emitter.norm(hidden, "head.hidden_norm.weight", draft.rms_norm_eps, "context")
-        width = 2 * draft.kv_size
-        product = emitter.linear(normed, "head.context.kv", draft.num_layers * width, "kv", bias=draft.qkv_bias)
-        for layer in range(draft.num_layers):
+        widths = [2 * layer.spec.mixer.kv_size for layer in self.layers]
+        bias = draft.attention.qkv_bias
+        product, first = emitter.linear(normed, "head.context.kv", sum(widths), "kv", bias=bias), 0
+        for layer, width in zip(self.layers, widths, strict=True):
             own = emitter.scratch("layer.kv", emitter.rows.count, width, dtype=torch.float32)
-            emitter.emit("take_columns", {"x": product}, {"out": own}, first=layer * width)
-            self._emit_heads(emitter, own, layer, {"k": draft.num_kv_heads, "v": draft.num_kv_heads})
-
-    def _emit_heads(self, emitter: Emitter, product: str, layer: int, heads: dict[str, int]) -> dict[str, str]:
-        """A layer's heads of these rows, rotated, with its keys and values stored."""
-        draft = self.draft
-        if draft.qk_norm:
-            counts = (heads.get("q", 0), heads["k"])
-            name = f"head.layers.{layer}"
-            product = emitter.qk_norm(product, name, counts, draft.head_dim, draft.rms_norm_eps)
-        parts = emitter.rotate(product, heads, draft.head_dim, self.tables)
-        emitter.kv_write(parts["k"], parts["v"], _caches(layer))
-        return parts
+            emitter.emit("take_columns", {"x": product}, {"out": own}, first=first)
+            emit_heads(emitter, layer, own, "kv", self.tables)
+            first += width
 
     def emit_draft(self, scope: StepScope) -> str:
         """The block and all its drafts; returns the drafted nodes."""
@@ -105,9 +108,9 @@ class DflashEmitter:
         stream = level.embed(
             tokens, "head.embed.weight" if draft.own_embedding else "embed.weight", draft.hidden_size, "embedded"
         )
-        for layer in range(draft.num_layers):
-            stream = self._emit_layer(level, stream, layer)
-        level.stage = Stage.EAGLE_DRAFT_LM_HEAD
+        for number in range(draft.num_layers):
+            stream = self._emit_layer(level, stream, number)
+        level.stage = Stage.DRAFT_LM_HEAD
         normed = level.norm(stream, "head.norm.weight", draft.rms_norm_eps, "final")
         head = "head.lm_head" if draft.own_lm_head else "lm_head"
         shard = draft.shard if draft.own_lm_head else scope.config.shard
@@ -157,7 +160,7 @@ class DflashEmitter:
         names = ("accepted_tokens", "commit_lens", "draft_live", "draft_lens")
         self.builder.emit(
             "mask_rows",
-            Stage.EAGLE_DRAFT_FC,
+            Stage.DRAFT_FC,
             reads=scope.reads(*names),
             writes=outs,
             mask_token=self.draft.mask_token,
@@ -169,22 +172,17 @@ class DflashEmitter:
         rows = Rows(
             "draft.0.", batch * count, outs["row_live"], outs["positions"], {**BY_SLOT, **seen}, {**BY_SLOT, **write}
         )
-        return Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA), outs["tokens"]
+        return Emitter(self.builder, rows, self.dtype, Stage.DRAFT_ATTENTION_FMHA), outs["tokens"]
 
-    def _emit_layer(self, level: Emitter, stream: str, layer: int) -> str:
+    def _emit_layer(self, level: Emitter, stream: str, number: int) -> str:
         """A layer over the block; returns the residual stream behind it."""
-        draft, name = self.draft, f"head.layers.{layer}"
-        level.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
-        normed = level.norm(stream, f"{name}.attn_norm.weight", draft.rms_norm_eps, "input.normed")
-        width = draft.query_size + 2 * draft.kv_size
-        product = level.linear(normed, f"{name}.qkv", width, "qkv", bias=draft.qkv_bias)
-        heads = {"q": draft.num_heads, "k": draft.num_kv_heads, "v": draft.num_kv_heads}
-        query = self._emit_heads(level, product, layer, heads)["q"]
-        scale = draft.head_dim**-0.5
-        attended = level.attention(query, _caches(layer), draft.query_size, shard=draft.shard, scale=scale)
-        output = level.output(attended, f"{name}.o", draft.hidden_size, draft.shard, bias=draft.output_bias)
-        middle = level.add(stream, output, f"layers.{layer}.residual.middle")
-        level.stage = Stage.EAGLE_DRAFT_FFN
-        inner = level.norm(middle, f"{name}.ffn_norm.weight", draft.rms_norm_eps, "normed")
-        output = level.gated_ffn(inner, name, draft.intermediate_size, draft.hidden_size, shard=draft.shard)
-        return level.add(middle, output, f"layers.{layer}.residual.out")
+        layer = self.layers[number]
+        level.stage = Stage.DRAFT_ATTENTION_FMHA
+        normed = level.norm(stream, f"{layer.name}.attn_norm.weight", layer.eps, "input.normed")
+        product = emit_projection(level, layer, normed, "qkv", "qkv")
+        query = emit_heads(level, layer, product, "qkv", self.tables)["q"]
+        output = emit_output(level, layer, emit_attended(level, layer, query))
+        middle = level.add(stream, output, f"layers.{number}.residual.middle")
+        level.stage = Stage.DRAFT_FFN
+        inner = level.norm(middle, f"{layer.name}.ffn_norm.weight", layer.eps, "normed")
+        return level.add(middle, emit_ffn(level, layer, inner), f"layers.{number}.residual.out")

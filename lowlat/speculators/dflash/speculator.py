@@ -12,7 +12,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec
-from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import (
     LoadedSpeculator,
@@ -66,11 +66,6 @@ class DflashSpeculator(Speculator):
         return replace(self, config=config)
 
     @property
-    def rope(self) -> tuple[RopeConfig, int]:
-        """The draft model's own."""
-        return self.config.rope, self.config.head_dim
-
-    @property
     def attends_everything(self) -> bool:
         """Always: its layers have no windows."""
         return True
@@ -104,7 +99,7 @@ class DflashSpeculator(Speculator):
 
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
         """Keys and values of the accepted rows' positions; behind prefill they are there."""
-        if not scope.bucket.prefilled:
+        if not scope.is_first_token:
             self.emitter(scope).emit_extend(scope)
         return ()
 
@@ -114,8 +109,6 @@ class DflashSpeculator(Speculator):
 
     def emitter(self, scope: Scope) -> DflashEmitter:
         """The part that appends the draft model's operations."""
-        if scope.tables is None:
-            raise ValueError("a DFlash draft model needs the tables of its RoPE")
         return DflashEmitter(scope, self.config, scope.tables)
 
 

@@ -39,8 +39,13 @@ def dflash_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
     norms = {"attn_norm": "input_layernorm"}
     for layer in range(config.num_layers):
         names = (f"head.layers.{layer}", f"layers.{layer}")
-        made += layer_recipes(config, dtype, names, products=("qkv",), columns=hidden, norms=norms)
-    made += [_context(config, dtype, "weight", hidden), *([_context(config, dtype, "bias")] if config.qkv_bias else [])]
+        made += layer_recipes(
+            config.layers[layer], hidden, dtype, names, products=("qkv",), columns=hidden, norms=norms
+        )
+    made += [
+        _context(config, dtype, "weight", hidden),
+        *([_context(config, dtype, "bias")] if config.attention.qkv_bias else []),
+    ]
     if config.own_embedding:
         made.append(one("embed.weight", "embed_tokens.weight", config.vocab_size, hidden))
     if config.own_lm_head:
@@ -50,8 +55,11 @@ def dflash_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
 
 def _context(config: DraftConfig, dtype: torch.dtype, part: str, *width: int) -> Recipe:
     """The keys' and values' projections of all layers, one layer's behind the other's."""
-    names = [f"layers.{layer}.self_attn.{each}_proj" for layer in range(config.num_layers) for each in "kv"]
-    pieces = tuple(Piece(f"{name}.{part}", (config.kv_size, *width)) for name in names)
+    pieces = tuple(
+        Piece(f"layers.{layer}.self_attn.{each}_proj.{part}", (spec.kv_size, *width))
+        for layer, spec in config.attentions.items()
+        for each in "kv"
+    )
     return Recipe(f"head.context.kv.{part}", pieces, dtype)
 
 

@@ -44,7 +44,7 @@ class DsparkEmitter(DflashEmitter):
         parents = self.builder.scratch(f"{prefix}tokens", (batch, len(nodes)), torch.int32)
         live = self.builder.scratch(f"{prefix}row_live", (batch, len(nodes)), torch.uint8)
         rows = Rows(prefix, batch * len(nodes), live, "", {}, {})
-        level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_LM_HEAD)
+        level = Emitter(self.builder, rows, self.dtype, Stage.DRAFT_LM_HEAD)
         level.emit(
             "parent_tokens",
             {

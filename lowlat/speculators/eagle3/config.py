@@ -82,8 +82,11 @@ def _refuse_unimplemented(file: DraftFile) -> None:
         file.eagle.raw("parallel_draft_heads_num_layers")  # of no effect with one draft step
 
 
-def _biases(file: DraftFile, tensors: DraftTensors) -> dict[str, Any]:
-    """Which projections have biases, as the tensors say; a promise that exporters keep must be kept."""
+def _biases(file: DraftFile, tensors: DraftTensors) -> tuple[bool, bool, bool]:
+    """Which projections have biases, as the tensors say: of queries, keys and values, of outputs, and of the FFN.
+
+    A promise that exporters keep must be kept.
+    """
     found = {
         "qkv_bias": any(tensors.in_any_layer(f"self_attn.{part}_proj.bias") for part in "qkv"),
         "output_bias": tensors.in_any_layer("self_attn.o_proj.bias"),
@@ -97,7 +100,7 @@ def _biases(file: DraftFile, tensors: DraftTensors) -> dict[str, Any]:
             raise ConfigError(f"{file.layer.label}: {key} is true, but {tensors.checkpoint.directory} has no such bias")
         # SpecForge and SafeAILab copy the key from the target's config and never read it
         file.notes.append(f"{key} is true in the config, but there are no such tensors: ignored")
-    return found
+    return found["qkv_bias"], found["output_bias"], found["mlp_bias"]
 
 
 def _norm_flag(file: DraftFile, key: str, present: bool) -> bool:
@@ -156,11 +159,11 @@ def _vocabulary(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: Mo
     return found
 
 
-def _layers(file: DraftFile, tensors: DraftTensors, sizes: Sizes) -> dict[str, Any]:
-    """How many layers there are, and the window of each."""
+def _windows(file: DraftFile, tensors: DraftTensors, sizes: Sizes) -> tuple[int | None, ...]:
+    """The window of each layer."""
     count = file.layer.integer("num_hidden_layers", 1, MAX_DRAFT_LAYERS)
     tensors.check_layers(count, sizes.hidden_size, file.layer.label)
-    return {"num_layers": count, "windows": draft_windows(file, count)}
+    return draft_windows(file, count)
 
 
 def _has_no_features(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> bool:
@@ -278,9 +281,14 @@ def parse_draft(
         norm_output=_feedback(file, fc_norm),
         norm_before_residual=_residual(file),
         mask_token=_mask_token(file, tensors, target, len(boundaries)),
-        **size_fields(file.layer, tensors, sizes, target),
-        **_layers(file, tensors, sizes),
-        **_biases(file, tensors),
+        **size_fields(
+            file.layer,
+            tensors,
+            sizes,
+            target,
+            windows=_windows(file, tensors, sizes),
+            biases=_biases(file, tensors),
+        ),
         **_vocabulary(file, tensors, sizes, target),
     )
     _refuse_unknown(file)

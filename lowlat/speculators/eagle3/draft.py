@@ -32,7 +32,7 @@ class Drafter:
     def extend(self) -> tuple[str, str]:
         """Keys and values of the accepted rows; returns the last layer's attention input and residual, by row."""
         emitter, hidden = self.accepted()
-        emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
+        emitter.stage = Stage.DRAFT_ATTENTION_FMHA
         return self.eagle.emit_stack(emitter, *self.eagle.emit_input(emitter, "head.tokens", hidden))
 
     def accepted(self) -> tuple[Emitter, str]:
@@ -42,8 +42,8 @@ class Drafter:
         write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "head.write_lens", "offsets": self.scope.offsets}
         before = self.rows_before("head.accepted_before", rows)
         all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", before, write)
-        emitter = Emitter(self.builder, all_rows, self.dtype, Stage.EAGLE_DRAFT_FC)
-        return emitter, "prefilled_feature" if self.scope.bucket.prefilled else self._features(emitter)
+        emitter = Emitter(self.builder, all_rows, self.dtype, Stage.DRAFT_FC)
+        return emitter, "prefilled_feature" if self.scope.is_first_token else self._features(emitter)
 
     def rows_before(self, name: str, count: int) -> dict[str, str]:
         """Attention's reads of `count` rows a slot from the first accepted one on: each sees those before, and itself.
@@ -91,7 +91,7 @@ class Drafter:
         attention = {**BY_SLOT, "dense_lens": self.scope.buffer("draft_lens"), "row_masks": alone}
         live_rows = self.scope.buffer("draft_live")
         rows = Rows("draft.0.", batch, live_rows, "head.live_positions", attention, {})
-        level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        level = Emitter(self.builder, rows, self.dtype, Stage.DRAFT_ATTENTION_FMHA)
         live = {}
         for name, source in (("both", x), ("residual", residual)):
             live[name] = level.scratch(name, batch, self.builder.spec(source).shape[1])
@@ -111,7 +111,7 @@ class Drafter:
         attention = {**BY_SLOT, "dense_lens": lens, "row_masks": masks}
         write = {**BY_SLOT, "row_live": live, "write_lens": lens, "offsets": offsets}
         rows = Rows(prefix, batch * len(nodes), live, positions, attention, write)
-        level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        level = Emitter(self.builder, rows, self.dtype, Stage.DRAFT_ATTENTION_FMHA)
         tokens = self.ints(f"{prefix}tokens", batch, len(nodes))
         hidden = level.scratch("hidden", batch * len(nodes), self.builder.spec(feedback).shape[1])
         parents = [above.index(topology.parents[node]) for node in nodes]
@@ -161,7 +161,7 @@ class Drafter:
         live  the last layer's attention input and residual, of these rows
         """
         middle = self.eagle.emit_attention(level, *live)
-        level.stage = Stage.EAGLE_DRAFT_FFN
+        level.stage = Stage.DRAFT_FFN
         return self.eagle.emit_logits(level, self.eagle.emit_ffn(level, middle, self.eagle.last))
 
     def ints(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> str:

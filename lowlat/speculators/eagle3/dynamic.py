@@ -44,4 +44,4 @@ class DynamicDrafter(Drafter):
         offsets = self.constant(f"{prefix}offsets", places)
         write = {**BY_SLOT, "row_live": rows.row_live, "write_lens": "draft_lens", "offsets": offsets}
         every = Rows(prefix, self.batch * tree.top_k, rows.row_live, rows.positions, attention, write)
-        return Emitter(self.builder, every, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        return Emitter(self.builder, every, self.dtype, Stage.DRAFT_ATTENTION_FMHA)

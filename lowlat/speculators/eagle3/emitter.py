@@ -12,6 +12,15 @@ from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.graphs.program import Stage
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter
+from lowlat.models.walk import (
+    Tables,
+    emit_attended,
+    emit_ffn,
+    emit_heads,
+    emit_output,
+    emit_projection,
+    layer_of,
+)
 from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import StateSizes
 from lowlat.speculators.eagle3.windows import effective_window
@@ -33,10 +42,15 @@ def draft_kv_specs(draft: DraftConfig, sizes: StateSizes) -> list[BufferSpec]:
     """The KV cache of each of the draft model's layers, [P, G, block, D], and the features at block ends, [P, H], and
     of the last live row of prefill, [1, H]."""
     num_blocks, dtype = sizes.num_blocks, sizes.dtype
-    shape = (num_blocks, draft.num_kv_heads, sizes.block_size, draft.head_dim)
-    names = [name for layer in range(draft.num_layers) for name in _caches(layer)]
+    caches = [
+        cache
+        for layer, spec in draft.attentions.items()
+        for cache in cache_specs(
+            _caches(layer), (num_blocks, spec.num_kv_heads, sizes.block_size, spec.head_dim), sizes.kv_dtype
+        )
+    ]
     return [
-        *cache_specs(names, shape, sizes.kv_dtype),
+        *caches,
         BufferSpec("block_features", (num_blocks, draft.hidden_size), dtype, Role.STATE, Paging.BLOCKS),
         BufferSpec("prefilled_feature", (1, draft.hidden_size), dtype, Role.STATE),
     ]
@@ -45,16 +59,16 @@ def draft_kv_specs(draft: DraftConfig, sizes: StateSizes) -> list[BufferSpec]:
 class Eagle3Emitter:
     """Appends the draft model's operations; `emitter.stage` moves with the parts of a step, and stays in prefill."""
 
-    def __init__(
-        self, config: ModelConfig, draft: DraftConfig, tables: tuple[str, str], draft_window: int | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, draft: DraftConfig, tables: Tables, draft_window: int | None) -> None:
         self.draft = draft
         self.dtype = TORCH_DTYPES[config.dtype]
         self.target_eps = config.rms_norm_eps
         self.tables = tables
         self.draft_window = draft_window
         self.last = draft.num_layers - 1
-        self.name = layer_name(self.last)
+        self.layers = [
+            layer_of(draft, number, layer_name(number), _caches(number)) for number in range(draft.num_layers)
+        ]
         self.embedding = "head.embed.weight" if draft.own_embedding else "embed.weight"
         self.lm_head = "head.lm_head" if draft.own_lm_head else "lm_head"
         self.head_shard = draft.shard if draft.own_lm_head else config.shard  # the target's is cut as it is there
@@ -78,7 +92,7 @@ class Eagle3Emitter:
             )
             features = normed
         product = emitter.linear(features, "head.fc", draft.hidden_size, "fc")
-        return self._round(emitter, product, "hidden")
+        return emitter.cast(product, "hidden")
 
     def emit_input(self, emitter: Emitter, tokens: str, hidden: str) -> tuple[str, str]:
         """Normed embedding beside normed hidden [M, 2H], and the residual [M, H]."""
@@ -100,69 +114,45 @@ class Eagle3Emitter:
 
         Returns the input of the last layer's attention, [M, H] or of a single layer [M, 2H], and its residual [M, H].
         """
-        draft, x = self.draft, both
-        for layer in range(self.last):
-            middle = self._emit_layer_attention(emitter, x, residual, layer)
-            _move(emitter, Stage.EAGLE_DRAFT_FFN)
-            residual = self.emit_ffn(emitter, middle, layer)
-            _move(emitter, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
-            x = emitter.norm(residual, f"{layer_name(layer + 1)}.attn_norm.weight", draft.rms_norm_eps, "input.normed")
-        product = emitter.linear(x, f"{self.name}.kv", 2 * draft.kv_size, "kv", bias=draft.qkv_bias)
-        if draft.qk_norm:
-            product = self._normed_heads(emitter, product, "k_normed", self.last, (0, draft.num_kv_heads))
-        counts = {"k": draft.num_kv_heads, "v": draft.num_kv_heads}
-        parts = emitter.rotate(product, counts, draft.head_dim, self.tables)
-        emitter.kv_write(parts["k"], parts["v"], _caches(self.last))
+        x = both
+        for number, layer in enumerate(self.layers[:-1]):
+            product = emit_projection(emitter, layer, x, "qkv", "qkv")
+            query = emit_heads(emitter, layer, product, "qkv", self.tables)["q"]
+            middle = self._attend(emitter, query, residual, number)
+            _move(emitter, Stage.DRAFT_FFN)
+            residual = self.emit_ffn(emitter, middle, number)
+            _move(emitter, Stage.DRAFT_ATTENTION_FMHA)
+            x = emitter.norm(residual, f"{layer_name(number + 1)}.attn_norm.weight", layer.eps, "input.normed")
+        product = emit_projection(emitter, self.layers[-1], x, "kv", "kv")
+        emit_heads(emitter, self.layers[-1], product, "kv", self.tables, normed="k_normed")
         return x, residual
 
     def emit_attention(self, emitter: Emitter, x: str, residual: str) -> str:
         """Queries of these rows against the last layer's cache, and the residual sum [M, H]."""
-        draft = self.draft
-        product = emitter.linear(x, f"{self.name}.q", draft.query_size, "query", bias=draft.qkv_bias)
-        if draft.qk_norm:
-            product = self._normed_heads(emitter, product, "q_normed", self.last, (draft.num_heads, 0))
-        query = emitter.rotate(product, {"q": draft.num_heads}, draft.head_dim, self.tables)["q"]
+        layer = self.layers[-1]
+        product = emit_projection(emitter, layer, x, "q", "query")
+        query = emit_heads(emitter, layer, product, "q", self.tables, normed="q_normed")["q"]
         return self._attend(emitter, query, residual, self.last)
 
-    def _emit_layer_attention(self, emitter: Emitter, x: str, residual: str, layer: int) -> str:
-        """Attention of a layer before the last, whose queries, keys and values are of the same rows: [M, H]."""
-        draft, name, heads = self.draft, layer_name(layer), (self.draft.num_heads, self.draft.num_kv_heads)
-        width = draft.query_size + 2 * draft.kv_size
-        product = emitter.linear(x, f"{name}.qkv", width, "qkv", bias=draft.qkv_bias)
-        if draft.qk_norm:
-            product = self._normed_heads(emitter, product, "qk_normed", layer, heads)
-        counts = {"q": heads[0], "k": heads[1], "v": heads[1]}
-        parts = emitter.rotate(product, counts, draft.head_dim, self.tables)
-        emitter.kv_write(parts["k"], parts["v"], _caches(layer))
-        return self._attend(emitter, parts["q"], residual, layer)
-
-    def _normed_heads(self, emitter: Emitter, product: str, name: str, layer: int, heads: tuple[int, int]) -> str:
-        draft = self.draft
-        return emitter.qk_norm(product, layer_name(layer), heads, draft.head_dim, draft.rms_norm_eps, name)
-
-    def _attend(self, emitter: Emitter, query: str, residual: str, layer: int) -> str:
-        draft = self.draft
-        window, keep_first = effective_window(draft.windows[layer], self.draft_window)
-        seen: dict[str, Any] = {"scale": draft.head_dim**-0.5, "first": 1, "window": window}
+    def _attend(self, emitter: Emitter, query: str, residual: str, number: int) -> str:
+        layer = self.layers[number]
+        window, keep_first = effective_window(layer.spec.mixer.window, self.draft_window)
+        seen: dict[str, Any] = {"first": 1, "window": window}
         if emitter.rows.chunk is None:
             seen["keep_first"] = keep_first
-        attended = emitter.attention(query, _caches(layer), draft.query_size, shard=draft.shard, **seen)
-        name, width = f"{layer_name(layer)}.o", draft.hidden_size
-        output = emitter.output(attended, name, width, draft.shard, bias=draft.output_bias)
-        return emitter.add(residual, output, self._stream("middle", layer))
+        output = emit_output(emitter, layer, emit_attended(emitter, layer, query, **seen))
+        return emitter.add(residual, output, self._stream("middle", number))
 
-    def emit_ffn(self, emitter: Emitter, middle: str, layer: int) -> str:
-        """The gated FFN and its residual sum [M, H]."""
-        draft, name = self.draft, layer_name(layer)
-        normed = emitter.norm(middle, f"{name}.ffn_norm.weight", draft.rms_norm_eps, "normed")
-        inner, width = draft.intermediate_size, draft.hidden_size
-        output = emitter.gated_ffn(normed, name, inner, width, bias=draft.mlp_bias, shard=draft.shard)
-        return emitter.add(middle, output, self._stream("out", layer))
+    def emit_ffn(self, emitter: Emitter, middle: str, number: int) -> str:
+        """The FFN of a layer and its residual sum [M, H]."""
+        layer = self.layers[number]
+        normed = emitter.norm(middle, f"{layer.name}.ffn_norm.weight", layer.eps, "normed")
+        return emitter.add(middle, emit_ffn(emitter, layer, normed), self._stream("out", number))
 
     def emit_logits(self, emitter: Emitter, residual: str) -> tuple[str, str]:
         """LM head; returns logits [M, Vd] and the state that may be fed back."""
         draft = self.draft
-        emitter.stage = Stage.EAGLE_DRAFT_LM_HEAD
+        emitter.stage = Stage.DRAFT_LM_HEAD
         normed = emitter.norm(residual, "head.norm.weight", draft.rms_norm_eps, "final")
         logits = emitter.vocabulary(normed, self.lm_head, draft.draft_vocab_size, "logits", self.head_shard)
         return logits, normed if draft.norm_output else residual
@@ -182,11 +172,6 @@ class Eagle3Emitter:
     def _stream(self, part: str, layer: int) -> str:
         """The name of a layer's residual stream: the last one's is the draft model's."""
         return f"residual.{part}" if layer == self.last else f"layers.{layer}.residual.{part}"
-
-    def _round(self, emitter: Emitter, product: str, name: str) -> str:
-        out = emitter.scratch(name, *emitter.builder.spec(product).shape)
-        emitter.emit("cast", {"x": product}, {"out": out})
-        return out
 
 
 def _move(emitter: Emitter, stage: Stage) -> None:

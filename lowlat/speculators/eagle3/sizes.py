@@ -1,5 +1,6 @@
 """Sizes of a draft model, and its vocabulary, from config and headers against the target: of EAGLE3's and DFlash's."""
 
+from dataclasses import replace
 from typing import Any
 
 from lowlat.checkpoint.fields import Fields
@@ -7,6 +8,7 @@ from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import MAX_VOCABULARY, max_positions, parse_rope
+from lowlat.models.layer_spec import DenseSpec, LayerSpec
 from lowlat.speculators.eagle3.tensors import DraftTensors
 
 __all__ = ["check_target", "size_fields", "vocabulary_fields"]
@@ -20,24 +22,30 @@ def check_target(top: Fields, target: ModelConfig) -> None:
             raise ConfigError(f"{top.label}: {key} {stated} is not the target's {own}")
 
 
-def size_fields(layer: Fields, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
-    """The fields of a DraftConfig that every draft model has: sizes, norms of queries and keys, rotary embedding.
+def size_fields(
+    layer: Fields,
+    tensors: DraftTensors,
+    sizes: Sizes,
+    target: ModelConfig,
+    *,
+    windows: tuple[int | None, ...],
+    biases: tuple[bool, bool, bool],
+) -> dict[str, Any]:
+    """The fields of a DraftConfig that every draft model has: sizes, and layers.
 
-    layer  where the config has the layers' sizes
+    layer    where the config has the layers' sizes
+    windows  of each layer; None: full attention
+    biases   whether projections of queries, keys and values, of outputs, and of the FFN have biases
     """
-    rope = parse_rope(layer, max_position=sizes.max_position)
+    rope, (qkv_bias, output_bias, mlp_bias) = parse_rope(layer, max_position=sizes.max_position), biases
+    qk_norm = any(tensors.in_any_layer(f"self_attn.{part}_norm.weight") for part in "qk")
+    mixer = sizes.attention(rope, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=qk_norm)
+    ffn = DenseSpec(inner_size=sizes.intermediate_size, bias=mlp_bias)
     return {
-        "hidden_size": sizes.hidden_size,
+        **sizes.model(),
         "target_hidden_size": target.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "num_heads": sizes.num_heads,
-        "num_kv_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "vocab_size": target.vocab_size,
         "max_position": max_positions(rope, sizes.max_position),
-        "rms_norm_eps": sizes.rms_norm_eps,
-        "rope": rope,
-        "qk_norm": any(tensors.in_any_layer(f"self_attn.{part}_norm.weight") for part in "qk"),
+        "layers": tuple(LayerSpec(mixer=replace(mixer, window=window), ffn=ffn) for window in windows),
     }
 
 

@@ -5,12 +5,14 @@ Source: EAGLE-3, arXiv 2503.01840.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
 
 from lowlat.graphs import BufferSpec
-from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.graphs.program import RangeNames, Stage
+from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import (
     LoadedSpeculator,
@@ -31,6 +33,17 @@ from lowlat.speculators.eagle3.windows import check_draft_window
 from lowlat.speculators.tree.dynamic import DynamicTree
 
 __all__ = ["Eagle3Speculator"]
+
+# the names that profiles of EAGLE3 look for
+RANGE_NAMES: RangeNames = MappingProxyType(
+    {
+        Stage.VERIFY: "BASE_DECODE_STEP",
+        Stage.ACCEPT: "EAGLE_ACCEPT",
+        Stage.COMMIT: "EAGLE_TAIL_COMMIT",
+        Stage.TREE_MASKS: "EAGLE_TREE_MASKS",
+        **{stage: f"EAGLE_{stage}" for stage in Stage if stage.startswith("DRAFT_")},
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -74,9 +87,9 @@ class Eagle3Speculator(Speculator):
         return replace(self, config=config)
 
     @property
-    def rope(self) -> tuple[RopeConfig, int]:
-        """The draft model's own."""
-        return self.config.rope, self.config.head_dim
+    def range_names(self) -> RangeNames:
+        """Those that profiles of EAGLE3 look for."""
+        return RANGE_NAMES
 
     @property
     def attends_everything(self) -> bool:
@@ -124,6 +137,4 @@ class Eagle3Speculator(Speculator):
         return kind(scope, self._emitter(scope))
 
     def _emitter(self, scope: Scope) -> Eagle3Emitter:
-        if scope.tables is None:
-            raise ValueError("an EAGLE3 draft model needs the tables of its RoPE")
         return Eagle3Emitter(scope.config, self.config, scope.tables, self.window)

@@ -73,7 +73,7 @@ def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[
         norms = {"embed_norm": "input_layernorm", "hidden_norm": "hidden_norm"}
     columns = hidden if layer else 2 * hidden
     names = (layer_name(layer), f"layers.{layer}")
-    return layer_recipes(config, dtype, names, products=products, columns=columns, norms=norms)
+    return layer_recipes(config.layers[layer], hidden, dtype, names, products=products, columns=columns, norms=norms)
 
 
 def draft_weight_plan(

@@ -56,7 +56,7 @@ class BlockDrafter(Drafter):
         write = {**BY_SLOT, "row_live": outs["block_live"], "write_lens": "head.write_lens", "offsets": offsets}
         before = self.rows_before("block.before", count)
         rows = Rows("block.", batch * count, outs["block_live"], outs["block_positions"], before, write)
-        block = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        block = Emitter(self.builder, rows, self.dtype, Stage.DRAFT_ATTENTION_FMHA)
         return self.eagle.emit_stack(block, *self.eagle.emit_input(block, outs["block_tokens"], outs["out"]))
 
     def draft(self, x: str, residual: str) -> str:
@@ -68,7 +68,7 @@ class BlockDrafter(Drafter):
         masks = self.builder.constant("draft.0.before", before)
         attention = {**BY_SLOT, "dense_lens": self.scope.buffer("draft_lens"), "row_masks": masks}
         rows = Rows("draft.0.", batch * depth, "draft.0.row_live", "draft.0.positions", attention, {})
-        level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        level = Emitter(self.builder, rows, self.dtype, Stage.DRAFT_ATTENTION_FMHA)
         live = {}
         for name, source in (("both", x), ("residual", residual)):
             live[name] = level.scratch(name, batch * depth, self.builder.spec(source).shape[1])

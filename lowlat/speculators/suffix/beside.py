@@ -11,9 +11,9 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Role
-from lowlat.graphs.program import Stage
+from lowlat.graphs.program import RangeNames, Stage
 from lowlat.kernels.reference.speculation.choose_drafts import NUM_BINS, PROPOSAL_WIDTH
-from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Speculator, StateSizes, StepScope
 from lowlat.speculators.suffix.speculator import SuffixSpeculator
@@ -49,14 +49,14 @@ class TextBeside(Speculator):
         """The model's."""
         return self.model.draft_config
 
+    @property
+    def range_names(self) -> RangeNames:
+        """The model's."""
+        return self.model.range_names
+
     def with_config(self, config: DraftConfig) -> Speculator:
         """The same with another geometry of the model."""
         return replace(self, model=self.model.with_config(config))
-
-    @property
-    def rope(self) -> tuple[RopeConfig, int] | None:
-        """The model's."""
-        return self.model.rope
 
     @property
     def draft_sources(self) -> tuple[str, str]:
@@ -104,6 +104,6 @@ class TextBeside(Speculator):
             Stage.DRAFT,
             reads={**reads, "text_nodes": text_nodes, "draft_shares": shares, "match_lens": lengths},
             writes={"draft_nodes": nodes, **{name: name for name in ("proposals", "draft_odds", "draft_sources")}},
-            fresh=scope.bucket.prefilled,
+            fresh=scope.is_first_token,
         )
         return nodes

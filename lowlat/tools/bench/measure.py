@@ -22,6 +22,7 @@ from lowlat.errors import LowlatError
 from lowlat.options.acceptance import expected_accept_length
 from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.step.variants import bodies_of, is_choice
 from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.results import ActiveSlots, Memory, Perf, Repeat, Row, Speculation, Spread
 from lowlat.tools.bench.scenarios import Case, Scenario
@@ -186,6 +187,7 @@ class CaseRun:
             perf=Perf(**perf.to_dict()),
             steps_by_width=widths,
             mean_width=None if widths is None else round(_mean_width(widths), 4),
+            numerics=runtime.numerics,
         )
 
     def _bytes(self, lengths: Sequence[float], experts: float | None, widths: Sequence[int] | None) -> int:
@@ -194,7 +196,7 @@ class CaseRun:
         bucket = runtime.ladder.choose(len(lengths), self._case.num_speculative_tokens)
         if widths is None:
             return step_bytes(runtime, bucket, lengths, experts)
-        bodies = zip(bucket.bodies, widths, strict=False)
+        bodies = zip(bodies_of(bucket), widths, strict=False)
         total = sum(count * step_bytes(runtime, body, lengths, experts) for body, count in bodies if count)
         return round(total / sum(widths))
 
@@ -330,8 +332,8 @@ class CaseRun:
         scheduler = self._runtime.scheduler
         if scheduler.num_active:
             bucket = scheduler.choose_bucket(self._runtime.num_speculative_tokens)
-            if bucket.chooses:
-                bucket = bucket.bodies[int(self._runtime.executor.state["width_choice"])]
+            if is_choice(bucket):
+                bucket = bodies_of(bucket)[int(self._runtime.executor.state["width_choice"])]
             self._experts.append(chosen_experts(self._runtime, bucket))
 
 

@@ -112,6 +112,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     perf                     absent in files of before there were counters
     steps_by_width           steps of a request that verified 0, 1, 2, ... drafts, where each step chose (policy auto)
     mean_width               drafts that they verified, mean
+    numerics                 `Runtime.numerics`; absent in files of before there was one
     """
 
     case: Case
@@ -136,6 +137,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     perf: Perf | None = None
     steps_by_width: list[int] | None = None
     mean_width: float | None = None
+    numerics: str | None = None
 
     @property
     def accept_length(self) -> float | None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from lowlat.checkpoint.tensors import Checkpoint
 from lowlat.models.geometry import DraftConfig
+from lowlat.models.layer_spec import Rotation
 from lowlat.models.rope import rope_tables
 from lowlat.speculators.eagle3.tensors import open_draft_model
 
@@ -121,14 +122,14 @@ class PlainDraftModel:
         return {**found, "pre_head_hidden": normed, "logits": logits}, stream
 
     def _attend(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        config, count, own = self.config, x.shape[0], f"layers.{layer}.self_attn"
+        config, count, own = self.config.layers[layer].mixer, x.shape[0], f"layers.{layer}.self_attn"
         q = self._linear(x, f"{own}.q_proj").view(count, config.num_heads, config.head_dim)
         k = self._linear(x, f"{own}.k_proj").view(count, config.num_kv_heads, config.head_dim)
         v = self._linear(x, f"{own}.v_proj").view(count, config.num_kv_heads, config.head_dim)
         if config.qk_norm:
             q, k = self._norm(q, f"{own}.q_norm"), self._norm(k, f"{own}.k_norm")
-        q, k = self._rotate(q), self._rotate(k)
-        group, window = config.num_heads // config.num_kv_heads, config.windows[layer]
+        q, k = self._rotate(q, config.rotation), self._rotate(k, config.rotation)
+        group, window = config.num_heads // config.num_kv_heads, config.window
         visible = torch.ones(count, count, dtype=torch.bool).tril()
         if window is not None:
             visible &= ~visible.tril(-window)
@@ -140,8 +141,8 @@ class PlainDraftModel:
         )
         return self._linear(attended.transpose(0, 1).reshape(count, -1), f"{own}.o_proj")
 
-    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
-        cos, sin = (table[:, None] for table in rope_tables(self.config.rope, self.config.head_dim, x.shape[0]))
+    def _rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        cos, sin = (table[:, None] for table in rope_tables(*rotation, x.shape[0]))
         low, high = x.float().chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 

@@ -18,7 +18,8 @@ import torch
 
 from lowlat.checkpoint.recipes import Recipe
 from lowlat.errors import ConfigError
-from lowlat.models.geometry import DraftConfig, DsparkHeads, ModelConfig, RopeConfig
+from lowlat.models.geometry import DraftConfig, DsparkHeads, ModelConfig
+from lowlat.models.layer_spec import AttentionSpec, DenseSpec, LayerSpec, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.dflash.speculator import DflashSpeculator
@@ -41,15 +42,20 @@ DRAFT_MODELS: Mapping[str, type[Eagle3Speculator] | type[DflashSpeculator]] = {
 
 def draft_config(head: Head, target: ModelConfig, method: str = "eagle3") -> DraftConfig:
     """The geometry of a draft model for a target. Raises ConfigError for sizes that no such draft model has."""
-    names = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_position", "rms_norm_eps")
+    names, shape = ("hidden_size", "vocab_size", "max_position", "rms_norm_eps"), target.attention
+    mixer = AttentionSpec(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rope=RopeConfig(theta=shape.rope.theta),
+        qk_norm=method not in ("eagle3", "peagle"),
+    )
+    layer = LayerSpec(mixer=mixer, ffn=DenseSpec(inner_size=head.intermediate_size))
     shared: dict[str, Any] = {
         "target_hidden_size": target.hidden_size,
-        "intermediate_size": head.intermediate_size,
         "draft_vocab_size": head.draft_vocab_size,
-        "rope": RopeConfig(theta=target.rope.theta),
         "capture_boundaries": head.boundaries,
-        "num_layers": head.num_layers,
-        "windows": (None,) * head.num_layers,
+        "layers": (layer,) * head.num_layers,
         **{name: getattr(target, name) for name in names},
     }
     mask = target.vocab_size - 1
@@ -60,7 +66,7 @@ def draft_config(head: Head, target: ModelConfig, method: str = "eagle3") -> Dra
             f"a geometry's {method} needs a block_size and the target's {target.vocab_size} tokens; found block_size "
             f"{head.block_size} and draft_vocab_size {head.draft_vocab_size}"
         )
-    shared |= {"qk_norm": True, "mask_token": mask, "block_size": head.block_size, "own_draft_map": False}
+    shared |= {"mask_token": mask, "block_size": head.block_size, "own_draft_map": False}
     if method == "dflash":
         return DraftConfig(layout="z-lab", own_lm_head=False, **shared)
     heads = DsparkHeads(head.markov_rank, False, True, True)
@@ -125,16 +131,16 @@ def _published(config: DraftConfig, target: ModelConfig) -> dict[str, Any]:
     layers = {
         "model_type": "llama",
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": config.ffn.inner_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": config.attention.num_heads,
+        "num_key_value_heads": config.attention.num_kv_heads,
+        "head_dim": config.attention.head_dim,
         "hidden_act": "silu",
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope.theta,
+        "rope_theta": config.attention.rope.theta,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }

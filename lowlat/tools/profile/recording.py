@@ -7,7 +7,7 @@ torch's profiler (CUPTI). It knows executors; what each launch is for is in `sit
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.graphs import Bucket
+from lowlat.graphs.program import OWN_NAMES, RangeNames
 from lowlat.options.request import SamplingParams
 from lowlat.tools.profile.report import Summary, summarise
 from lowlat.tools.profile.sites import call_sites
@@ -90,6 +91,7 @@ class Profile:
     contexts  tokens of each request, in order of submission, at the first recorded step
     host_us   a step by the host's clock, without the profiler: the median of as many steps
     cards     of every rank; empty where there is one
+    range_names  of stages, see `Program`
     """
 
     bucket: Bucket
@@ -98,6 +100,7 @@ class Profile:
     steps: tuple[StepTimes, ...]
     summary: Summary
     cards: tuple[CardRow, ...] = ()
+    range_names: RangeNames = field(default_factory=lambda: OWN_NAMES)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, the single steps left out, and `cards` where there is one."""
@@ -221,14 +224,14 @@ def profile_steps(
     ranks: Sequence[KernelExecutor] = getattr(executor, "ranks", (executor,))
     recorded = (record or record_kernels)(run, [rank.device for rank in ranks])
     tokens = [list(each.values()) for each in seen[LEAD:]]
-    steps, summaries = [], []
+    steps, summaries, names = [], [], executor.program(bucket).range_names
     for rank, events in zip(ranks, recorded, strict=True):
         sites = call_sites(rank.groups(bucket), rank.state, tokens, fmean(chosen))
         steps.append(tuple(attribute(events, sites, skip=LEAD)))
-        summaries.append(summarise(steps[-1], wall_gb_per_s))
+        summaries.append(summarise(steps[-1], wall_gb_per_s, names))
     cards = tuple(CardRow.of(rank.device, each) for rank, each in zip(ranks, summaries, strict=True))
     conditions = bucket, tuple(seen[LEAD].values()), median(durations)
-    return Profile(*conditions, steps[0], summaries[0], cards if len(ranks) > 1 else ())
+    return Profile(*conditions, steps[0], summaries[0], cards if len(ranks) > 1 else (), names)
 
 
 def record_kernels(run: Callable[[], None], devices: Sequence[torch.device]) -> list[list[KernelEvent]]:

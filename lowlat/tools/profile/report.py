@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from lowlat.graphs.program import Stage
+from lowlat.graphs.program import OWN_NAMES, RangeNames, Stage
 from lowlat.tools.profile.times import CallSite, CallTime, Exchange, Idle, StepTimes, idle_time
 
 __all__ = ["ExchangeRow", "KernelRow", "StageRow", "Summary", "summarise"]
@@ -16,7 +16,7 @@ __all__ = ["ExchangeRow", "KernelRow", "StageRow", "Summary", "summarise"]
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage of a step.
+    """One stage of a step, by the name of its range.
 
     time_us        a step; None where another stage's kernels cover all of it
     share          of the step's time
@@ -27,14 +27,14 @@ class StageRow:
     within         the stage whose kernels cover it, where it has none of its own
     """
 
-    stage: Stage
+    stage: str
     time_us: float | None
     share: float | None
     num_launches: int
     moved_bytes: int
     gb_per_s: float | None
     share_of_wall: float | None
-    within: Stage | None = None
+    within: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class KernelRow:
     duration_us  one launch, from its start to its end: waiting for others included
     """
 
-    stage: Stage
+    stage: str
     kernel: str
     num_launches: int
     time_us: float
@@ -103,8 +103,12 @@ class Summary:
         return values
 
 
-def summarise(steps: Sequence[StepTimes], wall_gb_per_s: float | None) -> Summary:
-    """Sum up recorded steps, at least one; `wall_gb_per_s` is what the card's memory delivers."""
+def summarise(steps: Sequence[StepTimes], wall_gb_per_s: float | None, range_names: RangeNames = OWN_NAMES) -> Summary:
+    """Sum up recorded steps, at least one.
+
+    wall_gb_per_s  what the GPU's memory delivers
+    range_names    of stages, see `Program`
+    """
     sites = [call.site for call in steps[0].calls]
     times = [fmean(step.calls[place].time_us for step in steps) for place in range(len(sites))]
     lasted = [fmean(_duration(step.calls[place]) for step in steps) for place in range(len(sites))]
@@ -120,7 +124,11 @@ def summarise(steps: Sequence[StepTimes], wall_gb_per_s: float | None) -> Summar
         rates = _rates(mine, time_us, wall_gb_per_s)
         duration = fmean(lasted[place] for place in places)
         share = _part(time_us, total)
-        rows.append(KernelRow(stage, name, len(places), time_us, duration, share, round(mine), *rates))
+        rows.append(
+            KernelRow(
+                range_names.get(stage, str(stage)), name, len(places), time_us, duration, share, round(mine), *rates
+            )
+        )
     return Summary(
         num_steps=len(steps),
         step_us=total,
@@ -129,7 +137,7 @@ def summarise(steps: Sequence[StepTimes], wall_gb_per_s: float | None) -> Summar
         num_launches=len(sites),
         moved_bytes=round(moved),
         **dict(zip(("gb_per_s", "share_of_wall"), _rates(moved, total, wall_gb_per_s), strict=True)),
-        stages=tuple(_stage_rows(sites, times, total, wall_gb_per_s)),
+        stages=tuple(_stage_rows(sites, times, total, wall_gb_per_s, range_names)),
         kernels=tuple(sorted(rows, key=lambda row: -row.time_us)),
         idle=idle_time(steps),
         exchange=_exchange_row(sites, times, total),
@@ -148,19 +156,24 @@ def _exchange_row(sites: Sequence[CallSite], times: Sequence[float], total: floa
 
 
 def _stage_rows(
-    sites: Sequence[CallSite], times: Sequence[float], total: float, wall_gb_per_s: float | None
+    sites: Sequence[CallSite],
+    times: Sequence[float],
+    total: float,
+    wall_gb_per_s: float | None,
+    range_names: RangeNames,
 ) -> Iterable[StageRow]:
     """The stages in the step's order; one without launches of its own names the stage that covers it."""
-    for stage in Stage:
+    names = {stage: range_names.get(stage, str(stage)) for stage in Stage}
+    for stage, name in names.items():
         places = [place for place, site in enumerate(sites) if site.stage is stage]
         if places:
             time_us, moved = sum(times[place] for place in places), sum(sites[place].moved_bytes for place in places)
             rates = _rates(moved, time_us, wall_gb_per_s)
-            yield StageRow(stage, time_us, _part(time_us, total), len(places), round(moved), *rates)
+            yield StageRow(name, time_us, _part(time_us, total), len(places), round(moved), *rates)
             continue
-        within = next((site.stage for site in sites if stage in site.also), None)
+        within = next((names[site.stage] for site in sites if stage in site.also), None)
         if within is not None:
-            yield StageRow(stage, None, None, 0, 0, None, None, within)
+            yield StageRow(name, None, None, 0, 0, None, None, within)
 
 
 def _duration(call: CallTime) -> float:

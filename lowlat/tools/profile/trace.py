@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowlat.errors import ConfigError
+from lowlat.graphs.program import OWN_NAMES, RangeNames, Stage
 from lowlat.tools.profile.times import CallTime, StepTimes
 
 __all__ = ["make_trace", "write_trace"]
@@ -18,16 +19,20 @@ __all__ = ["make_trace", "write_trace"]
 PROCESS, STEPS, STAGES, KERNELS = 1, 1, 2, 3
 
 
-def write_trace(path: Path, steps: Sequence[StepTimes], title: str) -> None:
-    """Write a JSON trace. Raises ConfigError where the file cannot be written."""
+def write_trace(path: Path, steps: Sequence[StepTimes], title: str, range_names: RangeNames = OWN_NAMES) -> None:
+    """Write a JSON trace; `range_names` are of stages, see `Program`.
+
+    Raises ConfigError where the file cannot be written.
+    """
     try:
-        path.write_text(json.dumps(make_trace(steps, title), allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(make_trace(steps, title, range_names), allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the trace cannot be written: {error}") from error
 
 
-def make_trace(steps: Sequence[StepTimes], title: str) -> dict[str, Any]:
+def make_trace(steps: Sequence[StepTimes], title: str, range_names: RangeNames = OWN_NAMES) -> dict[str, Any]:
     """The trace as JSON values; times count from the first kernel's start."""
+    names_of = {stage: range_names.get(stage, str(stage)) for stage in Stage}
     clock = _Clock(min(call.event.start_us for call in steps[0].calls))
     lanes = _lanes([call for step in steps for call in step.calls])
     names = {STEPS: "steps", STAGES: "stages"}
@@ -40,10 +45,10 @@ def make_trace(steps: Sequence[StepTimes], title: str) -> dict[str, Any]:
     lane = iter(lanes)
     for number, step in enumerate(steps):
         events.append(clock.slice(STEPS, f"step {number}", step.begin_us, step.end_us, {}))
-        events += _stages(clock, step, number)
+        events += _stages(clock, step, number, names_of)
         for call in step.calls:
             arguments = {
-                "stage": str(call.site.stage),
+                "stage": names_of[call.site.stage],
                 "step": number,
                 "counted_us": round(call.time_us, 3),
                 "moved_bytes": round(call.site.moved_bytes),
@@ -53,14 +58,14 @@ def make_trace(steps: Sequence[StepTimes], title: str) -> dict[str, Any]:
     return {"displayTimeUnit": "ns", "traceEvents": events}
 
 
-def _stages(clock: "_Clock", step: StepTimes, number: int) -> Iterator[dict[str, Any]]:
+def _stages(clock: "_Clock", step: StepTimes, number: int, names_of: RangeNames) -> Iterator[dict[str, Any]]:
     for stage, run in groupby(step.calls, key=lambda call: call.site.stage):
         calls = list(run)
-        also = dict.fromkeys(str(other) for call in calls for other in call.site.also)
+        also = dict.fromkeys(names_of[other] for call in calls for other in call.site.also)
         arguments: dict[str, Any] = {"step": number, "num_launches": len(calls)}
         if also:
             arguments["covers_also"] = list(also)
-        yield clock.slice(STAGES, str(stage), calls[0].begin_us, calls[-1].end_us, arguments)
+        yield clock.slice(STAGES, names_of[stage], calls[0].begin_us, calls[-1].end_us, arguments)
 
 
 class _Clock:

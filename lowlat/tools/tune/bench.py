@@ -11,8 +11,9 @@ import torch
 from lowlat.errors import DeviceError
 from lowlat.executors.kernel_executor import abandon
 from lowlat.executors.launcher import Launcher
-from lowlat.graphs.capture import CapturedGraph, capture
+from lowlat.graphs.capture import capture
 from lowlat.graphs.launch import Launch
+from lowlat.graphs.replay import CapturedGraph
 from lowlat.kernels.toolchain.kernel import Card, KernelCall
 from lowlat.tools.profile.wall import event_times
 from lowlat.tools.tune.arguments import Places

@@ -46,6 +46,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
+from lowlat.step.variants import first_token_bucket
 from lowlat.tools.tune.loopback import LoopedMemory
 
 __all__ = [
@@ -83,7 +84,9 @@ class Pair:
     @property
     def split_heads(self) -> int:
         """The key-value heads by which a card's splits of positions are chosen."""
-        return INVARIANT_HEADS if self.tp_invariant else max(self.config.num_kv_heads // self.tensor_parallel_size, 1)
+        if self.tp_invariant:
+            return INVARIANT_HEADS
+        return max(self.config.attention.num_kv_heads // self.tensor_parallel_size, 1)
 
 
 @dataclass(frozen=True)
@@ -175,10 +178,10 @@ def _few_layers(pair: Pair) -> Pair:
         boundaries = tuple(range(1, len(speculator.config.capture_boundaries) + 1))
         draft = replace(speculator.config, capture_boundaries=boundaries)
         speculator = replace(speculator, config=draft)
-    kinds = tuple(dict.fromkeys(config.windows))
+    kinds = tuple(dict.fromkeys(config.layers))
     count = min(config.num_layers, max(LEAST_LAYERS, len(kinds), *boundaries, 0))
-    windows = (*kinds, *config.windows)[:count]
-    return replace(pair, config=replace(config, num_layers=count, windows=windows), speculator=speculator)
+    layers = (*kinds, *config.layers)[:count]
+    return replace(pair, config=replace(config, layers=layers), speculator=speculator)
 
 
 class LoweredPrograms:
@@ -287,21 +290,21 @@ class PairPrograms(LoweredPrograms):
 def every_part(pair: Pair, card: Card, sizes: Sizes) -> list[PairPrograms]:
     """The programs of a pair, or of every rank of it whose part has other extents than those before. Raises ConfigError
     as `PairPrograms` does."""
-    ranks: dict[tuple[int, ...], int] = {}
+    ranks: dict[tuple[object, ...], int] = {}
     for rank, geometry in enumerate(_geometries(pair, sizes)):
         ranks.setdefault(_extents(geometry), rank)
     return [PairPrograms(pair, card, sizes, rank) for rank in ranks.values()]
 
 
-def _extents(geometry: StepGeometry) -> tuple[int, ...]:
+def _extents(geometry: StepGeometry) -> tuple[object, ...]:
     """The extents of a rank's part of the target and of its draft model, of which parts of one pair may differ."""
     config, speculator = geometry.config, geometry.speculator
     draft = None if speculator is None else speculator.draft_config
     parts = [(config, config.vocab_size)] + ([] if draft is None else [(draft, draft.draft_vocab_size)])
-    found: list[int] = []
+    found: list[object] = []
     for part, vocab_size in parts:
         first, last = (0, vocab_size) if part.shard is None else part.shard.vocabulary(vocab_size)
-        found += [part.num_heads, part.num_kv_heads, part.intermediate_size, last - first]
+        found += [*dict.fromkeys(part.layers), last - first]
     return tuple(found)
 
 
@@ -332,7 +335,7 @@ def _programs(geometry: StepGeometry, sizes: Sizes) -> Iterator[Program]:
     depths = sizes.depths if geometry.speculator is not None else (0,)
     buckets = [
         *(Bucket(batch, depth + 1, depth) for batch in sizes.batches for depth in depths),
-        *(Bucket.first_token(depth) for depth in depths),
+        *(first_token_bucket(depth) for depth in depths),
     ]
     yield from (build_step(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)) for bucket in buckets)
     yield from build_prefills(geometry).values()

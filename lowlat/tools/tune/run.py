@@ -21,6 +21,7 @@ from lowlat.tools.tune.pairs import Pair, Sizes, every_part
 from lowlat.tools.tune.results import table_of, write_table
 from lowlat.tools.tune.shapes import KINDS, Shape, calls_by_plan, collect
 from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
+from lowlat.tools.tune.times import times_of
 
 if TYPE_CHECKING:
     import torch
@@ -177,6 +178,7 @@ def tune(
     budget_s: float,
     only_missing: bool,
     out: Path | None,
+    times: Path | None = None,
     commit: str,
     bar: Bar,
 ) -> Tuned:
@@ -186,6 +188,7 @@ def tune(
     budget_s        seconds in all, beside the plans of one launch
     only_missing    launches that have an entry in `known_plans` are left out
     out             the file; None: in the user's own tables. Entries that are in it stay, or are replaced.
+    times           a file for the times of all plans, not of the fastest alone; None: they are not written
     Raises ConfigError for a file of another card.
     """
     import torch
@@ -212,6 +215,8 @@ def tune(
     commit = commit or changed_commit()
     table = table_of(swept, name, bench.card, driver=driver(), commit=commit, read_gb_s=wall.gb_per_s)
     table = write_table(table, path)
+    if times is not None:
+        times_of(swept, name, bench.card, driver=driver(), commit=commit).write(times)
     done = {each.shape.place for each in swept}
     left = tuple(shape for shape in shapes if shape.place not in done)
     return Tuned(name, tuple(swept), left, table, path, time.monotonic() - start)

@@ -69,7 +69,7 @@ def stage_tag(group: LoweredGroup, pair: PairPrograms, number: int = 0) -> str:
     drafts = op is not None and op.weights.get("weight", "").startswith("head.")
     if group.stage is Stage.PREFILL:
         return f"EAGLE3_PREFILL_{part}" if drafts else f"PREFILL_{part}"
-    if group.stage is Stage.BASE_DECODE_STEP:
+    if group.stage is Stage.VERIFY:
         return f"BASE_{part}"
     speculator = pair.pair.speculator
     draft = None if speculator is None else speculator.draft_config

@@ -9,10 +9,11 @@ import pytest
 from checkpoint_files import edit_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from layer_changes import with_changes
 from tiny_models import FAMILIES, make_target, mxfp4_target
 
 from lowlat.errors import ConfigError
-from lowlat.models.geometry import ModelConfig
+from lowlat.models.layer_spec import DenseSpec
 from lowlat.models.target import read_model_config
 from lowlat.models.weight_plan import weight_plan
 
@@ -156,30 +157,34 @@ def test_what_is_not_implemented_is_refused_by_name(
 def test_harmless_keys_change_nothing(changes: dict[str, Any], made: dict[str, Path], tmp_path: Path) -> None:
     plain = read_model_config(made["llama"])
     config = read_model_config(edited(made, "llama", tmp_path, **changes))
-    kv_heads = changes.get("num_key_value_heads", plain.num_kv_heads)
-    assert config == ModelConfig(**{**vars(plain), "num_kv_heads": kv_heads})
+    kv_heads = changes.get("num_key_value_heads", plain.attention.num_kv_heads)
+    assert config == with_changes(plain, num_kv_heads=kv_heads)
 
 
 def test_defaults_are_the_classes_own(made: dict[str, Path], tmp_path: Path) -> None:
     keys = ("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings", "rope_parameters")
     config = read_model_config(edited(made, "llama", tmp_path, **dict.fromkeys(keys, ...)))
-    assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 8, 10000.0)
-    assert not (config.qkv_bias or config.mlp_bias or config.tie_embeddings)
+    attention, ffn = config.attention, config.ffn
+    assert (attention.num_kv_heads, attention.head_dim, attention.rope.theta) == (4, 8, 10000.0)
+    assert isinstance(ffn, DenseSpec) and not (attention.qkv_bias or ffn.bias or config.tie_embeddings)
     config = read_model_config(
         edited(made, "qwen3", tmp_path, head_dim=..., sliding_window=4096, use_sliding_window=...)
     )
-    assert config.head_dim == 128 and config.windows == (None,) * 3
+    assert config.attention.head_dim == 128 and config.windows == (None,) * 3
     keys = ("head_dim", "attention_bias", "rope_parameters", "layer_types", "sliding_window", "swiglu_limit")
     config = read_model_config(edited(made, "gpt_oss", tmp_path, **dict.fromkeys(keys, ...)))
-    assert config.head_dim == 64 and config.qkv_bias and config.output_bias and config.windows == (128, None, 128)
-    assert config.rope.theta == 150000.0 and config.rope.factor == 32.0 and not config.rope.truncate
+    attention = config.attention
+    assert attention.head_dim == 64 and attention.qkv_bias and attention.output_bias
+    assert config.windows == (128, None, 128)
+    rope = attention.rope
+    assert rope.theta == 150000.0 and rope.factor == 32.0 and not rope.truncate
 
 
 def test_the_plan_of_a_published_size() -> None:
     """Bytes of a model nobody has to download: Llama 3.1 8B is 8,030,261,248 parameters."""
     from checkpoint_files import target_geometry
 
-    sizes = {"num_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_heads": 32, "num_kv_heads": 8}
+    sizes = {"num_layers": 32, "hidden_size": 4096, "inner_size": 14336, "num_heads": 32, "num_kv_heads": 8}
     config = target_geometry(**sizes, head_dim=128, vocab_size=128256, dtype="bfloat16")
     total = 0
     for shape, dtype in weight_plan(config).values():
@@ -234,6 +239,7 @@ def test_mutated_configs_load_or_are_refused(
     except ConfigError as error:
         assert "config.json" in str(error) or str(tmp_path) in str(error)
         return
-    assert found.num_heads % found.num_kv_heads == 0 and found.head_dim % 2 == 0
+    attention = found.attention
+    assert attention.num_heads % attention.num_kv_heads == 0 and attention.head_dim % 2 == 0
     assert len(found.windows) == found.num_layers
     assert len(weight_plan(found)) >= 9

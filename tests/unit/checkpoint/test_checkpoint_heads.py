@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from lowlat.errors import ConfigError
-from lowlat.models.geometry import RopeConfig
+from lowlat.models.layer_spec import DenseSpec, RopeConfig
 from lowlat.speculators.eagle3.config import read_draft_config
 from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
 
@@ -63,13 +63,14 @@ def test_every_layout_gives_the_same_weights(layout: str, tmp_path: Path) -> Non
     config = loaded.config
     assert config == read_draft_config(tmp_path, TARGET)
     assert config.layout == layout and config.capture_boundaries == (2, 4, 5)
-    assert (config.hidden_size, config.target_hidden_size, config.intermediate_size) == (16, 16, 24)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 6)
+    assert (config.hidden_size, config.target_hidden_size, config.ffn.inner_size) == (16, 16, 24)
+    attention = config.attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 2, 6)
     assert (config.vocab_size, config.draft_vocab_size, config.max_position) == (40, 12, 256)
-    assert config.rope == RopeConfig(500000.0 if layout == "speculators" else 10000.0)
+    assert attention.rope == RopeConfig(500000.0 if layout == "speculators" else 10000.0)
     assert config.norm_before_residual == (layout == "speculators")
     assert config.own_lm_head and config.own_draft_map and not config.own_embedding
-    assert not (config.norm_output or config.fc_norm or config.norm_before_fc or config.qk_norm)
+    assert not (config.norm_output or config.fc_norm or config.norm_before_fc or attention.qk_norm)
     assert loaded.notes == ()
 
 
@@ -134,7 +135,9 @@ def test_every_option_at_once(tmp_path: Path) -> None:
     }
     assert_same(loaded.weights, expected)
     config = loaded.config
-    assert config.qkv_bias and config.output_bias and config.mlp_bias and config.qk_norm and config.own_embedding
+    attention, ffn = config.attention, config.ffn
+    assert attention.qkv_bias and attention.output_bias and attention.qk_norm and config.own_embedding
+    assert isinstance(ffn, DenseSpec) and ffn.bias
     assert config.norm_before_fc and config.fc_norm and config.norm_output and not config.norm_before_residual
     assert config.capture_boundaries == (1, 2, 7, 8)
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
@@ -259,7 +262,7 @@ def test_flags_and_tensors_must_agree(tmp_path: Path) -> None:
 def test_promised_biases(tmp_path: Path) -> None:
     write_draft_layout(tmp_path, "specforge", layer={"attention_bias": True})
     loaded = load_draft_model(tmp_path, TARGET)
-    assert not loaded.config.qkv_bias and "attention_bias is true" in loaded.notes[0]
+    assert not loaded.config.attention.qkv_bias and "attention_bias is true" in loaded.notes[0]
     write_draft_layout(tmp_path, "modelopt", layer={"mlp_bias": True})
     refused(tmp_path, "mlp_bias is true, but", "has no such bias")
     tensors = draft_tensors()
@@ -443,7 +446,7 @@ def test_progress_and_published_extras(tmp_path: Path) -> None:
     tensors = write_draft_layout(tmp_path, "specforge", config=extras, layer={"rope_theta": 1e6, "rope_scaling": None})
     calls: list[tuple[int, int]] = []
     loaded = load_draft_model(tmp_path, TARGET, progress=lambda done, total: calls.append((done, total)))
-    assert loaded.config.rope.theta == 1e6
+    assert loaded.config.attention.rope.theta == 1e6
     total = sum(value.numel() * 4 for name, value in tensors.items() if name not in ("d2t", "t2d"))
     assert calls[-1] == (total, total) and len(calls) == 13
 
@@ -451,10 +454,10 @@ def test_progress_and_published_extras(tmp_path: Path) -> None:
 def test_heads_with_long_context_rope(tmp_path: Path) -> None:
     scaling = {"type": "linear", "factor": 4.0}
     write_draft_layout(tmp_path, "safeai", layer={"rope_scaling": scaling})
-    assert read_draft_config(tmp_path, TARGET).rope == RopeConfig(10000.0, "linear", factor=4.0)
+    assert read_draft_config(tmp_path, TARGET).attention.rope == RopeConfig(10000.0, "linear", factor=4.0)
     scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
     write_draft_layout(tmp_path, "safeai", layer={"rope_scaling": scaling, "rope_theta": 150000})
-    rope = read_draft_config(tmp_path, TARGET).rope
+    rope = read_draft_config(tmp_path, TARGET).attention.rope
     assert (rope.kind, rope.theta, rope.truncate, rope.original_max_position) == ("yarn", 150000.0, False, 4096)
 
 

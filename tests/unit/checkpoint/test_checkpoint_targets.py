@@ -12,7 +12,7 @@ from tiny_models import make_target, mxfp4_target
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lowlat.errors import ConfigError
-from lowlat.models.geometry import RopeConfig
+from lowlat.models.layer_spec import RopeConfig
 from lowlat.models.target import load_target, read_model_config
 from lowlat.models.weight_plan import weight_plan
 
@@ -104,10 +104,11 @@ def test_weights_are_the_models(name: str, dtype: str, tmp_path: Path) -> None:
 def test_llama_geometry(tmp_path: Path) -> None:
     make_target(tmp_path, "llama", bos_token_id=1, eos_token_id=[2, 7], rope_parameters=LLAMA3_ROPE)
     config = read_model_config(tmp_path)
-    assert (config.family, config.num_layers, config.num_heads, config.num_kv_heads) == ("llama", 3, 4, 2)
-    assert (config.hidden_size, config.intermediate_size, config.head_dim) == (32, 48, 8)
+    attention = config.attention
+    assert (config.family, config.num_layers, attention.num_heads, attention.num_kv_heads) == ("llama", 3, 4, 2)
+    assert (config.hidden_size, config.ffn.inner_size, attention.head_dim) == (32, 48, 8)
     assert (config.vocab_size, config.max_position, config.rms_norm_eps) == (97, 512, 1e-6)
-    assert config.rope == RopeConfig(20000.0, "llama3", 4.0, 32, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert attention.rope == RopeConfig(20000.0, "llama3", 4.0, 32, low_freq_factor=1.0, high_freq_factor=4.0)
     assert config.windows == (None, None, None) and config.experts is None and config.dtype == "float32"
     assert config.eos_token_ids == (2, 7) and config.bos_token_id == 1
 
@@ -128,8 +129,8 @@ def test_gpt_oss_geometry(tmp_path: Path) -> None:
     assert config.experts is not None and config.experts.weight_format == "bf16"
     assert (config.experts.num_experts, config.experts.num_experts_per_token) == (4, 2)
     assert (config.experts.swiglu_limit, config.experts.swiglu_alpha) == (2.0, 1.5)
-    assert config.rope.kind == "yarn" and not config.rope.truncate
-    assert config.rope.attention_factor == pytest.approx(1.2772588722)  # 0.1 ln 16 + 1
+    assert config.attention.rope.kind == "yarn" and not config.attention.rope.truncate
+    assert config.attention.rope.attention_factor == pytest.approx(1.2772588722)  # 0.1 ln 16 + 1
 
 
 def test_gpt_oss_as_published_needs_no_dtype_in_its_config(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ def test_geometry_and_weights_of_every_layout(layout: str, target: tuple[Any, An
     draft = loaded.speculator.draft_config
     assert draft is not None and (draft.method, draft.layout, draft.mask_token) == ("dflash", layout, MASK)
     assert (draft.capture_boundaries, draft.block_size, draft.num_layers) == ((1, 2), 5, 2)
-    assert draft.qk_norm and draft.qkv_bias and not draft.output_bias and not draft.own_embedding
+    attention = draft.attention
+    assert attention.qk_norm and attention.qkv_bias and not attention.output_bias and not draft.own_embedding
     for kind in ("weight", "bias"):
         parts = [[tensors[f"layers.{layer}.self_attn.{part}_proj.{kind}"] for part in "qkv"] for layer in (0, 1)]
         assert torch.equal(loaded.weights[f"head.layers.1.qkv.{kind}"], torch.cat(parts[1]))

@@ -61,7 +61,7 @@ def test_deepspec_s_five_layers_are_outputs(tmp_path: Path) -> None:
     loaded = load_draft_model(tmp_path, TARGET)
     config = loaded.config
     assert (config.layout, config.capture_boundaries) == ("deepspec", (2, 3, 4, 6, 7))
-    assert config.qk_norm and config.own_embedding and config.own_lm_head and not config.own_draft_map
+    assert config.attention.qk_norm and config.own_embedding and config.own_lm_head and not config.own_draft_map
     assert not (config.norm_output or config.norm_before_residual or config.fc_norm) and loaded.notes == ()
     assert loaded.weights["head.fc.weight"].shape == (16, 80)
     assert read_draft_config(tmp_path, TARGET, capture_layers=(0, 1, 2, 3, 8)).capture_boundaries == (0, 1, 2, 3, 8)

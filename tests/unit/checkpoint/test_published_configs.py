@@ -187,7 +187,7 @@ def test_plain_float16_is_the_callers_choice(tmp_path: Path) -> None:
     ],
 )
 def test_the_factor_of_yarn(further: dict[str, float], factor: float, tmp_path: Path) -> None:
-    rope = read_model_config(write(tmp_path, QWEN3, {"rope_scaling": LONG | further})).rope
+    rope = read_model_config(write(tmp_path, QWEN3, {"rope_scaling": LONG | further})).attention.rope
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
     cosines, _ = rope_tables(rope, 128, 2)
     assert float(cosines[0, 0]) == pytest.approx(factor, rel=1e-6)

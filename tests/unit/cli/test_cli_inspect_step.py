@@ -82,6 +82,13 @@ def test_the_tables_fit_a_screen() -> None:
     assert len(full.splitlines()) > 200 and "apply_commands(" in full and "decode_gemm_" in full
 
 
+def test_the_readme_shows_what_is_printed(repository: Path) -> None:
+    page = (repository / "lowlat" / "README.md").read_text(encoding="utf-8")
+    shown = page.split("$ lowlat inspect step llama-8b\n")[1].split("```")[0]
+    printed = {" ".join(line.split()) for line in lowlat("inspect", "step", "llama-8b").stdout.splitlines()}
+    assert {" ".join(line.split()) for line in shown.splitlines()} <= printed
+
+
 def test_models_that_kernels_do_not_cover_show_their_operations(pair: PairPaths) -> None:
     found = answer("inspect", "step", pair.target, "--json")
     assert "dtype is float32" in found["kernels_do_not_cover"]

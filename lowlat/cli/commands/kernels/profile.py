@@ -75,7 +75,7 @@ def command(model: Path | None, trace: Path | None, json_output: bool, **values:
     if trace is not None:
         from lowlat.tools.profile.trace import write_trace
 
-        write_trace(trace, profile.steps, f"lowlat, {conditions['model']}, {profile.bucket}")
+        write_trace(trace, profile.steps, f"lowlat, {conditions['model']}, {profile.bucket}", profile.range_names)
         click.echo(f"trace of {len(profile.steps)} steps in {trace}: open it in ui.perfetto.dev", err=True)
     if json_output:
         print_json({**conditions, **profile.to_dict()})
@@ -147,7 +147,7 @@ def _show_stages(profile: "Profile", conditions: dict[str, Any]) -> None:
     summary, contexts, size = profile.summary, profile.contexts, conditions["tensor_parallel_size"]
     rows = [
         (
-            str(row.stage),
+            row.stage,
             _number(row.time_us, ".1f"),
             _number(row.share, ".1%"),
             str(row.num_launches) if row.within is None else "",
@@ -175,7 +175,7 @@ def _show_kernels(summary: "Summary") -> None:
     kernels = [
         (
             row.kernel,
-            str(row.stage),
+            row.stage,
             f"{row.time_us:.1f}",
             f"{row.share:.1%}",
             str(row.num_launches),

@@ -10,7 +10,7 @@ import click
 
 from lowlat.cli.console import print_json, print_table, progress_bar
 from lowlat.cli.options import STORED, IntegerList, as_json, bundled, given_options, record_options
-from lowlat.cli.paths import MODEL, NEW_PATH
+from lowlat.cli.paths import MODEL, NEW_FILE, NEW_PATH
 from lowlat.errors import ConfigError
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 
@@ -87,6 +87,7 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
 @click.option(
     "--out", type=NEW_PATH, metavar="FILE", help="The table.  [default: this card's among the user's own tables]"
 )
+@click.option("--times", type=NEW_FILE, metavar="FILE", help="Write the times of all plans, too.")
 @click.option("--commit", default="", help="What is measured, where there is no git checkout to ask.")
 @as_json
 def command(
@@ -247,6 +248,7 @@ def _tune(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any]
         budget_s=values["budget_s"],
         only_missing=values["missing"],
         out=values["out"],
+        times=values["times"],
         commit=values["commit"],
         bar=progress_bar,
     )

@@ -1,11 +1,12 @@
 """Answers in choices, as chats and completions have them: as a stream, and as a whole."""
 
-import hashlib
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from msgspec import UNSET
 
 from lowlat.errors import StreamError
 from lowlat.ipc.client import Chunk
@@ -73,7 +74,7 @@ class ChoicesAnswer(ABC):
         prefix: str,
         kind: tuple[str, str],
         asked: Choosing,
-        fingerprint: str,
+        fingerprint: str | None,
         num_prompts: int = 1,
         prompt_ids: Sequence[Sequence[int]] = (),
     ) -> None:
@@ -229,7 +230,9 @@ def usage_of(prompts: Sequence[Mapping[str, Any]], num_completion: int, num_reas
     }
 
 
-def fingerprint(server: Welcome) -> str:
-    """The field system_fingerprint: equal for servers of the same model, tokenizer and version of lowlat."""
-    parts = (server.model, server.tokenizer, server.vocab_size, server.server)
-    return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+def fingerprint(server: Welcome) -> str | None:
+    """The field system_fingerprint: `fp_` and the runtime's digest of what decides results' bits, if it tells one.
+
+    Equal fingerprints of one model mean equal tokens for equal prompts, seeds and sampling.
+    """
+    return None if server.numerics is UNSET else f"fp_{server.numerics}"

@@ -160,7 +160,7 @@ class _Chat(ChoicesAnswer):
     NOTHING = {"delta": {}}  # noqa: RUF012
 
     def __init__(
-        self, asked: ChatRequest, calling: Calling, fingerprint: str, prompt_ids: Sequence[Sequence[int]]
+        self, asked: ChatRequest, calling: Calling, fingerprint: str | None, prompt_ids: Sequence[Sequence[int]]
     ) -> None:
         kind = ("chat.completion", "chat.completion.chunk")
         super().__init__("chatcmpl", kind, asked, fingerprint, prompt_ids=prompt_ids)

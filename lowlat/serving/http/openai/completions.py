@@ -87,7 +87,7 @@ class _Completion(ChoicesAnswer):
     def __init__(
         self,
         asked: CompletionRequest,
-        fingerprint: str,
+        fingerprint: str | None,
         prompts: Sequence[str | list[int]],
         prompt_ids: Sequence[Sequence[int]],
     ) -> None:

@@ -1,0 +1,65 @@
+"""The interface of wide verification's sources: what proposes tokens that buckets of more rows verify.
+
+A proposer chooses the bucket of the next step, says how far steps may run ahead of what it decides, and keeps back
+tokens that are only proposed. `Steps` knows this interface alone; a loaded runtime hands its proposer over.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowlat.engine.mailbox import Mailbox, SlotPublication
+from lowlat.engine.request import Request
+from lowlat.engine.run_ahead import Launches
+from lowlat.engine.scheduler import Scheduler
+from lowlat.graphs import Bucket
+from lowlat.step.state import StepGeometry
+
+__all__ = ["Proposer", "StepParts"]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The parts of an engine that a proposer works with; `slots` has the requests by slot, those that prefill too."""
+
+    geometry: StepGeometry
+    scheduler: Scheduler
+    mailbox: Mailbox
+    launches: Launches
+    slots: Mapping[int, Request]
+
+
+class Proposer:
+    """A source of proposals for one runtime's slots; this one has none: all steps are of the depth asked for."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self.parts = parts
+
+    def prefill(self, request: Request, start: int, count: int) -> None:
+        """Write what prefill of a prompt's positions [start, start + count) needs beside the chunk itself."""
+
+    def next_step(self, depth: int) -> tuple[Bucket, int | None]:
+        """The bucket of the next step, and how many steps like it are certain, None: any number; nothing is under way.
+
+        depth  draft tokens that the caller wants
+        It may run prefill's programs first. Raises DeviceError when the device has failed.
+        """
+        return self.parts.scheduler.choose_bucket(depth), None
+
+    def num_certain(self, depth: int, num_unread: int = 0) -> int | None:
+        """Steps of a depth that may be launched behind those under way, whatever these bring; None: any number.
+
+        num_unread  steps that were seen, of which no request has taken its tokens yet
+        """
+        return None
+
+    def judge(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
+        """A publication as its request takes it; None where its tokens are proposals, yet to be verified.
+
+        Called once for each publication of a live request, before the request takes it.
+        """
+        return publication
+
+    def report(self) -> dict[str, Any]:
+        """Figures since the load, as JSON, in a block of the source's name; empty where there are none."""
+        return {}

@@ -1,0 +1,159 @@
+"""Records that describe the layers of a decoder: what mixes tokens, what follows it, and the norms around both.
+
+A family is data: it maps a config to a tuple of `LayerSpec`s. Everything that may differ between the layers of a model
+stands here; what a model has once stands in `lowlat.models.geometry`. Programs, weights, KV caches and the cuts of
+tensor parallelism are made by walking the specs.
+
+A new kind of layer is a new record in `Mixer` or `FFN`, and the places that walk specs say which records they know.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+__all__ = [
+    "FFN",
+    "Activation",
+    "AttentionSpec",
+    "AttentionWidths",
+    "DenseSpec",
+    "ExpertsSpec",
+    "LayerSpec",
+    "Mixer",
+    "RopeConfig",
+    "Rotation",
+]
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base, and how its frequencies are scaled for contexts past the trained one.
+
+    Source: the `rope_theta`, `rope_scaling` and `rope_parameters` entries of config.json.
+    """
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # multiplies cos and sin; resolved at load (0.1 ln(factor) + 1 for YaRN)
+
+
+class Rotation(NamedTuple):
+    """What fixes a pair of RoPE tables: layers that agree in it share them.
+
+    dims  dimensions of a head that turn
+    """
+
+    rope: RopeConfig
+    dims: int
+
+
+class AttentionWidths:
+    """The widths of attention, by numbers of heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries, H * D."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys (or the values), G * D."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(AttentionWidths):
+    """Softmax attention over a KV cache.
+
+    rope      of queries and keys, over whole heads
+    qk_norm   whether the query and key heads are normed, each by head, before RoPE
+    sinks     whether each head has one more score, of no value
+    window    positions that a row sees, its own included; None: all before it
+    softcap   scores s become c tanh(s / c); None: they stay
+    scale     of scores before the softcap; None: head_dim ** -0.5
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def rotation(self) -> Rotation:
+        """What fixes its RoPE tables."""
+        return Rotation(self.rope, self.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseSpec:
+    """A gated FFN: down(activation(gate) * up).
+
+    bias  whether its projections have biases
+    """
+
+    inner_size: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """A gated FFN of which each token takes some experts, as the router says.
+
+    inner_size     of one expert
+    swiglu_limit   of the clamped SwiGLU; None: SwiGLU is plain
+    swiglu_alpha   its factor inside the sigmoid; None: SwiGLU is plain
+    weight_format  of the experts' matrices: a name in the table of `lowlat.kernels.formats`
+    biased         whether router and experts have biases
+    shares_of_all  whether an expert's share is of the softmax over all experts; else over those chosen
+    """
+
+    inner_size: int
+    num_experts: int
+    num_experts_per_token: int
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
+    weight_format: str = "bf16"
+    biased: bool = False
+    shares_of_all: bool = False
+
+
+Mixer: TypeAlias = AttentionSpec
+FFN: TypeAlias = DenseSpec | ExpertsSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One layer: x += mixer(norm x), then x += ffn(norm x).
+
+    sandwich  whether what mixer and FFN give is normed, too, before it is added
+    Norm weights are what a norm multiplies by: a family whose files store w and multiply by 1 + w adds the 1 at load.
+    """
+
+    mixer: Mixer
+    ffn: FFN
+    sandwich: bool = False

@@ -1,0 +1,128 @@
+"""Checks of a step's lengths, KV blocks and masks: the operations that a runtime asks for, and the state they keep.
+
+Without them a step's Program has neither. Between which operations they stand is the step's to say.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowlat.graphs import Bucket, BufferSpec, Role
+from lowlat.graphs.program import ProgramBuilder, Stage
+from lowlat.kernels.reference.step.checks import WIDTH
+from lowlat.step.variants import FIRST_TOKEN, WIDE
+
+if TYPE_CHECKING:
+    from lowlat.step.state import StepGeometry
+
+__all__ = ["CheckEmitter", "CheckedKinds", "check_specs"]
+
+DROPPED = ("slots", "active", "num_drafts", "slot_ints")  # what a failed check changes, wherever it is made
+ROWS = ("row_tokens", "row_positions", "row_live", "row_masks", "dense_lens", "num_verified")
+
+
+@dataclass(frozen=True)
+class CheckedKinds:
+    """The checks of a runtime's steps.
+
+    falls_back  a request whose check fails goes on without drafts, and ends when another one fails; else it ends
+    """
+
+    masks: bool
+    spans: bool
+    lengths: bool
+    falls_back: bool
+
+
+def check_specs(max_batch: int, num_entries: int) -> list[BufferSpec]:
+    """The buffers that checks keep: the lengths that the last step left, and failures of this step and by entry."""
+    failures = (max_batch + 1, WIDTH)
+    return [
+        BufferSpec("checked_lengths", (max_batch,), torch.int32, Role.STATE),
+        BufferSpec("check_failures", failures, torch.int64, Role.STATE),
+        BufferSpec("ring_checks", (num_entries, *failures), torch.int64, Role.PUBLICATION),
+    ]
+
+
+class CheckEmitter:
+    """Appends the checks that were asked for to a step's Program; none where `geometry.checks` is None."""
+
+    def __init__(self, builder: ProgramBuilder, geometry: "StepGeometry", bucket: Bucket) -> None:
+        self._builder, self._geometry, self._bucket = builder, geometry, bucket
+        self._kinds = kinds = geometry.checks
+        # a prompt's first token comes of what prefill left, and not of a step that could be made again
+        self._is_first_token = bucket.variant == FIRST_TOKEN
+        self._falls_back = kinds is not None and kinds.falls_back and not self._is_first_token
+
+    def slots(self) -> None:
+        """Check the listed slots, before anything is read through their lengths and tables."""
+        kinds, geometry, bucket = self._kinds, self._geometry, self._bucket
+        if kinds is None:
+            return
+        self._emit(
+            "check_slots",
+            Stage.ACTIVE_SLOTS,
+            reads=("lengths", "block_table", "staged_table"),
+            writes=(*DROPPED, "checked_lengths", "check_failures"),
+            checks_lengths=kinds.lengths,
+            checks_spans=kinds.spans,
+            falls_back=self._falls_back,
+            joins=self._is_first_token,
+            rewinds=bucket.variant == WIDE,
+            max_context=geometry.max_context,
+            max_rows=geometry.max_rows,
+            overhang=geometry.overhang,
+            block_size=geometry.block_size,
+            num_blocks=geometry.num_blocks,
+        )
+
+    def rows(self) -> None:
+        """Check the rows to verify, before the target runs over them."""
+        kinds = self._kinds
+        if kinds is None:
+            return
+        self._emit(
+            "check_rows",
+            Stage.ACTIVE_SLOTS,
+            reads=("lengths", "paths"),
+            writes=(*DROPPED, *ROWS, "check_failures"),
+            checks_lengths=kinds.lengths,
+            checks_spans=kinds.spans,
+            checks_masks=kinds.masks,
+            falls_back=self._falls_back,
+            max_context=self._geometry.max_context,
+        )
+
+    def accepted(self) -> None:
+        """Check what was accepted, before it is committed."""
+        if self._kinds is None or not self._kinds.lengths:
+            return
+        self._emit(
+            "check_accepted",
+            Stage.ACCEPT,
+            reads=("accepted_nodes", "row_live", "row_masks", "num_verified"),
+            writes=(*DROPPED, "accepted_lens", "check_failures"),
+            falls_back=self._falls_back,
+        )
+
+    def committed(self) -> None:
+        """Check what was committed, and tell the host of all that failed."""
+        if self._kinds is None:
+            return
+        self._emit(
+            "check_commit",
+            Stage.COMMIT,
+            reads=("commit_lens", "accepted_lens", "lengths", "ring_head"),
+            writes=(
+                *("slots", "active", "draft_live", "draft_lens"),
+                *("checked_lengths", "check_failures", "ring_checks"),
+            ),
+            checks_lengths=self._kinds.lengths,
+        )
+
+    def _emit(
+        self, kind: str, stage: Stage, reads: tuple[str, ...], writes: tuple[str, ...], **params: int | bool
+    ) -> None:
+        read, written = ({name: name for name in names} for names in (reads, writes))
+        self._builder.emit(kind, stage, reads=read, writes=written, weights=None, **params)

@@ -1,0 +1,81 @@
+"""The buckets of a runtime's steps, and the choice of a step's bucket."""
+
+from collections.abc import Iterable, Iterator
+
+from lowlat.errors import ConfigError
+from lowlat.graphs import Bucket, BucketLadder
+from lowlat.step.variants import CHOICE, WIDE, bodies_of, choice_bucket, first_token_bucket
+
+__all__ = ["StepLadder"]
+
+
+class StepLadder:
+    """All buckets of one runtime, largest first.
+
+    batches   batch sizes, each at least 1
+    rows_of   for each draft length S that may be chosen, the rows T that a slot verifies (1 for S = 0)
+    adaptive  the device chooses each step's S: of chains, from 0 to the largest
+    wide      the rows T of wide verification, and the S of its steps; None: there is none
+
+    `buckets` holds those of decode steps, `first_tokens` those that choose first tokens, one for each S, and
+    `wide_buckets` those of wide verification. Where the device chooses, one first token's is for all.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[int],
+        rows_of: dict[int, int],
+        *,
+        adaptive: bool = False,
+        wide: tuple[int, int] | None = None,
+    ) -> None:
+        self.batches = tuple(sorted(set(batches)))
+        if not self.batches or self.batches[0] < 1:
+            raise ConfigError(f"bucket batches must be at least 1, got {list(self.batches)}")
+        if 0 not in rows_of or rows_of[0] != 1:
+            raise ConfigError("the ladder needs the baseline: S = 0 with one row")
+        self.rows_of = dict(sorted(rows_of.items()))
+        self.adaptive = adaptive
+        self._longest = max(self.rows_of)
+        if adaptive and (not self._longest or self.rows_of != {s: s + 1 for s in range(self._longest + 1)}):
+            raise ConfigError(f"draft lengths are chosen among chains of every length, the ladder has {self.rows_of}")
+        wanted = [Bucket(b, t, s) for b in self.batches for s, t in self.rows_of.items()]
+        if adaptive:
+            wanted = [choice_bucket(batch, self._longest) for batch in self.batches]
+        self._steps = BucketLadder(wanted)
+        self.buckets = tuple(self._steps)
+        self._wide_length = 0 if wide is None else wide[1]
+        self._wide = BucketLadder(() if wide is None else (Bucket(b, *wide, WIDE) for b in self.batches))
+        self.wide_buckets = tuple(self._wide)
+        lengths = (0,) if adaptive else tuple(reversed(self.rows_of))
+        self.first_tokens = tuple(first_token_bucket(length) for length in lengths)
+
+    def choose(self, num_active: int, num_speculative_tokens: int) -> Bucket:
+        """The smallest bucket for `num_active` slots at the draft length asked for; where the device chooses, at any.
+
+        Raises ConfigError when no batch is large enough or the draft length has no bucket.
+        """
+        if num_speculative_tokens not in self.rows_of:
+            raise ConfigError(
+                f"num_speculative_tokens {num_speculative_tokens} has no bucket; the ladder has {sorted(self.rows_of)}"
+            )
+        if self.adaptive:
+            return self._steps.choose(num_active, self._longest, CHOICE)
+        return self._steps.choose(num_active, num_speculative_tokens)
+
+    def choose_wide(self, num_active: int) -> Bucket:
+        """The smallest bucket of wide verification for `num_active` slots. Raises ConfigError where there is none."""
+        return self._wide.choose(num_active, self._wide_length, WIDE)
+
+    def first_token(self, num_speculative_tokens: int) -> Bucket:
+        """The bucket that chooses a first token and makes so many drafts; where the device chooses, it makes none."""
+        return first_token_bucket(0 if self.adaptive else num_speculative_tokens)
+
+    @property
+    def programs(self) -> Iterator[Bucket]:
+        """All that programs are made for, the largest first: bodies of steps before what chooses them."""
+        yield from self.wide_buckets
+        for bucket in self.buckets:
+            yield from reversed(bodies_of(bucket))
+            yield bucket
+        yield from self.first_tokens

@@ -1,0 +1,59 @@
+"""The variants of a step's buckets: names that tell steps of the same sizes apart, and what follows from them.
+
+The plain step verifies drafts that an earlier step made and makes the next ones.
+
+    FIRST_TOKEN  the step after a prompt's last chunk: one slot, one row, which comes out of prefill
+    WIDE         the step of many rows that verifies proposals over all of the KV cache
+    CHOICE       the step whose draft length the device chooses, S at most: an opening, then one of its bodies
+    EXTENDED     the body of S = 0 in which the draft model runs over what waits for it
+"""
+
+from lowlat.graphs import Bucket
+
+__all__ = [
+    "CHOICE",
+    "EXTENDED",
+    "FIRST_TOKEN",
+    "WIDE",
+    "bodies_of",
+    "choice_bucket",
+    "first_token_bucket",
+    "is_choice",
+    "may_repeat",
+]
+
+FIRST_TOKEN = "first token"
+WIDE = "wide"
+CHOICE = "chosen draft length"
+EXTENDED = "draft model runs"
+
+
+def first_token_bucket(num_speculative_tokens: int) -> Bucket:
+    """The bucket of a prompt's first token, which makes so many drafts."""
+    return Bucket(1, 1, num_speculative_tokens, FIRST_TOKEN)
+
+
+def choice_bucket(batch: int, num_speculative_tokens: int) -> Bucket:
+    """The bucket of steps that choose a draft length up to this one."""
+    return Bucket(batch, num_speculative_tokens + 1, num_speculative_tokens, CHOICE)
+
+
+def is_choice(bucket: Bucket) -> bool:
+    """Whether the step chooses its draft length, and so is an opening and bodies."""
+    return bucket.variant == CHOICE
+
+
+def bodies_of(bucket: Bucket) -> tuple[Bucket, ...]:
+    """The buckets among which a step chooses, by the number of the choice: chains of S = 0 and on, then EXTENDED.
+
+    () for a step that chooses nothing.
+    """
+    if not is_choice(bucket):
+        return ()
+    chains = (Bucket(bucket.batch, length + 1, length) for length in range(bucket.num_speculative_tokens + 1))
+    return (*chains, Bucket(bucket.batch, 1, 0, EXTENDED))
+
+
+def may_repeat(bucket: Bucket) -> bool:
+    """Whether the device may repeat the step by itself: the host has no part in it."""
+    return bucket.variant not in (FIRST_TOKEN, WIDE)
