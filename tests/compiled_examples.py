@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -95,6 +96,12 @@ def _examples(first: bool) -> Iterator[tuple[Capability, str, Kernel]]:
 def staged(capability: Capability, kernel: Kernel) -> Any:
     """The marks of a test of one example."""
     return () if (capability, kernel.name) in FIRST_STAGE else pytest.mark.second
+
+
+def examples_of(*modules: ModuleType) -> list[Kernel]:
+    """The kernels that these modules make for the usual GPU, of those that are compiled."""
+    names = {module.__name__.removeprefix("lowlat.kernels.") for module in modules}
+    return [kernel for name, kernel in EXAMPLES[H200.capability] if name in names]
 
 
 def staged_cases(kernels: Iterable[Kernel]) -> list[Any]:
