@@ -10,7 +10,7 @@ import torch
 
 from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.graphs.program import Stage
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter
 from lowlat.models.walk import (
     Tables,
@@ -22,6 +22,7 @@ from lowlat.models.walk import (
     layer_of,
 )
 from lowlat.speculators.base import StateSizes
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.windows import effective_window
 
 __all__ = ["Eagle3Emitter", "draft_kv_specs", "layer_name"]
@@ -37,7 +38,7 @@ def _caches(layer: int) -> tuple[str, str]:
     return (f"head.k_cache.{layer}", f"head.v_cache.{layer}") if layer else ("head.k_cache", "head.v_cache")
 
 
-def draft_kv_specs(draft: DraftConfig, sizes: StateSizes) -> list[BufferSpec]:
+def draft_kv_specs(draft: Eagle3Config, sizes: StateSizes) -> list[BufferSpec]:
     """The KV cache of each of the draft model's layers, [P, G, block, D], and the features at block ends, [P, H], and
     of the last live row of prefill, [1, H]."""
     num_blocks, dtype = sizes.num_blocks, sizes.dtype
@@ -62,7 +63,7 @@ def draft_kv_specs(draft: DraftConfig, sizes: StateSizes) -> list[BufferSpec]:
 class Eagle3Emitter:
     """Appends the draft model's operations; `emitter.stage` moves with the parts of a step, and stays in prefill."""
 
-    def __init__(self, config: ModelConfig, draft: DraftConfig, tables: Tables, draft_window: int | None) -> None:
+    def __init__(self, config: ModelConfig, draft: Eagle3Config, tables: Tables, draft_window: int | None) -> None:
         self.draft = draft
         self.dtype = TORCH_DTYPES[config.dtype]
         self.target_eps = config.rms_norm_eps
