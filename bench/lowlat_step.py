@@ -15,8 +15,9 @@ from lowlat.executors.make import make_executor
 from lowlat.graphs import Bucket, BufferSet, Paging
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, DenseSpec, LayerSpec, RopeConfig
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
@@ -64,7 +65,7 @@ def step_geometry(geometry: DenseGeometry, case: Case, topology: Topology) -> St
         dtype="bfloat16",
         **shared,  # type: ignore[arg-type]
     )
-    draft = DraftConfig(
+    draft = Eagle3Config(
         layout="specforge",
         layers=(layer,),
         target_hidden_size=geometry.hidden_size,
