@@ -196,6 +196,10 @@ class ProgramBuilder:
         self._constants[name] = content
         return self.declare(BufferSpec(name, tuple(content.shape), content.dtype, Role.CONSTANT))
 
+    def __contains__(self, name: object) -> bool:
+        """Whether a buffer of this name is declared."""
+        return name in self._buffers or name in self._kept
+
     def spec(self, name: str) -> BufferSpec:
         """The declaration of a buffer."""
         return self._buffers[self._kept.get(name, name)]

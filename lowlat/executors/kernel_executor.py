@@ -310,11 +310,11 @@ class KernelExecutor(ABC):
                 self.state[name].copy_(value)
 
     @torch.inference_mode()
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero KV blocks, the features at their ends included."""
+    def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
+        """Zero KV blocks of a pool, the features at their ends included."""
         with self._failures(), torch.cuda.stream(self.stream):
             self.counts.copies += 1
-            clear_blocks(self.state, blocks, self.device)
+            clear_blocks(self.state, blocks, self.device, pool)
 
     def synchronize(self) -> None:
         """Wait until all that was started is done. Raises DeviceError when the device has failed."""

@@ -64,6 +64,9 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     if refresh:
         return builder.build()
     builder.emit("identity", stage, reads={"x": "prefill_slot"}, writes={"out": "prefilled_slot"})
+    for pool in geometry.window_pools:  # steps go on with the last chunk's tables; the first pool's comes as a command
+        tables_read = {"table": f"prefill_table{pool.suffix}", "slot": "prefill_slot"}
+        builder.emit("place_table", stage, reads=tables_read, writes={"block_table": f"block_table{pool.suffix}"})
     last = {"x": boundaries[-1], "commit_lens": "prefill_count"}
     builder.emit("take_last", stage, reads=last, writes={"out": "prefilled_residual"})
     if geometry.prompt_logits:

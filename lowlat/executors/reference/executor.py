@@ -179,10 +179,10 @@ class ReferenceExecutor:
             self.state[name].copy_(value)
 
     @torch.inference_mode()
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero KV blocks, the features at their ends included."""
+    def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
+        """Zero KV blocks of a pool, the features at their ends included."""
         self.counts.copies += self.device.type == "cuda"
-        clear_blocks(self.state, blocks, self.device)
+        clear_blocks(self.state, blocks, self.device, pool)
 
     def synchronize(self) -> None:
         """Wait for the device, where there is one."""
