@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from lowlat.engine.mailbox import SlotPublication
 from lowlat.engine.request import Request
 from lowlat.errors import ConfigError
-from lowlat.graphs import BucketLadder
 from lowlat.kernels.attention.attention import choose_split
 from lowlat.kernels.attention.launch_plan import TILE_BYTES, AttentionWork, choose_attention_plan
 from lowlat.kernels.attention.tile_counts import count_tiles
@@ -19,7 +18,9 @@ from lowlat.kernels.reference.step.slots import FORCED_DRAFTS
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.ladder import StepLadder
 from lowlat.step.state import StepGeometry
+from lowlat.step.variants import is_choice
 
 __all__ = ["TileCounter", "VerifiedRows", "check_countable"]
 
@@ -52,25 +53,41 @@ def check_countable(geometry: StepGeometry, topologies: Mapping[int, Topology]) 
         problem = "counts chains and static trees, and dynamic_tree_max_topk makes a dynamic one"
     elif geometry.partial is not None:
         problem = "counts attention to all of the KV cache, and enable_specpv attends to a part of it"
-    elif geometry.config.head_dim not in TILE_BYTES:
-        sizes = " and ".join(map(str, TILE_BYTES))
-        problem = f"counts the tiles of heads of {sizes}, and the target's have {geometry.config.head_dim}"
+    for spec in geometry.config.attentions.values():
+        if problem is None and spec.head_dim not in TILE_BYTES:
+            sizes = " and ".join(map(str, TILE_BYTES))
+            problem = f"counts the tiles of heads of {sizes}, and the target's have {spec.head_dim}"
     if problem is not None:
         raise ConfigError(f"count_tiles {problem}; leave it out")
+
+
+class _Heads(NamedTuple):
+    """What tells the walks of two layers apart."""
+
+    window: int | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def kind(self) -> str:
+        """The kind of layer by which tiles are told."""
+        return "full" if self.window is None else f"window_{self.window}"
 
 
 class TileCounter:
     """Adds up the tiles of decode steps, by kind of attention layer: `full`, or `window_W`."""
 
     def __init__(
-        self, geometry: StepGeometry, topologies: Mapping[int, Topology], ladder: BucketLadder, card: Card
+        self, geometry: StepGeometry, topologies: Mapping[int, Topology], ladder: StepLadder, card: Card
     ) -> None:
         self._geometry, self._ladder, self._card = geometry, ladder, card
         trees = {depth: each for depth, each in topologies.items() if isinstance(each, TreeTopology)}
         self._masks = {depth: tuple(topology.packed_masks) for depth, topology in trees.items()}
-        self._layers = Counter(geometry.config.windows)
+        specs = geometry.config.attentions.values()
+        self._layers = Counter(_Heads(s.window, s.num_heads, s.num_kv_heads, s.head_dim) for s in specs)
         self._steps = 0
-        self._counts: dict[int | None, Counter[str]] = {window: Counter() for window in self._layers}
+        self._counts: dict[str, Counter[str]] = {heads.kind: Counter() for heads in self._layers}
 
     def see(self, depth: int, published: Sequence[tuple[Request, SlotPublication]]) -> None:
         """Count a decode step at a depth, before its requests take what was published of it.
@@ -82,21 +99,21 @@ class TileCounter:
         if not slots:
             return
         bucket = self._ladder.choose(len(slots), depth)
-        rows = 1 + max(slot.drafts for slot in slots) if bucket.chooses else bucket.rows
+        rows = 1 + max(slot.drafts for slot in slots) if is_choice(bucket) else bucket.rows
         masks = [self._masks_of(depth, slot, rows) for slot in slots]
         self._steps += 1
-        for window, found in self._counts.items():
-            for name, number in self._walked(window, bucket.batch, rows, slots, masks).items():
-                found[name] += number * self._layers[window]
+        for heads, num_layers in self._layers.items():
+            for name, number in self._walked(heads, bucket.batch, rows, slots, masks).items():
+                self._counts[heads.kind][name] += number * num_layers
 
     def report(self) -> dict[str, Any]:
         """Return a block `attention_tiles` of counts over all layers of a kind and all key-value heads, as JSON."""
-        kinds = {"full" if window is None else f"window_{window}": window for window in self._layers}
+        layers: Counter[str] = Counter()
+        for heads, num_layers in self._layers.items():
+            layers[heads.kind] += num_layers
+        counts = self._counts.items()
         return {
-            "attention_tiles": {
-                kind: {"layers": self._layers[window], "steps": self._steps, **self._counts[window]}
-                for kind, window in kinds.items()
-            }
+            "attention_tiles": {kind: {"layers": layers[kind], "steps": self._steps, **found} for kind, found in counts}
         }
 
     def _masks_of(self, depth: int, slot: VerifiedRows, rows: int) -> list[int]:
@@ -110,14 +127,14 @@ class TileCounter:
 
     def _walked(
         self,
-        window: int | None,
+        heads: _Heads,
         batch: int,
         rows: int,
         slots: Sequence[VerifiedRows],
         masks: Sequence[Sequence[int]],
     ) -> dict[str, int]:
         """The tiles of one layer: all, those that are multiplied whole or under a mask, and those that no row sees."""
-        work = _work_of(self._geometry, window, batch, rows)
+        work = _work_of(self._geometry, heads, batch, rows)
         plan, _ = choose_attention_plan(work, self._card)
         counts = count_tiles(
             work,
@@ -131,9 +148,7 @@ class TileCounter:
         return {"tiles": counts.total, "full": full, "masked": counts.masked, "empty": counts.empty}
 
 
-def _work_of(geometry: StepGeometry, window: int | None, batch: int, rows: int) -> AttentionWork:
-    config = geometry.config
-    split = choose_split(geometry.max_batch, geometry.max_context, config.num_kv_heads)
-    group = config.num_heads // config.num_kv_heads
-    coded = config.coded_kv is not None
-    return AttentionWork(batch, rows, group, config.num_kv_heads, config.head_dim, window, 0, split, coded)
+def _work_of(geometry: StepGeometry, heads: _Heads, batch: int, rows: int) -> AttentionWork:
+    split = choose_split(geometry.max_batch, geometry.max_context, heads.num_kv_heads)
+    group, coded = heads.num_heads // heads.num_kv_heads, geometry.config.coded_kv is not None
+    return AttentionWork(batch, rows, group, heads.num_kv_heads, heads.head_dim, heads.window, 0, split, coded)
