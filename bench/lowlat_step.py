@@ -15,8 +15,9 @@ from lowlat.executors.make import make_executor
 from lowlat.graphs import Bucket, BufferSet, Paging
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, DenseSpec, LayerSpec, RopeConfig
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
@@ -64,7 +65,7 @@ def step_geometry(geometry: DenseGeometry, case: Case, topology: Topology) -> St
         dtype="bfloat16",
         **shared,  # type: ignore[arg-type]
     )
-    draft = DraftConfig(
+    draft = Eagle3Config(
         layout="specforge",
         layers=(layer,),
         target_hidden_size=geometry.hidden_size,
@@ -102,7 +103,9 @@ def fill_state(state: BufferSet, shapes: StepGeometry, case: Case, seed: int = 0
                 state[name].random_(0, 127)  # codes that are numbers
     width = state["block_table"].shape[1]
     blocks = 1 + torch.randperm(shapes.num_blocks - 1, generator=generator)[: case.batch * width]
-    state["block_table"].copy_(blocks.view(case.batch, width))
+    for name in state:
+        if name.startswith("block_table"):  # of layers of windows, too: their pools are as large
+            state[name].copy_(blocks.view(case.batch, width))
     tokens = state["tokens"]
     tokens.copy_(torch.randint(shapes.config.vocab_size, tuple(tokens.shape), generator=generator))
     state["slot_ints"].zero_()

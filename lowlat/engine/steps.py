@@ -152,7 +152,9 @@ class Steps:
         if problem is not None:
             self.end(request, "error", error=problem, code="grammar")
             return ()
-        self.mailbox.write_chunk(request.slot, tokens, chunk.start, request.table)
+        request.window_tables = self._kvcache.tables(request.request_id)
+        self._clear_blocks()  # some of its own may have been a failed request's
+        self.mailbox.write_chunk(request.slot, tokens, chunk.start, request.table, request.window_tables)
         self.proposer.prefill(request, chunk.start, len(tokens))
         if chunk.last:
             self._join(request)
@@ -247,7 +249,7 @@ class Steps:
                     self._failed_checks.see(failure, None)
         if in_flight.under_way:
             self._fill_masks(in_flight.bucket)
-        self.launches.clear_blocks(self._kvcache.take_blocks_to_clear())
+        self._clear_blocks()
         self.stop_outdated()
 
     def _launch_ahead(self, entries: Sequence[Entry], depth: int) -> None:
@@ -299,8 +301,14 @@ class Steps:
             del self._requests.slots[request.slot]
             self.masks.leave(request.slot)
         if not (self.masks and self._in_flight.under_way):  # else `_take` does, when what is under way has its masks
-            self.launches.clear_blocks(self._kvcache.take_blocks_to_clear())
+            self._clear_blocks()
         return phase
+
+    def _clear_blocks(self) -> None:
+        """Zero the blocks of failed requests."""
+        self.launches.clear_blocks(self._kvcache.take_blocks_to_clear())
+        for pool, blocks in self._kvcache.take_pool_blocks_to_clear().items():
+            self.launches.clear_blocks(blocks, pool)
 
 
 def _tile_counter(loaded: Loaded) -> "TileCounter":
