@@ -63,13 +63,8 @@ def chain(launcher: Launcher) -> list[Entry]:
 
 def tree(launcher: Launcher) -> list[Entry]:
     """The groups of a tree's step that a chain lacks or has in another size, and those of dynamic trees alone."""
-    kinds = ((TreeTopology.from_choices(TREE), "tree: ", TREES_OWN), (DYNAMIC, "dynamic: ", DYNAMICS_OWN))
-    return [
-        entry
-        for topology, prefix, own in kinds
-        for entry in _entries(launcher, topology, prefix)
-        if any(kind in entry.name for kind in own)
-    ]
+    static = _entries(launcher, TreeTopology.from_choices(TREE), "tree: ", TREES_OWN)
+    return static + _entries(launcher, DYNAMIC, "dynamic: ", DYNAMICS_OWN)
 
 
 def group_name(group: LoweredGroup) -> str:
@@ -130,7 +125,10 @@ class _Prepared:
             raise LowlatError(f"acceptance took {found} tokens of the slots where {wanted} agree")
 
 
-def _entries(launcher: Launcher, topology: Topology | None, prefix: str) -> list[Entry]:
+def _entries(
+    launcher: Launcher, topology: Topology | None, prefix: str, own: Sequence[str] | None = None
+) -> list[Entry]:
+    """The entries of a step; own: of groups alone that have one of these operations."""
     drafted = TreeTopology.chain(CASE.num_speculative_tokens) if topology is None else topology
     shapes = replace(step_geometry(GEOMETRY, CASE, drafted), simulated_acceptance=None)
     step = GraphStep(GEOMETRY, CASE, make_weights(GEOMETRY, launcher.device), launcher.device, topology, shapes)
@@ -138,7 +136,8 @@ def _entries(launcher: Launcher, topology: Topology | None, prefix: str) -> list
     torch.cuda.synchronize(launcher.device)
     prepared = _Prepared(step, drafts_of_slots(CASE.batch, CASE.num_speculative_tokens))
     found = groups_by_name(step.executor.groups(step.bucket)).items()
-    return [_entry(prefix + name, same, prepared) for name, same in found]
+    wanted = ((name, same) for name, same in found if own is None or any(kind in name for kind in own))
+    return [_entry(prefix + name, same, prepared) for name, same in wanted]
 
 
 def _entry(name: str, groups: Sequence[LoweredGroup], prepared: _Prepared) -> Entry:

@@ -19,9 +19,8 @@ from lowlat.graphs import BufferSpec, Role
 from lowlat.graphs.schema import Access, Operation, OperationSchema
 from lowlat.graphs.schema_check import ArrayType, check_operation
 
-__all__ = ["OWN_NAMES", "PASS", "Op", "Program", "ProgramBuilder", "RangeNames", "Stage"]
+__all__ = ["OWN_NAMES", "Op", "Program", "ProgramBuilder", "RangeNames", "Stage"]
 
-PASS = 0  # among programs of prefill, which have the positions that they take as keys: a pass over what they leave
 Param = int | float | bool | str | None
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,21 +23,24 @@ from lowlat.kernels.toolchain.numba_cuda import compile_ptx, cuda, fork_compiler
 
 Capability = tuple[int, int]
 numba_compiler = cuda.compiler
-OLDEST = (8, 0)
+OLDEST, NEWEST = (8, 0), ((10, 0), (12, 0))
 
 
 def _examples_of(capability: Capability) -> list[tuple[str, Kernel]]:
     """The usual GPU compiles every variant in one size, and so does the oldest capability, which lacks most
-    instructions, where plans depend on the GPU; else each kind of kernel is compiled once for a capability.
+    instructions, where plans depend on the GPU. Else each kind of kernel is compiled once for a capability; the two
+    newest share out the kinds whose plans do not depend on the GPU.
     """
-    card = CARDS[capability]
+    card, known = CARDS[capability], modules()
     if card is H200:
         return list(variants(card))
-    found = {kernel.name: (name, kernel) for name, kernel in first_examples(card)}
+    kinds = list(first_examples(card))
     if capability == OLDEST:
-        known = modules()
-        found |= {kernel.name: (name, kernel) for name, kernel in variants(card) if takes_card(known[name])}
-    return list(found.values())
+        kinds += [each for each in variants(card) if takes_card(known[each[0]])]
+        return list({kernel.name: (module, kernel) for module, kernel in kinds}.values())
+    own = [each for each in kinds if takes_card(known[each[0]])]
+    others = [each for each in kinds if not takes_card(known[each[0]])]
+    return own + others[NEWEST.index(capability) :: len(NEWEST)]
 
 
 ORDER = (H200.capability, *(capability for capability in CARDS if capability != H200.capability))
@@ -92,6 +96,12 @@ def _examples(first: bool) -> Iterator[tuple[Capability, str, Kernel]]:
 def staged(capability: Capability, kernel: Kernel) -> Any:
     """The marks of a test of one example."""
     return () if (capability, kernel.name) in FIRST_STAGE else pytest.mark.second
+
+
+def examples_of(*modules: ModuleType) -> list[Kernel]:
+    """The kernels that these modules make for the usual GPU, of those that are compiled."""
+    names = {module.__name__.removeprefix("lowlat.kernels.") for module in modules}
+    return [kernel for name, kernel in EXAMPLES[H200.capability] if name in names]
 
 
 def staged_cases(kernels: Iterable[Kernel]) -> list[Any]:

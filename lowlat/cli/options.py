@@ -4,6 +4,7 @@ Defaults are the records' own: an option that was not given is not passed on.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -108,9 +109,14 @@ class NumberOrWord(click.ParamType[int | str]):
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists options in sections; `groups` has an option's section, by its name."""
+    """A command whose help lists options in sections, and names the rare ones of each.
+
+    groups  an option's section, by its name
+    rare    the names of a section's rare options
+    """
 
     groups: ClassVar[Mapping[str, str]] = {}
+    rare: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a section for each group, those that are in none first."""
@@ -121,7 +127,10 @@ class GroupedCommand(click.Command):
                 sections.setdefault(self.groups.get(parameter.name or "", "options"), []).append(record)
         for title, records in sections.items():
             with formatter.section(title[:1].upper() + title[1:]):
-                formatter.write_dl(records)
+                if records:
+                    formatter.write_dl(records)
+                if self.rare.get(title):
+                    formatter.write_text(f"By --set or in a file: {', '.join(self.rare[title])}.")
 
 
 def bundled(part: str) -> Path:
@@ -130,10 +139,14 @@ def bundled(part: str) -> Path:
 
 
 def declared_options(function: F, options: Iterable[Option]) -> F:
-    """Add declared options as flags, in their order; one that is not given is None, or () where it is repeatable."""
-    for option in reversed(list(options)):
-        function = _flag(option)(function)
-    return function
+    """Add declared options as flags, in their order; one that is not given is None, or () where it is repeatable.
+
+    Rare ones share the flag --set; one of them that is not given is left out.
+    """
+    found = list(options)
+    for option in reversed(found):
+        function = (_refused if option.rare else _flag)(option)(function)
+    return _set_flag({option.key: option for option in found})(function) if any(o.rare for o in found) else function
 
 
 def record_options(record: type, *keys: str, filled: bool = False) -> Callable[[F], F]:
@@ -161,13 +174,28 @@ def _flag(option: Option, *, filled: bool = False) -> Callable[[F], F]:
     spellings = [*option.flags, *("--" + name.replace("_", "-") for name in (*option.aliases, option.key))]
     repeatable = option.kind in ("texts", "biases") or "stop_token_id" in option.aliases
     text = option.help + (" Repeatable." if repeatable else "")
-    default = option.otherwise or ("" if option.default in (None, ()) else str(option.default))
+    default = option.otherwise or ("" if option.default in (None, (), False) else str(option.default))
     if default:
         text += f"  [default: {default.lower() if option.kind == 'bool' else default}]"
     if option.kind == "bool":
         return click.option(f"{option.flag}/--no-{option.flag[2:]}", option.key, default=None, help=text)
+    kind, metavar = _kind_of(option, repeatable)
+    return click.option(
+        *spellings,
+        option.key,
+        type=kind,
+        metavar=option.metavar or metavar or None,
+        multiple=repeatable,
+        default=option.default if filled else None,
+        help=text,
+    )
+
+
+def _kind_of(option: Option, repeatable: bool = False) -> tuple[Any, str]:
+    """The type of an option's value on the command line, and how the help names one."""
     kinds: dict[str, tuple[Any, str]] = {
         "int": (int, "N"),
+        "bool": (click.BOOL, ""),
         "float": (float, "X"),
         "str": (str, "TEXT"),
         "choice": (click.Choice(option.choices), ""),
@@ -179,15 +207,46 @@ def _flag(option: Option, *, filled: bool = False) -> Callable[[F], F]:
     kind, metavar = kinds[option.kind]
     if option.words:
         kind, metavar = NumberOrWord(option.words), "|".join((metavar, *option.words))
-    return click.option(
-        *spellings,
-        option.key,
-        type=TextOfFile() if option.from_file else kind,
-        metavar=option.metavar or metavar or None,
-        multiple=repeatable,
-        default=option.default if filled else None,
-        help=text,
-    )
+    return TextOfFile() if option.from_file else kind, metavar
+
+
+def _refused(option: Option) -> Callable[[F], F]:
+    """The flag that a rare option would have, which says how it is set."""
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value is not None:
+            raise click.UsageError(f"{option.flag} is a rare option: say --set {option.key}=VALUE")
+
+    names = ["--" + name.replace("_", "-") for name in (*option.aliases, option.key)]
+    if option.kind == "bool":
+        names = [f"{option.flag}/--no-{option.flag[2:]}"]
+    return click.option(*names, f"refused_{option.key}", default=None, hidden=True, expose_value=False, callback=refuse)
+
+
+def _set_flag(known: Mapping[str, Option]) -> Callable[[F], F]:
+    """The flag --set, by which rare options among these are given; they become parameters of the command."""
+    names = {name: option for option in known.values() for name in (option.key, *option.aliases)}
+
+    def assign(ctx: click.Context, param: click.Parameter, entries: Sequence[str]) -> None:
+        for entry in entries:
+            name, equals, text = entry.partition("=")
+            option = names.get(name.strip().replace("-", "_"))
+            if option is None or not equals:
+                near = get_close_matches(name, [each.key for each in known.values() if each.rare], n=1)
+                meant = f"; did you mean {near[0]}=VALUE?" if near else ""
+                raise click.UsageError(f"--set takes NAME=VALUE of a rare option, got {entry!r:.80}{meant}")
+            if not option.rare:
+                raise click.UsageError(f"--set is for rare options, and {option.key} has a flag: {option.flag}")
+            if ctx.params.get(option.key) is not None:
+                raise click.UsageError(f"--set gives {option.key} twice")
+            try:
+                ctx.params[option.key] = click.types.convert_type(_kind_of(option)[0]).convert(text.strip(), param, ctx)
+            except click.BadParameter as error:
+                raise click.UsageError(f"--set {option.key}: {error.message}") from None
+
+    text = "Set a rare option, of those that `lowlat serve --help` names. Repeatable."
+    shape: dict[str, Any] = {"multiple": True, "metavar": "NAME=VALUE", "expose_value": False, "callback": assign}
+    return click.option("--set", "set_rare", **shape, help=text)
 
 
 def given_options(values: Mapping[str, Any], record: type) -> dict[str, Any]:
@@ -265,7 +324,7 @@ def speculative_config(
     from lowlat.serving.config import SETTINGS, speculative_config
 
     given = {name: value for name, value in values.items() if value is not None}
-    config = speculative_config(given, default_draft_model, lambda name: SETTINGS[name].flag)
+    config = speculative_config(given, default_draft_model, lambda name: SETTINGS[name].said)
     if config is not None and config.model is not None and (needed or config.strict):
         check_model(config.model)
     return config

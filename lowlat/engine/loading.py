@@ -29,6 +29,7 @@ from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import Rank, check_positions, make_executor, refuse_parts, refuse_ranks, settle_executor
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
+from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.rank_weights import rank_weights
@@ -88,6 +89,12 @@ class Loaded:
     speculation_error: str | None
     rank_config: ModelConfig
     memory: tuple[HeldMemory, ...]
+
+    @property
+    def card(self) -> Card:
+        """The properties by which launches are cut; an H200's where no kernel runs."""
+        launcher = getattr(self.executor, "launcher", None)
+        return H200 if launcher is None else launcher.card
 
     @property
     def takes_grammars(self) -> bool:
@@ -169,6 +176,10 @@ def load(
     check_device(options, choice)
     if choice.has_kernels:
         check_positions(geometry, invariant=options.tp_invariant)
+    if options.count_tiles:
+        from lowlat.engine.tile_counter import check_countable  # which loads the kernels
+
+        check_countable(geometry, topologies)
     ladder = make_ladder(geometry, topologies, speculative)
     geometries = rank_geometries(geometry, options, speculative)
     own_speculator = geometries[0].speculator

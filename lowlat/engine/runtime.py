@@ -187,7 +187,7 @@ class Runtime:
         return PerfCounters.of(self.executor.counts, self._steps.mailbox.num_copies, self._steps.published.undrafted)
 
     def summary(self) -> dict[str, Any]:
-        """Totals since the load, as JSON: blocks such as `eagle_speculation` and `specpv` only of what has run."""
+        """Totals since the load, as JSON: blocks such as `eagle_speculation` only of what has run."""
         self._check_open()
         totals = self._requests.totals()
         return {

@@ -33,7 +33,7 @@ from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
-from lowlat.graphs.program import PASS, Program
+from lowlat.graphs.program import Program
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.lowering.binding import Binding, sum_in_parts
@@ -42,6 +42,7 @@ from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.memory import workspaces_of
 from lowlat.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.step.variants import PASS
 
 __all__ = ["KernelExecutor", "Size", "abandon"]
 

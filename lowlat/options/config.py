@@ -96,6 +96,7 @@ class SpeculativeConfig:
         False,
         "Let each step choose how many drafts it makes and verifies, from none to num_speculative_tokens, by what is "
         "accepted and what it costs; of chains.",
+        rare=True,
     )
     draft_tensor_parallel_size: int | None = declare(
         None,
@@ -103,31 +104,52 @@ class SpeculativeConfig:
         1,
         8,
         otherwise="tensor_parallel_size, where it can be cut",
+        rare=True,
     )
     max_path_len: int | None = declare(
-        None, "Nodes of a tree's longest path, root included, at most.", 1, MAX_SPECULATIVE_TOKENS + 1
+        None,
+        "Nodes of a tree's longest path, root included, at most.",
+        1,
+        MAX_SPECULATIVE_TOKENS + 1,
+        group="trees",
+        rare=True,
     )
-    max_decoding_tokens: int | None = declare(None, "Nodes of a tree, root included, at most.", 1, MAX_DECODING_TOKENS)
+    max_decoding_tokens: int | None = declare(
+        None, "Nodes of a tree, root included, at most.", 1, MAX_DECODING_TOKENS, group="trees", rare=True
+    )
     max_non_leaves_per_layer: int | None = declare(
-        None, "A tree's nodes with children at one depth, at most.", 1, MAX_DECODING_TOKENS
+        None, "A tree's nodes with children at one depth, at most.", 1, MAX_DECODING_TOKENS, group="trees", rare=True
     )
     capture_layers: tuple[int, ...] | None = declare(
         None, "Boundaries that the draft model reads, in place of its config's.", metavar="B,B,B"
     )
     tree: str | Path | Sequence[Sequence[int]] | None = declare(
-        None, "A table of choices: YAML, TOML or JSON.", metavar="FILE"
+        None, "A table of choices: YAML, TOML or JSON.", metavar="FILE", group="trees"
     )
     dynamic_tree_max_topk: int | None = declare(
         None,
         "Drafts of a level that a dynamic tree goes on from, and drafts that it looks at behind each; makes the tree.",
         2,
         MAX_TOPK,
+        group="trees",
     )
     max_draft_len: int | None = declare(
-        None, "Depth of a dynamic tree.", 2, MAX_SPECULATIVE_TOKENS, otherwise="num_speculative_tokens"
+        None,
+        "Depth of a dynamic tree.",
+        2,
+        MAX_SPECULATIVE_TOKENS,
+        otherwise="num_speculative_tokens",
+        group="trees",
+        rare=True,
     )
     max_total_draft_tokens: int | None = declare(
-        None, "Drafts of a dynamic tree that a slot verifies.", 2, MAX_DRAFT_TOKENS, otherwise="7"
+        None,
+        "Drafts of a dynamic tree that a slot verifies.",
+        2,
+        MAX_DRAFT_TOKENS,
+        otherwise="7",
+        group="trees",
+        rare=True,
     )
     draft_quantize: Literal["fp8", "int4"] | None = declare(
         None, "Round a plain draft model's linear layers at load, as quantize does a target's."
@@ -135,42 +157,86 @@ class SpeculativeConfig:
     draft_window: int | None = declare(
         None, "The draft model attends to the first 4 and the last N rows only.", 1, 1 << 20
     )
-    prompt_lookup_min: int = declare(2, "Tokens of an n-gram, at least.", 1, MAX_LOOKUP)
-    prompt_lookup_max: int = declare(4, "Tokens of an n-gram, at most.", 1, MAX_LOOKUP)
-    text_drafts: Literal["suffix"] | None = declare(
-        None, "Drafts from the request's own text beside the draft model's, where more of them should be accepted."
+    prompt_lookup_min: int = declare(
+        2, "Tokens of an n-gram, at least.", 1, MAX_LOOKUP, group="drafts from text", rare=True
     )
-    suffix_cache_max_depth: int = declare(24, "Tokens of an ending that is looked for, at most.", 1, MAX_DEPTH)
+    prompt_lookup_max: int = declare(
+        4, "Tokens of an n-gram, at most.", 1, MAX_LOOKUP, group="drafts from text", rare=True
+    )
+    text_drafts: Literal["suffix"] | None = declare(
+        None,
+        "Drafts from the request's own text beside the draft model's, where more of them should be accepted.",
+        group="drafts from text",
+    )
+    suffix_cache_max_depth: int = declare(
+        24, "Tokens of an ending that is looked for, at most.", 1, MAX_DEPTH, group="drafts from text", rare=True
+    )
     max_spec_factor: float = declare(
-        1.0, "Suffix drafts for each token of the ending that was found, at most.", 0, 16, above=True
+        1.0,
+        "Suffix drafts for each token of the ending that was found, at most.",
+        0,
+        16,
+        above=True,
+        group="drafts from text",
+        rare=True,
     )
     min_token_prob: float = declare(
-        0.1, "Share of an ending's places that must have all drafts up to the last one.", 0, 1
+        0.1,
+        "Share of an ending's places that must have all drafts up to the last one.",
+        0,
+        1,
+        group="drafts from text",
+        rare=True,
     )
     enabled: bool = declare(True, "Whether to speculate.", python_only=True)
     strict: bool = declare(False, "A draft model that does not fit is an error.")
     enable_specpv: bool = declare(
         False,
-        "SpecPV, which is lossy: in long contexts the target attends to a part of its KV cache, and tokens may differ.",
+        "SpecPV, which is lossy: from specpv_partial_threshold tokens on the target attends to a part of its KV cache, "
+        "and tokens may differ.",
+        group="SpecPV",
     )
-    specpv_block_size: int = declare(16, "SpecPV: positions of a block that is chosen whole.", 1, 1024)
-    specpv_n_sink_blocks: int = declare(2, "SpecPV: blocks at the text's start that are always attended to.", 1, 4096)
+    specpv_block_size: int = declare(
+        16, "SpecPV: positions of a block that is chosen whole.", 1, 1024, group="SpecPV", rare=True
+    )
+    specpv_n_sink_blocks: int = declare(
+        2, "SpecPV: blocks at the text's start that are always attended to.", 1, 4096, group="SpecPV", rare=True
+    )
     specpv_n_retrieval_blocks: int = declare(
-        256, "SpecPV: blocks that each KV head chooses by the last queries.", 1, 1 << 16
+        256, "SpecPV: blocks that each KV head chooses by the last queries.", 1, 1 << 16, group="SpecPV", rare=True
     )
-    specpv_n_window_blocks: int = declare(8, "SpecPV: last blocks, which are always attended to.", 1, 4096)
+    specpv_n_window_blocks: int = declare(
+        8, "SpecPV: last blocks, which are always attended to.", 1, 4096, group="SpecPV", rare=True
+    )
     specpv_n_spec_tokens_buf: int = declare(
-        128, "SpecPV: positions that partial steps may write before a refresh recomputes them.", 2, 1 << 14
+        128,
+        "SpecPV: positions that partial steps may write before a refresh recomputes them.",
+        2,
+        1 << 14,
+        group="SpecPV",
+        rare=True,
     )
-    specpv_partial_threshold: int = declare(
-        4096, "SpecPV: a shorter context is attended to whole, with the bits of a runtime without SpecPV.", 0, 1 << 20
+    specpv_partial_threshold: int | None = declare(
+        None,
+        "SpecPV: a context of fewer tokens is attended to whole, with the bits of a runtime without SpecPV.",
+        0,
+        1 << 20,
+        otherwise="32768; lossless, where it pays by bytes",
+        group="SpecPV",
+        rare=True,
     )
     specpv_full_refresh_steps: int = declare(
-        32, "SpecPV: partial steps between two refreshes, at most; lossless, a verification comes first.", 1, 1 << 16
+        32,
+        "SpecPV: partial steps between two refreshes, at most; lossless, a verification comes first.",
+        1,
+        1 << 16,
+        group="SpecPV",
+        rare=True,
     )
     specpv_lossless: bool = declare(
         False,
         "SpecPV whose partial steps only propose: a step over all of the cache verifies up to 31 tokens.",
+        group="SpecPV",
     )
     simulated_acceptance: float | None = declare(
         None,
@@ -178,11 +244,14 @@ class SpeculativeConfig:
         "then means nothing.",
         0,
         1,
+        rare=True,
     )
     simulated_accept_length: float | None = declare(
-        None, "The same, as the tokens a step, 1 to S + 1, that it comes to at num_speculative_tokens."
+        None,
+        "Impose acceptance, as the tokens a step, 1 to S + 1, that it comes to at num_speculative_tokens.",
+        rare=True,
     )
-    simulated_seed: int = declare(0, "Seed of the imposed acceptance.", 0, (1 << 63) - 1)
+    simulated_seed: int = declare(0, "Seed of the imposed acceptance.", 0, (1 << 63) - 1, rare=True)
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
@@ -327,7 +396,7 @@ class RuntimeConfig:
     quantize: Literal["fp8", "int4"] | None = declare(
         None, "Round a plain target's linear layers at load: to FP8 by row, or to INT4 in groups of 128, 64 or 32."
     )
-    quantize_lm_head: bool = declare(False, "Round the LM head, too.")
+    quantize_lm_head: bool = declare(False, "Round the LM head, too.", rare=True)
     kv_cache_dtype: Literal["auto", "bf16", "fp8"] = declare(
         "auto",
         "How keys and values are kept; fp8: in 8 bits, by the checkpoint's scales where it has any. auto: as they are.",
@@ -337,22 +406,33 @@ class RuntimeConfig:
     tensor_parallel_size: int = declare(
         1, "Cards that share each layer of the target: 1, 2, 4 or 8.", 1, 8, aliases=("tensor_parallel",)
     )
-    devices: tuple[int, ...] = declare((), "The cards of tensor_parallel_size, by number; by default the first.")
-    tp_invariant: bool = declare(
-        False, "Sum layers as 8 cards would, on however many: then their number changes no bit."
+    devices: tuple[int, ...] = declare(
+        (), "The cards of tensor_parallel_size, by number; by default the first.", rare=True
     )
-    block_size: int = declare(32, "Positions of one KV block.", 1, 1024)
+    tp_invariant: bool = declare(
+        False, "Sum layers as 8 cards would, on however many: then their number changes no bit.", rare=True
+    )
+    block_size: int = declare(32, "Positions of one KV block.", 1, 1024, rare=True)
     prefill_chunk: int = declare(
-        128, "Positions of a prefill chunk, a multiple of block_size: the unit of shared prefixes.", 1, 1 << 16
+        128,
+        "Positions of a prefill chunk, a multiple of block_size: the unit of shared prefixes.",
+        1,
+        1 << 16,
+        rare=True,
     )
     max_prefill_chunks: int = declare(
-        16, "Chunks of a prompt that run at once while nobody decodes: more read it sooner, and take memory.", 1, 64
+        16,
+        "Chunks of a prompt that run at once while nobody decodes: more read it sooner, and take memory.",
+        1,
+        64,
+        rare=True,
     )
     max_stall_ms: float = declare(
         25.0,
         "Chunks that run at once while others decode are as many as take no longer, but one at least.",
         1.0,
         10000.0,
+        rare=True,
     )
     kv_blocks: int | None = declare(
         None,
@@ -360,15 +440,19 @@ class RuntimeConfig:
         2,
         (1 << 31) - 1,
         otherwise="what max_batch needs",
+        rare=True,
     )
-    prefix_reuse: bool = declare(True, "Share the KV of complete prefill chunks between requests with equal prefixes.")
+    prefix_reuse: bool = declare(
+        True, "Share the KV of complete prefill chunks between requests with equal prefixes.", rare=True
+    )
     share_decoded: bool = declare(
-        False, "Also share what decoding wrote: a later request's bits may then differ from a cold start."
+        False, "Also share what decoding wrote: a later request's bits may then differ from a cold start.", rare=True
     )
     prompt_logprobs: bool = declare(
         True,
         "Requests may ask for the logprobs of their prompts; prefill then keeps a row of each of its positions. Not in "
         "perf_mode strict.",
+        rare=True,
     )
     prompt_logits: bool = declare(
         False,
@@ -387,19 +471,30 @@ class RuntimeConfig:
         "default",
         "strict: greedy requests alone, no debugging, and an error in place of anything slower than the kernels that "
         "were tuned: for measuring.",
+        rare=True,
+    )
+    fuse: bool = declare(
+        True, "Cover runs of operations by one launch; without it each has its own: for debugging.", rare=True
     )
     check: str | None = declare(
         None,
         "Check in each step, on the device, masks (of trees), spans (of KV blocks), lengths: any of them with commas, "
         "or all; for debugging and soaks.",
         metavar="KIND,KIND",
+        rare=True,
     )
     on_failed_check: Literal["end", "single"] = declare(
         "end",
         "Where a check fails the step's tokens of that request are dropped, and it ends with an error; single: it goes "
         "on without drafts, and ends when another check fails.",
+        rare=True,
     )
-    fuse: bool = declare(True, "Cover runs of operations by one launch; without it each has its own: for debugging.")
+    count_tiles: bool = declare(
+        False,
+        "Count the tiles of 64 positions that attention walks in decode steps, by kind of layer; on the host, which "
+        "takes its time.",
+        rare=True,
+    )
     watchdog_factor: float = declare(
         10.0,
         "A step or a prefill on a GPU that runs so many times longer than usual is an error.",
@@ -436,8 +531,9 @@ class RuntimeConfig:
         size, named = self.tensor_parallel_size, self.devices
         if size & (size - 1):
             raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
-        if size > 1 and self.checked_kinds:
-            raise ConfigError(f"check is not implemented for tensor_parallel_size {size}; leave one of them out")
+        for name, is_on in (("check", bool(self.checked_kinds)), ("count_tiles", self.count_tiles)):
+            if size > 1 and is_on:
+                raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
         if not isinstance(named, tuple) or any(type(number) is not int or number < 0 for number in named):
             raise ConfigError(f"devices must be a tuple of numbers of cards, such as (0, 1), got {named!r:.80}")
         if named and self.device not in ("auto", "cuda"):

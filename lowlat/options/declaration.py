@@ -61,6 +61,8 @@ class Option:
     from_file    on the command line a file's name stands for its text
     words        strings that stand for a number
     python_only  cannot be set on the command line, in the environment or in a file
+    group        the section of the help that it stands in; "": that of its record
+    rare         on the command line it is set by --set NAME=VALUE, and the help has its name alone
     """
 
     name: str
@@ -80,11 +82,18 @@ class Option:
     from_file: bool = False
     words: tuple[str, ...] = ()
     python_only: bool = False
+    group: str = ""
+    rare: bool = False
 
     @property
     def flag(self) -> str:
         """Its first spelling on the command line."""
         return "--" + (self.aliases or (self.key,))[0].replace("_", "-")
+
+    @property
+    def said(self) -> str:
+        """How it is set on the command line, for messages."""
+        return f"--set {self.key}" if self.rare else self.flag
 
     def offers(self, value: object) -> bool:
         """Whether a value, of any type, is one of the choices, which may be the keys of a table."""

@@ -101,7 +101,7 @@ class ServeConfig:
             layers.append((str(file), _read_file(Path(file)), lambda name: f"{file}: {name}"))
         layers.append(("environment", _read_environment(environment), _variable))
         given = {name: value for name, value in options.items() if value is not None}
-        layers.append(("option", given, lambda name: SETTINGS[_KEYS[name]].flag))
+        layers.append(("option", given, lambda name: SETTINGS[_KEYS[name]].said))
         for source, layer, place in layers:
             for name, value in layer.items():
                 key = _KEYS[name]

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from lowlat.graphs.program import PASS, Program, ProgramBuilder, Stage
+from lowlat.graphs.program import Program, ProgramBuilder, Stage
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.models.decoder import emit_decoder, emit_prompt_logits
 from lowlat.models.layers import Rows
@@ -23,6 +23,7 @@ from lowlat.speculators.base import PrefillScope
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.prompt_logprobs import build_pass
 from lowlat.step.state import StepGeometry, declare_state, declare_tables, waiting_boundaries
+from lowlat.step.variants import PASS
 
 __all__ = ["build_prefill", "build_prefills"]
 

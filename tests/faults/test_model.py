@@ -104,7 +104,7 @@ def test_too_little_memory_is_known_at_start_with_numbers_and_knobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone_in(tmp_path, monkeypatch)
-    said = refusal("serve", "--model", TARGET, "--kv-blocks", 1 << 30)
+    said = refusal("serve", "--model", TARGET, "--set", f"kv_blocks={1 << 30}")
     for words in ("GiB are needed", "GiB are free", "kv ", "max_batch", "max_context", "kv_blocks"):
         assert words in said
 

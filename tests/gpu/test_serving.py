@@ -30,7 +30,7 @@ def test_streams_are_the_runtime_s_tokens(tmp_path: Path, device_loop: bool, car
     options.append("--device-loop" if device_loop else "--no-device-loop")
     invariant = cards > 1
     if invariant:
-        options += [f"--tensor-parallel={cards}", "--tp-invariant"]
+        options += [f"--tensor-parallel={cards}", "--set", "tp_invariant=yes"]
     got: dict[int, list[int]] = {}
 
     with serving(tmp_path, [*options, "--num-speculative-tokens=3"]) as server:

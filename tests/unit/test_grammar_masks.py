@@ -61,7 +61,7 @@ def expected_tokens(pair: PairPaths, edges: Edges, sampling: SamplingParams) -> 
         ("wide", "sampled", "eagle3", "bushy"),
         ("narrow", "penalised", "suffix", None),
         ("narrow", "sampled", "eagle3+", None),
-        ("wide", "greedy", "eagle3++", None),
+        ("wide", "greedy", "eagle3+", None),
         later("wide", "filtered", "eagle3", "deep"),
         later("narrow", "greedy", "ngram", None),
         later("wide", "penalised", "beside", None),

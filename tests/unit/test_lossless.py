@@ -37,15 +37,10 @@ MODES: dict[str, dict[str, Any]] = {
 EVERY_METHOD = [
     later("ngram", "gpt_oss", "filtered"),
     ("suffix", "llama", "sampled"),
-    later("suffix", "qwen3", "filtered"),
     later("beside", "qwen3", "penalised"),
-    later("beside", "gpt_oss", "greedy"),
-    later("eagle3+", "llama", "penalised"),
-    later("eagle3+", "gpt_oss", "sampled"),
-    ("eagle3++", "llama", "sampled"),
-    later("eagle3++", "gpt_oss", "penalised"),
+    ("eagle3+", "llama", "sampled"),
+    later("eagle3+", "gpt_oss", "penalised"),
     ("ngram+", "llama", "greedy"),
-    later("ngram+", "qwen3", "sampled"),
 ]
 TREES: dict[str, tuple[tuple[int, ...], ...]] = {
     "chain-as-tree": ((0,), (0, 0), (0, 0, 0)),
@@ -116,7 +111,6 @@ def assert_same(found: Trace, expected: Trace) -> None:
     ("family", "mode"),
     [
         ("llama", "greedy"),
-        ("llama", "penalised"),
         later("llama", "filtered"),
         later("qwen3", "sampled"),
         ("gpt_oss", "greedy"),
@@ -160,8 +154,6 @@ def test_no_depth_of_drafts_from_text_changes_anything(
         ("llama", "sampled", True),
         later("qwen3", "sampled", False),
         ("gpt_oss", "greedy", True),
-        ("gpt_oss", "sampled", True),
-        later("gpt_oss", "greedy", False),
     ],
 )
 def test_a_depth_that_changes_at_each_step_changes_nothing(
@@ -196,8 +188,7 @@ def dynamic(top_k: int, drafts: int) -> dict[str, int]:
     [
         *(("llama", shape, mode) for shape, mode in zip(DYNAMIC, ["greedy", "sampled"] * 2, strict=True)),
         later("qwen3", DYNAMIC[1], "sampled"),
-        later("gpt_oss", DYNAMIC[0], "greedy"),
-        later("gpt_oss", DYNAMIC[3], "sampled"),
+        later("gpt_oss", DYNAMIC[3], "greedy"),
     ],
 )
 def test_no_dynamic_tree_changes_anything(
@@ -333,12 +324,9 @@ class Crowd:
         ("llama", "suffix", None, 3),
         later("llama", "beside", None, 4),
         ("llama", "eagle3+", None, 5),
-        ("llama", "eagle3++", None, 5),
         ("llama", "eagle3", "dynamic", 6),
-        later("qwen3", "eagle3", None, 0),
         later("qwen3", "eagle3", "dynamic", 6),
         later("gpt_oss", "eagle3", "bushy", 1),
-        later("gpt_oss", "suffix", None, 3),
         later("gpt_oss", "eagle3+", None, 5),
     ],
 )

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from lowlat.serving.config import GROUPS, SETTINGS, ServeConfig, unknown_variabl
 __all__ = ["command"]
 
 logger = logging.getLogger("lowlat.serving")
+SECTIONS = {option.key: option.group or group for group, options in GROUPS.items() for option in options}
 
 
 def _settings(function: F) -> F:
@@ -25,7 +26,11 @@ def _settings(function: F) -> F:
 class _Grouped(GroupedCommand):
     """A command whose help lists the settings by group."""
 
-    groups: ClassVar[Mapping[str, str]] = {option.key: group for group, options in GROUPS.items() for option in options}
+    groups: ClassVar[Mapping[str, str]] = SECTIONS
+    rare: ClassVar[Mapping[str, Sequence[str]]] = {
+        section: [key for key, own in SECTIONS.items() if own == section and SETTINGS[key].rare]
+        for section in dict.fromkeys(SECTIONS.values())
+    }
 
 
 @click.command("serve", cls=_Grouped)
@@ -39,9 +44,9 @@ def command(
 ) -> None:
     """Serve a model to other processes of this machine; without options, the bundled pair.
 
-    Every setting can be given as an option, as LOWLAT_NAME in the environment, or as `name = value` in a TOML file;
-    the former wins over the latter. SIGTERM or Ctrl-C ends the server when running requests have ended, or --drain-s
-    have passed; a second one ends it at once.
+    Every setting can be given as an option (rare ones by --set name=value), as LOWLAT_NAME in the environment, or as
+    `name = value` in a TOML file; the former wins over the latter. SIGTERM or Ctrl-C ends the server when running
+    requests have ended, or --drain-s have passed; a second one ends it at once.
     """
     if make_curve_keys is not None:
         _make_keys(make_curve_keys, json_output)

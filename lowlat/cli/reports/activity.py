@@ -150,7 +150,7 @@ def _why_off(runtime: Runtime, speculative: SpeculativeConfig | None, params: Sa
     if params.max_draft_tokens == 0:
         return Reason(code="draft_limit", text="max_draft_tokens is 0 (--max-draft-tokens): no draft is verified")
     if runtime.simulated:
-        text = "acceptance is simulated (--simulated-acceptance): it says nothing about the pair"
+        text = "acceptance is simulated (simulated_acceptance): it says nothing about the pair"
         return Reason(code="simulated", text=text)
     return None
 
@@ -162,8 +162,8 @@ def _why_idle(
     method = None if runtime.speculator is None else runtime.speculator.method
     drafted, accepted = stats.drafted_by_position[0], stats.accepted_by_position[0]
     repeats = {
-        "ngram": "the n-gram method drafts only where a text repeats itself (--prompt-lookup-min tokens)",
-        "suffix": "the suffix method drafts only where a text repeats itself (--min-token-prob of the places)",
+        "ngram": "the n-gram method drafts only where a text repeats itself (prompt_lookup_min tokens)",
+        "suffix": "the suffix method drafts only where a text repeats itself (min_token_prob of the places)",
     }.get(method or "")
     if drafted == 0:
         short = f"the {completion_tokens} tokens left no step that could verify one: raise --max-tokens"

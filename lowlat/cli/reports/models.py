@@ -25,6 +25,8 @@ from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.speculators.eagle3.capture import IDS_KEY, OUTPUTS_KEY, default_boundaries
 from lowlat.speculators.eagle3.config import parse_draft
+from lowlat.speculators.eagle3.geometry import Eagle3Config
+from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.methods import draft_method, plan_speculator
 
 __all__ = ["download_report", "draft_report", "model_report"]
@@ -173,11 +175,10 @@ def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] 
     head, notes = speculator.draft_config, tuple[str, ...]()
     if head is None:
         raise ConfigError(f"{directory}: method {method!r} has no draft model")
-    if method in ("eagle3", "peagle"):
-        _, _, notes = parse_draft(directory, target_config, capture_layers, method)
+    if isinstance(speculator, Eagle3Speculator):
+        _, _, notes = parse_draft(directory, target_config, capture_layers, speculator.kind)
     values = _geometry(head)
     boundaries = values.pop("capture_boundaries")
-    values |= values.pop("dspark") or {}
     flags = {name: values.pop(name) for name, value in list(values.items()) if isinstance(value, bool)}
     drafted = values["draft_vocab_size"]
     return {
@@ -211,7 +212,7 @@ def _convention(directory: Path, head: DraftConfig, *, overridden: bool) -> dict
     boundaries = list(head.capture_boundaries)
     if overridden:
         meaning = "boundaries, from --capture-layers"
-    elif head.final_hidden:
+    elif isinstance(head, Eagle3Config) and head.final_hidden:
         return {"ids": None, "ids_from": None, "convention": "no auxiliary features: the target's final hidden state"}
     elif ids is None and head.method == "dflash":
         meaning = "no ids: layers spread evenly, from the second to the fourth before the end; outputs"

@@ -21,13 +21,13 @@ from lowlat.executors.allocation import (
     release_cached_memory,
 )
 from lowlat.graphs import Bucket, BufferSet, Role
-from lowlat.graphs.program import PASS, Op, Program, Stage
+from lowlat.graphs.program import Op, Program, Stage
 from lowlat.kernels.formats import dequantised, matrix_format, matrix_parts
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
 from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
 from lowlat.lowering.weight_parts import MatrixParts
-from lowlat.step.variants import is_choice
+from lowlat.step.variants import PASS, is_choice
 
 __all__ = ["Bound", "ReferenceExecutor", "bind", "meaning_of"]
 

@@ -12,7 +12,7 @@ import torch
 
 from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.graphs.program import Stage
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter
 from lowlat.models.walk import (
     Tables,
@@ -25,6 +25,7 @@ from lowlat.models.walk import (
 )
 from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import StateSizes
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.windows import draft_kv_windows, effective_window
 
 __all__ = ["Eagle3Emitter", "draft_kv_specs", "layer_name"]
@@ -40,7 +41,7 @@ def _caches(layer: int) -> tuple[str, str]:
     return (f"head.k_cache.{layer}", f"head.v_cache.{layer}") if layer else ("head.k_cache", "head.v_cache")
 
 
-def draft_kv_specs(draft: DraftConfig, sizes: StateSizes, windows: Sequence[int | None]) -> list[BufferSpec]:
+def draft_kv_specs(draft: Eagle3Config, sizes: StateSizes, windows: Sequence[int | None]) -> list[BufferSpec]:
     """The KV cache of each of the draft model's layers, [P, G, block, D], and the features at block ends, [P, H], and
     of the last live row of prefill, [1, H]. `windows` are those of its layers, see `Speculator.kv_windows`."""
     num_blocks, dtype, pools = sizes.num_blocks, sizes.dtype, (sizes.num_blocks, sizes.windows)
@@ -61,7 +62,7 @@ def draft_kv_specs(draft: DraftConfig, sizes: StateSizes, windows: Sequence[int 
 class Eagle3Emitter:
     """Appends the draft model's operations; `emitter.stage` moves with the parts of a step, and stays in prefill."""
 
-    def __init__(self, config: ModelConfig, draft: DraftConfig, tables: Tables, draft_window: int | None) -> None:
+    def __init__(self, config: ModelConfig, draft: Eagle3Config, tables: Tables, draft_window: int | None) -> None:
         self.draft = draft
         self.dtype = TORCH_DTYPES[config.dtype]
         self.target_eps = config.rms_norm_eps

@@ -60,7 +60,7 @@ def test_a_depth_of_zero_is_plain_decoding_with_a_draft_model_and_without(pair: 
 def test_generate_drafts_n_grams_without_a_head(pair: PairPaths) -> None:
     sampling = ("--token-ids", "5,6,7,5,6,7,5,6", "--max-tokens", 30, "--temperature", 0)
     common = ("generate", pair.target, *sampling, "--json")
-    found = answer(*common, "--method", "ngram", "-S", 4, "--prompt-lookup-min", 1)
+    found = answer(*common, "--method", "ngram", "-S", 4, "--set", "prompt_lookup_min=1")
     plain = answer(*common)
     assert found["token_ids"] == plain["token_ids"]
     assert found["metrics"]["num_steps"] < plain["metrics"]["num_steps"] == 29
@@ -107,10 +107,10 @@ def test_a_tree_gives_the_same_tokens_and_its_own_depth(pair: PairPaths, tmp_pat
     assert with_tree["token_ids"] == plain["token_ids"]
     assert "eagle_speculation" not in plain["metrics"]
     assert with_tree["metrics"]["eagle_speculation"]["drafted_by_position"][1] > 0
-    grown = answer(*common, "--head", pair.head, "--dynamic-tree-max-topk", 3, "--max-draft-len", 4)
+    grown = answer(*common, "--head", pair.head, "--dynamic-tree-max-topk", 3, "--set", "max_draft_len=4")
     assert grown["token_ids"] == plain["token_ids"]
     assert grown["metrics"]["eagle_speculation"]["drafted_by_position"][3] > 0
-    limited = ("--head", pair.head, "--tree", tree, "--max-decoding-tokens", 4)
+    limited = ("--head", pair.head, "--tree", tree, "--set", "max_decoding_tokens=4")
     assert "the limit is 4 (max_decoding_tokens)" in refusal(*common, *limited)
     assert "num_speculative_tokens is 3" in refusal(*common, "--head", pair.head, "--tree", tree, "-S", 3)
 
@@ -130,9 +130,9 @@ def test_an_unfit_head_is_one_warning_and_the_baseline(pair: PairPaths, tmp_path
 
 def test_simulated_acceptance_is_marked(pair: PairPaths) -> None:
     common = ("generate", pair.target, "--head", pair.head, "--token-ids", "9", "--max-tokens", 8)
-    found = answer(*common, "--simulated-accept-length", 2.5, "--json")
+    found = answer(*common, "--set", "simulated_accept_length=2.5", "--json")
     assert found["simulated"] is True and found["metrics"]["eagle_speculation"]["simulated"] is True
-    assert "the text means nothing" in lowlat(*common, "--simulated-accept-length", 2.5).stderr
+    assert "the text means nothing" in lowlat(*common, "--set", "simulated_accept_length=2.5").stderr
 
 
 def test_traces_go_to_stderr_only_when_asked(pair: PairPaths) -> None:

@@ -20,7 +20,7 @@ CASES: dict[str, tuple[tuple[object, ...], str]] = {
     "refused": ((bundled("target"), "--head", bundled("chat_head"), *BRIEF), "576 is not the target's 320"),
     "zero_depth": (("-S", 0, *BRIEF), "-S"),
     "draft_limit": (("--max-draft-tokens", 0, *BRIEF), "--max-draft-tokens"),
-    "simulated": (("--simulated-acceptance", 0.7, *SHORT), "nothing about the pair"),
+    "simulated": (("--set", "simulated_acceptance=0.7", *SHORT), "nothing about the pair"),
     "no_drafts": (("--num-prompts", 2, "--max-tokens", 1), "the 2 tokens left no step"),
     "few_drafts": (("--num-prompts", 1, "--max-tokens", 4, "--temperature", 100, "--seed", 1), "too few to tell"),
 }

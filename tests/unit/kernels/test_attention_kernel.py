@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_examples import Compiled
+from compiled_examples import Compiled, examples_of
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.attention.attention import attention, attention_bytes, examples
+from lowlat.kernels.attention import attention as attention_kernels
+from lowlat.kernels.attention.attention import attention, attention_bytes
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 HOPPER = (9, 0)
@@ -17,7 +18,7 @@ H200_SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 
 @pytest.mark.second
 def test_as_many_blocks_fit_on_a_multiprocessor_as_a_plan_says(compiled: Compiled) -> None:
-    for kernel in examples():
+    for kernel in examples_of(attention_kernels):
         code, _ = compiled.of(HOPPER, kernel)
         assert (kernel.most_blocks or 2) * (
             kernel.shared_bytes + code.shared_bytes + RESERVED_BYTES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_examples import Compiled, staged_cases
+from compiled_examples import Compiled, examples_of, staged_cases
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.elementwise import arranged_norm, elementwise, embed, norm, qk_norm, rotate
@@ -17,11 +17,7 @@ from lowlat.kernels.speculation import draft_input as draft_input
 from lowlat.kernels.toolchain.kernel import Kernel
 
 BF16 = torch.bfloat16
-KERNELS = [
-    kernel
-    for module in (arranged_norm, elementwise, embed, draft_input, norm, qk_norm, rotate)
-    for kernel in module.examples()
-]
+KERNELS = examples_of(arranged_norm, elementwise, embed, draft_input, norm, qk_norm, rotate)
 
 
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

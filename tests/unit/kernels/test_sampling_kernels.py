@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_examples import Compiled, staged_cases
+from compiled_examples import Compiled, examples_of, staged_cases
 from selection_cases import Memory, draw_scores
 from unit.kernels.sampling import World
 
@@ -18,8 +18,7 @@ from lowlat.kernels.sampling.logprobs import tokens as logprob_kernels
 from lowlat.kernels.speculation import draft_topk as draft_kernels
 from lowlat.kernels.toolchain.kernel import Kernel
 
-MODULES = (argmax_kernels, draft_kernels, logprob_kernels, pair_kernels, sample_kernels, prompt_kernels)
-KERNELS = [kernel for module in MODULES for kernel in module.examples()]
+KERNELS = examples_of(argmax_kernels, draft_kernels, logprob_kernels, pair_kernels, sample_kernels, prompt_kernels)
 HOPPER = (9, 0)
 REGISTERS = 128  # two blocks of 256 threads and more fit on a multiprocessor
 
