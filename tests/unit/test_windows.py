@@ -1,5 +1,7 @@
 """Layers of a sliding window keep few blocks of a long request: the tokens are those of one pool for all layers."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "chain": {"method": "eagle3", "num_speculative_tokens": 3},
     "tree": {"method": "eagle3", "num_speculative_tokens": 2, "tree": [[0], [1], [0, 0], [1, 0], [0, 1]]},
     "widths": {"method": "eagle3", "num_speculative_tokens": 4, "adaptive_width": True},
-    "window": {"method": "eagle3", "num_speculative_tokens": 3, "draft_window": 24},
 }
 
 
@@ -71,7 +72,7 @@ def expected(pair: PairPaths) -> dict[int, Trace]:
             return {length: traced(runtime, prompt_of(length)) for length in (420, 385)}
 
 
-@pytest.mark.parametrize("method", [later("alone"), "chain", later("tree"), later("widths"), later("window")])
+@pytest.mark.parametrize("method", [later("alone"), "chain", later("tree"), later("widths")])
 def test_a_text_of_many_windows_has_the_tokens_of_one_pool(
     method: str, pair: PairPaths, expected: dict[int, Trace]
 ) -> None:
@@ -98,6 +99,29 @@ def test_a_text_of_many_windows_has_the_tokens_of_one_pool(
         assert tokens == expected[420][0]
         assert runtime.kvcache.stats().hit_tokens - hits >= 384
         assert all(stats["num_used"] == 0 for stats in runtime.kvcache.pool_stats())
+
+
+@pytest.mark.parametrize("method", [later("chain"), "widths"])
+def test_a_draft_model_s_own_window_has_a_pool_too(method: str, pair: PairPaths, tmp_path: Path) -> None:
+    """Its drafts, and so what is accepted of them, are those of one pool; behind a cached prefix, too."""
+    head = shutil.copytree(pair.head, tmp_path / "head")
+    config = json.loads((head / "config.json").read_text())
+    config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 24}
+    (head / "config.json").write_text(json.dumps(config))
+    found: list[tuple[list[int], int]] = []
+    for pooled in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if not pooled:
+                patch.setattr(state, "kept_windows", lambda windows, max_context: ())
+            with load(PairPaths(pair.target, head), method) as runtime:
+                assert [each.window for each in runtime.geometry.window_pools] == ([16, 24] if pooled else [])
+                for _ in range(2):
+                    name = runtime.submit(prompt_of(385), SAMPLED)
+                    tokens = run_all(runtime)[name]
+                    found.append((tokens, runtime.metrics(name).speculation.total_accepted_tokens))
+                assert runtime.kvcache.stats().hit_tokens == 384
+                runtime.kvcache.invariants()
+    assert found[0][0] == found[1][0] and found[0] == found[2] and found[1] == found[3] and found[0][1] > 0
 
 
 def test_the_window_s_pool_is_small_and_holds_as_many_requests(pair: PairPaths) -> None:
