@@ -103,7 +103,7 @@ def _soak(options: argparse.Namespace, device: torch.device) -> int:
                 write_json(options.out, rows)
 
         def step(case: OssCase = case) -> OssStep:
-            return OssStep(model, case, weights, device, simulated=None)
+            return OssStep(model, case, weights, device, simulated=None, checked=True)
 
         soak(step, options.soak, progress)
         release(device)

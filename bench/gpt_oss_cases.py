@@ -10,8 +10,9 @@ from typing import Any
 
 from bench.dense_cases import Case
 from lowlat.kernels.formats import MXFP4
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RopeConfig
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 
 __all__ = [
     "ACCEPT_LENGTHS",
@@ -133,7 +134,7 @@ def model_config(model: OssModel, max_position: int) -> ModelConfig:
     )
 
 
-def draft_config(model: OssModel, draft_vocab_size: int, max_position: int) -> DraftConfig:
+def draft_config(model: OssModel, draft_vocab_size: int, max_position: int) -> Eagle3Config:
     """A Llama-like EAGLE3 head with the target's width and heads."""
     layers = model.num_layers
     mixer = AttentionSpec(
@@ -142,7 +143,7 @@ def draft_config(model: OssModel, draft_vocab_size: int, max_position: int) -> D
         head_dim=model.head_dim,
         rope=RopeConfig(theta=150000.0),
     )
-    return DraftConfig(
+    return Eagle3Config(
         layout="specforge",
         hidden_size=model.hidden_size,
         target_hidden_size=model.hidden_size,

@@ -20,6 +20,7 @@ from lowlat.options.acceptance import acceptance_for
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.weights import draft_weight_plan
 from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.checks import CheckedKinds
 from lowlat.step.state import StepGeometry
 from lowlat.tools.profile.times import CallSite
 
@@ -109,7 +110,7 @@ def shapes_of(
 
 
 class OssStep(ExecutorStep):
-    """One bucket's graph of a case."""
+    """One bucket's graph of a case; `checked`: with the checks of a step, see `lowlat.step.checks`."""
 
     def __init__(
         self,
@@ -120,12 +121,16 @@ class OssStep(ExecutorStep):
         *,
         simulated: float | None = IMPOSED,
         has_codes: bool = False,
+        checked: bool = False,
     ) -> None:
         drafted = TreeTopology.chain(case.step.num_speculative_tokens)
         self.model = model
         shapes = shapes_of(model, case, drafted, simulated=simulated)
         if has_codes:  # in its KV caches
             shapes = replace(shapes, config=coded(shapes.config))
+        if checked:
+            every = CheckedKinds(masks=True, spans=True, lengths=True, falls_back=False)
+            shapes = replace(shapes, checks=every)
         super().__init__(shapes, case.step, weights, device, drafted)
 
 

@@ -109,7 +109,7 @@ class FreeExecutor:
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """Do nothing: no step reads the state."""
 
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
+    def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
         """Do nothing."""
 
     def close(self) -> None:

@@ -15,8 +15,9 @@ from lowlat.executors.make import make_executor
 from lowlat.graphs import Bucket, BufferSet, Paging
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, DenseSpec, LayerSpec, RopeConfig
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
@@ -64,7 +65,7 @@ def step_geometry(geometry: DenseGeometry, case: Case, topology: Topology) -> St
         dtype="bfloat16",
         **shared,  # type: ignore[arg-type]
     )
-    draft = DraftConfig(
+    draft = Eagle3Config(
         layout="specforge",
         layers=(layer,),
         target_hidden_size=geometry.hidden_size,
@@ -102,7 +103,9 @@ def fill_state(state: BufferSet, shapes: StepGeometry, case: Case, seed: int = 0
                 state[name].random_(0, 127)  # codes that are numbers
     width = state["block_table"].shape[1]
     blocks = 1 + torch.randperm(shapes.num_blocks - 1, generator=generator)[: case.batch * width]
-    state["block_table"].copy_(blocks.view(case.batch, width))
+    for name in state:
+        if name.startswith("block_table"):  # of layers of windows, too: their pools are as large
+            state[name].copy_(blocks.view(case.batch, width))
     tokens = state["tokens"]
     tokens.copy_(torch.randint(shapes.config.vocab_size, tuple(tokens.shape), generator=generator))
     state["slot_ints"].zero_()
@@ -114,7 +117,16 @@ def fill_state(state: BufferSet, shapes: StepGeometry, case: Case, seed: int = 0
     state["slot_floats"][:, REPETITION] = 1.0
     state["stop_ids"].fill_(-1)
     state["bias_ids"].fill_(-1)
-    state["lengths"].fill_(case.context)
+    if shapes.checks is not None:
+        state["staged_table"].copy_(state["block_table"])
+    start_slots(state, case)
+
+
+def start_slots(state: Mapping[str, torch.Tensor], case: Case) -> None:
+    """Put every slot's length to the case's context, and let it decode; drafts stay as they are."""
+    for name in ("lengths", "checked_lengths"):
+        if name in state:
+            state[name].fill_(case.context)
     state["active"].fill_(1)
 
 
@@ -186,10 +198,8 @@ class ExecutorStep:
         self.executor.graph(self.bucket).launch(stream)
 
     def reset(self) -> None:
-        """Put every slot's length back to the case's context; drafts stay as they are."""
-        state = self.executor.state
-        state["lengths"].fill_(self.case.context)
-        state["active"].fill_(1)
+        """See `bench.soak.Soaked`."""
+        start_slots(self.executor.state, self.case)
 
     def looks(self) -> list[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
         """See `bench.soak.Soaked`."""

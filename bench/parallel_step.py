@@ -21,15 +21,13 @@ from lowlat.executors.make import Rank, make_executor
 from lowlat.graphs import Bucket, Paging
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
-from lowlat.speculators.eagle3.speculator import Eagle3Speculator
-from lowlat.speculators.eagle3.weights import draft_weight_plan
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
 from lowlat.tools.bench.geometry import Geometry, RandomWeights, random_target, read_geometries
 from lowlat.tools.bench.step_bytes import part_sizes, program_bytes, weight_sizes
-from lowlat.tools.draft_model.random_models import draft_config
+from lowlat.tools.draft_model.random_models import random_speculator
 from lowlat.tools.profile.recording import LEAD as PROFILED_LEAD
 from lowlat.tools.profile.recording import record_kernels
 from lowlat.tools.profile.report import summarise
@@ -81,7 +79,7 @@ class ParallelModel:
         chain = TreeTopology.chain(depth)
         return StepGeometry(
             config=config,
-            speculator=Eagle3Speculator(draft_config(self.geometry.head, config)) if depth else None,
+            speculator=random_speculator(self.geometry, config, "eagle3") if depth else None,
             max_batch=case.batch,
             max_context=context,
             max_rows=chain.num_nodes,
@@ -105,7 +103,7 @@ class ParallelModel:
         speculator, found = shapes.speculator, dict[str, torch.Tensor]()
         if speculator is None or speculator.draft_config is None:
             return found
-        for name, (shape, dtype) in draft_weight_plan(speculator.draft_config).items():
+        for name, (shape, dtype) in speculator.weight_plan("bfloat16").items():
             if dtype == torch.int32:
                 found[name] = torch.arange(shape[0], dtype=dtype, device=self.devices[0])
                 continue

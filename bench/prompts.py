@@ -121,11 +121,12 @@ def _prompt(executor: Executor, shapes: StepGeometry, length: int, at_once: int)
     mailbox = Mailbox(executor.state, shapes.max_rows - 1)
     tokens = torch.randint(shapes.config.vocab_size, (length,)).tolist()
     table, most = list(range(1, shapes.table_width + 1)), at_once * shapes.prefill_chunk
+    windows = {pool.suffix: table for pool in shapes.window_pools}
 
     def run() -> None:
         for start in range(0, length, most):
             chunk = tokens[start : start + most]
-            mailbox.write_chunk(0, chunk, start, table)
+            mailbox.write_chunk(0, chunk, start, table, windows)
             executor.prefill(shapes.prefill_size(len(chunk)))
 
     return run

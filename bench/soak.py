@@ -8,6 +8,8 @@ import torch
 
 from bench.dense_cases import Case
 from bench.lowlat_step import ROOM
+from lowlat.engine.failed_checks import FailedCheck
+from lowlat.kernels.reference.step.checks import CODE, ENDS
 
 __all__ = ["Soaked", "check_state", "soak"]
 
@@ -108,4 +110,10 @@ def check_state(state: Mapping[str, torch.Tensor], sound: torch.Tensor, case: Ca
         problems.append(f"{accepted} drafts after {steps} steps, {rows - 1} at most")
     if not bool(sound.all()):
         problems.append(f"logits are not finite after {steps} steps")
+    if "ring_checks" in state:  # which holds as many steps as lie between looks
+        failed = state["ring_checks"][..., : ENDS + 1].flatten(0, -2).tolist()
+        told = {
+            FailedCheck(-1, row[0], row[1], row[2], row[3], bool(row[ENDS])).describe() for row in failed if row[CODE]
+        }
+        problems += [f"a check failed within {steps} steps: {text}" for text in sorted(told)]
     return problems

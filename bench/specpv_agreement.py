@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from bench.acceptance import conditions_of, given_prompt, runs_on, text_loops, write_result
+from bench.specpv_report import agreement_table
 from bench.training.long_texts import read_texts, spread
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.graphs.program import Op
@@ -200,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(json.dumps(row), flush=True)
             left_out = [each for each in options.context if each > context]
             write_result(options.out, {"conditions": conditions, "rows": rows, "left_out": left_out})
-    print("\n".join(table(rows)))
+    print("\n".join(agreement_table(rows)))
     return 0
 
 
@@ -313,13 +314,3 @@ def _prompt(runtime: Runtime, text: Sequence[int], length: int, *, chat: bool) -
             return prompt
         taken -= len(prompt) - length
     raise SystemExit(f"a prompt of {length} tokens has no room for a text beside the question")
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a table in Markdown."""
-    where = ("pair", "context", "listed_positions")
-    names = (*where, "equal_share", "first_difference_median", "same_choice", "mean_kl", "p99_kl")
-    yield f"| {' | '.join(names)} |"
-    yield "|---" * len(names) + "|"
-    for row in rows:
-        yield f"| {' | '.join(str(row[name]) for name in names)} |"

@@ -36,13 +36,17 @@ class Paging(StrEnum):
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One buffer: its name, shape, dtype and role, and how it is paged by blocks of the KV pool, if it is."""
+    """One buffer: its name, shape, dtype and role; and how it is paged by blocks of a KV pool, if it is, and of which.
+
+    pool  "" of the first pool, of others the ending of their tables' names
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     role: Role
     paging: Paging | None = None
+    pool: str = ""
 
     @property
     def num_bytes(self) -> int:

@@ -19,9 +19,8 @@ from lowlat.graphs import BufferSpec, Role
 from lowlat.graphs.schema import Access, Operation, OperationSchema
 from lowlat.graphs.schema_check import ArrayType, check_operation
 
-__all__ = ["OWN_NAMES", "PASS", "Op", "Program", "ProgramBuilder", "RangeNames", "Stage"]
+__all__ = ["OWN_NAMES", "Op", "Program", "ProgramBuilder", "RangeNames", "Stage"]
 
-PASS = 0  # among programs of prefill, which have the positions that they take as keys: a pass over what they leave
 Param = int | float | bool | str | None
 
 
@@ -196,6 +195,10 @@ class ProgramBuilder:
         """Declare a constant with its content and return its name."""
         self._constants[name] = content
         return self.declare(BufferSpec(name, tuple(content.shape), content.dtype, Role.CONSTANT))
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a buffer of this name is declared."""
+        return name in self._buffers or name in self._kept
 
     def spec(self, name: str) -> BufferSpec:
         """The declaration of a buffer."""

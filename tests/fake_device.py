@@ -193,10 +193,10 @@ class FakeDevice:
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         self.inner.write_state(values)
 
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
+    def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
         self.synchronize()
         self.log.append(("clear", *blocks))
-        self.inner.clear_blocks(blocks)
+        self.inner.clear_blocks(blocks, pool)
 
     def synchronize(self) -> None:
         while not self.idle:

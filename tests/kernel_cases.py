@@ -16,7 +16,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 
 SAME_SHAPES = 10  # so many consecutive seeds give arrays of the same shapes: one compilation
 Arrays = dict[str, torch.Tensor]
-RINGS = ("ring_records", "ring_tokens", "ring_logprob", "ring_head")
+RINGS = ("ring_records", "ring_tokens", "ring_logprob", "ring_head", "ring_checks")
 HOST = ("command_ring", "command_tail", "staged_", "grammar_", *RINGS)
 
 

@@ -36,7 +36,9 @@ def make_named(name: str, directory: Path) -> Pair:
 def _fill(buffers: Any, vocab_size: int, live: int) -> None:
     size = buffers["prefill_tokens"].shape[0]
     buffers["prefill_tokens"].copy_(torch.arange(size) * 7 % vocab_size)
-    buffers["prefill_table"][0] = torch.arange(1, buffers["prefill_table"].shape[1] + 1)
+    for name in buffers:
+        if name.startswith("prefill_table"):
+            buffers[name][0] = torch.arange(1, buffers[name].shape[1] + 1)
     buffers["prefill_chunk"].copy_(torch.tensor([0, live]))
     buffers["prefill_live"].copy_(torch.arange(size) < live)
     buffers["prefill_draft_live"].copy_((torch.arange(size) > 0) & (torch.arange(size) < live))

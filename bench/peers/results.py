@@ -51,7 +51,11 @@ class NotCompared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerResult(msgspec.Struct, kw_only=True, tag="peers", tag_field="kind"):
-    """A comparison's file; environment is lowlat's, whose card, driver and model all engines share."""
+    """A comparison's file; environment is lowlat's, whose card, driver and model all engines share.
+
+    load  processes that ran or waited on the machine, a minute's mean, before each row: those of a machine of one's own
+          are the engines'
+    """
 
     version: int = VERSION
     environment: Environment
@@ -60,6 +64,7 @@ class PeerResult(msgspec.Struct, kw_only=True, tag="peers", tag_field="kind"):
     repeats: int
     accept_length: float | None
     engines: tuple[str, ...]
+    load: list[float] = []
     rows: list[PeerRow] = []
     not_compared: list[NotCompared] = []
 

@@ -182,8 +182,10 @@ def _measure(job: Job, result: PeerResult, scratch: Path, limit_s: float) -> Non
         return
     refused = engine.refusal(job)
     if not refused:
+        load = os.getloadavg()[0]
         try:
             result.rows.append(_in_a_process(job, scratch, limit_s))
+            result.load.append(round(load, 2))
             return
         except LowlatError as error:
             refused = str(error)

@@ -11,17 +11,8 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.step.checks import WIDTH
 from lowlat.kernels.reference.step.slot_record import NUM_INTS
-from lowlat.kernels.step.checks_kernel import (
-    MAX_ROWS,
-    AcceptedPlan,
-    CommitPlan,
-    RowsPlan,
-    SlotsPlan,
-    accepted_kernel,
-    commit_kernel,
-    rows_kernel,
-    slots_kernel,
-)
+from lowlat.kernels.step.check_rows_kernel import MAX_ROWS, AcceptedPlan, RowsPlan, accepted_kernel, rows_kernel
+from lowlat.kernels.step.check_slots_kernel import CommitPlan, SlotsPlan, commit_kernel, slots_kernel
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 
 __all__ = ["check_accepted", "check_commit", "check_rows", "check_slots", "examples"]

@@ -29,6 +29,7 @@ from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import Rank, check_positions, make_executor, refuse_parts, refuse_ranks, settle_executor
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
+from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.rank_weights import rank_weights
@@ -37,6 +38,7 @@ from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_targe
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.sequence.kvcache import KVCache
+from lowlat.sequence.window_book import WindowBook
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator
 from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology
@@ -87,6 +89,12 @@ class Loaded:
     speculation_error: str | None
     rank_config: ModelConfig
     memory: tuple[HeldMemory, ...]
+
+    @property
+    def card(self) -> Card:
+        """The properties by which launches are cut; an H200's where no kernel runs."""
+        launcher = getattr(self.executor, "launcher", None)
+        return H200 if launcher is None else launcher.card
 
     @property
     def takes_grammars(self) -> bool:
@@ -168,6 +176,10 @@ def load(
     check_device(options, choice)
     if choice.has_kernels:
         check_positions(geometry, invariant=options.tp_invariant)
+    if options.count_tiles:
+        from lowlat.engine.tile_counter import check_countable  # which loads the kernels
+
+        check_countable(geometry, topologies)
     ladder = make_ladder(geometry, topologies, speculative)
     geometries = rank_geometries(geometry, options, speculative)
     own_speculator = geometries[0].speculator
@@ -220,7 +232,8 @@ def make_ladder(
 def make_scheduler(ladder: StepLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
     """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
     sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
-    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded)
+    books = [WindowBook(pool, geometry.prefill_chunk) for pool in geometry.window_pools]
+    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded, books=books)
     return Scheduler(
         ladder, kvcache, options.max_batch, options.max_queue, geometry.prefill_chunk,
         max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=options.max_stall_ms,
@@ -353,7 +366,7 @@ def make_geometry(
                        "tokens may differ from the target's", partial.threshold)  # fmt: skip
     worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
     num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
-    return StepGeometry(
+    geometry = StepGeometry(
         config=config,
         speculator=speculator,
         max_batch=options.max_batch,
@@ -374,6 +387,9 @@ def make_geometry(
         prompt_logprobs=options.prompt_logprobs and not options.is_strict,
         checks=_checks(options, has_partial=partial is not None),
     )
+    per_chunk, num_requests = options.prefill_chunk // options.block_size, max(options.max_batch, num_blocks // worst)
+    pools = [pool.default_blocks(worst, per_chunk, num_requests) for pool in geometry.window_pools]
+    return replace(geometry, window_blocks=tuple(pools))
 
 
 def _checks(options: RuntimeConfig, *, has_partial: bool) -> CheckedKinds | None:

@@ -6,6 +6,7 @@ is written and read through numpy, whose scalars cost a tenth of torch's: all of
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,6 +115,8 @@ class Mailbox:
         self._partial = tuple(name for name in PARTIAL if name in state)
         optional = (*ASKED, *ANSWERED, "width_bounds", CHECKS)
         held = (*WRITTEN, *READ, *ROWS, *self._partial, *(name for name in optional if name in state))
+        self._window_tables = tuple(name for name in state if name.startswith("prefill_table."))
+        held = (*held, *self._window_tables)
         self._host = _HostView({name: state[name] for name in held})
         self._arrays = self._host.arrays
         self._head, self._records = self._arrays["ring_head"], self._arrays["ring_records"]
@@ -284,9 +287,22 @@ class Mailbox:
             self._arrays[name][slot] = NEVER
         self._host.send(released)
 
-    def write_chunk(self, slot: int, tokens: Sequence[int], start: int, table: Sequence[int]) -> None:
-        """Write what prefill reads: `tokens` from position `start` on, all of which are live rows."""
+    def write_chunk(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        start: int,
+        table: Sequence[int],
+        windows: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
+        """Write what prefill reads: `tokens` from position `start` on, all of which are live rows.
+
+        windows  the tables of layers of windows, by the endings of their names; steps of the slot go on with them
+        """
         arrays, count = self._arrays, len(tokens)
+        for name in self._window_tables:
+            _fill(arrays[name][0], windows[name.removeprefix("prefill_table")], 0)
+        self._host.send(self._window_tables)
         _fill(arrays["prefill_tokens"], tokens, 0)
         _fill(arrays["prefill_table"][0], table, 0)
         arrays["prefill_chunk"][:] = (start, count)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-import lowlat
 from lowlat.engine.loading import Loaded
 from lowlat.models.shard import PARTS
 from lowlat.options.config import RuntimeConfig
@@ -72,7 +71,7 @@ def digest_of(facts: Mapping[str, Any]) -> str:
 
 @cache
 def _source_digest() -> str:
-    digest, package = hashlib.sha256(), Path(lowlat.__file__).parent
+    digest, package = hashlib.sha256(), Path(__file__).resolve().parents[1]
     for folder in SOURCES:
         root = package / folder
         for path in sorted(root.rglob("*.py")):

@@ -5,7 +5,7 @@ It turns a step's publication into the caller's output: text, stop strings, ends
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -52,6 +52,7 @@ class Request:
         self.grammar: GrammarState | None = None
         self.slot = -1
         self.table: Sequence[int] = ()
+        self.window_tables: Mapping[str, Sequence[int]] = {}
         self.committed = list(prompt)
         self.num_written = 0  # positions before the last step's: that step may not have extended the draft model's KV
         self.first_entry = 0

@@ -86,11 +86,14 @@ class Launches:
         if self.in_flight.close() and self._loop is not None:
             self._loop.stop_loop()
 
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero KV blocks, if there are any; a loop ends first. What is under way may wait for nothing of the host's."""
+    def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
+        """Zero KV blocks of a pool, if there are any; a loop ends first.
+
+        What is under way may wait for nothing of the host's.
+        """
         if blocks:
             self.stop()
-            self._executor.clear_blocks(blocks)
+            self._executor.clear_blocks(blocks, pool)
 
     def wait(self) -> Sequence[Entry]:
         """The next entries, at least one; none where all loops have ended without more. Raises DeviceError."""

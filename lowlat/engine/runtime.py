@@ -187,12 +187,12 @@ class Runtime:
         return PerfCounters.of(self.executor.counts, self._steps.mailbox.num_copies, self._steps.published.undrafted)
 
     def summary(self) -> dict[str, Any]:
-        """Totals since the load, as JSON: blocks such as `eagle_speculation` and `specpv` only of what has run."""
+        """Totals since the load, as JSON: blocks such as `eagle_speculation` only of what has run."""
         self._check_open()
         totals = self._requests.totals()
         return {
             **totals.to_dict(),
-            "kv": {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype},
+            "kv": self._kv_summary(),
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             "numerics": self.numerics,
@@ -200,6 +200,12 @@ class Runtime:
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **self._steps.report(totals.speculation),
         }
+
+    def _kv_summary(self) -> dict[str, Any]:
+        """Blocks of the KV cache by state; those of layers of windows apart, where there are any."""
+        windows = self.kvcache.pool_stats()
+        found = {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype}
+        return {**found, "windows": windows} if windows else found
 
     def slots(self) -> list[dict[str, Any]]:
         """The requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, and their bound."""

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowlat.engine.failed_checks import FailedCheck, FailedChecks
 from lowlat.engine.grammar_masks import GrammarMasks
@@ -29,6 +29,9 @@ from lowlat.graphs import Bucket
 from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import ErrorCode, FinishReason, StepOutput
 from lowlat.step.variants import may_repeat
+
+if TYPE_CHECKING:
+    from lowlat.engine.tile_counter import TileCounter
 
 __all__ = ["Steps"]
 
@@ -70,6 +73,7 @@ class Steps:
         checks = StepChecks(geometry.max_rows - 1, vocab_size, must_draft=must_draft)
         self.published = PublishedSteps(checks if config.is_strict else None, adaptive=adaptive, speculating=speculates)
         self._failed_checks = FailedChecks(config.checked_kinds)
+        self._tiles = _tile_counter(loaded) if config.count_tiles else None
         self._tracer = Tracer.from_config(config.traces)
         self._owes_step = False  # a first token was returned, and no step followed it yet
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
@@ -116,13 +120,14 @@ class Steps:
             self.launches.stop()
 
     def report(self, speculation: SpeculativeDecodingStats | None) -> dict[str, Any]:
-        """Figures of steps since the load, as JSON: blocks such as `specpv` only of what has run.
+        """Figures of steps since the load, as JSON: blocks of a source of proposals only where it has run.
 
         speculation  figures of all requests' drafts
         """
         return {
             **(self.proposer.report() | self.masks.report() | self._failed_checks.report()),
             **self.published.report(),
+            **({} if self._tiles is None else self._tiles.report()),
             **steps_by_width(self._ladder, self.published.undrafted, speculation),
         }
 
@@ -147,7 +152,9 @@ class Steps:
         if problem is not None:
             self.end(request, "error", error=problem, code="grammar")
             return ()
-        self.mailbox.write_chunk(request.slot, tokens, chunk.start, request.table)
+        request.window_tables = self._kvcache.tables(request.request_id)
+        self._clear_blocks()  # some of its own may have been a failed request's
+        self.mailbox.write_chunk(request.slot, tokens, chunk.start, request.table, request.window_tables)
         self.proposer.prefill(request, chunk.start, len(tokens))
         if chunk.last:
             self._join(request)
@@ -234,13 +241,15 @@ class Steps:
                 self.published.active.count(active)
             if self._tracer is not None and bucket is not None:
                 self._tracer.step(bucket, publications, self._executor, self._kvcache)
+            if self._tiles is not None:
+                self._tiles.see(depth, [(requests.slots[each.slot], each) for each in publications])
             requests.outputs.extend(filter(None, map(self._apply, publications)))
             for failure in entry.failed:
                 if failure.slot < 0:
                     self._failed_checks.see(failure, None)
         if in_flight.under_way:
             self._fill_masks(in_flight.bucket)
-        self.launches.clear_blocks(self._kvcache.take_blocks_to_clear())
+        self._clear_blocks()
         self.stop_outdated()
 
     def _launch_ahead(self, entries: Sequence[Entry], depth: int) -> None:
@@ -292,5 +301,18 @@ class Steps:
             del self._requests.slots[request.slot]
             self.masks.leave(request.slot)
         if not (self.masks and self._in_flight.under_way):  # else `_take` does, when what is under way has its masks
-            self.launches.clear_blocks(self._kvcache.take_blocks_to_clear())
+            self._clear_blocks()
         return phase
+
+    def _clear_blocks(self) -> None:
+        """Zero the blocks of failed requests."""
+        self.launches.clear_blocks(self._kvcache.take_blocks_to_clear())
+        for pool, blocks in self._kvcache.take_pool_blocks_to_clear().items():
+            self.launches.clear_blocks(blocks, pool)
+
+
+def _tile_counter(loaded: Loaded) -> "TileCounter":
+    """What counts attention's tiles: it loads the kernels, which others may do without."""
+    from lowlat.engine.tile_counter import TileCounter
+
+    return TileCounter(loaded.geometry, loaded.topologies, loaded.ladder, loaded.card)

@@ -65,8 +65,8 @@ class Executor(Protocol):
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write buffers of the state by name, of every rank, behind what was started before."""
 
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero KV blocks that a failed request may have filled with NaN."""
+    def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
+        """Zero KV blocks of a pool that a failed request may have filled with NaN."""
 
     def synchronize(self) -> None:
         """Wait until all that was started is done."""

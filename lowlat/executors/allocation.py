@@ -61,11 +61,11 @@ class SharedConstants:
         self._known.clear()
 
 
-def clear_blocks(state: BufferSet, blocks: Sequence[int], device: torch.device) -> None:
-    """Zero KV blocks, the features at their ends included, on torch's current stream."""
+def clear_blocks(state: BufferSet, blocks: Sequence[int], device: torch.device, pool: str) -> None:
+    """Zero KV blocks of a pool, the features at their ends included, on torch's current stream."""
     index = torch.tensor(list(blocks), dtype=torch.long, device=device)
     for name, spec in state.specs.items():
-        if spec.paging is not None:
+        if spec.paging is not None and spec.pool == pool:
             state[name][index] = 0
 
 

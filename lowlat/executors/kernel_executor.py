@@ -33,7 +33,7 @@ from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
-from lowlat.graphs.program import PASS, Program
+from lowlat.graphs.program import Program
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.lowering.binding import Binding, sum_in_parts
@@ -42,6 +42,7 @@ from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.memory import workspaces_of
 from lowlat.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.step.variants import PASS
 
 __all__ = ["KernelExecutor", "Size", "abandon"]
 
@@ -309,11 +310,11 @@ class KernelExecutor(ABC):
                 self.state[name].copy_(value)
 
     @torch.inference_mode()
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero KV blocks, the features at their ends included."""
+    def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
+        """Zero KV blocks of a pool, the features at their ends included."""
         with self._failures(), torch.cuda.stream(self.stream):
             self.counts.copies += 1
-            clear_blocks(self.state, blocks, self.device)
+            clear_blocks(self.state, blocks, self.device, pool)
 
     def synchronize(self) -> None:
         """Wait until all that was started is done. Raises DeviceError when the device has failed."""

@@ -51,9 +51,9 @@ def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 3
     wide = next((name for name, (_, dtype) in weight_plan(config).items() if _is_wide_norm(name, dtype)), None)
     if wide is not None:
         return f"the kernels take norm weights in bfloat16 and the target's {wide} is in float32"
-    rank = 0 if head is None or head.dspark is None else head.dspark.markov_rank
-    if rank % WIDTHS_OF:
-        return f"the kernels take multiples of {WIDTHS_OF} as ranks and the draft model's markov_rank is {rank}"
+    for name, width in ({} if head is None else head.further_widths).items():
+        if width % WIDTHS_OF:
+            return f"the kernels take multiples of {WIDTHS_OF} as widths and the draft model's {name} is {width}"
     return None
 
 

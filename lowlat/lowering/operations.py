@@ -17,6 +17,7 @@ from lowlat.kernels.attention.kv_compact import kv_compact_layer
 from lowlat.kernels.attention.kv_write import kv_write, prefill_kv_write
 from lowlat.kernels.attention.partial.block_lists import choose_blocks, list_lens
 from lowlat.kernels.attention.partial.block_summary import summarise_blocks
+from lowlat.kernels.attention.place_table import place_table
 from lowlat.kernels.collectives.exchange import gather_ranks
 from lowlat.kernels.collectives.parts import join_columns, sum_ranks
 from lowlat.kernels.elementwise.elementwise import add, cast, identity, silu_mul, take_columns
@@ -237,7 +238,8 @@ _BY_NAME = (
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
     *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_widths),
     list_active_slots,
-    *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
+    *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, place_table, prefill_kv_write, publish_rows),
+    *(qk_norm, rms_norm),
     *(
         silu_mul,
         split_norms,

@@ -86,14 +86,19 @@ def _accepts(run: Run, card: Card) -> bool:
 
 def _compacts(run: Run, card: Card) -> bool:
     compacted = run.all("kv_compact")
-    return all(len({op.reads[name] for op in compacted}) <= 1 for name in COMPACTED)
+    shared = [name for name in COMPACTED if name != "block_table"]  # layers of a window have a table of their own
+    return all(len({op.reads[name] for op in compacted}) <= 1 for name in shared)
 
 
 def _compacted(binding: Binding, run: Run) -> Sequence[Call]:
-    each = [binding.arguments(op) for op in run.all("kv_compact")]
-    shared: dict[str, Any] = {name: each[0][name] for name in COMPACTED}
-    caches: dict[str, Any] = {f"{part}_caches": [given[f"{part}_cache"] for given in each] for part in ("k", "v")}
-    return kv_compact(**shared, **caches, workspace=binding.workspace)
+    """One launch for all layers of a table."""
+    compacted, calls = run.all("kv_compact"), list[Call]()
+    for table in dict.fromkeys(op.reads["block_table"] for op in compacted):
+        each = [binding.arguments(op) for op in compacted if op.reads["block_table"] == table]
+        shared: dict[str, Any] = {name: each[0][name] for name in COMPACTED}
+        caches: dict[str, Any] = {f"{part}_caches": [given[f"{part}_cache"] for given in each] for part in ("k", "v")}
+        calls += kv_compact(**shared, **caches, workspace=binding.workspace)
+    return calls
 
 
 def _sample(binding: Binding, run: Run) -> Sequence[Call]:

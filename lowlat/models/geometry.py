@@ -6,7 +6,7 @@ A model is its layers, see `lowlat.models.layer_spec`, and a few facts of the wh
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from lowlat.checkpoint.formats import Quantisation
 from lowlat.checkpoint.kv_scales import LayerScales
@@ -15,7 +15,7 @@ from lowlat.errors import ConfigError
 from lowlat.models.layer_spec import FFN, AttentionSpec, ExpertsSpec, LayerSpec, Rotation
 from lowlat.models.shard import Shard
 
-__all__ = ["CodedKV", "Decoder", "DraftConfig", "DsparkHeads", "ModelConfig"]
+__all__ = ["CodedKV", "Decoder", "DraftConfig", "ModelConfig"]
 
 DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab"]
 ComputeDtype = Literal["bfloat16", "float32"]
@@ -144,50 +144,30 @@ class ModelConfig(Decoder):
         return self.dtype if self.coded_kv is None else "fp8"
 
 
-@dataclass(frozen=True)
-class DsparkHeads:
-    """The heads that DSpark puts behind the rows of a block.
-
-    markov_rank         of the bias that a draft's logits get by the token before it; 0: no bias
-    markov_gated        whether the row's state gates that token's vector
-    confidence          whether each draft gets a probability of being accepted
-    confidence_markov   whether that reads the token's vector, too
-    """
-
-    markov_rank: int
-    markov_gated: bool
-    confidence: bool
-    confidence_markov: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig(Decoder):
-    """A draft model's geometry and flags (EAGLE3, P-EAGLE, DFlash, DSpark), captures turned into boundaries.
+    """What the geometries of all draft models have in common; each method has a record of its own.
 
-    Boundary b is the target's residual stream entering layer b, 0 to L (L: after the last layer, before the
-    final norm). Source: EAGLE-3, arXiv 2503.01840; SpecForge, ModelOpt and speculators exporters.
+    method              the method of speculation that it is for
+    layout              who writes files of this form
+    target_hidden_size  of the target
+    draft_vocab_size    tokens that it drafts
+    capture_boundaries  the target's residual streams that it reads. Boundary b is the stream entering layer b, 0 to L
+                        (L: after the last layer, before the final norm)
+    own_embedding, own_lm_head  whether the checkpoint carries them; else they are the target's
+    own_draft_map       whether the checkpoint carries d2t; else draft ids are the target's
     """
 
+    method: ClassVar[str]
     layout: DraftLayout
     target_hidden_size: int
     draft_vocab_size: int
     capture_boundaries: tuple[int, ...]
-    final_hidden: bool = False  # the feature is the captured stream after the target's final norm; there is no fc
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    norm_before_residual: bool = False
     own_embedding: bool = False
     own_lm_head: bool = True
-    own_draft_map: bool = True  # the checkpoint carries d2t
-    mask_token: int | None = None  # of rows whose token is not known; None: EAGLE3, which has none
-    block_size: int | None = None  # of DFlash and DSpark, the last known token included; None: another's
-    anchor_drafts: bool = False  # the last known token's row drafts, and each row the token after its own
-    dspark: DsparkHeads | None = None  # None: not DSpark
+    own_draft_map: bool = True
 
     @property
-    def method(self) -> str:
-        """The method of speculation that it is for."""
-        if self.block_size is not None:
-            return "dflash" if self.dspark is None else "dspark"
-        return "eagle3" if self.mask_token is None else "peagle"
+    def further_widths(self) -> Mapping[str, int]:
+        """Widths of its products beside those of layers, by the names that users know."""
+        return {}

@@ -11,8 +11,9 @@ import torch
 from lowlat.graphs.program import ProgramBuilder, Stage
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.shard import VOCABULARY_UNIT, LayerShard, Place, Shard
+from lowlat.models.windows import window_suffix
 
-__all__ = ["TORCH_DTYPES", "Emitter", "Rows", "scales_name"]
+__all__ = ["TORCH_DTYPES", "Emitter", "Rows", "scales_name", "table_of"]
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -20,6 +21,12 @@ TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def scales_name(k_cache: str) -> str:
     """The constant that has the scales of a cache of codes, [2, G] float32, by the name of its keys."""
     return k_cache.replace("k_cache", "kv_scales")
+
+
+def table_of(builder: ProgramBuilder, table: str, window: int | None) -> str:
+    """The table of blocks of layers of a window: their own where the state has one, else that of all layers."""
+    own = table if window is None else table + window_suffix(window)
+    return own if own in builder else table
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class Rows:
     positions  [M] int32, for RoPE
     attention  buffers of the attention's rows: slots, dense_lens, row_masks; or chunk, for prefill
     write      buffers of the KV write: row_live, slots, write_lens, offsets, block_table; or chunk, for prefill; none
-               of rows whose keys and values are in the cache
+               of rows whose keys and values are in the cache. Layers of a window may have another block_table
     chunk      positions of a chunk of prefill, of which there may be several; None: no prefill
     partial    SpecPV's sizes, where a step's rows may attend to a part of the cache; None: they attend to all of it
     refresh    the rows are a refresh's, which choose the blocks of their slot's lists
@@ -204,12 +211,21 @@ class Emitter:
             return {}
         return {"kv_scales": scales_name(k_cache)}
 
-    def kv_write(self, k: str, v: str, caches: tuple[str, str]) -> None:
-        """Store keys and values of the live rows, unless they are in the cache."""
+    def paged(self, given: dict[str, str], window: int | None) -> dict[str, str]:
+        """The arguments of rows, with the table of layers of this window."""
+        if "block_table" not in given:
+            return given
+        return {**given, "block_table": table_of(self.builder, given["block_table"], window)}
+
+    def kv_write(self, k: str, v: str, caches: tuple[str, str], window: int | None = None) -> None:
+        """Store keys and values of the live rows, unless they are in the cache.
+
+        window  of the layer, if all that its rows ever see lies in it
+        """
         if not self.rows.write:
             return
         kind = "kv_write" if self.rows.live is not None else "prefill_kv_write"
-        reads = {"k": k, "v": v, **self.rows.write, **self.scales(caches[0])}
+        reads = {"k": k, "v": v, **self.paged(self.rows.write, window), **self.scales(caches[0])}
         self.emit(kind, reads, {"k_cache": caches[0], "v_cache": caches[1]})
 
     def attention(
@@ -222,9 +238,14 @@ class Emitter:
         shard: LayerShard | None = None,
         **params: object,
     ) -> str:
-        """Attention of these rows over the cache, [M, width]; with the query heads of a rank, where it has a part."""
+        """Attention of these rows over the cache, [M, width]; with the query heads of a rank, where it has a part.
+
+        params  of the operation; a layer's `window` without `keep_first` is as of `kv_write`
+        """
         out = self.scratch("attention", self.rows.count, width)
-        reads = {"q": q, "k_cache": caches[0], "v_cache": caches[1], **self.rows.attention, **self.live()}
+        window = None if params.get("keep_first") else params.get("window")
+        given = self.paged(self.rows.attention, window if isinstance(window, int) else None)
+        reads = {"q": q, "k_cache": caches[0], "v_cache": caches[1], **given, **self.live()}
         reads |= self.scales(caches[0])
         weights = {} if sinks is None else {"sinks": sinks}
         if self.rows.chunk is None:

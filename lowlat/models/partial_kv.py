@@ -20,10 +20,12 @@ from lowlat.kernels.reference.step.slots import MAX_FORCED
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 
-__all__ = ["PartialKV", "StepBytes", "cycle_gain", "lossless_gain", "partial_kv"]
+__all__ = ["LOSSY_FROM", "PartialKV", "StepBytes", "cycle_gain", "lossless_gain", "partial_kv"]
 
 AGREEMENT = 0.97  # of a partial step's tokens, the share that a step over all of the cache gives, too: assumed
 GRAIN = 1024  # positions: lossless SpecPV begins at a multiple
+LOSSY_FROM = 32768  # tokens: with Llama-3.1-8B's shape lossy SpecPV gained there and lost at 16384 (bench/README.md)
+LOSSLESS_FROM = 4096  # tokens: where lossless SpecPV pays is looked for from here on
 # what steps take beside a reading of all bytes, on an H200: bench/README.md
 QUERY_ROWS = 32  # of a key-value head, that share a reading of keys and values
 KV_COST = 1.25  # of a byte of keys and values, where one of weights costs 1
@@ -141,8 +143,8 @@ def _begin_lossless(sizes: PartialKV, options: RuntimeConfig, reads: StepBytes) 
             return replace(sizes, threshold=positions)
     raise ConfigError(
         f"specpv_lossless: by bytes it is slower than steps over all of the cache up to max_context "
-        f"{options.max_context} with max_batch {options.max_batch}; a specpv_partial_threshold other than "
-        f"{SpeculativeConfig.specpv_partial_threshold} begins it there all the same"
+        f"{options.max_context} with max_batch {options.max_batch}; specpv_partial_threshold begins it sooner all the "
+        "same"
     )
 
 
@@ -157,13 +159,16 @@ def partial_kv(
     """SpecPV's sizes for a runtime; None where it is off.
 
     max_rows      rows that a step may write for a slot
-    weight_bytes  of the target: lossless SpecPV begins where it pays, unless a threshold is given
+    weight_bytes  of the target: lossless SpecPV begins where it pays, unless a threshold is given; lossy SpecPV
+                  begins at LOSSY_FROM
     draft_bytes   of the draft model, each of whose passes reads all
     Raises ConfigError for options that cannot be combined with it, or that never let a partial step run.
     """
     if not speculative.enable_specpv:
         return None
-    block = speculative.specpv_block_size
+    block, is_lossless = speculative.specpv_block_size, speculative.specpv_lossless
+    given = speculative.specpv_partial_threshold
+    begin = given if given is not None else LOSSLESS_FROM if is_lossless else LOSSY_FROM
     fixed = speculative.specpv_n_sink_blocks + speculative.specpv_n_retrieval_blocks
     least = (fixed + speculative.specpv_n_window_blocks + 1) * block
     found = PartialKV(
@@ -173,16 +178,16 @@ def partial_kv(
         num_window=speculative.specpv_n_window_blocks,
         num_queries=speculative.num_speculative_tokens + 1,
         buffer=speculative.specpv_n_spec_tokens_buf,
-        threshold=max(speculative.specpv_partial_threshold, least),
+        threshold=max(begin, least),
         num_refresh_steps=speculative.specpv_full_refresh_steps,
-        lossless=speculative.specpv_lossless,
+        lossless=is_lossless,
     )
     reads = _step_bytes(config, options, weight_bytes, draft_bytes * speculative.num_speculative_tokens)
     if found.lossless and found.buffer == SpeculativeConfig.specpv_n_spec_tokens_buf:
         sizes = [replace(found, buffer=buffer) for buffer in BUFFERS if buffer > max_rows or buffer == MAX_FORCED]
         found = max(sizes, key=lambda each: lossless_gain(each, options.max_context, reads))
     _check(found, options, config, max_rows)
-    if found.lossless and speculative.specpv_partial_threshold == SpeculativeConfig.specpv_partial_threshold:
+    if found.lossless and given is None:
         return _begin_lossless(found, options, reads)
     return found
 

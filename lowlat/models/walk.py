@@ -39,6 +39,7 @@ class Layer:
     name    the beginning of its weights' canonical names
     caches  the buffers of its keys and values
     shard   the part of it that a rank has; None: all of it
+    kv_window  positions in which all lies that its rows ever see; None: they may see everything before them
     """
 
     spec: LayerSpec
@@ -47,6 +48,7 @@ class Layer:
     hidden_size: int
     eps: float
     shard: LayerShard | None
+    kv_window: int | None
 
     @property
     def head_counts(self) -> dict[str, int]:
@@ -58,7 +60,8 @@ class Layer:
 def layer_of(config: Decoder, number: int, name: str, caches: tuple[str, str]) -> Layer:
     """A layer of a target or of a draft model."""
     shard = None if config.shard is None else config.shard.layers[number]
-    return Layer(config.layers[number], name, caches, config.hidden_size, config.rms_norm_eps, shard)
+    spec = config.layers[number]
+    return Layer(spec, name, caches, config.hidden_size, config.rms_norm_eps, shard, spec.mixer.window)
 
 
 def emit_heads(
@@ -84,7 +87,7 @@ def emit_heads(
     own = {letter: counts[letter] for letter in letters}
     parts = emitter.rotate(product, own, attention.head_dim, tables[attention.rotation])
     if write and "k" in parts:
-        emitter.kv_write(parts["k"], parts["v"], layer.caches)
+        emitter.kv_write(parts["k"], parts["v"], layer.caches, layer.kv_window)
     return parts
 
 

@@ -192,7 +192,8 @@ class SpeculativeConfig:
     strict: bool = declare(False, "A draft model that does not fit is an error.")
     enable_specpv: bool = declare(
         False,
-        "SpecPV, which is lossy: in long contexts the target attends to a part of its KV cache, and tokens may differ.",
+        "SpecPV, which is lossy: from specpv_partial_threshold tokens on the target attends to a part of its KV cache, "
+        "and tokens may differ.",
         group="SpecPV",
     )
     specpv_block_size: int = declare(
@@ -215,11 +216,12 @@ class SpeculativeConfig:
         group="SpecPV",
         rare=True,
     )
-    specpv_partial_threshold: int = declare(
-        4096,
-        "SpecPV: a shorter context is attended to whole, with the bits of a runtime without SpecPV.",
+    specpv_partial_threshold: int | None = declare(
+        None,
+        "SpecPV: a context of fewer tokens is attended to whole, with the bits of a runtime without SpecPV.",
         0,
         1 << 20,
+        otherwise="32768; lossless, where it pays by bytes",
         group="SpecPV",
         rare=True,
     )
@@ -433,7 +435,12 @@ class RuntimeConfig:
         rare=True,
     )
     kv_blocks: int | None = declare(
-        None, "KV blocks in the pool.", 2, (1 << 31) - 1, otherwise="what max_batch needs", rare=True
+        None,
+        "KV blocks in the pool; layers of windows have their own.",
+        2,
+        (1 << 31) - 1,
+        otherwise="what max_batch needs",
+        rare=True,
     )
     prefix_reuse: bool = declare(
         True, "Share the KV of complete prefill chunks between requests with equal prefixes.", rare=True
@@ -482,6 +489,12 @@ class RuntimeConfig:
         "on without drafts, and ends when another check fails.",
         rare=True,
     )
+    count_tiles: bool = declare(
+        False,
+        "Count the tiles of 64 positions that attention walks in decode steps, by kind of layer; on the host, which "
+        "takes its time.",
+        rare=True,
+    )
     watchdog_factor: float = declare(
         10.0,
         "A step or a prefill on a GPU that runs so many times longer than usual is an error.",
@@ -518,8 +531,9 @@ class RuntimeConfig:
         size, named = self.tensor_parallel_size, self.devices
         if size & (size - 1):
             raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
-        if size > 1 and self.checked_kinds:
-            raise ConfigError(f"check is not implemented for tensor_parallel_size {size}; leave one of them out")
+        for name, is_on in (("check", bool(self.checked_kinds)), ("count_tiles", self.count_tiles)):
+            if size > 1 and is_on:
+                raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
         if not isinstance(named, tuple) or any(type(number) is not int or number < 0 for number in named):
             raise ConfigError(f"devices must be a tuple of numbers of cards, such as (0, 1), got {named!r:.80}")
         if named and self.device not in ("auto", "cuda"):

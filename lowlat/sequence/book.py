@@ -119,6 +119,14 @@ class SequenceBook(ABC):
         """Blocks of failed requests: they are free, and the caller zeroes them before anything else is launched."""
 
     @abstractmethod
+    def take_pool_blocks_to_clear(self) -> Mapping[str, list[int]]:
+        """The same of other pools, by name; those may be in use again, by what is launched next."""
+
+    @abstractmethod
+    def pool_stats(self) -> list[dict[str, int]]:
+        """Counts of the blocks of other pools, as JSON."""
+
+    @abstractmethod
     def max_total_tokens(self, num_overprovision: int) -> int:
         """Tokens of prompt and completion that one request may have, with nobody beside it."""
 

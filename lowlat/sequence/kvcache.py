@@ -1,17 +1,19 @@
 """Paged KV bookkeeping on the host: tables, free blocks, prefix reuse, and what must balance.
 
-One table serves the target's KV and the draft model's: the same block ids index both pools. It touches no memory:
+One table serves all layers that see everything, the target's and the draft model's: the same block ids index the
+caches of each. Other kinds of state have pools and books of their own, see `PoolBook`. It touches no memory:
 the runtime writes the KV, says what was written, and zeroes what `take_blocks_to_clear` names. Everything is
 ordered by the device's stream: a block that is freed here may be handed out at once, since later work runs
 later.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lowlat.errors import ConfigError, RequestError
 from lowlat.sequence.book import Allocation, BlockStats, InvariantError, SequenceBook
+from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.prefix_index import CachedChunk, PrefixIndex
 
 __all__ = ["KVCache"]
@@ -38,6 +40,7 @@ class KVCache(SequenceBook):
     prefill_chunk   positions of one prefill chunk, a multiple of block_size: the unit of sharing
     reuse           share complete chunks written by prefill
     share_decoded   also share chunks that decoding wrote, wholly or in part
+    books           of other pools, which belong to this book from now on
 
     A block is free, in use (in a table), evictable (content nobody uses, free for admission), or waiting to
     be cleared. Admission reserves the worst case, so that no step can run out. Not safe for use by several
@@ -52,6 +55,7 @@ class KVCache(SequenceBook):
         *,
         reuse: bool,
         share_decoded: bool,
+        books: Sequence[PoolBook] = (),
     ) -> None:
         if num_blocks < 2:
             raise ConfigError(f"kv_blocks must be at least 2 (block 0 is the null block), got {num_blocks}")
@@ -66,6 +70,7 @@ class KVCache(SequenceBook):
         self.share_decoded = reuse and share_decoded
         self.generation = 0  # grows whenever an admission that did not fit might fit now
         self._index = PrefixIndex()
+        self._books = tuple(books)
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the lowest on top at first
         self._to_clear: list[int] = []
         self._dirty: set[int] = set()
@@ -95,6 +100,8 @@ class KVCache(SequenceBook):
                 f"request {request_id} needs {num_blocks} KV blocks of {self.block_size} positions; "
                 f"the pool has {self.capacity} (kv_blocks)"
             )
+        for book in self._books:
+            book.check(request_id, num_blocks)
 
     def _num_blocks_for(self, max_total_tokens: int, num_overprovision: int) -> int:
         return -(-(max_total_tokens + num_overprovision) // self.block_size)
@@ -126,10 +133,16 @@ class KVCache(SequenceBook):
         self.check(request_id, max_total_tokens, num_overprovision)
         root = self._index.root(salt)
         digests, hits = self._lookup(prompt_token_ids, root) if reads else ([], [])
+        count = self._num_hits(digests)
+        digests, hits = digests[:count], hits[:count]
         shared = [block for chunk in hits for block in chunk.blocks]
         num_pinned = sum(len(chunk.blocks) for chunk in hits if not chunk.num_users)
         if total - len(shared) > len(self._free) + self._num_evictable() - num_pinned:
             return None
+        if not all(book.fits(total, digests) for book in self._books):
+            return None
+        for book in self._books:
+            book.admit(request_id, total, len(prompt_token_ids), digests)
         for chunk in hits:
             self._index.acquire(chunk)
         table = shared + self._take(total - len(shared))
@@ -143,12 +156,18 @@ class KVCache(SequenceBook):
         return Allocation(list(table), num_cached)
 
     def append(self, request_id: str, start: int, stop: int) -> None:
-        """Nothing: a request has all of its blocks from admission on. Raises RequestError for an unknown id."""
-        self._entry(request_id)
+        """Give a request its blocks of the prompt's positions [start, stop) in other pools; it has all of the first.
 
-    def tables(self, request_id: str) -> Mapping[str, Sequence[int]]:
-        """The request's blocks by position, of the one pool. Raises RequestError for an unknown id."""
-        return {"": self._entry(request_id).table}
+        Raises RequestError for an unknown id.
+        """
+        self._entry(request_id)
+        for book in self._books:
+            book.append(request_id, start, stop)
+
+    def tables(self, request_id: str) -> dict[str, list[int]]:
+        """The request's blocks by position, by pool. Raises RequestError for an unknown id."""
+        entry = self._entry(request_id)
+        return {"": list(entry.table)} | {book.name: list(book.table(request_id)) for book in self._books}
 
     def mark_prefilled(self, request_id: str, num_tokens: int) -> None:
         """Say that prefill wrote (or the stream will have written) the KV of the prompt's first num_tokens.
@@ -164,7 +183,11 @@ class KVCache(SequenceBook):
                 f"{entry.num_prefilled} of {len(entry.prompt)}"
             )
         entry.num_prefilled = num_tokens
-        self._register(entry, entry.prompt, num_tokens)
+        self._register(request_id, entry.prompt, num_tokens)
+        if num_tokens == len(entry.prompt) and self._books:
+            for book in self._books:
+                book.mark_prefilled(request_id)
+            self.generation += 1
 
     def release(
         self,
@@ -186,14 +209,14 @@ class KVCache(SequenceBook):
         """
         entry = self._entry(request_id)
         if poisoned:
-            self._distrust(entry)
+            self._distrust(request_id)
         elif self.share_decoded and token_ids is not None and entry.num_prefilled == len(entry.prompt):
             written = len(token_ids) - 1 if num_written is None else min(num_written, len(token_ids) - 1)
             if list(token_ids[: len(entry.prompt)]) != list(entry.prompt):
                 raise InvariantError(f"request {request_id}: the committed sequence does not start with its prompt")
             if written > len(entry.table) * self.block_size:
                 raise InvariantError(f"request {request_id}: {written} positions exceed its {len(entry.table)} blocks")
-            self._register(entry, token_ids, written)
+            self._register(request_id, token_ids, written)
         del self._entries[request_id]
         per_chunk = self.prefill_chunk // self.block_size
         shared = [k * per_chunk + i for k in entry.held for i in range(per_chunk)]
@@ -203,6 +226,8 @@ class KVCache(SequenceBook):
             self._give_back(self._index.retire(entry.held[k]))
         for digest in reversed(entry.digests):  # equal chunks of others, too: none outlives what leads to it
             self._index.touch(digest)
+        for book in self._books:
+            book.release(request_id)
         self.generation += 1
 
     def take_blocks_to_clear(self) -> list[int]:
@@ -212,6 +237,15 @@ class KVCache(SequenceBook):
             self._free.extend(blocks)
             self.generation += 1
         return blocks
+
+    def take_pool_blocks_to_clear(self) -> dict[str, list[int]]:
+        """The same of other pools, by name; where there are none, nothing.
+
+        Some may be handed out again already: zero them before the next part of a prompt is launched.
+        """
+        found = {book.name: blocks for book in self._books if (blocks := book.take_blocks_to_clear())}
+        self.generation += bool(found)
+        return found
 
     def stats(self) -> BlockStats:
         """Counts of blocks and hits."""
@@ -227,9 +261,15 @@ class KVCache(SequenceBook):
             hit_tokens=self._hit_tokens,
         )
 
+    def pool_stats(self) -> list[dict[str, int]]:
+        """Counts of the blocks of each other pool, as JSON."""
+        return [book.stats() for book in self._books]
+
     def invariants(self) -> None:
         """Check that everything balances. Raises InvariantError naming what does not. Time: all blocks."""
         problems = [*self._index.problems(), *self._table_problems(), *self._block_problems()]
+        for book in self._books:
+            problems += book.problems(self._entries, self._index)
         if problems:
             raise InvariantError("; ".join(problems))
 
@@ -266,9 +306,18 @@ class KVCache(SequenceBook):
             hits.append(chunk)
         return digests, hits
 
+    def _num_hits(self, digests: Sequence[bytes]) -> int:
+        """The chunks behind which a prompt can go on in every layer."""
+        count = len(digests)
+        while count and (fewer := min((book.num_hits(digests, count) for book in self._books), default=count)) < count:
+            count = fewer
+        return count
+
     def _take(self, count: int) -> list[int]:
         while len(self._free) < count:
             for chunk in self._index.evict_oldest():
+                for book in self._books:
+                    book.drop(chunk.digest)
                 if not chunk.num_users:
                     self._give_back(chunk.blocks)
         return [self._free.pop() for _ in range(count)]
@@ -281,26 +330,38 @@ class KVCache(SequenceBook):
             else:
                 self._free.append(block)
 
-    def _register(self, entry: _Entry, token_ids: Sequence[int], num_written: int) -> None:
+    def _register(self, request_id: str, token_ids: Sequence[int], num_written: int) -> None:
         """List the new complete chunks below num_written; one whose parent is gone is not listed."""
+        entry = self._entries[request_id]
         per_chunk = self.prefill_chunk // self.block_size
         for k in range(len(entry.digests), num_written // self.prefill_chunk if self.reuse else 0):
             above = entry.digests[-1] if k else entry.root
             digest = self._index.digest(above, self._chunk_of(token_ids, k))
             entry.digests.append(digest)
             parent = self._index.get(above)
-            if entry.tainted or (k and parent is None) or self._index.get(digest) is not None:
+            if entry.tainted or (k and parent is None):
                 continue
-            entry.held[k] = self._index.add(digest, parent, entry.table[k * per_chunk : (k + 1) * per_chunk])
-            self.generation += 1
+            if self._index.get(digest) is None:
+                entry.held[k] = self._index.add(digest, parent, entry.table[k * per_chunk : (k + 1) * per_chunk])
+                self.generation += 1
+            for book in self._books:
+                book.attach(request_id, k, digest)
 
-    def _distrust(self, entry: _Entry) -> None:
+    def _distrust(self, request_id: str) -> None:
         """Unlist what a poisoned request wrote or read and all that was computed from it; mark it dirty."""
+        entry = self._entries[request_id]
+        for book in self._books:
+            book.distrust(request_id)
         self._dirty.update(entry.table)
         suspects = {id(chunk) for chunk in entry.held.values()}
-        for k in sorted(entry.held):
-            for chunk in self._index.drop(entry.held[k]):
+        listed = [entry.held[k] for k in sorted(entry.held)]
+        if self._books:  # it may have listed its blocks there of a chunk that is another's here
+            listed += [chunk for digest in entry.digests if (chunk := self._index.get(digest)) is not None]
+        for own in listed:
+            for chunk in self._index.drop(own):
                 suspects.add(id(chunk))
+                for book in self._books:
+                    book.drop(chunk.digest, poisoned=True)
                 self._dirty.update(chunk.blocks)
                 if not chunk.num_users:
                     self._give_back(chunk.blocks)

@@ -1,6 +1,6 @@
 """Keys and values of attention layers, in blocks of a pool: rewinding a slot is setting back its length."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.windows import window_suffix
 from lowlat.sequence.state import SequenceState
 
 __all__ = ["PagedKV", "cache_specs", "kv_dtype"]
@@ -18,9 +19,23 @@ def kv_dtype(config: ModelConfig) -> torch.dtype:
     return TORCH_DTYPES[config.dtype] if config.coded_kv is None else torch.uint8
 
 
-def cache_specs(names: Sequence[str], shape: tuple[int, int, int, int], dtype: torch.dtype) -> list[BufferSpec]:
-    """Caches of keys or of values of one shape, [P, G, block, D]."""
-    return [BufferSpec(name, shape, dtype, Role.STATE, Paging.POSITIONS) for name in names]
+def cache_specs(
+    names: Sequence[str],
+    extents: tuple[int, int, int],
+    dtype: torch.dtype,
+    pools: tuple[int, Mapping[int, int]],
+    window: int | None = None,
+) -> list[BufferSpec]:
+    """Caches of keys or of values of one layer, or of layers of one window, [P, G, block, D].
+
+    extents  G, block, D
+    pools    P, and for each window that has a pool of its own that pool's; windows without one are in the first
+    """
+    num_blocks, windows = pools
+    own = window is not None and window in windows
+    pool = window_suffix(window) if window is not None and own else ""
+    shape = (windows[window] if window is not None and own else num_blocks, *extents)
+    return [BufferSpec(name, shape, dtype, Role.STATE, Paging.POSITIONS, pool) for name in names]
 
 
 @dataclass(frozen=True)
@@ -29,20 +44,25 @@ class PagedKV(SequenceState):
 
     num_blocks  P, the null block included
     block_size  positions of a block
+    windows     P of the pool of each window that has one; the layers of the window share it, and its tables
     """
 
     config: ModelConfig
     num_blocks: int
     block_size: int
+    windows: Mapping[int, int]
 
     def specs(self) -> list[BufferSpec]:
         """`k_cache.LAYER` and `v_cache.LAYER`."""
+        dtype, pools = kv_dtype(self.config), (self.num_blocks, self.windows)
         return [
             cache
             for layer, spec in self.config.attentions.items()
             for cache in cache_specs(
                 (f"k_cache.{layer}", f"v_cache.{layer}"),
-                (self.num_blocks, spec.num_kv_heads, self.block_size, spec.head_dim),
-                kv_dtype(self.config),
+                (spec.num_kv_heads, self.block_size, spec.head_dim),
+                dtype,
+                pools,
+                spec.window,
             )
         ]

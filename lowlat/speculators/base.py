@@ -7,7 +7,7 @@ for by name stand in `lowlat.speculators.methods`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -45,6 +45,7 @@ class StateSizes:
     kv_dtype    that of KV caches: the same, or uint8 for codes
     num_blocks  KV blocks of the pool, the null block included
     block_size  positions of a block
+    windows     blocks of the pool of each window that has one
     """
 
     dtype: torch.dtype
@@ -53,6 +54,7 @@ class StateSizes:
     max_context: int
     num_blocks: int
     block_size: int
+    windows: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,11 @@ class Speculator(ABC):
     def attends_everything(self) -> bool:
         """Whether its own attention has no window: it then bounds the context, as the target's does."""
         return False
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """The window of each of its layers in which all lies that rows ever see; None: they see what is before it."""
+        return ()
 
     @property
     def waiting_boundaries(self) -> tuple[int, ...] | None:

@@ -16,9 +16,9 @@ from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.dspark.config import DEEPSPEC
 from lowlat.speculators.dspark.speculator import DsparkSpeculator
-from lowlat.speculators.eagle3.config import MASK_KEYS
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.ngram.speculator import NgramSpeculator
+from lowlat.speculators.peagle.config import MASK_KEYS
 from lowlat.speculators.peagle.speculator import PeagleSpeculator
 from lowlat.speculators.suffix.beside import TextBeside
 from lowlat.speculators.suffix.speculator import SuffixSpeculator

@@ -15,7 +15,7 @@ from lowlat.graphs.program import Program, ProgramBuilder, Stage
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS
 from lowlat.models.decoder import emit_decoder, emit_lm_head
-from lowlat.models.layers import Rows
+from lowlat.models.layers import Rows, table_of
 from lowlat.speculators.base import StepScope, WaitedRows
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.step.checks import CheckEmitter
@@ -208,9 +208,14 @@ class StepBuilder:
 
     def _compact(self, stage: Stage) -> None:
         names = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
-        for layer in range(self.geometry.config.num_layers):
-            caches = {part: f"{part}.{layer}" for part in ("k_cache", "v_cache")}
-            self.builder.emit("kv_compact", stage, reads={name: name for name in names}, writes=caches)
+        of_table: dict[str, list[int]] = {}
+        for layer, spec in self.geometry.config.attentions.items():
+            of_table.setdefault(table_of(self.builder, "block_table", spec.window), []).append(layer)
+        for table, layers in of_table.items():  # one table's after the other: they are one launch
+            for layer in layers:
+                caches = {part: f"{part}.{layer}" for part in ("k_cache", "v_cache")}
+                reads = {name: name for name in names} | {"block_table": table}
+                self.builder.emit("kv_compact", stage, reads=reads, writes=caches)
 
     def _draft(self, boundaries: list[str]) -> None:
         """The speculator's operations over the accepted rows and, where the bucket drafts, the next step's drafts."""

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from lowlat.graphs.program import PASS, Program, ProgramBuilder, Stage
+from lowlat.graphs.program import Program, ProgramBuilder, Stage
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.models.decoder import emit_decoder, emit_prompt_logits
 from lowlat.models.layers import Rows
@@ -23,6 +23,7 @@ from lowlat.speculators.base import PrefillScope
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.prompt_logprobs import build_pass
 from lowlat.step.state import StepGeometry, declare_state, declare_tables, waiting_boundaries
+from lowlat.step.variants import PASS
 
 __all__ = ["build_prefill", "build_prefills"]
 
@@ -63,6 +64,9 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     if refresh:
         return builder.build()
     builder.emit("identity", stage, reads={"x": "prefill_slot"}, writes={"out": "prefilled_slot"})
+    for pool in geometry.window_pools:  # steps go on with the last chunk's tables; the first pool's comes as a command
+        tables_read = {"table": f"prefill_table{pool.suffix}", "slot": "prefill_slot"}
+        builder.emit("place_table", stage, reads=tables_read, writes={"block_table": f"block_table{pool.suffix}"})
     last = {"x": boundaries[-1], "commit_lens": "prefill_count"}
     builder.emit("take_last", stage, reads=last, writes={"out": "prefilled_residual"})
     if geometry.prompt_logits:

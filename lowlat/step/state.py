@@ -26,6 +26,7 @@ from lowlat.models.walk import Tables
 from lowlat.sequence.paged_kv import PagedKV, kv_dtype
 from lowlat.sequence.sparse_lists import SparseLists
 from lowlat.sequence.state import SequenceState
+from lowlat.sequence.window_pool import WindowPool, kept_windows
 from lowlat.speculators.base import Speculator, StateSizes
 from lowlat.step.checks import CheckedKinds, check_specs
 from lowlat.step.chunks import chunk_counts
@@ -56,6 +57,7 @@ class StepGeometry:
     num_paths    root-to-leaf paths of the widest topology
     path_width   nodes of the longest path, root included
     num_blocks   KV blocks, the null block included
+    window_blocks       the same of the pool of each window that has one, ascending; (): num_blocks in each
     prefill_chunk       positions of a chunk of prefill
     max_prefill_chunks  chunks of a prompt that run at once, at most
     num_drafted_rows    rows of a draft model behind a slot's last token
@@ -86,6 +88,23 @@ class StepGeometry:
     prompt_logits: bool = False
     prompt_logprobs: bool = False
     checks: CheckedKinds | None = None
+    window_blocks: tuple[int, ...] = ()
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of layers, of the target and of the draft model, that have a pool of blocks, ascending."""
+        drafting = () if self.speculator is None else self.speculator.kv_windows
+        return kept_windows((*self.config.windows, *drafting), self.max_context)
+
+    @cached_property
+    def window_pools(self) -> tuple[WindowPool, ...]:
+        """The pools of these windows."""
+        blocks = self.window_blocks or (self.num_blocks,) * len(self.windows)
+        behind = self.overhang + (0 if self.max_width is None else self.num_waiting)
+        if self.partial is not None:  # a refresh, or a verification, begins so far back
+            behind += self.partial.buffer + self.partial.num_queries
+        sizes = (self.block_size, self.prefill_sizes[-1], behind, self.overhang)
+        return tuple(WindowPool(window, count, *sizes) for window, count in zip(self.windows, blocks, strict=True))
 
     @property
     def overhang(self) -> int:
@@ -106,13 +125,18 @@ class StepGeometry:
     def state_sizes(self) -> StateSizes:
         """The extents of a speculator's state."""
         return StateSizes(
-            self.dtype, kv_dtype(self.config), self.max_batch, self.max_context, self.num_blocks, self.block_size
-        )
+            self.dtype, kv_dtype(self.config), self.max_batch, self.max_context, self.num_blocks, self.block_size,
+            self._blocks_by_window,
+        )  # fmt: skip
+
+    @property
+    def _blocks_by_window(self) -> dict[int, int]:
+        return {pool.window: pool.num_blocks for pool in self.window_pools}
 
     @cached_property
     def sequence_states(self) -> tuple[SequenceState, ...]:
         """What the target's layers keep for a slot between steps."""
-        kv = PagedKV(self.config, self.num_blocks, self.block_size)
+        kv = PagedKV(self.config, self.num_blocks, self.block_size, self._blocks_by_window)
         if self.partial is None:
             return (kv,)
         sizes = (self.num_blocks, self.block_size, self.max_batch, self.table_width)
@@ -316,6 +340,10 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
 
 def _kept_state(geometry: StepGeometry) -> list[BufferSpec]:
     specs = [spec for state in geometry.sequence_states for spec in state.specs()]
+    for pool in geometry.window_pools:
+        rows = {"block_table": (geometry.max_batch, Role.STATE), "prefill_table": (1, Role.COMMAND)}
+        for name, (count, role) in rows.items():
+            specs.append(BufferSpec(name + pool.suffix, (count, geometry.table_width), torch.int32, role))
     if geometry.speculator is not None:
         specs += geometry.speculator.state_specs(geometry.state_sizes)
     return specs

@@ -14,6 +14,7 @@ __all__ = [
     "CHOICE",
     "EXTENDED",
     "FIRST_TOKEN",
+    "PASS",
     "WIDE",
     "bodies_of",
     "choice_bucket",
@@ -22,6 +23,7 @@ __all__ = [
     "may_repeat",
 ]
 
+PASS = 0  # among programs of prefill, whose keys are the positions that they take: a pass over what they leave
 FIRST_TOKEN = "first token"
 WIDE = "wide"
 CHOICE = "chosen draft length"

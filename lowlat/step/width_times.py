@@ -192,7 +192,7 @@ def _slots(state: BufferSet, batch: int, length: int) -> dict[str, torch.Tensor]
         "tokens": torch.randint(vocabulary, (max_batch, max_context), generator=generator).int(),
         "active": (torch.arange(max_batch) < batch).int(),
         "lengths": torch.full((max_batch,), length, dtype=torch.int32),
-        "block_table": table,
+        **{name: table for name in state if name.startswith("block_table")},
         "slot_ints": ints,
         "slot_floats": floats,
         "stop_ids": torch.full(state["stop_ids"].shape, -1, dtype=torch.int32),

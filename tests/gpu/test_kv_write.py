@@ -9,6 +9,7 @@ from row_cases import check_write
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels import reference
 from lowlat.kernels.attention.kv_write import prefill_kv_write
+from lowlat.kernels.attention.place_table import place_table
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,14 @@ def test_a_step_s_rows_are_stored(heads: int, dim: int, dtype: torch.dtype) -> N
     device = torch.device("cuda", 0)
     for seed in range(5):
         check_write(Bench(device, Launcher(device).run), seed, heads=heads, dim=dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("width", [3, 256, 2051])
+def test_a_slot_s_table_is_put_in_its_place(width: int) -> None:
+    torch.manual_seed(width)
+    table, slot = torch.randint(1, 1 << 20, (1, width)).int(), torch.tensor([5], dtype=torch.int32)
+    tables = torch.randint(1, 1 << 20, (8, width)).int()
+    found, launcher = tables.cuda(), Launcher(torch.device("cuda", 0))
+    launcher.run(*place_table(table.cuda(), slot.cuda(), block_table=found))
+    reference.kv.place_table(table, slot, block_table=tables)
+    assert torch.equal(found.cpu(), tables)

@@ -316,9 +316,10 @@ def test_histograms_and_speculation_are_exposed() -> None:
     speculation["by_source"] = {"suffix": {"steps": 3, "draft_tokens": 5, "accepted_tokens": 2}}
     structured = {"num_requests": 2, "mask_s": 0.25}
     kv = {"num_blocks": 10, "num_used": 5, "query_tokens": 20, "hit_tokens": 5}
+    checks = {"failed": {"masks": 2, "lengths": 0}, "ended_requests": 2, "single_token_requests": 0}
     stats = {
         "model": "fake",
-        "engine": {"kv": kv, "eagle_speculation": speculation, "structured_output": structured},
+        "engine": {"kv": kv, "eagle_speculation": speculation, "structured_output": structured, "checks": checks},
     } | statistics.to_dict(0.0)
     found = metrics_of(exposition(stats).decode())
     name = "lowlat:e2e_request_latency_seconds"
@@ -328,5 +329,6 @@ def test_histograms_and_speculation_are_exposed() -> None:
     assert found["lowlat:kv_cache_usage_perc",] == 0.5
     assert found["lowlat:spec_decode_num_accepted_tokens_per_pos_total", "1"] == 1
     assert found["lowlat:spec_decode_num_drafts_total",] == 3
+    assert (found["lowlat:failed_checks_total", "masks"], found["lowlat:failed_checks_total", "lengths"]) == (2, 0)
     assert found["lowlat:spec_decode_num_accepted_tokens_per_source_total", "suffix"] == 2
     assert found["lowlat:structured_output_mask_seconds_total",] == 0.25

@@ -6,7 +6,7 @@ import torch
 from kernel_cases import Bench, simulate
 
 from lowlat.kernels.reference.step import checks
-from lowlat.kernels.step import checks_kernel
+from lowlat.kernels.step import check_rows_kernel, check_slots_kernel
 
 BENCH = Bench(torch.device("cpu"), simulate)
 WRONG: dict[cases.Check, dict[str, cases.Wrong]] = {
@@ -19,9 +19,12 @@ WRONG: dict[cases.Check, dict[str, cases.Wrong]] = {
 
 @pytest.fixture(autouse=True)
 def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks_kernel, "THREADS", 32)
-    for made in ("slots_kernel", "rows_kernel", "accepted_kernel", "commit_kernel"):
-        getattr(checks_kernel, made).cache_clear()
+    for module in (check_rows_kernel, check_slots_kernel):
+        monkeypatch.setattr(module, "THREADS", 32)
+    for made in ("slots_kernel", "commit_kernel"):
+        getattr(check_slots_kernel, made).cache_clear()
+    for made in ("rows_kernel", "accepted_kernel"):
+        getattr(check_rows_kernel, made).cache_clear()
 
 
 @pytest.mark.parametrize("check", WRONG, ids=lambda check: check.__name__)

@@ -11,7 +11,8 @@ import torch
 from benches import bench
 from lowered import Lowered
 
-from bench.dense_cases import Case
+from bench.dense_cases import TINY, Case
+from bench.dense_cases import make_weights as dense_weights
 from bench.gpt_oss_cases import (
     MODELS,
     SMALL,
@@ -23,6 +24,7 @@ from bench.gpt_oss_cases import (
     step_bytes,
 )
 from bench.gpt_oss_step import make_weights, shapes_of
+from bench.lowlat_step import GraphStep, step_geometry
 from bench.soak import check_state
 from bench.wall import Wall
 from lowlat.engine.memory.plan import memory_need
@@ -31,6 +33,7 @@ from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.graphs.program import Stage
 from lowlat.kernels.gemm.prefill.plan import segments_of
+from lowlat.kernels.reference.step import checks
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.device_weights import DeviceWeights
@@ -39,6 +42,7 @@ from lowlat.lowering.weight_parts import expert_parts
 from lowlat.models.weight_plan import weight_plan
 from lowlat.speculators.eagle3.weights import draft_weight_plan
 from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
 from lowlat.tools.profile.report import Summary, summarise
@@ -185,6 +189,30 @@ def test_a_soak_sees_what_is_wrong() -> None:
     state["active"][1] = 0
     state["num_drafts"][0] = 4
     assert len(check_state(state, fine, case, 10)) == 2
+    state["ring_checks"] = torch.zeros(64, 3, checks.WIDTH, dtype=torch.int64)
+    state["ring_checks"][7, 1, :4] = torch.tensor([checks.MASK_DEAD, 3, 9, 0])
+    assert check_state(state, fine, case, 10)[2] == "a check failed within 10 steps: dead row 3 has mask 0x9"
+
+
+def test_a_checked_step_is_put_into_the_middle_of_a_context() -> None:
+    """Nothing fails of a step whose slots did not join, nor when it begins again."""
+    case = Case(2, 192, 3)
+    every = CheckedKinds(masks=True, spans=True, lengths=True, falls_back=False)
+    shapes = replace(step_geometry(TINY, case, TreeTopology.chain(3)), checks=every, simulated_acceptance=None)
+    step = GraphStep(TINY, case, dense_weights(TINY, CPU), CPU, shapes=shapes)
+    try:
+        for _ in range(2):
+            step.reset()
+            for number in range(1, 4):
+                step.replay()
+                ((state, sound),) = step.looks()
+                assert check_state(state, sound, case, number) == []
+        state["tree_masks"][0, 1] = 1
+        step.replay()
+        problems = check_state(*step.looks()[0], case, 3)
+        assert any("row 1 has mask 0x1, which lacks its own bit 0x2" in each for each in problems)
+    finally:
+        step.close()
 
 
 class SoakedStep:

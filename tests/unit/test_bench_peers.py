@@ -290,6 +290,7 @@ def test_a_comparison_is_written_with_what_is_missing(tmp_path: Path, capsys: py
     rows = {(row.engine, row.case.num_speculative_tokens): row for row in result.rows}
     assert set(rows) == {("lowlat", 0), ("lowlat", 2), ("transformers", 0)}
     assert all(row.num_steps >= 10 and row.first_token_ms.p50 > 0 for row in rows.values())
+    assert len(result.load) == len(result.rows) and min(result.load) >= 0
     assert 1 < rows["lowlat", 2].accept_length < 3  # of ten steps
     missing = {(each.engine, each.case and each.case.num_speculative_tokens) for each in result.not_compared}
     assert missing == {("sglang", None), ("transformers", 2)}

@@ -14,6 +14,7 @@ from stages import later
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
+from lowlat.cli.options import bundled
 from lowlat.engine.failed_checks import TEXTS
 from lowlat.errors import ConfigError
 from lowlat.graphs.program import Op
@@ -287,6 +288,33 @@ def test_a_first_token_is_checked(action: str, runtimes: Runtimes, expected: dic
     assert run.tokens == {"hurt": expected["hurt"], "neighbour": []}
     assert run.last["neighbour"].error_code == "check" and "committed length is 4" in run.last["neighbour"].error
     assert (run.ended, run.single) == (1, 0)
+
+
+def spoil_drafts_of_slot_1(arrays: Arrays) -> None:
+    arrays["num_drafts"][1] = -2
+
+
+@pytest.mark.parametrize("action", ["end", "single"])
+def test_a_request_with_a_grammar_is_dropped_before_its_rows_are_told(action: str) -> None:
+    """The host waits for no rows of it; on steps of one token it goes on under its grammar."""
+    prompt, params = "The", SamplingParams(max_tokens=24, regex="[a-z ]{40,60}", ignore_eos=True)
+    sizes: dict[str, Any] = {"max_batch": 2, "max_context": 128, "device": "cpu"}
+    drafted = SpeculativeConfig(model=bundled("head"), num_speculative_tokens=3, strict=True)
+    tokens: dict[bool, list[int]] = {}
+    for hurts in (False, True):
+        own: dict[str, Any] = {"check": "all", "on_failed_check": action} if hurts else {}
+        with Runtime.load(bundled("target"), drafted, **sizes, **own) as runtime:
+            runtime.submit([5, 6, 7], SamplingParams(max_tokens=24, ignore_eos=True))  # which has slot 0
+            name = runtime.submit(prompt, params)
+            if hurts:
+                hook = spoil_at(runtime.executor.state, "list_active_slots", spoil_drafts_of_slot_1, 2)
+                runtime.executor.set_hook(hook)
+            outputs = []
+            while runtime.busy:
+                outputs += [output for output in runtime.step() if output.request_id == name]
+            tokens[hurts] = [token for output in outputs for token in output.token_ids]
+            assert outputs[-1].error_code == ("check" if hurts and action == "end" else None)
+    assert tokens[True] == (tokens[False] if action == "single" else tokens[False][: len(tokens[True])])
 
 
 @pytest.mark.parametrize("check", [None, "masks", "masks, lengths"])

@@ -79,7 +79,7 @@ def test_every_option_is_covered_here() -> None:
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head", "prompt_logits"}
-    others |= {"prompt_logprobs", "check", "on_failed_check"}
+    others |= {"prompt_logprobs", "check", "on_failed_check", "count_tiles"}
     others |= {"kv_cache_dtype", "max_stall_ms", "devices", "tp_invariant"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
     assert all(hasattr(module, name) for name in module.__all__)
@@ -112,6 +112,7 @@ def test_integer_bounds(make: Any, name: str, low: int, high: int) -> None:
         (speculative, "enable_specpv"),
         (runtime, "prefix_reuse"),
         (runtime, "share_decoded"),
+        (runtime, "count_tiles"),
     ]
     + [(runtime, "device_loop")]
     + [(TraceConfig, name) for name in ("step", "accept", "kv", "tree")],

@@ -18,10 +18,11 @@ from lowlat.kernels.attention.attention import attention, choose_split
 from lowlat.kernels.elementwise.norm import check_width
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.sampling.select import count_chunks
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import ExpertsSpec
 from lowlat.models.target import load_target
 from lowlat.options.config import RuntimeConfig
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.weights import load_draft_model
 from lowlat.step.state import StepGeometry
@@ -34,15 +35,15 @@ CARD = DeviceChoice(torch.device("cuda", 0), "graph", "a usable NVIDIA card is p
 
 
 @pytest.fixture(scope="module")
-def known() -> tuple[ModelConfig, DraftConfig]:
+def known() -> tuple[ModelConfig, Eagle3Config]:
     """The bundled pair's geometry, which the kernels cover."""
     target = load_target(DEMO / "target", dtype="bfloat16")
     return target.config, load_draft_model(DEMO / "head", target.config).config
 
 
 def changed(
-    known: tuple[ModelConfig, DraftConfig], target: dict[str, Any], head: dict[str, Any] | None
-) -> tuple[ModelConfig, DraftConfig | None]:
+    known: tuple[ModelConfig, Eagle3Config], target: dict[str, Any], head: dict[str, Any] | None
+) -> tuple[ModelConfig, Eagle3Config | None]:
     return with_changes(known[0], **target), None if head is None else with_changes(known[1], **head)
 
 
@@ -68,7 +69,7 @@ def changed(
     ],
 )
 def test_what_the_kernels_do_not_run_is_named_with_the_way_out(
-    target: dict[str, Any], head: dict[str, Any] | None, problem: str, known: tuple[ModelConfig, DraftConfig]
+    target: dict[str, Any], head: dict[str, Any] | None, problem: str, known: tuple[ModelConfig, Eagle3Config]
 ) -> None:
     config, draft_config = changed(known, target, head)
     assert problem in (uncovered(config, draft_config) or "")
@@ -84,14 +85,14 @@ def test_what_the_kernels_do_not_run_is_named_with_the_way_out(
 
 @pytest.mark.parametrize("head", [None, {}, {"head_dim": 128}])
 def test_what_the_kernels_run_stays_with_them(
-    head: dict[str, Any] | None, known: tuple[ModelConfig, DraftConfig]
+    head: dict[str, Any] | None, known: tuple[ModelConfig, Eagle3Config]
 ) -> None:
     config, draft_config = changed(known, {}, head)
     assert uncovered(config, draft_config) is None
     assert settle_executor(CARD, "auto", config, draft_config) is CARD
 
 
-def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, DraftConfig]) -> None:
+def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, Eagle3Config]) -> None:
     assert count_chunks("logits", 262144)
     with pytest.raises(ShapeError, match="262144"):
         count_chunks("logits", 262145)
@@ -104,14 +105,14 @@ def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, DraftConf
 
 
 @pytest.mark.parametrize("size", [8, 24, 512])
-def test_kv_blocks_that_the_kernels_do_not_take_are_named(size: int, known: tuple[ModelConfig, DraftConfig]) -> None:
+def test_kv_blocks_that_the_kernels_do_not_take_are_named(size: int, known: tuple[ModelConfig, Eagle3Config]) -> None:
     with pytest.raises(ConfigError, match=f"block_size is {size}"):
         settle_executor(replace(CARD, executor="graph"), "graph", *known, size)
     settled = settle_executor(CARD, "auto", *known, size)
     assert (settled.executor, settled.loud) == ("reference", True)
 
 
-def geometry(config: ModelConfig, head: DraftConfig | None, max_context: int, **changes: Any) -> StepGeometry:
+def geometry(config: ModelConfig, head: Eagle3Config | None, max_context: int, **changes: Any) -> StepGeometry:
     window = changes.pop("draft_window", None)
     speculator = None if head is None else Eagle3Speculator(head, window)
     return StepGeometry(
@@ -141,7 +142,7 @@ def attend(sizes: StepGeometry, kv_heads: int) -> None:
 
 @pytest.mark.parametrize(("kv_heads", "most"), [(1, 262104), (4, 524248)])
 def test_a_context_that_attention_does_not_reach_is_refused(
-    kv_heads: int, most: int, known: tuple[ModelConfig, DraftConfig]
+    kv_heads: int, most: int, known: tuple[ModelConfig, Eagle3Config]
 ) -> None:
     """Where the kernels refuse it, to the position; a window in every layer reaches anywhere."""
     config, head = with_changes(known[0], num_kv_heads=kv_heads), with_changes(known[1], num_kv_heads=kv_heads)

@@ -26,14 +26,13 @@ from lowlat.executors.graph import GraphExecutor, check_call
 from lowlat.graphs import Bucket
 from lowlat.graphs.audit import OwnedMemory
 from lowlat.graphs.loop import LoopMemory
-from lowlat.graphs.program import PASS
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.kernels.tuning.table import Entry, Planned, TuningTable
 from lowlat.lowering.binding import LibraryCall
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.step.prefill import build_prefills
-from lowlat.step.variants import first_token_bucket, may_repeat
+from lowlat.step.variants import PASS, first_token_bucket, may_repeat
 from lowlat.tools.gpus import describe_gpu
 from lowlat.tools.precompile import compile_all, kernels_of
 

@@ -14,8 +14,8 @@ from lowlat import Runtime, SamplingParams
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import first_rows
 from lowlat.graphs import BufferSet, Role
-from lowlat.graphs.program import PASS
 from lowlat.step.prefill import build_prefills
+from lowlat.step.variants import PASS
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from tiny_models import copying_draft_model, make_target
 
 import lowlat
 from lowlat import ConfigError, RequestError, Runtime, SamplingParams, SpeculativeConfig
-from lowlat.graphs.program import PASS
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.options.request import StepOutput
 from lowlat.step.prefill import build_prefills
+from lowlat.step.variants import PASS
 
 OPTIONS: dict[str, Any] = {"max_batch": 3, "max_context": 160, "block_size": 4, "prefill_chunk": 16, "device": "cpu"}
 DEMO = Path(lowlat.__file__).parent / "demo"

@@ -5,13 +5,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benches import bench
 
+from lowlat.models.partial_kv import LOSSY_FROM
+
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MAX_LINES = 220
+SPECPV_PAIRS = ("agreement_bundled", "agreement_chat", "agreement_long")
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +103,44 @@ def test_the_example_in_a_process_runs(repository: Path, pages: dict[str, str]) 
     )
     assert done.returncode == 0, done.stderr
     assert "'eagle_speculation'" in done.stdout and len(done.stdout) > 200
+
+
+@pytest.fixture(scope="module")
+def specpv(repository: Path) -> dict[str, Any]:
+    """What was measured of lossy SpecPV on an H200: rows of times, and a result of agreement for each pair."""
+    folder = repository / "bench" / "results" / "h200"
+    return {name: json.loads((folder / f"specpv_{name}.json").read_text()) for name in ("lossy", *SPECPV_PAIRS)}
+
+
+def test_the_tables_of_specpv_are_their_files_own(specpv: dict[str, Any], pages: dict[str, str]) -> None:
+    page, report = pages["bench/README.md"], bench("specpv_report")
+    assert all(row["simulated"] and row["commit"] in page for row in specpv["lossy"])
+    assert all(f"specpv_{name}.json" in page for name in specpv)
+    assert all(specpv[name]["conditions"]["commit"] in page for name in SPECPV_PAIRS)
+    rows = [row for name in SPECPV_PAIRS for row in specpv[name]["rows"]]
+    assert all(row["lossy"] and not row["simulated"] for row in rows)
+    whole = [row for row in rows if not row["partial_steps"]]
+    assert whole and all((row["equal_share"], row["same_choice"], row["max_kl"]) == (1, 1, 0) for row in whole)
+    tables = [*report.figures_table(specpv["lossy"]), *report.agreement_table(rows)]
+    assert len(tables) == 2 + 12 + 2 + len(rows) - len(whole)
+    assert set(tables) <= set(table_rows(page))
+
+
+def test_what_is_advised_of_specpv_is_in_its_files(specpv: dict[str, Any], pages: dict[str, str]) -> None:
+    """A gain is SpecPV's speed at its best draft length over full attention's at its best."""
+    page = pages["lowlat/speculators/README.md"]
+    best: dict[tuple[str, int, int], dict[str, float]] = {}
+    for row in specpv["lossy"]:
+        speeds = best.setdefault((row["model"], row["batch"], row["context"]), {"full": 0.0, "partial": 0.0})
+        speeds[row["attention"]] = max(speeds[row["attention"]], row["tokens_per_s"])
+    gains = {case: speeds["partial"] / speeds["full"] for case, speeds in best.items()}
+    assert all((gain > 1) == (case[0] == "llama-8b" and case[2] >= LOSSY_FROM) for case, gain in gains.items())
+    for model, shape in (("gpt-oss-120b", "gpt-oss-120b"), ("llama-8b", "Llama-3.1-8B")):
+        for batch, requests in ((1, "one request"), (4, "four")):
+            cells = (f"{gains[model, batch, context]:.2f}" for context in (16384, 32768, 65536))
+            assert f"| {shape}'s shape, {requests} | {' | '.join(cells)} |" in page
+    for listed, blocks in ((288, "8"), (1184, "64"), (4256, "256, the default"), (16544, "1024")):
+        found = ([row for row in specpv[name]["rows"] if row["listed_positions"] == listed] for name in SPECPV_PAIRS)
+        shares = ([f"{row['same_choice']:.2f}" for row in rows if row["partial_steps"]] for rows in found)
+        ranges = (" to ".join(dict.fromkeys((min(each), max(each)))) if each else "" for each in shares)
+        assert f"| {listed} | {blocks} | {' | '.join(ranges)} |".replace("|  |", "| |").replace("|  |", "| |") in page

@@ -299,6 +299,17 @@ def test_lossless_begins_where_it_pays_by_bytes(
     assert own is not None and (own.threshold, own.buffer) == (4272, 23)
 
 
+def test_lossy_begins_where_it_was_measured_to_pay_and_a_chosen_threshold_is_kept(tmp_path: Path) -> None:
+    config = random_target(read_geometries()["llama-8b"], tmp_path, "bfloat16").config
+    lossy, options = SpeculativeConfig("head", enable_specpv=True), RuntimeConfig(max_context=65536)
+    for asked, is_lossless, begins in ((None, False, 32768), (8192, False, 8192), (0, False, 4272), (8192, True, 8192)):
+        own = replace(lossy, specpv_partial_threshold=asked, specpv_lossless=is_lossless)
+        sizes = partial_kv(own, options, config, 8, 16.06e9, 0.85e9)
+        assert sizes is not None and sizes.threshold == begins
+    with pytest.raises(ConfigError, match=r"max_context 16384 never reaches 32768 .* \(specpv_partial_threshold"):
+        partial_kv(lossy, replace(options, max_context=16384), config, 8)
+
+
 def test_lossless_begins_sooner_where_weights_are_rounded(tmp_path: Path) -> None:
     pair, options = random_pair("llama-8b", tmp_path), RuntimeConfig(max_batch=2, max_context=131072, quantize="fp8")
     lossless = SpeculativeConfig("head", enable_specpv=True, specpv_lossless=True)

@@ -9,7 +9,7 @@ import torch
 from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.attention.kv_codes import quantised_kv
 
-__all__ = ["kv_compact", "kv_write", "prefill_kv_write"]
+__all__ = ["kv_compact", "kv_write", "place_table", "prefill_kv_write"]
 
 
 @operation("""
@@ -112,3 +112,13 @@ def kv_compact(
             source, target = base + node, base + place
             for cache in (k_cache, v_cache):
                 cache[table[target // block], :, target % block] = cache[table[source // block], :, source % block]
+
+
+@operation("""
+    read    table        int32  [1, blocks]
+    read    slot         int32  [1]
+    update  block_table  int32  [max_B, blocks]
+""")
+def place_table(table: torch.Tensor, slot: torch.Tensor, *, block_table: torch.Tensor) -> None:
+    """Give a slot the table that its prompt was prefilled with: its steps go on with it."""
+    block_table[slot.long()] = table.to(block_table.device)

@@ -121,6 +121,7 @@ def _print_model(report: dict[str, Any]) -> None:
         ["context", kv["max_context"]],
         ["slots", kv["max_batch"]],
         ["KV blocks", kv["num_blocks"]],
+        *([f"KV blocks, window of {each['window']}", each["num_blocks"]] for each in kv.get("windows", ())),
         ["block size", kv["block_size"]],
     ]
     print_table("KV cache", ("what", "count"), rows)

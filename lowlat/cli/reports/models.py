@@ -25,6 +25,8 @@ from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.speculators.eagle3.capture import IDS_KEY, OUTPUTS_KEY, default_boundaries
 from lowlat.speculators.eagle3.config import parse_draft
+from lowlat.speculators.eagle3.geometry import Eagle3Config
+from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.methods import draft_method, plan_speculator
 
 __all__ = ["download_report", "draft_report", "model_report"]
@@ -110,9 +112,20 @@ def _files(directory: Path, config: ModelConfig) -> dict[str, int] | None:
     }
 
 
-def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:
-    """The caches: bytes a token, and the pool that holds max_batch requests of the largest size."""
+def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, Any]:
+    """The caches: bytes a token, and the pool that holds max_batch requests of the largest size.
+
+    `windows` has the pools of layers of windows, where there are any.
+    """
     caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS]
+    windows = [
+        {
+            "window": pool.window,
+            "num_blocks": pool.num_blocks,
+            "bytes": sum(spec.num_bytes for spec in caches if spec.pool == pool.suffix),
+        }
+        for pool in plan.geometry.window_pools
+    ]
     return {
         **plan.kv_bytes_per_token(program),
         "max_context": options.max_context,
@@ -120,6 +133,7 @@ def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:
         "block_size": options.block_size,
         "num_blocks": plan.geometry.num_blocks,
         "bytes": sum(spec.num_bytes for spec in caches),
+        **({"windows": windows} if windows else {}),
     }
 
 
@@ -161,11 +175,10 @@ def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] 
     head, notes = speculator.draft_config, tuple[str, ...]()
     if head is None:
         raise ConfigError(f"{directory}: method {method!r} has no draft model")
-    if method in ("eagle3", "peagle"):
-        _, _, notes = parse_draft(directory, target_config, capture_layers, method)
+    if isinstance(speculator, Eagle3Speculator):
+        _, _, notes = parse_draft(directory, target_config, capture_layers, speculator.kind)
     values = _geometry(head)
     boundaries = values.pop("capture_boundaries")
-    values |= values.pop("dspark") or {}
     flags = {name: values.pop(name) for name, value in list(values.items()) if isinstance(value, bool)}
     drafted = values["draft_vocab_size"]
     return {
@@ -199,7 +212,7 @@ def _convention(directory: Path, head: DraftConfig, *, overridden: bool) -> dict
     boundaries = list(head.capture_boundaries)
     if overridden:
         meaning = "boundaries, from --capture-layers"
-    elif head.final_hidden:
+    elif isinstance(head, Eagle3Config) and head.final_hidden:
         return {"ids": None, "ids_from": None, "convention": "no auxiliary features: the target's final hidden state"}
     elif ids is None and head.method == "dflash":
         meaning = "no ids: layers spread evenly, from the second to the fourth before the end; outputs"

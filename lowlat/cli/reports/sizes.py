@@ -84,10 +84,13 @@ class Plan:
         return build_step(self.ranks[rank], Bucket(batch, topology.num_nodes, num_speculative_tokens), topology)
 
     def kv_bytes_per_token(self, program: Program) -> dict[str, int]:
-        """Bytes that one more token takes in the caches of the target, and of the draft model (`head_`)."""
+        """Bytes that one more token takes in the caches of the target, and of the draft model (`head_`).
+
+        Caches of layers of windows do not grow with a text and are not counted.
+        """
         speculator, size = self.geometry.speculator, self.geometry.block_size
         own = [] if speculator is None else speculator.state_specs(self.geometry.state_sizes)
-        caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS]
+        caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS and not spec.pool]
         found = {"bytes_per_token": 0, "head_bytes_per_token": 0}
         for spec in caches:  # [P, G, block, D] each
             part = "head_bytes_per_token" if spec in own else "bytes_per_token"

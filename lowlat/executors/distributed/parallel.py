@@ -157,9 +157,9 @@ class ParallelExecutor:
         with self._together():
             return self._leader.wait_loop(count)
 
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero KV blocks of every rank."""
-        self._ask_each(lambda rank: rank.clear_blocks(blocks))
+    def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
+        """Zero KV blocks of a pool, of every rank."""
+        self._ask_each(lambda rank: rank.clear_blocks(blocks, pool))
 
     def synchronize(self) -> None:
         """Wait until all that was started is done on all."""

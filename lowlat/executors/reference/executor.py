@@ -21,13 +21,13 @@ from lowlat.executors.allocation import (
     release_cached_memory,
 )
 from lowlat.graphs import Bucket, BufferSet, Role
-from lowlat.graphs.program import PASS, Op, Program, Stage
+from lowlat.graphs.program import Op, Program, Stage
 from lowlat.kernels.formats import dequantised, matrix_format, matrix_parts
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
 from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
 from lowlat.lowering.weight_parts import MatrixParts
-from lowlat.step.variants import is_choice
+from lowlat.step.variants import PASS, is_choice
 
 __all__ = ["Bound", "ReferenceExecutor", "bind", "meaning_of"]
 
@@ -179,10 +179,10 @@ class ReferenceExecutor:
             self.state[name].copy_(value)
 
     @torch.inference_mode()
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero KV blocks, the features at their ends included."""
+    def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
+        """Zero KV blocks of a pool, the features at their ends included."""
         self.counts.copies += self.device.type == "cuda"
-        clear_blocks(self.state, blocks, self.device)
+        clear_blocks(self.state, blocks, self.device, pool)
 
     def synchronize(self) -> None:
         """Wait for the device, where there is one."""

@@ -75,11 +75,11 @@ class RankedReferenceExecutor(ReferenceExecutor):
             peer.write_state(values)
 
     @torch.inference_mode()
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero KV blocks of every rank."""
-        super().clear_blocks(blocks)
+    def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
+        """Zero KV blocks of a pool, of every rank."""
+        super().clear_blocks(blocks, pool)
         for peer in self._peers:
-            peer.clear_blocks(blocks)
+            peer.clear_blocks(blocks, pool)
 
     def close(self) -> None:
         """Drop every reference to programs, buffers and weights of all ranks."""

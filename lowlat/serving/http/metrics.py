@@ -98,6 +98,10 @@ class _Snapshot(Collector):
             help = "Steps of slots over a part of the KV cache (SpecPV), lossy unless they only propose."
             yield self._counter("specpv_partial_steps", help, [((), partial["partial_steps"])])
 
+        if "failed" in (checks := engine.get("checks", {})):
+            failed = [((kind,), count) for kind, count in checks["failed"].items()]
+            yield self._counter("failed_checks", "Checks of steps that failed, by kind.", failed, "kind")
+
     def _counters(self, named: Mapping[str, tuple[str, str]], figures: Mapping[str, Any]) -> Iterator[Metric]:
         for name, (key, help) in named.items():
             if key in figures:

@@ -21,8 +21,9 @@ from lowlat.checkpoint.tensors import Checkpoint
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes, parse_sizes
 from lowlat.models.families.known_keys import HARMLESS_KEYS
-from lowlat.models.geometry import DraftConfig, DraftLayout, DsparkHeads, ModelConfig
+from lowlat.models.geometry import DraftLayout, ModelConfig
 from lowlat.models.hf_config import check_architecture, read_config, refuse_windows
+from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.eagle3.sizes import check_target, size_fields, vocabulary_fields
 from lowlat.speculators.eagle3.tensors import DraftTensors
 
@@ -53,7 +54,8 @@ class BlockKind:
 
     name           as users know it
     plain          the places of a config that is not speculators'. Raises ConfigError where it is not the method's
-    heads          what stands behind the rows of a block
+    record         of its geometry
+    own            the record's fields that DFlash's has not. Raises ConfigError
     anchor_drafts  whether the last known token's row drafts, where the config does not say
     """
 
@@ -61,7 +63,8 @@ class BlockKind:
     name: str
     architectures: tuple[str, ...]
     plain: Callable[[Fields], BlockFile]
-    heads: Callable[[BlockFile], DsparkHeads | None]
+    record: type[DflashConfig]
+    own: Callable[[BlockFile], dict[str, Any]]
     anchor_drafts: bool
 
 
@@ -72,7 +75,7 @@ def _zlab_file(fields: Fields) -> BlockFile:
     return BlockFile(fields, fields, own, "z-lab")
 
 
-DFLASH = BlockKind("dflash", "DFlash", ARCHITECTURES, _zlab_file, lambda file: None, False)
+DFLASH = BlockKind("dflash", "DFlash", ARCHITECTURES, _zlab_file, DflashConfig, lambda file: {}, False)
 
 
 def _places(fields: Fields, kind: BlockKind) -> BlockFile:
@@ -165,14 +168,14 @@ def _vocabulary(file: BlockFile, tensors: DraftTensors, sizes: Sizes, target: Mo
 
 def parse_dflash(
     directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None
-) -> tuple[DraftConfig, DraftTensors]:
+) -> tuple[DflashConfig, DraftTensors]:
     """A DFlash draft model's geometry and tensors; see `parse_block_model`."""
     return parse_block_model(directory, target, capture_layers, DFLASH)
 
 
 def parse_block_model(
     directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None, kind: BlockKind
-) -> tuple[DraftConfig, DraftTensors]:
+) -> tuple[DflashConfig, DraftTensors]:
     """A draft model's geometry, and its tensors by name without `model.`; of the weights only headers are read.
 
     capture_layers, boundaries, overrides what the config says. Raises ConfigError for a draft model that is none of
@@ -195,13 +198,13 @@ def parse_block_model(
         )
     biased = {part: tensors.in_any_layer(f"self_attn.{part}_proj.bias") for part in "qkvo"}
     qkv_bias = biased["q"] or biased["k"] or biased["v"]
-    config = DraftConfig(
+    config = kind.record(
         layout=file.layout,
         capture_boundaries=_boundaries(file, kind, target, (num_features, num_layers), capture_layers),
         mask_token=_mask_token(file, kind, target),
         block_size=_block_size(file),
         anchor_drafts=file.own.boolean("sample_from_anchor", kind.anchor_drafts),
-        dspark=kind.heads(file),
+        **kind.own(file),
         quantisation=read_quantisation(file.top, directory) or read_quantisation(file.layer, directory),
         **size_fields(
             file.layer, tensors, sizes, target, windows=(None,) * num_layers, biases=(qkv_bias, biased["o"], False)

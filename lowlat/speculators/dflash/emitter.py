@@ -11,7 +11,6 @@ import torch
 
 from lowlat.graphs import BufferSpec
 from lowlat.graphs.program import Stage
-from lowlat.models.geometry import DraftConfig
 from lowlat.models.layers import Emitter, Rows
 from lowlat.models.walk import (
     Tables,
@@ -24,6 +23,7 @@ from lowlat.models.walk import (
 )
 from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import PrefillScope, Scope, StepScope
+from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
 from lowlat.speculators.tree.dynamic import DynamicTree
 from lowlat.speculators.tree.growth import rank_drafts
@@ -35,19 +35,20 @@ def _caches(layer: int) -> tuple[str, str]:
     return f"head.k_cache.{layer}", f"head.v_cache.{layer}"
 
 
-def dflash_kv_specs(draft: DraftConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> list[BufferSpec]:
+def dflash_kv_specs(draft: DflashConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> list[BufferSpec]:
     """The KV cache of each layer, [P, G, block, D]."""
+    pools: tuple[int, dict[int, int]] = (num_blocks, {})
     return [
         cache
         for layer, spec in draft.attentions.items()
-        for cache in cache_specs(_caches(layer), (num_blocks, spec.num_kv_heads, block_size, spec.head_dim), dtype)
+        for cache in cache_specs(_caches(layer), (spec.num_kv_heads, block_size, spec.head_dim), dtype, pools)
     ]
 
 
 class DflashEmitter:
     """Appends a DFlash draft model's operations to a program. Shapes: B slots, T rows a slot, S drafts."""
 
-    def __init__(self, scope: Scope, draft: DraftConfig, tables: Tables) -> None:
+    def __init__(self, scope: Scope, draft: DflashConfig, tables: Tables) -> None:
         self.scope, self.draft, self.tables = scope, draft, tables
         self.builder, self.dtype = scope.builder, scope.dtype
         self.layers = [

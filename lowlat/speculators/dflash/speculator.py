@@ -25,6 +25,7 @@ from lowlat.speculators.base import (
 )
 from lowlat.speculators.dflash.config import parse_dflash
 from lowlat.speculators.dflash.emitter import DflashEmitter, dflash_kv_specs
+from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.dflash.weights import dflash_weight_plan, load_dflash
 
 __all__ = ["DflashSpeculator", "check_depth"]
@@ -37,10 +38,10 @@ class DflashSpeculator(Speculator):
     parse_files, load_files   how its directory is read: config and headers, and with them the weights
     """
 
-    method: ClassVar[str] = "dflash"
+    method: ClassVar[str] = DflashConfig.method
     parse_files = staticmethod(parse_dflash)
     load_files = staticmethod(load_dflash)
-    config: DraftConfig
+    config: DflashConfig
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
@@ -57,12 +58,14 @@ class DflashSpeculator(Speculator):
         return LoadedSpeculator(cls(found.config), found.weights, found.directory, found.notes)
 
     @property
-    def draft_config(self) -> DraftConfig:
+    def draft_config(self) -> DflashConfig:
         """The draft model's geometry."""
         return self.config
 
     def with_config(self, config: DraftConfig) -> Self:
         """The same with another geometry: layers rounded at load, or a rank's part."""
+        if not isinstance(config, type(self.config)):
+            raise ValueError(f"expected the geometry of a draft model of method {self.method!r}, found {config}")
         return replace(self, config=config)
 
     @property
@@ -112,12 +115,10 @@ class DflashSpeculator(Speculator):
         return DflashEmitter(scope, self.config, scope.tables)
 
 
-def check_depth(config: DraftConfig, options: SpeculativeConfig) -> None:
+def check_depth(config: DflashConfig, options: SpeculativeConfig) -> None:
     """Refuse more drafts than a block was trained with. Raises ConfigError."""
-    size = config.block_size or 1
-    drafts = size if config.anchor_drafts else size - 1
-    if options.num_speculative_tokens > drafts:
+    if options.num_speculative_tokens > config.max_drafts:
         raise ConfigError(
-            f"num_speculative_tokens {options.num_speculative_tokens} is more than the {drafts} drafts of this draft "
-            f"model's block of {size} rows"
+            f"num_speculative_tokens {options.num_speculative_tokens} is more than the {config.max_drafts} drafts of "
+            f"this draft model's block of {config.block_size} rows"
         )

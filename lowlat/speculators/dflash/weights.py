@@ -13,10 +13,11 @@ import torch
 from lowlat.checkpoint.formats import narrowed
 from lowlat.checkpoint.recipes import Piece, Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.weight_plan import rounded_plan
 from lowlat.speculators.dflash.config import parse_dflash
+from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.draft_parts import layer_recipes, one_piece
 from lowlat.speculators.eagle3.tensors import DraftTensors
 from lowlat.speculators.eagle3.weights import DRAFT_MAP, LoadedDraftModel, read_draft_map, stored_recipe, unused_tensors
@@ -24,7 +25,7 @@ from lowlat.speculators.eagle3.weights import DRAFT_MAP, LoadedDraftModel, read_
 __all__ = ["dflash_recipes", "dflash_weight_plan", "load_block_model", "load_dflash"]
 
 
-def dflash_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
+def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
     """How every canonical weight but the draft map is made, of pieces by name without `model.`."""
     hidden = config.hidden_size
 
@@ -53,7 +54,7 @@ def dflash_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
     return made if config.quantisation is None else config.quantisation.apply(made)
 
 
-def _context(config: DraftConfig, dtype: torch.dtype, part: str, *width: int) -> Recipe:
+def _context(config: DflashConfig, dtype: torch.dtype, part: str, *width: int) -> Recipe:
     """The keys' and values' projections of all layers, one layer's behind the other's."""
     pieces = tuple(
         Piece(f"layers.{layer}.self_attn.{each}_proj.{part}", (spec.kv_size, *width))
@@ -63,7 +64,7 @@ def _context(config: DraftConfig, dtype: torch.dtype, part: str, *width: int) ->
     return Recipe(f"head.context.kv.{part}", pieces, dtype)
 
 
-def dflash_weight_plan(config: DraftConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+def dflash_weight_plan(config: DflashConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype."""
     plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in dflash_recipes(config, TORCH_DTYPES[dtype])}
     plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
@@ -72,7 +73,7 @@ def dflash_weight_plan(config: DraftConfig, dtype: str) -> Mapping[str, tuple[tu
 
 def load_dflash(
     directory: str | Path, target: ModelConfig, *, capture_layers: tuple[int, ...] | None = None
-) -> LoadedDraftModel:
+) -> LoadedDraftModel[DflashConfig]:
     """Load a DFlash draft model in its target's dtype: geometry, and weights by canonical name, on the CPU.
 
     capture_layers, boundaries, overrides what the config says. Raises ConfigError naming file, tensor, expected and
@@ -82,7 +83,9 @@ def load_dflash(
     return load_block_model(config, tensors, dflash_recipes(config, TORCH_DTYPES[target.dtype]))
 
 
-def load_block_model(config: DraftConfig, tensors: DraftTensors, recipes: Sequence[Recipe]) -> LoadedDraftModel:
+def load_block_model(
+    config: DflashConfig, tensors: DraftTensors, recipes: Sequence[Recipe]
+) -> LoadedDraftModel[DflashConfig]:
     """Load the weights of a parsed draft model; recipes name pieces without `model.`. Raises ConfigError."""
     draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
     ignored = unused_tensors(config, tensors) | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}

@@ -9,11 +9,13 @@ Source: deepseek-ai/DeepSpec, `modeling/dspark`, and vllm-project/speculators' `
 """
 
 from pathlib import Path
+from typing import Any
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
-from lowlat.models.geometry import DraftConfig, DsparkHeads, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.speculators.dflash.config import BlockFile, BlockKind, parse_block_model
+from lowlat.speculators.dspark.geometry import DsparkConfig
 from lowlat.speculators.eagle3.tensors import DraftTensors
 
 __all__ = ["DEEPSPEC", "parse_dspark"]
@@ -28,7 +30,7 @@ def _deepspec_file(fields: Fields) -> BlockFile:
     return BlockFile(fields, fields, fields, "deepspec")
 
 
-def _heads(file: BlockFile) -> DsparkHeads:
+def _heads(file: BlockFile) -> dict[str, Any]:
     """The Markov head and the confidence head. Raises ConfigError for one that is not implemented."""
     own, published = file.own, file.layout == "speculators"
     rank = own.integer("markov_rank", 0, MAX_RANK, 256 if published else None)
@@ -40,17 +42,25 @@ def _heads(file: BlockFile) -> DsparkHeads:
     reads = own.boolean("confidence_head_with_markov", published and rank > 0)
     if sure and reads and not rank:
         raise ConfigError(f"{own.label}: confidence_head_with_markov is true, but markov_rank is 0")
-    return DsparkHeads(rank, bool(rank) and kind == "gated", sure, sure and reads)
+    return {
+        "markov_rank": rank,
+        "markov_gated": bool(rank) and kind == "gated",
+        "confidence": sure,
+        "confidence_markov": sure and reads,
+    }
 
 
-DSPARK = BlockKind("dspark", "DSpark", (DEEPSPEC, "DSparkSpeculator"), _deepspec_file, _heads, True)
+DSPARK = BlockKind("dspark", "DSpark", (DEEPSPEC, "DSparkSpeculator"), _deepspec_file, DsparkConfig, _heads, True)
 
 
 def parse_dspark(
     directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None
-) -> tuple[DraftConfig, DraftTensors]:
+) -> tuple[DsparkConfig, DraftTensors]:
     """A DSpark draft model's geometry, and its tensors; see `parse_block_model`.
 
     Raises ConfigError, also for a Markov head with a state of its own (rnn).
     """
-    return parse_block_model(directory, target, capture_layers, DSPARK)
+    config, tensors = parse_block_model(directory, target, capture_layers, DSPARK)
+    if not isinstance(config, DsparkConfig):
+        raise ValueError(f"a DSpark draft model has a record of its own, found {config}")
+    return config, tensors

@@ -8,11 +8,12 @@ A tree's nodes each have the bias of their parent's token. The likeliest tokens 
 import torch
 
 from lowlat.graphs.program import Stage
-from lowlat.models.geometry import DsparkHeads
 from lowlat.models.layers import Emitter, Rows
-from lowlat.speculators.base import StepScope
+from lowlat.models.walk import Tables
+from lowlat.speculators.base import Scope, StepScope
 from lowlat.speculators.dflash.emitter import DflashEmitter
 from lowlat.speculators.draft_parts import assign_drafts
+from lowlat.speculators.dspark.geometry import DsparkConfig
 
 __all__ = ["DsparkEmitter"]
 
@@ -22,22 +23,24 @@ MARKOV = "head.markov"
 class DsparkEmitter(DflashEmitter):
     """Appends a DSpark draft model's operations to a program. Shapes: B slots, R rows of a block, W parents a level."""
 
+    def __init__(self, scope: Scope, config: DsparkConfig, tables: Tables) -> None:
+        super().__init__(scope, config, tables)
+        self.config = config
+
     def emit_choice(self, scope: StepScope, level: Emitter, tokens: str, normed: str, logits: str) -> None:
         """One level of the tree after another, each by the tokens of the level above."""
-        heads = self.draft.dspark
-        if heads is None:
-            raise ValueError("a DSpark draft model has its heads")
-        if not heads.markov_rank:
+        rank = self.config.markov_rank
+        if not rank:
             super().emit_choice(scope, level, tokens, normed, logits)
             return
         gate = ""
-        if heads.markov_gated:
-            gate = level.linear(normed, f"{MARKOV}.state_gate", heads.markov_rank, "state_gate", bias=True)
+        if self.config.markov_gated:
+            gate = level.linear(normed, f"{MARKOV}.state_gate", rank, "state_gate", bias=True)
         for depth in range(scope.topology.depth):
-            parents, known = self._emit_parents(scope, tokens, depth, heads)
+            parents, known = self._emit_parents(scope, tokens, depth, rank)
             self._emit_level(scope, parents, self._gated(parents, known, gate, depth), logits, depth)
 
-    def _emit_parents(self, scope: StepScope, tokens: str, depth: int, heads: DsparkHeads) -> tuple[Emitter, str]:
+    def _emit_parents(self, scope: StepScope, tokens: str, depth: int, rank: int) -> tuple[Emitter, str]:
         """The rows of a level, one for each node with children: an emitter, and their tokens' vectors [B * W, r]."""
         topology, batch, prefix = scope.tree, scope.bucket.batch, f"draft.0.level.{depth}."
         nodes = [branch.node for branch in topology.levels[depth]]
@@ -54,7 +57,7 @@ class DsparkEmitter(DflashEmitter):
             },
             {"parents": parents, "row_live": live},
         )
-        return level, level.embed(parents, f"{MARKOV}.tokens.weight", heads.markov_rank, "known")
+        return level, level.embed(parents, f"{MARKOV}.tokens.weight", rank, "known")
 
     def _gated(self, level: Emitter, known: str, gate: str, depth: int) -> str:
         """The vectors that the bias is made of: the tokens' vectors, gated where there is a gate."""

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from lowlat.models.geometry import DsparkHeads
 from lowlat.speculators.base import Scope
 from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.dspark.config import parse_dspark
 from lowlat.speculators.dspark.emitter import DsparkEmitter
+from lowlat.speculators.dspark.geometry import DsparkConfig
 from lowlat.speculators.dspark.weights import dspark_weight_plan, load_dspark
 
 __all__ = ["DsparkSpeculator"]
@@ -23,16 +23,10 @@ __all__ = ["DsparkSpeculator"]
 class DsparkSpeculator(DflashSpeculator):
     """Drafts with a DSpark model; prefill, context and block are DFlash's."""
 
-    method: ClassVar[str] = "dspark"
+    method: ClassVar[str] = DsparkConfig.method
     parse_files = staticmethod(parse_dspark)
     load_files = staticmethod(load_dspark)
-
-    @property
-    def heads(self) -> DsparkHeads:
-        """The heads behind the block's rows."""
-        if self.config.dspark is None:
-            raise ValueError("a DSpark draft model has its heads")
-        return self.config.dspark
+    config: DsparkConfig
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """DFlash's, and those of the Markov head."""
@@ -40,12 +34,12 @@ class DsparkSpeculator(DflashSpeculator):
 
     def report(self) -> dict[str, Any]:
         """DFlash's, the rank and kind of the Markov head, and whether there is a confidence head."""
-        kind = "gated" if self.heads.markov_gated else "vanilla"
+        kind = "gated" if self.config.markov_gated else "vanilla"
         return {
             **super().report(),
-            "markov_rank": self.heads.markov_rank,
-            "markov_head": kind if self.heads.markov_rank else None,
-            "confidence_head": self.heads.confidence,
+            "markov_rank": self.config.markov_rank,
+            "markov_head": kind if self.config.markov_rank else None,
+            "confidence_head": self.config.confidence,
         }
 
     def emitter(self, scope: Scope) -> DsparkEmitter:

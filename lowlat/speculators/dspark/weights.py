@@ -12,11 +12,13 @@ from types import MappingProxyType
 import torch
 
 from lowlat.checkpoint.recipes import Recipe
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.dflash.weights import dflash_recipes, dflash_weight_plan, load_block_model
 from lowlat.speculators.draft_parts import one_piece
 from lowlat.speculators.dspark.config import parse_dspark
+from lowlat.speculators.dspark.geometry import DsparkConfig
 from lowlat.speculators.eagle3.weights import LoadedDraftModel
 
 __all__ = ["dspark_recipes", "dspark_weight_plan", "load_dspark"]
@@ -25,32 +27,29 @@ GATE, STATE_GATE, TOKEN_GATE = (f"head.markov.{name}.weight" for name in ("gate"
 CONFIDENCE = ("head.confidence.weight", "head.confidence.bias")  # checked, and read by no step
 
 
-def dspark_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
+def dspark_recipes(config: DsparkConfig, dtype: torch.dtype) -> list[Recipe]:
     """How every weight but the draft map is made, as it is stored: a gate in one, and the confidence head's."""
     return [*dflash_recipes(config, dtype), *_head_recipes(config, dtype)]
 
 
-def _head_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
+def _head_recipes(config: DsparkConfig, dtype: torch.dtype) -> list[Recipe]:
     """The weights of the heads behind the block's rows, as they are stored."""
-    heads, hidden = config.dspark, config.hidden_size
-    if heads is None:
-        raise ValueError("a DSpark draft model has its heads")
-    rank, made = heads.markov_rank, list[Recipe]()
+    hidden, rank, made = config.hidden_size, config.markov_rank, list[Recipe]()
     if rank:
         stored = "markov_head.markov_"
         made.append(one_piece("head.markov.tokens.weight", f"{stored}w1.weight", dtype, config.vocab_size, rank))
         made.append(one_piece("head.markov.bias.weight", f"{stored}w2.weight", dtype, config.draft_vocab_size, rank))
-    if heads.markov_gated:
+    if config.markov_gated:
         made.append(one_piece(GATE, "markov_head.gate_proj.weight", dtype, rank, hidden + rank))
         made.append(one_piece("head.markov.state_gate.bias", "markov_head.gate_proj.bias", dtype, rank))
-    if heads.confidence:
-        width = hidden + (rank if heads.confidence_markov else 0)
+    if config.confidence:
+        width = hidden + (rank if config.confidence_markov else 0)
         made.append(one_piece(CONFIDENCE[0], "confidence_head.proj.weight", dtype, 1, width))
         made.append(one_piece(CONFIDENCE[1], "confidence_head.proj.bias", dtype, 1))
     return made
 
 
-def dspark_weight_plan(config: DraftConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+def dspark_weight_plan(config: DsparkConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype."""
     recipes = [recipe for recipe in _head_recipes(config, TORCH_DTYPES[dtype]) if recipe.weight not in CONFIDENCE]
     own = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in recipes}
@@ -62,7 +61,7 @@ def dspark_weight_plan(config: DraftConfig, dtype: str) -> Mapping[str, tuple[tu
 
 def load_dspark(
     directory: str | Path, target: ModelConfig, *, capture_layers: tuple[int, ...] | None = None
-) -> LoadedDraftModel:
+) -> LoadedDraftModel[DflashConfig]:
     """Load a DSpark draft model in its target's dtype: geometry, and weights by canonical name, on the CPU.
 
     capture_layers, boundaries, overrides what the config says. Raises ConfigError naming file, tensor, expected and

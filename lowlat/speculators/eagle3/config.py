@@ -4,7 +4,8 @@ Where config and tensors could disagree, the tensors are trusted for sizes and p
 refused. It knows no weights. Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and DeepSpec.
 """
 
-import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ from lowlat.checkpoint.formats import read_quantisation
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes, parse_sizes
 from lowlat.models.families.known_keys import HARMLESS_KEYS
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import check_architecture, read_config
 from lowlat.speculators.eagle3.capture import IDS_KEY, MAX_FEATURES, OUTPUTS_KEY, capture_boundaries
 from lowlat.speculators.eagle3.draft_file import DEEPSPEC, DraftFile
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.sizes import check_target, size_fields, vocabulary_fields
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors, open_draft_model
 from lowlat.speculators.eagle3.windows import draft_windows
 
-__all__ = ["MASK_KEYS", "parse_draft", "read_draft_config"]
+__all__ = ["EAGLE3", "DraftKind", "parse_draft", "read_draft_config"]
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -33,8 +35,6 @@ ARCHITECTURES = (
     "PEagleSpeculator",
     DEEPSPEC,
 )
-# The token that rows of P-EAGLE take where none is known, as speculators and the engines before it call it.
-MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 MAX_DRAFT_LAYERS = 16
 LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt_oss")
 # What speculators and other trainers write down beside the geometry.
@@ -200,38 +200,6 @@ def _num_features(file: DraftFile, tensors: DraftTensors, target: ModelConfig) -
     return count
 
 
-def _mask_token(file: DraftFile, tensors: DraftTensors, target: ModelConfig, num_features: int) -> int | None:
-    """The token of P-EAGLE's rows whose token is not known; None for EAGLE3, which has no such rows."""
-    if MASK_HIDDEN not in tensors:
-        return None
-    entry, width = tensors.checkpoint.entries[tensors.stored[MASK_HIDDEN]], num_features * target.hidden_size
-    if math.prod(entry.shape) != width or entry.shape[-1:] != (width,):
-        raise ConfigError(
-            f"{entry.file}: tensor {entry.name!r}: expected shape [1, 1, {width}], found {list(entry.shape)}"
-        )
-    found = {key: file.top.optional_integer(key, 0, target.vocab_size - 1) for key in MASK_KEYS}
-    given = {key: value for key, value in found.items() if value is not None}
-    if not given:
-        raise ConfigError(f"{file.top.label}: {MASK_KEYS[0]} is missing; a P-EAGLE draft model needs it")
-    if len(set(given.values())) > 1:
-        named = ", ".join(f"{key} {value}" for key, value in given.items())
-        raise ConfigError(f"{file.top.label}: the mask's token is contradictory: {named}")
-    return next(iter(given.values()))
-
-
-def _check_method(method: str | None, tensors: DraftTensors) -> None:
-    """Refuse a P-EAGLE draft model for EAGLE3, and the other way round."""
-    found = "peagle" if MASK_HIDDEN in tensors else "eagle3"
-    if method in (None, found):
-        return
-    what = (
-        f"tensor {tensors.stored[MASK_HIDDEN]!r}: this is a P-EAGLE draft model"
-        if MASK_HIDDEN in tensors
-        else f"tensor {MASK_HIDDEN!r} is missing: this is no P-EAGLE draft model"
-    )
-    raise ConfigError(f"{tensors.checkpoint.directory}: {what}; method must be {found!r}")
-
-
 def _refuse_unknown(file: DraftFile) -> None:
     for key in (IDS_KEY, OUTPUTS_KEY):
         file.top.raw(key)  # not read when the caller overrides them
@@ -242,17 +210,42 @@ def _refuse_unknown(file: DraftFile) -> None:
         place.refuse_unknown(() if place is file.eagle else HARMLESS_HEAD_KEYS)
 
 
-def parse_draft(
-    directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None, method: str | None = None
-) -> tuple[DraftConfig, DraftTensors, tuple[str, ...]]:
-    """A head's geometry, its tensors by normalised name, and what its user should know. Raises ConfigError.
+@dataclass(frozen=True)
+class DraftKind:
+    """A method whose draft models are written as EAGLE3's are.
 
-    method  "eagle3" or "peagle", which it must be of; None: either
+    record  of its geometry
+    check   raises ConfigError for tensors of another method's draft model
+    own     the record's fields that EAGLE3's has not, of a file for a target and so many features. Raises ConfigError
+    """
+
+    record: type[Eagle3Config]
+    check: Callable[[DraftTensors], None]
+    own: Callable[[DraftFile, DraftTensors, ModelConfig, int], dict[str, Any]]
+
+
+def _refuse_mask(tensors: DraftTensors) -> None:
+    if MASK_HIDDEN in tensors:
+        raise ConfigError(
+            f"{tensors.checkpoint.directory}: tensor {tensors.stored[MASK_HIDDEN]!r}: this is a P-EAGLE draft model; "
+            "method must be 'peagle'"
+        )
+
+
+EAGLE3 = DraftKind(Eagle3Config, _refuse_mask, lambda *file: {})
+
+
+def parse_draft(
+    directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None, kind: DraftKind = EAGLE3
+) -> tuple[Eagle3Config, DraftTensors, tuple[str, ...]]:
+    """A draft model's geometry, its tensors by normalised name, and what its user should know. Raises ConfigError.
+
+    kind  the method that it must be of
     """
     fields = read_config(directory)
     tensors = open_draft_model(directory)
     file = DraftFile(fields, tensors)
-    _check_method(method, tensors)
+    kind.check(tensors)
     _refuse_unimplemented(file)
     sizes = parse_sizes(file.layer, default_vocab_size=target.vocab_size, default_max_position=target.max_position)
     check_target(file.top, target)
@@ -271,7 +264,7 @@ def parse_draft(
         final_hidden=final_hidden,
     )
     found = (read_quantisation(place, directory) for place in file.places())
-    config = DraftConfig(
+    config = kind.record(
         layout=file.layout,
         quantisation=next((each for each in found if each is not None), None),
         capture_boundaries=boundaries,
@@ -280,7 +273,7 @@ def parse_draft(
         fc_norm=fc_norm,
         norm_output=_feedback(file, fc_norm),
         norm_before_residual=_residual(file),
-        mask_token=_mask_token(file, tensors, target, len(boundaries)),
+        **kind.own(file, tensors, target, len(boundaries)),
         **size_fields(
             file.layer,
             tensors,
@@ -300,12 +293,11 @@ def read_draft_config(
     target: ModelConfig,
     *,
     capture_layers: tuple[int, ...] | None = None,
-    method: str | None = None,
-) -> DraftConfig:
-    """Read and check an EAGLE3 or P-EAGLE draft model's geometry for a target; of the weights only headers are read.
+    kind: DraftKind = EAGLE3,
+) -> Eagle3Config:
+    """Read and check a draft model's geometry for a target; of the weights only headers are read.
 
-    capture_layers, boundaries, overrides what the config says; method, where it is given, must be the draft model's.
-    Raises ConfigError for a draft model that is neither, was made for another target, or asks for what is not
-    implemented.
+    capture_layers, boundaries, overrides what the config says. Raises ConfigError for a draft model that is not of the
+    kind, was made for another target, or asks for what is not implemented.
     """
-    return parse_draft(Path(directory), target, capture_layers, method)[0]
+    return parse_draft(Path(directory), target, capture_layers, kind)[0]

@@ -4,13 +4,15 @@ A row takes the embedding of a token and the feature before it. The feature is t
 where the target has run, and the draft model's own fed-back state where it has not; fc is never applied to the latter.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.graphs.program import Stage
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter
 from lowlat.models.walk import (
     Tables,
@@ -23,7 +25,8 @@ from lowlat.models.walk import (
 )
 from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import StateSizes
-from lowlat.speculators.eagle3.windows import effective_window
+from lowlat.speculators.eagle3.geometry import Eagle3Config
+from lowlat.speculators.eagle3.windows import draft_kv_windows, effective_window
 
 __all__ = ["Eagle3Emitter", "draft_kv_specs", "layer_name"]
 
@@ -38,15 +41,15 @@ def _caches(layer: int) -> tuple[str, str]:
     return (f"head.k_cache.{layer}", f"head.v_cache.{layer}") if layer else ("head.k_cache", "head.v_cache")
 
 
-def draft_kv_specs(draft: DraftConfig, sizes: StateSizes) -> list[BufferSpec]:
+def draft_kv_specs(draft: Eagle3Config, sizes: StateSizes, windows: Sequence[int | None]) -> list[BufferSpec]:
     """The KV cache of each of the draft model's layers, [P, G, block, D], and the features at block ends, [P, H], and
-    of the last live row of prefill, [1, H]."""
-    num_blocks, dtype = sizes.num_blocks, sizes.dtype
+    of the last live row of prefill, [1, H]. `windows` are those of its layers, see `Speculator.kv_windows`."""
+    num_blocks, dtype, pools = sizes.num_blocks, sizes.dtype, (sizes.num_blocks, sizes.windows)
     caches = [
         cache
-        for layer, spec in draft.attentions.items()
+        for (layer, spec), window in zip(draft.attentions.items(), windows, strict=True)
         for cache in cache_specs(
-            _caches(layer), (num_blocks, spec.num_kv_heads, sizes.block_size, spec.head_dim), sizes.kv_dtype
+            _caches(layer), (spec.num_kv_heads, sizes.block_size, spec.head_dim), sizes.kv_dtype, pools, window
         )
     ]
     return [
@@ -59,7 +62,7 @@ def draft_kv_specs(draft: DraftConfig, sizes: StateSizes) -> list[BufferSpec]:
 class Eagle3Emitter:
     """Appends the draft model's operations; `emitter.stage` moves with the parts of a step, and stays in prefill."""
 
-    def __init__(self, config: ModelConfig, draft: DraftConfig, tables: Tables, draft_window: int | None) -> None:
+    def __init__(self, config: ModelConfig, draft: Eagle3Config, tables: Tables, draft_window: int | None) -> None:
         self.draft = draft
         self.dtype = TORCH_DTYPES[config.dtype]
         self.target_eps = config.rms_norm_eps
@@ -67,7 +70,8 @@ class Eagle3Emitter:
         self.draft_window = draft_window
         self.last = draft.num_layers - 1
         self.layers = [
-            layer_of(draft, number, layer_name(number), _caches(number)) for number in range(draft.num_layers)
+            replace(layer_of(draft, number, layer_name(number), _caches(number)), kv_window=window)
+            for number, window in enumerate(draft_kv_windows(draft, draft_window))
         ]
         self.embedding = "head.embed.weight" if draft.own_embedding else "embed.weight"
         self.lm_head = "head.lm_head" if draft.own_lm_head else "lm_head"

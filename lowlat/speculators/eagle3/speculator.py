@@ -23,13 +23,14 @@ from lowlat.speculators.base import (
     StepScope,
     draft_model_of,
 )
-from lowlat.speculators.eagle3.config import read_draft_config
+from lowlat.speculators.eagle3.config import EAGLE3, DraftKind, read_draft_config
 from lowlat.speculators.eagle3.draft import Drafter
 from lowlat.speculators.eagle3.dynamic import DynamicDrafter
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter, draft_kv_specs
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.prefill import emit_draft_prefill
 from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
-from lowlat.speculators.eagle3.windows import check_draft_window
+from lowlat.speculators.eagle3.windows import check_draft_window, draft_kv_windows
 from lowlat.speculators.tree.dynamic import DynamicTree
 
 __all__ = ["Eagle3Speculator"]
@@ -50,20 +51,22 @@ RANGE_NAMES: RangeNames = MappingProxyType(
 class Eagle3Speculator(Speculator):
     """Drafts with an EAGLE3 model.
 
+    kind    how its draft models are told and read
     config  the draft model's geometry and flags
     window  the draft's attention keeps to the first 4 and the last so many rows, or to a layer's own window where that
             is smaller; None: to all, or to a layer's own window
     """
 
-    method: ClassVar[str] = "eagle3"
-    config: DraftConfig
+    method: ClassVar[str] = Eagle3Config.method
+    kind: ClassVar[DraftKind] = EAGLE3
+    config: Eagle3Config
     window: int | None = None
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
         """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
         config = read_draft_config(
-            draft_model_of(options), target, capture_layers=options.capture_layers, method=cls.method
+            draft_model_of(options), target, capture_layers=options.capture_layers, kind=cls.kind
         )
         check_draft_window(config, options.draft_window)
         return cls(config, options.draft_window)
@@ -71,19 +74,19 @@ class Eagle3Speculator(Speculator):
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
         """The draft model with its weights, read whole: one that is damaged must be known in time to go on without."""
-        found = load_draft_model(
-            draft_model_of(options), target, capture_layers=options.capture_layers, method=cls.method
-        )
+        found = load_draft_model(draft_model_of(options), target, capture_layers=options.capture_layers, kind=cls.kind)
         check_draft_window(found.config, options.draft_window)
         return LoadedSpeculator(cls(found.config, options.draft_window), found.weights, found.directory, found.notes)
 
     @property
-    def draft_config(self) -> DraftConfig:
+    def draft_config(self) -> Eagle3Config:
         """The draft model's geometry."""
         return self.config
 
     def with_config(self, config: DraftConfig) -> Self:
         """The same with another geometry: layers rounded at load, or a rank's part."""
+        if not isinstance(config, type(self.config)):
+            raise ValueError(f"expected the geometry of a draft model of method {self.method!r}, found {config}")
         return replace(self, config=config)
 
     @property
@@ -97,13 +100,18 @@ class Eagle3Speculator(Speculator):
         return self.window is None and None in self.config.windows
 
     @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """Those of its layers, or what the draft window makes of them."""
+        return draft_kv_windows(self.config, self.window)
+
+    @property
     def waiting_boundaries(self) -> tuple[int, ...]:
         """Those that it captures."""
         return self.config.capture_boundaries
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV caches of the draft model's layers, features at the ends of blocks, that of the last prompt prefilled."""
-        return draft_kv_specs(self.config, sizes)
+        return draft_kv_specs(self.config, sizes, self.kv_windows)
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """The draft model's weights; embedding and LM head only where it brings its own."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Generic, TypeVar
 
 import torch
 
@@ -18,8 +19,9 @@ from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.weight_plan import rounded_plan
 from lowlat.speculators.draft_parts import layer_recipes
-from lowlat.speculators.eagle3.config import parse_draft
+from lowlat.speculators.eagle3.config import EAGLE3, DraftKind, parse_draft
 from lowlat.speculators.eagle3.emitter import layer_name
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors
 
 __all__ = [
@@ -28,19 +30,20 @@ __all__ = [
 ]  # fmt: skip
 
 DRAFT_MAP = "head.draft_to_target"
+Config = TypeVar("Config", bound=DraftConfig)
 
 
 @dataclass(frozen=True)
-class LoadedDraftModel:
-    """A head's geometry, its weights on the CPU by canonical name, and notes for its user."""
+class LoadedDraftModel(Generic[Config]):
+    """A draft model's geometry, its weights on the CPU by canonical name, and notes for its user."""
 
-    config: DraftConfig
+    config: Config
     weights: dict[str, torch.Tensor]
     directory: Path
     notes: tuple[str, ...]
 
 
-def draft_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
+def draft_recipes(config: Eagle3Config, dtype: torch.dtype) -> list[Recipe]:
     """How every canonical weight of a draft model but the draft map is made, of pieces by normalised name."""
     hidden, width, features = config.hidden_size, config.target_hidden_size, len(config.capture_boundaries)
 
@@ -62,7 +65,7 @@ def draft_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
     return made if config.quantisation is None else config.quantisation.apply(made)
 
 
-def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[Recipe]:
+def _layer_recipes(config: Eagle3Config, dtype: torch.dtype, layer: int) -> list[Recipe]:
     """The weights of one layer: the first reads embedding and feature side by side, the others the layer before.
 
     Of the last, keys and values are made of more rows than queries are.
@@ -77,7 +80,7 @@ def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[
 
 
 def draft_weight_plan(
-    config: DraftConfig, *, dtype: str = "bfloat16"
+    config: Eagle3Config, *, dtype: str = "bfloat16"
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype.
 
@@ -151,21 +154,20 @@ def load_draft_model(
     capture_layers: tuple[int, ...] | None = None,
     dtype: str | None = None,
     progress: Progress | None = None,
-    method: str = "eagle3",
-) -> LoadedDraftModel:
+    kind: DraftKind = EAGLE3,
+) -> LoadedDraftModel[Eagle3Config]:
     """Load an EAGLE3 draft model for a target: geometry, and weights by canonical name, on the CPU.
 
-    With the method "peagle" a P-EAGLE draft model, whose `mask_hidden` is left out.
-    capture_layers, boundaries, overrides what the config says. dtype is "bfloat16" or "float32", None the
-    target's, whatever the draft model is stored in. head.draft_to_target is always there, int32, the identity where the
-    head drafts the whole vocabulary. progress is called with (bytes done, bytes in all). Raises ConfigError naming
-    file, tensor, expected and found.
+    kind is the method that it must be of; P-EAGLE's `mask_hidden` is left out. capture_layers, boundaries, overrides
+    what the config says. dtype is "bfloat16" or "float32", None the target's, whatever the draft model is stored in.
+    head.draft_to_target is always there, int32, the identity where the whole vocabulary is drafted. progress is called
+    with (bytes done, bytes in all). Raises ConfigError naming file, tensor, expected and found.
     """
     directory = Path(directory)
     name = target.dtype if dtype is None else dtype
     if name not in TORCH_DTYPES:
         raise ConfigError(f"dtype must be 'bfloat16' or 'float32', got {name!r}")
-    config, tensors, notes = parse_draft(directory, target, capture_layers, method)
+    config, tensors, notes = parse_draft(directory, target, capture_layers, kind)
     draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
     unused = ("d2t", "t2d", MASK_HIDDEN, *(("fc.weight",) if config.final_hidden else ()))
     ignored = unused_tensors(config, tensors) | {tensors.stored[name] for name in unused if name in tensors}

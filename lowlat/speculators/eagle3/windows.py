@@ -15,7 +15,7 @@ from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftConfig
 from lowlat.speculators.eagle3.draft_file import DraftFile
 
-__all__ = ["check_draft_window", "draft_windows", "effective_window"]
+__all__ = ["check_draft_window", "draft_kv_windows", "draft_windows", "effective_window"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 KEEPS_FIRST = 4
@@ -71,3 +71,9 @@ def effective_window(own: int | None, draft_window: int | None) -> tuple[int | N
     if own is not None:
         return own if draft_window is None else min(own, draft_window), 0
     return draft_window, 0 if draft_window is None else KEEPS_FIRST
+
+
+def draft_kv_windows(config: DraftConfig, draft_window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer in which all lies that its rows see; None where they keep the first rows in sight."""
+    each = (effective_window(own, draft_window) for own in config.windows)
+    return tuple(None if keep_first else window for window, keep_first in each)

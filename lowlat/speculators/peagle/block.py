@@ -14,6 +14,7 @@ from lowlat.graphs.program import Stage
 from lowlat.models.layers import Emitter, Rows
 from lowlat.speculators.draft_parts import BY_SLOT
 from lowlat.speculators.eagle3.draft import Drafter
+from lowlat.speculators.peagle.geometry import PeagleConfig
 from lowlat.speculators.tree.dynamic import DynamicTree
 from lowlat.speculators.tree.growth import rank_drafts
 
@@ -31,8 +32,8 @@ class BlockDrafter(Drafter):
         if depth < 2:
             return super().extend()
         accepted, hidden = self.accepted()
-        batch, mask_token = self.batch, self.draft_config.mask_token
-        if mask_token is None:
+        batch, config = self.batch, self.draft_config
+        if not isinstance(config, PeagleConfig):
             raise ValueError("a P-EAGLE draft model has a token for its mask")
         most = self.rows if self.scope.waited is not None else min(self.rows, depth + 1)
         count = most + depth - 1
@@ -51,7 +52,7 @@ class BlockDrafter(Drafter):
             {"tokens": "head.tokens", "hidden": hidden, **self.scope.reads(*names)},
             outs,
             weights={"mask_state": MASK_STATE},
-            mask_token=mask_token,
+            mask_token=config.mask_token,
         )
         write = {**BY_SLOT, "row_live": outs["block_live"], "write_lens": "head.write_lens", "offsets": offsets}
         before = self.rows_before("block.before", count)

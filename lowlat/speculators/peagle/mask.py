@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from lowlat.kernels.formats import dequantised
-from lowlat.models.geometry import DraftConfig
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, open_draft_model
 
 __all__ = ["mask_state"]
 
 
-def mask_state(directory: Path, config: DraftConfig, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def mask_state(directory: Path, config: Eagle3Config, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The state [H] in the compute dtype, of the draft model's own tensor [1, 1, F * Ht] and its loaded weights.
 
     It is rounded where the features of other rows are. A draft model without auxiliary features takes the tensor as it

@@ -13,8 +13,11 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, StepScope
+from lowlat.speculators.eagle3.config import DraftKind
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.peagle.block import MASK_STATE, BlockDrafter
+from lowlat.speculators.peagle.config import PEAGLE
+from lowlat.speculators.peagle.geometry import PeagleConfig
 from lowlat.speculators.peagle.mask import mask_state
 
 __all__ = ["PeagleSpeculator"]
@@ -24,7 +27,8 @@ __all__ = ["PeagleSpeculator"]
 class PeagleSpeculator(Eagle3Speculator):
     """Drafts with a P-EAGLE model; prefill, state and what is done without drafts are EAGLE3's."""
 
-    method: ClassVar[str] = "peagle"
+    method: ClassVar[str] = PeagleConfig.method
+    kind: ClassVar[DraftKind] = PEAGLE
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:

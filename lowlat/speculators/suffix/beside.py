@@ -68,6 +68,11 @@ class TextBeside(Speculator):
         """Whether the model does."""
         return self.model.attends_everything
 
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """The model's."""
+        return self.model.kv_windows
+
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """The model's, and by slot the last proposals and the odds."""
         batch, ints = sizes.max_batch, torch.int32

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,6 +34,7 @@ __all__ = ["CaseRun", "Samples", "room_of"]
 CHURN_FACTOR = 4  # requests a slot of a churning repeat
 CANCELLED = 8  # of them, every eighth is cancelled half-way
 LOOP_ROOM = 512  # steps that a loop on the device may run before the host stops it
+Tiles = dict[str, dict[str, int]]  # counts by kind of layer
 PER_CHUNK = RuntimeConfig.prefill_chunk  # a prompt may run a chunk at a time while others decode (max_stall_ms)
 
 
@@ -65,6 +67,7 @@ class Samples:
     first_ms: list[float] = field(default_factory=list)
     stats: SpeculativeDecodingStats = field(default_factory=SpeculativeDecodingStats)
     perf: PerfCounters = field(default_factory=PerfCounters)
+    tiles: Tiles = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -156,6 +159,7 @@ class CaseRun:
         perf = perf.since(perf)  # without what was not timed
         for samples in self._samples:
             perf = perf.plus(samples.perf)
+        tiles = reduce(_sum_tiles, (samples.tiles for samples in self._samples))
         times = Spread.of(pooled)
         experts = fmean(self._experts) if self._experts else None
         widths = steps_by_width(runtime.ladder, perf.undrafted_steps, stats).get("steps_by_width")
@@ -188,6 +192,7 @@ class CaseRun:
             steps_by_width=widths,
             mean_width=None if widths is None else round(_mean_width(widths), 4),
             numerics=runtime.numerics,
+            attention_tiles=tiles,
         )
 
     def _bytes(self, lengths: Sequence[float], experts: float | None, widths: Sequence[int] | None) -> int:
@@ -208,8 +213,9 @@ class CaseRun:
         lengths = self._begin()
         samples = Samples(first_ms=self._first_token_ms(lengths))
         self._time(self._scenario.warm_up, Samples(), lengths, self._count_experts)
-        before, perf = self._stats(lengths), self._runtime.perf()
+        before, perf, tiles = self._stats(lengths), self._runtime.perf(), _tiles(self._runtime)
         self._time(self._scenario.steps, samples, lengths)
+        samples.tiles = _sum_tiles(_tiles(self._runtime), tiles, -1)
         samples.stats, samples.perf = _since(before, self._stats(lengths)), self._runtime.perf().since(perf)
         self._end(lengths)
         return samples
@@ -263,7 +269,7 @@ class CaseRun:
             lengths[name] = len(prompt)
             if number % CANCELLED == CANCELLED - 1:
                 limits[name] = len(prompt) + wanted // 2
-        perf = runtime.perf()
+        perf, tiles = runtime.perf(), _tiles(runtime)
         samples, start = Samples(), time.perf_counter()
         while runtime.busy:
             outputs = runtime.step()
@@ -278,7 +284,7 @@ class CaseRun:
                 if name not in ended:
                     runtime.cancel(name)
         samples.first_ms, samples.stats = self._first_token_ms(lengths), self._stats(lengths)
-        samples.perf = runtime.perf().since(perf)
+        samples.perf, samples.tiles = runtime.perf().since(perf), _sum_tiles(_tiles(runtime), tiles, -1)
         return samples
 
     def _crowd(self) -> list[tuple[list[int], int]]:
@@ -352,6 +358,23 @@ def _since(before: SpeculativeDecodingStats, after: SpeculativeDecodingStats) ->
         elif item.name not in values:
             values[item.name] = new - old
     return SpeculativeDecodingStats(**values)
+
+
+def _tiles(runtime: Runtime) -> Tiles:
+    """The tiles that attention has walked since the load; empty where they are not counted."""
+    found: Tiles = runtime.summary().get("attention_tiles", {})
+    return found
+
+
+def _sum_tiles(counts: Tiles, others: Tiles, sign: int = 1) -> Tiles:
+    """Counts with others of the same kinds of layers added, or taken away; the layers themselves stay."""
+    return {
+        kind: {
+            name: count if name == "layers" else count + sign * others.get(kind, {}).get(name, 0)
+            for name, count in own.items()
+        }
+        for kind, own in counts.items()
+    }
 
 
 def _mean_width(widths: Sequence[int]) -> float:

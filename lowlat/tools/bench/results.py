@@ -113,6 +113,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps_by_width           steps of a request that verified 0, 1, 2, ... drafts, where each step chose (policy auto)
     mean_width               drafts that they verified, mean
     numerics                 `Runtime.numerics`; absent in files of before there was one
+    attention_tiles          that the timed steps walked, by kind of layer, where count_tiles asks for them
     """
 
     case: Case
@@ -138,6 +139,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps_by_width: list[int] | None = None
     mean_width: float | None = None
     numerics: str | None = None
+    attention_tiles: dict[str, dict[str, int]] = {}
 
     @property
     def accept_length(self) -> float | None:

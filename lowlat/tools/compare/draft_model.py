@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from lowlat.checkpoint.tensors import Checkpoint
-from lowlat.models.geometry import DraftConfig
 from lowlat.models.layer_spec import Rotation
 from lowlat.models.rope import rope_tables
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.tensors import open_draft_model
+from lowlat.speculators.peagle.geometry import PeagleConfig
 
 __all__ = ["PlainDraftModel"]
 
@@ -29,7 +30,7 @@ class PlainDraftModel:
     target_eps  epsilon of the target's final norm
     """
 
-    def __init__(self, config: DraftConfig, tensors: Mapping[str, torch.Tensor], target_eps: float) -> None:
+    def __init__(self, config: Eagle3Config, tensors: Mapping[str, torch.Tensor], target_eps: float) -> None:
         self.config, self.target_eps = config, target_eps
         self.tensors = tensors
         offsets = tensors.get("d2t")
@@ -37,7 +38,7 @@ class PlainDraftModel:
 
     @classmethod
     def load(
-        cls, config: DraftConfig, head: str | Path, target: str | Path, dtype: torch.dtype, target_eps: float
+        cls, config: Eagle3Config, head: str | Path, target: str | Path, dtype: torch.dtype, target_eps: float
     ) -> "PlainDraftModel":
         """Read the draft model's tensors, and the target's embedding and LM head where it has none of its own."""
         stored = open_draft_model(Path(head))
@@ -77,7 +78,7 @@ class PlainDraftModel:
         drafts    [S] the drafts that were made
         """
         following, states, result = list(tokens[1:]), features, []
-        if self.config.mask_token is not None:
+        if isinstance(self.config, PeagleConfig):
             return self._parallel_stages(following, features, len(drafts), self.config.mask_token)
         for draft in drafts:
             found, out = self._last_row(following, states)

@@ -12,7 +12,10 @@ import torch
 from lowlat.checkpoint.formats import STORED_FORMATS, StoredFormat
 from lowlat.errors import ConfigError
 from lowlat.models.target import read_model_config
-from lowlat.speculators.eagle3.config import read_draft_config
+from lowlat.speculators.eagle3.config import EAGLE3, DraftKind, read_draft_config
+from lowlat.speculators.methods import draft_method
+from lowlat.speculators.peagle.config import PEAGLE
+from lowlat.speculators.peagle.geometry import PeagleConfig
 from lowlat.tools.compare.draft_model import PlainDraftModel
 from lowlat.tools.compare.recording import Recording
 
@@ -33,13 +36,19 @@ def expected_recording(
     compute = DTYPES[config.dtype]
     stored = STORED_FORMATS["bf16" if config.experts is None else config.experts.weight_format]
     stages = _target_stages(found, Path(target), compute, stored)
-    if head is not None and read_draft_config(head, config).quantisation is not None:
+    draft = None if head is None else read_draft_config(head, config, kind=_kind(head))
+    if draft is not None and draft.quantisation is not None:
         raise ConfigError(f"{head}: comparing a quantised draft model is not implemented; leave it out")
-    if head is not None and found.positions:
-        plain = PlainDraftModel.load(read_draft_config(head, config), head, target, compute, config.rms_norm_eps)
+    if head is not None and draft is not None and found.positions:
+        plain = PlainDraftModel.load(draft, head, target, compute, config.rms_norm_eps)
         stages.update(_head_stages(found, plain, stages, compute))
     rounded = {name: rows.float() for name, rows in stages.items()}
     return Recording(found.tokens, found.num_prompt, found.positions, found.drafts, rounded)
+
+
+def _kind(head: str | Path) -> DraftKind:
+    """How a draft model is read: as P-EAGLE's where its config says so, else as EAGLE3's, which refuses others."""
+    return PEAGLE if draft_method(head) == PeagleConfig.method else EAGLE3
 
 
 def _transformers() -> Any:

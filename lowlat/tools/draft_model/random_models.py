@@ -18,18 +18,22 @@ import torch
 
 from lowlat.checkpoint.recipes import Recipe
 from lowlat.errors import ConfigError
-from lowlat.models.geometry import DraftConfig, DsparkHeads, ModelConfig
+from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, DenseSpec, LayerSpec, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.speculators.base import Speculator
+from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.dflash.weights import dflash_recipes
 from lowlat.speculators.dspark.config import DEEPSPEC
+from lowlat.speculators.dspark.geometry import DsparkConfig
 from lowlat.speculators.dspark.speculator import DsparkSpeculator
 from lowlat.speculators.dspark.weights import dspark_recipes
+from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN
 from lowlat.speculators.eagle3.weights import DRAFT_MAP, draft_recipes
+from lowlat.speculators.peagle.geometry import PeagleConfig
 from lowlat.speculators.peagle.speculator import PeagleSpeculator
 from lowlat.tools.bench.geometry import Geometry, Head, Noise
 
@@ -40,7 +44,7 @@ DRAFT_MODELS: Mapping[str, type[Eagle3Speculator] | type[DflashSpeculator]] = {
 }
 
 
-def draft_config(head: Head, target: ModelConfig, method: str = "eagle3") -> DraftConfig:
+def draft_config(head: Head, target: ModelConfig, method: str = "eagle3") -> Eagle3Config | DflashConfig:
     """The geometry of a draft model for a target. Raises ConfigError for sizes that no such draft model has."""
     names, shape = ("hidden_size", "vocab_size", "max_position", "rms_norm_eps"), target.attention
     mixer = AttentionSpec(
@@ -59,8 +63,10 @@ def draft_config(head: Head, target: ModelConfig, method: str = "eagle3") -> Dra
         **{name: getattr(target, name) for name in names},
     }
     mask = target.vocab_size - 1
-    if method in ("eagle3", "peagle"):
-        return DraftConfig(layout="specforge", mask_token=mask if method == "peagle" else None, **shared)
+    if method == "eagle3":
+        return Eagle3Config(layout="specforge", **shared)
+    if method == "peagle":
+        return PeagleConfig(layout="specforge", mask_token=mask, **shared)
     if head.block_size is None or head.draft_vocab_size != target.vocab_size:
         raise ConfigError(
             f"a geometry's {method} needs a block_size and the target's {target.vocab_size} tokens; found block_size "
@@ -68,14 +74,21 @@ def draft_config(head: Head, target: ModelConfig, method: str = "eagle3") -> Dra
         )
     shared |= {"mask_token": mask, "block_size": head.block_size, "own_draft_map": False}
     if method == "dflash":
-        return DraftConfig(layout="z-lab", own_lm_head=False, **shared)
-    heads = DsparkHeads(head.markov_rank, False, True, True)
-    return DraftConfig(layout="deepspec", own_embedding=True, anchor_drafts=True, dspark=heads, **shared)
+        return DflashConfig(layout="z-lab", own_lm_head=False, **shared)
+    shared |= {"markov_rank": head.markov_rank, "markov_gated": False, "confidence": True, "confidence_markov": True}
+    return DsparkConfig(layout="deepspec", own_embedding=True, anchor_drafts=True, **shared)
 
 
 def random_speculator(geometry: Geometry, target: ModelConfig, method: str) -> Speculator:
     """The speculator of a geometry's draft model, without files. Raises ConfigError where the geometry has none."""
-    return DRAFT_MODELS[method](draft_config(geometry.drafter(method), target, method))
+    config = draft_config(geometry.drafter(method), target, method)
+    if isinstance(config, DsparkConfig):
+        return DsparkSpeculator(config)
+    if isinstance(config, DflashConfig):
+        return DflashSpeculator(config)
+    if isinstance(config, PeagleConfig):
+        return PeagleSpeculator(config)
+    return Eagle3Speculator(config)
 
 
 def random_weights(
@@ -121,9 +134,13 @@ def write_draft_model(
 
 def _recipes(config: DraftConfig) -> list[Recipe]:
     dtype = TORCH_DTYPES["bfloat16"]
-    if config.block_size is None:
+    if isinstance(config, DsparkConfig):
+        return dspark_recipes(config, dtype)
+    if isinstance(config, DflashConfig):
+        return dflash_recipes(config, dtype)
+    if isinstance(config, Eagle3Config):
         return draft_recipes(config, dtype)
-    return dflash_recipes(config, dtype) if config.dspark is None else dspark_recipes(config, dtype)
+    raise ConfigError(f"no random draft models are made of method {config.method!r}")
 
 
 def _published(config: DraftConfig, target: ModelConfig) -> dict[str, Any]:
@@ -144,22 +161,22 @@ def _published(config: DraftConfig, target: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    if config.block_size is None:
+    if not isinstance(config, DflashConfig):
         layers["architectures"] = ["LlamaForCausalLMEagle3"]
         layers["draft_vocab_size"] = config.draft_vocab_size
         layers["eagle_aux_hidden_state_layer_ids"] = list(config.capture_boundaries)
-        return layers if config.mask_token is None else {**layers, "mask_token_id": config.mask_token}
+        return {**layers, "mask_token_id": config.mask_token} if isinstance(config, PeagleConfig) else layers
     layers |= {"model_type": "qwen3", "block_size": config.block_size, "num_target_layers": target.num_layers}
     own = {
         "mask_token_id": config.mask_token,
         "target_layer_ids": [boundary - 1 for boundary in config.capture_boundaries],  # layers whose output is meant
     }
-    if config.dspark is None:
+    if not isinstance(config, DsparkConfig):
         return {**layers, "architectures": ["DFlashDraftModel"], "dflash_config": own}
     heads = {
-        "markov_rank": config.dspark.markov_rank,
-        "markov_head_type": "gated" if config.dspark.markov_gated else "vanilla",
-        "enable_confidence_head": config.dspark.confidence,
-        "confidence_head_with_markov": config.dspark.confidence_markov,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "gated" if config.markov_gated else "vanilla",
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence_markov,
     }
     return {**layers, "architectures": [DEEPSPEC], **own, **heads}

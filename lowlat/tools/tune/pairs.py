@@ -176,8 +176,7 @@ def _few_layers(pair: Pair) -> Pair:
     boundaries: tuple[int, ...] = ()
     if isinstance(speculator, (DflashSpeculator, Eagle3Speculator)):
         boundaries = tuple(range(1, len(speculator.config.capture_boundaries) + 1))
-        draft = replace(speculator.config, capture_boundaries=boundaries)
-        speculator = replace(speculator, config=draft)
+        speculator = speculator.with_config(replace(speculator.config, capture_boundaries=boundaries))
     kinds = tuple(dict.fromkeys(config.layers))
     count = min(config.num_layers, max(LEAST_LAYERS, len(kinds), *boundaries, 0))
     layers = (*kinds, *config.layers)[:count]

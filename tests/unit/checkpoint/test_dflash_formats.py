@@ -13,7 +13,9 @@ from tiny_models import make_target
 from lowlat import SpeculativeConfig
 from lowlat.errors import ConfigError
 from lowlat.models.target import read_model_config
+from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.dflash.weights import load_dflash
+from lowlat.speculators.dspark.geometry import DsparkConfig
 from lowlat.speculators.dspark.weights import load_dspark
 from lowlat.speculators.methods import draft_method, load_speculator, plan_speculator
 
@@ -34,7 +36,11 @@ def test_geometry_and_weights_of_every_layout(layout: str, target: tuple[Any, An
     options = SpeculativeConfig(method=draft_method(tmp_path), model=tmp_path, num_speculative_tokens=4)
     loaded = load_speculator(options, target[1])
     draft = loaded.speculator.draft_config
-    assert draft is not None and (draft.method, draft.layout, draft.mask_token) == ("dflash", layout, MASK)
+    assert isinstance(draft, DflashConfig) and (draft.method, draft.layout, draft.mask_token) == (
+        "dflash",
+        layout,
+        MASK,
+    )
     assert (draft.capture_boundaries, draft.block_size, draft.num_layers) == ((1, 2), 5, 2)
     attention = draft.attention
     assert attention.qk_norm and attention.qkv_bias and not attention.output_bias and not draft.own_embedding
@@ -117,9 +123,9 @@ def test_dspark_of_every_layout(layout: str, kind: str, target: tuple[Any, Any],
     options = SpeculativeConfig(method=draft_method(tmp_path), model=tmp_path, num_speculative_tokens=5)
     loaded = load_speculator(options, target[1])
     draft = loaded.speculator.draft_config
-    assert draft is not None and draft.dspark is not None and draft.anchor_drafts
+    assert isinstance(draft, DsparkConfig) and draft.anchor_drafts
     assert (draft.method, draft.layout, draft.capture_boundaries) == ("dspark", layout, (0, 2))
-    assert (draft.dspark.markov_rank, draft.dspark.markov_gated) == (8, kind == "gated")
+    assert (draft.markov_rank, draft.markov_gated) == (8, kind == "gated")
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
     assert dict(loaded.speculator.weight_plan("float32")) == held
     assert plan_speculator(options, target[1]) == loaded.speculator

@@ -16,6 +16,8 @@ from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
 from lowlat.speculators.eagle3.windows import effective_window
 from lowlat.speculators.methods import draft_method, load_speculator, plan_speculator
+from lowlat.speculators.peagle.config import PEAGLE
+from lowlat.speculators.peagle.geometry import PeagleConfig
 
 TARGET = target_geometry()
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -109,7 +111,7 @@ def test_p_eagle_s_mask_stands_in_for_tokens_and_features(layout: str, config: d
     options = SpeculativeConfig(method="peagle", model=tmp_path)
     loaded = load_speculator(options, TARGET)
     draft = loaded.speculator.draft_config
-    assert draft is not None and (draft.mask_token, draft.num_layers, draft.method) == (39, 4, "peagle")
+    assert isinstance(draft, PeagleConfig) and (draft.mask_token, draft.num_layers, draft.method) == (39, 4, "peagle")
     state = loaded.weights["head.mask_state"]
     assert torch.allclose(state, loaded.weights["head.fc.weight"] @ hidden.reshape(-1), rtol=1e-4, atol=1e-5)
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
@@ -131,14 +133,12 @@ def test_p_eagle_s_mask_stands_in_for_tokens_and_features(layout: str, config: d
 )
 def test_p_eagle_s_that_are_refused(changes: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
     write_parallel(tmp_path, **changes)
-    refused(tmp_path, *parts, method="peagle")
+    refused(tmp_path, *parts, kind=PEAGLE)
 
 
 def test_p_eagle_s_kind_is_in_tensors_and_config(tmp_path: Path) -> None:
     write_draft_layout(tmp_path, "speculators")
-    refused(
-        tmp_path, "'mask_hidden' is missing: this is no P-EAGLE draft model; method must be 'eagle3'", method="peagle"
-    )
+    refused(tmp_path, "'mask_hidden' is missing: this is no P-EAGLE draft model; method must be 'eagle3'", kind=PEAGLE)
     assert draft_method(tmp_path) == "eagle3"
     edit_json(tmp_path / "config.json", speculators_model_type="peagle")
     refused(tmp_path, "is 'peagle', but tensor 'mask_hidden' is missing")

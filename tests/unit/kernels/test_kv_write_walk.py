@@ -51,3 +51,20 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused() -> None:
             prefill_kv_write(**arrays)
     with pytest.raises(ShapeError, match="16 bytes"):
         prefill_kv_write(**Chunk(32, 0, 32, dim=12).arrays())
+
+
+def test_a_slot_s_table_is_put_in_its_place() -> None:
+    """Of more blocks than a block has threads; the tables of other slots stay as they are."""
+    torch.manual_seed(0)
+    table, slot = torch.randint(1, 1 << 20, (1, 515)).int(), torch.tensor([2], dtype=torch.int32)
+    found = torch.randint(1, 1 << 20, (4, 515)).int()
+    expected, before = found.clone(), found.clone()
+    with walkable(walker := Walker(), "common.memory", "attention.place_table") as modules:
+        kernels: Any = modules[-1]
+        walker.run(*kernels.place_table(table, slot, block_table=found))
+    reference.kv.place_table(table, slot, block_table=expected)
+    assert torch.equal(found, expected) and torch.equal(found[2], table[0])
+    assert torch.equal(found[[0, 1, 3]], before[[0, 1, 3]])
+    for wrong in (table[0], table[:, 1:], table.long()):
+        with pytest.raises(ShapeError):
+            kernels.place_table(wrong, slot, block_table=found)

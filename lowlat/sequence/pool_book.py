@@ -1,0 +1,81 @@
+"""The interface of a book beside the first pool's: of a kind of state with blocks, and needs at a hit, of its own.
+
+`lowlat.sequence.kvcache` finds the chunks of a prompt that are there; it asks each of these books whether its state can
+go on behind them, and tells it what becomes of chunks. Layers of a sliding window have one (`WindowBook`); for state
+that is kept as a snapshot behind a chunk, a block is a snapshot, and only the last chunk's is needed.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+
+from lowlat.sequence.prefix_index import PrefixIndex
+
+__all__ = ["PoolBook"]
+
+
+class PoolBook(ABC):
+    """Which block of one pool holds what. A request is admitted where every book says that it fits.
+
+    name  the pool's: the ending of the names of its tables
+    """
+
+    name: str
+
+    @abstractmethod
+    def check(self, request_id: str, num_blocks: int) -> None:
+        """Raise RequestError where a request whose table has so many blocks needs more than the pool has."""
+
+    @abstractmethod
+    def num_hits(self, digests: Sequence[bytes], most: int) -> int:
+        """The first chunks of a chain, `most` at the most, behind which a prompt can go on by what is listed here."""
+
+    @abstractmethod
+    def fits(self, num_blocks: int, digests: Sequence[bytes]) -> bool:
+        """Whether a request with a table of so many blocks fits now, that goes on behind these chunks."""
+
+    @abstractmethod
+    def admit(self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes]) -> None:
+        """Reserve what a request with a prompt of so many positions needs; `fits` must have said that it fits."""
+
+    @abstractmethod
+    def append(self, request_id: str, start: int, stop: int) -> None:
+        """The prompt's positions [start, stop) are prefilled next."""
+
+    @abstractmethod
+    def mark_prefilled(self, request_id: str) -> None:
+        """The prompt's last positions are launched."""
+
+    @abstractmethod
+    def table(self, request_id: str) -> Sequence[int]:
+        """A request's blocks by position: 0 where no row of it reads."""
+
+    @abstractmethod
+    def attach(self, request_id: str, k: int, digest: bytes) -> None:
+        """List a request's state of chunk k under its digest, where it is there and nobody's is listed."""
+
+    @abstractmethod
+    def drop(self, digest: bytes, *, poisoned: bool = False) -> None:
+        """Unlist the chunk of a digest; poisoned: its blocks are cleared before anybody gets them."""
+
+    @abstractmethod
+    def distrust(self, request_id: str) -> None:
+        """A request failed with NaN: none of its chunks is listed any more, and all of its blocks are cleared."""
+
+    @abstractmethod
+    def release(self, request_id: str) -> None:
+        """Take back what a request holds; its chunks that are listed stay."""
+
+    @abstractmethod
+    def take_blocks_to_clear(self) -> list[int]:
+        """Blocks that the caller zeroes before anything else is launched."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, int]:
+        """Blocks by state, as JSON."""
+
+    @abstractmethod
+    def problems(self, requests: Collection[str], index: PrefixIndex) -> Iterator[str]:
+        """Faults of the book, in words; nothing when it is sound.
+
+        requests, index  those that hold blocks of the first pool, and the chunks that prompts find
+        """

@@ -1,0 +1,309 @@
+"""Which block of a window's pool holds what: tables that forget, and the chunks whose blocks wait for other prompts.
+
+`lowlat.sequence.kvcache` calls it beside its own book. A prefix is found there; here stand the blocks that rows behind
+it would see. A request reserves what it needs at a time. Blocks that no row of it can see any more go to others while
+it runs; those of a complete chunk of a prompt stay listed until somebody needs the space.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lowlat.errors import RequestError
+from lowlat.sequence.book import InvariantError
+from lowlat.sequence.pool_book import PoolBook
+from lowlat.sequence.prefix_index import PrefixIndex
+from lowlat.sequence.window_pool import WindowPool
+
+__all__ = ["WindowBook"]
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """A chunk's blocks in this pool, written and immutable; unlisted ones go when the last table lets go of them."""
+
+    digest: bytes
+    blocks: tuple[int, ...]
+    num_users: int
+    listed: bool = True
+    is_found: bool = False  # by another prompt than the one that wrote it: it is worth more than others
+
+
+@dataclass(eq=False, slots=True)
+class _Holding:
+    """One request: its table by position, 0 where it holds nothing, and its chunks that are or were listed.
+
+    is_whole    it holds all of its blocks to its end; else decoding goes round in the ring's, from `ring_start` on
+    num_held    different blocks of the table
+    num_prompt  positions of its prompt
+    """
+
+    table: list[int]
+    num_reserved: int
+    num_prompt: int
+    is_whole: bool
+    num_held: int = 0
+    first: int = 0  # the first block that it may hold
+    stop: int = 0  # the first that it did not get yet
+    ring_start: int | None = None
+    ring_size: int = 0
+    parts: dict[int, _Part] = field(default_factory=dict)
+
+
+class WindowBook(PoolBook):
+    """The book of one window's pool. Every block is free, held by a table, listed without a user, or to be cleared."""
+
+    def __init__(self, pool: WindowPool, prefill_chunk: int) -> None:
+        self.pool, self.name = pool, pool.suffix
+        self.per_chunk = prefill_chunk // pool.block_size
+        self._chunk = prefill_chunk
+        self._free = list(range(pool.num_blocks - 1, 0, -1))
+        self._to_clear: list[int] = []
+        self._to_clear_in_use: list[int] = []  # handed out before they were cleared, and written by nobody yet
+        self._dirty: set[int] = set()
+        self._parts: dict[bytes, _Part] = {}
+        self._unused: OrderedDict[bytes, _Part] = OrderedDict()  # those without users, the first to go first
+        self._holdings: dict[str, _Holding] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can be handed out."""
+        return self.pool.num_blocks - 1
+
+    def check(self, request_id: str, num_blocks: int) -> None:
+        """Raise RequestError where a table of so many blocks needs more of them at a time than there are."""
+        needed = self.pool.worst_case(num_blocks, self.per_chunk)
+        if needed > self.capacity:
+            raise RequestError(
+                f"request {request_id} needs {needed} KV blocks at a time of layers with a window of "
+                f"{self.pool.window}; their pool has {self.capacity}"
+            )
+
+    def num_hits(self, digests: Sequence[bytes], most: int) -> int:
+        """The chunks, `most` at the most, behind which a prompt can go on: what rows there see is listed."""
+        for count in range(most, 0, -1):
+            first = self.pool.first_block(count * self._chunk) // self.per_chunk
+            if all(digests[k] in self._parts for k in range(first, count)):
+                return count
+        return 0
+
+    def fits(self, num_blocks: int, digests: Sequence[bytes]) -> bool:
+        """Whether a request with a table of so many blocks fits now, that goes on behind these chunks."""
+        hits = self._seen_after(digests)
+        needed, _ = self._need(num_blocks, len(digests))
+        pinned = sum(not part.num_users for part in hits.values())
+        available = len(self._free) + (len(self._unused) - pinned) * self.per_chunk - self._num_outstanding()
+        return needed - len(hits) * self.per_chunk <= available
+
+    def admit(self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes]) -> None:
+        """Reserve what a request needs; `fits` must have said that it fits."""
+        hits = self._seen_after(digests)
+        needed, is_whole = self._need(num_blocks, len(digests))
+        holding = _Holding([0] * num_blocks, needed, num_prompt, is_whole, parts=hits)
+        holding.first = self.pool.first_block(len(digests) * self._chunk) // self.per_chunk * self.per_chunk
+        holding.stop = len(digests) * self.per_chunk
+        for k, part in hits.items():
+            part.num_users, part.is_found = part.num_users + 1, True
+            self._unused.pop(part.digest, None)
+            holding.table[k * self.per_chunk : (k + 1) * self.per_chunk] = part.blocks
+        holding.num_held = len(hits) * self.per_chunk
+        self._holdings[request_id] = holding
+        if is_whole:
+            self._extend(holding, num_blocks)
+
+    def append(self, request_id: str, start: int, stop: int) -> None:
+        """Give the blocks of the prompt's positions [start, stop); with its last one, those that decoding goes round
+        in. Blocks that rows from `start` on do not see are given back."""
+        holding = self._holdings[request_id]
+        if holding.is_whole or holding.ring_start is not None:
+            return
+        self._forget(holding, start)
+        size = self.pool.block_size
+        self._extend(holding, -(-stop // size))
+        if stop >= holding.num_prompt:
+            left = len(holding.table) - holding.stop
+            holding.ring_start, holding.ring_size = holding.stop, min(left, self.pool.ring_blocks)
+            ring = self._take(holding.ring_size)
+            holding.num_held += holding.ring_size
+            for place in range(left):
+                holding.table[holding.stop + place] = ring[place % len(ring)]
+            holding.stop = len(holding.table)
+
+    def mark_prefilled(self, request_id: str) -> None:
+        """The prompt's last positions are launched: what no later row sees is given back, and nothing more is taken."""
+        holding = self._holdings[request_id]
+        if not holding.is_whole:
+            self._forget(holding, holding.num_prompt)
+            holding.num_reserved = holding.num_held
+
+    def table(self, request_id: str) -> Sequence[int]:
+        """A request's blocks by position: 0 where no row of it reads."""
+        return self._holdings[request_id].table
+
+    def attach(self, request_id: str, k: int, digest: bytes) -> None:
+        """List a request's blocks of chunk k under its digest, where it has all of them and nobody's are listed.
+
+        Those that decoding goes round in are not: steps under way may still write over them.
+        """
+        holding = self._holdings[request_id]
+        first, stop = k * self.per_chunk, (k + 1) * self.per_chunk
+        blocks = tuple(holding.table[first:stop])
+        in_ring = holding.ring_start is not None and stop > holding.ring_start
+        if digest not in self._parts and k not in holding.parts and not in_ring and 0 not in blocks:
+            holding.parts[k] = self._parts[digest] = _Part(digest, blocks, num_users=1)
+
+    def drop(self, digest: bytes, *, poisoned: bool = False) -> None:
+        """Unlist the chunk of a digest; poisoned: its blocks are cleared before anybody gets them."""
+        part = self._parts.pop(digest, None)
+        if part is None:
+            return
+        part.listed = False
+        if poisoned:
+            self._dirty.update(part.blocks)
+        if not part.num_users:
+            del self._unused[digest]
+            self._give_back(part.blocks)
+
+    def distrust(self, request_id: str) -> None:
+        """A request failed with NaN: none of its chunks is listed any more, and all of its blocks are cleared."""
+        holding = self._holdings[request_id]
+        self._dirty.update(block for block in holding.table if block)
+        for part in holding.parts.values():
+            if part.listed:
+                self.drop(part.digest, poisoned=True)
+
+    def release(self, request_id: str) -> None:
+        """Take back what a request holds; its chunks that are listed stay, and go after those that were there."""
+        holding = self._holdings.pop(request_id)
+        private = set(holding.table).difference((0,), *(part.blocks for part in holding.parts.values()))
+        self._give_back(sorted(private, reverse=True))
+        for k in sorted(holding.parts):
+            self._retire(holding.parts[k], newest=True)
+
+    def take_blocks_to_clear(self) -> list[int]:
+        """Blocks that the caller zeroes before anything else is launched."""
+        blocks, self._to_clear = self._to_clear, []
+        in_use, self._to_clear_in_use = self._to_clear_in_use, []
+        self._free.extend(blocks)
+        return blocks + in_use
+
+    def stats(self) -> dict[str, int]:
+        """Blocks by state, and the window, as JSON."""
+        free, evictable = len(self._free), len(self._unused) * self.per_chunk
+        used = self.capacity - free - evictable - len(self._to_clear)
+        counts = {"num_free": free, "num_evictable": evictable, "num_to_clear": len(self._to_clear), "num_used": used}
+        return {"window": self.pool.window, "num_blocks": self.capacity, **counts}
+
+    def _need(self, num_blocks: int, num_hits: int) -> tuple[int, bool]:
+        """Blocks that a request reserves, and whether it holds all of its table's from its first row on."""
+        first = self.pool.first_block(num_hits * self._chunk) // self.per_chunk * self.per_chunk
+        most = self.pool.most_blocks(self.per_chunk)
+        return min(num_blocks - first, most), num_blocks - first <= most
+
+    def _seen_after(self, digests: Sequence[bytes]) -> dict[int, _Part]:
+        """The listed chunks that rows behind these chunks see, by number."""
+        first = self.pool.first_block(len(digests) * self._chunk) // self.per_chunk
+        return {k: self._parts[digests[k]] for k in range(first, len(digests))}
+
+    def _num_outstanding(self) -> int:
+        """Blocks that requests have reserved and not taken."""
+        return sum(each.num_reserved - each.num_held for each in self._holdings.values())
+
+    def _extend(self, holding: _Holding, stop: int) -> None:
+        """Give the blocks of a table up to `stop`."""
+        count = max(0, stop - holding.stop)
+        holding.table[holding.stop : holding.stop + count] = self._take(count)
+        holding.num_held += count
+        holding.stop += count
+
+    def _forget(self, holding: _Holding, position: int) -> None:
+        """Give back the blocks that rows from `position` on do not see; a listed chunk's together."""
+        first = self.pool.first_block(position)
+        place = holding.first
+        while place < first:
+            k, part = place // self.per_chunk, holding.parts.get(place // self.per_chunk)
+            stop = place + 1
+            if part is not None:
+                stop = (k + 1) * self.per_chunk
+                if stop > first:
+                    break
+                self._retire(holding.parts.pop(k), newest=False)
+            elif holding.table[place]:
+                self._give_back((holding.table[place],))
+            holding.num_held -= sum(block > 0 for block in holding.table[place:stop])
+            holding.table[place:stop] = [0] * (stop - place)
+            place = stop
+        holding.first = place
+
+    def _retire(self, part: _Part, *, newest: bool) -> None:
+        """One table less holds a chunk's blocks; newest: it goes after all others.
+
+        Others go before all, but those that were found by a prompt."""
+        part.num_users -= 1
+        if part.num_users:
+            return
+        if not part.listed:
+            self._give_back(part.blocks)
+            return
+        self._unused[part.digest] = part
+        self._unused.move_to_end(part.digest, last=newest or part.is_found)
+
+    def _take(self, count: int) -> list[int]:
+        while len(self._free) < count and self._unused:
+            digest, part = self._unused.popitem(last=False)
+            del self._parts[digest]
+            self._give_back(part.blocks)
+        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        while len(taken) < count:  # a block of a failed request, which somebody else had shared
+            if not self._to_clear:
+                raise InvariantError(f"{count} blocks of window {self.pool.window} were reserved, and are not there")
+            taken.append(self._to_clear.pop())
+            self._to_clear_in_use.append(taken[-1])
+        return taken
+
+    def _give_back(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if block in self._to_clear_in_use:
+                self._to_clear_in_use.remove(block)
+                self._dirty.add(block)
+            if block in self._dirty:
+                self._dirty.discard(block)
+                self._to_clear.append(block)
+            else:
+                self._free.append(block)
+
+    def problems(self, requests: Collection[str], index: PrefixIndex) -> Iterator[str]:
+        """Faults of the book, in words; nothing when it is sound.
+
+        requests, index  those that hold blocks of other layers, and the chunks that prompts find
+        """
+        name = f"window {self.pool.window}"
+        if set(requests) != set(self._holdings):
+            yield f"{name}: {len(self._holdings)} requests hold blocks, and {len(requests)} of other layers"
+        if lost := [digest for digest in self._parts if index.get(digest) is None]:
+            yield f"{name}: {len(lost)} chunks are listed that no prompt finds"
+        states, users = Counter(self._free) + Counter(self._to_clear), Counter[int]()
+        parts = {id(part): part for part in self._parts.values()}
+        for request_id, holding in self._holdings.items():
+            held = set(holding.table) - {0}
+            if len(held) != holding.num_held or holding.num_held > holding.num_reserved:
+                yield (f"{name}: request {request_id} holds {len(held)} blocks, counts {holding.num_held}, and "
+                       f"reserved {holding.num_reserved}")  # fmt: skip
+            for k, part in holding.parts.items():
+                users[id(part)] += 1
+                parts[id(part)] = part
+                if tuple(holding.table[k * self.per_chunk : (k + 1) * self.per_chunk]) != part.blocks:
+                    yield f"{name}: chunk {k} of request {request_id} is not at its place in the table"
+            states.update(held.difference(*(part.blocks for part in holding.parts.values())))
+        for key, part in parts.items():
+            states.update(part.blocks)
+            if part.num_users != users[key] or (part.listed and (not users[key]) != (part.digest in self._unused)):
+                yield f"{name}: blocks {part.blocks} have {part.num_users} users, {users[key]} tables hold them"
+        wrong = [block for block in range(1, self.pool.num_blocks) if states[block] != 1]
+        if wrong or states[0] or states.total() != self.capacity:
+            yield f"{name}: blocks {wrong} do not have one state; {states.total()} of {self.capacity} are accounted for"
+        if self._dirty.intersection(self._free):
+            yield f"{name}: blocks {sorted(self._dirty.intersection(self._free))} are free but not cleared"
+        ready = len(self._free) + len(self._unused) * self.per_chunk + len(self._to_clear)
+        if ready < self._num_outstanding():
+            yield f"{name}: {self._num_outstanding()} blocks are reserved, {ready} are there"

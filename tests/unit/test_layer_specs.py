@@ -1,0 +1,109 @@
+"""Layers that differ within a model: their caches, tables, cuts and weights are their own, and no promise is lost."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import target_geometry
+from layer_changes import with_changes
+from lowered import Pair
+from recording import run_one
+from tiny_models import make_target
+
+from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.layer_spec import AttentionSpec, DenseSpec, LayerSpec, RopeConfig
+from lowlat.models.rank_weights import rank_weights
+from lowlat.models.shard import rank_configs
+from lowlat.models.target import open_target
+from lowlat.models.weight_plan import weight_plan
+from lowlat.sequence.paged_kv import PagedKV
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_context": 96, "block_size": 8, "prefill_chunk": 32}
+SIZES: dict[str, Any] = {"num_attention_heads": 8, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
+GELU = DenseSpec(inner_size=128, activation="gelu_tanh")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers, of which tests change the geometry."""
+    path = tmp_path_factory.mktemp("llama")
+    make_target(path, "llama", gain=0.4, num_hidden_layers=2, head_dim=64, **SIZES)
+    return path
+
+
+def mixed(**changes: Any) -> ModelConfig:
+    """A target of three layers, of which the second has other heads, another width and another base."""
+    config = target_geometry(num_layers=3, hidden_size=64, vocab_size=128, num_heads=8, head_dim=8, inner_size=64)
+    mixer = AttentionSpec(num_heads=16, num_kv_heads=4, head_dim=16, rope=RopeConfig(1e6), window=8)
+    layer = LayerSpec(mixer=mixer, ffn=DenseSpec(inner_size=128))
+    return replace(config, layers=(config.layers[0], layer, config.layers[2]), **changes)
+
+
+def test_caches_tables_and_weights_are_each_layer_s_own() -> None:
+    config = mixed()
+    assert [spec.shape for spec in PagedKV(config, 5, 4, {}).specs()][::2] == [
+        (5, 2, 4, 8),
+        (5, 4, 4, 16),
+        (5, 2, 4, 8),
+    ]
+    assert config.windows == (None, 8, None)
+    assert [(each.rope.theta, each.dims) for each in config.rotations] == [(1e4, 8), (1e6, 16)]
+    plan = weight_plan(config)
+    assert [plan[f"layers.{layer}.qkv.weight"][0] for layer in range(3)] == [(96, 64), (384, 64), (96, 64)]
+    assert [plan[f"layers.{layer}.down.weight"][0] for layer in range(3)] == [(64, 64), (64, 128), (64, 64)]
+    for name, kind in (("attention", "attention"), ("ffn", "FFN")):
+        with pytest.raises(ConfigError, match=f"layers that are alike in {kind}, found 2 kinds"):
+            getattr(config, name)
+
+
+@pytest.mark.parametrize(("size", "invariant"), [(2, False), (4, True), (1, True)])
+def test_ranks_cut_each_layer_by_its_own_sizes(size: int, invariant: bool) -> None:
+    config = mixed()
+    whole = {name: torch.zeros(shape) for name, (shape, _) in weight_plan(config).items()}
+    parts = rank_configs(config, size, invariant=invariant)
+    for part in parts:
+        found = {name: tuple(tensor.shape) for name, tensor in rank_weights(whole, part).items()}
+        expected = {name: shape for name, (shape, _) in weight_plan(part).items()}
+        expected["lm_head.weight"] = (128 // size, 64)
+        assert found == expected
+    queries = [sum(part.layers[layer].mixer.num_heads for part in parts) for layer in range(3)]
+    assert queries == [8, 16, 8]
+
+
+@pytest.mark.parametrize("further", [{}, {"tensor_parallel_size": 2, "tp_invariant": True}])
+def test_speculation_and_ranks_change_no_token_of_layers_that_differ(directory: Path, further: dict[str, Any]) -> None:
+    target = open_target(directory, dtype="float32")
+    config = with_changes(target.config, softcap=3.0, scale=0.2, ffn=GELU, embedding_scale=2.0, logit_softcap=4.0)
+    last = replace(config.layers[1], mixer=replace(config.layers[1].mixer, rope=RopeConfig(1e6), window=16))
+    target = replace(target, config=replace(config, layers=(config.layers[0], last)))
+    prompt = torch.randint(0, 128, (41,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = []
+    for speculative in (None, SpeculativeConfig(method="ngram", num_speculative_tokens=3)):
+        with Runtime.load(target, speculative, **OPTIONS, **further) as runtime:
+            found.append(run_one(runtime, prompt, SamplingParams(max_tokens=16)))
+    assert found[0] == found[1] and len(found[0]) == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"softcap": 3.0}, r"attention with softcap 3\.0"),
+        ({"ffn": GELU}, "silu_mul with activation 'gelu_tanh'"),
+        ({"embedding_scale": 2.0}, r"embed with scale 2\.0"),
+        ({"logit_softcap": 30.0}, r"linear with softcap 30\.0"),
+        ({}, r"rms_norm with layers\.0\.attn_norm\.weight in torch\.float32"),
+    ],
+)
+def test_kernels_refuse_by_name_what_they_do_not_compute(
+    directory: Path, changes: dict[str, Any], problem: str
+) -> None:
+    pair = Pair(directory)
+    pair.target = replace(pair.target, config=with_changes(pair.target.config, **changes))
+    if not changes:
+        wide = {n: w.float() if n.endswith("norm.weight") else w for n, w in pair.target.weights.items()}
+        pair.target = replace(pair.target, weights=wide)
+    with pytest.raises(ConfigError, match=f"{problem} has no kernel.*use executor 'reference'"):
+        pair.lower(depth=0, batch=1)

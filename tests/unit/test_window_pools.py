@@ -1,0 +1,246 @@
+"""Pools of sliding windows against a naive model that knows the content of every block."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lowlat.errors import RequestError
+from lowlat.sequence.kvcache import KVCache
+from lowlat.sequence.window_book import WindowBook
+from lowlat.sequence.window_pool import WindowPool, kept_windows
+
+BLOCK, CHUNK, AHEAD = 32, 64, 3
+MOST = 2 * CHUNK  # positions of a prompt that are written at once
+
+
+def pool(window: int, num_blocks: int) -> WindowPool:
+    return WindowPool(window, num_blocks, BLOCK, num_at_once=MOST, num_behind=5, num_ahead=AHEAD)
+
+
+def make(num_blocks: int, *pools: WindowPool, share_decoded: bool = False) -> KVCache:
+    books = [WindowBook(each, CHUNK) for each in pools]
+    return KVCache(num_blocks, BLOCK, CHUNK, reuse=True, share_decoded=share_decoded, books=books)
+
+
+def prefill(cache: KVCache, name: str, prompt: list[int], start: int = 0) -> None:
+    for first in range(start, len(prompt), MOST):
+        stop = min(first + MOST, len(prompt))
+        cache.append(name, first, stop)
+        cache.mark_prefilled(name, stop)
+        cache.invariants()
+
+
+def text(*chunks: int) -> list[int]:
+    """A prompt of whole chunks and a position more."""
+    return [value for value in chunks for _ in range(CHUNK)] + [0]
+
+
+def test_windows_that_hold_the_context_get_no_pool() -> None:
+    assert kept_windows((None, 128, 64, 128, 4096), 1000) == (64, 128)
+    assert kept_windows((1000, None), 1000) == ()
+
+
+def test_a_long_request_holds_few_blocks_and_shares_its_prefix() -> None:
+    sizes = pool(40, 41)
+    cache, prompt = make(301, sizes), text(*range(20))
+    assert cache.admit("a", prompt, len(prompt) + 2000, AHEAD) is not None
+    prefill(cache, "a", prompt)
+    table = cache.tables("a")[".w40"]
+    held = set(table) - {0}
+    assert len(table) == len(cache.tables("a")[""]) == -(-(len(prompt) + 2003) // BLOCK)
+    assert len(held) <= sizes.most_blocks(2) == 20 and not any(table[: sizes.first_block(len(prompt)) // 2 * 2])
+    stats = cache.pool_stats()[0]
+    assert stats["num_used"] == len(held) and stats["num_evictable"] > 0
+    cache.release("a")
+    again = cache.admit("b", [*prompt, 1, 1], len(prompt) + 2000, AHEAD)
+    assert again is not None and again.num_cached_tokens == 20 * CHUNK
+    cache.invariants()
+    found = cache.tables("b")[".w40"]
+    first = sizes.first_block(20 * CHUNK) // 2 * 2
+    assert found[first : 20 * 2] == table[first : 20 * 2] and not any(found[:first])
+
+
+def test_a_hit_needs_the_window_s_last_chunks_alone() -> None:
+    sizes = pool(40, 41)
+    cache, prompt = make(401, sizes), text(*range(20))
+    cache.admit("a", prompt, len(prompt) + 4, AHEAD)
+    prefill(cache, "a", prompt)
+    cache.release("a")
+    others = text(*range(100, 120))
+    cache.admit("b", others, len(others) + 1500, AHEAD)  # it takes the blocks of chunks in prompts' middles
+    prefill(cache, "b", others)
+    cache.release("b")
+    middle = cache.admit("c", prompt[: 15 * CHUNK + 1], 15 * CHUNK + 5, AHEAD)
+    end = cache.admit("d", prompt, len(prompt) + 4, AHEAD)
+    assert end is not None and end.num_cached_tokens == 20 * CHUNK
+    assert middle is not None and middle.num_cached_tokens < 15 * CHUNK
+    cache.invariants()
+
+
+def test_a_request_that_no_pool_holds_is_refused_by_name() -> None:
+    sizes = pool(40, 12)
+    cache = make(301, sizes)
+    with pytest.raises(RequestError, match="window of 40; their pool has 11"):
+        cache.admit("a", text(*range(20)), 3000, AHEAD)
+    assert cache.admit("b", [1] * 70, 100, AHEAD) is not None
+
+
+def test_long_requests_wait_for_each_other_s_blocks_only() -> None:
+    """As many fit as their windows' blocks do, and what prefill took at once is there again when it is done."""
+    sizes = pool(40, 0)
+    each = sizes.most_blocks(2)
+    cache, prompt = make(2001, pool(40, 2 * each + 1)), text(*range(10))
+    for name in ("a", "b"):
+        assert cache.admit(name, prompt, 6000, AHEAD) is not None
+    assert cache.admit("c", prompt, 6000, AHEAD) is None
+    generation = cache.generation
+    prefill(cache, "a", prompt)
+    prefill(cache, "b", prompt)
+    assert cache.generation > generation
+    assert cache.admit("short", [1] * 10, 20, AHEAD) is not None
+    cache.invariants()
+
+
+PROMPTS = st.builds(
+    lambda base, count, tail: [*text(*base[:count])[:-1], *[7] * tail],
+    st.sampled_from([(0,) * 8, (0, 0, *range(1, 7)), (2,) * 8]),
+    st.integers(0, 8),
+    st.integers(1, CHUNK + 3),
+)
+
+
+@dataclass
+class Live:
+    keys: list[int]  # of each position: what its keys and values depend on
+    num_prompt: int
+    num_total: int
+    num_written: int
+    num_tokens: int
+    wrote: set[tuple[str, int]] = field(default_factory=set)
+
+
+class WindowMachine(RuleBasedStateMachine):
+    """What a row sees holds what was written for just its prefix, in every pool; and nobody else writes there."""
+
+    @initialize(share=st.booleans(), blocks=st.integers(40, 90), first=st.integers(9, 60), second=st.integers(14, 60))
+    def start(self, share: bool, blocks: int, first: int, second: int) -> None:
+        self.pools = (pool(40, first), pool(150, second))
+        self.windows = {"": 1 << 30} | {each.suffix: each.window for each in self.pools}
+        self.cache = make(blocks, *self.pools, share_decoded=share)
+        self.content: dict[tuple[str, int, int], object] = {}
+        self.live: dict[str, Live] = {}
+        self.count = 0
+
+    @rule(prompt=PROMPTS, extra=st.integers(1, 700), salt=st.sampled_from(["", "", "a"]))
+    def admit(self, prompt: list[int], extra: int, salt: str) -> None:
+        name, self.count = f"r{self.count}", self.count + 1
+        total = len(prompt) + extra
+        try:
+            found = self.cache.admit(name, prompt, total, AHEAD, salt)
+        except RequestError:
+            return
+        if found is None:
+            return
+        keys = [hash(salt)]
+        for token in [*prompt, *[extra] * extra]:
+            keys.append(hash((keys[-1], token)))
+        start = found.num_cached_tokens
+        self.live[name] = Live(keys[1:], len(prompt), total, start, len(prompt), set())
+        if start:
+            self.check(name, start)
+
+    def check(self, name: str, position: int) -> None:
+        """What rows at a position see, in every pool."""
+        request, tables = self.live[name], self.cache.tables(name)
+        for suffix, window in self.windows.items():
+            for seen in range(max(0, position - window), position):
+                block = tables[suffix][seen // BLOCK]
+                assert block and self.content[suffix, block, seen % BLOCK] == request.keys[seen]
+
+    def write(self, name: str, start: int, stop: int, *, rejected: bool = False) -> None:
+        request, tables = self.live[name], self.cache.tables(name)
+        others = {other: self.cache.tables(other) for other in self.live if other != name}
+        for suffix in self.windows:
+            blocks = {tables[suffix][position // BLOCK] for position in range(start, stop)}
+            assert 0 not in blocks
+            assert not any(blocks.intersection(table[suffix]) for table in others.values()), "it is shared"
+            request.wrote.update((suffix, block) for block in blocks)
+            for position in range(start, stop):
+                value = "rejected" if rejected else request.keys[position]
+                self.content[suffix, tables[suffix][position // BLOCK], position % BLOCK] = value
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), count=st.integers(1, 2), tokens=st.integers(1, 300))
+    def advance(self, data: st.DataObject, count: int, tokens: int) -> None:
+        """Prefill some chunks, or decode many tokens, each with a tail that is rejected."""
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        request = self.live[name]
+        if request.num_written < request.num_prompt:
+            start, stop = request.num_written, min(request.num_written + count * CHUNK, request.num_prompt)
+            self.cache.append(name, start, stop)
+            for suffix, blocks in self.cache.take_pool_blocks_to_clear().items():
+                self.clear(suffix, blocks)
+            self.check(name, start)
+            self.write(name, start, stop)
+            self.cache.mark_prefilled(name, stop)
+            request.num_written = stop
+            return
+        stop = min(request.num_tokens + tokens, request.num_total - 1)
+        while request.num_tokens < stop:
+            end = min(request.num_tokens + 17, stop)
+            self.write(name, request.num_tokens, end)
+            self.write(name, end, end + AHEAD, rejected=True)
+            request.num_tokens = end
+            self.check(name, end - 4)  # a row that is run again
+
+    def clear(self, suffix: str, blocks: list[int]) -> None:
+        for block in blocks:
+            for offset in range(BLOCK):
+                self.content[suffix, block, offset] = None
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), poisoned=st.sampled_from([False, False, True]), tell=st.booleans())
+    def release(self, data: st.DataObject, poisoned: bool, tell: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        self.cache.release(name, None, poisoned=poisoned)
+        request = self.live.pop(name)
+        if poisoned:
+            for suffix, block in request.wrote:
+                used = {each for other in self.live for each in self.cache.tables(other)[suffix]}
+                if block not in used and not self.is_listed(suffix, block):
+                    self.content[suffix, block, 0] = "nan"
+
+    def is_listed(self, suffix: str, block: int) -> bool:
+        """Whether others have written to a block since, and prompts may find it."""
+        books = [book for book in self.cache._books if isinstance(book, WindowBook) and book.name == suffix]
+        parts = {each for book in books for part in book._parts.values() for each in part.blocks}
+        return block in parts | {each for chunk in self.cache._index for each in chunk.blocks if not suffix}
+
+    @rule()
+    def clear_all(self) -> None:
+        self.clear("", self.cache.take_blocks_to_clear())
+        for suffix, blocks in self.cache.take_pool_blocks_to_clear().items():
+            self.clear(suffix, blocks)
+
+    @invariant()
+    def balanced(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.invariants()
+            for stats, sizes in zip(self.cache.pool_stats(), self.pools, strict=True):
+                tables = [self.cache.tables(name)[sizes.suffix] for name in self.live]
+                assert stats["num_used"] == len({block for table in tables for block in table} - {0})
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            for name in list(self.live):
+                self.cache.release(name)
+            self.clear_all()
+            self.cache.invariants()
+            assert all(stats["num_used"] == 0 for stats in self.cache.pool_stats())
+
+
+TestWindowMachine = WindowMachine.TestCase
+TestWindowMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -1,0 +1,141 @@
+"""Layers of a sliding window keep few blocks of a long request: the tokens are those of one pool for all layers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recording import Recorder, prompt_of, run_all
+from stages import later
+from tiny_models import PairPaths, make_pair
+
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.step import state
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_batch": 2,
+    "max_context": 1200,
+    "block_size": 16,
+    "prefill_chunk": 64,
+    "max_prefill_chunks": 2,
+}
+SAMPLED = SamplingParams(max_tokens=190, temperature=0.8, seed=3)  # the ring comes round
+METHODS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "chain": {"method": "eagle3", "num_speculative_tokens": 3},
+    "tree": {"method": "eagle3", "num_speculative_tokens": 2, "tree": [[0], [1], [0, 0], [1, 0], [0, 1]]},
+    "widths": {"method": "eagle3", "num_speculative_tokens": 4, "adaptive_width": True},
+    "window": {"method": "eagle3", "num_speculative_tokens": 3, "draft_window": 24},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
+    """A target of which every other layer has a window, with a draft model that has one, too."""
+    directory = tmp_path_factory.mktemp("windows")
+    return make_pair(directory, "gpt_oss", sliding_window=16, max_position_embeddings=2048)
+
+
+def load(pair: PairPaths, method: str, **options: Any) -> Runtime:
+    own = METHODS[method]
+    speculative = SpeculativeConfig(model=pair.head, strict=True, **own) if own else None
+    return Runtime.load(pair.target, speculative, **{**OPTIONS, **options})
+
+
+Trace = tuple[list[int], dict[int, torch.Tensor]]
+
+
+def traced(runtime: Runtime, prompt: list[int]) -> Trace:
+    recorder = Recorder(runtime)
+    name = recorder.submit(prompt, SAMPLED)
+    tokens = run_all(runtime)[name]
+    recorder.stop()
+    return tokens, recorder.logits[name]
+
+
+def assert_same(found: Trace, expected: Trace) -> None:
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(found[1][place], row) for place, row in expected[1].items())
+
+
+@pytest.fixture(scope="module")
+def expected(pair: PairPaths) -> dict[int, Trace]:
+    """By the length of its prompt: of one pool of blocks for all layers, without drafts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "kept_windows", lambda windows, max_context: ())
+        with load(pair, "alone", prefix_reuse=False) as runtime:
+            assert not runtime.kvcache.pool_stats()
+            return {length: traced(runtime, prompt_of(length)) for length in (420, 385)}
+
+
+@pytest.mark.parametrize("method", [later("alone"), "chain", later("tree"), later("widths"), later("window")])
+def test_a_text_of_many_windows_has_the_tokens_of_one_pool(
+    method: str, pair: PairPaths, expected: dict[int, Trace]
+) -> None:
+    """Alone, behind a cached prefix, and beside requests that join, are cancelled and take the blocks it gave back."""
+    with load(pair, method) as runtime:
+        assert_same(traced(runtime, prompt_of(420)), expected[420])
+        assert_same(traced(runtime, prompt_of(385)), expected[385])
+        assert runtime.kvcache.stats().hit_tokens == 384
+        hits = 384
+        name = runtime.submit(prompt_of(420), SAMPLED)
+        tokens: list[int] = []
+        other = ""
+        while runtime.busy:
+            for output in runtime.step():
+                if output.request_id == name:
+                    tokens += output.token_ids
+            if len(tokens) in range(20, 150, 10) and runtime.busy:
+                if other and any(each["request_id"] == other for each in runtime.slots()):
+                    runtime.cancel(other)
+                    other = ""
+                elif not other:
+                    other = runtime.submit(prompt_of(300 + len(tokens), seed=len(tokens)), SAMPLED)
+            runtime.kvcache.invariants()
+        assert tokens == expected[420][0]
+        assert runtime.kvcache.stats().hit_tokens - hits >= 384
+        assert all(stats["num_used"] == 0 for stats in runtime.kvcache.pool_stats())
+
+
+def test_the_window_s_pool_is_small_and_holds_as_many_requests(pair: PairPaths) -> None:
+    with load(pair, "alone", max_context=2000) as runtime:
+        [pool], geometry = runtime.geometry.window_pools, runtime.geometry
+        assert pool.num_blocks < geometry.num_blocks * 0.8
+        buffers = runtime.executor.state
+        assert (buffers["k_cache.0"].shape[0], buffers["k_cache.1"].shape[0]) == (pool.num_blocks, geometry.num_blocks)
+        names = [runtime.submit(prompt_of(600, seed=seed), SamplingParams(max_tokens=1300)) for seed in range(2)]
+        while any(each["phase"] != "decoding" for each in runtime.slots()) or len(runtime.slots()) < 2:
+            runtime.step()
+        [stats] = runtime.summary()["kv"]["windows"]
+        assert stats["window"] == 16 and stats["num_used"] < 2 * pool.most_blocks(per_chunk=4)
+        for name in names:
+            runtime.cancel(name)
+        runtime.step()
+        runtime.kvcache.invariants()
+
+
+def test_a_failed_request_s_blocks_are_cleared_in_every_pool(pair: PairPaths) -> None:
+    """Its keys are not finite: it ends by name, and nobody meets them again."""
+    with load(pair, "alone") as runtime:
+        runtime.submit(prompt_of(420), SAMPLED)
+        while not runtime.slots() or runtime.slots()[0]["phase"] != "decoding":
+            runtime.step()
+        session = next(iter(runtime._requests.values()))
+        held = sorted(set(runtime.kvcache.tables(session.request_id)[".w16"]) - {0})
+        runtime.executor.state["v_cache.0"][held] = torch.nan
+        outputs = []
+        while runtime.busy:
+            outputs += runtime.step()
+        assert outputs[-1].finish_reason == "error"
+        assert not runtime.executor.state["v_cache.0"].isnan().any()
+        assert runtime.kvcache.pool_stats()[0]["num_to_clear"] == 0
+        runtime.kvcache.invariants()
+
+
+def test_a_window_that_holds_the_context_has_no_pool(pair: PairPaths, tmp_path: Path) -> None:
+    with load(pair, "alone", max_context=16) as runtime:
+        assert runtime.geometry.windows == ()
+        assert "windows" not in runtime.summary()["kv"]
