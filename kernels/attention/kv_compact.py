@@ -31,8 +31,9 @@ def kv_compact(
     k_caches: Sequence[torch.Tensor],
     v_caches: Sequence[torch.Tensor],
     workspace: Workspace,
+    group: str = "",
 ) -> list[KernelCall]:
-    """`kv_compact` of the reference for every layer.
+    """`kv_compact` of the reference for every layer of one block table.
 
     accepted_nodes      [B, T]                  int32  a path from the root; nodes ascend
     commit_lens         [B]                     int32  rows to keep
@@ -40,14 +41,16 @@ def kv_compact(
     block_table         [max B, blocks]         int32
     slots               [B]                     int32  -1 pads
     k_caches, v_caches  L times [P, G, block, D]       updated; one shape, rows of whole multiples of 16 bytes
-    The caches' addresses are kept in a workspace, filled here. Raises ShapeError for shapes that do not fit.
+    group  names the layers: their caches' addresses are kept in a workspace of that name, filled here, which launches
+           over other layers must not share
+    Raises ShapeError for shapes that do not fit.
     """
     caches = [*k_caches, *v_caches]
     for cache_ in caches:
         check_shape("a cache", cache_, *caches[0].shape)
         if cache_.dtype != caches[0].dtype or not cache_.is_contiguous():
             raise ShapeError("the caches of all layers must be contiguous and of one dtype")
-    addresses = workspace("kv_compact.addresses", (len(caches),), torch.int64)
+    addresses = workspace(f"kv_compact.addresses.{group}", (len(caches),), torch.int64)
     addresses.copy_(torch.tensor([cache_.data_ptr() for cache_ in caches], dtype=torch.int64))
     reads = (accepted_nodes, commit_lens, dense_lens, block_table, slots)
     return _calls(reads, caches[0], (addresses, 0), len(caches))

@@ -97,7 +97,7 @@ def _compacted(binding: Binding, run: Run) -> Sequence[Call]:
         each = [binding.arguments(op) for op in compacted if op.reads["block_table"] == table]
         shared: dict[str, Any] = {name: each[0][name] for name in COMPACTED}
         caches: dict[str, Any] = {f"{part}_caches": [given[f"{part}_cache"] for given in each] for part in ("k", "v")}
-        calls += kv_compact(**shared, **caches, workspace=binding.workspace)
+        calls += kv_compact(**shared, **caches, workspace=binding.workspace, group=table)
     return calls
 
 

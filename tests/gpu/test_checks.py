@@ -128,7 +128,7 @@ def test_spoilt_state_hurts_one_request(name: str, checked: Runtime, expected: d
     else:
         assert tokens["hurt"] == expected["hurt"][: len(tokens["hurt"])] != expected["hurt"]
         assert (last["hurt"].finish_reason, last["hurt"].error_code) == ("error", "check")
-        assert f"check of {kind} failed for request 'hurt-{name}' in slot 0: " in last["hurt"].error
+        assert f"check of {kind} failed for request {f'hurt-{name}'!r} in slot 0: " in last["hurt"].error
     counts = {each: failed[each] - before[each] for each in failed}
     limited = name == "limit"  # below 0 there are no drafts to fall back from
     assert counts == {**dict.fromkeys(failed, 0), kind: 2 if single and not mends and not limited else 1}

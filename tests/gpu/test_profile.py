@@ -9,9 +9,11 @@ from needed_cards import need_cards
 
 from lowlat.cli.options import bundled
 from lowlat.graphs.program import Stage
+from lowlat.speculators.eagle3.speculator import RANGE_NAMES
 
 STEPS = 5
-STAGES = [str(stage) for stage in Stage if stage not in (Stage.PREFILL, Stage.DRAFT)]
+# the bundled pair's draft model is EAGLE3's, whose ranges have names of their own
+STAGES = [RANGE_NAMES.get(stage, str(stage)) for stage in Stage if stage not in (Stage.PREFILL, Stage.DRAFT)]
 
 
 @pytest.mark.parametrize("executor", ["graph", "eager"])

@@ -144,6 +144,22 @@ def test_every_tensor_of_a_call_is_somebody_s(step: Lowered) -> None:
                 assert any(low <= start and end <= high for low, high in owned), (call.kernel.name, number)
 
 
+def test_the_moves_of_each_table_s_layers_name_their_own_caches(lowered: LoweredPairs) -> None:
+    """A launch moves the layers of one block table, and its list of caches is nobody else's."""
+    step = lowered("gpt_oss", 3, 2, tree=True)
+    tables: dict[str, list[int]] = {}
+    for op in step.program.ops:
+        if op.kind == "kv_compact":
+            caches = (step.buffers[op.writes[name]].data_ptr() for name in ("k_cache", "v_cache"))
+            tables.setdefault(op.reads["block_table"], []).extend(caches)
+    moves = [call for call in step.calls if call.kernel.name.startswith("kv_compact")]
+    assert len(tables) == len(moves) == 2
+    found = {call.arguments[3].data_ptr(): call.arguments[5] for call in moves}
+    for table, caches in tables.items():
+        listed = found[step.buffers[table].data_ptr()]
+        assert sorted(listed.tolist() if listed.numel() > 1 else [each.data_ptr() for each in listed]) == sorted(caches)
+
+
 def test_arguments_fit_their_parameters(step: Lowered) -> None:
     for call in step.calls:
         kernel = call.kernel
