@@ -9,7 +9,7 @@ import torch
 from bench.dense_cases import Case
 from bench.lowlat_step import ROOM
 from lowlat.engine.failed_checks import FailedCheck
-from lowlat.kernels.reference.step.checks import CODE, ENDS
+from lowlat.kernels.reference.step.checks import CODE
 
 __all__ = ["Soaked", "check_state", "soak"]
 
@@ -111,9 +111,7 @@ def check_state(state: Mapping[str, torch.Tensor], sound: torch.Tensor, case: Ca
     if not bool(sound.all()):
         problems.append(f"logits are not finite after {steps} steps")
     if "ring_checks" in state:  # which holds as many steps as lie between looks
-        failed = state["ring_checks"][..., : ENDS + 1].flatten(0, -2).tolist()
-        told = {
-            FailedCheck(-1, row[0], row[1], row[2], row[3], bool(row[ENDS])).describe() for row in failed if row[CODE]
-        }
-        problems += [f"a check failed within {steps} steps: {text}" for text in sorted(told)]
+        failed = state["ring_checks"].flatten(0, -2)
+        told = {FailedCheck.of(-1, row) for row in failed[failed[:, CODE] != 0].tolist()}
+        problems += [f"a check failed within {steps} steps: {failure.describe()}" for failure in sorted(told)]
     return problems

@@ -22,7 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from hypothesis import HealthCheck, settings
-from stages import LONGEST
+from stages import LONGEST, is_fast
 
 # What workers, and the processes that tests start, import is compiled once: two seconds a process where it is not kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -68,7 +68,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Tests of a card are not even imported for the second stage where there is none: the first has looked at them."""
+    """Files that are not of the fast stage are not imported for it.
+
+    Nor are tests of a GPU for the second stage where there is none: the first has looked at them.
+    """
+    if config.getoption("markexpr") == "fast" and collection_path.suffix == ".py":
+        return None if collection_path.name == "conftest.py" or is_fast(_name_of(collection_path)) else True
     if config.getoption("markexpr") != "second" or collection_path != REPOSITORY / "tests" / "gpu":
         return None
     import torch
@@ -76,9 +81,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if torch.cuda.is_available() else True
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the second stage out unless it or one of its tests is named; skip what cannot run here, and say why."""
     selected = str(config.getoption("markexpr"))
+    for item in items:
+        if is_fast(_name_of(item.path)):
+            item.add_marker("fast")
     if "second" not in selected and not any("::" in argument for argument in config.args):
         second = [item for item in items if item.get_closest_marker("second") is not None]
         items[:] = [item for item in items if item.get_closest_marker("second") is None]
@@ -103,8 +112,12 @@ def _turn(file: Path, alone: bool) -> int:
     """The place of a test's file: a worker takes a file at a time, so those that take longest begin, and those whose
     times matter come when others have little left to do.
     """
-    name = file.as_posix().removeprefix(f"{REPOSITORY.as_posix()}/tests/")
+    name = _name_of(file)
     return LONGEST.index(name) if name in LONGEST else len(LONGEST) + alone
+
+
+def _name_of(file: Path) -> str:
+    return file.as_posix().removeprefix(f"{REPOSITORY.as_posix()}/tests/")
 
 
 def pytest_collection_finish() -> None:

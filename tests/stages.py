@@ -1,6 +1,6 @@
 """Marks cases of a parametrised test for the second stage: those that cost much and rarely tell more than others.
 
-It also lists the files that take longest with both stages: workers begin with them.
+It also lists the files that take longest with both stages: workers begin with them; and those of the fast stage.
 """
 
 from collections.abc import Container, Iterable
@@ -17,6 +17,21 @@ LONGEST = (
     "unit/cli/test_cli_bench.py",
     "unit/test_packaging.py",
 )
+
+
+# The files of `pytest -m fast`: a minute of what breaks first, the other stages not imported.
+FAST = (
+    *("unit/test_config.py", "unit/test_tree.py", "unit/test_request.py", "unit/test_serving_config.py"),
+    *("unit/test_kvcache.py", "unit/test_scheduler.py", "unit/test_metrics.py", "unit/test_launching.py"),
+    *("unit/test_formats.py", "unit/test_text_detokenizer.py", "unit/test_runtime.py"),
+    *("unit/kernels/test_step_operations.py", "unit/kernels/test_sample.py", "unit/test_lowering_parts.py"),
+    *("unit/checkpoint/test_checkpoint_configs.py", "ipc/test_wire.py", "ipc/test_endpoint.py"),
+)
+
+
+def is_fast(name: str) -> bool:
+    """Whether a file, by its name below the tests' folder, is of the fast stage."""
+    return name in FAST or name.startswith("examples/")
 
 
 def later(*values: Any) -> Any:

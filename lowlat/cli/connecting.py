@@ -36,7 +36,7 @@ def refuse_the_servers_own(ctx: click.Context, model: Path | None = None) -> Non
     if model is not None:
         raise click.UsageError("MODEL is settled where the server is started; leave it out with --endpoint")
     options = [*options_of(SpeculativeConfig), *options_of(RuntimeConfig)]
-    own = {**{option.key: option.flag for option in options}, "trace": "--trace"}
+    own = {**{option.key: option.said for option in options}, "trace": "--trace"}
     for name, shown in own.items():
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{shown} is settled where the server is started; leave it out with --endpoint")

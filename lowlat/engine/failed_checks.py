@@ -5,7 +5,7 @@ A device tells a code and numbers; the texts stand here. It knows requests by th
 
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from lowlat.kernels.reference.step import checks
@@ -55,6 +55,14 @@ class FailedCheck(NamedTuple):
     value: int
     expected: int
     ends: bool
+
+    @classmethod
+    def of(cls, slot: int, row: Sequence[int]) -> "FailedCheck":
+        """A failure as a device tells it, by `lowlat.kernels.reference.step.checks`."""
+        code, place, value, expected = (
+            row[column] for column in (checks.CODE, checks.PLACE, checks.VALUE, checks.EXPECTED)
+        )
+        return cls(slot, code, place, value, expected, ends=bool(row[checks.ENDS]))
 
     @property
     def kind(self) -> str:

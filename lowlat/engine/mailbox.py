@@ -15,7 +15,7 @@ import torch
 from lowlat.engine.failed_checks import FailedCheck
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.kernels.reference.speculation.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
-from lowlat.kernels.reference.step.checks import CODE, ENDS, EXPECTED, PLACE, VALUE
+from lowlat.kernels.reference.step.checks import CODE
 from lowlat.kernels.reference.step.publish import (
     ACCEPTED,
     COMMITTED,
@@ -357,9 +357,7 @@ class Mailbox:
         rows = self._arrays[CHECKS][number % self.num_entries]
         slots = (*range(len(rows) - 1), -1)
         found = ((slot, rows[slot].tolist()) for slot in slots if rows[slot, CODE])
-        return tuple(
-            FailedCheck(slot, row[CODE], row[PLACE], row[VALUE], row[EXPECTED], bool(row[ENDS])) for slot, row in found
-        )
+        return tuple(FailedCheck.of(slot, row) for slot, row in found)
 
     def read(self, entry: Entry) -> list[SlotPublication]:
         """The publication of each slot in an entry; the step may then write over it."""

@@ -60,6 +60,20 @@ def check_countable(geometry: StepGeometry, topologies: Mapping[int, Topology]) 
         raise ConfigError(f"count_tiles {problem}; leave it out")
 
 
+class _Heads(NamedTuple):
+    """What tells the walks of two layers apart."""
+
+    window: int | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def kind(self) -> str:
+        """The kind of layer by which tiles are told."""
+        return "full" if self.window is None else f"window_{self.window}"
+
+
 class TileCounter:
     """Adds up the tiles of decode steps, by kind of attention layer: `full`, or `window_W`."""
 
@@ -69,9 +83,10 @@ class TileCounter:
         self._geometry, self._ladder, self._card = geometry, ladder, card
         trees = {depth: each for depth, each in topologies.items() if isinstance(each, TreeTopology)}
         self._masks = {depth: tuple(topology.packed_masks) for depth, topology in trees.items()}
-        self._layers = Counter(geometry.config.windows)
+        specs = geometry.config.attentions.values()
+        self._layers = Counter(_Heads(s.window, s.num_heads, s.num_kv_heads, s.head_dim) for s in specs)
         self._steps = 0
-        self._counts: dict[int | None, Counter[str]] = {window: Counter() for window in self._layers}
+        self._counts: dict[str, Counter[str]] = {heads.kind: Counter() for heads in self._layers}
 
     def see(self, depth: int, published: Sequence[tuple[Request, SlotPublication]]) -> None:
         """Count a decode step at a depth, before its requests take what was published of it.
@@ -86,18 +101,18 @@ class TileCounter:
         rows = 1 + max(slot.drafts for slot in slots) if is_choice(bucket) else bucket.rows
         masks = [self._masks_of(depth, slot, rows) for slot in slots]
         self._steps += 1
-        for window, found in self._counts.items():
-            for name, number in self._walked(window, bucket.batch, rows, slots, masks).items():
-                found[name] += number * self._layers[window]
+        for heads, num_layers in self._layers.items():
+            for name, number in self._walked(heads, bucket.batch, rows, slots, masks).items():
+                self._counts[heads.kind][name] += number * num_layers
 
     def report(self) -> dict[str, Any]:
         """Return a block `attention_tiles` of counts over all layers of a kind and all key-value heads, as JSON."""
-        kinds = {"full" if window is None else f"window_{window}": window for window in self._layers}
+        layers: Counter[str] = Counter()
+        for heads, num_layers in self._layers.items():
+            layers[heads.kind] += num_layers
+        counts = self._counts.items()
         return {
-            "attention_tiles": {
-                kind: {"layers": self._layers[window], "steps": self._steps, **self._counts[window]}
-                for kind, window in kinds.items()
-            }
+            "attention_tiles": {kind: {"layers": layers[kind], "steps": self._steps, **found} for kind, found in counts}
         }
 
     def _masks_of(self, depth: int, slot: VerifiedRows, rows: int) -> list[int]:
@@ -111,14 +126,14 @@ class TileCounter:
 
     def _walked(
         self,
-        window: int | None,
+        heads: _Heads,
         batch: int,
         rows: int,
         slots: Sequence[VerifiedRows],
         masks: Sequence[Sequence[int]],
     ) -> dict[str, int]:
         """The tiles of one layer: all, those that are multiplied whole or under a mask, and those that no row sees."""
-        work = _work_of(self._geometry, window, batch, rows)
+        work = _work_of(self._geometry, heads, batch, rows)
         plan, _ = choose_attention_plan(work, self._card)
         counts = count_tiles(
             work,
@@ -132,10 +147,7 @@ class TileCounter:
         return {"tiles": counts.total, "full": full, "masked": counts.masked, "empty": counts.empty}
 
 
-def _work_of(geometry: StepGeometry, window: int | None, batch: int, rows: int) -> AttentionWork:
-    """The work of a layer with this window."""
-    config = geometry.config
-    spec = next(each for each in config.attentions.values() if each.window == window)
-    split = choose_split(geometry.max_batch, geometry.max_context, spec.num_kv_heads)
-    group, coded = spec.num_heads // spec.num_kv_heads, config.coded_kv is not None
-    return AttentionWork(batch, rows, group, spec.num_kv_heads, spec.head_dim, window, 0, split, coded)
+def _work_of(geometry: StepGeometry, heads: _Heads, batch: int, rows: int) -> AttentionWork:
+    split = choose_split(geometry.max_batch, geometry.max_context, heads.num_kv_heads)
+    group, coded = heads.num_heads // heads.num_kv_heads, geometry.config.coded_kv is not None
+    return AttentionWork(batch, rows, group, heads.num_kv_heads, heads.head_dim, heads.window, 0, split, coded)

@@ -536,6 +536,8 @@ class RuntimeConfig:
                 raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
         if not isinstance(named, tuple) or any(type(number) is not int or number < 0 for number in named):
             raise ConfigError(f"devices must be a tuple of numbers of cards, such as (0, 1), got {named!r:.80}")
+        if self.count_tiles and self.tp_invariant:
+            raise ConfigError("count_tiles is not implemented for tp_invariant; leave one of them out")
         if named and self.device not in ("auto", "cuda"):
             raise ConfigError(f"devices names cards, and device {self.device!r} asks for one")
         if named and (len(named) != size or len(set(named)) != size):

@@ -60,6 +60,7 @@ class PlannedStep:
     step      the programs of one step, in order: one, or where the device chooses the draft length its opening and body
     prefill   the pass of `positions` tokens of a prompt
     rank      the geometry of the first rank's part of the target
+    num_gpus  that share the pair; the programs are the first one's
     """
 
     gpu: DescribedGpu
@@ -71,6 +72,7 @@ class PlannedStep:
     step: tuple[LoweredProgram, ...]
     prefill: LoweredProgram
     positions: int
+    num_gpus: int
 
 
 def preset_names() -> tuple[str, ...]:
@@ -115,7 +117,7 @@ def plan_step(
         lowered = _lower(pair, gpu, [*steps, prefill], ranks)
     return PlannedStep(
         gpu, geometry, own.config, pair.speculator, bucket, problem, tuple(lowered[:-1]), lowered[-1],
-        positions,
+        positions, len(ranks),
     )  # fmt: skip
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from bench.peers.tensors import tensorrt_llm, transformers, vllm
 from lowlat.cli.commands.compare import command
 from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError
-from lowlat.tools.compare.engines import tensorrt_llm, transformers, vllm
 from lowlat.tools.compare.recording import Recording, load_recording, save_recording
 
 PROMPT = [5, 9, 300, 8, 77, 2001, 14]

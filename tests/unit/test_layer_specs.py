@@ -44,7 +44,8 @@ def mixed(**changes: Any) -> ModelConfig:
 
 def test_caches_tables_and_weights_are_each_layer_s_own() -> None:
     config = mixed()
-    assert [spec.shape for spec in PagedKV(config, 5, 4, {}).specs()][::2] == [
+    shapes = [spec.shape for spec in PagedKV(config, 5, 4, {}).specs()]
+    assert shapes[::2] == [
         (5, 2, 4, 8),
         (5, 4, 4, 16),
         (5, 2, 4, 8),

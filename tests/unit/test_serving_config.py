@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from lowlat.cli.commands.serve import command as serve_command
@@ -152,7 +153,9 @@ def test_every_option_is_declared_once_and_found_everywhere() -> None:
     parameters = {parameter.name: parameter for parameter in serve_command.params}
     for name, option in SETTINGS.items():
         assert option.kind in KINDS and option.help.endswith(".")
-        spellings = {*parameters[name].opts, *parameters[name].secondary_opts}
+        found = parameters[f"refused_{name}" if option.rare else name]
+        assert isinstance(found, click.Option) and found.hidden == option.rare
+        spellings = {*found.opts, *found.secondary_opts}
         assert {option.flag, *option.flags} <= spellings
         assert f"--{name.replace('_', '-')}" in spellings
     for record in (SamplingParams, SpeculativeConfig, RuntimeConfig):

@@ -118,9 +118,9 @@ def test_a_draft_model_s_own_window_has_a_pool_too(method: str, pair: PairPaths,
                 for _ in range(2):
                     name = runtime.submit(prompt_of(385), SAMPLED)
                     tokens = run_all(runtime)[name]
-                    speculation = runtime.metrics(name).speculation
-                    assert speculation is not None
-                    found.append((tokens, speculation.total_accepted_tokens))
+                    drafted = runtime.metrics(name).speculation
+                    assert drafted is not None
+                    found.append((tokens, drafted.total_accepted_tokens))
                 assert runtime.kvcache.stats().hit_tokens == 384
                 runtime.kvcache.invariants()
     assert found[0][0] == found[1][0] and found[0] == found[2] and found[1] == found[3] and found[0][1] > 0

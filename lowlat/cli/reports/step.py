@@ -83,13 +83,15 @@ def step_report(
     report: dict[str, Any] = {
         "model": model,
         "draft_model": draft_model,
-        "method": None if speculator is None else speculator.method,
+        "method": None if speculator is None else speculator.draft_sources[0],
+        "text_drafts": None if speculator is None else speculator.draft_sources[1] or None,
         "gpu": {
             "name": gpu.name,
             "capability": list(gpu.card.capability),
             "multiprocessors": gpu.card.num_multiprocessors,
             "read_gb_per_s": round(rate, 1),
             "tuned": gpu.card.tuning is not None,
+            "count": planned.num_gpus,
         },
         "bucket": {
             "name": str(bucket),

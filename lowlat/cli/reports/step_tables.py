@@ -38,13 +38,16 @@ def print_step(report: dict[str, Any], *, full: bool = False) -> None:
 
 
 def _print_heading(report: dict[str, Any]) -> None:
-    gpu, bucket, method = report["gpu"], report["bucket"], report["method"]
-    drafts = "no speculation" if method is None else f"{METHODS.get(method, method)}, {bucket['name']}"
-    plans = "tuned plans" if gpu["tuned"] else "derived plans"
-    click.echo(f"{report['model']}, {drafts if method else bucket['name'] + ', ' + drafts}, {report['context']:,} "
-               f"tokens of context")  # fmt: skip
-    click.echo(f"{gpu['name']}: {gpu['multiprocessors']} SMs, capability {'.'.join(map(str, gpu['capability']))}, "
-               f"{plans}; floors are weights, keys and values at {gpu['read_gb_per_s']:,.0f} GB/s\n")  # fmt: skip
+    gpu, bucket, method, text = (report[name] for name in ("gpu", "bucket", "method", "text_drafts"))
+    drafts = "no speculation" if method is None else METHODS.get(method, method)
+    beside = "" if text is None else f" with {text} drafts"
+    click.echo(f"{report['model']}, {drafts}{beside}, {bucket['name']}, {report['context']:,} tokens of context")
+    count = "" if gpu["count"] == 1 else f"the first of {gpu['count']} x "
+    capability, plans = ".".join(map(str, gpu["capability"])), "tuned plans" if gpu["tuned"] else "derived plans"
+    click.echo(
+        f"{count}{gpu['name']}: {gpu['multiprocessors']} SMs, capability {capability}, {plans}; floors are weights, "
+        f"keys and values at {gpu['read_gb_per_s']:,.0f} GB/s\n"
+    )
     if report["kernels_do_not_cover"] is not None:
         click.echo(f"no kernels: {report['kernels_do_not_cover']}; operations run by torch\n")
 

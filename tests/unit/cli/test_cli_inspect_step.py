@@ -72,6 +72,14 @@ def test_experts_and_chosen_widths() -> None:
     assert chosen["bucket"]["num_speculative_tokens"] == 7 and chosen["step"]["operations"] > 100
 
 
+def test_several_gpus_share_a_model_and_text_drafts_beside_it() -> None:
+    whole = answer("inspect", "step", "llama-8b", "-S", 2, "--text-drafts", "suffix", "--json")
+    assert (whole["method"], whole["text_drafts"], whole["gpu"]["count"]) == ("eagle3", "suffix", 1)
+    shared = answer("inspect", "step", "llama-8b", "-S", 2, "--tensor-parallel", 2, "--json")
+    assert (shared["text_drafts"], shared["gpu"]["count"]) == (None, 2)
+    assert shared["step"]["weights_bytes"] == pytest.approx(whole["step"]["weights_bytes"] / 2, rel=0.01)
+
+
 def test_the_tables_fit_a_screen() -> None:
     result = lowlat("inspect", "step")
     assert result.exit_code == 0, result.output

@@ -1,6 +1,6 @@
 """A recording of transformers: every boundary's residual stream, the final hidden states and the logits.
 
-    python -m lowlat.tools.compare.engines.transformers MODEL --token-ids 1,2,3 --out transformers.safetensors
+    python -m bench.peers.tensors.transformers MODEL --token-ids 1,2,3 --out transformers.safetensors
     lowlat compare MODEL --against transformers.safetensors
 
 `output_hidden_states=True` returns the streams entering layers 0 to L - 1, and behind them the stream that has passed
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lowlat.tools.compare.engines.arguments import arguments, target_recording
+from bench.peers.tensors.arguments import arguments, target_recording
 from lowlat.tools.compare.recording import Recording, save_recording
 
 __all__ = ["main", "record_target"]

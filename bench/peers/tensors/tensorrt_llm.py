@@ -1,6 +1,6 @@
 """A recording of TensorRT-LLM: residual streams behind chosen layers, and the final hidden states.
 
-    python -m lowlat.tools.compare.engines.tensorrt_llm MODEL --token-ids 1,2,3 --layers 1,15,28 --out trt.safetensors
+    python -m bench.peers.tensors.tensorrt_llm MODEL --token-ids 1,2,3 --layers 1,15,28 --out trt.safetensors
     lowlat compare MODEL --against trt.safetensors --dtype bfloat16 --min-cosine 0.99
 
 `SaveHiddenStatesDecodingConfig` captures what leaves each layer of `eagle3_layers_to_capture`: layer i's is what lowlat
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from bench.peers.tensors.arguments import arguments, integers, target_recording
 from lowlat.errors import ConfigError
-from lowlat.tools.compare.engines.arguments import arguments, integers, target_recording
 from lowlat.tools.compare.recording import Recording, save_recording
 
 __all__ = ["config_arguments", "main", "recording_of"]

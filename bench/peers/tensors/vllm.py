@@ -1,6 +1,6 @@
 """A recording of vLLM: residual streams at chosen boundaries, by its extraction of hidden states.
 
-    python -m lowlat.tools.compare.engines.vllm MODEL --token-ids 1,2,3 --layers 0,2,16,29,32 --out vllm.safetensors
+    python -m bench.peers.tensors.vllm MODEL --token-ids 1,2,3 --layers 0,2,16,29,32 --out vllm.safetensors
     lowlat compare MODEL --against vllm.safetensors --dtype bfloat16 --min-cosine 0.99
 
 The method `extract_hidden_states` keeps the stream entering each layer of `eagle_aux_hidden_state_layer_ids`, as
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from bench.peers.tensors.arguments import arguments, integers, target_recording
 from lowlat.errors import ConfigError
-from lowlat.tools.compare.engines.arguments import arguments, integers, target_recording
 from lowlat.tools.compare.recording import Recording, save_recording
 
 __all__ = ["engine_arguments", "main", "recording_of"]
