@@ -264,7 +264,7 @@ def test_replay_equals_eager_bit_for_bit(name: str, pairs: dict[str, PairPaths])
     with load(pairs[name], "eager", **at_any_pace) as eager_runtime:
         eager = run(eager_runtime)
     assert graph[0] == eager[0]
-    skipped = ("staged", "prefill_", "command")
+    skipped = ("staged", "prefill_", "prompt_", "command")  # a prompt's dead rows are whatever their memory held
     different = [
         key
         for key, tensor in eager[1].items()
