@@ -15,7 +15,7 @@ from stages import LONGEST
 TOP_LEVEL = {
     *{"lowlat", "graphs", "kernels", "ipc", "src", "tests", "bench"},
     *{"pyproject.toml", "constraints.txt", "README.md", "LICENSE"},
-    *{".ci", ".gitignore", ".gitattributes"},
+    *{".ci", ".gitignore", ".gitattributes", ".pre-commit-config.yaml"},
 }
 FOLDERS = ("graphs", "kernels", "ipc")
 PACKAGES = ("lowlat", *FOLDERS)
