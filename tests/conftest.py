@@ -81,13 +81,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if torch.cuda.is_available() else True
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark tests of the fast stage, before any are left out by their markers."""
+    if is_fast(_name_of(item.path)):
+        item.add_marker("fast")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the second stage out unless it or one of its tests is named; skip what cannot run here, and say why."""
     selected = str(config.getoption("markexpr"))
-    for item in items:
-        if is_fast(_name_of(item.path)):
-            item.add_marker("fast")
     if "second" not in selected and not any("::" in argument for argument in config.args):
         second = [item for item in items if item.get_closest_marker("second") is not None]
         items[:] = [item for item in items if item.get_closest_marker("second") is None]

@@ -14,6 +14,7 @@ from lowlat.graphs import BufferSpec, Role
 from lowlat.graphs.program import RangeNames, Stage
 from lowlat.kernels.reference.speculation.choose_drafts import NUM_BINS, PROPOSAL_WIDTH
 from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.layer_spec import Rotation
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Speculator, StateSizes, StepScope
 from lowlat.speculators.suffix.speculator import SuffixSpeculator
@@ -48,6 +49,11 @@ class TextBeside(Speculator):
     def draft_config(self) -> DraftConfig | None:
         """The model's."""
         return self.model.draft_config
+
+    @property
+    def rotations(self) -> tuple[Rotation, ...]:
+        """The model's."""
+        return self.model.rotations
 
     @property
     def range_names(self) -> RangeNames:
