@@ -25,6 +25,13 @@ def pages(repository: Path, tree_files: list[Path]) -> dict[str, str]:
     return {name.as_posix(): (repository / name).read_text() for name in names}
 
 
+@pytest.fixture(scope="module")
+def measured(pages: dict[str, str]) -> str:
+    """What bench's pages tell of measurements, one after the other."""
+    names = sorted(name for name in pages if name == "bench/README.md" or name.startswith("bench/notes/"))
+    return "\n".join(pages[name] for name in names)
+
+
 def table_rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("|")]
 
@@ -53,7 +60,7 @@ def test_functions_that_links_name_are_in_their_files(repository: Path, pages: d
         assert re.search(rf"\b(def|class) {name.split('.')[-1]}\b|^{name}\b", text, re.MULTILINE), (name, file)
 
 
-@pytest.mark.parametrize("page", ["README.md", "bench/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "bench/notes/decode-steps.md"])
 def test_the_table_of_a_step_is_the_reports_own(repository: Path, pages: dict[str, str], page: str) -> None:
     report = (repository / "bench" / "results" / "h200" / "dense.md").read_text()
     assert set(table_rows(report)) <= set(table_rows(pages[page]))
@@ -61,15 +68,15 @@ def test_the_table_of_a_step_is_the_reports_own(repository: Path, pages: dict[st
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_table_of_several_cards_is_its_files_own(repository: Path, pages: dict[str, str], size: int) -> None:
+def test_the_table_of_several_cards_is_its_files_own(repository: Path, measured: str, size: int) -> None:
     rows = json.loads((repository / "bench" / "results" / f"h200x{size}" / "parallel.json").read_text())
     assert all("error" not in row and row["weights"] == "random" for row in rows)
-    assert set(table_rows(bench("parallel").table(rows, size))) <= set(table_rows(pages["bench/README.md"]))
-    assert all(row["commit"] in pages["bench/README.md"] for row in rows)
+    assert set(table_rows(bench("parallel").table(rows, size))) <= set(table_rows(measured))
+    assert all(row["commit"] in measured for row in rows)
 
 
-def test_what_is_said_of_grammars_is_in_their_files(repository: Path, pages: dict[str, str]) -> None:
-    folder, page = repository / "bench" / "results" / "cpu", " ".join(pages["bench/README.md"].split())
+def test_what_is_said_of_grammars_is_in_their_files(repository: Path, measured: str) -> None:
+    folder, page = repository / "bench" / "results" / "cpu", " ".join(measured.split())
     suite = json.loads((folder / "schema_suite.json").read_text())
     totals = suite["totals"]
     assert totals["wrong"] == 0 and not suite["faults"] and suite["conditions"]["suite"][:7] in page
@@ -83,7 +90,7 @@ def test_what_is_said_of_grammars_is_in_their_files(repository: Path, pages: dic
             assert "| {:.2f} | {:+.1%} | {:+.1%} |".format(*gains) in page
 
 
-def test_figures_beside_the_table_are_those_of_bench(repository: Path, pages: dict[str, str]) -> None:
+def test_figures_beside_the_table_are_those_of_bench(repository: Path, pages: dict[str, str], measured: str) -> None:
     """Every figure of the short table stands in the long ones, beside the same file."""
     short = pages["README.md"].split("| rows |")[1].split("\n\n")[0]
     rows = [row.split("|")[1:-1] for row in table_rows(short) if "](" in row]
@@ -91,9 +98,9 @@ def test_figures_beside_the_table_are_those_of_bench(repository: Path, pages: di
     for _, figures, source in rows:
         file = LINK.findall(source)[0]
         assert json.loads((repository / file).read_text())
-        assert file.removeprefix("bench/") in pages["bench/README.md"]
+        assert file.removeprefix("bench/") in measured
         for figure in re.findall(r"\d[\d.]*", figures):
-            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d])", pages["bench/README.md"]), figure
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d])", measured), figure
 
 
 def test_the_example_in_a_process_runs(repository: Path, pages: dict[str, str]) -> None:
@@ -112,8 +119,8 @@ def specpv(repository: Path) -> dict[str, Any]:
     return {name: json.loads((folder / f"specpv_{name}.json").read_text()) for name in ("lossy", *SPECPV_PAIRS)}
 
 
-def test_the_tables_of_specpv_are_their_files_own(specpv: dict[str, Any], pages: dict[str, str]) -> None:
-    page, report = pages["bench/README.md"], bench("specpv_report")
+def test_the_tables_of_specpv_are_their_files_own(specpv: dict[str, Any], measured: str) -> None:
+    page, report = measured, bench("specpv_report")
     assert all(row["simulated"] and row["commit"] in page for row in specpv["lossy"])
     assert all(f"specpv_{name}.json" in page for name in specpv)
     assert all(specpv[name]["conditions"]["commit"] in page for name in SPECPV_PAIRS)
