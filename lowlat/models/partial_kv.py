@@ -24,7 +24,8 @@ __all__ = ["LOSSY_FROM", "PartialKV", "StepBytes", "cycle_gain", "lossless_gain"
 
 AGREEMENT = 0.97  # of a partial step's tokens, the share that a step over all of the cache gives, too: assumed
 GRAIN = 1024  # positions: lossless SpecPV begins at a multiple
-LOSSY_FROM = 32768  # tokens: with Llama-3.1-8B's shape lossy SpecPV gained there and lost at 16384 (bench/notes/long-contexts.md)
+# tokens: with Llama-3.1-8B's shape lossy SpecPV gained there and lost at 16384 (bench/notes/long-contexts.md)
+LOSSY_FROM = 32768
 LOSSLESS_FROM = 4096  # tokens: where lossless SpecPV pays is looked for from here on
 # what steps take beside a reading of all bytes, on an H200: bench/notes/long-contexts.md
 QUERY_ROWS = 32  # of a key-value head, that share a reading of keys and values

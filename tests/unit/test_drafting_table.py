@@ -175,10 +175,11 @@ def check_run(run: Run, case: Case, expected: list[Answer]) -> None:
     cached = runtime.metrics(run.names[0]).cached_prompt_tokens
     assert (cached > 0) == (case["prefix"] == "reused")
     if case["method"] != "none":
-        stats = runtime.summary()["eagle_speculation"]
-        assert stats["num_drafts"] > 0
-        rarely = case["method"] in TEXT or case["shape"] in ADAPTIVE  # a width that is chosen is often 0 there
-        assert stats["total_accepted_tokens"] > 0 or rarely  # else the case would try little
+        # a draft length that is chosen is often 0, and P-EAGLE's random drafts are right by chance alone
+        rarely = case["method"] in (*TEXT, "peagle") or case["shape"] in ADAPTIVE
+        stats = runtime.summary().get("eagle_speculation", {})  # absent where nothing was drafted
+        assert stats.get("num_drafts", 0) > 0 or case["shape"] in ADAPTIVE
+        assert stats.get("total_accepted_tokens", 0) > 0 or rarely  # else the case would try little
     if case["partial"] != "whole":
         assert runtime.summary()["specpv"]["partial_steps"] > 0
     executor: Any = runtime.executor if case["device"] == "steps" else runtime.executor.inner  # type: ignore[attr-defined]
