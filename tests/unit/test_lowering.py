@@ -154,10 +154,12 @@ def test_the_moves_of_each_table_s_layers_name_their_own_caches(lowered: Lowered
             tables.setdefault(op.reads["block_table"], []).extend(caches)
     moves = [call for call in step.calls if call.kernel.name.startswith("kv_compact")]
     assert len(tables) == len(moves) == 2
-    found = {call.arguments[3].data_ptr(): call.arguments[5] for call in moves}
-    for table, caches in tables.items():
-        listed = found[step.buffers[table].data_ptr()]
-        assert sorted(listed.tolist() if listed.numel() > 1 else [each.data_ptr() for each in listed]) == sorted(caches)
+    found = {}
+    for call in moves:
+        table, listed = call.arguments[3], call.arguments[5]
+        assert isinstance(table, torch.Tensor) and isinstance(listed, torch.Tensor)
+        found[table.data_ptr()] = sorted(listed.tolist())
+    assert found == {step.buffers[table].data_ptr(): sorted(caches) for table, caches in tables.items()}
 
 
 def test_arguments_fit_their_parameters(step: Lowered) -> None:
