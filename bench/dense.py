@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench.clock import Timed, own_stream, percentile, round_robin
-from bench.conditions import SUMMARY, release, stamps_of, summary_of, write_json
+from bench.conditions import SUMMARY, add_timing_options, release, stamps_of, summary_of, write_json
 from bench.dense_cases import (
     ALL_CASES,
     CASES,
@@ -88,13 +88,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--case", action="append", default=[], metavar="BxCxS", help="for instance 1x8192x3; may repeat"
     )
-    parser.add_argument("--replays", type=int, default=300)
-    parser.add_argument("--turn", type=int, default=20, help="replays between resets, and of a turn")
+    add_timing_options(parser, replays=300)
     parser.add_argument("--attention", nargs="+", choices=list(WAYS), default=None, help="torch's, to choose from")
     parser.add_argument("--glue", nargs="+", choices=GLUES, default=list(GLUES), help="torch's, to choose from")
     parser.add_argument("--skip-torch", action="store_true", help="measure ours alone")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU, with a stand-in for ours")
     return parser.parse_args(arguments)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.clock import Timed, own_stream, round_robin
-from bench.conditions import release, stamps_of, summary_of, write_json
+from bench.conditions import add_timing_options, release, stamps_of, summary_of, write_json
 from bench.dense_cases import LLAMA_8B, Case, make_weights
 from bench.gpt_oss_cases import MODELS, OssCase
 from bench.gpt_oss_step import OssStep
@@ -109,10 +109,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--drafts", nargs="+", type=int, default=[0, 3], help="S")
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--replays", type=int, default=300)
-    parser.add_argument("--turn", type=int, default=20, help="replays between resets, and of a turn")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--device", default="cuda:0")
+    add_timing_options(parser, replays=300)
     return parser.parse_args(arguments)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from bench.clock import Timed, own_stream, round_robin
-from bench.conditions import release, stamps_of, summary_of, write_json
+from bench.conditions import add_timing_options, release, stamps_of, summary_of, write_json
 from bench.dense_cases import Case, conditions_path
 from bench.gpt_oss_cases import (
     ACCEPT_LENGTHS,
@@ -64,8 +64,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write; cases have a table and a picture beside it")
     parser.add_argument("--case", action="append", default=[], help="a case's name; may repeat")
-    parser.add_argument("--replays", type=int, default=300)
-    parser.add_argument("--turn", type=int, default=20, help="replays between resets")
+    add_timing_options(parser, replays=300)
     parser.add_argument("--profile", action="store_true", help="print each case's kernels, those that take most first")
     parser.add_argument("--no-plot", action="store_true")
     parser.add_argument("--small", action="store_true", help="a tiny geometry, to try everything")
@@ -73,8 +72,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, nargs="+", default=[32768], help="of --soak: one or more, in turn")
     parser.add_argument("--drafts", type=int, default=3, help="of --soak: S")
     parser.add_argument("--model", choices=sorted(MODELS), default="120b", help="of --soak")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
     if options.out is None and not options.soak:
         parser.error("--out is needed, but for --soak")

@@ -4,7 +4,7 @@
 
 times the kernels of a step (`bench.micro_entries`): acceptance, the rewind of lengths, keys and values moved into
 place, masks and active slots packed, and all others. It fails where one of those is missing or cannot be timed, or
-where acceptance takes other drafts than those that the target agrees with. `bench.experts` and others sweep their own.
+where acceptance takes other drafts than those that the target agrees with.
 
 Copies work on buffers of their own, so that what they read has left the L2 by the time it is read again, as it has in
 a step; an entry whose buffers are small in the step, too, makes the same calls for every copy.

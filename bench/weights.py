@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from bench.clock import Timed, own_stream, percentile, round_robin
-from bench.conditions import release, stamps_of, write_json
+from bench.conditions import add_timing_options, release, stamps_of, write_json
 from bench.dense_cases import LLAMA_8B, TINY, Case, DenseGeometry, weight_shapes
 from bench.gpt_oss_cases import MODELS, OssCase
 from bench.gpt_oss_cases import step_bytes as oss_bytes
@@ -133,12 +133,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--weights", nargs="+", default=["bf16", "fp8", "int4"], help="formats with --geometry")
     parser.add_argument("--case", nargs="+", default=["1x8192x0"], metavar="BxCxS", help="steps with --geometry")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no case after so many seconds")
-    parser.add_argument("--replays", type=int, default=200)
-    parser.add_argument("--turn", type=int, default=20, help="replays between resets")
+    add_timing_options(parser, replays=200)
     parser.add_argument("--kernels", action="store_true", help="print each case's kernels, those that take most first")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try everything")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--device", default="cuda:0")
     return parser.parse_args(arguments)
 
 

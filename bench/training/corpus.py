@@ -9,7 +9,6 @@ import hashlib
 import json
 import lzma
 import random
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +21,8 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_SHARE = 64  # one document in so many is never trained on
 
-_DEFINITION = re.compile(r"^[^\n(]{1,200} \((noun|verb|adjective|adverb)[^)]*\): ", re.MULTILINE)
-_SCRIPTURE = re.compile(r"^\s*[A-Z][A-Za-z ]{1,30} chapter \d+\n")
-_CODE = re.compile(r"^(def |class |import |from \S+ import |    def |@|async def )", re.MULTILINE)
-_API = re.compile(r"^(- )?[A-Za-z0-9]{2,80}: \S", re.MULTILINE)
-_PROSE = re.compile(r"[a-z,;] [a-z]+[a-z,;] [a-z]+ [a-z]+ [a-z]")
-_MARKUP = re.compile(r"[`{}<>_=|\[\]]|::|\(\)")
 
-__all__ = ["END_OF_TEXT", "domain_of", "is_held_out", "pack", "read_documents", "read_prompts", "split", "tokenize"]
+__all__ = ["END_OF_TEXT", "is_held_out", "pack", "read_documents", "read_prompts", "split", "tokenize"]
 
 
 def read_documents(path: str | Path) -> list[str]:
@@ -53,25 +46,6 @@ def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     for document in documents:
         (held_out if is_held_out(document) else training).append(document)
     return training, held_out
-
-
-def domain_of(document: str) -> str:
-    """Guess a document's domain from its look: definitions, scripture, facts, code, api, prose or documentation."""
-    head = document[:4000]
-    lines = max(1, head.count("\n"))
-    if _SCRIPTURE.match(head):
-        return "scripture"
-    if len(_DEFINITION.findall(head)) > lines / 3:
-        return "definitions"
-    if head.startswith("## Introduction\nBackground:"):
-        return "facts"
-    if len(_CODE.findall(head)) >= 4 and ("    " in head) and not head.startswith(("..", "=")):
-        return "code"
-    if len(_API.findall(head)) > lines / 3 and lines > 3:
-        return "api"
-    if len(head) > 2500 and len(_PROSE.findall(head)) > len(head) / 150 and len(_MARKUP.findall(head)) < 4:
-        return "prose"
-    return "documentation"
 
 
 def tokenize(tokenizer: Any, documents: Sequence[str], *, separator: int | None, seed: int = 0) -> "NDArray[np.int32]":

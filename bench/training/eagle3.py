@@ -259,30 +259,37 @@ def _rope_scaling(sizes: DraftSizes) -> dict[str, Any] | None:
     }
 
 
-def _config(sizes: DraftSizes) -> dict[str, Any]:
-    low, middle, high = sizes.boundaries
-    if low != 2:
-        raise ValueError(f"the first boundary is {low}; ids of layer outputs can only be told apart when it is 2")
+def layer_keys(sizes: DraftSizes, num_layers: int) -> dict[str, Any]:
+    """The keys of a config.json that tell the sizes of a draft model's layers."""
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_act": "silu",
         "hidden_size": sizes.hidden,
-        "target_hidden_size": sizes.target_hidden,
         "intermediate_size": sizes.intermediate,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.kv_heads,
         "head_dim": sizes.head_dim,
         "max_position_embeddings": sizes.max_context,
         "rms_norm_eps": sizes.rms_norm_eps,
         "rope_theta": sizes.rope_theta,
+        "vocab_size": sizes.vocabulary,
+    }
+
+
+def _config(sizes: DraftSizes) -> dict[str, Any]:
+    low, middle, high = sizes.boundaries
+    if low != 2:
+        raise ValueError(f"the first boundary is {low}; ids of layer outputs can only be told apart when it is 2")
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **layer_keys(sizes, 1),
+        "target_hidden_size": sizes.target_hidden,
         "rope_scaling": _rope_scaling(sizes),
         **({} if sizes.window is None else {"layer_types": ["sliding_attention"], "sliding_window": sizes.window}),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "vocab_size": sizes.vocabulary,
         "draft_vocab_size": sizes.draft_vocabulary,
         "torch_dtype": "bfloat16",
         # ids name the layers whose output is taken, so boundary b is written as b - 1

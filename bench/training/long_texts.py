@@ -25,7 +25,7 @@ from bench.training.corpus import END_OF_TEXT, read_documents, split
 UNSEEN = "unseen "
 Item = TypeVar("Item")
 
-__all__ = ["is_unseen", "join_neighbours", "main", "named", "read_texts", "spread", "withhold"]
+__all__ = ["join_neighbours", "main", "named", "read_texts", "spread", "withhold"]
 
 
 def join_neighbours(documents: Sequence[str], num_characters: int) -> Iterator[str]:
@@ -77,11 +77,6 @@ def read_texts(path: str | Path) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise ValueError(f"{path} is no JSON object of names and texts")
     return {str(name): text for name, text in value.items()}
-
-
-def is_unseen(name: str) -> bool:
-    """Say whether a held-out text, by its name, is made of documents that no model here was ever trained on."""
-    return name.startswith(UNSEEN)
 
 
 def named(argument: str) -> tuple[str, str]:

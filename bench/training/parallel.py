@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.training.eagle3 import DraftLayer, DraftSizes, Eagle3DraftModel, RmsNorm, rotate, rotation_of
+from bench.training.eagle3 import DraftLayer, DraftSizes, Eagle3DraftModel, RmsNorm, layer_keys, rotate, rotation_of
 from bench.training.teacher import Teacher
 
 __all__ = ["METHODS", "ParallelDraftModel", "ParallelForm", "parallel_loss", "save_parallel_model"]
@@ -256,20 +256,6 @@ def parallel_loss(
 
 def _config(head: ParallelDraftModel, num_target_layers: int) -> dict[str, Any]:
     sizes, form = head.sizes, head.form
-    layer = {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.intermediate,
-        "num_hidden_layers": form.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "max_position_embeddings": sizes.max_context,
-        "rms_norm_eps": sizes.rms_norm_eps,
-        "rope_theta": sizes.rope_theta,
-        "vocab_size": sizes.vocabulary,
-    }
     kind = {"peagle": "PEagleSpeculator", "dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[form.method]
     key = "eagle_aux_hidden_state_layer_ids" if form.method == "peagle" else "aux_hidden_state_layer_ids"
     config = {
@@ -280,7 +266,7 @@ def _config(head: ParallelDraftModel, num_target_layers: int) -> dict[str, Any]:
         "draft_vocab_size": sizes.vocabulary,
         "mask_token_id": form.mask_token,
         key: list(sizes.boundaries),
-        "transformer_layer_config": layer,
+        "transformer_layer_config": layer_keys(sizes, form.layers),
         "torch_dtype": "bfloat16",
     }
     if form.method == "peagle":

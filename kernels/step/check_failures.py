@@ -1,4 +1,4 @@
-"""What the kernels of a step's checks share: the least of what fails, how it is told, and a slot that is dropped.
+"""Device functions of a step's checks: the least of what fails, how it is told, and a slot that is dropped.
 
 Of all that fails at a slot the least is told, by code and then place: threads keep their own, and meet at the least
 of all. It knows addresses only.

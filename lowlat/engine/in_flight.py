@@ -18,7 +18,7 @@ MAX_LAUNCHES = 2  # under way: with one more queued behind the step that runs, t
 
 
 class Action(Enum):
-    """What to do about the launches under way."""
+    """An action on the launches under way."""
 
     LAUNCH = "launch"  # queue the step that is wanted, if it is certain, then wait
     WAIT = "wait"  # for the next entry
@@ -93,7 +93,7 @@ class InFlight(Generic[Kind]):
         return not self._is_stopping and bucket == self.bucket and self.num_steps <= self._num_entries // 4
 
     def action(self, wanted: Kind | None, *, ahead: bool) -> Action:
-        """What to do next, where something is under way.
+        """The next action, where something is under way.
 
         wanted  the bucket of the step that is wanted next; None: none is, or a request must join before
         ahead   whether steps may be launched before the entries of those ahead of them were seen

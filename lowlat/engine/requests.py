@@ -142,7 +142,7 @@ class Requests(Mapping[str, Request]):
         return request
 
     def take_outputs(self) -> list[StepOutput]:
-        """What requests have gained since this was called last."""
+        """The outputs that requests have gained since this was called last."""
         outputs, self.outputs = self.outputs, []
         return outputs
 

@@ -312,7 +312,7 @@ class Steps:
 
 
 def _tile_counter(loaded: Loaded) -> "TileCounter":
-    """What counts attention's tiles: it loads the kernels, which others may do without."""
+    """The counter of attention's tiles: it loads the kernels, which others may do without."""
     from lowlat.engine.tile_counter import TileCounter
 
     return TileCounter(loaded.geometry, loaded.topologies, loaded.ladder, loaded.card)

@@ -61,7 +61,7 @@ def check_countable(geometry: StepGeometry, topologies: Mapping[int, Topology]) 
 
 
 class _Heads(NamedTuple):
-    """What tells the walks of two layers apart."""
+    """The sizes that tell the walks of two layers apart."""
 
     window: int | None
     num_heads: int

@@ -1,4 +1,4 @@
-"""What kernels do not cover of operations that the reference covers: refused by name before a program is lowered.
+"""Operations that the reference covers and kernels do not: refused by name before a program is lowered.
 
 An operation's parameter may ask for more than its kernels, alone or in a fusion, compute. The values that they compute
 stand here.

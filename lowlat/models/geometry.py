@@ -35,7 +35,7 @@ class CodedKV:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """What targets and draft models have in common: their layers, and facts of the whole.
+    """The common part of targets and draft models: their layers, and facts of the whole.
 
     layers        one record a layer, [L]
     quantisation  of linear layers in files; None: plain
@@ -146,7 +146,7 @@ class ModelConfig(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig(Decoder):
-    """What the geometries of all draft models have in common; each method has a record of its own.
+    """The common part of all draft models' geometries; each method has a record of its own.
 
     method              the method of speculation that it is for
     layout              who writes files of this form

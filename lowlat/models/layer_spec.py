@@ -46,7 +46,7 @@ class RopeConfig:
 
 
 class Rotation(NamedTuple):
-    """What fixes a pair of RoPE tables: layers that agree in it share them.
+    """The facts that fix a pair of RoPE tables: layers that agree in it share them.
 
     dims  dimensions of a head that turn
     """
@@ -104,7 +104,7 @@ class AttentionSpec(AttentionWidths):
 
     @property
     def rotation(self) -> Rotation:
-        """What fixes its RoPE tables."""
+        """The facts that fix its RoPE tables."""
         return Rotation(self.rope, self.head_dim)
 
 

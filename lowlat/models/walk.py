@@ -130,7 +130,7 @@ def emit_ffn(emitter: Emitter, layer: Layer, normed: str) -> str:
 
 
 def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str:
-    """What a mixer or an FFN gives, [M, N] float32, normed where the layer says so: rounded, then normed.
+    """The output of a mixer or an FFN, [M, N] float32, normed where the layer says so: rounded, then normed.
 
     norm  of "post_attn" and "post_ffn"
     """

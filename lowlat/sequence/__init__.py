@@ -1,1 +1,1 @@
-"""What a slot keeps between steps: buffers on the device, and the books that the host keeps of them."""
+"""The state that a slot keeps between steps: buffers on the device, and the books that the host keeps of them."""

@@ -11,7 +11,7 @@ __all__ = ["SequenceState"]
 
 
 class SequenceState(ABC):
-    """What some of a model's layers keep for a slot from one step to the next.
+    """The state that some of a model's layers keep for a slot from one step to the next.
 
     Rows are appended and rejected on the device, by operations that read and write these buffers. The host's part is
     the book's.

@@ -188,7 +188,7 @@ class Speculator(ABC):
 
     @property
     def rotations(self) -> tuple[Rotation, ...]:
-        """What fixes the RoPE tables of its own attention; () where it has no attention."""
+        """The facts that fix the RoPE tables of its own attention; () where it has no attention."""
         return () if self.draft_config is None else self.draft_config.rotations
 
     @property
@@ -198,7 +198,7 @@ class Speculator(ABC):
 
     @property
     def range_names(self) -> RangeNames:
-        """What profiles call the stages of its steps, where that is not the stages' own names."""
+        """The names that profiles give the stages of its steps, where that is not the stages' own names."""
         return OWN_NAMES
 
     @property

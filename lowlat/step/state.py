@@ -118,7 +118,7 @@ class StepGeometry:
 
     @property
     def range_names(self) -> RangeNames:
-        """What profiles call the stages of a step, by how it speculates."""
+        """The names that profiles give the stages of a step, by how it speculates."""
         return OWN_NAMES if self.speculator is None else self.speculator.range_names
 
     @property
@@ -135,7 +135,7 @@ class StepGeometry:
 
     @cached_property
     def sequence_states(self) -> tuple[SequenceState, ...]:
-        """What the target's layers keep for a slot between steps."""
+        """The state that the target's layers keep for a slot between steps."""
         kv = PagedKV(self.config, self.num_blocks, self.block_size, self._blocks_by_window)
         if self.partial is None:
             return (kv,)

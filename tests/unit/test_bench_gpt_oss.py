@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from benches import bench
-from lowered import Lowered
 
 from bench.dense_cases import TINY, Case
 from bench.dense_cases import make_weights as dense_weights
 from bench.gpt_oss_cases import (
     MODELS,
-    SMALL,
     SMALL_CASES,
     OssCase,
     draft_config,
@@ -23,22 +21,15 @@ from bench.gpt_oss_cases import (
     model_config,
     step_bytes,
 )
-from bench.gpt_oss_step import make_weights, shapes_of
+from bench.gpt_oss_step import shapes_of
 from bench.lowlat_step import GraphStep, step_geometry
 from bench.soak import check_state
 from bench.wall import Wall
 from lowlat.engine.memory.plan import memory_need
-from lowlat.executors.allocation import STATE_ROLES
-from lowlat.executors.workspace import SharedWorkspace
-from lowlat.graphs import Bucket, BufferSet, Role
+from lowlat.graphs import Bucket, Role
 from lowlat.graphs.program import Stage
 from lowlat.kernels.gemm.prefill.plan import segments_of
 from lowlat.kernels.reference.step import checks
-from lowlat.kernels.toolchain.kernel import H200
-from lowlat.lowering.binding import Binding
-from lowlat.lowering.device_weights import DeviceWeights
-from lowlat.lowering.lower import lower, weight_layouts
-from lowlat.lowering.weight_parts import expert_parts
 from lowlat.models.weight_plan import weight_plan
 from lowlat.speculators.eagle3.weights import draft_weight_plan
 from lowlat.speculators.tree.topology import TreeTopology
@@ -76,21 +67,6 @@ def test_bytes_are_those_of_the_parts() -> None:
         drafted += 3 * 4096 * 2 * model.num_kv_heads * model.head_dim * 2
         speculating = replace(base, step=Case(1, 4096, 3))
         assert step_bytes(model, speculating, 0) == matrices + kv + drafted
-
-
-def lowered_case(case: Any, alike: bool, vocab_size: int = 512) -> Lowered:
-    """The step of a small case, lowered on the CPU with the benchmark's own weights."""
-    small = replace(SMALL, vocab_size=vocab_size)
-    depth = case.step.num_speculative_tokens
-    drafted = TreeTopology.chain(depth)
-    program = build_step(shapes_of(small, case, drafted), Bucket(case.step.batch, depth + 1, depth), drafted)
-    source = make_weights(small, CPU, alike=alike, draft_vocab_size=case.draft_vocab_size)
-    matrices = {op.weights["weight"] for op in program.ops if op.kind == "linear"}
-    held = DeviceWeights(source, matrices, CPU, weight_layouts([program]), expert_parts([program], source))
-    buffers = BufferSet(list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)), CPU, program.constants)
-    workspace = SharedWorkspace(CPU)
-    groups = lower(Binding(program, buffers, held, H200, workspace))
-    return Lowered(program, buffers, held, workspace, groups)
 
 
 class StandIn:

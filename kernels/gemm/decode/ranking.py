@@ -1,6 +1,6 @@
 """Which cut of a decode GEMM should take least time, without a table: by SMs, bytes, turns of the grid and K steps.
 
-Every rule is a ranking of plans that all give the same bits. `python -m bench.derived_plans` holds them to the times
+Every rule is a ranking of plans that all give the same bits. `python -m bench.plan_times` holds them to the times
 that tables have: a rule that a GPU contradicts shows there.
 """
 
@@ -29,7 +29,7 @@ ALONE = 2.0  # times as dear: four tiles of 64 rows leave room for one stage, wh
 
 @dataclass(frozen=True)
 class GemmSizes:
-    """What the ranking of cuts depends on.
+    """The sizes that the ranking of cuts depends on.
 
     row_tiles, columns  as `DecodeGemmPlan` has them
     width      rows of the weight, N

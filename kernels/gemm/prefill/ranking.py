@@ -1,7 +1,7 @@
 """Which tiles and stages of a prefill GEMM should take least time, without a table. They change no bit.
 
 Times are reckoned as segments' are (`time_us`), with what measured tables of two GPUs add to that: what segments cost
-each way, tiles of codes, rows of x that the L2 does not hold. `python -m bench.derived_plans` compares the choices with
+each way, tiles of codes, rows of x that the L2 does not hold. `python -m bench.plan_times` compares the choices with
 the tables.
 """
 
@@ -110,7 +110,7 @@ class PlanCost:
     memory_bytes_a_us: float
 
     def key(self, plan: Tiling) -> tuple[float, int, int]:
-        """What plans are sorted by: time; of those that wait for the memory alike, the widest tile, unpaired."""
+        """The key of sorting: time; of those that wait for the memory alike, the widest tile, unpaired."""
         return round(self._time_us(plan), 6), -plan.rows, plan.cluster
 
     def stages(self, plan: Tiling) -> int:

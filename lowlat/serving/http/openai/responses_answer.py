@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -99,7 +100,7 @@ class ResponsesAnswer:
     def _open(self, item: "_Item") -> list[bytes]:
         self._item = item
         events = [self._event("response.output_item.added", output_index=len(self._items), item=item.begun())]
-        if item.HAS_PARTS:
+        if isinstance(item, _PartedItem):
             events.append(self._event("response.content_part.added", **self._place(item), part=item.part()))
         return events
 
@@ -120,7 +121,7 @@ class ResponsesAnswer:
         shown = item.shown(status)
         more = {"logprobs": item.logprobs} if item.HAS_LOGPROBS else {}
         events = [self._event(f"response.{item.NAME}.done", **self._place(item), **item.whole(), **more)]
-        if item.HAS_PARTS:
+        if isinstance(item, _PartedItem):
             events.append(self._event("response.content_part.done", **self._place(item), part=item.part()))
         events.append(self._event("response.output_item.done", output_index=len(self._items), item=shown))
         self._items.append(shown)
@@ -129,7 +130,7 @@ class ResponsesAnswer:
 
     def _place(self, item: "_Item") -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items)}
-        return place | {"content_index": 0} if item.HAS_PARTS else place
+        return place | {"content_index": 0} if isinstance(item, _PartedItem) else place
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number = self._num_events
@@ -190,16 +191,15 @@ def _tool(fields: dict[str, Any]) -> dict[str, Any]:
     return {"description": None, "parameters": None, "strict": None, **fields}
 
 
-class _Item:
+class _Item(ABC):
     """An item that is being written; its text is that of a call's arguments, where it is one.
 
     NAME          of its events
-    HAS_PARTS     its text stands in a part of its content
     HAS_LOGPROBS  its events have logprobs
     """
 
     PREFIX = NAME = ""
-    HAS_PARTS = HAS_LOGPROBS = False
+    HAS_LOGPROBS = False
 
     def __init__(self, id: str) -> None:
         self.id = id
@@ -218,21 +218,25 @@ class _Item:
         """The fields of the event that ends its text."""
         return {"text": self.text}
 
-    def part(self) -> dict[str, Any]:
-        """The part of its content."""
-        raise NotImplementedError
-
+    @abstractmethod
     def shown(self, status: str) -> dict[str, Any]:
         """The item itself."""
-        raise NotImplementedError
 
 
-class _Message(_Item):
-    PREFIX, NAME = "msg", "output_text"
-    HAS_PARTS = HAS_LOGPROBS = True
+class _PartedItem(_Item):
+    """An item whose text stands in a part of its content."""
 
     def begun(self) -> dict[str, Any]:
         return {**self.shown("in_progress"), "content": []}
+
+    @abstractmethod
+    def part(self) -> dict[str, Any]:
+        """The part of its content."""
+
+
+class _Message(_PartedItem):
+    PREFIX, NAME = "msg", "output_text"
+    HAS_LOGPROBS = True
 
     def part(self) -> dict[str, Any]:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
@@ -241,12 +245,8 @@ class _Message(_Item):
         return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": [self.part()]}
 
 
-class _Reasoning(_Item):
+class _Reasoning(_PartedItem):
     PREFIX, NAME = "rs", "reasoning_text"
-    HAS_PARTS = True
-
-    def begun(self) -> dict[str, Any]:
-        return {**self.shown("in_progress"), "content": []}
 
     def part(self) -> dict[str, Any]:
         return {"type": "reasoning_text", "text": self.text}
