@@ -130,7 +130,7 @@ def _load(options: argparse.Namespace, method: str) -> Runtime:
 
 
 def _trained(options: argparse.Namespace) -> dict[str, Any]:
-    """How the other draft models were trained, as their trainer has written it beside them."""
+    """How the other draft models were trained, as their trainer has written it next to them."""
     logs = {}
     for method in options.method:
         path = Path(options.models.get(method, "")) / "loss.json"
@@ -164,7 +164,7 @@ class Baselines:
     def both(
         self, runtime: Runtime, prompt: str | list[int], temperature: float, depth: int
     ) -> tuple["Sum", list[int]]:
-        """A prompt decoded with drafts, its figures beside those at S = 0; and the tokens, which are compared."""
+        """A prompt decoded with drafts, its figures next to those at S = 0; and the tokens, which are compared."""
         one = Sum()
         expected, one.baseline_seconds, before = self.of(runtime, prompt, temperature)
         tokens, one.seconds, after = decode(runtime, prompt, self.params(temperature), depth)

@@ -1,4 +1,4 @@
-"""Chosen widths beside fixed ones: tokens/s of S = 0, 2, 3, 5, 7 and of widths that the device chooses, in one run.
+"""Chosen widths next to fixed ones: tokens/s of S = 0, 2, 3, 5, 7 and of widths that the device chooses, in one run.
 
     python -m bench.adaptive --out adaptive.json                       the bundled pair on its prompts, by domain
     python -m bench.adaptive --model DIR --draft-model DIR --prompts FILE --chat --out adaptive.json    another pair

@@ -47,7 +47,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def time_replays(replay: Callable[[], None], count: int, device: torch.device, lead: int = LEAD) -> list[float]:
-    """Milliseconds of each of `count` replays, queued one behind the other after `lead` untimed ones."""
+    """Milliseconds of each of `count` replays, queued one after the other after `lead` untimed ones."""
     for _ in range(lead):
         replay()
     if device.type != "cuda":

@@ -33,7 +33,7 @@ def summary_of(entry: Timed, replays: int, turn: int, device: torch.device) -> d
 
 
 def stamps_of(device: torch.device, commit: str = "") -> dict[str, Any]:
-    """Commit, card and versions; `commit` where there is no git checkout to ask."""
+    """Commit, GPU and versions; `commit` where there is no git checkout to ask."""
     cuda = device.type == "cuda"
     return {
         "commit": commit or commit_at(Path(__file__).parent) or "unknown",

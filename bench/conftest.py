@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--batch", type=_numbers, default=(1, 4), help="N,N: requests")
     group.addoption("--depth", type=_numbers, default=(3,), help="N,N: draft tokens of a cycle")
     group.addoption("--accept-length", type=float, help="tokens a cycle that are imposed, for random weights")
-    group.addoption("--rounds", type=int, help="timed steps; 300 on a card, 30 without one")
+    group.addoption("--rounds", type=int, help="timed steps; 300 on a GPU, 30 without one")
     group.addoption("--serving-out", type=Path, help="write what test_ipc.py measured here, as JSON")
 
 
@@ -78,7 +78,7 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Add the code, the card, its driver and its clocks to what pytest-benchmark says of the machine."""
+    """Add the code, the GPU, its driver and its clocks to what pytest-benchmark says of the machine."""
     asked = config.option.device
     machine_info.update(
         describe_machine(torch.device(("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked))

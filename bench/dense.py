@@ -1,4 +1,4 @@
-"""The dense benchmark: one decode step of Llama-3.1-8B's shape, ours and torch's, beside the card's memory wall.
+"""The dense benchmark: one decode step of Llama-3.1-8B's shape, ours and torch's, next to the GPU's memory wall.
 
     python -m bench.dense --out bench/results/h200/dense.json --ours MODULE:FUNCTION
     python -m bench.dense --out /tmp/dense.json --dry-run

@@ -1,6 +1,6 @@
 """The cases of the dense benchmark: a geometry, its cases, the bytes that a step must move, and what a step offers.
 
-It knows no device: `bench.dense` runs the cases, `bench.torch_step` and the executors are what is run.
+dense` runs the cases, `bench.torch_step` and the executors are what is run.
 """
 
 import json

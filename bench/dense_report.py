@@ -1,4 +1,4 @@
-"""From the rows of the dense benchmark to a table in Markdown and a picture, written beside them.
+"""From the rows of the dense benchmark to a table in Markdown and a picture, written next to them.
 
     python -m bench.dense_report bench/results/h200/dense.json
 
@@ -22,7 +22,7 @@ COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the table as .md, and the picture as .svg and .png, beside the results."""
+    """Write the table as .md, and the picture as .svg and .png, next to the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--out", type=Path, default=None, help="files to write, without their epilogues")
@@ -57,7 +57,7 @@ def caption(result: Mapping[str, Any]) -> str:
     parts = [
         f"{model['name']}'s shape, {model['weights']}; {first['card']}, driver {first['driver']}, "
         f"CUDA {first['cuda']}, torch {first['torch']}; commit {first['commit']}; {first['replays']} replays.",
-        f"The floor is the bytes of a step at {first['wall_gb_per_s']:.0f} GB/s, the card's streaming read bandwidth "
+        f"The floor is the bytes of a step at {first['wall_gb_per_s']:.0f} GB/s, the GPU's streaming read bandwidth "
         "through a kernel of ours in the same run.",
         "The torch graph is the same step of torch's own operations, captured, with the fastest attention of those it "
         "offers, in turns with ours; it neither accepts, commits nor publishes.",

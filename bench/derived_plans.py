@@ -1,4 +1,4 @@
-"""Whole decode steps with a GPU's tuning table and without it, beside each other.
+"""Whole decode steps with a GPU's tuning table and without it, next to each other.
 
     python -m bench.derived_plans --out bench/results/h200/derived_plans.json
 

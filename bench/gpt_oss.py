@@ -1,4 +1,4 @@
-"""The gpt-oss benchmark: one decode step of 120b's and 20b's shape on random weights, beside the card's memory wall.
+"""The gpt-oss benchmark: one decode step of 120b's and 20b's shape on random weights, next to the GPU's memory wall.
 
     python -m bench.gpt_oss --out bench/results/h200/gpt_oss.json
     python -m bench.gpt_oss --out /tmp/oss.json --case "120b, 1 x 32K, S=0" --profile
@@ -10,7 +10,7 @@ Weights are made on the device. Routers spread rows evenly, or let all rows of a
 layer's rows really chose is counted and stands in each row. Acceptance is imposed where steps draft; tokens/s at other
 accept lengths follow from the same times. `--small` runs all of it on a tiny geometry, whose figures mean little.
 `--soak` repeats a step and checks what must hold: lengths, flags, and that every pass over the same context gives the
-same tokens; its rows are written after each pass over the room behind the context. Run it from the root of a checkout.
+same tokens; its rows are written after each pass over the room after the context. Run it from the root of a checkout.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file to write; cases have a table and a picture beside it")
+    parser.add_argument("--out", type=Path, help="JSON file to write; cases have a table and a picture next to it")
     parser.add_argument("--case", action="append", default=[], help="a case's name; may repeat")
     add_timing_options(parser, replays=300)
     parser.add_argument("--profile", action="store_true", help="print each case's kernels, those that take most first")

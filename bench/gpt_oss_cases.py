@@ -1,6 +1,6 @@
 """The cases of the gpt-oss benchmark: geometries, cases, the bytes that a step must move, and what bounds a speed-up.
 
-It knows no device. A mixture's bytes depend on how many distinct experts a layer's rows chose: they are counted, not
+An MoE layer's bytes depend on how many distinct experts a layer's rows chose: they are counted, not
 assumed (`bench.gpt_oss_step`).
 """
 

@@ -1,4 +1,4 @@
-"""From the rows of the gpt-oss benchmark to a table in Markdown and a picture, written beside them.
+"""From the rows of the gpt-oss benchmark to a table in Markdown and a picture, written next to them.
 
     python -m bench.gpt_oss_report bench/results/h200/gpt_oss.json
 
@@ -24,7 +24,7 @@ SHOWN = 16  # kernels of a profile
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the table as .md, and the picture as .svg and .png, beside the results."""
+    """Write the table as .md, and the picture as .svg and .png, next to the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--no-plot", action="store_true")
@@ -83,7 +83,7 @@ def caption(result: Mapping[str, Any]) -> str:
     parts = [
         f"Weights: {conditions['weights']}; {first['card']}, driver {first['driver']}, CUDA {first['cuda']}, torch "
         f"{first['torch']}; commit {first['commit']}; medians of {first['replays']} replays.",
-        f"The floor is the bytes of a step at {first['wall_gb_per_s']:.0f} GB/s, the card's streaming read bandwidth "
+        f"The floor is the bytes of a step at {first['wall_gb_per_s']:.0f} GB/s, the GPU's streaming read bandwidth "
         "through a kernel of ours in the same run; a layer's distinct experts are counted in a step.",
         f"With drafts, tokens/s and the bound are simulated: the accept lengths {lengths} are assumed, and the bound "
         "is the ratio of the floors times the accept length.",

@@ -85,7 +85,7 @@ class StampingEngine:
 
 
 def serve(options: argparse.Namespace, *, slots: int, step_s: float) -> int:
-    """Serve an engine at `options.serve` until the process is ended, behind a line that says what it is."""
+    """Serve an engine at `options.serve` until the process is ended, after a line that says what it is."""
     sys.setswitchinterval(0.0005)  # as `lowlat serve` does
     facts: dict[str, Any] = {}
 

@@ -137,7 +137,7 @@ def capture_torch(run: Callable[[], Any], device: torch.device) -> Callable[[], 
 
 
 def write_rows(rows: Sequence[dict[str, Any]], out: Path | None, device: torch.device, wall_gb_per_s: float) -> None:
-    """Print the rows, and write them with the card and its wall where that is asked for."""
+    """Print the rows, and write them with the GPU and its wall where that is asked for."""
     for row in rows:
         print(json.dumps(row))
     if out is not None:

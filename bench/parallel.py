@@ -1,17 +1,17 @@
-"""Decode steps and prompts of a target cut for several cards, beside one card's: milliseconds and the floor of a card.
+"""Decode steps and prompts of a target cut for several GPUs, next to one GPU's: milliseconds and the floor of a GPU.
 
     python -m bench.parallel --out bench/results/h200x2/parallel.json
     python -m bench.parallel --out /tmp/parallel.json --only "llama-8b, 1 x 8K, S=0" --kernels 12
     python -m bench.parallel --out /tmp/parallel.json --small --device cpu
     python -m bench.parallel --out bench/results/h200x2/soak.json --soak 2000
 
-Weights are random, drawn on the first card and cut as a checkpoint's are; routers spread their rows. Steps that draft
-have imposed acceptance. A floor counts the bytes of the card that reads most, over the wall of the first card in the
-same run. Steps are started as a runtime starts them, one behind the other, and timed by events on the first card's
-stream. `exchange_us` is the time that an exchange adds to a step: the step's time less that of the same GEMMs,
-attention and rows on one card without exchanges (`alone_ms_p50`), over the number of exchanges. vLLM's figures on two
-such cards were measured elsewhere (0.24.0, two H200s), and stand beside for comparison. Rows are written after each
-case. `--soak` runs steps on all cards with real acceptance and checks after every few what must hold on each rank and
+Weights are random, drawn on the first GPU and cut as a checkpoint's are; routers spread their rows. Steps that draft
+have imposed acceptance. A floor counts the bytes of the GPU that reads most, over the wall of the first GPU in the
+same run. Steps are started as a runtime starts them, one after the other, and timed by events on the first GPU's
+stream. `exchange_us` is the time that an all-reduce adds to a step: the step's time less that of the same GEMMs,
+attention and rows on one GPU without exchanges (`alone_ms_p50`), over the number of exchanges. vLLM's figures on two
+such GPUs were measured elsewhere (0.24.0, two H200s), and stand next to for comparison. Rows are written after each
+case. `--soak` runs steps on all GPUs with real acceptance and checks after every few what must hold on each rank and
 between them; it measures nothing. Run it from the root of a checkout.
 """
 
@@ -46,9 +46,9 @@ VLLM_PROMPTS = {("llama-8b", 2048): 33.5, ("llama-8b", 8192): 130.0, ("llama-8b"
 
 @dataclass(frozen=True)
 class ParallelCase:
-    """One measured step of a geometry in `lowlat/tools/bench/geometries.toml`, on so many cards.
+    """One measured step of a geometry in `lowlat/tools/bench/geometries.toml`, on so many GPUs.
 
-    draft_size  cards that a draft model is cut for
+    draft_size  GPUs that a draft model is cut for
     invariant   with `tp_invariant`
     """
 
@@ -63,11 +63,11 @@ class ParallelCase:
         """For instance `llama-8b, 1 x 8K, S=3, 2 cards, draft on 1`."""
         draft = f", draft on {self.draft_size}" if self.step.num_speculative_tokens and self.size > 1 else ""
         kind = ", tp_invariant" if self.invariant else ""
-        return f"{self.model}, {self.step.name}, {self.size} cards{draft}{kind}"
+        return f"{self.model}, {self.step.name}, {self.size} GPUs{draft}{kind}"
 
 
 def _cases(*given: tuple[str, Case, tuple[int, ...]], invariant: bool = False) -> tuple[ParallelCase, ...]:
-    """Each step on all its numbers of cards; one that drafts on several cards with the draft model cut and whole."""
+    """Each step on all its numbers of GPUs; one that drafts on several GPUs with the draft model cut and whole."""
     found = []
     for model, step, sizes in given:
         for size in sizes:
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append({**row, **stamps, "measured_in_s": round(time.perf_counter() - start, 1)})
         print(json.dumps(rows[-1]), flush=True)
         write_json(options.out, rows)
-        for each in devices_of(device, options.cards):
+        for each in devices_of(device, options.gpus):
             release(each)
     return int(any("error" in row or row.get("problems") for row in rows))
 
@@ -138,7 +138,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", action="append", default=[], help="a part of a case's name; may repeat")
-    parser.add_argument("--cards", type=int, default=8, help="cards at most; cases of more are left out")
+    parser.add_argument("--cards", type=int, default=8, help="GPUs at most; cases of more are left out")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no case after so many seconds")
     parser.add_argument("--replays", type=int, default=300)
     parser.add_argument("--turn", type=int, default=50, help="replays between resets")
@@ -150,7 +150,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0")
     given = parser.parse_args(arguments)
     if torch.device(given.device).type == "cuda":
-        given.cards = min(given.cards, torch.cuda.device_count())
+        given.gpus = min(given.gpus, torch.cuda.device_count())
     return given
 
 
@@ -165,7 +165,7 @@ def _work(options: argparse.Namespace, device: torch.device, wall: Wall) -> list
     """The name, the described row and the measurement of every case."""
     found: list[tuple[str, dict[str, Any], Any]] = []
     for case in SMALL_CASES if options.small else CASES:
-        if case.size <= options.cards:
+        if case.size <= options.gpus:
             row = {"model": case.model, "tensor_parallel_size": case.size, **asdict(case.step)}
             if case.invariant:
                 row["tp_invariant"] = True
@@ -177,20 +177,20 @@ def _work(options: argparse.Namespace, device: torch.device, wall: Wall) -> list
             found.append((case.name, row, lambda case=case: _measure_step(options, case, device, wall)))
     for model, sizes, lengths in SMALL_PROMPTS if options.small else PROMPTS:
         for size in sizes:
-            if size <= options.cards:
+            if size <= options.gpus:
                 row = {"model": model, "tensor_parallel_size": size, "prompts": list(lengths)}
                 measure: Any = lambda model=model, size=size, lengths=lengths: _measure_prompts(  # noqa: E731
                     options, model, size, lengths, device
                 )
-                found.append((f"{model}, prompts, {size} cards", row, measure))
+                found.append((f"{model}, prompts, {size} GPUs", row, measure))
     return found
 
 
 def _soaks(options: argparse.Namespace, device: torch.device) -> list[tuple[str, dict[str, Any], Any]]:
-    """The name, the described row and the run of every soak, on all cards."""
+    """The name, the described row and the run of every soak, on all GPUs."""
     found: list[tuple[str, dict[str, Any], Any]] = []
     for case in SMALL_SOAKS if options.small else SOAKS:
-        if case.size <= options.cards:
+        if case.size <= options.gpus:
             row = {"model": case.model, "tensor_parallel_size": case.size, **asdict(case.step)}
             row |= {"draft_tensor_parallel_size": case.draft_size, "tp_invariant": case.invariant}
             found.append((case.name, row, lambda case=case: _soak(options, case, device)))
@@ -213,16 +213,16 @@ def _measure_step(options: argparse.Namespace, case: ParallelCase, device: torch
             ms += step.times(min(options.turn, options.replays - len(ms)))
         experts = step.expected_experts()
         moved = step.bytes(experts)
-        exchanges = step.num_exchanges
+        all_reduces = step.num_all_reduces
         if options.kernels and device.type == "cuda":
             print("\n".join(step.list_kernels(options.kernels, wall.gb_per_s)), flush=True)
     finally:
         step.close()
-    compared = exchanges and not case.invariant  # a model of one rank's widths has no parts of K
+    compared = all_reduces and not case.invariant  # a model of one rank's widths has no parts of K
     alone = _alone(options, model, case, device) if compared else {}
     if compared:
-        alone["exchanges"] = exchanges
-        alone["exchange_us"] = round(1e3 * (percentile(ms, 50) - alone["alone_ms_p50"]) / exchanges, 3)
+        alone["exchanges"] = all_reduces
+        alone["exchange_us"] = round(1e3 * (percentile(ms, 50) - alone["alone_ms_p50"]) / all_reduces, 3)
     floor = moved / wall.gb_per_s / 1e6
     return {
         "ms_p50": round(percentile(ms, 50), 4),
@@ -237,9 +237,9 @@ def _measure_step(options: argparse.Namespace, case: ParallelCase, device: torch
 
 
 def table(rows: Sequence[Mapping[str, Any]], size: int = 2) -> str:
-    """The rows of a README's table: a step on one card and on two, or another number of them, and prompts."""
+    """The rows of a README's table: a step on one GPU and on two, or another number of them, and prompts."""
     word = {2: "two", 4: "four", 8: "eight"}[size]
-    heads = ["one card", f"{word} cards", f"floor of {word}", "an exchange, us", "vLLM on two"]
+    heads = ["one GPU", f"{word} GPUs", f"floor of {word}", "an all-reduce, us", "vLLM on two"]
     heads = heads if size == 2 else heads[:-1]
     lines = [f"| | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
     measured = [row for row in rows if "error" not in row and "skipped" not in row]

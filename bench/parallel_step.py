@@ -1,4 +1,4 @@
-"""A step, and prompts, of a geometry with random weights on one card or several, made as a runtime makes them."""
+"""A step, and prompts, of a geometry with random weights on one GPU or several, made as a runtime makes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,8 +41,8 @@ CHUNKS_AT_ONCE = 16
 
 
 def devices_of(device: torch.device, size: int) -> list[torch.device]:
-    """So many devices, of cards the first ones."""
-    return [torch.device("cuda", card) if device.type == "cuda" else device for card in range(size)]
+    """So many devices, of GPUs the first ones."""
+    return [torch.device("cuda", gpu) if device.type == "cuda" else device for gpu in range(size)]
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class ParallelStep:
         return found
 
     def expected_experts(self) -> float | None:
-        """Distinct experts of a layer, where each row draws its own at random; None without a mixture."""
+        """Distinct experts of a layer, where each row draws its own at random; None without an MoE layer."""
         experts = self.config.experts
         if experts is None:
             return None
@@ -196,7 +196,7 @@ class ParallelStep:
         return float(experts.num_experts * (1 - share**rows))
 
     def bytes(self, distinct_experts: float | None) -> int:
-        """Bytes that a step must read on the card that reads most."""
+        """Bytes that a step must read on the GPU that reads most."""
         experts, lengths = self.config.experts, [float(self.case.context)] * self.case.batch
         share = 1.0 if experts is None else (distinct_experts or 0.0) / experts.num_experts
         program, found = self.executor.program(self.bucket), 0
@@ -208,7 +208,7 @@ class ParallelStep:
         return found
 
     @property
-    def num_exchanges(self) -> int:
+    def num_all_reduces(self) -> int:
         """Operations of a step in which ranks exchange."""
         return sum(op.kind == "gather_ranks" for op in self.executor.program(self.bucket).ops)
 

@@ -19,11 +19,11 @@ from typing import Any
 from lowlat.errors import ConfigError
 from lowlat.kernels.attention.launch_plan import AttentionWork
 from lowlat.kernels.attention.launch_plan import candidate_plans as attention_plans
-from lowlat.kernels.gemm.decode.plan import EXCHANGE, candidate_plans, steps_to_hold
+from lowlat.kernels.gemm.decode.plan import ALL_REDUCE, candidate_plans, steps_to_hold
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.prefill.plan import plans_of
 from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Plan
 from lowlat.tools.tune.times import PlanTimes, read_times
 
@@ -44,7 +44,7 @@ class Judged:
     best_us: float
 
 
-def plans_of_key(kind: str, key: str, card: Card) -> Sequence[Plan]:
+def plans_of_key(kind: str, key: str, gpu: Gpu) -> Sequence[Plan]:
     """The plans of a launch by its key in tables, the derived one first.
 
     Raises ConfigError for a kind whose keys do not say what plans depend on.
@@ -53,15 +53,15 @@ def plans_of_key(kind: str, key: str, card: Card) -> Sequence[Plan]:
     if kind == "decode_gemm":
         rows, width, depth = (int(facts[name]) for name in ("rows", "N", "K"))
         return candidate_plans(
-            rows, width, card, steps_to_hold(rows, depth, card) if facts["normed"] == "1" else 0,
+            rows, width, gpu, steps_to_hold(rows, depth, gpu) if facts["normed"] == "1" else 0,
             keeps_argmax=facts["argmax"] == "1", weights=_weights(facts), depth=depth, parts=_parts(facts),
-            exchanges=facts["epilogue"] == EXCHANGE,
+            all_reduces=facts["epilogue"] == ALL_REDUCE,
         )  # fmt: skip
     if kind == "prefill_gemm":
         rows, width, depth = (int(facts[name]) for name in ("rows", "N", "K"))
-        return plans_of(rows, width, depth, card, _weights(facts), _parts(facts))
+        return plans_of(rows, width, depth, gpu, _weights(facts), _parts(facts))
     if kind == "attention":
-        return attention_plans(_work(facts), card)
+        return attention_plans(_work(facts), gpu)
     raise ConfigError(f"plans of {kind!r} do not follow from a key; there are {', '.join(KINDS)}")
 
 
@@ -96,7 +96,7 @@ def judge(times: PlanTimes) -> list[Judged]:
     for kind in KINDS:
         for key, plans in times.launches.get(kind, {}).items():
             best = min(plan.us for plan in plans)
-            derived = dict(plans_of_key(kind, key, times.card)[0].knobs)
+            derived = dict(plans_of_key(kind, key, times.facts)[0].knobs)
             took = next((plan.us for plan in plans if plan.knobs == derived), None)
             found.append(Judged(kind, key, None if took is None else took / best, best))
     return found

@@ -1,4 +1,4 @@
-"""Processes that a benchmark runs beside itself, and that print a line when they are ready."""
+"""Processes that a benchmark runs next to itself, and that print a line when they are ready."""
 
 import subprocess
 import sys

@@ -43,7 +43,7 @@ def record(benchmark: BenchmarkFixture, milliseconds: Sequence[float], extra: Ma
 
 
 def share_of_wall(moved_bytes: float, milliseconds: float, wall_gb_per_s: float | None) -> float | None:
-    """The part of the card's bandwidth that so many bytes in this time are; None without a card, or for no bytes."""
+    """The part of the GPU's bandwidth that so many bytes in this time are; None without a GPU, or for no bytes."""
     if not wall_gb_per_s or not moved_bytes:
         return None
     return round(moved_bytes / milliseconds / 1e6 / wall_gb_per_s, 4)

@@ -1,4 +1,4 @@
-"""The time that serving adds to a token: clients over ipc beside the engine alone, in turns, with steps of one length.
+"""The time that serving adds to a token: clients over ipc next to the engine alone, in turns, with steps of one length.
 
     python -m pytest bench/test_ipc.py --serving-out bench/results/cpu/serving.json
     PYTHONPATH=tests python -m bench.serving bench/results/cpu/serving.json
@@ -8,7 +8,7 @@ the GIL, as a device's step does. A round asks for a few tokens in every way, in
 engine alone, in this process; through the blocking client; through the asyncio client; and a bare ROUTER echoes a
 message, at once and after a sleep as long as a step: what that adds is ZeroMQ's and the machine's part of a first
 token. Each way is asked several times in a row, or once: then the server has been at rest for a while, and its caches
-are cold. It knows no model.
+are cold.
 """
 
 import argparse

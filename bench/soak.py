@@ -18,7 +18,7 @@ OF_ALL_RANKS = ("tokens", "lengths", "active", "num_drafts", "block_table")
 
 
 class Soaked(Protocol):
-    """A step that can be replayed, on one card or several."""
+    """A step that can be replayed, on one GPU or several."""
 
     case: Case
 
@@ -40,7 +40,7 @@ def soak(
     num_steps: int,
     progress: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Run `num_steps` steps from the case's context on, and go back to it whenever the room behind it is used up.
+    """Run `num_steps` steps from the case's context on, and go back to it whenever the room after it is used up.
 
     Acceptance must be real: drafts of the pass before are verified in the next one, and may not change a token.
     Returns the steps and passes that were run, tokens a step, seconds to make the step and to run it, and the problems

@@ -1,4 +1,4 @@
-"""SpecPV beside full attention: time of steps, tokens/s over a whole schedule, memory, and how long the tokens agree.
+"""SpecPV next to full attention: time of steps, tokens/s over a whole schedule, memory, and how long the tokens agree.
 
     python -m bench.specpv --model gpt-oss-120b llama-8b --context 16384 32768 65536 --depth 3 5 --batch 1 4 --out FILE
     python -m bench.specpv --model bundled --context 512 1024 --retrieval 4 8 16 --refresh 8 --threshold 64 --out FILE
@@ -10,7 +10,7 @@ bundled pair, greedy, on its own texts: rows give the share of tokens that equal
 place, and the place of each prompt's first different token. Other models are geometries with random weights: each draft
 is accepted with a probability that is imposed (`simulated_acceptance`), the same at every place and on both sides, and
 the tokens mean nothing, so nothing is said of them. Cycles take no imposed acceptance: of a geometry lossy rows stand
-beside them, whose partial steps are the same, and what is left of a cycle is its verification; `gain_by_agreement` is
+next to them, whose partial steps are the same, and what is left of a cycle is its verification; `gain_by_agreement` is
 what these times give where a proposal is right with such a chance and every step brings the tokens that the imposed
 probability comes to: above 1 it pays.
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass
 class _Bench:
-    """Rows as they are measured, and the runs of full attention and of lossy SpecPV that others stand beside."""
+    """Rows as they are measured, and the runs of full attention and of lossy SpecPV that others stand next to."""
 
     options: argparse.Namespace
     stamps: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""SpecPV's tokens and distributions beside those of full attention, on texts, by context and budget.
+"""SpecPV's tokens and distributions next to those of full attention, on texts, by context and budget.
 
     python -m bench.specpv agreement --texts held_out.json.xz --context 512 1024 2048 --retrieval 8 16 32 --out FILE
     python -m bench.specpv agreement --pair chat --target DIR --draft-model lowlat/demo/chat_head --chat \\
@@ -140,7 +140,7 @@ class Budget:
         self.full.append(full)
 
     def row(self) -> dict[str, Any]:
-        """The figures of all texts; the next context begins anew."""
+        """The figures of all texts; the next context begins again."""
         sizes = self.runtime.geometry.partial
         if sizes is None:
             raise SystemExit("the runtime has no SpecPV: its draft model does not fit")
@@ -313,4 +313,4 @@ def _prompt(runtime: Runtime, text: Sequence[int], length: int, *, chat: bool) -
         if len(prompt) <= length:
             return prompt
         taken -= len(prompt) - length
-    raise SystemExit(f"a prompt of {length} tokens has no room for a text beside the question")
+    raise SystemExit(f"a prompt of {length} tokens has no room for a text next to the question")

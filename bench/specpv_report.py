@@ -2,7 +2,7 @@
 
     python -m bench.specpv_report specpv.json --agreement agreement.json agreement_long.json
 
-The first is a line for each model, number of requests and context, and has full attention beside SpecPV's default
+The first is a line for each model, number of requests and context, and has full attention next to SpecPV's default
 budget. The second is a line for each pair, context and budget; budgets that never left anything out are not in it.
 """
 

@@ -51,7 +51,7 @@ class Run:
 
     proposed   of each step, the partial steps before it that proposed and whose time it has, a request
     refreshed  of each step, the refreshes that its time has, of all requests; both of lossless SpecPV alone
-    experts    distinct experts a layer of steps that were not timed, of a mixture
+    experts    distinct experts a layer of steps that were not timed, of an MoE layer
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Run:
 
 
 def row(case: Case, specpv: Mapping[str, Any], found: Run, full: Run) -> dict[str, Any]:
-    """The row of a case, beside the run of full attention.
+    """The row of a case, next to the run of full attention.
 
     specpv  its options; none: this is full attention
     """

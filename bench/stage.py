@@ -25,8 +25,8 @@ from lowlat.tools.bench.subject import Subject
 __all__ = ["Stage", "describe_machine", "suite_cases"]
 
 BLOCK_SIZE = 32
-EXTRA_ROWS = 64  # a step's rows behind a request's last token, at most
-SMALL, BUNDLED, LARGE = 64, 512, 8192  # tokens of a prompt: on a CPU, of the bundled pair on a card, else
+EXTRA_ROWS = 64  # a step's rows after a request's last token, at most
+SMALL, BUNDLED, LARGE = 64, 512, 8192  # tokens of a prompt: on a CPU, of the bundled pair on a GPU, else
 FIRST_TOKEN_PROMPTS = 4  # lengths, each an eighth of the next
 CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "temperature.gpu")
 
@@ -48,7 +48,7 @@ def _context(options: argparse.Namespace) -> int:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Code, versions, card, driver and clocks."""
+    """Code, versions, GPU, driver and clocks."""
     info: dict[str, Any] = {"processor": processor(), "lowlat": stamps_of(device)}
     if device.type == "cuda":
         asked = f"--query-gpu={','.join(CLOCKS)}"
@@ -60,9 +60,9 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 class Stage:
-    """A subject, its last runtime, and the card's bandwidth; steps, warm-up and repeats of a case.
+    """A subject, its last runtime, and the GPU's bandwidth; steps, warm-up and repeats of a case.
 
-    wall_gb_per_s  None without a card
+    wall_gb_per_s  None without a GPU
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Stage:
         leave_a_core()
         self.subject, self.repeats = subject, repeats
         self.choice = subject.choice()
-        on_card = self.choice.device.type == "cuda"
-        self.rounds: int = rounds or (300 if on_card else 30)
-        self.warm_up = warm_up or (16 if on_card else 3)
+        on_gpu = self.choice.device.type == "cuda"
+        self.rounds: int = rounds or (300 if on_gpu else 30)
+        self.warm_up = warm_up or (16 if on_gpu else 3)
         self.wall_gb_per_s = measure_wall_of(self.choice)
         self._runtime: Runtime | None = None
         self._key: tuple[Case, ...] = ()

@@ -1,7 +1,7 @@
 """Our step of a geometry of the table `lowlat/tools/bench/geometries.toml`, without drafts, with random weights.
 
 Weights are made on the device one at a time, and rounded there where another format is asked for, so that a model that
-fits a card once is never held twice.
+fits a GPU once is never held twice.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class TableStep(ExecutorStep):
         super().__init__(table_shapes(model, case), case, table_weights(model, device), device, drafted)
 
     def bytes(self, distinct_experts: float | None) -> int:
-        """Bytes that a step must read, of a mixture those of so many experts a layer."""
+        """Bytes that a step must read, of an MoE layer those of so many experts a layer."""
         experts, lengths = self.model.config.experts, [float(self.case.context)] * self.case.batch
         share = 1.0 if experts is None else (distinct_experts or 0.0) / experts.num_experts
         return program_bytes(self.executor.program(self.bucket), weight_sizes(self.model.config), lengths, share)

@@ -1,4 +1,4 @@
-"""First and later tokens over ipc beside the engine alone (`bench/serving.py` says how), and the codec's part of them.
+"""First and later tokens over ipc next to the engine alone (`bench/serving.py` says how), and the codec's part of them.
 
 Samples of a case are the blocking client's first tokens. The limit of the first token is checked where the machine has
 nothing else to do and the cores stay awake, for requests in a row with a short step; elsewhere it is reported alone.

@@ -43,7 +43,7 @@ def _entries() -> tuple[Launcher, dict[str, Entry]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each kernel; their names are known where the step can be lowered, on a card."""
+    """A test for each kernel; their names are known where the step can be lowered, on a GPU."""
     if torch.cuda.is_available():
         metafunc.parametrize("name", list(_entries()[1]))
     else:

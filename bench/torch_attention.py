@@ -4,7 +4,7 @@ Queries q [B, H, T, D] stand at positions L - T to L - 1 of their slot; keys and
 Lc >= L a multiple of `CAPACITY_STEP` and all of the cache, whose last Lc - L positions hold finite rubbish. A way
 gives [B * T, H * D].
 
-To fold is to lay the H / G heads that share keys beside the T rows, [B, G, H / G * T, D]: keys are then read once
+To fold is to lay the H / G heads that share keys next to the T rows, [B, G, H / G * T, D]: keys are then read once
 for all of them, and there are no groups left to expand.
 """
 
@@ -277,7 +277,7 @@ def choose(
                     raise ArithmeticError(f"off by {float(distance):.3g}")
             entries.append(Timed(name, _replay_all(attend, q, caches)))
             found[name] = attend
-        except Exception as error:  # a way that this card or this torch does not offer is no reason to stop
+        except Exception as error:  # a way that this GPU or this torch does not offer is no reason to stop
             report[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
     if not entries:
         raise RuntimeError(f"no attention works for {shape}: {report}")

@@ -173,7 +173,7 @@ class TorchStep:
                 self.run()
         current.wait_stream(stream)
         torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph(keep_graph=True)  # kept beside its executable form, so that nodes can be counted
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # kept next to its executable form, so that nodes can be counted
         with torch.cuda.graph(graph):
             self.run()
         graph.instantiate()

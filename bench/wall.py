@@ -1,4 +1,4 @@
-"""`python -m bench.wall` prints the memory wall of this card as JSON; `lowlat.tools.profile.wall` tells what it is."""
+"""`python -m bench.wall` prints the memory wall of this GPU as JSON; `lowlat.tools.profile.wall` tells what it is."""
 
 import argparse
 import json

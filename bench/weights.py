@@ -1,11 +1,11 @@
-"""Decode steps by the format of weights, on random ones: milliseconds beside the floor of their bytes.
+"""Decode steps by the format of weights, on random ones: milliseconds next to the floor of their bytes.
 
     python -m bench.weights --out bench/results/h200/weights.json
     python -m bench.weights --out /tmp/weights.json --only "fp8" --limit-s 60
     python -m bench.weights --out /tmp/weights.json --small --device cpu
     python -m bench.weights --out /tmp/table.json --geometry qwen3-30b-a3b --case 4x16384x0 --weights bf16 fp8 int4
 
-Weights are drawn on the device in the format's own parts, and packed as a runtime packs them; bfloat16 runs beside the
+Weights are drawn on the device in the format's own parts, and packed as a runtime packs them; bfloat16 runs next to the
 others. `--geometry` measures any geometry of `lowlat/tools/bench/geometries.toml` in place of the listed cases, without
 drafts but for Llama-3.1-8B's. A row's floor is its bytes over the wall of the same run; its predicted time is that
 floor plus the time that the bfloat16 step of the same case took beyond its own. Rows are written after each case. Run

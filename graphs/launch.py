@@ -1,7 +1,4 @@
-"""Launches on a stream or into a graph under construction: of a loaded kernel, or of a library's operations.
-
-It knows no kernel by name.
-"""
+"""Launches on a stream or into a graph under construction: of a loaded kernel, or of a library's operations."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

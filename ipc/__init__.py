@@ -1,6 +1,6 @@
 """Bytes and sockets: the wire format, the server and the clients.
 
-It knows nothing about models, and importing it loads neither torch, nor NumPy, nor Numba. The public names are
+The public names are
 resolved on first use, so that a client pays for no server, and none pays for asyncio unasked.
 """
 

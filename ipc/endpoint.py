@@ -1,8 +1,8 @@
-"""Endpoints of servers: the default one, how one is parsed and checked, the lock beside a socket file.
+"""Endpoints of servers: the default one, how one is parsed and checked, the lock next to a socket file.
 
 A socket file outlives its server, and whoever removes it may bind its path: so a server holds a lock file first, and
 watches that the socket file stays its own. Who may connect is decided by the folder's mode, the file's mode, and
-the peer's uid, which the server checks. It knows no message.
+the peer's uid, which the server checks.
 """
 
 import fcntl

@@ -1,7 +1,4 @@
-"""Sockets of libzmq as both sides use them: version, options, and sending without waiting.
-
-It knows nothing of what is in a message.
-"""
+"""Sockets of libzmq as both sides use them: version, options, and sending without waiting."""
 
 import zmq
 from zmq.backend import Socket as BareSocket

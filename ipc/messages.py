@@ -204,7 +204,7 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
 class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A request. Exactly one of text, messages and the body is there; template_options go with messages alone.
 
-    fit_context lowers max_tokens to what the context has room for beside the prompt; without max_tokens it is as much,
+    fit_context lowers max_tokens to what the context has room for next to the prompt; without max_tokens it is as much,
     and the server's default_max_tokens at most, for which KV is reserved. allow_special takes special tokens
     that text or messages spell as these tokens; otherwise they stay text. A cached prefix is shared only among requests
     of the same user and the same cache_salt. add_special_tokens puts around a text what its tokenizer does.
@@ -285,7 +285,7 @@ class PromptPart(Struct, array_like=True, gc=False):
 
     Packed little-endian int32 and float32: a token, its logprob and its rank at each position (rank 0: nothing is known
     of it, as of the first), and its num_top likeliest tokens with theirs (-1: there are no more). texts are the bytes
-    of tokens that no part before had, end to end, of the ids and lengths beside them; None without a tokenizer.
+    of tokens that no part before had, end to end, of the ids and lengths next to them; None without a tokenizer.
     """
 
     start: int
@@ -306,7 +306,7 @@ class Tokens(Struct, array_like=True, gc=False):
 
     text is None without a tokenizer; a chunk may have text and no token (what was held back), or tokens and no text.
     simulated marks imposed acceptance: the text means nothing. Of an answer that is parsed (`Sampling.parse`), text is
-    the content alone, beside reasoning and tool_calls. accepted has a byte for each token, 1 for an accepted draft and
+    the content alone, next to reasoning and tool_calls. accepted has a byte for each token, 1 for an accepted draft and
     0 for the target's own choice; None where none of them was drafted. prompt_logprobs is a part of what
     `Sampling.prompt_logprobs` asks for: all come before the first token, in messages without any.
     """

@@ -20,7 +20,7 @@ Packed = tuple[bytes, bytes, bytes, bytes, bytes]
 
 
 class PromptLogprob(NamedTuple):
-    """A token of a prompt: its logarithmic probability behind what stands before it, from the raw logits.
+    """A token of a prompt: its logarithmic probability after what stands before it, from the raw logits.
 
     rank   its place among all tokens, likeliest first, from 1 on; of equal ones the lowest id comes first
     top    the likeliest tokens, (token id, logprob), likeliest first; the token itself may be among them

@@ -6,10 +6,10 @@ lets go of the GIL, passes over a text in one turn however long it is, and ends 
 
 __all__ = ["count_values"]
 
-# by a value's first byte: what it takes beside what follows of a length, and how many values it holds
+# by a value's first byte: what it takes next to what follows of a length, and how many values it holds
 _SIZES = [1] * 256
 _ITEMS = [0] * 256
-# by a value's first byte where a length follows: bytes of the length, bytes beside those it counts, values for each
+# by a value's first byte where a length follows: bytes of the length, bytes next to those it counts, values for each
 _LENGTHS: dict[int, tuple[int, int, int]] = {}
 
 for _n in range(16):

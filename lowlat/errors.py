@@ -35,7 +35,7 @@ class LowlatError(Exception):
 
 
 class ConfigError(LowlatError):
-    """The model directory, the draft model or an option cannot be used; nothing half-loaded stays behind."""
+    """The model directory, the draft model or an option cannot be used; nothing half-loaded stays after."""
 
 
 class ShapeError(ConfigError):
@@ -78,7 +78,7 @@ class StreamError(LowlatError):
 
 
 class ServerGone(StreamError):
-    """The server ended, was killed, is silent, or was never there; the next call connects anew."""
+    """The server ended, was killed, is silent, or was never there; the next call connects again."""
 
 
 class DeviceError(LowlatError):

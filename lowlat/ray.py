@@ -1,4 +1,4 @@
-"""An application for Ray Serve: every replica runs a server of its own and the HTTP gateway in front of it.
+"""An application for Ray Serve: every replica runs a server of its own and the HTTP gateway before it.
 
     serve run lowlat.ray:app
     serve run lowlat.ray:build model=ORG/NAME num_replicas=2 num_gpus=1

@@ -1,7 +1,7 @@
 """The cost of a slow, a killed and a malicious client to the others: their inter-token p99 with and without them.
 
 python bad_clients.py --rounds 5 --json FILE. Steps take 20 ms. Rounds of three kinds alternate in one server, which
-begins anew with none; the good streams hold their slots all the time.
+begins again with none; the good streams hold their slots all the time.
 
 without    no bad ones
 elsewhere  the bad ones attack a second server as they attack this one in the next round: so their own processes, and

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
 from lowlat.kernels.reference.speculation.draft_rows import tree_masks
-from lowlat.kernels.reference.speculation.widths import choose_width
+from lowlat.kernels.reference.speculation.widths import choose_draft_length
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
     HAS_GRAMMAR,
@@ -95,12 +95,14 @@ def check_opening(
     gained[:, 0] = 1024
     arrays |= {
         "extended": arrays["lengths"] - torch.randint(1, 12, (max_batch,), dtype=torch.int32),
-        "width_bounds": torch.tensor([0, source.choice((MOST, 2))], dtype=torch.int32),
-        "width_costs": torch.randint(1 << 20, 1 << 21, (max_batch, 2, MOST + 2), dtype=torch.int32).sort().values,
-        "width_expected": gained.cumsum(1).int(),
-        "width_last": torch.tensor([source.randint(0, MOST)], dtype=torch.int32),
-        "width_waited": torch.tensor([source.randint(0, 50)], dtype=torch.int32),
-        "width_choice": poisoned(1),
+        "length_bounds": torch.tensor([0, source.choice((MOST, 2))], dtype=torch.int32),
+        "draft_length_costs": torch.randint(1 << 20, 1 << 21, (max_batch, 2, MOST + 2), dtype=torch.int32)
+        .sort()
+        .values,
+        "length_expected": gained.cumsum(1).int(),
+        "length_last": torch.tensor([source.randint(0, MOST)], dtype=torch.int32),
+        "length_waited": torch.tensor([source.randint(0, 50)], dtype=torch.int32),
+        "draft_length_choice": poisoned(1),
     }
     row, waiting = source.randrange(max_batch), source.choice((0, 9))
 
@@ -108,15 +110,15 @@ def check_opening(
         applied, listed, gathered, told = _each(found)
         apply_commands(**applied)
         list_active_slots(**listed)
-        choose_width(**{name: found[name] for name in begin_step.CHOSEN}, row=row, most_waiting=waiting)
+        choose_draft_length(**{name: found[name] for name in begin_step.CHOSEN}, row=row, most_waiting=waiting)
         gather_rows(**gathered)
-        publish_rows(**told, width_choice=found["width_choice"], most_drafts=MOST)
+        publish_rows(**told, draft_length_choice=found["draft_length_choice"], most_drafts=MOST)
 
     def calls(found: Arrays) -> list[KernelCall]:
         choice = begin_step.Choice(row, waiting, condition)
         return begin_step.begin_step(found, choice=choice, most_drafts=MOST)
 
-    return int(bench.compare(arrays, reference, calls)["width_choice"])
+    return int(bench.compare(arrays, reference, calls)["draft_length_choice"])
 
 
 def check_handed(bench: Bench, seed: int, *, batch: int) -> None:

@@ -1,4 +1,4 @@
-"""Modules of bench/, which lies beside the packages and is run from the checkout with `python -m`."""
+"""Modules of bench/, which lies next to the packages and is run from the checkout with `python -m`."""
 
 import importlib
 import sys
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if "bench" not in sys.modules:
     package = ModuleType("bench")
     package.__path__ = [str(ROOT / "bench")]
-    sys.modules["bench"] = package  # so that `from bench.weights import ...` is found behind an import of this module
+    sys.modules["bench"] = package  # so that `from bench.weights import ...` is found after an import of this module
 
 
 def bench(name: str) -> Any:

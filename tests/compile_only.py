@@ -1,10 +1,10 @@
-"""The plug-in behind `--compile-only`: what tests would launch on a card is compiled into LOWLAT_KERNEL_CACHE instead.
+"""The plug-in after `--compile-only`: what tests would launch on a GPU is compiled into LOWLAT_KERNEL_CACHE instead.
 
     LOWLAT_KERNEL_CACHE=kernels python -O -m pytest -W ignore --assert=plain -m gpu --compile-only sm_90 tests/gpu
 
-needs no card: a described one stands for it. Tests run on the CPU with nothing asserted (-O), nothing launched and few
+needs no GPU: a described one stands for it. Tests run on the CPU with nothing asserted (-O), nothing launched and few
 tokens; runtimes lower what they would launch and then decode by the reference. Wherever a test ends early, as for want
-of a stream, what it had asked for till then is compiled. Carried to a card, the directory spares its time.
+of a stream, what it had asked for till then is compiled. Carried to a GPU, the directory spares its time.
 """
 
 import os
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowlat.kernels.toolchain.kernel import H200, Kernel, KernelCall
 
-CARDS = {"sm_90": ("NVIDIA H200", replace(H200, peak_gb_s=4916.7))}
+GPUS = {"sm_90": ("NVIDIA H200", replace(H200, peak_gb_s=4916.7))}
 GIB = 2**30
 MOST_TOKENS = 2  # of a request: each of a runtime's programs is lowered when it is loaded
 TEST_S = 15.0  # of CPU, a test
@@ -36,14 +36,14 @@ class OutOfTime(Exception):
 
 
 class CpuGenerator(torch.Generator):
-    """A card's random numbers are the CPU's."""
+    """A GPU's random numbers are the CPU's."""
 
     def __new__(cls, *_: Any, **__: Any) -> "CpuGenerator":
         return super().__new__(cls)
 
 
 class Idle:
-    """A stream, an event or a pool of a card on which nothing runs."""
+    """A stream, an event or a pool of a GPU on which nothing runs."""
 
     cuda_stream = 0
 
@@ -63,7 +63,7 @@ class Idle:
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Tensors of a card are made on the CPU."""
+    """Tensors of a GPU are made on the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
@@ -87,8 +87,8 @@ class CompileOnly:
             raise pytest.UsageError(
                 "--compile-only needs `python -O -m pytest --assert=plain`: what is asserted would end tests"
             )
-        self.name, card = CARDS[target]
-        self.card = card
+        self.name, gpu = GPUS[target]
+        self.gpu = gpu
         self.kernels: dict[str, Kernel] = {}
         self.early: Counter[str] = Counter()
         self._patch, self._on_the_cpu = pytest.MonkeyPatch(), ExitStack()
@@ -100,20 +100,20 @@ class CompileOnly:
                 self.kernels.setdefault(call.kernel.name, call.kernel)
 
     def start(self) -> None:
-        """Put the described card in a card's place."""
-        self._pretend_card()
+        """Put the described GPU in a GPU's place."""
+        self._pretend_gpu()
         self._pretend_launches()
         self._pretend_executors()
         self._on_the_cpu.enter_context(OnTheCpu())
 
-    def _pretend_card(self) -> None:
+    def _pretend_gpu(self) -> None:
         facts = SimpleNamespace(
-            name=self.name, multi_processor_count=self.card.num_multiprocessors, total_memory=140 * GIB,
-            shared_memory_per_block_optin=self.card.shared_bytes, major=self.card.capability[0],
-            minor=self.card.capability[1], L2_cache_size=50 * 2**20,
+            name=self.name, multi_processor_count=self.gpu.num_multiprocessors, total_memory=140 * GIB,
+            shared_memory_per_block_optin=self.gpu.shared_bytes, major=self.gpu.capability[0],
+            minor=self.gpu.capability[1], L2_cache_size=50 * 2**20,
         )  # fmt: skip
         answers: dict[str, Any] = {
-            "is_available": True, "device_count": 2, "get_device_capability": self.card.capability,
+            "is_available": True, "device_count": 2, "get_device_capability": self.gpu.capability,
             "get_device_properties": facts, "get_device_name": self.name, "mem_get_info": (139 * GIB, 140 * GIB),
             "current_stream": Idle(), "cudart": Idle(), "memory_stats": {},
         }  # fmt: skip
@@ -132,13 +132,13 @@ class CompileOnly:
     def _pretend_launches(self) -> None:
         from lowlat.executors import launcher
         from lowlat.graphs.launch import KernelLaunch, LibraryLaunch
-        from lowlat.kernels.tuning.choice import tuned_card
+        from lowlat.kernels.tuning.choice import tuned_gpu
 
-        card = tuned_card(self.name, self.card, None)
+        gpu = tuned_gpu(self.name, self.gpu, None)
 
         def made(self: Any, device: torch.device, _: Any = None, *, is_shared: bool = False) -> None:
-            self.device, self.capability, self._loaded = device, card.capability, {}
-            self.card = replace(card, is_shared=is_shared)
+            self.device, self.capability, self._loaded = device, gpu.capability, {}
+            self.gpu = replace(gpu, is_shared=is_shared)
 
         def prepare(_: Any, call: Any) -> Any:
             self.record(call)
@@ -223,12 +223,12 @@ class CompileOnly:
         start, lacked = time.monotonic(), 0
         for first in range(0, len(kernels), AT_ONCE):
             some = kernels[first : first + AT_ONCE]
-            missing = compile_ahead(some, self.card.capability, directory)
+            missing = compile_ahead(some, self.gpu.capability, directory)
             lacked += missing
             for kernel in some if missing else ():
                 try:
-                    compile_kernel(kernel, self.card.capability, directory)
-                except Exception as error:  # the card's test tells
+                    compile_kernel(kernel, self.gpu.capability, directory)
+                except Exception as error:  # the GPU's test tells
                     say(f"{kernel.name}: {error!r}"[:300])
             if missing:
                 say(f"{first + len(some)} of {len(kernels)} kernels, {time.monotonic() - start:.0f} s")

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from kernel_inventory import CARDS, first_examples, modules, takes_card, variants
+from kernel_inventory import GPUS, first_examples, modules, takes_gpu, variants
 
 from lowlat.kernels.toolchain import compiler
 from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
@@ -31,21 +31,21 @@ def _examples_of(capability: Capability) -> list[tuple[str, Kernel]]:
     instructions, where plans depend on the GPU. Else each kind of kernel is compiled once for a capability; the two
     newest share out the kinds whose plans do not depend on the GPU.
     """
-    card, known = CARDS[capability], modules()
-    if card is H200:
-        return list(variants(card))
-    kinds = list(first_examples(card))
+    gpu, known = GPUS[capability], modules()
+    if gpu is H200:
+        return list(variants(gpu))
+    kinds = list(first_examples(gpu))
     if capability == OLDEST:
-        kinds += [each for each in variants(card) if takes_card(known[each[0]])]
+        kinds += [each for each in variants(gpu) if takes_gpu(known[each[0]])]
         return list({kernel.name: (module, kernel) for module, kernel in kinds}.values())
-    own = [each for each in kinds if takes_card(known[each[0]])]
-    others = [each for each in kinds if not takes_card(known[each[0]])]
+    own = [each for each in kinds if takes_gpu(known[each[0]])]
+    others = [each for each in kinds if not takes_gpu(known[each[0]])]
     return own + others[NEWEST.index(capability) :: len(NEWEST)]
 
 
-ORDER = (H200.capability, *(capability for capability in CARDS if capability != H200.capability))
+ORDER = (H200.capability, *(capability for capability in GPUS if capability != H200.capability))
 EXAMPLES = {capability: _examples_of(capability) for capability in ORDER}
-# What a small model's step without drafts launches, for the usual card; other kinds, sizes and capabilities are left to
+# What a small model's step without drafts launches, for the usual GPU; other kinds, sizes and capabilities are left to
 # the second stage.
 PLAIN_STEP = (
     *(
@@ -105,7 +105,7 @@ def examples_of(*modules: ModuleType) -> list[Kernel]:
 
 
 def staged_cases(kernels: Iterable[Kernel]) -> list[Any]:
-    """The usual card's kernels as parameters of a test, named, those of the second stage marked."""
+    """The usual GPU's kernels as parameters of a test, named, those of the second stage marked."""
     return [pytest.param(each, id=each.name, marks=staged(H200.capability, each)) for each in kernels]
 
 

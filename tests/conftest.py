@@ -16,7 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# One thread: the models are tiny, and beside a busy process a product on two threads of two cores waits for the
+# One thread: the models are tiny, and next to a busy process a product on two threads of two cores waits for the
 # scheduler at every barrier (measured: 16 ms in place of 2 us).
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -51,11 +51,11 @@ KEPT = pytest.StashKey[bool]()  # whether the test before left them to the next
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option of `compile_only`."""
-    parser.addoption("--compile-only", metavar="TARGET", help="compile what tests of a card launch, as for sm_90")
+    parser.addoption("--compile-only", metavar="TARGET", help="compile what tests of a GPU launch, as for sm_90")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put a described card in a card's place where kernels are only to be compiled."""
+    """Put a described GPU in a GPU's place where kernels are only to be compiled."""
     target = config.getoption("--compile-only")
     if target:
         from compile_only import CompileOnly
@@ -146,9 +146,9 @@ def _is_alone(item: pytest.Item | None) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Run beside other workers' tests, and when nobody is or wants to be alone; a test marked `alone` runs by itself.
+    """Run next to other workers' tests, and when nobody is or wants to be alone; a test marked `alone` runs by itself.
 
-    Its times say something only where nobody computes beside it: it waits until no other worker runs a test, and holds
+    Its times say something only where nobody computes next to it: it waits until no other worker runs a test, and holds
     them up until it and those like it that follow are through. What a test waits here is no part of its own time.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from kernel_walk import Walker, walkable
 
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 
 SHARED = (
     *(
         "common.activation",
-        "common.handover",
+        "common.pipeline",
         "common.kv_codes",
         "common.norm_math",
         "common.norm_row",
@@ -22,10 +22,10 @@ SHARED = (
 )
 PEERS = ("collectives.peers.chunk", "collectives.peers.words", "collectives.peers.rows")
 PARTS = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
-ENDS = ("exchange_epilogue", "epilogue", "gemm")
+ENDS = ("all_reduce_epilogue", "epilogue", "gemm")
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4", "mxfp4", "nvfp4"))
 NAMES = (*SHARED, *PEERS, *FRAGMENTS, *(f"gemm.decode.{part}" for part in (*PARTS, *ENDS)))
-SMALL = Card(2, 227 * 1024, (9, 0))
+SMALL = Gpu(2, 227 * 1024, (9, 0))
 
 
 def walked(walker: Walker) -> Any:
@@ -35,7 +35,7 @@ def walked(walker: Walker) -> Any:
 def run(walker: Walker, modules: list[ModuleType], changes: dict[str, int], **arguments: Any) -> None:
     thin = modules[-1]
     plan = thin.plan_decode_gemm(arguments["x"].shape[0], arguments["weight"].rows, SMALL)
-    for call in thin.decode_gemm(**arguments, card=SMALL, plan=dataclasses.replace(plan, **changes)):
+    for call in thin.decode_gemm(**arguments, gpu=SMALL, plan=dataclasses.replace(plan, **changes)):
         walker.run(call)
 
 

@@ -48,7 +48,7 @@ def make_experts(
 ) -> Experts:  # fmt: skip
     """E matrices [rows, columns] whose products with inputs about one stay about one, for common sizes.
 
-    quantised  True: MXFP4; or a dense format by name, behind which " narrow" means scales that bf16 holds
+    quantised  True: MXFP4; or a dense format by name, after which " narrow" means scales that bf16 holds
     """
     generator = torch.Generator(device)
     if seed is None:

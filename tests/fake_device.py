@@ -1,8 +1,8 @@
-"""A device that does its work later: the reference executor behind a queue, with loops as the kernels make them.
+"""A device that does its work later: the reference executor after a queue, with loops as the kernels make them.
 
 Work is done when the host waits for it, or at random before. The device checks what a runtime must keep to: no entry of
 the ring is written over before it was read, prefill starts when nothing else is under way, and only another loop is
-queued behind a loop, if that was not told to stop.
+queued after a loop, if that was not told to stop.
 """
 
 import random
@@ -45,7 +45,7 @@ class FakeDevice:
         self.num_read: Callable[[], int] = lambda: 0
         self.published: list[list[int]] = []  # the slots of each entry
         self.first_tokens: set[int] = set()  # the entries that no step has made
-        self.last_ones: list[int] = []  # the entries behind which nothing had been launched when they were published
+        self.last_ones: list[int] = []  # the entries after which nothing had been launched when they were published
         self._random = random.Random(seed)
         self._queue: list[tuple[Bucket, int | None]] = []  # a bucket, and the steps that are left of a loop
         self._stop = False
@@ -91,7 +91,7 @@ class FakeDevice:
             self.inner._run(self._rest)
 
     def _waits_to_begin(self, bucket: Bucket) -> bool:
-        """Whether a step waits for what the grammar of a slot forces; it looks before it takes commands, and behind."""
+        """Whether a step waits for what the grammar of a slot forces; it looks before it takes commands, and after."""
         if self._begun or bucket.rows == 1:
             return False
         ring, (head,), (tail,) = (self.state[f"command_{part}"].tolist() for part in ("ring", "head", "tail"))

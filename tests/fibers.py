@@ -89,7 +89,7 @@ class Fibers:
         self._ready.extend(members)
         return fiber.value
 
-    def exchange(self, place: Hashable, count: int, value: Any) -> list[Any]:
+    def all_reduce(self, place: Hashable, count: int, value: Any) -> list[Any]:
         """The values of all `count` fibers that come to a place, in the order of their numbers."""
         values: list[Any] = self.meet(place, count, value, lambda values: [values] * count)
         return values

@@ -1,4 +1,4 @@
-"""The HTTP gateway in a thread of the tests' process, in front of a server of a FakeEngine in others."""
+"""The HTTP gateway in a thread of the tests' process, before a server of a FakeEngine in others."""
 
 import http.client
 import json
@@ -73,7 +73,7 @@ class RecordingCodec(FakeCodec):
 
 @dataclass
 class RunningGateway:
-    """A gateway: where it is, and the server behind it."""
+    """A gateway: where it is, and the server after it."""
 
     address: Address
     served: Served | None = None
@@ -142,7 +142,7 @@ def running_gateway(
     connections: ConnectionLimits | None = None,
     **options: Any,
 ) -> Iterator[RunningGateway]:
-    """A gateway and the server of an engine behind it, both in this process."""
+    """A gateway and the server of an engine after it, both in this process."""
     folder.chmod(0o700)
     engine = engine or ScriptedEngine()
     with ExitStack() as stack:

@@ -10,7 +10,7 @@ from lowlat.graphs.program import Op, Program
 
 
 def with_identities(program: Program, count: int, seed: int) -> Program:
-    """The program with `count` operations `identity`, each behind a random operation: it copies a scratch buffer that
+    """The program with `count` operations `identity`, each after a random operation: it copies a scratch buffer that
     the operation overwrote, and the copy is read in its place until the buffer is written again."""
     places = Random(seed).sample(range(len(program.ops)), min(count, len(program.ops)))
     buffers = dict(program.buffers)

@@ -1,4 +1,4 @@
-"""How a kernel is compared with its reference, on a card or in Numba's simulator: the same cases for both."""
+"""How a kernel is compared with its reference, on a GPU or in Numba's simulator: the same cases for both."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence

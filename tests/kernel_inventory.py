@@ -12,19 +12,19 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import lowlat.kernels
-from lowlat.kernels.toolchain.kernel import H200, Card, Kernel
+from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel
 
-B200 = Card(148, 227 * 1024, (10, 0))
-# A card of each capability for which kernels must compile: A100, H200, RTX 5090. 10.0 stands for the capability alone,
+B200 = Gpu(148, 227 * 1024, (10, 0))
+# A GPU of each capability for which kernels must compile: A100, H200, RTX 5090. 10.0 stands for the capability alone,
 # with H200's size: it has the same functions, of which Numba's part of a compilation is done once for both. A B200's
 # own size changes counts of tiles, blocks and stages, which tests of plans look at.
-CARDS = {
-    card.capability: card
-    for card in (
-        Card(108, 163 * 1024, (8, 0)),
+GPUS = {
+    gpu.capability: gpu
+    for gpu in (
+        Gpu(108, 163 * 1024, (8, 0)),
         H200,
-        Card(H200.num_multiprocessors, H200.shared_bytes, (10, 0)),
-        Card(170, 99 * 1024, (12, 0)),
+        Gpu(H200.num_multiprocessors, H200.shared_bytes, (10, 0)),
+        Gpu(170, 99 * 1024, (12, 0)),
     )
 }
 
@@ -36,30 +36,30 @@ def modules() -> dict[str, Any]:
     return {name.removeprefix("lowlat.kernels."): importlib.import_module(name) for name in sorted(found)}
 
 
-def examples(card: Card = H200) -> Iterator[tuple[str, Kernel]]:
-    """(module, kernel) for every example, each once; a module whose plans depend on the card gives this card's."""
+def examples(gpu: Gpu = H200) -> Iterator[tuple[str, Kernel]]:
+    """(module, kernel) for every example, each once; a module whose plans depend on the GPU gives this GPU's."""
     for name, module in modules().items():
         if hasattr(module, "examples"):
-            made = module.examples(card) if takes_card(module) else module.examples()
+            made = module.examples(gpu) if takes_gpu(module) else module.examples()
             for kernel in {id(kernel): kernel for kernel in made}.values():
                 yield name, kernel
 
 
-def takes_card(module: Any) -> bool:
+def takes_gpu(module: Any) -> bool:
     """Whether a module's plans depend on the GPU."""
     return "card" in inspect.signature(module.examples).parameters
 
 
-def first_examples(card: Card) -> Iterator[tuple[str, Kernel]]:
+def first_examples(gpu: Gpu) -> Iterator[tuple[str, Kernel]]:
     """(module, kernel) for the first example of each kind of kernel."""
-    yield from {family(kernel): (name, kernel) for name, kernel in reversed([*examples(card)])}.values()
+    yield from {family(kernel): (name, kernel) for name, kernel in reversed([*examples(gpu)])}.values()
 
 
-def variants(card: Card) -> Iterator[tuple[str, Kernel]]:
+def variants(gpu: Gpu) -> Iterator[tuple[str, Kernel]]:
     """(module, kernel) for examples that differ in more than sizes: each has a word in its name that none before it of
     its kind has. Sizes are digits, with an x between two; words of a plan (True, False and 0) count by their place."""
     known: dict[str, set[str]] = defaultdict(set)
-    for name, kernel in examples(card):
+    for name, kernel in examples(gpu):
         words = {
             f"{place} {word}" if word in ("True", "False", "0") else re.sub(r"\d+(x\d+)*", "", word)
             for place, word in enumerate(kernel.name.split("_"))
@@ -125,7 +125,7 @@ def _constants(code: CodeType) -> tuple[str, ...]:
 
 
 def _python_function(value: Any) -> Callable[..., Any] | None:
-    """The function behind a device function or an intrinsic, or a plain one."""
+    """The function after a device function or an intrinsic, or a plain one."""
     for name in ("py_func", "_defn"):
         inner = getattr(value, name, None)
         if isinstance(inner, FunctionType):

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from card_arithmetic import (
+from fibers import Combine, Fiber, Fibers, this_fiber
+from gpu_arithmetic import (
     add_rn,
     bf16_bits,
     bf16_value,
@@ -32,7 +33,6 @@ from card_arithmetic import (
     plain,
     rounded,
 )
-from fibers import Combine, Fiber, Fibers, this_fiber
 from walked_launch import Arrivals, Home, Launch, Matrix, Words
 from walked_memory import load, load_number, load_words, store, store_number
 from walked_warp import MASK, WARP, Warp
@@ -90,7 +90,7 @@ class Walker:
     def run(self, *calls: Any, beside: Sequence[Sequence[Any]] = ()) -> None:
         """Run KernelCalls, all blocks side by side; tensors are passed by address.
 
-        A dependent one starts as soon as the one before it lets it, as on a card. Those of other streams run `beside`.
+        A dependent one starts as soon as the one before it lets it, as on a GPU. Those of other streams run `beside`.
         """
         self._ranges, previous, fibers = [], None, []
         ordered = [(place, call) for stream in (calls, *beside) for place, call in enumerate(stream)]
@@ -214,7 +214,7 @@ class Walker:
 
     def _count(self, vote: int) -> int:
         home = _this().home
-        return sum(self._fibers.exchange(("count", home.key), home.launch.threads, int(vote)))
+        return sum(self._fibers.all_reduce(("count", home.key), home.launch.threads, int(vote)))
 
     def _meet(self, name: str, count: int) -> None:
         """So many threads of a block."""
@@ -454,7 +454,7 @@ class Walker:
 
 @contextmanager
 def walkable(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
-    """Modules by their names below `lowlat.kernels`, imported anew, the walker in the place of Numba and `ptx`."""
+    """Modules by their names below `lowlat.kernels`, imported again, the walker in the place of Numba and `ptx`."""
     known = importlib.import_module("lowlat.kernels.toolchain.numba_cuda")
     fake: Any = ModuleType("lowlat.kernels.toolchain.numba_cuda")
     fake.cuda, fake.types, fake.device_function = walker.cuda(), known.types, lambda function: function

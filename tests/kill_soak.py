@@ -1,4 +1,4 @@
-"""Servers and clients killed (SIGKILL) at random moments: what survives is whole and right, and nothing is left behind.
+"""Servers and clients killed (SIGKILL) at random moments: what survives is whole and right, and nothing is left after.
 
 python kill_soak.py --servers 60 --clients 120 --model-clients 20 --json FILE
 
@@ -164,7 +164,7 @@ def check_gone(prompt: Sequence[int], found: Sequence[int], error: ServerGone) -
 
 
 def kill_clients(folder: Path, kills: int, chooser: random.Random) -> dict[str, Any]:
-    """Kill processes of clients beside one that goes on."""
+    """Kill processes of clients next to one that goes on."""
     engine = {"step_s": 0.002, "tokens_per_step": 2, "max_running": 6}
     with fake_process(folder, engine=engine) as server, Client(f"ipc://{folder}/s.sock") as client:
         books = Books(server.pid, folder)

@@ -1,7 +1,7 @@
 """Ranks on one device of which all but the first lag: their operations wait until another rank or the host needs them.
 
 So the host sees what the first rank publishes while the others may still stand right after that step's last exchange,
-as cards that are stopped for a moment might. It shows whether the host writes over what they have yet to read.
+as GPUs that are stopped for a moment might. It shows whether the host writes over what they have yet to read.
 """
 
 import random
@@ -12,9 +12,9 @@ from typing import Any
 
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.executors.reference.executor import Bound
-from lowlat.executors.reference.ranks import EXCHANGE, RankedReferenceExecutor
+from lowlat.executors.reference.ranks import ALL_REDUCE, RankedReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet
-from lowlat.kernels.reference.collectives.ranks import exchange_parts
+from lowlat.kernels.reference.collectives.ranks import all_reduce_parts
 
 __all__ = ["LateRanks"]
 
@@ -22,10 +22,10 @@ COMMANDS = "apply_commands"
 
 
 class LateRanks(RankedReferenceExecutor):
-    """The first rank runs at once, the others before an exchange, before a prefill ends, or when they are waited for.
+    """The first rank runs at once, the others before an all-reduce, before a prefill ends, or when they are waited for.
 
-    chance  of each operation that some of what the others owe is run behind it, by `seed`; 0: none
-    `most_owed` is the most operations that a rank has been behind.
+    chance  of each operation that some of what the others owe is run after it, by `seed`; 0: none
+    `most_owed` is the most operations that a rank has been after.
     """
 
     chance, seed = 0.0, 0
@@ -48,13 +48,13 @@ class LateRanks(RankedReferenceExecutor):
         """An operation of the first rank, which leaves the others theirs."""
         (op, function, arguments), *others = ranks
         run: Callable[..., None]
-        if op.kind == EXCHANGE:
+        if op.kind == ALL_REDUCE:
             parts: Any = [own["x"] for _, _, own in ranks]
             outs: Any = [own["out"] for _, _, own in ranks]
 
             def run(**_: object) -> None:
                 self.catch_up()
-                exchange_parts(parts, outs)
+                all_reduce_parts(parts, outs)
 
         else:
 

@@ -18,7 +18,7 @@ from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_shape
-from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
 from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
@@ -113,27 +113,27 @@ class Pair:
         layouts = weight_layouts(programs, fuse=self.fuse)
         return DeviceWeights(self.source, gemm_weights(programs), device, layouts, expert_parts(programs, self.source))
 
-    def lower(self, depth: int, batch: int, card: Card = H200) -> Lowered:
+    def lower(self, depth: int, batch: int, gpu: Gpu = H200) -> Lowered:
         """A bucket's program, lowered; every buffer has memory of its own."""
-        return self.lower_program(self.program(depth, batch), card)
+        return self.lower_program(self.program(depth, batch), gpu)
 
-    def lower_program(self, program: Program, card: Card = H200) -> Lowered:
+    def lower_program(self, program: Program, gpu: Gpu = H200) -> Lowered:
         """Any program of the pair, lowered; every buffer has memory of its own."""
         specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
         buffers = BufferSet(specs, CPU, program.constants)
         workspace = SharedWorkspace(CPU)
         workspace.reserve(workspaces_of(program, lambda name: matrix_shape(name, self.source)))
-        binding = Binding(program, buffers, self.weights, card, workspace, is_invariant=sum_in_parts([program]))
+        binding = Binding(program, buffers, self.weights, gpu, workspace, is_invariant=sum_in_parts([program]))
         groups = lower(binding, fuse=self.fuse)
         return Lowered(program, buffers, self.weights, workspace, groups)
 
 
-def pretend_card(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
-    """Let executors with kernels be made on a machine without a card: their launcher compiles and launches nothing."""
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
+    """Let executors with kernels be made on a machine without a GPU: their launcher compiles and launches nothing."""
 
     def launcher(*_: object, is_shared: bool) -> SimpleNamespace:
-        own = replace(card, is_shared=is_shared)
-        return SimpleNamespace(card=own, compile_ahead=lambda calls: len(list(calls)), clear=lambda: None)
+        own = replace(gpu, is_shared=is_shared)
+        return SimpleNamespace(gpu=own, compile_ahead=lambda calls: len(list(calls)), clear=lambda: None)
 
     monkeypatch.setattr(kernel_executor, "Launcher", launcher)
     monkeypatch.setattr(kernel_executor, "pinned_names", lambda specs: set())

@@ -68,7 +68,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3}),
     "gpt_oss_mxfp4": ("gpt_oss", {"num_local_experts": 37, "num_experts_per_tok": 4, "sliding_window": 300}),
 }
-MIXTURES = ("gpt_oss", "gpt_oss_mxfp4")
+MOE_LAYERS = ("gpt_oss", "gpt_oss_mxfp4")
 
 
 class LoweredPairs:
@@ -81,12 +81,12 @@ class LoweredPairs:
         self._made: dict[Any, Lowered] = {}
 
     def __call__(
-        self, name: str, depth: int, batch: int, tree: bool | str = False, card: Any = H200, **speculation: Any
+        self, name: str, depth: int, batch: int, tree: bool | str = False, gpu: Any = H200, **speculation: Any
     ) -> Lowered:
         """A bucket's program, lowered."""
-        key = (name, depth, batch, tree, card, *speculation.items())
+        key = (name, depth, batch, tree, gpu, *speculation.items())
         if key not in self._made:
-            self._made[key] = self.pair(name, tree, **speculation).lower(depth, batch, card)
+            self._made[key] = self.pair(name, tree, **speculation).lower(depth, batch, gpu)
         return self._made[key]
 
     def pair(self, name: str, tree: bool | str = False, **speculation: Any) -> Pair:
@@ -129,7 +129,7 @@ def _quantise(kind: str, target: Path) -> None:
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of its first byte and of the one behind its last."""
+    """The addresses of its first byte and of the one after its last."""
     start = tensor.data_ptr()
     return start, start + tensor.numel() * tensor.element_size()
 

@@ -11,7 +11,7 @@ from lowlat.kernels.speculation.ngram_draft import ngram_draft as kernel
 
 
 def drafted(text: list[int], count: int, shortest: int, longest: int) -> list[int]:
-    """The drafts behind a text: for each length, the longest first, each place, the last first."""
+    """The drafts after a text: for each length, the longest first, each place, the last first."""
     for length in range(min(longest, len(text) - 1), shortest - 1, -1):
         for start in range(len(text) - 1, length - 1, -1):
             if text[start - length : start] == text[len(text) - length :]:

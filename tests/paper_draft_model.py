@@ -57,7 +57,7 @@ class PaperDraftModel:
         return torch.stack(logits)
 
     def _parallel_logits(self, tokens: Sequence[int], features: torch.Tensor, num_masks: int) -> torch.Tensor:
-        """P-EAGLE's: behind the rows of the tokens those of the mask, all in one pass; whatever was drafted."""
+        """P-EAGLE's: after the rows of the tokens those of the mask, all in one pass; whatever was drafted."""
         hidden = self.tensors["mask_hidden"].reshape(1, -1)
         state = self.features(hidden.chunk(len(self.config["eagle_aux_hidden_state_layer_ids"]), dim=-1))
         following = [*tokens[1:], *[self.config["mask_token_id"]] * num_masks]

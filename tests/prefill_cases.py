@@ -1,4 +1,4 @@
-"""One chunk of prefill by its launches on a card beside the reference: whole programs of small models."""
+"""One chunk of prefill by its launches on a GPU next to the reference: whole programs of small models."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ def _fill(buffers: Any, vocab_size: int, live: int) -> None:
 
 @dataclass
 class Prefill:
-    """A pair's prefill on a card, its arguments, and its buffers as the host sees them."""
+    """A pair's prefill on a GPU, its arguments, and its buffers as the host sees them."""
 
     launcher: Launcher
     launches: list[Launch]
@@ -71,7 +71,7 @@ def make_prefill(pair: Pair, program: Program, launcher: Launcher) -> Prefill:
     arguments = ChunkArguments([program], device)
     buffers = BufferSet(specs, device, constants, pinned=pinned_names(specs), given=arguments.host)
     weights, workspace = pair.weights_on(device), SharedWorkspace(device)
-    groups = lower(Binding(program, {**buffers, **arguments.device}, weights, launcher.card, workspace))
+    groups = lower(Binding(program, {**buffers, **arguments.device}, weights, launcher.gpu, workspace))
     launches = launcher.load(call for group in groups for call in group.calls)
     return Prefill(launcher, launches, arguments, buffers, [weights, workspace, groups])
 

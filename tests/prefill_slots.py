@@ -76,7 +76,7 @@ class Slot:
     ) -> tuple[Callable[[], None], torch.Tensor]:
         """A function that runs the chunk's attention, and its result; of a part, (first row, rows), as a chunk alone.
 
-        Workspaces and result are NaN before. Every run of the whole chunk reads `chunk` anew.
+        Workspaces and result are NaN before. Every run of the whole chunk reads `chunk` again.
         """
         offset, size = part or (0, self.shape.size)
         chunk = self.chunk
@@ -95,7 +95,7 @@ class Slot:
         program = Program("attention", (op,), {"tokens": tokens, "k_cache": cache}, {}, OPERATIONS)
         buffers = {**dict(zip(names, tensors, strict=True)), "out": out}
         weights = DeviceWeights(held, set(), self._device)
-        binding = Binding(program, buffers, weights, launcher.card, self._poisoned)
+        binding = Binding(program, buffers, weights, launcher.gpu, self._poisoned)
         launches = launcher.load(lower(binding, op))
         return lambda: launcher.issue(launches), out
 

@@ -1,4 +1,4 @@
-"""Stand-ins for a card in attention of prefill on a CPU: the gathering kernel, and torch's flash attention."""
+"""Stand-ins for a GPU in attention of prefill on a CPU: the gathering kernel, and torch's flash attention."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from gather_cases import wanted_rows
 
-from lowlat.kernels.toolchain.kernel import Card, KernelCall
+from lowlat.kernels.toolchain.kernel import Gpu, KernelCall
 from lowlat.lowering.binding import Call, LibraryCall
 
 
@@ -24,7 +24,7 @@ def gather(call: KernelCall) -> None:
 class GatherLauncher:
     """In place of a launcher, for calls of `gather_kv` and of the library."""
 
-    card = Card(108, 163 * 1024, (8, 0))
+    gpu = Gpu(108, 163 * 1024, (8, 0))
 
     def load(self, calls: Iterable[Call]) -> list[Call]:
         """The calls themselves."""
@@ -79,7 +79,7 @@ def flash_attention(
     window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The meaning of `prefill_attention.flash_attention`: it sees no row behind the lengths.
+    """The meaning of `prefill_attention.flash_attention`: it sees no row after the lengths.
 
     A row that sees nothing is zero, and the logarithm of its sum inf.
     """

@@ -1,4 +1,4 @@
-"""A profile without a card: a runtime on the CPU whose steps are covered by kernels that nobody launches, and events
+"""A profile without a GPU: a runtime on the CPU whose steps are covered by kernels that nobody launches, and events
 as a profiler would have recorded them.
 """
 
@@ -16,7 +16,7 @@ from lowlat.executors.distributed.peers import PeerMemory
 from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
@@ -49,10 +49,8 @@ def cover(runtime: Runtime, target: Path, head: Path | None) -> Callable[[Bucket
     return groups
 
 
-def cover_ranks(
-    runtime: Runtime, speculative: SpeculativeConfig, size: int, card: Card = H200
-) -> list[SimpleNamespace]:
-    """What a profile asks of the executors of so many ranks, each on a card of its own, in a runtime of one."""
+def cover_ranks(runtime: Runtime, speculative: SpeculativeConfig, size: int, gpu: Gpu = H200) -> list[SimpleNamespace]:
+    """What a profile asks of the executors of so many ranks, each on a GPU of its own, in a runtime of one."""
     topologies = make_topologies(speculative)
     options = RuntimeConfig(tensor_parallel_size=size)
     geometries = rank_geometries(runtime.geometry, options, speculative)
@@ -62,10 +60,10 @@ def cover_ranks(
     pair = Pair("a pair", runtime.model_config, runtime.speculator)
     found = []
     for number, rank in enumerate(ranks):
-        lowered = LoweredPrograms(pair, card, rank.programs.values(), rank.config, RankPlace(number, peers))
+        lowered = LoweredPrograms(pair, gpu, rank.programs.values(), rank.config, RankPlace(number, peers))
 
         def groups(bucket: Bucket, rank: Any = rank, lowered: LoweredPrograms = lowered) -> tuple[LoweredGroup, ...]:
-            return lowered.groups(rank.programs[bucket], card)
+            return lowered.groups(rank.programs[bucket], gpu)
 
         found.append(SimpleNamespace(device=torch.device("cuda", number), state=runtime.executor.state, groups=groups))
     return found

@@ -15,7 +15,7 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def check_taken(bench: Bench, *, width: int, positions: int, count: int, cursor: int, dtype: torch.dtype) -> None:
-    """Rows from the cursor on; some have no token behind them, others lie behind the last."""
+    """Rows from the cursor on; some have no token after them, others lie after the last."""
     arrays = {
         "residual": torch.randn(positions, width).to(dtype),
         "targets": torch.randint(-1, 9, (positions,), dtype=torch.int32),
@@ -43,7 +43,7 @@ def check_ranks(bench: Bench, *, vocabulary: int) -> None:
 
 
 def check_kept(bench: Bench, *, rows: int, positions: int, count: int, cursor: int) -> int:
-    """A pass's rows by position; returns the cursor behind it."""
+    """A pass's rows by position; returns the cursor after it."""
     arrays = {
         "logprob_values": torch.randn(1, rows, COLUMNS),
         "logprob_ids": torch.randint(-1, 99, (1, rows, COLUMNS), dtype=torch.int32),
@@ -58,7 +58,7 @@ def check_kept(bench: Bench, *, rows: int, positions: int, count: int, cursor: i
 
 
 def check_all(bench: Bench, *, width: int, vocabularies: tuple[int, ...]) -> None:
-    """Every kernel: a first pass, one that ends a chunk, and one that reaches behind it."""
+    """Every kernel: a first pass, one that ends a chunk, and one that reaches after it."""
     torch.manual_seed(5)
     for count, cursor in ((20, 0), (20, 8), (20, 16), (0, 0)):
         for dtype in (torch.bfloat16, torch.float32):

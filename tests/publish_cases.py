@@ -6,8 +6,8 @@ import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
 from lowlat.kernels.reference.speculation.draft_rows import tree_masks
+from lowlat.kernels.reference.speculation.length_probabilities import NUM_RUNS, ONE, learn_draft_lengths
 from lowlat.kernels.reference.speculation.waiting import keep_features
-from lowlat.kernels.reference.speculation.width_odds import NUM_RUNS, ONE, learn_widths
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH, publish
 from lowlat.kernels.step import publish as kernels
 from lowlat.kernels.step.publish import LoopControl
@@ -57,14 +57,14 @@ def check_end(bench: Bench, seed: int, *, keeps: bool, batch: int = 3, loop: Loo
     max_batch = batch + 1 if loop is None else loop.active.shape[0]
     arrays = _arrays(shapes, source, batch, max_batch)
     rows = arrays["accepted_nodes"].shape[1]
-    odds = torch.randint(1, 8 * ONE, (max_batch + 1, NUM_RUNS, MOST, 2), dtype=torch.int32).sort().values
+    probabilities = torch.randint(1, 8 * ONE, (max_batch + 1, NUM_RUNS, MOST, 2), dtype=torch.int32).sort().values
     arrays["verified_source"] %= 4
     learnt: Arrays = {
         "dense_lens": torch.randint(0, 60, (batch,), dtype=torch.int32),
         "extended": torch.randint(0, 60, (max_batch,), dtype=torch.int32),
-        "width_odds": odds,
-        "width_runs": torch.randint(0, 12, (max_batch,), dtype=torch.int32),
-        "width_expected": poisoned(max_batch, MOST + 1),
+        "length_probabilities": probabilities,
+        "length_runs": torch.randint(0, 12, (max_batch,), dtype=torch.int32),
+        "length_expected": poisoned(max_batch, MOST + 1),
     }
     features: Arrays = {f"source{number}": torch.randn(batch * rows, 8) for number in range(3)}
     features["waiting_features"] = torch.randn(max_batch, rows + 3, 24)
@@ -83,7 +83,7 @@ def check_end(bench: Bench, seed: int, *, keeps: bool, batch: int = 3, loop: Loo
         found["ring_count"] += 1
         if keeps:
             keep_features(**kept)
-        learn_widths(**learning, extends=extends)
+        learn_draft_lengths(**learning, extends=extends)
 
     def calls(found: Arrays) -> list[KernelCall]:
         publication, learning, kept = parts(found)

@@ -140,7 +140,7 @@ def check_boundary(bench: Bench, seed: int, *, width: int) -> None:
 
 
 def check_prefill_rows(bench: Bench, seed: int, *, width: int, start: int, live: int, size: int = 14) -> None:
-    """A chunk's features, of which the last may be dead, behind a prompt's start or another chunk."""
+    """A chunk's features, of which the last may be dead, after a prompt's start or another chunk."""
     torch.manual_seed(seed)
     table = torch.full((1, (start + size) // BLOCK + 1), 1 << 20, dtype=torch.int32)  # what is not known is not read
     used = -(-(start + live) // BLOCK)
@@ -200,7 +200,7 @@ def check_block(bench: Bench, seed: int, *, width: int, batch: int = 4, accepted
 
 
 def check_markov(bench: Bench, seed: int, *, vocabulary: int) -> None:
-    """What stands behind DSpark's block: parents' tokens, biased logits."""
+    """What stands after DSpark's block: parents' tokens, biased logits."""
     torch.manual_seed(seed)
     batch, block, wide, nodes, row = 3, 4, 1 + seed, 9, seed % 4
     arrays = {

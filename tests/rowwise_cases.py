@@ -1,4 +1,4 @@
-"""The row-wise kernels against the reference: the same cases for a card and for Numba's simulator.
+"""The row-wise kernels against the reference: the same cases for a GPU and for Numba's simulator.
 
 Inputs are random, outputs poisoned. The reference runs on the CPU.
 """
@@ -274,7 +274,7 @@ def check_router_extremes(lab: Lab, width: int) -> None:
 
 
 def check_router_fills(lab: Lab, rows: int, width: int, experts: int, chunks: int) -> None:
-    """Three buffers of so many times 16 bytes a row are all ones, and nothing beside; the results are as without."""
+    """Three buffers of so many times 16 bytes a row are all ones, and nothing next to; the results are as without."""
     options = router_inputs(rows, width, experts)
     outs = {"normed": poison(rows, width), "logits": poison(rows, experts, dtype=torch.float32)}
     outs |= {"halves": poison(rows + 2, 8 * chunks), "words": poison(rows + 2, 4 * chunks, dtype=torch.float32)}
@@ -294,7 +294,7 @@ def check_router_fills(lab: Lab, rows: int, width: int, experts: int, chunks: in
 
 
 def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int) -> None:
-    """Both layouts, dead rows, the norm behind."""
+    """Both layouts, dead rows, the norm after."""
     table, tokens = torch.randn(vocabulary, width).to(BF16), torch.randint(-1, vocabulary, (1, rows)).int()
     tokens[0, 0], tokens[0, -1] = vocabulary - 1, -1
     weight, live = weights(width), flags(rows)
@@ -317,7 +317,7 @@ def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int) -> None:
 
 
 def check_masks(lab: Lab, batch: int, count: int, table: torch.Tensor, weight: torch.Tensor) -> None:
-    """A block of masks behind the last known token, embedded and normed: what the operations make one by one."""
+    """A block of masks after the last known token, embedded and normed: what the operations make one by one."""
     width, accepted = table.shape[1], 3
     reads = {
         "accepted_tokens": torch.randint(0, table.shape[0], (batch, accepted)).int(),

@@ -4,13 +4,13 @@
 
 Tests of whole runtimes are left out, but for one of captured steps, and so are those of which the reference takes long;
 torch's own kernels run under the tool as well. Racecheck leaves out what has a product of the step in it: there a warp
-comes together and one lane arrives for it (kernels/common/handover.py), order enough by PTX's memory model; the tool
+comes together and one lane arrives for it (kernels/common/pipeline.py), order enough by PTX's memory model; the tool
 follows the arrivals of single threads and reports hazards (with --racecheck-indirect-barrier-dependency too; where
 every lane arrives for itself it reports none of thin and wide products). Of that hand-over
 tests/unit/kernels/test_{decode_gemm,experts_mlp,experts_product}_walk.py and test_wide_matmul.py walk every thread,
 with copies that arrive as late as they may. It leaves out prefill too, where torch's attention is reported.
 
-Needs a card and compute-sanitizer (a part of the CUDA toolkit); exits with 1 where a tool complains or a test fails.
+Needs a GPU and compute-sanitizer (a part of the CUDA toolkit); exits with 1 where a tool complains or a test fails.
 The last line of stdout is one JSON object.
 """
 
@@ -31,7 +31,7 @@ LEFT_OUT = re.compile(
     r"|test_attention\.py::test_(rows_of_a_chain|windows|equals|bits)"
 )
 LEFT_OUT_OF = {"racecheck": re.compile(r"test_(decode_gemm|prefill_gemm|experts_mlp|capture_traps|prefill)\.py")}
-ALSO = ("tests/gpu/test_capture_traps.py::test_two_runtimes_on_one_card_do_not_touch_each_other",)
+ALSO = ("tests/gpu/test_capture_traps.py::test_two_runtimes_on_one_gpu_do_not_touch_each_other",)
 COMPLAINED = 9
 PROCESSES = min(12, os.cpu_count() or 1)
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: .*")

@@ -26,7 +26,7 @@ SIGN, WORD = 1 << 31, (1 << 32) - 1
 
 
 def best_pairs(logits: torch.Tensor, limit: int, blocks: int = 7) -> torch.Tensor:
-    """What a product that keeps best pairs leaves beside logits [M, V]: [M, blocks, 2] int32.
+    """What a product that keeps best pairs leaves next to logits [M, V]: [M, blocks, 2] int32.
 
     Blocks take tiles of 16 columns in turn, as the product's do; what they leave is in `select`'s words.
     """
@@ -71,7 +71,7 @@ class Memory:
 
 
 def make_world(vocabulary: int, options: list[dict[str, float]], biased: Sequence[int]) -> World:
-    """A slot for each set of options, behind a prompt and some tokens; stop ids in all, biases in some slots."""
+    """A slot for each set of options, after a prompt and some tokens; stop ids in all, biases in some slots."""
     world = World(vocabulary, len(options))
     for slot, each in enumerate(options):
         world.set(slot, length=12 + slot, prompt_length=10, **each)

@@ -1,4 +1,4 @@
-"""The bundled model on the reference executor behind a server in the tests' own process."""
+"""The bundled model on the reference executor after a server in the tests' own process."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["Serving", "serving", "serving_environment"]
 
-START_S = 240.0  # on a card kernels may have to be compiled first, beside other tests that do
+START_S = 240.0  # on a GPU kernels may have to be compiled first, next to other tests that do
 KEPT = ("LOWLAT_KERNEL_CACHE",)
 END_S = 30.0
 

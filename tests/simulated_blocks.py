@@ -28,9 +28,9 @@ class _Thread(Fiber):
         """Wait for the block's other threads, but those that have ended."""
         self._manager.block.meet_all()
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_reduce(self, value: Any) -> list[Any]:
         """The values of all lanes of a warp."""
-        return self._manager.block.exchange(("warp", self.number // 32), 32, value)
+        return self._manager.block.all_reduce(("warp", self.number // 32), 32, value)
 
     def _named(self) -> None:
         try:

@@ -62,7 +62,7 @@ def _threads() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fail a test that leaves a ZeroMQ context, a thread or a descriptor behind."""
+    """Fail a test that leaves a ZeroMQ context, a thread or a descriptor after."""
     contexts = _settled_context_threads()
     descriptors, threads = _open_descriptors(), _threads()
     yield
@@ -76,7 +76,7 @@ def no_leaks() -> Iterator[None]:
         if not any(leaked.values()):
             return
         if time.monotonic() > end:
-            pytest.fail(f"left behind: {leaked}")
+            pytest.fail(f"left after: {leaked}")
         time.sleep(0.02)
         gc.collect()
 

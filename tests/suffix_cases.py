@@ -81,7 +81,7 @@ def arguments(texts: list[list[int]], rows: int, context: int) -> Arrays:
 def check_suffix_draft(
     bench: Bench, seed: int, *, context: int, lengths: list[int], options: Options, calls: Any = kernel
 ) -> int:
-    """Texts of these lengths, behind them a dead slot and a pad, against the reference. Returns the drafts' number."""
+    """Texts of these lengths, after them a dead slot and a pad, against the reference. Returns the drafts' number."""
     source = random.Random(seed)
     rows = 1 + source.randint(1, 7)
     texts = [random_text(source, length) for length in (*lengths, 9, 9)]
@@ -117,7 +117,7 @@ class World:
             "match_lens": torch.zeros(4, **ints),
             "draft_nodes": torch.zeros(4, rows, **ints),
             "proposals": torch.full((5, PROPOSAL_WIDTH), 99, **ints),
-            "draft_odds": torch.full((5, 2, NUM_BINS, 2), 99, **ints),
+            "draft_probabilities": torch.full((5, 2, NUM_BINS, 2), 99, **ints),
             "draft_sources": torch.full((5,), 99, **ints),
         }
 

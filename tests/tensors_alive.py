@@ -12,7 +12,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def alive_in(memory: set[int]) -> list[torch.Tensor]:
-    """Every tensor that this process still refers to in such memory, views and those behind numpy arrays included."""
+    """Every tensor that this process still refers to in such memory, views and those after numpy arrays included."""
     tensors = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
     return [
         tensor for tensor in tensors if tensor.layout == torch.strided and not memory.isdisjoint(storages([tensor]))

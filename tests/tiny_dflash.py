@@ -165,11 +165,11 @@ class PaperDflash(PaperDraftModel):
         return self._norm(torch.cat(list(captured), dim=-1) @ self.tensors["fc.weight"].T, "hidden_norm")
 
     def draft_logits(self, tokens: Sequence[int], features: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
-        """Logits [d + 1, Vd] of a block of d + 1 drafts behind x[n], whatever the d drafts were."""
+        """Logits [d + 1, Vd] of a block of d + 1 drafts after x[n], whatever the d drafts were."""
         return F.linear(self.block_states(tokens, features, len(drafted) + 1), self.lm_head)
 
     def block_states(self, tokens: Sequence[int], features: torch.Tensor, count: int) -> torch.Tensor:
-        """The normed states [count, H] of the rows of a block that make `count` drafts behind x[n]."""
+        """The normed states [count, H] of the rows of a block that make `count` drafts after x[n]."""
         first = int(not self.config["sample_from_anchor"])
         masks = [self.config["mask_token_id"]] * (count - 1 + first)
         h = self.embedding[torch.tensor([tokens[-1], *masks])]
@@ -211,7 +211,7 @@ class PaperDspark(PaperDflash):
         return F.linear(states, self.lm_head) + self._bias(states, [tokens[-1], *drafted])
 
     def draft_chain(self, tokens: Sequence[int], features: torch.Tensor, depth: int) -> list[int]:
-        """The likeliest token of each row behind the likeliest of the row before."""
+        """The likeliest token of each row after the likeliest of the row before."""
         states, chain = self.block_states(tokens, features, depth), [tokens[-1]]
         for row in states:
             logits = row @ self.lm_head.T + self._bias(row[None], chain[-1:])[0]

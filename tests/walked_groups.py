@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from card_arithmetic import add_rn, mul_rn
+from gpu_arithmetic import add_rn, mul_rn
 from kernel_walk import Walker, this_thread, walkable
 from walked_memory import store_number
 

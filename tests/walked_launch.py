@@ -67,7 +67,7 @@ class Home:
         self.arrays: list[Any] = []
 
     def words(self, count: int, dtype: Any) -> "Words":
-        """A static array of one of Numba's types behind all that is there."""
+        """A static array of one of Numba's types after all that is there."""
         start = -(-self.num_bytes // 16) * 16
         self.num_bytes = start + count * dtype.bitwidth // 8
         assert self.num_bytes <= self.shared.size, "static arrays of more than 48 KiB"

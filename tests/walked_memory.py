@@ -4,7 +4,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Any
 
-from card_arithmetic import bits_of, number_of
+from gpu_arithmetic import bits_of, number_of
 
 __all__ = ["Place", "load", "load_number", "load_words", "store", "store_number"]
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from card_arithmetic import f16_halves, multiplied, rounded
 from fibers import Combine, this_fiber
+from gpu_arithmetic import f16_halves, multiplied, rounded
 from walked_memory import Place, load_words, store_number
 
 WARP = 32
@@ -27,28 +27,28 @@ class Warp:
         self._together("syncwarp", None, None)
 
     def total(self, value: int) -> int:
-        added: int = sum(self._exchange("sum", int(value)))
+        added: int = sum(self._all_reduce("sum", int(value)))
         return added & MASK
 
     def shuffle(self, lanes: int, value: Any, lane: int) -> Any:
-        return self._exchange("shuffle", value)[int(lane)]
+        return self._all_reduce("shuffle", value)[int(lane)]
 
     def shuffle_up(self, lanes: int, value: Any, distance: int) -> Any:
-        return self._exchange("shuffle up", value)[max(this_fiber().lane - int(distance), 0)]
+        return self._all_reduce("shuffle up", value)[max(this_fiber().lane - int(distance), 0)]
 
     def shuffle_xor(self, lanes: int, value: Any, mask: int) -> Any:
-        return self._exchange("shuffle by xor", value)[this_fiber().lane ^ int(mask)]
+        return self._all_reduce("shuffle by xor", value)[this_fiber().lane ^ int(mask)]
 
     def ballot(self, vote: int) -> int:
-        votes = self._exchange("ballot", bool(vote))
+        votes = self._all_reduce("ballot", bool(vote))
         return sum(1 << lane for lane, each in enumerate(votes) if each)
 
     def same(self, value: int) -> int:
         own = int(value) & MASK
-        return sum(1 << lane for lane, each in enumerate(self._exchange("match", own)) if each == own)
+        return sum(1 << lane for lane, each in enumerate(self._all_reduce("match", own)) if each == own)
 
     def largest(self, value: int) -> int:
-        largest: int = max(self._exchange("max", int(value) & MASK))
+        largest: int = max(self._all_reduce("max", int(value) & MASK))
         return largest
 
     def matrix(self, address: int) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class Warp:
         thread = this_fiber()
         return self._meet((name, thread.home.key, thread.warp), WARP, value, combine)
 
-    def _exchange(self, name: str, value: Any) -> list[Any]:
+    def _all_reduce(self, name: str, value: Any) -> list[Any]:
         """The values of all lanes of a warp."""
         values: list[Any] = self._together(name, value, lambda values: [values] * WARP)
         return values

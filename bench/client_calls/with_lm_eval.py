@@ -1,6 +1,6 @@
 """The lm-eval command: local-completions (scored prompts, generated text) and local-chat-completions.
 
-The task is a file beside the results, so that no dataset is fetched; the tokenizer is the served model's
+The task is a file next to the results, so that no dataset is fetched; the tokenizer is the served model's
 (LOWLAT_CLIENTS_TOKENIZER, a directory).
 """
 

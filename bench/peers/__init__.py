@@ -1,4 +1,4 @@
-"""Other engines beside lowlat: the same geometry, context, batch and depth, in the same run, on the same card.
+"""Other engines next to lowlat: the same geometry, context, batch and depth, in the same run, on the same GPU.
 
     python -m bench.peers --geometry llama-8b --context 8192 --batch 1 -S 0,3 --out peers.json
 

@@ -1,4 +1,4 @@
-"""The interface of an engine, what it is asked for, and the arrival of tokens as samples. It knows no engine."""
+"""The interface of an engine, what it is asked for, and the arrival of tokens as samples."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -67,7 +67,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def room(self) -> int:
-        """Tokens behind the prompt that a request needs: some more than the steps, for requests that begin earlier."""
+        """Tokens after the prompt that a request needs: some more than the steps, for requests that begin earlier."""
         waiting = self.case.batch * (2 + -(-self.case.context // 512))
         return (self.warm_up + self.steps + waiting + 4) * (self.depth + 1)
 

@@ -48,13 +48,13 @@ class LlamaCpp:
         return ""
 
     def commands(self, job: Job) -> list[list[str]]:
-        """The runs: of one request, the prompt and then the steps behind it; of several, all repeats and one more.
+        """The runs: of one request, the prompt and then the steps after it; of several, all repeats and one more.
 
         The additional one is for the log of `llama-batched-bench`, whose last lines are lost where it ends too soon.
         """
         model, context, steps, batch = ["-m", str(job.gguf)], job.case.context, job.steps, job.case.batch
-        on_card = job.device.startswith("cuda")
-        where = ["-ngl", "99"] if on_card else ["-ngl", "0", "-t", str(max(1, len(os.sched_getaffinity(0)) - 1))]
+        on_gpu = job.device.startswith("cuda")
+        where = ["-ngl", "99"] if on_gpu else ["-ngl", "0", "-t", str(max(1, len(os.sched_getaffinity(0)) - 1))]
         if batch == 1:
             rest = ["-r", str(job.repeats), *where, "-fa", "1", "-o", "json"]
             prompt = ["-p", str(context), "-n", "0"]

@@ -24,7 +24,7 @@ class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
     first_token_ms        from submission, the requests of a batch together
     tokens_per_s          of all requests together, without prefill
     accept_length         tokens that a step brings a request; None without drafts
-    memory                what the card's use grew by (None where that is not known), and the host's largest process
+    memory                what the GPU's use grew by (None where that is not known), and the host's largest process
     """
 
     engine: str
@@ -51,7 +51,7 @@ class NotCompared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerResult(msgspec.Struct, kw_only=True, tag="peers", tag_field="kind"):
-    """A comparison's file; environment is lowlat's, whose card, driver and model all engines share.
+    """A comparison's file; environment is lowlat's, whose GPU, driver and model all engines share.
 
     load  processes that ran or waited on the machine, a minute's mean, before each row: those of a machine of one's own
           are the engines'

@@ -115,7 +115,7 @@ def _prepare(options: argparse.Namespace, scratch: Path) -> tuple[list[Job], Env
     ) as subject:
         environment, choice, stream = subject.environment(), subject.choice().device, subject.prompts.stream
     if choice.type == "cuda" and choice.index:
-        raise ConfigError(f"{choice}: engines take the first card that they see; choose it by CUDA_VISIBLE_DEVICES")
+        raise ConfigError(f"{choice}: engines take the first GPU that they see; choose it by CUDA_VISIBLE_DEVICES")
     prompts = scratch / "prompts.json" if stream else None
     if prompts is not None:
         prompts.write_bytes(msgspec.json.encode(stream))
@@ -240,7 +240,7 @@ def same_acceptance(rows: Sequence[PeerRow]) -> list[NotCompared]:
 
 def table(result: PeerResult) -> Iterator[str]:
     """The rows as a table of Markdown, and what is missing below it."""
-    yield "| case | engine | version | step, ms p50 / p99 | token, ms p50 | tokens/s | first token, ms | card, GB |"
+    yield "| case | engine | version | step, ms p50 / p99 | token, ms p50 | tokens/s | first token, ms | GPU, GB |"
     yield "|---|---|---|---:|---:|---:|---:|---:|"
     for row in result.rows:
         first = "-" if row.first_token_ms is None else f"{row.first_token_ms.p50:.1f}"

@@ -22,9 +22,9 @@ class Sglang:
         return found_package("sglang")
 
     def refusal(self, job: Job) -> str:
-        """It needs a card, and for drafts a draft model."""
+        """It needs a GPU, and for drafts a draft model."""
         if not job.device.startswith("cuda"):
-            return "SGLang's CUDA build needs a card"
+            return "SGLang's CUDA build needs a GPU"
         return without_draft_model(job)
 
     def arguments(self, job: Job) -> dict[str, Any]:

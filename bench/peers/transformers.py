@@ -1,6 +1,6 @@
 """transformers: `generate`, greedy, with the cache that is fastest on the device; token times by a stopping criterion.
 
-On a card a static cache, with which `generate` compiles the decode step into CUDA graphs by itself; elsewhere, and
+On a GPU a static cache, with which `generate` compiles the decode step into CUDA graphs by itself; elsewhere, and
 where that fails, the dynamic one.
 """
 

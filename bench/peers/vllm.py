@@ -21,9 +21,9 @@ class Vllm:
         return found_package("vllm")
 
     def refusal(self, job: Job) -> str:
-        """It needs a card, and for drafts a draft model."""
+        """It needs a GPU, and for drafts a draft model."""
         if not job.device.startswith("cuda"):
-            return "vLLM's CUDA build needs a card"
+            return "vLLM's CUDA build needs a GPU"
         return without_draft_model(job)
 
     def arguments(self, job: Job) -> dict[str, Any]:

@@ -24,8 +24,8 @@ COMMAND = (sys.executable, "-c", "from bench.peers.worker import main; main()")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class CardMemory:
-    """The use of a card by all processes, at the start and when it is marked."""
+class GpuMemory:
+    """The use of a GPU by all processes, at the start and when it is marked."""
 
     def __init__(self, device: str) -> None:
         self._device = device if device.startswith("cuda") else None
@@ -76,6 +76,6 @@ def main() -> None:
     leave_a_core()
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
     engine = ENGINES[job.engine]
-    memory = CardMemory(job.device)
+    memory = GpuMemory(job.device)
     measured = engine.measure(job, memory.mark)
     write_struct(Path(sys.argv[2]), row_of(job, engine.available().version, measured, memory.grown))

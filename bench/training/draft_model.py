@@ -314,7 +314,7 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = _arguments(given)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and long rows attend in many
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for every shape, and long rows attend in many
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     teacher = Teacher.load(arguments.target, arguments.device, dtype)
     training, _ = split(read_documents(arguments.text))

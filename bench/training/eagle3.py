@@ -2,7 +2,7 @@
 
 Row j belongs to the feature of position j and takes the token after it, x[j + 1]; it predicts x[j + 2].
 In step 0 every row has the target's true features. In step k row j stands for a draft that left the true features
-behind at row j - k: its hidden input is what step k - 1 gave at row j - 1, and it attends to the step 0 rows up to
+after at row j - k: its hidden input is what step k - 1 gave at row j - 1, and it attends to the step 0 rows up to
 j - k and, for i = 1..k, to row j - k + i of step i. Nothing here knows about caches or generation.
 
 Source: EAGLE-3, arXiv 2503.01840, section 3 (training-time test).
@@ -121,7 +121,7 @@ class DraftLayer(nn.Module):
         self.mlp = _Mlp(sizes)
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
-        """The residual stream [..., N] behind the gated FFN."""
+        """The residual stream [..., N] after the gated FFN."""
         inner, mlp = self.post_attention_layernorm(hidden), self.mlp
         out: Tensor = hidden + mlp.down_proj(functional.silu(mlp.gate_proj(inner)) * mlp.up_proj(inner))
         return out

@@ -45,7 +45,7 @@ def withhold(
 ) -> tuple[dict[str, str], list[str]]:
     """Take a long text out of the documents for each name's beginning; return them by name, and the other documents.
 
-    Raises ValueError for a beginning that no document has, or behind which there are too few characters.
+    Raises ValueError for a beginning that no document has, or after which there are too few characters.
     """
     found: dict[str, str] = {}
     others = list(documents)
@@ -55,7 +55,7 @@ def withhold(
             raise ValueError(f"no document begins with {beginning!r}, or another --withhold has taken it")
         text = next(join_neighbours(others[first:], num_characters), None)
         if text is None:
-            raise ValueError(f"behind {beginning!r} there are fewer than {num_characters} characters (--characters)")
+            raise ValueError(f"after {beginning!r} there are fewer than {num_characters} characters (--characters)")
         found[name] = text
         taken = 0
         while taken < len(text):

@@ -1,6 +1,6 @@
-"""P-EAGLE, DFlash and DSpark draft models as one torch module for training: S drafts behind an anchor, in one pass.
+"""P-EAGLE, DFlash and DSpark draft models as one torch module for training: S drafts after an anchor, in one pass.
 
-An anchor is the position n of the last known token; its draft i is the token at n + 1 + i. Behind each anchor lie a
+An anchor is the position n of the last known token; its draft i is the token at n + 1 + i. After each anchor lie a
 block's rows, at positions n, n + 1 and so on, which see what is known before n, and of their block:
 
     method   known before n                     rows of a block                   see of it   draft
@@ -47,7 +47,7 @@ class ParallelForm:
 
     @property
     def block_rows(self) -> int:
-        """Rows behind an anchor."""
+        """Rows after an anchor."""
         return self.drafts + {"peagle": -1, "dflash": 1, "dspark": 0}[self.method]
 
 
@@ -201,14 +201,14 @@ class ParallelDraftModel(nn.Module):
         return out
 
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Draft logits [..., V] of states [..., N], behind the tokens [...] before each."""
+        """Draft logits [..., V] of states [..., N], after the tokens [...] before each."""
         logits: Tensor = self.lm_head(states)
         if self.form.markov_rank:
             logits = logits + self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
         return logits
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Log-odds [...] that a draft is accepted."""
+        """Log-acceptance probabilities [...] that a draft is accepted."""
         known = self.markov_head.markov_w1(previous)
         found: Tensor = self.confidence_head.proj(torch.cat([states, known.to(states.dtype)], dim=-1))
         return found[..., 0]

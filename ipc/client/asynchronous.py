@@ -288,7 +288,7 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         await self.close()
 
     async def connected(self) -> AsyncConnection:
-        """The connection, made anew where it was lost."""
+        """The connection, made again where it was lost."""
         self.check_process()
         loop = asyncio.get_running_loop()
         connection = self._current(loop)

@@ -81,7 +81,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
     connect_timeout_s  how long the first call may wait for the server to answer
     window             tokens of a request that may wait unread here; beyond them the server pauses that request
     curve              keys, for tcp:// off this machine
-    server_uid         a user beside this one and root whose server is trusted over ipc://; None: LOWLAT_SERVER_UID
+    server_uid         a user next to this one and root whose server is trusted over ipc://; None: LOWLAT_SERVER_UID
     Connects on first use; when the connection was lost, the next call makes a new one. Use it as a
     context manager, or close it. Raises ConfigError for an endpoint or an option that cannot be; calls raise
     ServerGone when no server answers, Busy when it takes no more clients.
@@ -110,7 +110,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         timeout_s         after so long here, StreamError with the code "timeout" is raised
         deadline_s        after so long there, the server cancels: the last chunk has the code "deadline"
         template_options  for the model's chat template: tools, enable_thinking, ...
-        fit_context       lower max_tokens to what the context has room for beside the prompt
+        fit_context       lower max_tokens to what the context has room for next to the prompt
         allow_special     special tokens that text or messages spell become these tokens; otherwise they stay text
         cache_salt        a cached prefix is shared only with this user's requests of the same salt
         sampling          max_tokens, temperature, stop, seed, logprobs, ...: the fields of lowlat.SamplingParams

@@ -67,7 +67,7 @@ class Dealer:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._may_follow = False  # frames behind the one that was received last
+        self._may_follow = False  # frames after the one that was received last
         self.message_fd = self._dealer.FD
         self.loss_fd = self._monitor.FD
 

@@ -1,8 +1,7 @@
 """The client's side of one connection, without any input or output: messages to send, messages received, the end.
 
 Its driver sends the messages in `outgoing`, hands in every frame that comes, calls `tick` in time while somebody
-waits, and `fail` when the connection breaks. It knows no socket, no clock, no thread: its driver sees to it that one
-thread at a time is inside.
+waits, and `fail` when the connection breaks.
 
 A request's tokens come as fast as its reader takes them: the first grant is the window, and tokens that were taken are
 granted again, half a window at a time. So at most a window of tokens, and one step's more, waits unread in a client.

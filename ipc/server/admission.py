@@ -1,4 +1,4 @@
-"""The right to talk to a server: the user behind a connection, and CURVE for tcp://. It knows no message.
+"""The right to talk to a server: the user after a connection, and CURVE for tcp://.
 
 libzmq asks its process about every connection before it lets a message of it through (ZAP): over ipc:// it names the
 user and the process that the kernel saw at the other end, over tcp:// the CURVE key that was proven. The user id
@@ -63,7 +63,7 @@ class Users:
     """The users that a server lets in over ipc://.
 
     own      the server's own user, who alone may end it
-    others   users that are let in beside it
+    others   users that are let in next to it
     """
 
     own: int

@@ -1,4 +1,4 @@
-"""Sending to the peers of a server, and what could not be sent to them yet. It knows no request."""
+"""Sending to the peers of a server, and what could not be sent to them yet."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A server's life: endpoint, threads, signals, drain, end. What it says to clients is in the modules beside it."""
+"""A server's life: endpoint, threads, signals, drain, end. What it says to clients is in the modules next to it."""
 
 import gc
 import logging
@@ -45,7 +45,7 @@ class Server:
     engine      an Engine, or a function that makes one in the decode thread, where it will be used
     codec       text and chats to token ids; None: only token ids are served
     endpoint    ipc:///a/path.sock, or tcp://host:port; after `start`, `endpoint` says which port `*` became
-    allow_uids  users admitted over ipc:// beside the server's own
+    allow_uids  users admitted over ipc:// next to the server's own
     curve       keys for tcp://; needed off loopback
     name        what clients are told the server is: program and version
     Raises ConfigError for an endpoint that cannot be served.

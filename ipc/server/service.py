@@ -163,7 +163,7 @@ class Service:
             return
         if stream.balance + credit.tokens > self._limits.max_credit:
             message = (
-                f"a grant of {credit.tokens} tokens beside {stream.balance} that are left "
+                f"a grant of {credit.tokens} tokens next to {stream.balance} that are left "
                 f"exceeds {self._limits.max_credit} (max_credit)"
             )
             self._wrong(peer, "invalid", message)

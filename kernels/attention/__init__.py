@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache, and kernels that write, move and gather keys and values. It knows no model."""
+"""Attention over the paged KV cache, and kernels that write, move and gather keys and values."""

@@ -45,7 +45,7 @@ from lowlat.kernels.attention.plan import (
 from lowlat.kernels.attention.tile import make_attend, make_forget, query_words
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, Workspace, examples_for
+from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall, Workspace, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
 __all__ = [
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 FEW_ITEMS, MANY_ITEMS = 132, 1024
-CONVERTS_CODES = (8, 9)  # the capability from which a card makes fp16 of e4m3 itself
+CONVERTS_CODES = (8, 9)  # the capability from which a GPU makes fp16 of e4m3 itself
 
 MAX_BATCH, MAX_TREE, MAX_ROWS = 16, 64, 512
 PLAN_INTS = MAX_BATCH * PLAN_STRIDE
@@ -88,7 +88,7 @@ def attention(
     early_rows: bool = True,
     tail: int | None = None,
     split: int = 256,
-    card: Card = H200,
+    gpu: Gpu = H200,
     plan: AttentionPlan | None = None,
     num_blocks: int | None = None,
     parts: int = 0,
@@ -110,8 +110,8 @@ def attention(
                       row_live and row_masks early_rows says so
     tail              the most ancestors that a row may have; None: R
     split             positions of a split, 128, 256 or 512: a row's bits depend on it; see `choose_split`
-    card, plan        what it runs on, and how to cut the launch; None: by the card's table, or the derived one
-    num_blocks        blocks of the grid; None: the plan's on every multiprocessor
+    GPU, plan        what it runs on, and how to cut the launch; None: by the GPU's table, or the derived one
+    num_blocks        blocks of the grid; None: the plan's on every SM
     With a short window there is one launch and no workspace; the window and `keep_first` mean what they mean in the
     reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
     """
@@ -127,10 +127,10 @@ def attention(
     _check_dtypes(kv_scales, kv_heads, (("q", q), ("out", out)), (("k_cache", k_cache), ("v_cache", v_cache)))
     group, keep = heads // kv_heads, keep_first if window is not None else 0
     work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split, kv_scales is not None)
-    chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, card)
-    shape = _shape_of(work, chosen, card, block, first, sinks is not None, early_metadata)
+    chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, gpu)
+    shape = _shape_of(work, chosen, gpu, block, first, sinks is not None, early_metadata)
     shape = replace(shape, parts=parts, late_rows=early_metadata and not early_rows)
-    grid = (chosen.blocks * card.num_multiprocessors if num_blocks is None else num_blocks, 1, 1)
+    grid = (chosen.blocks * gpu.num_multiprocessors if num_blocks is None else num_blocks, 1, 1)
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
     numbers = (0 if kv_scales is None else kv_scales, batch, rows, tail or rows, block_table.shape[-1])
     if shape.whole:
@@ -166,7 +166,7 @@ def partial_attention(
 
 
 def _shape_of(
-    work: AttentionWork, plan: AttentionPlan, card: Card, block: int, first: int, sinks: bool, early: bool
+    work: AttentionWork, plan: AttentionPlan, gpu: Gpu, block: int, first: int, sinks: bool, early: bool
 ) -> AttentionShape:
     """The specialisation for a launch by a plan."""
     few = work.few and plan.row_tiles == 1
@@ -174,7 +174,7 @@ def _shape_of(
     return AttentionShape(
         work.head_dim, work.group, work.kv_heads, block, first, work.window, work.keep_first, plan.row_tiles,
         plan.stages, sinks, early, work.split, work.whole, teams, blocks, coded=work.coded, few=few,
-        converts=card.capability >= CONVERTS_CODES,
+        converts=gpu.capability >= CONVERTS_CODES,
     )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ INVARIANT_HEADS = 8  # with which splits are chosen where ranks have parts of th
 def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
     """Positions of a split, from sizes that stay fixed while a model is loaded: results' bits depend on the split.
 
-    Short splits spread a short context over all multiprocessors; long ones halve the sums that are parked and combined
+    Short splits spread a short context over all SMs; long ones halve the sums that are parked and combined
     (Llama-8B's heads on an H200: 1 slot at 1K 5.8 us with 128, 6.8 with 256; 1 at 8K 14.7 with 256, 16.9 with 512; 4 at
     16K 83 and 76).
     """
@@ -223,8 +223,8 @@ def attention_bytes(
     return total * kv_heads * head_dim * 2 * itemsize
 
 
-def examples(card: Card = H200) -> list[Kernel]:
-    """Specialisations, as a card has them: Llama, gpt-oss with and without a window, heads with windows, and plans that
+def examples(gpu: Gpu = H200) -> list[Kernel]:
+    """Specialisations, as a GPU has them: Llama, gpt-oss with and without a window, heads with windows, and plans that
     only a table chooses."""
     llama, oss = AttentionWork(1, 4, 4, 8, 128, None, 0, 256), AttentionWork(1, 4, 8, 8, 64, None, 0, 256)
     short = AttentionWork(1, 1, 4, 2, 128, 100, 0, 256)
@@ -236,17 +236,17 @@ def examples(card: Card = H200) -> list[Kernel]:
         (replace(short, group=3, window=512, keep_first=4), 16, 1, False, False),
     )
     shapes = [
-        _shape_of(work, candidate_plans(work, card)[0], card, block, first, sinks, early)
-        for work, block, first, sinks, early in examples_for(card, cases, 4)
+        _shape_of(work, candidate_plans(work, gpu)[0], gpu, block, first, sinks, early)
+        for work, block, first, sinks, early in examples_for(gpu, cases, 4)
     ]
-    tuned = [(work, plan) for work in (replace(llama, rows=8), oss) for plan in candidate_plans(work, card)[1:3]]
-    shapes += [_shape_of(work, plan, card, 32, 0, False, True) for work, plan in examples_for(card, tuned, 0)]
+    tuned = [(work, plan) for work in (replace(llama, rows=8), oss) for plan in candidate_plans(work, gpu)[1:3]]
+    shapes += [_shape_of(work, plan, gpu, 32, 0, False, True) for work, plan in examples_for(gpu, tuned, 0)]
     codes = (replace(oss, window=128, coded=True), replace(llama, coded=True), replace(llama, rows=1, coded=True))
-    for work in examples_for(card, codes, 1):
-        shapes.append(_shape_of(work, candidate_plans(work, card)[0], card, 32, 0, work.head_dim == 64, True))
-    drafts = examples_for(card, [_shape_of(short, candidate_plans(short, card)[0], card, 16, 1, False, True)], 0)
+    for work in examples_for(gpu, codes, 1):
+        shapes.append(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, work.head_dim == 64, True))
+    drafts = examples_for(gpu, [_shape_of(short, candidate_plans(short, gpu)[0], gpu, 16, 1, False, True)], 0)
     shapes += [replace(shape, late_rows=True) for shape in drafts]
-    lists = examples_for(card, [_shape_of(llama, candidate_plans(llama, card)[0], card, 32, 0, False, True)], 0)
+    lists = examples_for(gpu, [_shape_of(llama, candidate_plans(llama, gpu)[0], gpu, 32, 0, False, True)], 0)
     shapes += [replace(shape, parts=2) for shape in lists]
     return [_make(shape) for shape in shapes]
 
@@ -309,7 +309,7 @@ def _make(shape: AttentionShape) -> Kernel:
 
 
 def _min_blocks(shape: AttentionShape) -> int:
-    """The blocks a multiprocessor by registers: one more than meet there leaves room for another kernel's, where
+    """The blocks an SM by registers: one more than meet there leaves room for another kernel's, where
     nothing spills for it from 9.0 on."""
     if shape.whole:
         return 1
@@ -349,7 +349,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
 
 
 def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
-    """A function: a block's items, one behind the other, once they are counted.
+    """A function: a block's items, one after the other, once they are counted.
 
     read_rows  as `make_plan_functions` makes it
     """

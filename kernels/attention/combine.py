@@ -28,7 +28,7 @@ __all__ = ["combine_splits", "examples"]
 
 CLASSES = 4
 THREADS = 128
-EXCHANGED = 5 * THREADS
+ALL_REDUCED = 5 * THREADS
 UNROLL = 8  # splits whose loads are under way together in a class
 MAX_SPLITS = 1024
 MINUS_INFINITY = -math.inf
@@ -89,7 +89,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         rows: Any, tail: Any, capacity: Any,
     ) -> None:  # fmt: skip
         factors, norms = cuda.shared.array(floats, float32), cuda.shared.array(floats, float32)
-        exchanged = cuda.shared.array(EXCHANGED, float32)
+        exchanged = cuda.shared.array(ALL_REDUCED, float32)
         ptx.let_next_kernel_start()
         if not early:
             ptx.wait_for_previous_kernel()

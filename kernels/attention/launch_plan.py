@@ -1,7 +1,7 @@
-"""How a launch of attention is cut: the numbers that change no bit, all plans that fit a card, the choice of one.
+"""How a launch of attention is cut: the numbers that change no bit, all plans that fit a GPU, the choice of one.
 
 The numbers that decide bits (the split, teams of warps, whether a block has a whole window) follow from shapes alone
-and belong to no plan. It knows no kernel.
+and belong to no plan.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
 __all__ = [
@@ -51,7 +51,7 @@ class AttentionPlan:
 
     row_tiles  tiles of 16 query rows that share one reading of keys and values; one, where all items then have a block
     stages     tiles of positions under way in each block
-    blocks     of the grid, for each multiprocessor; of those that split the positions no more meet on one
+    blocks     of the grid, for each SM; of those that split the positions no more meet on one
     """
 
     row_tiles: int
@@ -125,26 +125,26 @@ def pipeline_bytes(head_dim: int, stages: int, teams: int, coded: bool = False) 
     return stages * teams * (tile_bytes + 4 * DESCRIPTOR_WORDS * 4) + ALIGNMENT
 
 
-def candidate_plans(work: AttentionWork, card: Card) -> tuple[AttentionPlan, ...]:
-    """The plans that fit a card: the derived one first, then those that are likely to be faster."""
+def candidate_plans(work: AttentionWork, gpu: Gpu) -> tuple[AttentionPlan, ...]:
+    """The plans that fit a GPU: the derived one first, then those that are likely to be faster."""
     tiles = work.query_tiles
     if work.whole:
-        are_many = 2 * work.batch * work.kv_heads >= MANY_WINDOWS * card.num_multiprocessors
+        are_many = 2 * work.batch * work.kv_heads >= MANY_WINDOWS * gpu.num_multiprocessors
         return _whole_plans(work.head_dim, 1 if work.coded else tiles, are_many)  # two tiles of codes lack registers
     blocks = 2 + work.few + (work.split >= LONG_SPLIT) if work.coded else 2
-    return _split_plans(work.head_dim, tiles, work.window is not None, card, work.coded, blocks)
+    return _split_plans(work.head_dim, tiles, work.window is not None, gpu, work.coded, blocks)
 
 
-def choose_attention_plan(work: AttentionWork, card: Card) -> tuple[AttentionPlan, Planned]:
-    """The plan of a launch by a card's table, or the derived one; and its place in tables."""
-    return choose_plan(card.tuning, KIND, work.facts, candidate_plans(work, card))
+def choose_attention_plan(work: AttentionWork, gpu: Gpu) -> tuple[AttentionPlan, Planned]:
+    """The plan of a launch by a GPU's table, or the derived one; and its place in tables."""
+    return choose_plan(gpu.tuning, KIND, work.facts, candidate_plans(work, gpu))
 
 
 @cache
 def _split_plans(
-    head_dim: int, query_tiles: int, windowed: bool, card: Card, coded: bool, blocks: int
+    head_dim: int, query_tiles: int, windowed: bool, gpu: Gpu, coded: bool, blocks: int
 ) -> tuple[AttentionPlan, ...]:
-    """Two blocks a multiprocessor are derived, of as many stages as pay and fit, else one. Two tiles of query rows
+    """Two blocks an SM are derived, of as many stages as pay and fit, else one. Two tiles of query rows
     share keys and values where there are registers: heads of 128 have just enough, on 9.0 and without a window. One
     stage fewer is faster there (an H200, 8 rows at 8K: 17.2 us with 2, 19.3 with 3; without sharing 20.9).
 
@@ -157,10 +157,10 @@ def _split_plans(
 
     def fits(plan: AttentionPlan) -> bool:
         needed = pipeline_bytes(head_dim, plan.stages, 1, coded) + STATIC_BYTES
-        return needed <= card.most_bytes(plan.blocks) and plan.blocks <= most_blocks(plan.row_tiles)
+        return needed <= gpu.most_bytes(plan.blocks) and plan.blocks <= most_blocks(plan.row_tiles)
 
     def most_blocks(row_tiles: int) -> int:
-        if windowed or row_tiles * head_dim > 128 or card.capability < HOPPER or (coded and row_tiles > 1):
+        if windowed or row_tiles * head_dim > 128 or gpu.capability < HOPPER or (coded and row_tiles > 1):
             return MOST_BLOCKS - 1
         return max(MOST_BLOCKS, blocks)
 
@@ -168,7 +168,7 @@ def _split_plans(
         return max((s for s in range(1, narrow * MOST_STAGES + 1) if fits(AttentionPlan(1, s, blocks))), default=0)
 
     several, most = query_tiles > 1, narrow * DERIVED_STAGES[head_dim]
-    shares = several and (head_dim == 64 or (card.capability == HOPPER and not windowed))
+    shares = several and (head_dim == 64 or (gpu.capability == HOPPER and not windowed))
     row_tiles, most = (2, most if head_dim == 64 else most - 1) if shares else (1, most)
     most_usual = min(blocks, most_blocks(row_tiles))
     cuts = product(range(most_usual, 1, -1), range(most, LEAST_STAGES - 1, -1))
@@ -190,7 +190,7 @@ def _split_plans(
 
 @cache
 def _whole_plans(head_dim: int, query_tiles: int, are_many: bool) -> tuple[AttentionPlan, ...]:
-    """A short window's few tiles lie side by side, none behind another: teams that end an item after different numbers
+    """A short window's few tiles lie side by side, none after another: teams that end an item after different numbers
     of tiles must meet in one stage. Its rows are derived to lie in blocks of their own, which leaves registers for the
     blocks before and after; where windows are many, two tiles of rows share one (an H100, 8 slots of 16 rows: 6.6 us
     for 7.6)."""

@@ -1,4 +1,4 @@
-"""A slot's table of blocks put in its place among all slots', where prefill leaves it for the steps behind it."""
+"""A slot's table of blocks put in its place among all slots', where prefill leaves it for the steps after it."""
 
 from functools import cache
 from typing import Any

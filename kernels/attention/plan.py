@@ -56,11 +56,11 @@ class AttentionShape:
     split      positions of a split
     whole      an item has all positions of its rows, and writes their results itself: short windows without others
     teams      of four warps: team t takes the tiles whose number leaves t when divided by `teams`
-    blocks     that may meet on a multiprocessor; 0: as many as fit
+    blocks     that may meet on an SM; 0: as many as fit
     parts      of a block of the cache, of which the table is a list for each key-value head; 0: it is of whole blocks
     coded      the caches hold e4m3 codes
     few        a slot has at most 8 query rows of a key-value head: tiles have no second half
-    converts   the card makes fp16 of codes; else shifts do
+    converts   the GPU makes fp16 of codes; else shifts do
     """
 
     head_dim: int
@@ -268,7 +268,7 @@ def make_spread(shape: AttentionShape) -> Any:
 def enter_item(shape: AttentionShape) -> Any:
     """A function that sets the cursor to the start of an item; past the last, its place becomes NO_ITEM.
 
-    A team whose first tile would lie behind the item's last has one step there all the same, of which nothing is seen.
+    A team whose first tile would lie after the item's last has one step there all the same, of which nothing is seen.
     """
     first, windowed, window, keep_end = (
         shape.first,
@@ -308,7 +308,7 @@ def enter_item(shape: AttentionShape) -> Any:
                 high = min(high, (keep_end - 1) >> TILE_SHIFT)
             elif keep_end <= (low << TILE_SHIFT) or keep_end == first:
                 low = max(low, min((dense - window) >> TILE_SHIFT, high))
-        if teams > 1:  # by a tile's own number, not by where an item begins: that differs with the rows beside one
+        if teams > 1:  # by a tile's own number, not by where an item begins: that differs with the rows next to one
             team, start = uint32(cuda.threadIdx.x) >> uint32(7), uint32(low) % uint32(teams)
             low += int64(uint32(team + uint32(teams) - start) % uint32(teams))
         head, row_tile = outer - number * uint32(kv_heads), uint32(rest) - outer * tiles
@@ -316,7 +316,7 @@ def enter_item(shape: AttentionShape) -> Any:
             uint32(entry) | uint32(FIRST_STEP) | (head << uint32(HEAD_SHIFT)) | (row_tile << uint32(ROW_TILE_SHIFT))
         )
         cursor[POSITION_TILE], cursor[LAST_TILE], cursor[PASS] = int32(low), int32(high), int32(-1)
-        cursor[PAGES_TILE] = int32(low + 1)  # behind it: its pages are to be looked up
+        cursor[PAGES_TILE] = int32(low + 1)  # after it: its pages are to be looked up
 
     return enter
 

@@ -4,7 +4,7 @@ Scores have queries as rows and 8 positions as columns; sums have dimensions as 
 the first product's result is the second's operand where it stands, and eight queries need no sixteen. A lane reads 16
 bytes of a key at once, and of values a transposed matrix, of codes one of pairs: two dimensions of two positions.
 
-Codes become fp16, which holds each exactly: by the card's own conversion, or before 8.9 by shifts, 2**-8 of them.
+Codes become fp16, which holds each exactly: by the GPU's own conversion, or before 8.9 by shifts, 2**-8 of them.
 Queries are fp16, too, each row times the power of two that brings its largest number to 2**12: what lies 36 binades
 below that is lost. Scales and powers of two multiply scores and results, in float32: nothing is rounded to bf16 here.
 
@@ -172,7 +172,7 @@ def _make_add_values(shape: AttentionShape) -> Any:
 
 def make_arrange_queries(shape: AttentionShape) -> Any:
     """A function that makes loaded queries what products with codes take: fp16, with each row's multiplier of scores
-    behind them, and the multiplier of results."""
+    after them, and the multiplier of results."""
     words, eights = shape.head_dim // 8, shape.eights
     unit = 1.0 if shape.converts else SHIFTED
 

@@ -42,7 +42,7 @@ MINUS_INFINITY = -math.inf
 
 def query_words(shape: AttentionShape) -> int:
     """Words of a lane's queries, of bf16 with those of rows that a tile lacks; of caches of codes the multipliers of
-    rows' scores, that of results and the queries' owner come behind them."""
+    rows' scores, that of results and the queries' owner come after them."""
     words = shape.head_dim // 8
     return shape.eights * (words + 1) + 2 if shape.coded else 2 * shape.row_tiles * words
 

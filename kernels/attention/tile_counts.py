@@ -31,7 +31,7 @@ class TileCounts:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A slot of a launch: positions that all rows share, and the position behind each row's own, 0 for a dead row."""
+    """A slot of a launch: positions that all rows share, and the position after each row's own, 0 for a dead row."""
 
     dense: int
     last: int
@@ -104,7 +104,7 @@ def _is_plain(work: AttentionWork, slot: _Slot, start: int, first: int) -> bool:
 
 
 def _tiles(work: AttentionWork, slot: _Slot, first: int) -> Iterator[list[int]]:
-    """The tiles of each split, one behind another; of a whole window, of each team."""
+    """The tiles of each split, one after another; of a whole window, of each team."""
     window, keep_end = work.window, first + work.keep_first
     begin = first if window is None else max(first, slot.dense - window)
     last = slot.last >> TILE_SHIFT

@@ -1,7 +1,4 @@
-"""The rows of all ranks, gathered by each: their sum, or their columns side by side.
-
-It knows no other rank: the parts lie in its own memory.
-"""
+"""The rows of all ranks, gathered by each: their sum, or their columns side by side."""
 
 from functools import cache
 from itertools import pairwise
@@ -10,7 +7,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.collectives.exchange import CHUNK
+from lowlat.kernels.collectives.all_reduce import CHUNK
 from lowlat.kernels.collectives.peers.chunk import added, store_wide
 from lowlat.kernels.common.norm_row import chunk_values
 from lowlat.kernels.elementwise.norm import check_dtype
@@ -20,7 +17,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types
 
-__all__ = ["examples", "join_columns", "sum_ranks"]
+__all__ = ["all_gather", "examples", "sum_ranks"]
 
 THREADS = 128
 
@@ -86,7 +83,7 @@ def _make_join(columns: int, ranks: int, unit: int, width: int) -> Kernel:
     """Grid (blocks of a row, M); a thread has a column."""
     find = _finder(bounds(columns, ranks, unit), 0, ranks)
 
-    def join_columns(parts: Any, out: Any, apart: Any) -> None:
+    def all_gather(parts: Any, out: Any, apart: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         column, row = int64(cuda.blockIdx.x) * int64(THREADS) + int64(cuda.threadIdx.x), int64(cuda.blockIdx.y)
@@ -95,8 +92,8 @@ def _make_join(columns: int, ranks: int, unit: int, width: int) -> Kernel:
             value = ptx.load_global_f32(parts + rank * apart + (row * int64(width) + own) * int64(4))
             ptx.store_global_f32(out + (row * int64(columns) + column) * int64(4), value)
 
-    name = f"join_columns_v{columns}_ranks{ranks}_unit{unit}_n{width}"
-    return Kernel(name, join_columns, (types.int64,) * 3, THREADS)
+    name = f"all_gather_v{columns}_ranks{ranks}_unit{unit}_n{width}"
+    return Kernel(name, all_gather, (types.int64,) * 3, THREADS)
 
 
 def sum_ranks(parts: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
@@ -115,8 +112,8 @@ def sum_ranks(parts: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
     return [KernelCall(_make_sum(ranks), (max(1, -(-chunks // THREADS)), 1, 1), (parts, out, chunks))]
 
 
-def join_columns(parts: torch.Tensor, *, out: torch.Tensor, unit: int) -> list[KernelCall]:
-    """The columns of all ranks side by side, V cut into R parts of whole units, see `reference.exchange.cuts`.
+def all_gather(parts: torch.Tensor, *, out: torch.Tensor, unit: int) -> list[KernelCall]:
+    """The columns of all ranks side by side, V cut into R parts of whole units, see `reference.all_reduce.cuts`.
 
     parts  [R, M, N]  float32       columns past a rank's own are not read
     out    [M, V]     float32  out

@@ -1,13 +1,13 @@
-"""Many rows added up over ranks, each rank its share of them, with the residual stream and the norm behind them.
+"""Many rows added up over ranks, each rank its share of them, with the residual stream and the norm after them.
 
 Row r is rank r mod R's. The others push their parts of it to that rank, which adds all as a tree in the ranks' order,
 adds the residual, rounds, and pushes the sum to the others: of a row that crosses twice, but for a rank's own share,
 that is a part in float32 and a sum in bf16, where `exchange` pushes every part to everybody, in words twice as long.
-Numbers have no words of their own here: behind a block's part of a row comes one word that counts.
+Numbers have no words of their own here: after a block's part of a row comes one word that counts.
 
 A block has a row, and blocks of both kinds wait for others' of the same row: those of one launch must start in
-their order, and those of all ranks run beside each other. Ranks that share a card have no room for that. It knows
-neither GEMMs nor cards.
+their order, and those of all ranks run next to each other. Ranks that share a GPU have no room for that. It knows
+neither GEMMs nor GPUs.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ __all__ = ["RowShares", "examples", "share_add", "share_add_norm", "share_words"
 class RowShares:
     """The memory by which ranks add up their shares of rows of one width.
 
-    rank   of the card that launches
+    rank   of the GPU that launches
     areas  [share_words] int64, by rank, zero at first: a word for each row and rank that counts, the parts of this
            rank's rows, and the sums of others'
     rows   the most of a launch

@@ -1,6 +1,6 @@
 """Gated activations as device functions: shared by GEMMs' epilogues and the stand-alone kernel.
 
-The logistic function is made of the card's own exponential and reciprocal, each within two ulps of float32: results
+The logistic function is made of the GPU's own exponential and reciprocal, each within two ulps of float32: results
 are rounded to bf16, whose ulp is 65,536 times as large, and an epilogue has little else to do.
 """
 

@@ -1,6 +1,6 @@
 """The wait for a word that the host writes into pinned memory while a step runs: a count of committed tokens.
 
-The data beside the word, written before it, belongs to that count. Trips over the bus to one address run one after
+The data next to the word, written before it, belongs to that count. Trips over the bus to one address run one after
 another, so a single block waits for the host and tells the others. It knows neither masks nor rows.
 """
 
@@ -11,14 +11,14 @@ from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
 __all__ = ["await_host", "await_told"]
 
-# Turns, each a trip over the bus to the host, or half of that to the card's memory: at least half a minute. So long
+# Turns, each a trip over the bus to the host, or half of that to the GPU's memory: at least half a minute. So long
 # may a host stand still.
 HOST_SPIN_LIMIT = 1 << 26
 
 
 @device_function
 def await_host(word: Any, length: Any) -> None:
-    """Wait until a word is at least `length`; one thread comes here, and a barrier behind it lets others read.
+    """Wait until a word is at least `length`; one thread comes here, and a barrier after it lets others read.
 
     word  its address, int64. A launch that waits too long ends as a failed one.
     """
@@ -33,7 +33,7 @@ def await_host(word: Any, length: Any) -> None:
 def await_told(told: Any) -> None:
     """Wait until the block that waits for the host has counted a uint32 up; one thread comes here.
 
-    told  its address, in the card's memory. A launch that waits too long ends as a failed one.
+    told  its address, in the GPU's memory. A launch that waits too long ends as a failed one.
     """
     turns = 0
     while ptx.load_acquire_gpu(told) == uint32(0):

@@ -1,7 +1,7 @@
 """Device functions on whole rows: chunks of 16 bytes, rows of a weight in either layout, the norm of a row.
 
 A block of `norm_math.THREADS` threads has a row; thread t has its chunks t, t + THREADS, .. and keeps the first in
-registers, so a row of up to 8 * THREADS elements is read once. It knows no operation.
+registers, so a row of up to 8 * THREADS elements is read once.
 """
 
 from typing import Any

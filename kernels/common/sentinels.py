@@ -2,11 +2,11 @@
 
 Before the launch their place is filled with a NaN that arithmetic never gives; a reader loads again until none of
 it is left. Every number says for itself whether it is there, so that nobody needs a fence, which would wait for all
-copies that a block has under way. It knows nothing of what the numbers are.
+copies that a block has under way.
 
 A thread that waits in a loop for another block, here or at a barrier of blocks, counts its turns: after so many of
 them the other will never come, and the launch ends as a failed one, which the host hears of. Turns are counted and not
-time, so that a process that is suspended, or shares its card, loses nothing.
+time, so that a process that is suspended, or shares its GPU, loses nothing.
 """
 
 from typing import Any

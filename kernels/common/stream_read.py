@@ -1,6 +1,6 @@
-"""Read memory once and fold it into a few words: the bandwidth that a card's memory can deliver to a kernel.
+"""Read memory once and fold it into a few words: the bandwidth that a GPU's memory can deliver to a kernel.
 
-It knows nothing of what it reads. The words are written, so that no load can be left out, and their exclusive or is
+The words are written, so that no load can be left out, and their exclusive or is
 that of all words read, so that a caller can check it.
 """
 
@@ -64,9 +64,9 @@ def stream_read(
 
     source  any shape and dtype, contiguous, of a multiple of 16 bytes, 16-byte aligned
     out     [blocks * threads]  int32, out: one word a thread
-    blocks  the grid; a few times the number of multiprocessors, each of which holds 2048 threads at most
+    blocks  the grid; a few times the number of SMs, each of which holds 2048 threads at most
     spread  all blocks sweep one front together; otherwise a block reads one run of memory at a time
-    Time: the bytes over the card's bandwidth. Captured: yes. Raises ShapeError for other sizes.
+    Time: the bytes over the GPU's bandwidth. Captured: yes. Raises ShapeError for other sizes.
     """
     size = source.numel() * source.element_size()
     if size == 0 or size % 16 or source.data_ptr() % 16:

@@ -1,7 +1,7 @@
 """RMS norms of whole rows, alone or after a residual sum, that leave them as a prefill GEMM reads them.
 
 A block has a row, as in `norm`. Four neighbouring lanes have 32 columns of it, exchange them, and store them arranged,
-see `lowlat.kernels.gemm.prefill.activation_layout`. It knows no product.
+see `lowlat.kernels.gemm.prefill.activation_layout`.
 """
 
 from functools import cache

@@ -1,6 +1,6 @@
 """Copies, rounding, residual sums and the gated activation on their own: for where no GEMM takes them over.
 
-Every thread has 8 elements, or 16 bytes. It knows no rows but for the activation's dead ones.
+Every thread has 8 elements, or 16 bytes.
 """
 
 from functools import cache

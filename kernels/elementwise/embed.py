@@ -1,6 +1,6 @@
 """Embedding rows, from a row-major weight or from the packed one that the LM head's GEMM reads; with the first norm.
 
-Tied embeddings so need one copy. It knows no model: a token is a row of a weight, -1 a row of zeros.
+Tied embeddings so need one copy.
 """
 
 from functools import cache
@@ -32,7 +32,7 @@ EMBED_THREADS = 128
 
 
 def check_table(weight: torch.Tensor | PackedMatrix, width: int) -> tuple[torch.Tensor, bool]:
-    """The tensor behind an embedding weight, and whether it is packed.
+    """The tensor after an embedding weight, and whether it is packed.
 
     Raises ShapeError unless its rows have `width` elements in their own order.
     """

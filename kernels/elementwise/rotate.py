@@ -1,8 +1,7 @@
-"""Rotary embedding of a GEMM's heads, with Qwen3's norm of each head before it and the KV write behind it.
+"""Rotary embedding of a GEMM's heads, with Qwen3's norm of each head before it and the KV write after it.
 
 Lanes have a head's elements as `qk_norm` says, so that a lane's elements are each other's partners. The rotation is two
-products and a sum, each rounded, as torch does it. So a row's bits depend on the row alone. It knows nothing of
-attention.
+products and a sum, each rounded, as torch does it. So a row's bits depend on the row alone.
 """
 
 from collections.abc import Sequence
@@ -197,7 +196,7 @@ def _make_rotate(heads: _Heads) -> Kernel:
             low, high = _turned(low, c, _negative(high), s), _turned(high, c, low, s)
         if coded and head >= int64(queries):
             if written:
-                scale = load_scale(kv_scales, head - int64(queries))  # values' heads stand behind keys', as scales do
+                scale = load_scale(kv_scales, head - int64(queries))  # values' heads stand after keys', as scales do
                 target += at * int64(dim) + lane * int64(4)
                 _store_codes(target, low, scale)
                 _store_codes(target + int64(dim // 2), high, scale)

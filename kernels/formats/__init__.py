@@ -2,7 +2,7 @@
 
 `FORMATS` has those of experts' kernels, `MATRIX_FORMATS` all. They know matrices and tiles, and neither files nor
 operations. A further format is a file here with a `MatrixFormat`, an entry below, and its side of files in
-`lowlat.checkpoint.formats`; with kernels, a `WeightFormat` with its fragments beside it.
+`lowlat.checkpoint.formats`; with kernels, a `WeightFormat` with its fragments next to it.
 """
 
 from collections.abc import Container, Mapping

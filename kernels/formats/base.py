@@ -114,7 +114,7 @@ class WeightFormat(MatrixFormat):
 
     @property
     def has_scales(self) -> bool:
-        """Whether tiles have scales beside their words."""
+        """Whether tiles have scales next to their words."""
         return self.scale_bytes > 0
 
     def packed_bytes(self, rows: int, columns: int, *, wide: bool = True) -> int:
@@ -165,7 +165,7 @@ class WeightFormat(MatrixFormat):
     def prefill_halves(self) -> tuple[Any, Any, Any]:
         """Device functions of a warpgroup's lane: what it holds of a step of a tile, and either half of its words.
 
-        The first takes the shared address of the step, whose scales lie behind its words, and the lane; the others take
+        The first takes the shared address of the step, whose scales lie after its words, and the lane; the others take
         what it returns. A half's eight words of bf16 pairs are those that packed bf16 has: of row g its eight columns,
         then of row g + 8, g a quarter of the lane.
         """

@@ -156,7 +156,7 @@ def _pair(values: torch.Tensor) -> torch.Tensor:
 
 
 def _group_words(tiles: TileFormat, weight_format: MatrixFormat, parts: Parts, height: int, width: int) -> torch.Tensor:
-    """The words behind the codes of all steps, [tile, step, group, word, row] int32."""
+    """The words after the codes of all steps, [tile, step, group, word, row] int32."""
     group = 128 if weight_format is FP8_BLOCK else weight_format.block
     scales = parts["fp8_scales" if weight_format is FP8_BLOCK else "int4_scales"]
     spread = _spread(scales, tiles, group, height, width, 1.0)

@@ -44,7 +44,7 @@ def expand(word: Any, scale: Any) -> Any:
 def load_half(weights: Any, half: Any, words: Any) -> Any:
     """A lane's numbers of half a step: four words of a row, and four of the row 8 below.
 
-    words  address of a word of four scales of the row; that of the row below is 128 bytes behind
+    words  address of a word of four scales of the row; that of the row below is 128 bytes after
     Of the two blocks of a half a lane's columns are in the first for the first two lanes of a row.
     """
     w0, w1, v0, v1 = ptx.load_shared_128(weights)

@@ -1,7 +1,7 @@
-"""Parts of K that are summed one by one and added as a tree, so that any number of cards has the same bits.
+"""Parts of K that are summed one by one and added as a tree, so that any number of GPUs has the same bits.
 
 A part is whole steps of 64 columns, and its sum begins at zero: its bits depend on its columns alone, whichever warp or
-card sums it. It knows no product.
+GPU sums it.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ __all__ = ["KParts", "add_four", "load_four", "make_part_of_warp", "make_span_of
 
 @dataclass(frozen=True)
 class KParts:
-    """How K is cut into parts, as `exchange.cuts.bounds` cuts it.
+    """How K is cut into parts, as `all_reduce.cuts.bounds` cuts it.
 
     count  of parts: 1, 2, 4 or 8
     unit   steps of 64 columns that stay together
@@ -46,7 +46,7 @@ class KParts:
 
 
 def make_span_of(parts: KParts, steps: int) -> Any:
-    """A device function: the first step of a part, by its number, and the one behind its last."""
+    """A device function: the first step of a part, by its number, and the one after its last."""
     levels, unit, units = parts.count.bit_length() - 1, parts.unit, -(-steps // parts.unit)
 
     @device_function
@@ -64,7 +64,7 @@ def make_span_of(parts: KParts, steps: int) -> Any:
 
 
 def make_part_of_warp(parts: KParts, steps: int) -> Any:
-    """A device function of a warp: the first step of its part, the one behind its last, and its set of warps."""
+    """A device function of a warp: the first step of its part, the one after its last, and its set of warps."""
     span_of, mask, shift = make_span_of(parts, steps), parts.count - 1, parts.count.bit_length() - 1
 
     @device_function

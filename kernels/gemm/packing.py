@@ -1,7 +1,7 @@
 """Weights in the order in which the lanes of a warp read them, and back; the row permutations of fused epilogues.
 
 A matrix [N, K] is padded with zeros to multiples of 16 rows and 64 columns and cut into tiles of 16 rows by 64
-columns, 2 KiB each, stored tile row by tile row, the k steps of one tile row side by side. It knows no kernel.
+columns, 2 KiB each, stored tile row by tile row, the k steps of one tile row side by side.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class PackedMatrix:
     rows     N, before padding
     columns  K, before padding
     order    [N] int64 or None: row i of the packed matrix is row order[i] of the original
-    held     uint8: the tiles and, behind them, float32 scales of the packed rows; None: these have no scales
+    held     uint8: the tiles and, after them, float32 scales of the packed rows; None: these have no scales
     tile_format  how the tiles hold numbers: other than plain, `tiles` are bytes of steps
     """
 

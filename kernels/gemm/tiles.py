@@ -1,6 +1,6 @@
 """Tiles of dense weights as decode's GEMMs read them: 16 rows by 64 columns, a step of a tile after the other.
 
-A step has codes, and behind them words of scales, one for each group of rows i and i + 8: two bf16 scales, or a float32
+A step has codes, and after them words of scales, one for each group of rows i and i + 8: two bf16 scales, or a float32
 scale of the one and a word of the other; and, where there are zero points, words of two bf16 numbers, 128 and the zero
 point less than zero. NVFP4's words are the four packed scales of row i, and those of row i + 8. A lane has its codes in
 pieces of 16 bytes, 512 bytes from one piece to the next.
@@ -19,7 +19,7 @@ class TileFormat:
 
     name        of the codes: "bf16", "fp8", "int4" or "nvfp4"
     code_bytes  of a step
-    row_scales  rows have a scale each, float32, behind all tiles, which the epilogue applies
+    row_scales  rows have a scale each, float32, after all tiles, which the epilogue applies
     groups      of columns in a step that have scales of their own: 0, 1 or 2
     wide        these scales are float32, else bf16
     zeros       groups have zero points
@@ -41,7 +41,7 @@ class TileFormat:
 
     @property
     def words(self) -> int:
-        """Words behind a step's codes that a lane reads."""
+        """Words after a step's codes that a lane reads."""
         return self.block_words + self.groups * (self.scale_words + self.zeros)
 
     @property

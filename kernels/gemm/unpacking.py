@@ -21,7 +21,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, ty
 __all__ = ["examples", "unpack_weight", "unpacked_shape"]
 
 THREADS, MIN_BLOCKS = 256, 4
-STEPS = 4  # of a warp, one behind the other
+STEPS = 4  # of a warp, one after the other
 
 
 def unpacked_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -74,7 +74,7 @@ def _make_store(width: int) -> Any:
 
 @cache
 def _make(tiles: TileFormat, width: int) -> Kernel:
-    """A warp has some steps behind each other, and the next one's numbers are under way while it stores one's."""
+    """A warp has some steps after each other, and the next one's numbers are under way while it stores one's."""
     load, store, step_bytes = make_load_step(tiles, is_shared=False), _make_store(width), tiles.step_bytes
 
     def unpack(weight: Any, out: Any, steps: Any) -> None:

@@ -1,6 +1,6 @@
 """Formats of experts' matrices: plain and MXFP4 as they are, and those of dense layers, by the same tiles.
 
-A dense format's tile has its codes as words, and what dense GEMMs find behind the codes as scales. It knows no kernel.
+A dense format's tile has its codes as words, and what dense GEMMs find after the codes as scales.
 """
 
 from collections.abc import Mapping, Sequence

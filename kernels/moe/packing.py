@@ -1,7 +1,4 @@
-"""Experts' matrices in the order in which the lanes of a warp read them, in any format, and back.
-
-It knows no kernel.
-"""
+"""Experts' matrices in the order in which the lanes of a warp read them, in any format, and back."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,7 +165,7 @@ def pack_experts(
 
 
 def _pack_together(packed: PackedExperts, first: int, parts: Mapping[str, torch.Tensor]) -> None:
-    """Pack some experts as one tall matrix: their tiles lie behind each other."""
+    """Pack some experts as one tall matrix: their tiles lie after each other."""
     count, order = len(next(iter(parts.values()))), packed.order
     if order is not None:
         order = (packed.rows * torch.arange(count)[:, None] + order.cpu()).flatten()

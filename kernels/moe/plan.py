@@ -1,4 +1,4 @@
-"""How the GEMMs of a mixture of experts are cut, and the constants that their parts share. It knows no kernel."""
+"""How the GEMMs of a mixture of experts are cut, and the constants that their parts share."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from functools import cache
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.handover import BARRIER_BYTES
+from lowlat.kernels.common.pipeline import BARRIER_BYTES
 from lowlat.kernels.formats import WeightFormat
 from lowlat.kernels.gemm.k_parts import KParts
-from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
+from lowlat.kernels.toolchain.kernel import Gpu, WorkspaceShape
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
 __all__ = [
@@ -48,7 +48,7 @@ MOST_WARPS = 15  # that multiply
 LEAST_WARPS = 7
 MOST_PART = 3  # steps whose inputs a thread holds
 MOST_STAGES = 2  # parts under way; more only queue up before the memory, but where parts are small:
-IN_FLIGHT, MOST_SMALL_STAGES = 40 << 10, 6  # bytes that a multiprocessor should have under way, and stages for them
+IN_FLIGHT, MOST_SMALL_STAGES = 40 << 10, 6  # bytes that an SM should have under way, and stages for them
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class ExpertPlan:
     part        steps of a tile that are copied together: all that a warp has, or fewer
     stages      parts under way, of each warp; and areas of sums: one is added up while the others fill
     num_blocks  of the grid
-    suspends    a warp that waits for sums may be suspended, as `Card.suspends` has it
+    suspends    a warp that waits for sums may be suspended, as `Gpu.suspends` has it
     sets        tiles that warps multiply side by side, each set with a warp a part of K
     """
 
@@ -240,21 +240,21 @@ def stages_wanted(shape: ExpertShape, warps: int | None = None, part: int = MOST
 def plan_experts(
     rows: int,
     shape: ExpertShape,
-    card: Card,
+    gpu: Gpu,
     *,
     warps: int | None = None,
     stages: int | None = None,
     part: int = MOST_PART,
     columns: int = MAX_COLUMNS,
 ) -> ExpertPlan:
-    """The plan for M rows: a block a multiprocessor, and parts of all steps that a warp has, if they fit.
+    """The plan for M rows: a block an SM, and parts of all steps that a warp has, if they fit.
 
     rows     M, at most `rows_a_launch`
     warps    None: `warps_of` the steps; another number gives other bits
     stages   None: as many as fit, and at most so many as pay
     part     the most steps that are copied together
     columns  the most pairs that one reading of an expert's weights serves: a power of two
-    Raises ShapeError for a card whose blocks have too little shared memory, or threads that cannot list the pairs.
+    Raises ShapeError for a GPU whose blocks have too little shared memory, or threads that cannot list the pairs.
     """
     capacity, sets = max(4, next_power(rows * shape.top_k)), sets_of(shape)
     if shape.parts is not None:
@@ -263,22 +263,22 @@ def plan_experts(
         warps = warps_of(shape.steps)
     columns = min(columns, next_power(min(rows, MAX_COLUMNS)))
     finishing = -(-columns * shape.values // 32)
-    if card.capability[0] not in (9, 10):  # where 16 warps leave registers enough, and 17 do not
+    if gpu.capability[0] not in (9, 10):  # where 16 warps leave registers enough, and 17 do not
         finishing = 1
     if shape.parts is not None:  # a block must list its pairs, however few of its warps multiply
         finishing = max(finishing, MAX_PARTS - warps)
     threads = (warps + finishing) * 32
     if capacity > min(MAX_PAIRS, threads):
         raise ShapeError(f"{rows} rows of {shape.top_k} experts; {threads} threads list no more pairs than they are")
-    num_blocks, suspends = min(rows * shape.top_k * shape.tiles // sets, card.num_multiprocessors), card.suspends
+    num_blocks, suspends = min(rows * shape.top_k * shape.tiles // sets, gpu.num_multiprocessors), gpu.suspends
     parts = range(min(part, MOST_PART, steps_a_warp(shape, warps)), 0, -1)
     depths = (MOST_STAGES, 1) if stages is None else (stages,)
     for depth, part in itertools.product(depths, parts):
         plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, suspends, sets)
-        if plan.shared_bytes(shape) <= card.shared_bytes:
+        if plan.shared_bytes(shape) <= gpu.shared_bytes:
             return plan
     raise ShapeError(
-        f"a GEMM of experts for {rows} rows does not fit the {card.shared_bytes} bytes of shared memory that a "
+        f"a GEMM of experts for {rows} rows does not fit the {gpu.shared_bytes} bytes of shared memory that a "
         "block may have"
     )
 
@@ -291,22 +291,22 @@ def near_cuts(stages: int, part: int, columns: int) -> list[dict[str, int]]:
 
 
 @cache
-def expert_plans(rows: int, shape: ExpertShape, card: Card) -> tuple[ExpertPlan, ...]:
-    """The plans of a GEMM for M rows that fit a card, the derived one first. Raises ShapeError as `plan_experts`."""
-    derived = plan_experts(rows, shape, card)
+def expert_plans(rows: int, shape: ExpertShape, gpu: Gpu) -> tuple[ExpertPlan, ...]:
+    """The plans of a GEMM for M rows that fit a GPU, the derived one first. Raises ShapeError as `plan_experts`."""
+    derived = plan_experts(rows, shape, gpu)
     plans = [derived]
     for cut in near_cuts(derived.stages, derived.part, derived.columns):
         with suppress(ShapeError):
-            plans.append(plan_experts(rows, shape, card, **cut))
+            plans.append(plan_experts(rows, shape, gpu, **cut))
     return tuple(dict.fromkeys(plans))
 
 
-def choose_expert_plan(rows: int, shape: ExpertShape, card: Card, num_experts: int) -> tuple[ExpertPlan, Planned]:
-    """The plan of a GEMM for M rows by a card's table, or the derived one; and its place in tables."""
+def choose_expert_plan(rows: int, shape: ExpertShape, gpu: Gpu, num_experts: int) -> tuple[ExpertPlan, Planned]:
+    """The plan of a GEMM for M rows by a GPU's table, or the derived one; and its place in tables."""
     facts = {"kind": shape.kind, **facts_of(rows, shape, num_experts)}
     if shape.parts is not None:
         facts["parts"] = shape.parts.count
-    return choose_plan(card.tuning, KIND, facts, expert_plans(rows, shape, card))
+    return choose_plan(gpu.tuning, KIND, facts, expert_plans(rows, shape, gpu))
 
 
 def facts_of(rows: int, shape: ExpertShape, num_experts: int) -> dict[str, int | str]:
@@ -320,7 +320,7 @@ def facts_of(rows: int, shape: ExpertShape, num_experts: int) -> dict[str, int |
 def partials_workspace(rows: int, top_k: int, width: int, parts: KParts | None = None) -> WorkspaceShape:
     """The workspace of a down GEMM [M, N], for few rows and many: weighed outputs [M, k, N] float32.
 
-    parts  of K, of which each has outputs of its own: [M, k * P, N], a pair's behind each other
+    parts  of K, of which each has outputs of its own: [M, k * P, N], a pair's after each other
     """
     return "experts.partials", (rows, top_k * (1 if parts is None else parts.count), width), torch.float32
 

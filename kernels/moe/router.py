@@ -15,7 +15,7 @@ from lowlat.kernels.moe.router_kernel import EXPERTS, MOST_AWAITED, make_router,
 from lowlat.kernels.moe.router_rows import blocks_of, make_rows_router, takes_rows
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, Workspace, WorkspaceShape
+from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelCall, Workspace, WorkspaceShape
 
 __all__ = ["MAX_WIDTH", "RouterNorm", "examples", "router", "router_logits", "router_workspace"]
 
@@ -53,7 +53,7 @@ def router(
     over_all: bool = False,
     norm: RouterNorm | None = None,
     workspace: Workspace,
-    card: Card = H200,
+    gpu: Gpu = H200,
 ) -> list[KernelCall]:
     """Choose each row's experts, and their shares by softmax over the chosen or over all, in two launches.
 
@@ -69,7 +69,7 @@ def router(
     Captured: yes. Raises ShapeError as `router_logits` and `route_top_k` do.
     """
     logits = workspace(*router_workspace(x.shape[0], weight.shape[0]))
-    calls = router_logits(x, weight, bias, norm=norm, logits=logits, card=card)
+    calls = router_logits(x, weight, bias, norm=norm, logits=logits, gpu=gpu)
     routing = TopKRouting(logits, row_live, over_all)
     return calls + route_top_k(routing=routing, expert_ids=expert_ids, expert_weights=expert_weights)
 
@@ -82,7 +82,7 @@ def router_logits(
     norm: RouterNorm | None = None,
     logits: torch.Tensor,
     awaited: Sequence[torch.Tensor] = (),
-    card: Card = H200,
+    gpu: Gpu = H200,
 ) -> list[KernelCall]:
     """Norm each row where a norm is given, and multiply it with the router's weight, in one launch.
 
@@ -105,18 +105,18 @@ def router_logits(
     check_shape("logits", logits, rows, experts)
     check_dtype(torch.bfloat16, x=x, weight=weight, bias=bias)
     check_dtype(torch.float32, logits=logits)
-    if norm is None and not awaited and takes_rows(rows, width, card):
+    if norm is None and not awaited and takes_rows(rows, width, gpu):
         kernel = make_rows_router(width, experts, bias is not None)
         arguments = (x, weight, 0 if bias is None else bias, logits, rows)
-        return [KernelCall(kernel, blocks_of(rows, experts, card), arguments)]
+        return [KernelCall(kernel, blocks_of(rows, experts, gpu), arguments)]
     norm_weight, live, normed = (0, 0, 0) if norm is None else _norm_arguments(norm, rows, width)
     held = rows_at_once(rows, width)
     blocks, turns = -(-experts // EXPERTS), -(-rows // held)
-    grid = (blocks, min(turns, max(1, 2 * card.num_multiprocessors // blocks)), 1)
+    grid = (blocks, min(turns, max(1, 2 * gpu.num_multiprocessors // blocks)), 1)
     none = MOST_AWAITED - len(awaited)
     filled: tuple[Argument, ...] = (*awaited, *(0,) * none, *map(_chunks, awaited), *(0,) * none)
     eps, biased = None if norm is None else norm.eps, bias is not None
-    kernel = make_router(width, experts, held, min_blocks_of(width, held, card), eps, biased)
+    kernel = make_router(width, experts, held, min_blocks_of(width, held, gpu), eps, biased)
     given: tuple[Argument, ...] = (x, norm_weight, live, weight, 0 if bias is None else bias, normed, logits, rows)
     return [KernelCall(kernel, grid, (*given, *filled))]
 
@@ -137,8 +137,8 @@ def _chunks(awaited: torch.Tensor) -> int:
     return num_bytes // 16
 
 
-def examples(card: Card = H200) -> list[Kernel]:
-    """Specialisations, as a card has them: gpt-oss-120b with 1, 2 and 4 rows at once, the largest, a small, and two of
+def examples(gpu: Gpu = H200) -> list[Kernel]:
+    """Specialisations, as a GPU has them: gpt-oss-120b with 1, 2 and 4 rows at once, the largest, a small, and two of
     rows that are normed already."""
     shapes: tuple[tuple[int, int, int, float | None], ...] = (
         (2880, 128, 1, 1e-5),
@@ -149,7 +149,7 @@ def examples(card: Card = H200) -> list[Kernel]:
         (2880, 128, 4, None),
         (MAX_WIDTH, 256, 1, None),
     )
-    many = [make_rows_router(2880, 128)] if takes_rows(MAX_WIDTH, 2880, card) else []
+    many = [make_rows_router(2880, 128)] if takes_rows(MAX_WIDTH, 2880, gpu) else []
     return many + [
-        make_router(width, experts, held, min_blocks_of(width, held, card), eps) for width, experts, held, eps in shapes
+        make_router(width, experts, held, min_blocks_of(width, held, gpu), eps) for width, experts, held, eps in shapes
     ]

@@ -3,8 +3,7 @@
 A block has four experts and a few rows. It fetches its experts' weights before the kernel before it has ended, norms
 its rows in the order of `norm_math` where it is asked to, and multiplies: four warps share an expert, each with a
 quarter of the columns, so a logit's order of accumulation depends on the width alone. Rows are multiplied as bf16, as
-they are stored: the bits of a row do not depend on which kernel normed it. It knows nothing of top-k routing
-(`topk_routing`), nor of what the experts compute.
+they are stored: the bits of a row do not depend on which kernel normed it.
 """
 
 from functools import cache
@@ -25,7 +24,7 @@ from lowlat.kernels.common.norm_row import is_live
 from lowlat.kernels.common.sentinels import MISSING
 from lowlat.kernels.sampling.select import copies_wait_all
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import H200, Card, Kernel
+from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
 __all__ = ["EXPERTS", "MOST_AWAITED", "make_router", "min_blocks_of", "rows_at_once"]
@@ -36,9 +35,9 @@ MOST_AWAITED = 3
 DEAD = -1.0  # no row has such an inverse
 
 
-def min_blocks_of(width: int, held: int, card: Card) -> int:
-    """The blocks a multiprocessor by registers: two where nothing spills, so that a block fits beside the GEMM's."""
-    return 2 if held < 4 and width <= CHUNK * THREADS and card.capability == H200.capability else 1
+def min_blocks_of(width: int, held: int, gpu: Gpu) -> int:
+    """The blocks an SM by registers: two where nothing spills, so that a block fits next to the GEMM's."""
+    return 2 if held < 4 and width <= CHUNK * THREADS and gpu.capability == H200.capability else 1
 
 
 def rows_at_once(rows: int, width: int) -> int:
@@ -62,7 +61,7 @@ def make_router(width: int, experts: int, held: int, min_blocks: int, eps: float
     normalise, multiply = _make_normalise(width, held), _make_multiply(width, held)
     steps, own = _steps(width), _chunks_a_thread(width)
     weight_words, row_words = 4 * steps, 4 * own * held
-    shared_words = (held + 1 if normed_here else held) * width // 2  # the norm's weight behind the rows
+    shared_words = (held + 1 if normed_here else held) * width // 2  # the norm's weight after the rows
     parts = held * WARPS
 
     def router(

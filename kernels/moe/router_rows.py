@@ -9,14 +9,14 @@ from functools import cache
 from typing import Any
 
 from lowlat.kernels.toolchain import ptx, ptx_dots
-from lowlat.kernels.toolchain.kernel import Card, Kernel
+from lowlat.kernels.toolchain.kernel import Gpu, Kernel
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["EXPERTS", "LEAST_ROWS", "ROWS", "blocks_of", "make_rows_router", "takes_rows"]
 
 EXPERTS = 16  # of a block
 ROWS = 8  # at a time
-LEAST_ROWS = 256  # that are spread over the card's multiprocessors
+LEAST_ROWS = 256  # that are spread over the GPU's SMs
 QUARTERS, GROUP = 4, 4  # of the columns; experts of a warp
 WARPS = QUARTERS * EXPERTS // GROUP
 THREADS = 32 * WARPS
@@ -24,15 +24,15 @@ TURN_BYTES = QUARTERS * 512  # of a row
 PARTIALS = ROWS * EXPERTS * QUARTERS
 
 
-def takes_rows(rows: int, width: int, card: Card) -> bool:
+def takes_rows(rows: int, width: int, gpu: Gpu) -> bool:
     """Whether rows are enough, and not too wide, for this kernel."""
-    return rows >= LEAST_ROWS and _shared_bytes(width) <= card.shared_bytes
+    return rows >= LEAST_ROWS and _shared_bytes(width) <= gpu.shared_bytes
 
 
-def blocks_of(rows: int, experts: int, card: Card) -> tuple[int, int, int]:
+def blocks_of(rows: int, experts: int, gpu: Gpu) -> tuple[int, int, int]:
     """The grid: groups of experts, and blocks that share the rows of each."""
     groups = -(-experts // EXPERTS)
-    return groups, max(1, min(-(-rows // ROWS), card.num_multiprocessors // groups)), 1
+    return groups, max(1, min(-(-rows // ROWS), gpu.num_multiprocessors // groups)), 1
 
 
 def _turns(width: int) -> int:
@@ -72,7 +72,7 @@ def make_rows_router(width: int, experts: int, biased: bool = True) -> Kernel:
 
     @device_function
     def clear_ends(base: Any, thread: Any) -> None:
-        """Zeros behind the rows of experts and both areas."""
+        """Zeros after the rows of experts and both areas."""
         spare = uint32(turns * QUARTERS * 32 - chunks)
         for number in range(thread, uint32(EXPERTS + 2 * ROWS) * spare, uint32(THREADS)):
             row = uint32(uint32(number) // spare)

@@ -1,8 +1,8 @@
 """Top-k routing: each row's experts and their shares by its logits.
 
-A warp has a row, and leaves its experts and their shares in shared memory. Where rows are few, every block of a mixture
-routes all of them for itself (`make_route`), and `expert_list` reads what it left; `route_top_k` is a launch of its
-own. It knows neither who wrote the logits nor what the experts compute.
+A warp has a row, and leaves its experts and their shares in shared memory. Where rows are few, every block of an MoE
+layer routes all of them for itself (`make_route`), and `expert_list` reads what it left; `route_top_k` is a launch of
+its own. It knows neither who wrote the logits nor what the experts compute.
 """
 
 import math

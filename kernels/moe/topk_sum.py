@@ -1,4 +1,4 @@
-"""The sum of a mixture's weighed outputs, from a row's first expert to its last, in a launch of its own.
+"""The sum of an MoE layer's weighed outputs, from a row's first expert to its last, in a launch of its own.
 
 It knows neither who wrote the outputs nor what becomes of the sums.
 """

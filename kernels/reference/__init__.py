@@ -21,11 +21,11 @@ from lowlat.kernels.reference.speculation import (
     draft_topk,
     grow,
     hand_over,
+    length_probabilities,
     markov,
     ngram_draft,
     suffix_draft,
     waiting,
-    width_odds,
     widths,
 )
 from lowlat.kernels.reference.step import checks, publish, slots
@@ -59,6 +59,6 @@ OPERATIONS = operations_of(
     slots,
     suffix_draft,
     waiting,
-    width_odds,
+    length_probabilities,
     widths,
 )

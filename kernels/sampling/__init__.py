@@ -1,1 +1,1 @@
-"""Sampling of tokens: draws, argmax, top-k, logprobs. It knows no request."""
+"""Sampling of tokens: draws, argmax, top-k, logprobs."""

@@ -1,7 +1,7 @@
 """The likeliest id of each row, from the best pairs that the GEMM of its logits left: a chain's draft.
 
 A warp a row. A lowest id wins among equals. Where a chain's next draft is made by a vector of this one, the warp
-gathers that, too. It knows no temperature; `sample` draws.
+gathers that, too.
 """
 
 import functools
@@ -44,7 +44,7 @@ def drafted_token(best: Any, blocks: Any, live: Any, names: Any) -> Any:
 
 @dataclass(frozen=True)
 class NextLevel:
-    """The level behind a chain's drafts, each the only parent there: what `parent_tokens` and `embed` give.
+    """The level after a chain's drafts, each the only parent there: what `parent_tokens` and `embed` give.
 
     tokens    [B, R]  int32  of the block; a slot is dead where its first is -1
     parents   [B, 1]  int32  out

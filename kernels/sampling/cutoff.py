@@ -17,7 +17,7 @@ from lowlat.kernels.sampling.select import CHUNK, EVERY_LANE, THREADS, WARPS
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, float64, int64, uint32
 from lowlat.kernels.toolchain.ptx import atomic_add_gpu, float_of_bits, load_acquire_gpu, warp_sum
 
-__all__ = ["BINS", "PASSES", "TALLY_WORDS", "clear_masses", "make_find_bound", "odds", "wait_for_row"]
+__all__ = ["BINS", "PASSES", "TALLY_WORDS", "clear_masses", "make_find_bound", "probabilities", "wait_for_row"]
 
 BINS = 256
 PASSES = 4  # 31 bits as 8 + 8 + 8 + 7
@@ -31,7 +31,7 @@ MAGNITUDE = 0x7FFFFFFF
 
 
 @device_function
-def odds(bits: Any) -> Any:
+def probabilities(bits: Any) -> Any:
     """How likely a token is, as a multiple of the likeliest's: the exponential of a number given by its bits."""
     return float32(math.exp(float_of_bits(bits)))
 
@@ -146,7 +146,7 @@ def make_find_bound(chunks: int) -> Any:
                 if uint32(magnitude >> uint32(shift + digits)) == prefix:
                     low = uint32(1)
                     if by_mass:
-                        mass = int64(odds(bits) * float32(MASS_UNIT)) if magnitude <= bound else int64(0)
+                        mass = int64(probabilities(bits) * float32(MASS_UNIT)) if magnitude <= bound else int64(0)
                         low, high = uint32(mass & LIMB_MASK), uint32(mass >> LIMB_BITS)
                 digit = int64(uint32(magnitude >> uint32(shift))) & ((1 << digits) - 1)
                 _tally(tally, digit, low, high)

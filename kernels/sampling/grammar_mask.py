@@ -1,9 +1,9 @@
 """The masks of a slot's grammar on a chunk of logits in shared memory: device functions of `sample`.
 
-The host writes the masks of a step into pinned memory while the step runs, and their length behind them: the count of
+The host writes the masks of a step into pinned memory while the step runs, and their length after them: the count of
 committed tokens that they follow. Trips over the bus to one address run one after another: so a row's first block alone
-waits for that word and tells the row's others in the card's memory. Each reads its part of a mask behind that, 16 bytes
-a lane where rows are aligned. It knows no grammar.
+waits for that word and tells the row's others in the GPU's memory. Each reads its part of a mask after that, 16 bytes
+a lane where rows are aligned.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ WORDS = CHUNK // 32  # of a chunk's mask
 
 @device_function
 def await_masks(ready: Any, length: Any, told: Any, first_block: Any) -> None:
-    """Wait until the masks behind `length` committed tokens are there, or any later ones; all threads must come here.
+    """Wait until the masks after `length` committed tokens are there, or any later ones; all threads must come here.
 
     ready  address of the slot's word, see `await_host`
     told   address of the row's uint32, zero before; the row's last block puts it back to zero
@@ -42,7 +42,7 @@ def apply_mask(chunk: Any, first: Any, width: Any, mask: Any, aligned: Any) -> N
     chunk  [CHUNK] uint32  shared: bits of the numbers, complete for the thread that owns each
     first  index of the chunk's first number, a multiple of CHUNK
     width  of the row: its mask has ceil(width / 32) words
-    mask   address of the row's mask, in the host's memory: a word is read once by a block, behind `await_masks`
+    mask   address of the row's mask, in the host's memory: a word is read once by a block, after `await_masks`
     aligned  whether each row's mask begins at a multiple of 16 bytes
     """
     words = cuda.shared.array(WORDS, types.uint32)

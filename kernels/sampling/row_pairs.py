@@ -1,7 +1,7 @@
 """The best pairs of rows of logits for which no GEMM left any, where `sample` and `argmax` stand alone; finite flags.
 
 A block reads a chunk of a row and leaves its best pair, as `select` has pairs; so a kernel that begins with pairs finds
-those that the LM head's GEMM would have left, cut otherwise. It knows no request.
+those that the LM head's GEMM would have left, cut otherwise.
 """
 
 import functools

@@ -30,7 +30,15 @@ from lowlat.kernels.reference.step.slot_record import (
     TOP_K,
     TOP_P,
 )
-from lowlat.kernels.sampling.cutoff import BINS, PASSES, TALLY_WORDS, clear_masses, make_find_bound, odds, wait_for_row
+from lowlat.kernels.sampling.cutoff import (
+    BINS,
+    PASSES,
+    TALLY_WORDS,
+    clear_masses,
+    make_find_bound,
+    probabilities,
+    wait_for_row,
+)
 from lowlat.kernels.sampling.grammar_mask import apply_mask, await_masks
 from lowlat.kernels.sampling.logit_history import draw_position, make_apply_history, read_wishes, touches, touches_any
 from lowlat.kernels.sampling.row_pairs import row_pairs
@@ -194,7 +202,7 @@ def _scale(chunk: Any, largest: Any, temperature: Any) -> None:
 @device_function
 def _noisier(key: Any, low: Any, bits: Any, index: Any, word: Any, bound: Any, min_p: Any) -> Any:
     """The better of a pair and a token with its noise, if the token may be drawn."""
-    if uint32(bits & uint32(MAGNITUDE)) > bound or (min_p > float32(0.0) and odds(bits) < min_p):
+    if uint32(bits & uint32(MAGNITUDE)) > bound or (min_p > float32(0.0) and probabilities(bits) < min_p):
         return key, low
     noise = -float32(math.log(-float32(math.log1p(-uniform(word)))))
     return better(key, low, bits_of_float(add_rn(float_of_bits(bits), noise)), index)

@@ -136,7 +136,7 @@ def value_of_key(key: Any) -> Any:
 
 @device_function
 def index_of_low(low: Any) -> Any:
-    """The index behind the second half of a pair."""
+    """The index after the second half of a pair."""
     return int64(LARGEST_WORD) - int64(low)
 
 

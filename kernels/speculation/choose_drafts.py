@@ -1,7 +1,6 @@
 """The choice between a model's drafts and those from text, in one launch: the reference's `choose_drafts`.
 
-A block a slot: its threads bring everything into shared memory at once, and one of them learns and chooses. It knows no
-request and no model.
+A block a slot: its threads bring everything into shared memory at once, and one of them learns and chooses.
 """
 
 from functools import cache
@@ -30,7 +29,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, in
 __all__ = ["choose_drafts", "examples"]
 
 THREADS = 64
-NUM_ODDS = 4 * NUM_BINS
+NUM_PROBABILITIES = 4 * NUM_BINS
 PRIORS = tuple(number for rates in PRIOR for entry in rates for number in entry)
 TEXT, PROMISES = FIRST + MAX_DRAFTS, FIRST + 2 * MAX_DRAFTS
 
@@ -46,7 +45,7 @@ def choose_drafts(
     *,
     draft_nodes: torch.Tensor,
     proposals: torch.Tensor,
-    draft_odds: torch.Tensor,
+    draft_probabilities: torch.Tensor,
     draft_sources: torch.Tensor,
     fresh: bool,
 ) -> list[KernelCall]:
@@ -55,7 +54,7 @@ def choose_drafts(
     Time: three trips to memory and some 30 short divisions in a row. Raises ShapeError for shapes that do not fit.
     """
     given = (tokens, slots, draft_live, draft_lens, text_nodes, draft_shares, match_lens)
-    arguments = (*given, draft_nodes, proposals, draft_odds, draft_sources)
+    arguments = (*given, draft_nodes, proposals, draft_probabilities, draft_sources)
     check_choice(*arguments)
     batch, rows = draft_nodes.shape
     return [KernelCall(_make(tokens.shape[1], rows, fresh), (batch, 1, 1), arguments)]
@@ -67,10 +66,10 @@ def _text_bin(match: Any, place: Any) -> Any:
 
 
 @device_function
-def _learn(source: Any, length: Any, came: Any, before: Any, odds: Any) -> None:
+def _learn(source: Any, length: Any, came: Any, before: Any, probabilities: Any) -> None:
     """Compare a source's last drafts with the tokens that came since, up to the first that was wrong.
 
-    came, before  the tokens behind where the proposal was made, and the proposal; odds: updated
+    came, before  the tokens after where the proposal was made, and the proposal; acceptance probabilities: updated
     """
     start, match = int64(before[MADE_AT]), int64(before[MATCH])
     place, going = int64(0), start > 0
@@ -82,14 +81,14 @@ def _learn(source: Any, length: Any, came: Any, before: Any, odds: Any) -> None:
             kind = _text_bin(match, place) if source == 1 else place
             at = 2 * (source * NUM_BINS + kind)
             promise = int64(before[PROMISES + place]) if source == 1 else int64(SHARE)
-            right, promised = int64(odds[at]), int64(odds[at + 1])
-            odds[at] = int32(right - (right >> DECAY) + (int64(SHARE) if going else int64(0)))
-            odds[at + 1] = int32(promised - (promised >> DECAY) + promise)
+            right, promised = int64(probabilities[at]), int64(probabilities[at + 1])
+            probabilities[at] = int32(right - (right >> DECAY) + (int64(SHARE) if going else int64(0)))
+            probabilities[at + 1] = int32(promised - (promised >> DECAY) + promise)
             place += 1
 
 
 @device_function
-def _expected(source: Any, count: Any, now: Any, odds: Any) -> Any:
+def _expected(source: Any, count: Any, now: Any, probabilities: Any) -> Any:
     """How many of a source's new drafts will be accepted, in 1024ths."""
     match, product, total = int64(now[MATCH]), int64(SHARE), int64(0)
     place, going = int64(0), True
@@ -99,7 +98,7 @@ def _expected(source: Any, count: Any, now: Any, odds: Any) -> Any:
             kind = _text_bin(match, place) if source == 1 else place
             at = 2 * (source * NUM_BINS + kind)
             promise = int64(now[PROMISES + place]) if source == 1 else int64(SHARE)
-            rate, _ = divide(int64(odds[at]) * SHARE, max(int64(odds[at + 1]), int64(1)))
+            rate, _ = divide(int64(probabilities[at]) * SHARE, max(int64(probabilities[at + 1]), int64(1)))
             odd, _ = divide(min(rate, int64(SHARE)) * promise, int64(SHARE))
             product, _ = divide(product * odd, int64(SHARE))
             total += product
@@ -147,20 +146,20 @@ def _make(context: int, rows: int, fresh: bool) -> Kernel:
         match_lens: Any,
         draft_nodes: Any,
         proposals: Any,
-        draft_odds: Any,
+        draft_probabilities: Any,
         draft_sources: Any,
     ) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         before = cuda.shared.array(shape=PROPOSAL_WIDTH, dtype=int32)
         now = cuda.shared.array(shape=PROPOSAL_WIDTH, dtype=int32)
-        odds = cuda.shared.array(shape=NUM_ODDS, dtype=int32)
+        probabilities = cuda.shared.array(shape=NUM_PROBABILITIES, dtype=int32)
         came = cuda.shared.array(shape=MAX_DRAFTS, dtype=int32)
         index, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
         slot, live, length = int_at(slots, index), byte_at(draft_live, index), int_at(draft_lens, index)
         if slot < 0 or live == 0:
             return
-        text, kept, own = tokens + slot * (context * 4), slot * PROPOSAL_WIDTH, slot * NUM_ODDS
+        text, kept, own = tokens + slot * (context * 4), slot * PROPOSAL_WIDTH, slot * NUM_PROBABILITIES
         if thread < PROPOSAL_WIDTH:
             given = (draft_nodes, text_nodes, draft_shares, match_lens)
             now[thread] = int32(_proposal(thread, count, index, rows, length, given))
@@ -169,20 +168,23 @@ def _make(context: int, rows: int, fresh: bool) -> Kernel:
             start = int_at(proposals, kept + MADE_AT)
             at = max(int64(0), min(start + thread, length - 1))
             came[thread] = int32(int_at(text, at))
-        if thread < NUM_ODDS:
-            odds[thread] = int32(PRIORS[thread]) if fresh else int32(int_at(draft_odds, own + thread))
+        if thread < NUM_PROBABILITIES:
+            probabilities[thread] = int32(PRIORS[thread]) if fresh else int32(int_at(draft_probabilities, own + thread))
         cuda.syncthreads()
         if thread == 0:
             if not fresh:
-                _learn(int64(0), length, came, before, odds)
-                _learn(int64(1), length, came, before, odds)
-            of_model, of_text = _expected(int64(0), count, now, odds), _expected(int64(1), count, now, odds)
+                _learn(int64(0), length, came, before, probabilities)
+                _learn(int64(1), length, came, before, probabilities)
+            of_model, of_text = (
+                _expected(int64(0), count, now, probabilities),
+                _expected(int64(1), count, now, probabilities),
+            )
             now[CHOSEN] = int32(1) if of_text > of_model else int32(0)
         cuda.syncthreads()
         if thread < PROPOSAL_WIDTH:
             set_int(proposals, kept + thread, int64(now[thread]))
-        if thread < NUM_ODDS:
-            set_int(draft_odds, own + thread, int64(odds[thread]))
+        if thread < NUM_PROBABILITIES:
+            set_int(draft_probabilities, own + thread, int64(probabilities[thread]))
         if thread == 0:
             set_int(draft_sources, slot, int64(now[CHOSEN]))
         if now[CHOSEN] == 1 and thread < count:

@@ -1,6 +1,6 @@
 """The rows of drafters that draft all positions in one pass, laid out; embedded and normed, too.
 
-A block a row. It knows no model. Rows are whole multiples of 16 bytes, of any dtype where nothing is normed.
+A block a row. Rows are whole multiples of 16 bytes, of any dtype where nothing is normed.
 """
 
 from dataclasses import dataclass
@@ -168,7 +168,7 @@ def _make_rows(accepted: int, count: int, drafting: int, width: int) -> Kernel:
 
 @dataclass(frozen=True)
 class BlockBoundary:
-    """The operands of the reference's `store_boundary` beside the features of the committed rows."""
+    """The operands of the reference's `store_boundary` next to the features of the committed rows."""
 
     positions: torch.Tensor
     row_live: torch.Tensor
@@ -320,7 +320,7 @@ def _mask_sizes(reads: tuple[torch.Tensor, ...], writes: tuple[torch.Tensor, ...
 
 
 def _make_masked(accepted: int) -> tuple[Any, Any]:
-    """Functions of a row of a block of masks behind the last known token: its token, and what is noted of it."""
+    """Functions of a row of a block of masks after the last known token: its token, and what is noted of it."""
 
     @device_function
     def token_of(accepted_tokens: Any, commit_lens: Any, mask_token: Any, owner: Any, row: Any, going: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The EAGLE3 draft model's attention input: normed embedding beside normed hidden state, in one launch.
+"""The EAGLE3 draft model's attention input: normed embedding next to normed hidden state, in one launch.
 
 Two blocks have a row: the left half is the token's embedding, the right half the hidden state, which comes from the
 fc, or in deeper levels of the tree from the parent's fed-back state. A chain's deeper level takes its tokens from the
@@ -246,7 +246,7 @@ def concat_norms(
     normed_hidden: torch.Tensor,
     eps: float,
 ) -> list[KernelCall]:
-    """Normed embedding beside normed hidden state; dead rows give zero.
+    """Normed embedding next to normed hidden state; dead rows give zero.
 
     embedded, hidden             [M, N]   bf16
     embed_weight, hidden_weight  [N]      bf16

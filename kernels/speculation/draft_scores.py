@@ -1,7 +1,7 @@
 """The likeliest draft ids of each row, as target ids, with their log-softmax.
 
 Each block ranks its chunk of a row and sums its exponentials; the last block of a row puts them together, in an order
-that is fixed by the vocabulary alone. It knows no tree.
+that is fixed by the vocabulary alone.
 """
 
 import functools

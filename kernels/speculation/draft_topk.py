@@ -1,7 +1,7 @@
 """The draft model's proposals: the likeliest draft ids of each row, as target ids, and the tree's children of these.
 
 Chains (k = 1) go through `argmax`, which reads pairs. Trees rank: each block its chunk, the last block of a row the
-row. It knows no tree beyond the three lists that say which rank of which row each child takes.
+row.
 """
 
 import functools

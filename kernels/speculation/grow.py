@@ -147,7 +147,7 @@ def _set_float(base: Any, index: Any, value: Any) -> None:
 
 @device_function
 def _score(above: Any, logprob: Any, token: Any) -> Any:
-    """The score of a draft behind a path; of none, minus infinity."""
+    """The score of a draft after a path; of none, minus infinity."""
     total = ptx.add_rn(above, logprob)
     if total < float32(LOWEST):
         total = float32(LOWEST)
@@ -156,7 +156,7 @@ def _score(above: Any, logprob: Any, token: Any) -> Any:
 
 @device_function
 def _known(above: Any, token: Any) -> Any:
-    """A draft's token; none behind a draft that is missing."""
+    """A draft's token; none after a draft that is missing."""
     return token if above >= float32(LOWEST) else int64(-1)
 
 
@@ -377,5 +377,5 @@ def _make_enter(top_k: int) -> Any:
 
 
 def examples() -> list[Kernel]:
-    """Specialisations for CI to compile: a level, the choice behind the last, and a block's tree."""
+    """Specialisations for CI to compile: a level, the choice after the last, and a block's tree."""
     return [_make_level(8, 8, 328, 3, 512), _make_choice(8, 8, 328, 32), _make_block(6, 1, 8, 32)]

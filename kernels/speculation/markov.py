@@ -1,7 +1,4 @@
-"""DSpark's kernels behind its block's rows: parents' tokens and vectors, the gate of these, biased logits.
-
-It knows no model.
-"""
+"""DSpark's kernels after its block's rows: parents' tokens and vectors, the gate of these, biased logits."""
 
 import math
 from functools import cache

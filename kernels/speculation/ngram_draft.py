@@ -1,7 +1,7 @@
 """Drafts copied from a slot's own text in one launch, a block a slot: the reference's `ngram_draft`.
 
 All threads look at every position of the text for the suffix's last token, many loads under way at a time; only where
-it stands are the tokens before it compared. It knows no request and no model.
+it stands are the tokens before it compared.
 """
 
 from functools import cache
@@ -19,7 +19,7 @@ __all__ = ["examples", "ngram_draft"]
 
 THREADS = 1024
 LOADS = 8  # of each thread under way at a time
-LENGTH_BIT = 24  # of a match's key: its length above where the text goes on behind it; a context has 2**20 at most
+LENGTH_BIT = 24  # of a match's key: its length above where the text goes on after it; a context has 2**20 at most
 
 
 def ngram_draft(
@@ -34,7 +34,7 @@ def ngram_draft(
 ) -> list[KernelCall]:
     """Draft what followed the longest suffix of the text, as the reference's `ngram_draft`, whose arguments these are.
 
-    Time: 4 bytes a position by one multiprocessor, 32 KiB of them under way: a trip to memory for 8192 positions, some
+    Time: 4 bytes a position by one SM, 32 KiB of them under way: a trip to memory for 8192 positions, some
     8 us for 131072 (of its 64 bytes a clock). Raises ShapeError for shapes and lengths that do not fit.
     """
     check_ngram(tokens, slots, draft_live, draft_lens, draft_nodes, min_match, max_match)

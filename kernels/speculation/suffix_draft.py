@@ -2,7 +2,7 @@
 
 All threads look for the text's last token, a tile of positions at a time from the end on, and compare the tokens before
 it where it stands. After each tile the best matches so far are kept, so that few of the next can be better. Then a
-warp takes each length of an ending, and a lane each of its places. It knows no request and no model.
+warp takes each length of an ending, and a lane each of its places.
 """
 
 from functools import cache
@@ -20,7 +20,7 @@ __all__ = ["examples", "suffix_draft"]
 
 THREADS = 1024
 LOADS = 8  # of each thread under way at a time
-LENGTH_BIT = 24  # of a match's key: its length above where the text goes on behind it; a context has 2**20 at most
+LENGTH_BIT = 24  # of a match's key: its length above where the text goes on after it; a context has 2**20 at most
 KEY_BITS = 30
 DEPTH_BIT = 6  # of an ending's score: its length below
 PLACE = (1 << LENGTH_BIT) - 1
@@ -41,7 +41,7 @@ def suffix_draft(
 ) -> list[KernelCall]:
     """Draft the likeliest continuation of an ending, as the reference's `suffix_draft`, whose arguments these are.
 
-    Time: 4 bytes a position by one multiprocessor, 32 KiB of them under way: a trip to memory for 8192 positions; then
+    Time: 4 bytes a position by one SM, 32 KiB of them under way: a trip to memory for 8192 positions; then
     one more. Raises ShapeError for shapes, lengths and options that do not fit.
     """
     outputs = (draft_nodes, draft_shares, match_lens)
@@ -141,7 +141,7 @@ def _gather(thread: Any, text: Any, last: Any, ending: Any, depth: Any, shared: 
 
 @device_function
 def _follow(lane: Any, reach: Any, place: Any, ending: Any, most: Any, least: Any, lists: Any, at: Any) -> Any:
-    """Draft behind an ending: for a whole warp, a place a lane.
+    """Draft after an ending: for a whole warp, a place a lane.
 
     most   drafts at most
     lists  shared: the tokens that follow each place; out, from `at` on: the drafts, and how many places had them

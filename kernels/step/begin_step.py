@@ -2,7 +2,7 @@
 one launch.
 
 One block does all. Of a joining slot's `tokens`, the first LENGTH are copied and the others stay as they are: nothing
-reads them. It knows no request.
+reads them.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.speculation.draft_rows import check_nodes
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
-from lowlat.kernels.speculation.choose_width import ChoicePlan, choice_plan
+from lowlat.kernels.speculation.choose_draft_length import ChoicePlan, choice_plan
 from lowlat.kernels.step.begin_step_kernel import ARGUMENTS, BeginStepPlan, begin_step_kernel
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 
@@ -49,15 +49,15 @@ HANDED = (
     *("drafts", "num_drafts", "tree_masks", "tree_paths"),
 )
 CHOSEN = (
-    *("active", "lengths", "extended", "slot_ints", "width_bounds", "width_costs", "width_expected"),
-    *("width_last", "width_waited", "width_choice"),
+    *("active", "lengths", "extended", "slot_ints", "length_bounds", "draft_length_costs", "length_expected"),
+    *("length_last", "length_waited", "draft_length_choice"),
 )
-CHOSEN_BY = ("active", "lengths", "extended", "width_bounds", "width_costs", "width_expected")
+CHOSEN_BY = ("active", "lengths", "extended", "length_bounds", "draft_length_costs", "length_expected")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The parameters of `choose_width`, beside its arrays.
+    """The parameters of `choose_draft_length`, next to its arrays.
 
     row           of the costs: the bucket's
     most_waiting  positions that may wait for the draft model; 0: nothing waits
@@ -108,13 +108,13 @@ def begin_step(
     choice: Choice | None = None,
     most_drafts: int = 0,
 ) -> list[KernelCall]:
-    """`gather_rows` and operations before and behind it, by the arguments of all.
+    """`gather_rows` and operations before and after it, by the arguments of all.
 
     applies      False: without `apply_commands`
     lists        False: without `list_active_slots`; `slots` says which rows are laid out
     tells        False: without `publish_rows`, of which `most_drafts` is
-    hands        True: behind `tree_masks`
-    choice       with `choose_width`; None: without
+    hands        True: after `tree_masks`
+    choice       with `choose_draft_length`; None: without
     Time: two trips over memory, and a few microseconds for each slot that joins.
     """
     return _calls(
@@ -143,7 +143,7 @@ def _calls(
     """The launch of these operations over arguments by name."""
     parts = (
         *((APPLIED, applies), (LISTED, lists), (GATHERED, gathers), (TOLD, tells)),
-        *((("width_choice",), tells and most_drafts > 0), (HANDED, hands), (CHOSEN, choice is not None)),
+        *((("draft_length_choice",), tells and most_drafts > 0), (HANDED, hands), (CHOSEN, choice is not None)),
     )
     wanted = {name for names, does in parts if does for name in names}
     if given.keys() != wanted:
@@ -173,9 +173,9 @@ def _calls(
         most_drafts=most_drafts,
     )
     if hands:
-        known_paths, known_width = given["topology_paths"].shape
+        known_paths, known_length = given["topology_paths"].shape
         nodes = check_nodes(given["draft_nodes"], plan.batch, plan.rows)
-        plan = replace(plan, known_paths=known_paths, known_width=known_width, nodes=nodes)
+        plan = replace(plan, known_paths=known_paths, known_length=known_length, nodes=nodes)
     condition = None
     if choice is not None:
         condition, own = choice.condition, [given[name] for name in CHOSEN_BY]
@@ -212,8 +212,8 @@ def _check(given: Mapping[str, torch.Tensor], plan: BeginStepPlan) -> None:
     for name, tensor in given.items():
         if name in shapes:
             check_shape(name, tensor, *shapes[name])
-    if plan.known_paths > plan.num_paths or plan.known_width > plan.width:
-        known = f"{plan.known_paths} by {plan.known_width}"
+    if plan.known_paths > plan.num_paths or plan.known_length > plan.width:
+        known = f"{plan.known_paths} by {plan.known_length}"
         raise ShapeError(f"paths of {known} do not fit {plan.num_paths} by {plan.width}")
     num_nodes = plan.batch * plan.num_paths * plan.width
     most = THREADS // 32  # a warp an entry
@@ -229,5 +229,5 @@ def examples() -> list[Kernel]:
     lone = [replace(tree, **{**parts, **dict.fromkeys(parts, False), part: True}) for part in parts]
     first = replace(chain, rows=1, lists=False)
     opening = replace(chain, rows=1, most_drafts=7, choice=ChoicePlan(4, 7, 0, 16, switching=True))
-    drafted = replace(chain, applies=False, lists=False, known_paths=1, known_width=4, nodes=8)
+    drafted = replace(chain, applies=False, lists=False, known_paths=1, known_length=4, nodes=8)
     return [begin_step_kernel(plan) for plan in (chain, first, tree, opening, drafted, *lone)]

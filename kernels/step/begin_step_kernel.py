@@ -29,7 +29,7 @@ from lowlat.kernels.reference.step.slots import (
     MAX_PATHS,
     NO_SOURCE,
 )
-from lowlat.kernels.speculation.choose_width import BODY, CHOICE_WORDS, ChoicePlan, choose, load_choice
+from lowlat.kernels.speculation.choose_draft_length import BODY, CHOICE_WORDS, ChoicePlan, choose, load_choice
 from lowlat.kernels.step.host_commands import WAITING_WORDS, apply_waiting, commands_wait
 from lowlat.kernels.step.next_drafts import hand_over
 from lowlat.kernels.toolchain import ptx
@@ -46,7 +46,15 @@ ARGUMENTS = (
     *("row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth", "verified_source"),
     *("draft_sources", "grammar_forced", "grammar_decided", "grammar_tokens", "grammar_paths", "grammar_lengths"),
     *("draft_nodes", "draft_live", "topology_masks", "topology_paths"),
-    *("extended", "width_bounds", "width_costs", "width_expected", "width_last", "width_waited", "width_choice"),
+    *(
+        "extended",
+        "length_bounds",
+        "draft_length_costs",
+        "length_expected",
+        "length_last",
+        "length_waited",
+        "draft_length_choice",
+    ),
     "condition",
 )
 ACTIVE, COMMITTED, DRAFTED, DEEPEST, GUIDED, LIMIT, RECORD = (
@@ -67,9 +75,9 @@ class BeginStepPlan:
     """The extents and operations that the kernel is specialised by; extents of operations that it lacks are 1.
 
     applies, lists, gathers, tells  its operations: `apply_commands`, `list_active_slots`, `gather_rows`, `publish_rows`
-    known_paths, known_width        of the topology's paths: `tree_masks` is done first; 0: it is not
+    known_paths, known_length        of the topology's paths: `tree_masks` is done first; 0: it is not
     most_drafts                     a step that was chosen to draft up to so many is not told of; 0: all are
-    choice                          that of `choose_width`, of which most is 0 where nothing is chosen
+    choice                          that of `choose_draft_length`, of which most is 0 where nothing is chosen
     nodes                           of a slot in `draft_nodes`, of which the topology has the first
     """
 
@@ -91,7 +99,7 @@ class BeginStepPlan:
     gathers: bool
     tells: bool
     known_paths: int = 0
-    known_width: int = 0
+    known_length: int = 0
     most_drafts: int = 0
     choice: ChoicePlan = NO_CHOICE
     nodes: int = 0
@@ -99,7 +107,7 @@ class BeginStepPlan:
     @property
     def path_sizes(self) -> tuple[int, int, int, int]:
         """The extents of a slot's paths, and of the topology's."""
-        return self.num_paths, self.width, self.known_paths, self.known_width
+        return self.num_paths, self.width, self.known_paths, self.known_length
 
 
 @device_function
@@ -320,7 +328,7 @@ def _lay_out(
 
 @device_function
 def _tell_rows(thread: Any, slot: Any, sizes: Any, record: Any, rows_of: Any, told: Any) -> None:
-    """The rows of a slot with a grammar to the host: a warp an entry, its length behind all else."""
+    """The rows of a slot with a grammar to the host: a warp an entry, its length after all else."""
     rows, max_rows = sizes
     row_tokens, row_masks = rows_of
     tokens, paths, lengths = told
@@ -360,8 +368,8 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         row_masks: Any, paths: Any, dense_lens: Any, num_verified: Any, verified_depth: Any, verified_source: Any,
         draft_sources: Any, grammar_forced: Any, grammar_decided: Any, grammar_tokens: Any, grammar_paths: Any,
         grammar_lengths: Any, draft_nodes: Any, draft_live: Any, topology_masks: Any, topology_paths: Any,
-        extended: Any, width_bounds: Any, width_costs: Any, width_expected: Any, width_last: Any, width_waited: Any,
-        width_choice: Any, condition: Any,
+        extended: Any, length_bounds: Any, draft_length_costs: Any, length_expected: Any, length_last: Any,
+        length_waited: Any, draft_length_choice: Any, condition: Any,
     ) -> None:  # fmt: skip
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
@@ -382,13 +390,16 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         if applies and thread == 0:
             tail, head = ptx.load_volatile_i64(command_tail), long_at(command_head, 0)
         if chooses and thread == 0:
-            least, greatest = int_at(width_bounds, 0), int_at(width_bounds, 1)
+            least, greatest = int_at(length_bounds, 0), int_at(length_bounds, 1)
         state, shared = (lengths, active, num_drafts, slot_ints), (record, alive, depths, nodes, forced, others)
         row_arrays = (tokens, drafts, tree_masks, row_tokens, row_positions, row_live, row_masks)
         path_arrays = (tree_paths, paths, grammar_forced, grammar_decided, draft_sources)
         outs = (slots, dense_lens, num_verified, verified_depth, verified_source)
         topology = (topology_masks, topology_paths)
-        known, judged = (width_costs, width_expected, width_last, width_waited), (facts, expected, costs, chosen)
+        known, judged = (
+            (draft_length_costs, length_expected, length_last, length_waited),
+            (facts, expected, costs, chosen),
+        )
         facts_of = (active, lengths, extended, slot_ints, *known)
         if hands:
             handed, targets = (slots, draft_live, draft_nodes, *topology), (drafts, tree_masks, tree_paths, num_drafts)
@@ -408,12 +419,12 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             if lays_out:
                 slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, path_arrays, outs)
         if chooses:
-            updated = (width_last, width_waited, width_choice)
+            updated = (length_last, length_waited, draft_length_choice)
             choose(thread, choice, (least, greatest), judged, totals, updated, condition)
         if tells:
             told, width = (grammar_tokens, grammar_paths, grammar_lengths), int64(0)
             if most_drafts > 0:  # of a step with drafts rows are told when those are made
-                width = chosen[BODY] if chooses else int_at(width_choice, 0)
+                width = chosen[BODY] if chooses else int_at(draft_length_choice, 0)
             slot = int64(-1) if width >= 1 and width <= most_drafts else slot
             _tell_rows(thread, slot, (rows, sizes[5]), record, (row_tokens, row_masks), told)
 

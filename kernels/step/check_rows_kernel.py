@@ -71,7 +71,7 @@ def _check_row(row: Any, slot: Any, length: Any, max_context: Any, parts: Any, o
     if checks_masks:
         best = less(best, not alive and mask != 0, MASK_DEAD, row, mask, 0)
         best = less(best, alive and (mask >> row) & 1 == 0, MASK_SELF, row, mask, int64(1) << row)
-        # of row 63 the bit is the sign, behind which there is none
+        # of row 63 the bit is the sign, after which there is none
         later = (mask >> row) >> 1 if row < 63 else int64(0)
         best = less(best, alive and later != 0, MASK_BEYOND, row, mask, (int64(2) << row) - 1)
         above, held = int64(0), int64(-1)

@@ -1,4 +1,4 @@
-"""The kernels of the checks of slots, before a step and behind its commit: a block each, for one slot after the other.
+"""The kernels of the checks of slots, before a step and after its commit: a block each, for one slot after the other.
 
 They are specialised by plans, and know addresses only.
 """

@@ -1,7 +1,7 @@
 """The host's words to a step, read by the first rank alone and forwarded to all: a launch of its own before the step.
 
-The host writes while steps run, so two cards that read for themselves might see a command, or the end of a loop, in
-different steps. Counts alone are forwarded: the commands themselves lie in pinned memory that all cards read, and stand
+The host writes while steps run, so two GPUs that read for themselves might see a command, or the end of a loop, in
+different steps. Counts alone are forwarded: the commands themselves lie in pinned memory that all GPUs read, and stand
 there until the step that takes them has been published. Rank 0 forwards again only after the step has exchanged rows,
 see `peers.words`. It knows neither requests nor rows.
 """

@@ -1,6 +1,6 @@
 """The host's commands in the kernel of a step's start: whether some wait, and what each of them does to its slot.
 
-Commands and what joining slots begin with lie in pinned host memory. It knows no rows and no request.
+Commands and what joining slots begin with lie in pinned host memory.
 """
 
 from typing import Any
@@ -87,7 +87,7 @@ def _join(thread: Any, threads: Any, slot: Any, extents: Any, staged: Any, joine
 
 @device_function
 def _set_slot(opcode: Any, slot: Any, value: Any, state: Any) -> None:
-    """A command's changes beside the rows that a join copies; by one thread."""
+    """A command's changes next to the rows that a join copies; by one thread."""
     lengths, active, num_drafts, slot_ints = state
     if opcode == SET_DRAFT_LIMIT:
         set_long(slot_ints, slot * NUM_INTS + DRAFT_LIMIT, value)

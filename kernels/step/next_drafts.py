@@ -59,7 +59,7 @@ def write_drafts(thread: Any, threads: Any, sizes: Any, going: Any, drafted: Any
 @device_function
 def write_paths(thread: Any, threads: Any, batch: Any, sizes: Any, going: Any, source: Any, target: Any) -> None:
     """The next step's paths; -1 past the topology's."""
-    num_paths, width, known_paths, known_width = sizes
+    num_paths, width, known_paths, known_length = sizes
     for turn in range(turns(batch * num_paths * width, threads)):
         place = thread + turn * threads
         if place < batch * num_paths * width:
@@ -68,14 +68,14 @@ def write_paths(thread: Any, threads: Any, batch: Any, sizes: Any, going: Any, s
             node = int64(-1)
             slot = int64(going[index])
             if slot >= 0:
-                if path < known_paths and column < known_width:
-                    node = int_at(source, path * known_width + column)
+                if path < known_paths and column < known_length:
+                    node = int_at(source, path * known_length + column)
                 set_int(target, slot * num_paths * width + cell, node)
 
 
 @device_function
 def hand_over(thread: Any, threads: Any, sizes: Any, path_sizes: Any, sources: Any, targets: Any, shared: Any) -> None:
-    """All of it by one block, which meets behind it.
+    """All of it by one block, which meets after it.
 
     sizes, path_sizes  batch, rows, the state's rows and the drafted nodes; the extents of the state's paths and of the
                        topology's

@@ -1,7 +1,7 @@
 """The end of a step: the drafts go to the next step, and its results into the ring that the host polls.
 
 `tree_masks` and `publish` of the reference, each alone or both in one launch. A publication may decide whether a loop
-on the device goes on. It knows no request.
+on the device goes on.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.speculation.draft_rows import check_nodes
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
+from lowlat.kernels.speculation.length_probabilities import LearningPlan, learning_plan
 from lowlat.kernels.speculation.waiting import KeepingPlan, keeping_plan
-from lowlat.kernels.speculation.width_odds import LearningPlan, learning_plan
 from lowlat.kernels.step.publish_kernel import (
     ARGUMENTS,
     NOTHING_KEPT,
@@ -121,7 +121,7 @@ def end_step(
     kept: Mapping[str, torch.Tensor] | None = None,
     loop: LoopControl | None = None,
 ) -> list[KernelCall]:
-    """`publish`, `learn_widths` and maybe `keep_features` in one launch, whose arguments these are by name.
+    """`publish`, `learn_draft_lengths` and maybe `keep_features` in one launch, whose arguments these are by name.
 
     kept  None: no features are kept
     Time: that of `publish`: the others are blocks of their own. Raises ShapeError for shapes that do not fit.
@@ -188,10 +188,10 @@ def _drafting(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> PublishPl
     for name, shape in shapes.items():
         check_shape(name, given[name], *shape)
     nodes = check_nodes(given["draft_nodes"], plan.batch, plan.rows)
-    (num_paths, width), (known_paths, known_width) = given["tree_paths"].shape[1:], given["topology_paths"].shape
-    if known_paths > num_paths or known_width > width:
-        raise ShapeError(f"paths of {known_paths} by {known_width} do not fit {num_paths} by {width}")
-    return replace(plan, paths=num_paths, width=width, known_paths=known_paths, known_width=known_width, nodes=nodes)
+    (num_paths, width), (known_paths, known_length) = given["tree_paths"].shape[1:], given["topology_paths"].shape
+    if known_paths > num_paths or known_length > width:
+        raise ShapeError(f"paths of {known_paths} by {known_length} do not fit {num_paths} by {width}")
+    return replace(plan, paths=num_paths, width=width, known_paths=known_paths, known_length=known_length, nodes=nodes)
 
 
 def for_condition(call: KernelCall, condition: int) -> KernelCall:

@@ -22,8 +22,8 @@ from lowlat.kernels.reference.step.publish import (
     VERIFIED_DEPTH,
     VERIFIED_SOURCE,
 )
+from lowlat.kernels.speculation.length_probabilities import FATES, LearningPlan, learn
 from lowlat.kernels.speculation.waiting import MAX_SOURCES, KeepingPlan, keep_row
-from lowlat.kernels.speculation.width_odds import FATES, LearningPlan, learn
 from lowlat.kernels.step.next_drafts import load_drafts, load_going, write_drafts, write_paths
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, plan_name
@@ -45,7 +45,7 @@ ARGUMENTS = (
     ),
     *("topology_paths", "drafts", "num_drafts", "tree_masks", "tree_paths"),
     *("dense_lens", *(f"source{number}" for number in range(MAX_SOURCES)), "waiting_features"),
-    *("extended", "width_odds", "width_runs", "width_expected"),
+    *("extended", "length_probabilities", "length_runs", "length_expected"),
     *("active", "loop_budget", "stop_flag", "condition"),
 )
 
@@ -59,10 +59,10 @@ class PublishPlan:
     ring, columns            of the ring; 0: nothing is published
     max_batch, max_rows      of the ring, and of the drafts' state
     paths, width             of the state's tree paths
-    known_paths, known_width  of the topology's; 0: nothing is drafted
+    known_paths, known_length  of the topology's; 0: nothing is drafted
     nodes                    of a slot in `draft_nodes`, of which the topology has the first
     looping                  it decides whether the step is repeated
-    keeping, learning        what other blocks do of `keep_features` and `learn_widths`; without extents, nothing
+    keeping, learning        what other blocks do of `keep_features` and `learn_draft_lengths`; without extents, nothing
     """
 
     batch: int
@@ -74,7 +74,7 @@ class PublishPlan:
     paths: int = 0
     width: int = 0
     known_paths: int = 0
-    known_width: int = 0
+    known_length: int = 0
     looping: bool = False
     threads: int = 512
     keeping: KeepingPlan = NOTHING_KEPT
@@ -213,7 +213,11 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
     num_rows, num_words, path_sizes = batch * rows, batch * RECORD_WIDTH, astuple(plan)[6:10]
     num_kept, keep_sizes, learning = plan.keeping.num_blocks, astuple(plan.keeping)[1:], plan.learning.most > 0
     learn_sizes, extends = astuple(plan.learning)[:3], plan.learning.extends
-    num_odds, num_fates, num_drafted = max(plan.learning.num_odds, 1), max(plan.learning.batch * FATES, 1), plan.nodes
+    num_probabilities, num_fates, num_drafted = (
+        max(plan.learning.num_probabilities, 1),
+        max(plan.learning.batch * FATES, 1),
+        plan.nodes,
+    )
 
     def kernel(
         slots: Any, commit_lens: Any, accepted_lens: Any, accepted_tokens: Any, accepted_nodes: Any, finish: Any,
@@ -222,8 +226,8 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
         ring_logprob_ids: Any, ring_head: Any, draft_nodes: Any, draft_live: Any, topology_masks: Any,
         topology_paths: Any, drafts: Any, num_drafts: Any, tree_masks: Any, tree_paths: Any, dense_lens: Any,
         source0: Any, source1: Any, source2: Any, source3: Any, source4: Any, waiting_features: Any, extended: Any,
-        width_odds: Any, width_runs: Any, width_expected: Any, active: Any, loop_budget: Any, stop_flag: Any,
-        condition: Any,
+        length_probabilities: Any, length_runs: Any, length_expected: Any, active: Any, loop_budget: Any, stop_flag:
+        Any, condition: Any,
     ) -> None:  # fmt: skip
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
@@ -236,10 +240,22 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
             keep_row(block - 1, thread, threads, keep_sizes, heads, five, waiting_features)
             return
         if learning and block > num_kept:
-            odds = cuda.shared.array(shape=num_odds, dtype=int32)
+            probabilities = cuda.shared.array(shape=num_probabilities, dtype=int32)
             fates = cuda.shared.array(shape=num_fates, dtype=int32)
-            told, records = (slots, accepted_lens, num_verified, verified_source, dense_lens), (extended, width_odds)
-            learn(thread, threads, learn_sizes, extends, told, (*records, width_runs, width_expected), odds, fates)
+            told, records = (
+                (slots, accepted_lens, num_verified, verified_source, dense_lens),
+                (extended, length_probabilities),
+            )
+            learn(
+                thread,
+                threads,
+                learn_sizes,
+                extends,
+                told,
+                (*records, length_runs, length_expected),
+                probabilities,
+                fates,
+            )
             return
         record = cuda.shared.array(shape=num_words, dtype=int32)
         tokens = cuda.shared.array(shape=num_rows, dtype=int32)

@@ -155,7 +155,7 @@ def _meaning(value: Any, seen: set[int], modules: set[str]) -> Any:
 
 
 def _python_function(value: Any) -> FunctionType | None:
-    """The function behind a device function or an intrinsic, or a plain one."""
+    """The function after a device function or an intrinsic, or a plain one."""
     for name in ("py_func", "_defn"):
         inner = getattr(value, name, None)
         if isinstance(inner, FunctionType):

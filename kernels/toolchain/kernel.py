@@ -16,7 +16,7 @@ from lowlat.kernels.tuning.table import Planned, TuningTable
 __all__ = [
     "H200",
     "Argument",
-    "Card",
+    "Gpu",
     "Kernel",
     "KernelCall",
     "Workspace",
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 RESERVED_BYTES = 1024  # of shared memory, a block: what the driver takes from 8.0 on
 GRAIN = 128  # of shared memory
-H200_GB_S = 4850.0  # of memory; for cards that do not say
+H200_GB_S = 4850.0  # of memory; for GPUs that do not say
 READ_SHARE = 0.93  # of it, that streaming reads get
 Argument = torch.Tensor | int | float
 # name, shape, dtype -> memory that a lowering owns and calls share, zero at first; kernels leave counters at zero
@@ -38,12 +38,12 @@ WorkspaceShape = tuple[str, tuple[int, ...], torch.dtype]  # what a workspace is
 
 
 @dataclass(frozen=True)
-class Card:
+class Gpu:
     """The properties of a device by which kernels are cut.
 
     shared_bytes  shared memory that one block may have
     peak_gb_s     bandwidth of its memory by clock and width, GB/s; 0.0: unknown
-    tuning        plans that were measured on such a card; None: all plans are derived
+    tuning        plans that were measured on such a GPU; None: all plans are derived
     is_shared     several ranks of a step run on it: no block may wait for another rank's, which may find no room
     """
 
@@ -65,21 +65,21 @@ class Card:
         return READ_SHARE * (self.peak_gb_s or H200_GB_S)
 
     def most_bytes(self, blocks: int) -> int:
-        """The most shared memory a block of which so many blocks fit on a multiprocessor."""
+        """The most shared memory a block of which so many blocks fit on an SM."""
         return (self.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES
 
     def least_bytes(self, blocks: int) -> int:
-        """The least shared memory a block of which no more than so many blocks fit on a multiprocessor."""
+        """The least shared memory a block of which no more than so many blocks fit on an SM."""
         return self.most_bytes(blocks + 1) + GRAIN
 
 
-H200 = Card(132, 227 * 1024, (9, 0))  # an H100 SXM's too
+H200 = Gpu(132, 227 * 1024, (9, 0))  # an H100 SXM's too
 
 
-def examples_for(card: Card, cases: Sequence[T], few: int) -> Sequence[T]:
-    """Cases whose kernels depend on a card: all of them for blocks of an H200's size, for others the first few, which
+def examples_for(gpu: Gpu, cases: Sequence[T], few: int) -> Sequence[T]:
+    """Cases whose kernels depend on a GPU: all of them for blocks of an H200's size, for others the first few, which
     show that plans of that size compile."""
-    return cases if card.shared_bytes == H200.shared_bytes else cases[:few]
+    return cases if gpu.shared_bytes == H200.shared_bytes else cases[:few]
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,17 @@ class Kernel:
     function      the Python function; its first act is `wait_for_previous_kernel`, but for prefetches of weights
     signature     Numba types of its parameters: arrays for tensors, or int64 for a tensor's address
     threads       threads a block, fixed
-    min_blocks    blocks that must fit on a multiprocessor: caps the registers
-    shared_bytes  dynamic shared memory a block, beside what it declares itself
+    min_blocks    blocks that must fit on an SM: caps the registers
+    shared_bytes  dynamic shared memory a block, next to what it declares itself
     linked        False: the driver links it when it is loaded (it calls a function of the driver's)
-    most_blocks   blocks of it that may meet on a multiprocessor; 0: as many as fit. A launch that starts while others'
-                  blocks leave would else crowd the multiprocessors that empty first, and wait for those
+    most_blocks   blocks of it that may meet on an SM; 0: as many as fit. A launch that starts while others'
+                  blocks leave would else crowd the SMs that empty first, and wait for those
     specific      it has instructions of one capability alone, which no later one has: assembled for that (sm_90a)
     whole         its warpgroups hand registers to each other (`ptx_hopper.give_registers`), which is assembled in whole
                   programs alone: by the linker, from the compiler's intermediate code
     cluster       neighbouring blocks in x that run together and reach each other's shared memory (9.0 on); a grid is a
                   multiple of it
-    settles       all its blocks wait for the kernel before it ahead of letting the next one start: kernels behind it
+    settles       all its blocks wait for the kernel before it ahead of letting the next one start: kernels after it
                   find done, before they wait, what was launched before it
     """
 
@@ -120,9 +120,9 @@ class Kernel:
     def __hash__(self) -> int:
         return hash(self.name)
 
-    def shared_bytes_on(self, card: Card) -> int:
+    def shared_bytes_on(self, gpu: Gpu) -> int:
         """Dynamic shared memory that a launch asks for: more than it uses where that keeps blocks apart."""
-        return max(self.shared_bytes, card.least_bytes(self.most_blocks) if self.most_blocks else 0)
+        return max(self.shared_bytes, gpu.least_bytes(self.most_blocks) if self.most_blocks else 0)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class KernelCall:
     """One launch: tensors are passed as arrays or by address, as the kernel's signature says.
 
     dependent  may start before the kernel before it ends (programmatic dependent launch, capability 9.0 on)
-    planned    its place in tables of tuned plans; None: no card cuts it otherwise than another
+    planned    its place in tables of tuned plans; None: no GPU cuts it otherwise than another
     """
 
     kernel: Kernel

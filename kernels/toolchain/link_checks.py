@@ -1,7 +1,7 @@
 """Checks of linked machine code for the two known errors of NVIDIA's assembler (nvJitLink 13.0).
 
 1. A copy from global to shared memory with a hint for the L2, of an address that is the same in all lanes, becomes an
-   instruction that no card executes.
+   instruction that no GPU executes.
 2. A number that is counted on and then scaled to an address is counted on twice.
 `ptx.varying` keeps both away; whether it was forgotten shows in the machine code alone. No disassembler is needed:
 instructions are 128 bits, the opcode in the lowest 12. A kernel takes 0.2 ms, the longest 1.4.
@@ -31,7 +31,7 @@ def check_linked(name: str, ptx: str, cubin: bytes) -> None:
     way_out = "use executor 'reference', or another release of nvidia-nvjitlink"
     if HINTED_COPY in ptx and count_opcodes(cubin)[UNIFORM_COPY]:
         raise DeviceError(
-            f"kernel {name}: the assembler made a copy that no card executes, of an address that is the same in all "
+            f"kernel {name}: the assembler made a copy that no GPU executes, of an address that is the same in all "
             f"lanes; {way_out}"
         )
     places = counted_twice(whole_instructions(cubin))

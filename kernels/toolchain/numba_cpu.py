@@ -1,6 +1,6 @@
 """The one module that imports Numba's CPU target: how a Python function becomes machine code of several threads.
 
-It knows no kernel. It is imported when the first kernel is needed: a process that packs no weights loads no compiler.
+It is imported when the first kernel is needed: a process that packs no weights loads no compiler.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def cpu_function(function: Callable[..., Any]) -> Any:
 def cpu_kernel(function: Callable[..., Any]) -> Any:
     """A function whose `prange` loops share threads; it holds no lock of Python's while it runs.
 
-    Machine code is kept beside the module's byte code, or among the user's caches; where neither can be written, every
+    Machine code is kept next to the module's byte code, or among the user's caches; where neither can be written, every
     process compiles.
     """
     options = {"parallel": True, "nogil": True, "error_model": "numpy"}

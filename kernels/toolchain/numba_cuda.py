@@ -1,6 +1,6 @@
 """The one module that takes Numba's CUDA target for others, and how a Python function becomes PTX without a GPU.
 
-It knows no kernel. `NUMBA_ENABLE_CUDASIM=1` gives Numba's simulator instead, which runs the integer kernels in CI.
+`NUMBA_ENABLE_CUDASIM=1` gives Numba's simulator instead, which runs the integer kernels in CI.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ def fork_compiler() -> int:
     does nothing but compile: looking for cycles after each kernel took 6 % of its time.
     """
     with _compiling, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child needs none
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks next to threads: the child needs none
         child = os.fork()
         if child == 0:
             gc.freeze()
@@ -145,7 +145,7 @@ def compile_ptx(
 ) -> tuple[str, str]:
     """Compile a kernel to PTX for a compute capability; no GPU is needed.
 
-    launch_bounds   threads a block at most, or (threads, least blocks a multiprocessor)
+    launch_bounds   threads a block at most, or (threads, least blocks an SM)
     specific        it has instructions of this capability alone
     Returns the PTX and the name of its entry. Dependent launch exists from capability 9.0 on: its statements are
     left out below, where a kernel starts only after the one before it anyway.

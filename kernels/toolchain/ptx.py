@@ -156,7 +156,7 @@ copy_async_16 = instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;"
 copy_async_16_or_zero = instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", None, (u32, i64, u32))
 # Data that a step reads once leaves the L2 first: what it reads again, code and rows, stays there. The number is what
 # createpolicy.fractional.L2::evict_first with 1.0 gives on 8.0, 9.0, 10.0 and 12.0, as their machine code shows; made
-# anew at every copy it costs five instructions.
+# again at every copy it costs five instructions.
 _ONCE = "{ .reg .b64 policy; mov.b64 policy, 0x12F0000000000000; "
 copy_async_16_once = instruction(
     _ONCE + "cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0], [$1], 16, policy; }", None, (u32, i64)

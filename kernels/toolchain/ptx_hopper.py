@@ -86,7 +86,8 @@ def multiply_group(rows: int, slices: int = SLICES) -> Any:
     slices: of 16 columns; all are a step.
     It takes the sums, float32; a lane's words of the weights, two a slice: of all columns for row g, then
     for row g + 8, g a quarter of the lane; the shared address of the second matrix; and a number: zero where the sums
-    begin anew. The accumulators that it returns hold sums when `await_group` has had them; until then nothing else may.
+    begin again. The accumulators that it returns hold sums when `await_group` has had them; until then nothing else
+    may.
     """
     count, held_words = rows // 2, 4 * slices
     text = _multiply_text(rows, count, slices)
@@ -114,7 +115,7 @@ def multiply_group(rows: int, slices: int = SLICES) -> Any:
 
 
 def _multiply_text(rows: int, count: int, slices: int) -> str:
-    """Slices of 16 columns, begun behind each other, to be awaited together."""
+    """Slices of 16 columns, begun after each other, to be awaited together."""
     words = 2 * count
     address, go_on, own = words + 4 * slices, words + 4 * slices + 1, 2 * slices
     sums = ",".join(f"${number}" for number in range(count))
@@ -172,7 +173,7 @@ def replace_words(count: int) -> Any:
     """An intrinsic: the second of two tuples of words, where a number is not zero, as it never is.
 
     To the assembler a `wgmma` has done with its words when it has begun, and it loads others where they stand: so they
-    are used once more here, behind the wait for it.
+    are used once more here, after the wait for it.
     """
 
     @intrinsic
@@ -196,7 +197,7 @@ def replace_words(count: int) -> Any:
 def use_words(slices: int) -> Any:
     """An intrinsic: store the words of a product of so many slices where a number is not zero, as it never is.
 
-    Behind the wait for the product it keeps its words where they stand until then. And the words of a product that is
+    After the wait for the product it keeps its words where they stand until then. And the words of a product that is
     awaited in the next turn of a loop are in registers that the loop begins with: to the assembler they otherwise come
     from anywhere, and it reserves registers for those of each loop in all others.
     """

@@ -84,7 +84,7 @@ def _compare_options_quickly() -> None:
 def _know_types_of_calls() -> None:
     """Numba asks all that it knows of an operator, each time that it meets one, which results from numbers as operands.
 
-    Here what it found is kept beside the function, for each context and types of numbers.
+    Here what it found is kept next to the function, for each context and types of numbers.
     """
     resolve = types.Function.get_call_type
 

@@ -1,6 +1,6 @@
-"""Tuned plans by card: the tables that are shipped, how they are read, and how a launch's plan is chosen.
+"""Tuned plans by GPU: the tables that are shipped, how they are read, and how a launch's plan is chosen.
 
-A table belongs to one card. It has an entry for each launch that was measured there, by the launch's kind and key, and
+A table belongs to one GPU. It has an entry for each launch that was measured there, by the launch's kind and key, and
 an entry has the knobs of the fastest plan. Knobs change no bit of any result: the partition of K and the splits of
 attention, which would, are not knobs. This knows no kernel, and nothing of how plans are measured.
 """

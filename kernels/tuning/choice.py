@@ -1,4 +1,4 @@
-"""The table of the card that is there: the user's own before the shipped one, logged once. It measures nothing."""
+"""The table of the GPU that is there: the user's own before the shipped one, logged once. It measures nothing."""
 
 import logging
 import re
@@ -6,29 +6,29 @@ from dataclasses import replace
 from pathlib import Path
 
 from lowlat.errors import ConfigError
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import SHIPPED, TuningTable, read_table
 
-__all__ = ["file_name", "find_table", "tuned_card"]
+__all__ = ["file_name", "find_table", "tuned_gpu"]
 
 logger = logging.getLogger("lowlat")
 _said: set[tuple[str, Path | None]] = set()
 
 
-def file_name(card_name: str) -> str:
-    """The name of the file of a card's table, as `nvidia-h200.json`."""
-    return re.sub(r"[^a-z0-9]+", "-", card_name.lower()).strip("-") + ".json"
+def file_name(gpu_name: str) -> str:
+    """The name of the file of a GPU's table, as `nvidia-h200.json`."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-") + ".json"
 
 
-def find_table(card_name: str, card: Card, own: Path | None, shipped: Path = SHIPPED) -> TuningTable | None:
-    """The table of a card by its name; None where there is none.
+def find_table(gpu_name: str, gpu: Gpu, own: Path | None, shipped: Path = SHIPPED) -> TuningTable | None:
+    """The table of a GPU by its name; None where there is none.
 
     own      the folder of the user's tables, whose entries take precedence
-    A table of another card, or of a part of one, is left out. One that cannot be read is left out with a warning.
+    A table of another GPU, or of a part of one, is left out. One that cannot be read is left out with a warning.
     """
     found = None
     for folder in (shipped, own):
-        path = None if folder is None else folder / file_name(card_name)
+        path = None if folder is None else folder / file_name(gpu_name)
         if path is None or not path.is_file():
             continue
         try:
@@ -36,18 +36,18 @@ def find_table(card_name: str, card: Card, own: Path | None, shipped: Path = SHI
         except ConfigError as error:
             logger.warning("%s", error)
             continue
-        if table.card == card_name and table.is_of(card):
+        if table.gpu == gpu_name and table.is_of(gpu):
             found = table if found is None else found.merged(table)
     return found
 
 
-def tuned_card(card_name: str, card: Card, own: Path | None, shipped: Path = SHIPPED) -> Card:
-    """The card with its table; its commit, or the lack of a table, is logged once for each card and folder."""
-    table = find_table(card_name, card, own, shipped)
-    if (card_name, own) not in _said:
-        _said.add((card_name, own))
+def tuned_gpu(gpu_name: str, gpu: Gpu, own: Path | None, shipped: Path = SHIPPED) -> Gpu:
+    """The GPU with its table; its commit, or the lack of a table, is logged once for each GPU and folder."""
+    table = find_table(gpu_name, gpu, own, shipped)
+    if (gpu_name, own) not in _said:
+        _said.add((gpu_name, own))
         if table is None:
-            logger.info("%s has no tuning table: plans are derived from its sizes; `lowlat tune` makes one", card_name)
+            logger.info("%s has no tuning table: plans are derived from its sizes; `lowlat tune` makes one", gpu_name)
         else:
-            logger.info("tuning table of %s: %d plans, commit %s", card_name, len(table), table.commit or "unknown")
-    return replace(card, tuning=table)
+            logger.info("tuning table of %s: %d plans, commit %s", gpu_name, len(table), table.commit or "unknown")
+    return replace(gpu, tuning=table)

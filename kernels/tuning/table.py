@@ -1,4 +1,4 @@
-"""The table of one card's tuned plans, and the choice of a launch's plan by it. It knows no kernel."""
+"""The table of one GPU's tuned plans, and the choice of a launch's plan by it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ Knobs = Mapping[str, int | bool]
 Fact = int | bool | str | None
 
 
-class CardSizes(Protocol):
-    """A card's sizes, as `Card` has them."""
+class GpuSizes(Protocol):
+    """A GPU's sizes, as `Gpu` has them."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -26,7 +26,7 @@ class CardSizes(Protocol):
 
     @property
     def num_multiprocessors(self) -> int:
-        """Multiprocessors."""
+        """SMs."""
         ...
 
     @property
@@ -49,7 +49,7 @@ P = TypeVar("P", bound=Plan)
 
 @dataclass(frozen=True)
 class Entry:
-    """The fastest plan of a launch on a card.
+    """The fastest plan of a launch on a GPU.
 
     knobs       of the fastest plan, or of the derived one where none was faster by more than noise
     default_us  time of the plan that is derived without a table; 0.0: not measured
@@ -67,16 +67,16 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class TuningTable:
-    """One card's tuned plans, by kind of launch and key.
+    """One GPU's tuned plans, by kind of launch and key.
 
-    card              its name, as the driver has it
-    num_multiprocessors, shared_bytes, capability, peak_gb_s  as `Card` has them: a part of a card is another card
+    GPU              its name, as the driver has it
+    num_multiprocessors, shared_bytes, capability, peak_gb_s  as `Gpu` has them: a part of a GPU is another GPU
     driver, commit    by which it was measured
     read_gb_s         measured bandwidth of streaming reads, GB/s; 0.0: not measured
     entries           by kind, then key
     """
 
-    card: str
+    gpu: str
     capability: tuple[int, int]
     num_multiprocessors: int
     shared_bytes: int
@@ -89,9 +89,9 @@ class TuningTable:
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
 
-    def is_of(self, card: CardSizes) -> bool:
-        """Whether it was measured on a card of these sizes."""
-        sizes = (card.capability, card.num_multiprocessors, card.shared_bytes)
+    def is_of(self, gpu: GpuSizes) -> bool:
+        """Whether it was measured on a GPU of these sizes."""
+        sizes = (gpu.capability, gpu.num_multiprocessors, gpu.shared_bytes)
         return sizes == (self.capability, self.num_multiprocessors, self.shared_bytes)
 
     def find(self, kind: str, key: str) -> Knobs | None:
@@ -100,7 +100,7 @@ class TuningTable:
         return None if entry is None else entry.knobs
 
     def merged(self, other: "TuningTable") -> "TuningTable":
-        """This table with another's entries of the same card put in, which take precedence, and its conditions."""
+        """This table with another's entries of the same GPU put in, which take precedence, and its conditions."""
         kinds = dict.fromkeys([*self.entries, *other.entries])
         entries = {kind: {**self.entries.get(kind, {}), **other.entries.get(kind, {})} for kind in kinds}
         return replace(other, entries=entries, read_gb_s=other.read_gb_s or self.read_gb_s)

@@ -1,6 +1,6 @@
 """Typed access to the keys of a configuration, and a record of which were used, so that none is ignored unseen.
 
-It knows nothing of models. A JSON null counts as absent everywhere, as it does for transformers.
+A JSON null counts as absent everywhere, as it does for transformers.
 """
 
 import math

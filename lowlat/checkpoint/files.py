@@ -1,6 +1,5 @@
-"""Small files from elsewhere, untrusted: regular files alone, read with a limit, without waiting for a pipe's writer.
-
-It knows nothing of what is in them.
+"""Small files from elsewhere, untrusted: regular files alone, read with a limit, without waiting for a pipe's
+writer.
 """
 
 import json

@@ -3,7 +3,6 @@
 huggingface_hub moves the bytes, and its variables hold: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, and, in
 seconds, HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT. Only configs, tokenizers, chat templates and safetensors are
 fetched, never pickles or code. Weights come last, so that a snapshot that has them is whole and needs no network.
-It knows no family and no tensor's name.
 """
 
 import logging
@@ -77,7 +76,7 @@ def fetch(
 ) -> Path:
     """The directory of a model; a repository that is not in the cache is fetched.
 
-    check      called with the directory when config.json and what stands beside it are there, and no weight; raises
+    check      called with the directory when config.json and what stands next to it are there, and no weight; raises
                ConfigError for what should not be downloaded
     progress   called with bytes fetched and bytes in all; None: the library's own bars, on a terminal
     With a whole snapshot in the cache the hub is asked for nothing but the commit, and not even that for a revision
@@ -232,7 +231,7 @@ def _shards(directory: Path) -> list[str]:
     weight_map = read_object(path, max_bytes=MAX_HEADER_BYTES).get("weight_map")
     files = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
     if not files or any(not name.endswith(".safetensors") or "/" in name for name in files):
-        raise ConfigError(f"{path}: weight_map must be an object that names .safetensors files beside it")
+        raise ConfigError(f"{path}: weight_map must be an object that names .safetensors files next to it")
     return files
 
 

@@ -1,7 +1,4 @@
-"""JSON files from model directories, read as untrusted input: bounded in size and depth, no duplicate keys.
-
-It knows nothing of what the keys mean.
-"""
+"""JSON files from model directories, read as untrusted input: bounded in size and depth, no duplicate keys."""
 
 import json
 from pathlib import Path

@@ -54,7 +54,7 @@ class Conversion:
     make    from the tensor, as it is stored, and those in `beside` to the rows, in any dtype that converts exactly.
             Its first argument names file and tensor; it raises ConfigError for values that are not implemented
     also    shapes that the tensor may have besides its piece's
-    beside  small tensors that are read with it
+    beside   small tensors that are read with it
     """
 
     shape: tuple[int, ...]

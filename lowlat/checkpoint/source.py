@@ -17,7 +17,7 @@ Named = tuple[tuple[str, ...], torch.Tensor]  # one tensor under all its names
 
 
 class WeightSource(Mapping[str, torch.Tensor]):
-    """Canonical weights, any of which may be made anew at each look-up: tensors cannot be compared by `is`."""
+    """Canonical weights, any of which may be made again at each look-up: tensors cannot be compared by `is`."""
 
     @abstractmethod
     def stream(self, arena: torch.Tensor | None = None) -> Generator[Named, None, None]:
@@ -39,7 +39,7 @@ class WeightSource(Mapping[str, torch.Tensor]):
 
     @property
     def made_bytes(self) -> int:
-        """The most host memory beside the arena that a stream takes to make tensors; 0 where all are read."""
+        """The most host memory next to the arena that a stream takes to make tensors; 0 where all are read."""
         return 0
 
 

@@ -33,7 +33,7 @@ __all__ = [
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-QUANTISATION_FILE = "hf_quant_config.json"  # ModelOpt's, beside config.json
+QUANTISATION_FILE = "hf_quant_config.json"  # ModelOpt's, next to config.json
 MAX_HEADER_BYTES = 100 << 20
 MAX_DIMENSIONS = 8
 MAX_EXTENT = 1 << 40
@@ -223,7 +223,7 @@ class Checkpoint:
     """The tensors of a model directory by name, and the reading of one at a time.
 
     A directory has either model.safetensors, which wins as it does in transformers, or
-    model.safetensors.index.json with shards beside it. Shards may be symbolic links, as in the hub's cache, but
+    model.safetensors.index.json with shards next to it. Shards may be symbolic links, as in the hub's cache, but
     the index may only name files, not paths.
     """
 

@@ -42,12 +42,12 @@ COMMANDS = {
         "lowlat.cli.commands.compare",
         "Compare target and draft model, stage by stage, with another implementation.",
     ),
-    "profile": ("lowlat.cli.commands.kernels.profile", "Show where a decode step's time goes on an NVIDIA card."),
+    "profile": ("lowlat.cli.commands.kernels.profile", "Show where a decode step's time goes on an NVIDIA GPU."),
     "compile": (
         "lowlat.cli.commands.kernels.compile",
-        "Compile a model's kernels ahead, for a card that need not be there.",
+        "Compile a model's kernels ahead, for a GPU that need not be there.",
     ),
-    "tune": ("lowlat.cli.commands.kernels.tune", "Find the fastest plans of a pair's kernels on this card."),
+    "tune": ("lowlat.cli.commands.kernels.tune", "Find the fastest plans of a pair's kernels on this GPU."),
     "bench": ("lowlat.cli.commands.bench", "Measure scenarios, hold them against gates, compare and report results."),
     "doctor": ("lowlat.cli.commands.doctor", "Check this machine, and that a draft model and its target fit together."),
 }

@@ -98,7 +98,7 @@ def check_json_file(file: str | None) -> None:
     path = Path(file)
     if path.is_dir() or not path.parent.is_dir():
         problem = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-        raise ConfigError(f"{file} cannot be written: {problem}; name a file behind --json")
+        raise ConfigError(f"{file} cannot be written: {problem}; name a file after --json")
 
 
 def write_json(file: str, value: object) -> None:

@@ -21,7 +21,7 @@ __all__ = ["LocalModel"]
 class LocalModel:
     """A runtime that answers one request after the other.
 
-    advice  the sampling where a request leaves it open, beside lowlat's own defaults; None: these alone
+    advice  the sampling where a request leaves it open, next to lowlat's own defaults; None: these alone
     """
 
     def __init__(self, runtime: Runtime, advice: Mapping[str, int | float] | None = None) -> None:

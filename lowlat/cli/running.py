@@ -52,7 +52,7 @@ class _Bars(ExitStack):
 def load_runtime(
     model: Path, speculative: SpeculativeConfig | None, max_context: int | None, **options: Any
 ) -> Runtime:
-    """Load a runtime behind bars: of the bytes fetched and read and, on a GPU, of its graphs. Raises ConfigError."""
+    """Load a runtime after bars: of the bytes fetched and read and, on a GPU, of its graphs. Raises ConfigError."""
     leave_a_core()
     directory = local_target(model, options.get("dtype", "auto"))
     loading = f"loading {display_name(directory)}"

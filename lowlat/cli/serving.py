@@ -1,4 +1,4 @@
-"""Running a server for `lowlat serve`: load behind bars in the decode thread, say how to reach it, serve to the end.
+"""Running a server for `lowlat serve`: load after bars in the decode thread, say how to reach it, serve to the end.
 
 torch is imported in that thread, when the endpoint is already this server's: so a taken endpoint is refused at once.
 """

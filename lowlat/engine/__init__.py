@@ -1,4 +1,1 @@
-"""The host's side of decoding: the runtime, its scheduler, requests and mailbox, and steps launched ahead.
-
-It knows no kernel.
-"""
+"""The host's side of decoding: the runtime, its scheduler, requests and mailbox, and steps launched ahead."""

@@ -2,18 +2,17 @@
 
 The device tells the rows when a step begins, the host fills their masks while the target runs, and the draw of each
 slot waits for its own. A step may be launched before the host has read the one ahead of it. If it verifies drafts, it
-then waits until the host has read that one's tokens and said what the grammar forces behind them. A slot's masks and
+then waits until the host has read that one's tokens and said what the grammar forces after them. A slot's masks and
 rows are safe to overwrite: the next step writes rows after all draws of this one, which needed masks and so had their
 rows read; and the host writes the next masks after it has read this step's tokens, which come after its draws. No loop
 on the device runs while a grammar is active.
 
-Several cards read the same pinned memory, each at its own pace, and must read the same. So the host writes the next
+Several GPUs read the same pinned memory, each at its own pace, and must read the same. So the host writes the next
 step's masks, forced tokens and the words that announce them only when every rank has published all steps that the host
 has seen (`Executor.wait_for_ranks`): a rank publishes after its draws, so no rank still reads for those steps, and none
 reads for the next before the words say so. For a slot that is given up only its words are raised, wherever ranks are in
 a step: masks and tokens stay, so that all ranks read the same.
 
-It knows no library of grammars.
 """
 
 import time

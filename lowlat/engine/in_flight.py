@@ -1,4 +1,4 @@
-"""The state machine of launches under way: how many there are, what may be queued behind them, and what to wait for.
+"""The state machine of launches under way: how many there are, what may be queued after them, and what to wait for.
 
 It counts entries of the ring, of which every step publishes one, and knows no device, no request and no tokens. What
 it decides is carried out by `lowlat.engine.run_ahead.Launches`. All launches run on one stream, one after the other.
@@ -14,7 +14,7 @@ from lowlat.errors import DeviceError, LowlatError
 __all__ = ["MAX_LAUNCHES", "Action", "InFlight", "may_go_on"]
 
 Kind = TypeVar("Kind", bound=Hashable)
-MAX_LAUNCHES = 2  # under way: with one more queued behind the step that runs, the device never waits for the host
+MAX_LAUNCHES = 2  # under way: with one more queued after the step that runs, the device never waits for the host
 
 
 class Action(Enum):
@@ -26,7 +26,7 @@ class Action(Enum):
 
 
 def may_go_on(rooms: Sequence[int], *, queued: bool) -> bool:
-    """Whether a step is wanted behind all that is under way, whatever that brings.
+    """Whether a step is wanted after all that is under way, whatever that brings.
 
     rooms   tokens that each request in a slot may still get when all that is under way has brought the most it can
     queued  whether other requests wait for a slot
@@ -44,7 +44,7 @@ class InFlight(Generic[Kind]):
     num_seen     entries seen so far, in all
     bucket       of the last launch; None before the first
 
-    At most two steps or two loops are under way, the second behind the first, or a loop behind a step. A loop may end
+    At most two steps or two loops are under way, the second after the first, or a loop after a step. A loop may end
     with fewer steps than it was given. After `close` nothing may be launched, and what is under way can be seen.
     """
 
@@ -82,7 +82,7 @@ class InFlight(Generic[Kind]):
         return self.in_loop and not self._is_stopping
 
     def may_launch(self, bucket: Kind) -> bool:
-        """Whether a launch in this bucket may be queued behind what is under way.
+        """Whether a launch in this bucket may be queued after what is under way.
 
         A loop is followed in its own bucket only, in the second half of its steps, and not when it was told to stop.
         """
@@ -114,7 +114,7 @@ class InFlight(Generic[Kind]):
     def launched(self, bucket: Kind, budget: int = 0) -> None:
         """Record a launch: of a loop of so many steps at most, or of one step, where the budget is 0.
 
-        Raises LowlatError for a launch that `may_launch` refuses, and for a step behind a loop.
+        Raises LowlatError for a launch that `may_launch` refuses, and for a step after a loop.
         """
         if not self.may_launch(bucket) or (self.in_loop and not budget):
             raise LowlatError(f"a launch in {bucket} may not follow {self.num_steps} steps under way in {self.bucket}")

@@ -2,7 +2,7 @@
 
 Quick things are read first: configs, headers of weights, the tokenizer. A target's weights go from its files to
 their final place one at a time, while the executor is made. A speculator is loaded whole before: one that is damaged
-must be known in time to go on without it. Nothing half-loaded stays behind.
+must be known in time to go on without it. Nothing half-loaded stays after.
 """
 
 import logging
@@ -29,7 +29,7 @@ from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import Rank, check_positions, make_executor, refuse_parts, refuse_ranks, settle_executor
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.rank_weights import rank_weights
@@ -46,10 +46,10 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.adaptive import build_adaptive
 from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
+from lowlat.step.draft_length_times import set_costs
 from lowlat.step.ladder import StepLadder
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
-from lowlat.step.width_times import set_costs
 from lowlat.text import TextCodec
 
 __all__ = [
@@ -91,10 +91,10 @@ class Loaded:
     memory: tuple[HeldMemory, ...]
 
     @property
-    def card(self) -> Card:
+    def gpu(self) -> Gpu:
         """The properties by which launches are cut; an H200's where no kernel runs."""
         launcher = getattr(self.executor, "launcher", None)
-        return H200 if launcher is None else launcher.card
+        return H200 if launcher is None else launcher.gpu
 
     @property
     def takes_grammars(self) -> bool:
@@ -119,7 +119,7 @@ class Loaded:
         return {"method": used.method, **self.topologies[max(self.topologies)].limits, "capture_layers": boundaries}
 
     def make_proposer(self, parts: StepParts) -> Proposer:
-        """The source of proposals of this runtime, beside its draft model: SpecPV's steps, or none."""
+        """The source of proposals of this runtime, next to its draft model: SpecPV's steps, or none."""
         partial = self.geometry.partial
         return Proposer(parts) if partial is None else Refreshes(parts, partial)
 
@@ -322,7 +322,7 @@ def make_topologies(speculative: SpeculativeConfig) -> dict[int, Topology]:
         drafts = speculative.max_total_draft_tokens or DEFAULT_DRAFT_TOKENS
         return {0: TreeTopology.chain(0), depth: DynamicTree(depth, top_k, drafts + 1)}
     if speculative.tree is None:
-        most = speculative.num_speculative_tokens if speculative.adaptive_width else MAX_SPECULATIVE_TOKENS
+        most = speculative.num_speculative_tokens if speculative.adaptive_length else MAX_SPECULATIVE_TOKENS
         return {s: TreeTopology.chain(s) for s in range(most + 1)}
     tree = TreeTopology.load(
         speculative.tree,
@@ -432,7 +432,7 @@ def rank_geometries(
     except ConfigError as error:
         if asked is not None:
             raise
-        logger.info("the draft model is whole on every card: %s", error)
+        logger.info("the draft model is whole on every GPU: %s", error)
         return [replace(geometry, config=config) for config in configs]
     return [replace(geometry, config=config, speculator=speculator.with_config(own)) for config, own in parts]
 
@@ -446,11 +446,11 @@ def _chunks_at_once(options: RuntimeConfig) -> int:
 
 def _max_width(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> int | None:
     """The greatest width where the device chooses each step's. Raises ConfigError where it cannot."""
-    if speculator is None or speculative is None or not speculative.adaptive_width:
+    if speculator is None or speculative is None or not speculative.adaptive_length:
         return None
     if speculator.waiting_boundaries is None:
         raise ConfigError(
-            f"adaptive_width (num_speculative_tokens 'auto') is not implemented for method {speculative.method!r} "
+            f"adaptive_length (num_speculative_tokens 'auto') is not implemented for method {speculative.method!r} "
             f"with text_drafts {speculative.text_drafts!r}; give a number of tokens, or leave text_drafts out"
         )
     return speculative.num_speculative_tokens

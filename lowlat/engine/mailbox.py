@@ -113,7 +113,7 @@ class Mailbox:
 
     def __init__(self, state: Mapping[str, torch.Tensor], max_draft_tokens: int) -> None:
         self._partial = tuple(name for name in PARTIAL if name in state)
-        optional = (*ASKED, *ANSWERED, "width_bounds", CHECKS)
+        optional = (*ASKED, *ANSWERED, "length_bounds", CHECKS)
         held = (*WRITTEN, *READ, *ROWS, *self._partial, *(name for name in optional if name in state))
         self._window_tables = tuple(name for name in state if name.startswith("prefill_table."))
         held = (*held, *self._window_tables)
@@ -217,11 +217,11 @@ class Mailbox:
 
         A request's own limit of drafts takes precedence over `least`.
         """
-        if (least, most) == self._widths or "width_bounds" not in self._arrays:
+        if (least, most) == self._widths or "length_bounds" not in self._arrays:
             return
         self._widths = least, most
-        self._arrays["width_bounds"][:] = least, most
-        self._host.send(("width_bounds",))
+        self._arrays["length_bounds"][:] = least, most
+        self._host.send(("length_bounds",))
 
     def _draft_limit(self, limit: int | None) -> int:
         return self.max_draft_tokens if limit is None else limit
@@ -242,11 +242,11 @@ class Mailbox:
         self._host.send(self._partial)
 
     def masks_wanted(self, slot: int, length: int) -> bool:
-        """Whether the masks of a slot's rows behind so many committed tokens were not sent yet."""
+        """Whether the masks of a slot's rows after so many committed tokens were not sent yet."""
         return bool(self._arrays["grammar_ready"][slot] < length)
 
     def rows_told(self, slot: int, length: int) -> bool:
-        """Whether the device has told the rows that the slot's step verifies behind so many committed tokens."""
+        """Whether the device has told the rows that the slot's step verifies after so many committed tokens."""
         self._host.fetch(ROWS)
         return bool(self._arrays["grammar_lengths"][slot] == length)
 
@@ -261,13 +261,13 @@ class Mailbox:
         return masks
 
     def send_masks(self, slot: int, length: int) -> None:
-        """Tell the device that the masks of a slot's rows behind so many committed tokens are written."""
+        """Tell the device that the masks of a slot's rows after so many committed tokens are written."""
         self._host.send(MASKS[:1])
         self._arrays["grammar_ready"][slot] = length  # the last: a draw may be waiting
         self._host.send(MASKS[1:])
 
     def force_drafts(self, slot: int, tokens: Sequence[int], length: int) -> None:
-        """Let a slot's step behind so many committed tokens begin, and verify these in place of its drafts, if any."""
+        """Let a slot's step after so many committed tokens begin, and verify these in place of its drafts, if any."""
         forced = self._arrays["grammar_forced"]
         if tokens:
             forced[slot, 1 : len(tokens) + 1] = tokens
@@ -280,7 +280,7 @@ class Mailbox:
     def release(self, slot: int) -> None:
         """Let a slot's steps wait for its grammar no more: their tokens are dropped.
 
-        Its masks and forced tokens stay as they are: some cards may have read them, and others still will.
+        Its masks and forced tokens stay as they are: some GPUs may have read them, and others still will.
         """
         released = (*MASKS[1:], *FORCED[1:])
         for name in released:
@@ -329,7 +329,7 @@ class Mailbox:
         return -(-count // min(PASS_ROWS, len(targets)))
 
     def read_prompt(self, prompt: Sequence[int], start: int, count: int, num_top: int | None) -> PromptLogprobs | int:
-        """What these passes gave of the tokens behind the positions; where logits were not finite, the first such
+        """What these passes gave of the tokens after the positions; where logits were not finite, the first such
         position, from `start` on."""
         self._host.fetch(ANSWERED)
         count, top = min(count, len(prompt) - start - 1), slice(1, 1 + (num_top or 0))

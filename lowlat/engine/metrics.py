@@ -34,7 +34,7 @@ class SpeculativeDecodingStats:
     drafted_by_position        drafts that verified a token at depth 1, 2, ... (index 0 is depth 1)
     accepted_by_position       of those, drafts that accepted it
     by_source                  drafts, draft tokens and accepted tokens, by the name of their source: a method, the text
-                               beside a draft model (suffix), a request's grammar, which forced them
+                               next to a draft model (suffix), a request's grammar, which forced them
     simulated                  acceptance was imposed for a benchmark; the text means nothing
 
     Every ratio is 0.0 while there is nothing to divide by.
@@ -172,7 +172,7 @@ class RequestMetrics:
     prefill_s              from the slot to the first token, which comes out of prefill
     time_to_first_token_s  from submission to the first token
     decode_s               from the first token to the last so far
-    tokens_per_s           tokens behind the first over decode_s; 0.0 before there is any
+    tokens_per_s           tokens after the first over decode_s; 0.0 before there is any
     num_steps              decode steps in which the request was active
     finish_reason          None while it runs
     seed                   the seed that reproduces it
@@ -244,7 +244,7 @@ class RuntimeMetrics:
     finish_reasons         finish reason -> requests ended so
     prompt_tokens, completion_tokens, cached_prompt_tokens, num_steps, decode_s
                            sums over requests ended and live
-    decoded_tokens         of the completions, the tokens behind each one's first
+    decoded_tokens         of the completions, the tokens after each one's first
     speculation            None when no draft token was verified
     """
 

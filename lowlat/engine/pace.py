@@ -3,7 +3,7 @@
 A thread that polls for whole steps has used up its share of a core where other programs want it, and then loses the
 core for milliseconds at a time: among processes that spin on every core, the end of a step of 3.7 ms was seen 5.8 ms
 late at p99 and 13.9 at p99.9 by a thread that polls, 3.8 and 4.0 by one that sleeps through half of it; at the
-median neither was late by a microsecond (two cores of an AMD EPYC). It knows no device.
+median neither was late by a microsecond (two cores of an AMD EPYC).
 
 The pace of prefill likewise: how many chunks of a prompt fit in the time that decoding requests may be held up.
 """
@@ -59,7 +59,7 @@ class Pace:
 class PrefillPace:
     """Learns how many chunks of prefill take no longer than `max_stall_ms`, from the last that ran.
 
-    A chunk takes longer when few run at once, and behind a long text. An estimate from few chunks is therefore too low,
+    A chunk takes longer when few run at once, and after a long text. An estimate from few chunks is therefore too low,
     and is corrected by the next that run.
     """
 

@@ -52,8 +52,8 @@ class PerfCounters:
     """Launches of a runtime, and its waits, copies and steps without drafts.
 
     launches          of our kernels, over the programs of all buckets, first tokens and prefill, and over all ranks
-    planned_launches  of these, launches whose plan depends on the card: GEMMs, attention, experts
-    tuned_launches    of these, launches by plans of the card's tuning table
+    planned_launches  of these, launches whose plan depends on the GPU: GEMMs, attention, experts
+    tuned_launches    of these, launches by plans of the GPU's tuning table
     library_calls     calls of torch's operations in these programs; with the reference executor all operations are
     fallback_calls    of these, calls in place of a kernel of ours
     synchronisations  waits for all of the device's work since the load
@@ -111,7 +111,7 @@ class PerfCounters:
 
 
 def _reason_for_no_drafts(max_draft_tokens: int | None, room: int, *, adaptive: bool) -> str:
-    """Why a step verified no draft: the request's limit, or no room for any beside the token of the step itself."""
+    """Why a step verified no draft: the request's limit, or no room for any next to the token of the step itself."""
     if max_draft_tokens == 0:
         return REQUEST_LIMIT
     if room <= 1:
@@ -176,12 +176,12 @@ def check_launches(config: RuntimeConfig, counts: LaunchCounts, speculative: Spe
         raise ConfigError(
             f"perf_mode 'strict' runs kernels, and torch stands in for kernels in {len(counts.fallbacks)} calls, the "
             f"first {counts.fallbacks[0]}: no kernel takes such sizes, or weights of 8 and 4 bits, on this "
-            "card; perf_mode 'default' goes on so"
+            "GPU; perf_mode 'default' goes on so"
         )
     if counts.tuned < counts.planned:
         raise ConfigError(
             f"perf_mode 'strict' launches by measured plans, and {counts.planned - counts.tuned} of {counts.planned} "
-            f"launches have plans that were derived for this card: {_named(counts.untuned)}; "
+            f"launches have plans that were derived for this GPU: {_named(counts.untuned)}; "
             f"`{tune_command(config, speculative)}` measures them; perf_mode 'default' goes on with what was derived"
         )
 

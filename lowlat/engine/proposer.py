@@ -36,7 +36,7 @@ class Proposer:
         self.parts = parts
 
     def prefill(self, request: Request, start: int, count: int) -> None:
-        """Write what prefill of a prompt's positions [start, start + count) needs beside the chunk itself."""
+        """Write what prefill of a prompt's positions [start, start + count) needs next to the chunk itself."""
 
     def next_step(self, depth: int) -> tuple[Bucket, int | None]:
         """The bucket of the next step, and how many steps like it are certain, None: any number; nothing is under way.
@@ -47,7 +47,7 @@ class Proposer:
         return self.parts.scheduler.choose_bucket(depth), None
 
     def num_certain(self, depth: int, num_unread: int = 0) -> int | None:
-        """Steps of a depth that may be launched behind those under way, whatever these bring; None: any number.
+        """Steps of a depth that may be launched after those under way, whatever these bring; None: any number.
 
         num_unread  steps that were seen, of which no request has taken its tokens yet
         """

@@ -1,6 +1,6 @@
 """One request as the runtime sees it: what it asked for, where it lies, what it has got so far.
 
-It turns a step's publication into the caller's output: text, stop strings, ends. It knows no device.
+It turns a step's publication into the caller's output: text, stop strings, ends.
 """
 
 import time
@@ -30,7 +30,7 @@ class Request:
 
     `committed` holds prompt and completion, `num_written` bounds the KV certainly written, and `first_entry` is the
     first entry of the ring that can be about it. `failed_checks` are the kinds of its checks that failed, and `drafts`
-    is false behind one that it survived.
+    is false after one that it survived.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Request:
             self._prefilled = now  # what comes first comes out of prefill, not of a step
         else:
             self._num_steps += 1
-        # drafts behind a stop string were dropped with their tokens: they count as rewound
+        # drafts after a stop string were dropped with their tokens: they count as rewound
         accepted = min(publication.accepted, num_tokens)
         depth, source = publication.verified_depth, self._sources.get(publication.verified_source)
         self._stats.record(publication.verified, accepted, drafted_depth=depth, source=source)

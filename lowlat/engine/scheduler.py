@@ -6,7 +6,6 @@ admitted request ends within its reserved worst case and so the head is served i
 slots that prefill, the one with the fewest chunks left goes first (the best mean time to first token), but
 one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves.
 
-It knows no tokens but prompts, and nothing of sampling, of drafts or of how a step runs.
 """
 
 from collections import deque

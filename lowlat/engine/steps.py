@@ -212,7 +212,7 @@ class Steps:
         self._take(self.launches.drain() if drains else self.launches.wait(), depth, ahead)
 
     def _num_certain(self, depth: int) -> int | None:
-        """Steps that are wanted behind all that is under way, whatever that brings; None: any number."""
+        """Steps that are wanted after all that is under way, whatever that brings; None: any number."""
         rooms = self._requests.rooms(self._in_flight.num_steps, depth)
         if not may_go_on(rooms, queued=self._scheduler.num_queued > 0):
             return 0
@@ -315,4 +315,4 @@ def _tile_counter(loaded: Loaded) -> "TileCounter":
     """The counter of attention's tiles: it loads the kernels, which others may do without."""
     from lowlat.engine.tile_counter import TileCounter
 
-    return TileCounter(loaded.geometry, loaded.topologies, loaded.ladder, loaded.card)
+    return TileCounter(loaded.geometry, loaded.topologies, loaded.ladder, loaded.gpu)

@@ -15,7 +15,7 @@ from lowlat.kernels.attention.attention import choose_split
 from lowlat.kernels.attention.launch_plan import TILE_BYTES, AttentionWork, choose_attention_plan
 from lowlat.kernels.attention.tile_counts import count_tiles
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.ladder import StepLadder
@@ -78,9 +78,9 @@ class TileCounter:
     """Adds up the tiles of decode steps, by kind of attention layer: `full`, or `window_W`."""
 
     def __init__(
-        self, geometry: StepGeometry, topologies: Mapping[int, Topology], ladder: StepLadder, card: Card
+        self, geometry: StepGeometry, topologies: Mapping[int, Topology], ladder: StepLadder, gpu: Gpu
     ) -> None:
-        self._geometry, self._ladder, self._card = geometry, ladder, card
+        self._geometry, self._ladder, self._gpu = geometry, ladder, gpu
         trees = {depth: each for depth, each in topologies.items() if isinstance(each, TreeTopology)}
         self._masks = {depth: tuple(topology.packed_masks) for depth, topology in trees.items()}
         specs = geometry.config.attentions.values()
@@ -134,13 +134,13 @@ class TileCounter:
     ) -> dict[str, int]:
         """The tiles of one layer: all, those that are multiplied whole or under a mask, and those that no row sees."""
         work = _work_of(self._geometry, heads, batch, rows)
-        plan, _ = choose_attention_plan(work, self._card)
+        plan, _ = choose_attention_plan(work, self._gpu)
         counts = count_tiles(
             work,
             plan,
             [slot.dense for slot in slots],
             masks,
-            num_blocks=plan.blocks * self._card.num_multiprocessors,
+            num_blocks=plan.blocks * self._gpu.num_multiprocessors,
             live=[mask != 0 for own in masks for mask in own],
         )
         full = counts.executed - counts.masked

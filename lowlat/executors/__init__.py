@@ -56,14 +56,14 @@ class Executor(Protocol):
     def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
         """Run the prefill program of so many positions over what the host has written.
 
-        passes  how often the program of PASS runs behind it, before that of the first token; what it writes for the
+        passes  how often the program of PASS runs after it, before that of the first token; what it writes for the
                 host is there when this returns
-        first  behind a prompt's last chunk: a first token's bucket, whose program chooses the first token. It is in the
-               ring when this returns, and counts as a step there; the drafts behind it may be made later
+        first  after a prompt's last chunk: a first token's bucket, whose program chooses the first token. It is in the
+               ring when this returns, and counts as a step there; the drafts after it may be made later
         """
 
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write buffers of the state by name, of every rank, behind what was started before."""
+        """Write buffers of the state by name, of every rank, after what was started before."""
 
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
         """Zero KV blocks of a pool that a failed request may have filled with NaN."""
@@ -91,14 +91,14 @@ class LoopingExecutor(Executor, Protocol):
     def start_loop(self, bucket: Bucket, budget: int) -> None:
         """Start at most `budget` steps in the bucket, 1 at least; fewer when no slot is active any more.
 
-        The ring must hold all of them. Behind another loop that is under way, it runs one step at least, even where
-        that one ends because no slot is active. No loop may be started behind one that was told to stop.
+        The ring must hold all of them. After another loop that is under way, it runs one step at least, even where
+        that one ends because no slot is active. No loop may be started after one that was told to stop.
         """
 
     def stop_loop(self) -> None:
         """Ask the loop to end after the step that runs, or the one after it; returns at once.
 
-        A loop that is queued behind it ends after one step.
+        A loop that is queued after it ends after one step.
         """
 
     def wait_loop(self, count: int) -> bool:
@@ -111,8 +111,8 @@ class LoopingExecutor(Executor, Protocol):
 def chosen_body(bucket: Bucket, state: Mapping[str, torch.Tensor], run: Callable[[Bucket], None]) -> Bucket:
     """Run the opening of a step that chooses; returns the body that is chosen.
 
-    state  with `width_choice`
+    state  with `draft_length_choice`
     run    runs a program and waits until the state holds what it wrote
     """
     run(bucket)
-    return bodies_of(bucket)[int(state["width_choice"])]
+    return bodies_of(bucket)[int(state["draft_length_choice"])]

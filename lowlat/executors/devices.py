@@ -10,7 +10,7 @@ import torch
 
 from lowlat.errors import ConfigError
 
-__all__ = ["DeviceChoice", "choose_device", "leave_a_core", "make_current", "nvidia_card_present", "rank_devices"]
+__all__ = ["DeviceChoice", "choose_device", "leave_a_core", "make_current", "nvidia_gpu_present", "rank_devices"]
 
 OLDEST_CAPABILITY = (8, 0)
 EXECUTORS = ("auto", "reference", "eager", "graph")
@@ -32,14 +32,14 @@ class DeviceChoice:
 
 
 def rank_devices(choice: DeviceChoice, size: int, named: Sequence[int] = ()) -> list[torch.device]:
-    """The devices of so many ranks: those that are named, else the chosen one and those behind it.
+    """The devices of so many ranks: those that are named, else the chosen one and those after it.
 
-    Without kernels all ranks share the chosen one. Raises ConfigError for a card that is not there.
+    Without kernels all ranks share the chosen one. Raises ConfigError for a GPU that is not there.
     """
     if not choice.has_kernels:
         return [choice.device] * size
     first = choice.device.index or 0
-    devices = [torch.device("cuda", card) for card in named or range(first, first + size)]
+    devices = [torch.device("cuda", gpu) for gpu in named or range(first, first + size)]
     for device in devices:
         problem = _cuda_problem(device.index or 0)
         if problem:
@@ -47,8 +47,8 @@ def rank_devices(choice: DeviceChoice, size: int, named: Sequence[int] = ()) -> 
     return devices
 
 
-def nvidia_card_present() -> bool:
-    """Whether this machine shows an NVIDIA card, usable or not."""
+def nvidia_gpu_present() -> bool:
+    """Whether this machine shows an NVIDIA GPU, usable or not."""
     return Path("/proc/driver/nvidia/gpus").is_dir() or shutil.which("nvidia-smi") is not None
 
 
@@ -76,13 +76,13 @@ def choose_device(device: str, executor: str) -> DeviceChoice:
 
 def _refuse_kernels(executor: str, why: str) -> None:
     if executor in ("eager", "graph"):
-        raise ConfigError(f"executor {executor!r} needs an NVIDIA card, and {why}; use 'reference' or 'auto'")
+        raise ConfigError(f"executor {executor!r} needs an NVIDIA GPU, and {why}; use 'reference' or 'auto'")
 
 
 def leave_a_core() -> int:
     """Set this process's torch threads to one fewer than its cores, at least one; return their number.
 
-    The reference executor's GEMMs are small, and a GEMM on all cores waits for the slowest thread: beside one
+    The reference executor's GEMMs are small, and a GEMM on all cores waits for the slowest thread: next to one
     busy process decoding was seen to fall from 66 to 5 tokens a second on two cores. OMP_NUM_THREADS takes precedence.
     """
     if "OMP_NUM_THREADS" not in os.environ:
@@ -100,15 +100,15 @@ def make_current(device: torch.device) -> None:
 
 def _choose_automatically(executor: str) -> DeviceChoice:
     cpu = torch.device("cpu")
-    if not nvidia_card_present():
-        _refuse_kernels(executor, "no NVIDIA card is present")
-        return DeviceChoice(cpu, "reference", "no NVIDIA card is present")
+    if not nvidia_gpu_present():
+        _refuse_kernels(executor, "no NVIDIA GPU is present")
+        return DeviceChoice(cpu, "reference", "no NVIDIA GPU is present")
     problem = _cuda_problem(0)
     if problem:
         _refuse_kernels(executor, f"the one that is present cannot be used: {problem}")
-        return DeviceChoice(cpu, "reference", f"an NVIDIA card is present but cannot be used: {problem}", loud=True)
+        return DeviceChoice(cpu, "reference", f"an NVIDIA GPU is present but cannot be used: {problem}", loud=True)
     chosen = "graph" if executor == "auto" else executor
-    return DeviceChoice(torch.device("cuda", 0), chosen, "a usable NVIDIA card is present")
+    return DeviceChoice(torch.device("cuda", 0), chosen, "a usable NVIDIA GPU is present")
 
 
 def _cuda_problem(index: int) -> str | None:

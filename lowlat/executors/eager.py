@@ -97,5 +97,5 @@ class EagerExecutor(KernelExecutor):
 
 
 def _lists_rows(run: Iterable[tuple[LoweredGroup, list[Launch]]]) -> bool:
-    """Whether these groups have operations of a step's beginning, alone or behind others that they are fused with."""
+    """Whether these groups have operations of a step's beginning, alone or after others that they are fused with."""
     return any(op.stage is Stage.ACTIVE_SLOTS for group, _ in run for op in group.ops)

@@ -149,7 +149,7 @@ class GraphExecutor(KernelExecutor):
             raise DeviceError(f"the device {self.device} failed: {error}") from error
 
     def start_loop(self, bucket: Bucket, budget: int) -> None:
-        """Start at most `budget` steps on the device, behind what was started before.
+        """Start at most `budget` steps on the device, after what was started before.
 
         Raises ConfigError where no loops were captured.
         """
@@ -171,7 +171,7 @@ class GraphExecutor(KernelExecutor):
         return self._await_ring(count, self._loop_memory.stopping)
 
     def mark(self) -> torch.cuda.Event:
-        """An event of the stream, behind all that was started, to time it by."""
+        """An event of the stream, after all that was started, to time it by."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
         return event

@@ -93,11 +93,11 @@ class KernelExecutor(ABC):
         self._failed = False
         largest_first = {size: prefills[size] for size in sorted(prefills, reverse=True)}
         self._programs: dict[Size, Program] = dict([*programs.items(), *largest_first.items()])
-        self.launcher = Launcher(device, cache_directory, is_shared=place is not None and place.peers.shares_cards)
+        self.launcher = Launcher(device, cache_directory, is_shared=place is not None and place.peers.shares_gpus)
         self.stream = torch.cuda.Stream(device)
         every, largest = list(self._programs.values()), prefills[max(prefills)]
         self._is_invariant = sum_in_parts(every)
-        layouts = weight_layouts(every, self.launcher.card, fuse=fuse)
+        layouts = weight_layouts(every, self.launcher.gpu, fuse=fuse)
         self._weights = DeviceWeights(weights, gemm_weights(every), device, layouts, expert_parts(every, weights))
         specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):
@@ -123,7 +123,7 @@ class KernelExecutor(ABC):
         self.counts = count_launches(lowered)
         self._ring_head = self.state["ring_head"].numpy()
         # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while
-        # this one waits for the card; sleep(0) takes 75 us, and sched_yield can give the core away.
+        # this one waits for the GPU; sleep(0) takes 75 us, and sched_yield can give the core away.
         self._let_others_run = select.poll().poll
         self._synchronize()
 
@@ -140,7 +140,7 @@ class KernelExecutor(ABC):
         if place is not None:
             buffers["command_tail"] = place.command_tail
         binding = Binding(
-            program, buffers, self._weights, self.launcher.card, self.workspace, loop, self.switches, place,
+            program, buffers, self._weights, self.launcher.gpu, self.workspace, loop, self.switches, place,
             is_invariant=self._is_invariant,
         )  # fmt: skip
         groups = lower(binding, fuse=self._fuse)
@@ -183,7 +183,7 @@ class KernelExecutor(ABC):
                 since = self._check_age(since, count)
 
     def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
-        """Run the prefill program of so many positions, passes, and the one that chooses the first token behind it."""
+        """Run the prefill program of so many positions, passes, and the one that chooses the first token after it."""
         self.wait_for_prefill(self.start_prefill(size, first, passes))
 
     def start_prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> Callable[[], bool]:

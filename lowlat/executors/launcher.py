@@ -11,8 +11,8 @@ import torch
 from lowlat.errors import DeviceError, ShapeError
 from lowlat.graphs.launch import KernelLaunch, Launch, LibraryLaunch
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
-from lowlat.kernels.toolchain.kernel import Argument, Card, Kernel, KernelCall
-from lowlat.kernels.tuning.choice import tuned_card
+from lowlat.kernels.toolchain.kernel import Argument, Gpu, Kernel, KernelCall
+from lowlat.kernels.tuning.choice import tuned_gpu
 from lowlat.lowering.binding import Call, LibraryCall
 from lowlat.options.directories import cache_directory, tuning_directory, uses_tuning_tables
 
@@ -37,7 +37,7 @@ def default_cache_directory() -> Path:
 class Launcher:
     """Prepares launches for one CUDA device; every kernel is compiled and loaded once.
 
-    is_shared  see `Card`
+    is_shared  see `Gpu`
     """
 
     def __init__(self, device: torch.device, cache_directory: Path | None = None, *, is_shared: bool = False) -> None:
@@ -49,7 +49,7 @@ class Launcher:
         self._cache = default_cache_directory() if cache_directory is None else cache_directory
         self._core = Device(device.index or 0)
         memory = self._core.properties
-        card = Card(
+        gpu = Gpu(
             facts.multi_processor_count,
             facts.shared_memory_per_block_optin,
             self.capability,
@@ -57,7 +57,7 @@ class Launcher:
             memory.memory_clock_rate * memory.global_memory_bus_width / 4e6,
             is_shared=is_shared,
         )
-        self.card = tuned_card(str(facts.name), card, tuning_directory()) if uses_tuning_tables() else card
+        self.gpu = tuned_gpu(str(facts.name), gpu, tuning_directory()) if uses_tuning_tables() else gpu
         torch.cuda.init()
         torch.cuda.current_stream(device)
         self._core.set_current()
@@ -75,7 +75,7 @@ class Launcher:
             grid=(blocks // kernel.cluster, *others),  # of clusters, where there are any
             cluster=kernel.cluster if kernel.cluster > 1 else None,
             block=kernel.threads,
-            shmem_size=kernel.shared_bytes_on(self.card),
+            shmem_size=kernel.shared_bytes_on(self.gpu),
             programmatic_stream_serialization=call.dependent and self.capability >= HOPPER,
         )
         return KernelLaunch(kernel.name, self._load(kernel), config, parameters_of(call))
@@ -119,7 +119,7 @@ class Launcher:
             compiled = compile_kernel(kernel, self.capability, self._cache)
             make = ObjectCode.from_cubin if compiled.is_cubin else ObjectCode.from_ptx
             known = make(compiled.code, name=kernel.name).get_kernel(compiled.entry)
-            asked = kernel.shared_bytes_on(self.card)
+            asked = kernel.shared_bytes_on(self.gpu)
             if asked > 48 * 1024:
                 self._allow_shared_memory(known, kernel.name, asked)
             self._loaded[kernel.name] = known

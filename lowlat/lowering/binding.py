@@ -1,4 +1,4 @@
-"""The memory that a program is lowered onto, and the kinds of calls that it becomes. It knows no operation."""
+"""The memory that a program is lowered onto, and the kinds of calls that it becomes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ import torch
 
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.graphs.program import Op, Program, Stage
-from lowlat.kernels.collectives.exchange import Channel
+from lowlat.kernels.collectives.all_reduce import Channel
 from lowlat.kernels.collectives.peers.rows import PeerRows
 from lowlat.kernels.collectives.shares import RowShares
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.step.publish import LoopControl
-from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace
+from lowlat.kernels.toolchain.kernel import Gpu, KernelCall, Workspace
 from lowlat.lowering.device_weights import DeviceWeights
 
-__all__ = ["Binding", "Call", "Exchanges", "LeftArgmax", "LibraryCall", "decodes", "in_parts", "sum_in_parts"]
+__all__ = ["AllReduces", "Binding", "Call", "LeftArgmax", "LibraryCall", "decodes", "in_parts", "sum_in_parts"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LibraryCall:
 
     function     called with `arguments`; it must not wait for the device, and nothing in it may depend on the contents
                  of tensors
-    is_fallback  a kernel of ours would do it for another card, other sizes or plain weights
+    is_fallback  a kernel of ours would do it for another GPU, other sizes or plain weights
     """
 
     name: str
@@ -43,7 +43,7 @@ class LibraryCall:
 Call = KernelCall | LibraryCall
 
 
-class Exchanges(Protocol):
+class AllReduces(Protocol):
     """The memory by which a rank exchanges with the others; see `PeerMemory`."""
 
     def channel(self, width: int, whole: bool) -> Channel:
@@ -93,20 +93,20 @@ class Binding:
     switches        whether the choice of a width is for a SWITCH node
     num_awaited     mixtures of experts so far whose logits are awaited; each fills the next one's with sentinels
     exchanges       the memory by which this rank exchanges rows with others; None: it is the only one
-    left            the partial argmax that the last GEMM left beside its logits, if it did
+    left            the partial argmax that the last GEMM left next to its logits, if it did
     is_invariant    no bit may depend on how many ranks there are: not on extents of which each has a part
     fresh           buffers that a kernel may still be writing when the next call starts; a cache, of which `kv_write`
-                    alone wrote, with the buffer of the lengths that it wrote behind, others with ""
+                    alone wrote, with the buffer of the lengths that it wrote after, others with ""
     """
 
     program: Program
     buffers: Mapping[str, torch.Tensor]
     weights: DeviceWeights
-    card: Card
+    gpu: Gpu
     workspace: Workspace
     loop: LoopControl | None = None
     switches: bool = False
-    exchanges: Exchanges | None = None
+    all_reduces: AllReduces | None = None
     num_awaited: int = 0
     left: LeftArgmax | None = None
     is_invariant: bool = False
@@ -146,10 +146,10 @@ class Binding:
         """The memory for many rows of a width. Raises ConfigError as `channel` does."""
         return self._others().shares(width)
 
-    def _others(self) -> Exchanges:
-        if self.exchanges is None:
+    def _others(self) -> AllReduces:
+        if self.all_reduces is None:
             raise ConfigError(f"{self.program.name} exchanges rows among ranks, and its executor has no others")
-        return self.exchanges
+        return self.all_reduces
 
     def k_parts(self, op: Op, depth: int) -> KParts | None:
         """The parts of K in which an operation sums; None: its kernels cut K as they like.

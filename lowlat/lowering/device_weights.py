@@ -1,7 +1,7 @@
 """Weights as the kernels read them: matrices packed, vectors as they are, each tensor placed once.
 
 The code that lowers a program asks for a weight in a form; the form decides how it is stored, and a weight has one form
-for its whole life. Prefill unpacks a matrix at a time, and none of a mixture's experts where kernels run.
+for its whole life. Prefill unpacks a matrix at a time, and none of an MoE layer's experts where kernels run.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -26,7 +26,7 @@ class DeviceWeights:
              already stand under the name of their GEMM
     matrices names that GEMMs read: they are packed, the others are placed as they are
     orders   permutations of the rows of packed matrices, by name; a matrix without one keeps its own
-    experts  names of a mixture's GEMMs -> the weights that hold their matrices, as `weight_parts` has them
+    experts  names of an MoE layer's GEMMs -> the weights that hold their matrices, as `weight_parts` has them
     Parts of quantised matrices are packed together, under the name that operations have for the matrix. Raises
     ConfigError for a weight whose dtype or format the kernels do not read.
     """
@@ -75,7 +75,7 @@ class DeviceWeights:
     ) -> None:
         """Keep a part of a quantised matrix, packed with its last one. Raises ConfigError for other formats.
 
-        stacks  names of a mixture's GEMMs
+        stacks  names of an MoE layer's GEMMs
         """
         made = parts.take(name, tensor)
         if made is None:

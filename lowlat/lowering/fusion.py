@@ -1,4 +1,4 @@
-"""Fusions as data, and how a program is cut into groups by them. It knows no operation and no kernel by name.
+"""Fusions as data, and how a program is cut into groups by them.
 
 Operations are taken in order. At each, the fusions of the table are tried from the first to the last; the first whose
 pattern matches and whose precondition holds covers its run of operations, and an operation that no fusion takes is
@@ -14,7 +14,7 @@ import torch
 
 from lowlat.graphs import Role
 from lowlat.graphs.program import Op, Program
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, Call
 
 __all__ = ["Fusion", "LayoutOf", "Run", "cover"]
@@ -38,7 +38,7 @@ class Run:
 
     @property
     def following(self) -> Op | None:
-        """The operation behind the run, if any."""
+        """The operation after the run, if any."""
         end = self.start + self.count
         return self.program.ops[end] if end < len(self.program.ops) else None
 
@@ -59,7 +59,7 @@ class Run:
         return self.program.buffers[buffer].shape
 
     def ends(self, buffer: str) -> bool:
-        """Whether a scratch buffer is dead after this run: nothing reads it before it is written anew."""
+        """Whether a scratch buffer is dead after this run: nothing reads it before it is written again."""
         if self.program.buffers[buffer].role is not Role.SCRATCH:
             return False
         uses = self.program.uses.get(buffer, ())
@@ -67,7 +67,7 @@ class Run:
         return place == len(uses) or not uses[place][1]
 
 
-def _always(run: Run, card: Card) -> bool:
+def _always(run: Run, gpu: Gpu) -> bool:
     return True
 
 
@@ -86,9 +86,9 @@ class Fusion:
     pattern  kinds of operations in order, by spaces: `a|b` is either, `a?` may be absent, `a*` may come any number of
              times; the longest match is tried first
     saves    launches saved against the operations' own kernels, at least; 0 where the gain is in the operation
-             behind the run
+             after the run
     lower    the calls that cover a run
-    applies  the precondition beside the pattern: what the operations read of each other, sizes, the card
+    applies  the precondition next to the pattern: what the operations read of each other, sizes, the GPU
     hides    buffers of the run that the calls leave unwritten; nothing may read them after it
     layouts  permutations of packed weights' rows that the calls rely on, by weight
     """
@@ -97,18 +97,18 @@ class Fusion:
     pattern: str
     saves: int
     lower: Callable[[Binding, Run], Sequence[Call]]
-    applies: Callable[[Run, Card], bool] = _always
+    applies: Callable[[Run, Gpu], bool] = _always
     hides: Callable[[Run], Sequence[str]] = _nothing
     layouts: Callable[[Run], Layouts] = _no_layouts
 
-    def match(self, program: Program, start: int, card: Card, layout_of: LayoutOf | None) -> Run | None:
+    def match(self, program: Program, start: int, gpu: Gpu, layout_of: LayoutOf | None) -> Run | None:
         """The longest run from `start` on that this fusion covers; None where it covers none.
 
         layout_of  the permutation of a weight's rows as they are packed; None: the fusion's layouts are free to choose
         """
         for count in _counts(_tokens(self.pattern), program.ops, start):
             run = Run(program, start, count)
-            if not count or not self.applies(run, card) or not all(map(run.ends, self.hides(run))):
+            if not count or not self.applies(run, gpu) or not all(map(run.ends, self.hides(run))):
                 continue
             if layout_of is None or all(_same(layout_of(name), want) for name, want in self.layouts(run).items()):
                 return run
@@ -116,13 +116,13 @@ class Fusion:
 
 
 def cover(
-    program: Program, card: Card, fusions: Sequence[Fusion], layout_of: LayoutOf | None = None
+    program: Program, gpu: Gpu, fusions: Sequence[Fusion], layout_of: LayoutOf | None = None
 ) -> Iterator[tuple[Fusion | None, Run]]:
     """Cut a program into runs, each with its fusion; None: a single operation, by its own kernel."""
     start, by_kind = 0, _by_first_kind(tuple(fusions))
     while start < len(program.ops):
         possible = by_kind.get(program.ops[start].kind, ())
-        matches = ((fusion, fusion.match(program, start, card, layout_of)) for fusion in possible)
+        matches = ((fusion, fusion.match(program, start, gpu, layout_of)) for fusion in possible)
         found = next(((fusion, run) for fusion, run in matches if run is not None), (None, Run(program, start, 1)))
         yield found
         start += found[1].count

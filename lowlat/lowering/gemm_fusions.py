@@ -21,7 +21,7 @@ from lowlat.kernels.gemm.decode.gemm import (
 )
 from lowlat.kernels.gemm.packing import TILE_ROWS, gate_up_permutation, rope_permutation
 from lowlat.kernels.sampling.select import FINITE, INFINITY
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, Call, LeftArgmax, decodes, in_parts
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.row_fusions import adds_ranks, gathered
@@ -36,7 +36,7 @@ def _product(run: Run) -> str:
     return run.op("linear").writes["out"]
 
 
-def _fits(run: Run, card: Card) -> bool:
+def _fits(run: Run, gpu: Gpu) -> bool:
     """Whether the GEMM is one of few rows and, with a norm before it, its blocks can hold what they norm.
 
     One that sums in parts has neither norm nor activation or rotation.
@@ -48,15 +48,15 @@ def _fits(run: Run, card: Card) -> bool:
         return True
     rows, depth = run.shape(norm.reads["x"])
     same = linear.reads["x"] == norm.writes["out"] and norm.stage is linear.stage
-    return same and steps_to_hold(rows, depth, card) > 0
+    return same and steps_to_hold(rows, depth, gpu) > 0
 
 
 def _reads_product(kind: str, argument: str) -> Any:
     """The precondition of an epilogue: the operation of this kind takes the GEMM's output as this argument, once."""
 
-    def applies(run: Run, card: Card) -> bool:
+    def applies(run: Run, gpu: Gpu) -> bool:
         reads = run.op(kind).reads
-        return _fits(run, card) and [name for name, each in reads.items() if each == _product(run)] == [argument]
+        return _fits(run, gpu) and [name for name, each in reads.items() if each == _product(run)] == [argument]
 
     return applies
 
@@ -77,7 +77,7 @@ def _prologue(binding: Binding, run: Run) -> dict[str, Any]:
         "x": binding.buffers[linear.reads["x"]],
         "weight": binding.weights.matrix(linear.weights["weight"]),
         "bias": binding.bias(linear),
-        "card": binding.card,
+        "card": binding.gpu,
     }
     options["parts"] = binding.k_parts(linear, options["x"].shape[1])
     if norm is not None:
@@ -97,9 +97,9 @@ def _with_residual(binding: Binding, run: Run) -> Sequence[Call]:
     return decode_gemm(**_prologue(binding, run), residual=given["a"], out=given["out"])
 
 
-def _exchanges(run: Run, card: Card) -> bool:
-    """Whether the residual stream gets the sum of all ranks' outputs, and each rank has a card of its own."""
-    fits = not card.is_shared and _fits(run, card) and run.op("gather_ranks").reads["x"] == _product(run)
+def _all_reduces(run: Run, gpu: Gpu) -> bool:
+    """Whether the residual stream gets the sum of all ranks' outputs, and each rank has a GPU of its own."""
+    fits = not gpu.is_shared and _fits(run, gpu) and run.op("gather_ranks").reads["x"] == _product(run)
     return fits and adds_ranks(run)
 
 
@@ -107,7 +107,7 @@ def _exchanged(run: Run) -> list[str]:
     return [_product(run), *gathered(run)]
 
 
-def _with_exchange(binding: Binding, run: Run) -> Sequence[Call]:
+def _with_all_reduce(binding: Binding, run: Run) -> Sequence[Call]:
     given = binding.arguments(run.op("add"))
     peers = binding.peer_rows(given["out"].shape[1], "gemm")
     return decode_gemm(**_prologue(binding, run), residual=given["a"], peers=peers, out=given["out"])
@@ -128,11 +128,11 @@ def _gate_up(run: Run) -> dict[str, torch.Tensor]:
     return {linear.weights["weight"]: gate_up_permutation(run.shape(_product(run))[1] // 2)}
 
 
-def _rotates(run: Run, card: Card) -> bool:
-    """Whether queries alone, keys and values alone, or all three are rotated, and keys and values written behind it."""
+def _rotates(run: Run, gpu: Gpu) -> bool:
+    """Whether queries alone, keys and values alone, or all three are rotated, and keys and values written after it."""
     rope, write = run.op("rope"), run.find("kv_write")
     sizes = {run.shape(name)[2] for name in rope.writes.values()}
-    if not _fits(run, card) or rope.reads["qkv"] != _product(run) or any(size % TILE_ROWS for size in sizes):
+    if not _fits(run, gpu) or rope.reads["qkv"] != _product(run) or any(size % TILE_ROWS for size in sizes):
         return False
     if write is None:
         return "k" not in rope.writes and "v" not in rope.writes
@@ -175,8 +175,8 @@ def _limit(run: Run, logits: str) -> int | None:
     return FINITE if following.kind in ("finite", "sample") else None
 
 
-def _chosen_from(run: Run, card: Card) -> bool:
-    return _fits(run, card) and not in_parts(run.op("linear")) and _limit(run, _product(run)) is not None
+def _chosen_from(run: Run, gpu: Gpu) -> bool:
+    return _fits(run, gpu) and not in_parts(run.op("linear")) and _limit(run, _product(run)) is not None
 
 
 def _with_argmax(binding: Binding, run: Run) -> Sequence[Call]:
@@ -189,17 +189,17 @@ def _with_argmax(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _leave_argmax(binding: Binding, run: Run, logits: str, limit: int) -> PartialArgmax:
-    """Where the best pairs go, with which the operation behind the run begins."""
-    blocks = binding.card.num_multiprocessors
+    """Where the best pairs go, with which the operation after the run begins."""
+    blocks = binding.gpu.num_multiprocessors
     pairs = binding.workspace("gemm.partial_argmax", (run.shape(logits)[0], blocks, 2), torch.int32)
     binding.left = LeftArgmax(logits, pairs, limit)
     return PartialArgmax(pairs, limit)
 
 
-def _biases(run: Run, card: Card) -> bool:
+def _biases(run: Run, gpu: Gpu) -> bool:
     """Whether the product is a bias of few rows of blocks."""
     fits = run.shape(_product(run))[0] <= MAX_BLOCK_ROWS and not in_parts(run.op("linear"))
-    return fits and _reads_product("bias_rows", "bias")(run, card)
+    return fits and _reads_product("bias_rows", "bias")(run, gpu)
 
 
 def _with_block(binding: Binding, run: Run) -> Sequence[Call]:
@@ -218,7 +218,7 @@ GEMM_FUSIONS = (
         _normed_and_product, _gate_up,
     ),
     Fusion("gemm+add", "rms_norm? linear add", 1, _with_residual, _reads_product("add", "b"), _normed_and_product),
-    Fusion("gemm+exchange", "linear gather_ranks sum_ranks add", 3, _with_exchange, _exchanges, _exchanged),
+    Fusion("gemm+all_reduce", "linear gather_ranks sum_ranks add", 3, _with_all_reduce, _all_reduces, _exchanged),
     Fusion("gemm+cast", "rms_norm? linear cast", 1, _rounded, _reads_product("cast", "x"), _normed_and_product),
     Fusion("gemm+rope+kv_write", "rms_norm? linear rope kv_write?", 1, _rotated, _rotates, _rotated_hides, _heads),
     Fusion("gemm+bias_rows", "linear bias_rows", 1, _with_block, _biases, _normed_and_product),

@@ -11,8 +11,8 @@ class LaunchCounts:
     """The launches of all programs of an executor, of all ranks, counted when they were lowered; its waits and copies.
 
     launches          of our kernels
-    planned           of these, launches whose plan depends on the card: GEMMs, attention, experts
-    tuned             of these, launches whose plans are entries of the card's tuning table
+    planned           of these, launches whose plan depends on the GPU: GEMMs, attention, experts
+    tuned             of these, launches whose plans are entries of the GPU's tuning table
     untuned           kind and key of those that have no entry, each once
     library_calls     calls of torch's operations; with the reference executor every operation is one
     fallbacks         of these, calls in place of a kernel of ours, as `KIND in PROGRAM's STAGE`

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowlat.graphs.program import Op, Program, Stage
-from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
 from lowlat.lowering.binding import Binding, Call
 from lowlat.lowering.covers import check_covered
 from lowlat.lowering.fusion import cover
@@ -49,7 +49,7 @@ class LoweredGroup:
 
 
 def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
-    """Cover a whole program with calls; every operation has some, whatever stands beside it.
+    """Cover a whole program with calls; every operation has some, whatever stands next to it.
 
     fuse  False: each operation by its own kernel. Raises ShapeError for sizes that its kernel does not take, and
           ConfigError for parameters that it does not.
@@ -58,7 +58,7 @@ def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
     groups: list[LoweredGroup] = []
     awaits, fresh = True, binding.fresh  # whether the next call awaits all before it
     fresh.clear()
-    for fusion, run in cover(binding.program, binding.card, FUSIONS if fuse else (), binding.weights.permutation):
+    for fusion, run in cover(binding.program, binding.gpu, FUSIONS if fuse else (), binding.weights.permutation):
         if binding.left is not None and any(binding.left.logits in op.writes.values() for op in run.ops):
             binding.left = None
         calls = list(lower_alone(binding, run.ops[0]) if fusion is None else fusion.lower(binding, run))
@@ -66,7 +66,7 @@ def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
         if awaits or not fresh.keys().isdisjoint(name for op in run.ops for name in early_reads(op)):
             calls[0] = _awaits_all(calls[0])
             fresh.clear()
-        # nearly every kernel behind a step's start reads slots and lengths
+        # nearly every kernel after a step's start reads slots and lengths
         awaits = run.ops[-1].stage is Stage.ACTIVE_SLOTS
         if any(map(_settles, calls)):
             fresh.clear()
@@ -87,7 +87,7 @@ def _awaits_all(call: Call) -> Call:
     return replace(call, dependent=False) if isinstance(call, KernelCall) else call
 
 
-def weight_layouts(programs: Iterable[Program], card: Card = H200, *, fuse: bool = True) -> dict[str, torch.Tensor]:
+def weight_layouts(programs: Iterable[Program], gpu: Gpu = H200, *, fuse: bool = True) -> dict[str, torch.Tensor]:
     """The permutations of packed weights' rows that kernels and fusions of these programs want, by weight.
 
     The first program that has a weight decides; a fusion that wants it otherwise is then not applied.
@@ -100,7 +100,7 @@ def weight_layouts(programs: Iterable[Program], card: Card = H200, *, fuse: bool
             continue
         seen |= weights
         layouts = {**operation_layouts(program), **layouts}
-        for fusion, run in cover(program, card, FUSIONS if fuse else ()):
+        for fusion, run in cover(program, gpu, FUSIONS if fuse else ()):
             if fusion is not None:
                 layouts = {**fusion.layouts(run), **layouts}
     return layouts

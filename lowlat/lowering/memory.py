@@ -1,4 +1,4 @@
-"""The memory that prefill takes on a card beside its buffers, counted beforehand for the memory plan.
+"""The memory that prefill takes on a GPU next to its buffers, counted beforehand for the memory plan.
 
 `workspaces_of` are those that its kernels ask for, `temporary_bytes` is an upper bound of the memory that torch's
 operations take while they run.

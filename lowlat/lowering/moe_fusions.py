@@ -1,7 +1,7 @@
 """Fusions of a mixture of experts: in a step the norm with the router, then everything else; in prefill the norm alone.
 
 In a step the router leaves logits in a workspace, where the blocks of the next launch await them word by word: each
-mixture fills the workspace of the one after it with sentinels, before that one may begin.
+MoE layer fills the workspace of the one after it with sentinels, before that one may begin.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from lowlat.kernels.moe.plan import partials_workspace
 from lowlat.kernels.moe.prefill.experts import prefill_experts
 from lowlat.kernels.moe.router import RouterNorm, router, router_logits
 from lowlat.kernels.moe.topk_routing import TopKRouting
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, Call, decodes, in_parts
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.row_fusions import adds_ranks, gathered
@@ -23,17 +23,17 @@ from lowlat.lowering.weight_parts import experts_name
 
 __all__ = ["MOE_FUSIONS"]
 
-MIXTURE = "rms_norm router experts_gate_up experts_down gather_ranks? sum_ranks? add"
+MOE = "rms_norm router experts_gate_up experts_down gather_ranks? sum_ranks? add"
 LOGITS = ("moe.logits.even", "moe.logits.odd")
 
 
-def _mixes(run: Run, card: Card) -> bool:
+def _mixes(run: Run, gpu: Gpu) -> bool:
     """Whether each operation reads those before it, by the argument that it must, and K is not summed in parts."""
-    norm, routing, gate_up, down, *exchange, total = run.ops
+    norm, routing, gate_up, down, *all_reduce, total = run.ops
     summed = down
-    if exchange:
-        gather, summed = exchange
-        if card.is_shared or gather.reads["x"] != down.writes["out"] or not adds_ranks(run):
+    if all_reduce:
+        gather, summed = all_reduce
+        if gpu.is_shared or gather.reads["x"] != down.writes["out"] or not adds_ranks(run):
             return False
     chosen = [routing.writes[name] for name in ("expert_ids", "expert_weights")]
     return (
@@ -58,8 +58,8 @@ def _gate_up(run: Run) -> dict[str, torch.Tensor]:
     return {experts_name(op): gate_up_permutation(run.shape(op.writes["out"])[2])}
 
 
-def _mixture(binding: Binding, run: Run) -> Sequence[Call]:
-    norm_op, router_op, gate_up, down, *exchange, add = run.ops
+def _moe(binding: Binding, run: Run) -> Sequence[Call]:
+    norm_op, router_op, gate_up, down, *all_reduce, add = run.ops
     norm, routed, first, second, total = (binding.arguments(op) for op in (norm_op, router_op, gate_up, down, add))
     weights = binding.weights
     num_experts = weights.vector(router_op.weights["weight"]).shape[0]
@@ -77,7 +77,7 @@ def _mixture(binding: Binding, run: Run) -> Sequence[Call]:
         logits=routing.logits,
         awaited=(first["out"], partials, following),
         **binding.vectors(router_op),
-        card=binding.card,
+        gpu=binding.gpu,
     )
     return calls + experts_mlp(
         x=first["x"],
@@ -95,8 +95,8 @@ def _mixture(binding: Binding, run: Run) -> Sequence[Call]:
         limit=first["limit"],
         alpha=first["alpha"],
         early=number > 0,  # nobody filled the first one's logits
-        peers=binding.peer_rows(width, "mixture") if exchange else None,
-        card=binding.card,
+        peers=binding.peer_rows(width, "mixture") if all_reduce else None,
+        gpu=binding.gpu,
     )
 
 
@@ -105,7 +105,7 @@ def _norm(binding: Binding, op: Op) -> RouterNorm:
     return RouterNorm(binding.weights.vector(op.weights["weight"]), given["eps"], given["out"], given.get("row_live"))
 
 
-def _norms_routed(run: Run, card: Card) -> bool:
+def _norms_routed(run: Run, gpu: Gpu) -> bool:
     return run.op("router").reads["x"] == run.op("rms_norm").writes["out"]
 
 
@@ -115,10 +115,10 @@ def _normed_router(binding: Binding, run: Run) -> Sequence[Call]:
     given, norm = binding.arguments(routing), _norm(binding, run.op("rms_norm"))
     given["x"] = binding.buffers[run.op("rms_norm").reads["x"]]
     vectors = binding.vectors(routing)
-    return router(**given, **vectors, norm=norm, workspace=binding.workspace, card=binding.card)
+    return router(**given, **vectors, norm=norm, workspace=binding.workspace, gpu=binding.gpu)
 
 
-def _grouped(run: Run, card: Card) -> bool:
+def _grouped(run: Run, gpu: Gpu) -> bool:
     gate_up, down = run.op("experts_gate_up"), run.op("experts_down")
     feeds = down.reads["activated"] == gate_up.writes["out"]
     return (
@@ -147,13 +147,13 @@ def _experts(binding: Binding, run: Run) -> Sequence[Call]:
         limit=first["limit"],
         alpha=first["alpha"],
         workspace=binding.workspace,
-        card=binding.card,
+        gpu=binding.gpu,
     )
 
 
 MOE_FUSIONS = (
     Fusion(
-        "mixture", MIXTURE, 3, _mixture, _mixes, _summed, _gate_up
+        "mixture", MOE, 3, _moe, _mixes, _summed, _gate_up
     ),
     Fusion("norm+router", "rms_norm router", 1, _normed_router, _norms_routed),
     Fusion("experts", "experts_gate_up experts_down", 1, _experts, _grouped, _activated),

@@ -1,7 +1,7 @@
 """The table of operations: the kernels, or the library call, by which each operation is lowered alone.
 
 A kernel takes its operation's buffers, weights and parameters by the names that the reference has. Where more is
-needed (a table that may be packed, workspaces, the card), the operation has a function here.
+needed (a table that may be packed, workspaces, the GPU), the operation has a function here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,8 @@ from lowlat.kernels.attention.kv_write import kv_write, prefill_kv_write
 from lowlat.kernels.attention.partial.block_lists import choose_blocks, list_lens
 from lowlat.kernels.attention.partial.block_summary import summarise_blocks
 from lowlat.kernels.attention.place_table import place_table
-from lowlat.kernels.collectives.exchange import gather_ranks
-from lowlat.kernels.collectives.parts import join_columns, sum_ranks
+from lowlat.kernels.collectives.all_reduce import gather_ranks
+from lowlat.kernels.collectives.parts import all_gather, sum_ranks
 from lowlat.kernels.elementwise.elementwise import add, cast, identity, silu_mul, take_columns
 from lowlat.kernels.elementwise.embed import embed
 from lowlat.kernels.elementwise.norm import rms_norm, split_norms
@@ -36,8 +36,8 @@ from lowlat.kernels.sampling.row_pairs import finite
 from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.speculation.accept import accept, accept_simulated, commit, draft_rows, truncate
+from lowlat.kernels.speculation.choose_draft_length import choose_draft_length
 from lowlat.kernels.speculation.choose_drafts import choose_drafts
-from lowlat.kernels.speculation.choose_width import choose_width
 from lowlat.kernels.speculation.draft_block import block_rows, mask_rows
 from lowlat.kernels.speculation.draft_input import concat_norms
 from lowlat.kernels.speculation.draft_level import assign_drafts, gather_level
@@ -53,11 +53,11 @@ from lowlat.kernels.speculation.draft_scores import draft_topk_logprobs
 from lowlat.kernels.speculation.draft_topk import draft_topk
 from lowlat.kernels.speculation.grow import choose_nodes, grow_block_tree, grow_tree
 from lowlat.kernels.speculation.hand_over import hand_over_tree
+from lowlat.kernels.speculation.length_probabilities import join_lengths, learn_draft_lengths
 from lowlat.kernels.speculation.markov import bias_rows, markov_gate, parent_tokens
 from lowlat.kernels.speculation.ngram_draft import ngram_draft
 from lowlat.kernels.speculation.suffix_draft import suffix_draft
 from lowlat.kernels.speculation.waiting import keep_features, take_features, waiting_rows
-from lowlat.kernels.speculation.width_odds import join_widths, learn_widths
 from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
 from lowlat.kernels.step.checks import check_accepted, check_commit, check_rows, check_slots
 from lowlat.kernels.step.publish import publish, tree_masks
@@ -117,7 +117,7 @@ def _linear(binding: Binding, op: Op) -> Sequence[Call]:
     given, name = binding.arguments(op), op.weights["weight"]
     return decode_gemm(
         x=given["x"], weight=binding.weights.matrix(name), bias=binding.bias(op), out=given["out"],
-        columns=binding.weights.runs(name), parts=binding.k_parts(op, given["x"].shape[1]), card=binding.card,
+        columns=binding.weights.runs(name), parts=binding.k_parts(op, given["x"].shape[1]), gpu=binding.gpu,
     )  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
         split=choose_split(max_batch, max_context, heads),
         sinks=binding.sinks(op),
         workspace=binding.workspace,
-        card=binding.card,
+        gpu=binding.gpu,
         early_metadata=_is_settled(binding, op),
         early_rows=binding.fresh.keys().isdisjoint((op.reads["row_live"], op.reads["row_masks"])),
         tail=max(each.shape[1] for each in most),  # no row has more ancestors than a slot has nodes, or such rows
@@ -142,18 +142,18 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def _is_settled(binding: Binding, op: Op) -> bool:
-    """Whether attention may look up and copy, before it waits, the keys and values in front of its dense lengths."""
+    """Whether attention may look up and copy, before it waits, the keys and values before its dense lengths."""
     behind, tables = op.reads["dense_lens"], (op.reads.get(name) for name in ("slots", "block_table", "block_lists"))
     caches = (binding.fresh.get(op.reads[name], behind) for name in ("k_cache", "v_cache"))
     return binding.fresh.keys().isdisjoint((behind, *tables)) and all(each == behind for each in caches)
 
 
 def _summarise_blocks(binding: Binding, op: Op) -> Sequence[Call]:
-    return summarise_blocks(**binding.arguments(op), card=binding.card)
+    return summarise_blocks(**binding.arguments(op), gpu=binding.gpu)
 
 
 def _choose_blocks(binding: Binding, op: Op) -> Sequence[Call]:
-    return choose_blocks(**binding.arguments(op), workspace=binding.workspace, card=binding.card)
+    return choose_blocks(**binding.arguments(op), workspace=binding.workspace, gpu=binding.gpu)
 
 
 def left_argmax(binding: Binding, op: Op) -> torch.Tensor | None:
@@ -164,7 +164,7 @@ def left_argmax(binding: Binding, op: Op) -> torch.Tensor | None:
 
 def draft_topk_alone(binding: Binding, op: Op, **children: Any) -> Sequence[Call]:
     """The calls of `draft_topk`; of what follows it, too, where `children` are arguments of `assign_drafts`, and `then`
-    a level behind them."""
+    a level after them."""
     given, best = {**binding.arguments(op), **binding.vectors(op)}, left_argmax(binding, op)
     return draft_topk(**given, **children, best=best if given["k"] == 1 else None, workspace=binding.workspace)
 
@@ -184,13 +184,13 @@ def _gather_ranks(binding: Binding, op: Op) -> Sequence[Call]:
 
 def _router(binding: Binding, op: Op) -> Sequence[Call]:
     given, vectors = binding.arguments(op), binding.vectors(op)
-    return router(**given, **vectors, workspace=binding.workspace, card=binding.card)
+    return router(**given, **vectors, workspace=binding.workspace, gpu=binding.gpu)
 
 
 def _gate_up(binding: Binding, op: Op) -> Sequence[Call]:
     name = experts_name(op)
     given = {**binding.arguments(op), "experts": binding.weights.experts(name)}
-    given |= {"bias": binding.weights.experts_bias(name) if "bias" in op.weights else None, "card": binding.card}
+    given |= {"bias": binding.weights.experts_bias(name) if "bias" in op.weights else None, "card": binding.gpu}
     return experts_gate_up(**given) if decodes(op) else prefill_gate_up(**given, workspace=binding.workspace)
 
 
@@ -201,7 +201,7 @@ def down_alone(binding: Binding, op: Op, *, grouped: bool = False) -> Sequence[C
     parts = binding.k_parts(op, given["activated"].shape[-1])
     for name in ("num_parts", "unit"):
         given.pop(name, None)
-    given |= {"bias": bias, "card": binding.card, "parts": parts}
+    given |= {"bias": bias, "card": binding.gpu, "parts": parts}
     if decodes(op):
         return experts_down(**given, workspace=binding.workspace)
     return prefill_down(**given, workspace=binding.workspace, grouped=grouped)
@@ -227,8 +227,8 @@ def _publish(binding: Binding, op: Op) -> Sequence[Call]:
     return publish(**publication(binding, op), loop=binding.loop)
 
 
-def _choose_width(binding: Binding, op: Op) -> Sequence[Call]:
-    return choose_width(**binding.arguments(op), condition=0 if binding.switches else None)
+def _choose_draft_length(binding: Binding, op: Op) -> Sequence[Call]:
+    return choose_draft_length(**binding.arguments(op), condition=0 if binding.switches else None)
 
 
 _BY_NAME = (
@@ -236,7 +236,7 @@ _BY_NAME = (
     *(check_accepted, check_commit, check_rows, check_slots),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
-    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, learn_widths),
+    *(gather_rows, identity, join_features, join_lengths, keep_features, kv_write, learn_draft_lengths),
     list_active_slots,
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, place_table, prefill_kv_write, publish_rows),
     *(qk_norm, rms_norm),
@@ -251,14 +251,14 @@ _BY_NAME = (
         tree_masks,
         truncate,
     ),
-    *(join_columns, keep_prompt_logprobs, sum_ranks, take_prompt_rows, token_ranks, waiting_rows),
+    *(all_gather, keep_prompt_logprobs, sum_ranks, take_prompt_rows, token_ranks, waiting_rows),
 )
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(
     {
         **{build.__name__: _by_name(build) for build in _BY_NAME},
         "attention": _attention,
         "choose_blocks": _choose_blocks,
-        "choose_width": _choose_width,
+        "choose_draft_length": _choose_draft_length,
         "draft_topk": draft_topk_alone,
         "draft_topk_logprobs": _with_workspace(draft_topk_logprobs),
         "embed": _embed,

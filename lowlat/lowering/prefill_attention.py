@@ -1,12 +1,12 @@
 """Attention of a chunk of prefill: keys and values gathered side by side, then flash attention.
 
-Flash attention is a kernel of ours on cards of capability 9.0, for heads of 64 and 128; elsewhere, and for a refresh,
+Flash attention is a kernel of ours on GPUs of capability 9.0, for heads of 64 and 128; elsewhere, and for a refresh,
 it is torch's. How much a chunk sees is read on the device, so one captured chunk serves every start, in time that grows
 with what it sees. Flash attention takes keys in blocks of a fixed size, counted from the first that was gathered, the
 last block first; blocks that a row does not see change nothing of its sums. So a row's bits depend neither on the
-chunk's size nor on the rows beside it. It knows no model.
+chunk's size nor on the rows next to it.
 
-A refresh has few rows behind a long text, which one thread block a head would have to read alone. So the positions
+A refresh has few rows after a long text, which one thread block a head would have to read alone. So the positions
 before the rows are taken in parts, as sequences of their own, and the results are combined by their log-sum-exps.
 """
 
@@ -60,14 +60,14 @@ def prefill_attention(binding: Binding, op: Op, arranged: torch.Tensor | None = 
     window, longest = op.params.get("window"), binding.max_context
     if not isinstance(window, int) or window >= longest:
         window = None
-    if has_prefill_flash(binding.card, binding.program.buffers[op.reads["k_cache"]].shape[-1]):
+    if has_prefill_flash(binding.gpu, binding.program.buffers[op.reads["k_cache"]].shape[-1]):
         gather, attended = _gathered(binding, op, window, tiled=True)
         del attended["lengths"]
         given = binding.arguments(op)
         own = {"chunk": given["chunk"], "first": given.get("first", 0), "arranged": arranged is not None}
         if arranged is not None:
             attended["out"] = arranged
-        return [*gather, *prefill_flash(**attended, **own, window=window, card=binding.card)]
+        return [*gather, *prefill_flash(**attended, **own, window=window, gpu=binding.gpu)]
     if arranged is not None:
         raise ShapeError("torch's flash attention leaves its result row by row")
     gather, attended = _gathered(binding, op, window)
@@ -101,7 +101,7 @@ def _gathered(
         keys, values = (each.view(tiles_shape(*each.shape)) for each in (keys, values))
     gather = gather_kv(
         k_cache=k_cache, v_cache=v_cache, block_table=given["block_table"], chunk=given["chunk"], keys=keys,
-        values=values, lengths=lengths, size=q.shape[0], window=window, card=binding.card, first=given.get("first", 0),
+        values=values, lengths=lengths, size=q.shape[0], window=window, gpu=binding.gpu, first=given.get("first", 0),
         kv_scales=given.get("kv_scales"),
     )  # fmt: skip
     sinks = binding.sinks(op)

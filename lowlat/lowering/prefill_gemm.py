@@ -1,4 +1,4 @@
-"""GEMMs of a chunk of prefill: by packed weights where the card has wgmma, else by torch from an unpacked matrix.
+"""GEMMs of a chunk of prefill: by packed weights where the GPU has wgmma, else by torch from an unpacked matrix.
 
 Numbers of a quantised matrix are rounded to bf16, in registers or by the launch that unpacks it; FP8 by row and NVFP4
 are exact, as the scales of their rows multiply what comes out.
@@ -28,7 +28,7 @@ from lowlat.kernels.gemm.prefill.gemm import arranged_prefill_gemm, gated_prefil
 from lowlat.kernels.gemm.prefill.plan import APART_ROWS, MOST_ROWS, cut_of, has_prefill_gemm
 from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
-from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
+from lowlat.kernels.toolchain.kernel import Gpu, WorkspaceShape
 from lowlat.lowering.binding import Binding, Call, LibraryCall, in_parts
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.prefill_attention import prefill_attention
@@ -57,24 +57,24 @@ def activation_workspace(rows: int, width: int) -> WorkspaceShape:
     return "prefill.activated", arranged_shape(rows, width), torch.bfloat16
 
 
-def takes(chunk: int, weight: PackedMatrix, card: Card) -> bool:
+def takes(chunk: int, weight: PackedMatrix, gpu: Gpu) -> bool:
     """Whether a weight is multiplied by our GEMM, in chunks of so many rows."""
     fits = chunk % ROWS == 0 and weight.rows % WIDTH == 0 and weight.columns % WIDTH == 0
     is_read = weight.tile_format != BF16_TILES or weight.tiles.dtype == torch.bfloat16
-    return fits and has_prefill_gemm(card) and is_read
+    return fits and has_prefill_gemm(gpu) and is_read
 
 
 def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
     """The calls of `linear` over the rows of prefill: x [M, K] @ weight.T + bias, float32 [M, N]."""
     given, name = binding.arguments(op), op.weights["weight"]
     weight, chunk = binding.weights.matrix(name), binding.prefill_chunk
-    if takes(chunk, weight, binding.card):
+    if takes(chunk, weight, binding.gpu):
         return _by_packed(binding, op, weight)
     if binding.is_invariant:
         raise ConfigError(
-            f"{binding.program.name}: tp_invariant needs prefill's own GEMMs, of cards of capability 9.0, chunks of a "
+            f"{binding.program.name}: tp_invariant needs prefill's own GEMMs, of GPUs of capability 9.0, chunks of a "
             f"multiple of {ROWS} and widths of {WIDTH}, and {name} would be multiplied by a matrix library, whose "
-            f"order of sums its width decides (capability {binding.card.capability}, prefill_chunk {chunk}, "
+            f"order of sums its width decides (capability {binding.gpu.capability}, prefill_chunk {chunk}, "
             f"{weight.rows} x {weight.columns}); leave it out, or use executor 'reference'"
         )
     bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
@@ -109,7 +109,7 @@ def _by_packed(binding: Binding, op: Op, weight: PackedMatrix) -> Sequence[Call]
         arranged, partials = (binding.workspace(*each) for each in asked)
         calls += prefill_gemm(
             x=rows, weight=weight, bias=binding.bias(op), columns=columns, arranged=arranged, partials=partials,
-            out=results, card=binding.card, parts=parts,
+            out=results, gpu=binding.gpu, parts=parts,
         )  # fmt: skip
     return calls
 
@@ -119,13 +119,13 @@ def _parts_of(binding: Binding, op: Op, weight: PackedMatrix) -> KParts | None:
     return binding.k_parts(op, weight.columns) or (AT_ONCE if binding.is_invariant else None)
 
 
-def _is_one_gemm(rows: int, linear: Op, card: Card) -> bool:
+def _is_one_gemm(rows: int, linear: Op, gpu: Gpu) -> bool:
     """Whether one GEMM of ours takes so many rows of an operation, whatever its weight is."""
     most = MOST_ROWS if (linear.params.get("num_parts") or 1) == 1 else APART_ROWS
-    return linear.stage is Stage.PREFILL and has_prefill_gemm(card) and rows % ROWS == 0 and rows <= most
+    return linear.stage is Stage.PREFILL and has_prefill_gemm(gpu) and rows % ROWS == 0 and rows <= most
 
 
-def _norms_for(run: Run, card: Card) -> bool:
+def _norms_for(run: Run, gpu: Gpu) -> bool:
     """Whether a GEMM reads the norm's rows, in sizes that our kernels have, and the norm reads the sum before it."""
     added, norm, linear = run.find("add"), run.op("rms_norm"), run.op("linear")
     rows, width = run.shape(norm.writes["out"])
@@ -133,25 +133,25 @@ def _norms_for(run: Run, card: Card) -> bool:
         linear.reads["x"] == norm.writes["out"]
         and (added is None or norm.reads["x"] == added.writes["out"])
         and all(op.stage is Stage.PREFILL for op in run.ops)
-        and _is_one_gemm(rows, linear, card)
+        and _is_one_gemm(rows, linear, gpu)
         and width % WIDTH == 0
     )
 
 
-def _attends_for(run: Run, card: Card) -> bool:
+def _attends_for(run: Run, gpu: Gpu) -> bool:
     """Whether a GEMM reads the result of our own flash attention, in sizes that it takes."""
     attention, linear = run.ops
     rows, width = run.shape(attention.writes["out"])
     return (
         linear.reads["x"] == attention.writes["out"]
         and attention.stage is Stage.PREFILL
-        and has_prefill_flash(card, run.shape(attention.reads["k_cache"])[-1])
-        and _is_one_gemm(rows, linear, card)
+        and has_prefill_flash(gpu, run.shape(attention.reads["k_cache"])[-1])
+        and _is_one_gemm(rows, linear, gpu)
         and width % WIDTH == 0
     )
 
 
-def _feeds(run: Run, card: Card) -> bool:
+def _feeds(run: Run, gpu: Gpu) -> bool:
     """Whether a FFN's GEMMs and activation take each other's results, in sizes that our kernels have."""
     gate_up, silu, down = run.ops[-3:]
     rows, width = run.shape(silu.writes["out"])
@@ -160,15 +160,15 @@ def _feeds(run: Run, card: Card) -> bool:
         silu.stage is Stage.PREFILL
         and silu.reads["gate_up"] == gate_up.writes["out"]
         and down.reads["x"] == silu.writes["out"]
-        and _is_one_gemm(rows, gate_up, card)
-        and _is_one_gemm(rows, down, card)
+        and _is_one_gemm(rows, gate_up, gpu)
+        and _is_one_gemm(rows, down, gpu)
         and width % WIDTH == depth % WIDTH == 0
         and (gates(2 * width, depth) or (in_parts(down) and gates(2 * width, depth, AT_ONCE)))
     )
 
 
-def _norms_and_feeds(run: Run, card: Card) -> bool:
-    return _norms_for(run, card) and _feeds(run, card)
+def _norms_and_feeds(run: Run, gpu: Gpu) -> bool:
+    return _norms_for(run, gpu) and _feeds(run, gpu)
 
 
 def _normed(run: Run) -> list[str]:
@@ -217,7 +217,7 @@ def _of_arranged(binding: Binding, op: Op, weight: PackedMatrix, arranged: torch
     partials = binding.workspace(*gemm_workspaces(out.shape[0], weight.rows, weight.columns, parts)[1])
     return arranged_prefill_gemm(
         arranged=arranged, weight=weight, bias=binding.bias(op), columns=binding.weights.runs(op.weights["weight"]),
-        partials=partials, out=out, card=binding.card, parts=parts,
+        partials=partials, out=out, gpu=binding.gpu, parts=parts,
     )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def _normed_linear(binding: Binding, run: Run) -> Sequence[Call]:
     """The norm leaves its rows as the GEMM reads them."""
     linear = run.op("linear")
     weight = binding.weights.matrix(linear.weights["weight"])
-    if not takes(binding.prefill_chunk, weight, binding.card):
+    if not takes(binding.prefill_chunk, weight, binding.gpu):
         return [*_norm(binding, run), *prefill_linear(binding, linear)]
     arranged = _arranged_rows(binding, linear, weight)
     return [*_norm(binding, run, arranged), *_of_arranged(binding, linear, weight, arranged)]
@@ -235,18 +235,18 @@ def _attended_linear(binding: Binding, run: Run) -> Sequence[Call]:
     """Attention leaves its rows as the GEMM reads them."""
     attention, linear = run.ops
     weight = binding.weights.matrix(linear.weights["weight"])
-    if not takes(binding.prefill_chunk, weight, binding.card):
+    if not takes(binding.prefill_chunk, weight, binding.gpu):
         return [*prefill_attention(binding, attention), *prefill_linear(binding, linear)]
     arranged = _arranged_rows(binding, linear, weight)
     return [*prefill_attention(binding, attention, arranged), *_of_arranged(binding, linear, weight, arranged)]
 
 
 def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
-    """Both GEMMs: the first one's epilogue leaves the activation as the second one reads it; behind a norm, if any."""
+    """Both GEMMs: the first one's epilogue leaves the activation as the second one reads it; after a norm, if any."""
     gate_up, silu, down = run.ops[-3:]
     first, second = (binding.weights.matrix(op.weights["weight"]) for op in (gate_up, down))
     activation, normed = binding.arguments(silu), run.find("rms_norm") is not None
-    takes_first, takes_second = (takes(binding.prefill_chunk, each, binding.card) for each in (first, second))
+    takes_first, takes_second = (takes(binding.prefill_chunk, each, binding.gpu) for each in (first, second))
     if not takes_first:
         before = _norm(binding, run) if normed else ()
         return [*before, *prefill_linear(binding, gate_up), *silu_mul(**activation), *prefill_linear(binding, down)]
@@ -260,7 +260,7 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
         *before,
         *gated_prefill_gemm(
             arranged=arranged, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
-            out=activated, card=binding.card, parts=_parts_of(binding, gate_up, first),
+            out=activated, gpu=binding.gpu, parts=_parts_of(binding, gate_up, first),
         ),
         *_of_arranged(binding, down, second, activated),
     ]  # fmt: skip
@@ -295,7 +295,7 @@ def _by_unpacked(
 def _multiply(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
     """x [M, K] @ weight.T [K, N] bf16 into float32 [M, N], `chunk` rows at a time, accumulated in float32.
 
-    The matrix library takes other ways for other shapes, and a chunk's bits must not depend on those beside it: a part
+    The matrix library takes other ways for other shapes, and a chunk's bits must not depend on those next to it: a part
     of a chunk is padded.
     """
     short = -x.shape[0] % chunk

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowlat.graphs.program import Op
-from lowlat.kernels.collectives.exchange import exchange, exchange_add, exchange_add_norm
+from lowlat.kernels.collectives.all_reduce import all_reduce, all_reduce_add, all_reduce_add_norm
 from lowlat.kernels.collectives.shares import share_add, share_add_norm
 from lowlat.kernels.elementwise.embed import embed_norm
 from lowlat.kernels.elementwise.norm import add_norm
@@ -16,7 +16,7 @@ from lowlat.kernels.speculation.draft_block import BlockBoundary, block_input, m
 from lowlat.kernels.speculation.draft_input import ChainDrafts, draft_input, draft_level_input
 from lowlat.kernels.speculation.draft_rows import take_blocks, take_last
 from lowlat.kernels.speculation.markov import parent_vectors
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, Call, decodes
 from lowlat.lowering.fusion import Fusion, Run
 
@@ -36,7 +36,7 @@ def _normed(binding: Binding, run: Run) -> dict[str, Any]:
     }
 
 
-def _norms_result(run: Run, card: Card) -> bool:
+def _norms_result(run: Run, gpu: Gpu) -> bool:
     return run.op("rms_norm").reads["x"] == run.ops[0].writes["out"]
 
 
@@ -47,7 +47,7 @@ def _embed_norm(binding: Binding, run: Run) -> Sequence[Call]:
     return embed_norm(given["tokens"], table, **_normed(binding, run), out=given["out"])
 
 
-def _embeds_block(run: Run, card: Card) -> bool:
+def _embeds_block(run: Run, gpu: Gpu) -> bool:
     """Whether the norm is of the block's embedded rows, all of which that are live."""
     made, embed, norm = run.op("mask_rows").writes, run.op("embed"), run.op("rms_norm")
     read = (embed.reads["tokens"], norm.reads["x"], norm.reads.get("row_live"))
@@ -81,41 +81,41 @@ def adds_ranks(run: Run) -> bool:
     )
 
 
-def _sums_ranks(run: Run, card: Card) -> bool:
+def _sums_ranks(run: Run, gpu: Gpu) -> bool:
     """Whether they are, and where there is a norm, it is of the residual stream."""
     added, norm = run.find("add"), run.find("rms_norm")
     return adds_ranks(run) and (norm is None or (added is not None and norm.reads["x"] == added.writes["out"]))
 
 
-def _norms_ranks(run: Run, card: Card) -> bool:
-    """Whether the norm is left to the exchange: GEMMs of a step norm few rows for themselves."""
+def _norms_ranks(run: Run, gpu: Gpu) -> bool:
+    """Whether the norm is left to the all-reduce: GEMMs of a step norm few rows for themselves."""
     norm = run.op("rms_norm")
     rows, depth = run.shape(norm.reads["x"])
-    return _sums_ranks(run, card) and not (decodes(norm) and steps_to_hold(rows, depth, card) > 0)
+    return _sums_ranks(run, gpu) and not (decodes(norm) and steps_to_hold(rows, depth, gpu) > 0)
 
 
 def gathered(run: Run) -> list[str]:
-    """Buffers that an exchange keeps to itself: the parts, and their sum where it is added to the residual stream."""
+    """Buffers that an all-reduce keeps to itself: the parts, and their sum where it is added to the residual stream."""
     hidden = [run.op("gather_ranks").writes["out"]]
     return hidden if run.find("add") is None else [*hidden, run.op("sum_ranks").writes["out"]]
 
 
-def _exchange(binding: Binding, run: Run) -> Sequence[Call]:
+def _all_reduce(binding: Binding, run: Run) -> Sequence[Call]:
     """Ranks' parts added up as they come; with the residual stream and its norm where those follow.
 
     Of prefill's many rows each rank adds up a share.
     """
     x, added = binding.buffers[run.op("gather_ranks").reads["x"]], run.find("add")
     width, has_norm, memory = x.shape[1], run.find("rms_norm") is not None, dict[str, Any]()
-    add: Callable[..., Sequence[Call]] = exchange_add
-    add_and_norm: Callable[..., Sequence[Call]] = exchange_add_norm
-    if added is not None and not decodes(added) and not binding.card.is_shared:
+    add: Callable[..., Sequence[Call]] = all_reduce_add
+    add_and_norm: Callable[..., Sequence[Call]] = all_reduce_add_norm
+    if added is not None and not decodes(added) and not binding.gpu.is_shared:
         memory["shares"] = binding.row_shares(width)
         add, add_and_norm = share_add, share_add_norm
     else:
         memory["channel"] = binding.channel(width, whole=has_norm)
     if added is None:
-        return exchange(x, **memory, out=binding.buffers[run.op("sum_ranks").writes["out"]])
+        return all_reduce(x, **memory, out=binding.buffers[run.op("sum_ranks").writes["out"]])
     given = binding.arguments(added)
     if not has_norm:
         return add(x, given["a"], **memory, total=given["out"])
@@ -126,7 +126,7 @@ def _exchange(binding: Binding, run: Run) -> Sequence[Call]:
     )  # fmt: skip
 
 
-def embeds_for_norms(run: Run, card: Card) -> bool:
+def embeds_for_norms(run: Run, gpu: Gpu) -> bool:
     """Whether the draft model's two norms read this embedding and, where rows are gathered, what was gathered."""
     embed, norms, level = run.op("embed"), run.op("concat_norms"), run.find("gather_level")
     if norms.reads["embedded"] != embed.writes["out"]:
@@ -143,10 +143,10 @@ def embedded(run: Run) -> list[str]:
     return [run.op("embed").writes["out"]]
 
 
-def _stores_hidden(run: Run, card: Card) -> bool:
+def _stores_hidden(run: Run, gpu: Gpu) -> bool:
     stored, norms = run.op("store_boundary"), run.op("concat_norms")
     same = all(stored.reads[name] == norms.reads.get(name) for name in ("hidden", "row_live"))
-    return same and embeds_for_norms(run, card)
+    return same and embeds_for_norms(run, gpu)
 
 
 def _draft_input(binding: Binding, run: Run) -> Sequence[Call]:
@@ -164,7 +164,7 @@ def _draft_input(binding: Binding, run: Run) -> Sequence[Call]:
     )  # fmt: skip
 
 
-def _lays_out(run: Run, card: Card) -> bool:
+def _lays_out(run: Run, gpu: Gpu) -> bool:
     """Whether the draft model's norms read the block's rows, and what is stored are features of its committed ones."""
     made, embed, norms = run.op("block_rows").writes, run.op("embed"), run.op("concat_norms")
     read = (embed.reads["tokens"], norms.reads["hidden"], norms.reads.get("row_live"), norms.reads["embedded"])
@@ -204,7 +204,7 @@ def level_input(binding: Binding, run: Run, drafts: ChainDrafts | None = None) -
     )
 
 
-def _embeds_parents(run: Run, card: Card) -> bool:
+def _embeds_parents(run: Run, gpu: Gpu) -> bool:
     return run.op("embed").reads["tokens"] == run.op("parent_tokens").writes["parents"]
 
 
@@ -215,7 +215,7 @@ def _parent_vectors(binding: Binding, run: Run) -> Sequence[Call]:
     return parent_vectors(**binding.arguments(run.op("parent_tokens")), weight=table, vectors=vectors)
 
 
-def _rotates(run: Run, card: Card) -> bool:
+def _rotates(run: Run, gpu: Gpu) -> bool:
     """Whether each operation reads those before it, and the heads are rotated as they come from their norms.
 
     Dead rows are the same to norm and write; in a chunk of prefill to the write alone.
@@ -277,7 +277,7 @@ def _layers(run: Run) -> list[_Layer]:
     return [_Layer(ops[0], ops[1] if len(ops) == 4 else None, ops[-2], ops[-1]) for ops in groups]
 
 
-def _rotates_layers(run: Run, card: Card) -> bool:
+def _rotates_layers(run: Run, gpu: Gpu) -> bool:
     """Whether these are the keys and values of layers whose columns stand side by side, each rotated as if alone."""
     layers, start, width = _layers(run), run.start, 0
     for layer in layers:
@@ -285,7 +285,7 @@ def _rotates_layers(run: Run, card: Card) -> bool:
         if layer.taken.params["first"] != width or (norm or layer.rope).reads["qkv"] != product:
             return False
         alone = Run(run.program, start + 1, 2 if norm is None else 3)
-        if "q" in layer.rope.writes or not _rotates(alone, card):
+        if "q" in layer.rope.writes or not _rotates(alone, gpu):
             return False
         start, width = alone.start + alone.count, width + run.shape(product)[1]
     return bool(layers) and run.shape(layers[0].taken.reads["x"])[1] == width and _are_alike(run, layers)
@@ -323,7 +323,7 @@ def _rotate_layers(binding: Binding, run: Run) -> Sequence[Call]:
     )  # fmt: skip
 
 
-def _same_lengths(run: Run, card: Card) -> bool:
+def _same_lengths(run: Run, gpu: Gpu) -> bool:
     return len({op.reads["commit_lens"] for op in run.ops}) == 1
 
 
@@ -333,10 +333,10 @@ def _take_both(binding: Binding, run: Run) -> Sequence[Call]:
     return take([(given["x"], given["out"]) for given in each], each[0]["commit_lens"])
 
 
-def _same_rows(run: Run, card: Card) -> bool:
+def _same_rows(run: Run, gpu: Gpu) -> bool:
     """Whether as many rows are taken of as many."""
     counts = {(run.shape(op.reads["x"])[0], run.shape(op.writes["out"])[0]) for op in run.ops}
-    return len(counts) == 1 and _same_lengths(run, card)
+    return len(counts) == 1 and _same_lengths(run, gpu)
 
 
 ROW_FUSIONS = (
@@ -345,8 +345,8 @@ ROW_FUSIONS = (
     ),
     Fusion("block+draft_input", "store_boundary? block_rows embed concat_norms", 2, _block_input, _lays_out, embedded),
     Fusion("level+draft_input", "gather_level embed concat_norms", 2, level_input, embeds_for_norms, embedded),
-    Fusion("exchange+norm", "gather_ranks sum_ranks add rms_norm", 3, _exchange, _norms_ranks, gathered),
-    Fusion("exchange", "gather_ranks sum_ranks add?", 1, _exchange, _sums_ranks, gathered),
+    Fusion("all_reduce+norm", "gather_ranks sum_ranks add rms_norm", 3, _all_reduce, _norms_ranks, gathered),
+    Fusion("all_reduce", "gather_ranks sum_ranks add?", 1, _all_reduce, _sums_ranks, gathered),
     Fusion("draft_input", "embed concat_norms", 1, _draft_input, embeds_for_norms, embedded),
     Fusion("parents+embed", "parent_tokens embed", 1, _parent_vectors, _embeds_parents),
     Fusion("mask_rows+embed+norm", "mask_rows embed rms_norm", 2, _mask_input, _embeds_block),

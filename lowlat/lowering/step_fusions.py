@@ -14,7 +14,7 @@ from lowlat.kernels.speculation.draft_input import ChainDrafts
 from lowlat.kernels.speculation.waiting import draft_waiting_rows
 from lowlat.kernels.step.begin_step import Choice, begin_step
 from lowlat.kernels.step.publish import end_step, finish_step
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, Call
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.operations import draft_topk_alone, left_argmax, publication
@@ -23,7 +23,7 @@ from lowlat.lowering.row_fusions import embedded, embeds_for_norms, level_input
 __all__ = ["STEP_FUSIONS"]
 
 DRAFT_ROWS = ("tokens", "positions", "row_live", "write_lens", "live_positions")
-OPENING = "apply_commands list_active_slots choose_width gather_rows publish_rows"
+OPENING = "apply_commands list_active_slots choose_draft_length gather_rows publish_rows"
 LEVEL = "draft_topk assign_drafts gather_level embed concat_norms"
 COMPACTED = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
 
@@ -36,7 +36,7 @@ def _joined(binding: Binding, ops: Sequence[Op]) -> dict[str, Any]:
 def _agree(*kinds: str) -> Any:
     """The precondition that operations of these kinds name the same buffer wherever they name an argument alike."""
 
-    def applies(run: Run, card: Card) -> bool:
+    def applies(run: Run, gpu: Gpu) -> bool:
         known: dict[str, str] = {}
         ops = [op for op in run.ops if not kinds or op.kind in kinds]
         named = [item for op in ops for item in ({**op.reads, **op.writes}).items()]
@@ -50,7 +50,7 @@ def _begin(binding: Binding, run: Run) -> Sequence[Call]:
     before them the choice of the width, or the drafts that are handed to the state."""
     kinds = ("apply_commands", "list_active_slots", "publish_rows", "tree_masks")
     applies, lists, tells, hands = (run.find(kind) is not None for kind in kinds)
-    given, chosen = _joined(binding, run.ops), run.find("choose_width")
+    given, chosen = _joined(binding, run.ops), run.find("choose_draft_length")
     choice = None
     if chosen is not None:
         choice = Choice(given.pop("row"), given.pop("most_waiting"), 0 if binding.switches else None)
@@ -58,9 +58,9 @@ def _begin(binding: Binding, run: Run) -> Sequence[Call]:
     return begin_step(given, applies=applies, lists=lists, tells=tells, hands=hands, choice=choice, most_drafts=most)
 
 
-def _begins(run: Run, card: Card) -> bool:
+def _begins(run: Run, gpu: Gpu) -> bool:
     """Whether there is more than one operation, all of which name the same buffers alike."""
-    return len(run.ops) > 1 and _agree()(run, card)
+    return len(run.ops) > 1 and _agree()(run, gpu)
 
 
 def _accept(binding: Binding, run: Run) -> Sequence[Call]:
@@ -75,16 +75,16 @@ def _accept(binding: Binding, run: Run) -> Sequence[Call]:
     return [*calls, *_compacted(binding, run)] if run.find("kv_compact") else calls
 
 
-def _accepts(run: Run, card: Card) -> bool:
+def _accepts(run: Run, gpu: Gpu) -> bool:
     rows, commit = run.find("draft_rows"), run.op("commit")
     known = {**commit.reads, **commit.writes}
     linked = rows is None or all(
         rows.reads[name] == known[name] for name in ("accepted_tokens", "commit_lens", "draft_live")
     )
-    return linked and _agree("accept", "accept_simulated", "truncate", "commit")(run, card) and _compacts(run, card)
+    return linked and _agree("accept", "accept_simulated", "truncate", "commit")(run, gpu) and _compacts(run, gpu)
 
 
-def _compacts(run: Run, card: Card) -> bool:
+def _compacts(run: Run, gpu: Gpu) -> bool:
     compacted = run.all("kv_compact")
     shared = [name for name in COMPACTED if name != "block_table"]  # layers of a window have a table of their own
     return all(len({op.reads[name] for op in compacted}) <= 1 for name in shared)
@@ -113,13 +113,13 @@ def _draft_topk(binding: Binding, run: Run) -> Sequence[Call]:
     return draft_topk_alone(binding, run.op("draft_topk"), **children)
 
 
-def _assigns(run: Run, card: Card) -> bool:
+def _assigns(run: Run, gpu: Gpu) -> bool:
     drafting, assigning = run.ops
     return assigning.reads["top_tokens"] == drafting.writes["out"]
 
 
 def _draft_next(binding: Binding, run: Run) -> Sequence[Call]:
-    """A chain's drafts, and the tokens and vectors of the level behind them."""
+    """A chain's drafts, and the tokens and vectors of the level after them."""
     children = {name: each for name, each in binding.arguments(run.op("assign_drafts")).items() if name != "top_tokens"}
     embed = run.op("embed")
     given, table = binding.arguments(run.op("parent_tokens")), binding.weights.table(embed.weights["weight"])
@@ -128,7 +128,7 @@ def _draft_next(binding: Binding, run: Run) -> Sequence[Call]:
     return draft_topk_alone(binding, run.op("draft_topk"), **children, then=then)
 
 
-def _follows(run: Run, card: Card) -> bool:
+def _follows(run: Run, gpu: Gpu) -> bool:
     """Whether each slot has one draft, which the next level has as its only parent."""
     drafting, assigning, parents, embed = run.ops
     return (
@@ -140,7 +140,7 @@ def _follows(run: Run, card: Card) -> bool:
 
 
 def _draft_level(binding: Binding, run: Run) -> Sequence[Call]:
-    """A chain's drafts, and the draft model's input of the level behind them: of best pairs in one launch."""
+    """A chain's drafts, and the draft model's input of the level after them: of best pairs in one launch."""
     drafting = run.op("draft_topk")
     best, given = left_argmax(binding, drafting), binding.arguments(drafting)
     if best is None:
@@ -149,14 +149,14 @@ def _draft_level(binding: Binding, run: Run) -> Sequence[Call]:
     return level_input(binding, run, ChainDrafts(best, given.get("row_live"), names, given["out"].reshape(-1)))
 
 
-def _feeds_level(run: Run, card: Card) -> bool:
+def _feeds_level(run: Run, gpu: Gpu) -> bool:
     """Whether each slot has one draft, which is the only parent of the level whose input is made."""
     drafting, assigning, level = run.op("draft_topk"), run.op("assign_drafts"), run.op("gather_level")
     return (
         _is_only_parent(run, drafting, assigning, level.reads["nodes"])
         and run.shape(level.writes["tokens"]) == (run.shape(assigning.writes["draft_nodes"])[0], 1)
         and level.reads["draft_nodes"] == assigning.writes["draft_nodes"]
-        and embeds_for_norms(run, card)
+        and embeds_for_norms(run, gpu)
     )
 
 
@@ -178,13 +178,13 @@ def _end(binding: Binding, run: Run) -> Sequence[Call]:
     kept = run.find("keep_features")
     return end_step(
         publication(binding, run.op("publish")),
-        binding.arguments(run.op("learn_widths")),
+        binding.arguments(run.op("learn_draft_lengths")),
         None if kept is None else binding.arguments(kept),
         binding.loop,
     )
 
 
-def _waits(run: Run, card: Card) -> bool:
+def _waits(run: Run, gpu: Gpu) -> bool:
     """Whether features and the draft model's rows are those of the waiting positions."""
     waiting, rows, taken = run.op("waiting_rows"), run.op("draft_rows"), run.find("take_features")
     outs = waiting.writes
@@ -224,7 +224,7 @@ STEP_FUSIONS = (
     Fusion("draft_topk+parents", "draft_topk assign_drafts parent_tokens embed", 3, _draft_next, _follows),
     Fusion("draft_topk+level", LEVEL, 4, _draft_level, _feeds_level, embedded),
     Fusion("draft_topk", "draft_topk assign_drafts", 1, _draft_topk, _assigns),
-    Fusion("end_step", "publish keep_features? learn_widths", 1, _end, _agree()),
+    Fusion("end_step", "publish keep_features? learn_draft_lengths", 1, _end, _agree()),
     Fusion("waiting_rows", "waiting_rows take_features? draft_rows", 1, _draft_waiting, _waits),
     Fusion("finish_step", "tree_masks publish", 1, _finish, _agree("tree_masks", "publish")),
 )

@@ -1,4 +1,4 @@
-"""The weights of a program that GEMMs read: matrices, parts of quantised ones, and the experts of a mixture."""
+"""The weights of a program that GEMMs read: matrices, parts of quantised ones, and the experts of an MoE layer."""
 
 from collections.abc import Iterable
 

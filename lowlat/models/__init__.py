@@ -1,4 +1,3 @@
-"""Targets: geometry, checkpoints of the families, and the decoder as operations of a Program, which stands here, too.
-
-It knows no speculator.
+"""Targets: geometry, checkpoints of the families, and the decoder as operations of a Program, which stands here,
+too.
 """

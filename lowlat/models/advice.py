@@ -1,4 +1,4 @@
-"""The sampling that a model's authors advise: generation_config.json beside its weights, as fields of SamplingParams.
+"""The sampling that a model's authors advise: generation_config.json next to its weights, as fields of SamplingParams.
 
 It is a default of the server and the command line, and never of SamplingParams that a program gives. One that wants it
 asks: `SamplingParams(**read_advice(runtime.directory), max_tokens=64)`.
@@ -53,7 +53,7 @@ def read_advice(directory: Path) -> Mapping[str, int | float]:
 
 
 def sampling_defaults(directory: Path, choice: str | None, *, strict: bool = False) -> Mapping[str, int | float]:
-    """The fields that requests take where they leave sampling open, beside lowlat's own defaults.
+    """The fields that requests take where they leave sampling open, next to lowlat's own defaults.
 
     choice  the option sampling_defaults: "model", which None stands for, or "lowlat"
     strict  whether perf_mode is strict, in which requests are greedy

@@ -169,5 +169,5 @@ class DraftConfig(Decoder):
 
     @property
     def further_widths(self) -> Mapping[str, int]:
-        """Widths of its products beside those of layers, by the names that users know."""
+        """Widths of its products next to those of layers, by the names that users know."""
         return {}

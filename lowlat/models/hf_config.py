@@ -118,7 +118,7 @@ def refuse_windows(fields: Fields, *, off_by_default: bool) -> None:
 
 
 def is_quantised(fields: Fields, directory: Path) -> bool:
-    """Whether a config, or ModelOpt's file beside it, says that weights are quantised."""
+    """Whether a config, or ModelOpt's file next to it, says that weights are quantised."""
     return bool(fields.values.get("quantization_config")) or (directory / QUANTISATION_FILE).exists()
 
 
@@ -132,7 +132,7 @@ def stored_dtype(fields: Fields, checkpoint: Path) -> tuple[str, str]:
 def resolve_dtype(fields: Fields, requested: str, checkpoint: Path) -> ComputeDtype:
     """The compute dtype: the one asked for, else the one the config names, else that of the stored weights.
 
-    Quantised weights are what their numbers say in any dtype: what is float16 beside them runs in bfloat16. Raises
+    Quantised weights are what their numbers say in any dtype: what is float16 next to them runs in bfloat16. Raises
     ConfigError for plain float16 weights, which bfloat16 would round, and for other dtypes that lowlat does not compute
     in, naming the dtype option.
     """
@@ -196,7 +196,7 @@ def parse_rope(
 ) -> RopeConfig:
     """RoPE from either spelling: rope_theta with rope_scaling, or rope_parameters.
 
-    absent is what a config without either means. A base inside rope_parameters wins over one beside it, as in
+    absent is what a config without either means. A base inside rope_parameters wins over one next to it, as in
     transformers. Raises ConfigError for kinds and keys that are not implemented.
     Source: transformers modeling_rope_utils; YaRN, arXiv 2309.00071; Llama 3.1.
     """
@@ -254,7 +254,7 @@ def _mscale(factor: float, scale: float) -> float:
 def _yarn(rope: Fields, theta: float, max_position: int) -> RopeConfig:
     factor = rope.number("factor", 1e-3, 1e6)
     attention_factor = rope.optional_number("attention_factor", 1e-3, 1e3)
-    further = rope.optional_number("attn_factor", 1e-3, 1e3)  # vLLM's, beside the factor that follows from YaRN's
+    further = rope.optional_number("attn_factor", 1e-3, 1e3)  # vLLM's, next to the factor that follows from YaRN's
     if attention_factor is not None and further is not None:
         raise ConfigError(f"{rope.label}: attention_factor and attn_factor are both given; one of them says the factor")
     mscale = rope.optional_number("mscale", 0.0, 1e3)

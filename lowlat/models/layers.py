@@ -172,7 +172,7 @@ class Emitter:
         part = self.linear(x, weight, sizes[shard.rank], f"{name}.part", **own)
         gathered = self._gather_ranks(part, name, max(sizes), shard)
         out = out or self.scratch(name, self.rows.count, width, dtype=torch.float32)
-        self.emit("join_columns", {"parts": gathered}, {"out": out}, unit=VOCABULARY_UNIT)
+        self.emit("all_gather", {"parts": gathered}, {"out": out}, unit=VOCABULARY_UNIT)
         return out
 
     def add(self, a: str, b: str, name: str, out: str = "") -> str:

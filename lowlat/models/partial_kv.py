@@ -1,4 +1,4 @@
-"""SpecPV's sizes: the part of a KV cache that layers without windows attend to, and when it is chosen anew.
+"""SpecPV's sizes: the part of a KV cache that layers without windows attend to, and when it is chosen again.
 
 A slot in the partial state has, for each such layer and key-value head, a list of blocks: the text's first ones
 (sinks), those that the last queries scored best, and all from the last ones (the window) on, to which steps append.
@@ -27,7 +27,7 @@ GRAIN = 1024  # positions: lossless SpecPV begins at a multiple
 # tokens: with Llama-3.1-8B's shape lossy SpecPV gained there and lost at 16384 (bench/notes/long-contexts.md)
 LOSSY_FROM = 32768
 LOSSLESS_FROM = 4096  # tokens: where lossless SpecPV pays is looked for from here on
-# what steps take beside a reading of all bytes, on an H200: bench/notes/long-contexts.md
+# what steps take next to a reading of all bytes, on an H200: bench/notes/long-contexts.md
 QUERY_ROWS = 32  # of a key-value head, that share a reading of keys and values
 KV_COST = 1.25  # of a byte of keys and values, where one of weights costs 1
 FREE_ROWS, ROWS_A_READING = 16, 35  # so many rows of a step cost no more, so many others as much as all weights
@@ -61,7 +61,7 @@ class PartialKV:
     lossless: bool = False
 
     def shift(self, num_positions: int) -> int:
-        """Positions that lists leave out when chosen behind so many exact ones; above 0 from the threshold on."""
+        """Positions that lists leave out when chosen after so many exact ones; above 0 from the threshold on."""
         first_of_window = num_positions // self.block - self.num_window
         return (first_of_window - self.num_sinks - self.num_retrieved) * self.block
 
@@ -104,7 +104,7 @@ def cycle_gain(
 ) -> float:
     """By what factor cycles of partial steps and a verification are faster than steps over all of the cache.
 
-    agreement      the chance that a proposal behind right ones is right; the verification brings one token more
+    agreement      the chance that a proposal after right ones is right; the verification brings one token more
     tokens_a_step  that a step brings, of either kind
     partial, verification, refresh, full  what a partial step, a verification, the refreshes of all slots and a step
                    over all of the cache take, in one unit

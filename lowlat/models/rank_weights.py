@@ -23,7 +23,7 @@ LAYER = re.compile(
 )
 LM_HEAD = "lm_head."
 PROJECTIONS = ("qkv", "q", "kv")
-CONTEXT = "context.kv"  # keys' and values' projections of a draft model's layers, one layer's behind the other's
+CONTEXT = "context.kv"  # keys' and values' projections of a draft model's layers, one layer's after the other's
 BLOCKS = "blocks"  # MXFP4's, whose numbers take two dimensions
 Span = tuple[int, int]
 
@@ -88,7 +88,7 @@ def _columns(name: str, tensor: torch.Tensor, span: Span, depth: int, behind: in
     """Columns of K of a part of a matrix.
 
     depth   K, of which an entry of the part holds one number or several; one entry of all: the rank has it, too
-    behind  the dimension of K, counted from the last
+    after  the dimension of K, counted from the last
     """
     count = tensor.shape[-behind]
     if count == 1:

@@ -84,7 +84,7 @@ class LayerShard(Place):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The query heads of this rank: the first, and the one behind the last."""
+        """The query heads of this rank: the first, and the one after the last."""
         return span(self.num_heads, self.size, self.rank, head_unit(self.num_heads, self.num_kv_heads))
 
     @property

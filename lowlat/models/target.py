@@ -199,7 +199,7 @@ def open_target(directory: str | Path, *, dtype: str = "auto", progress: Progres
     checkpoint = Checkpoint.open(directory)
     if dtype == "auto" and stored_dtype(read_config(directory), directory)[0] == "float16":
         logger.warning(
-            "%s is stored in float16 beside quantised weights, and runs in bfloat16; --dtype float32 keeps every bit",
+            "%s is stored in float16 next to quantised weights, and runs in bfloat16; --dtype float32 keeps every bit",
             display_name(directory),
         )
     weights = StoredWeights(

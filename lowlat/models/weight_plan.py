@@ -26,7 +26,7 @@ def weight_plan(config: ModelConfig) -> WeightPlan:
 def rounded_plan(plan: WeightPlan, quantiser: Quantiser | None, *, tied: bool = False) -> WeightPlan:
     """A plan with linear layers that are rounded at load listed by part; tied: the LM head was the embedding.
 
-    Group scales of layers that files have quantised are assumed to be as most files store them: float32 beside zero
+    Group scales of layers that files have quantised are assumed to be as most files store them: float32 next to zero
     points, else bfloat16.
     """
     if quantiser is None:

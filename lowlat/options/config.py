@@ -57,18 +57,18 @@ class SpeculativeConfig:
     `method` is "eagle3", "peagle", "dflash" or "dspark", with a draft model of that kind, `model`, a directory or
     `ORG/NAME[@REVISION]`; or "ngram", which needs none: it drafts what followed the longest suffix of the text,
     `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
-    followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts beside it: each step
+    followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts next to it: each step
     verifies, by slot, those of which more should be accepted.
-    num_speculative_tokens is S, the depth; the string "auto" is taken too: `adaptive_width` with S up to 7. A
+    num_speculative_tokens is S, the depth; the string "auto" is taken too: `adaptive_length` with S up to 7. A
     chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
     `dynamic_tree_max_topk` makes a tree whose contents are chosen in each step: at each of `max_draft_len` levels (S)
-    so many of the likeliest tokens are looked at behind so many of the best drafts of the level before, and of all of
+    so many of the likeliest tokens are looked at after so many of the best drafts of the level before, and of all of
     them the `max_total_draft_tokens` best are verified.
     With `enable_specpv` the target's layers without windows verify over a part of their KV cache: sinks, blocks that
     each head chose, the last ones; every few steps a pass over all of it recomputes what was written meanwhile and
-    chooses anew. Tokens are then not certain to be the target's: SpecPV is lossy, and says so wherever it shows, unless
-    `specpv_lossless` verifies what such steps propose.
+    chooses again. Tokens are then not certain to be the target's: SpecPV is lossy, and says so wherever it shows,
+    unless `specpv_lossless` verifies what such steps propose.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
     not fit is one warning and the baseline.
     """
@@ -85,14 +85,14 @@ class SpeculativeConfig:
     )
     num_speculative_tokens: int = declare(
         3,
-        "Depth of speculation; 0: none; auto: each step's is chosen, up to 7 (adaptive_width).",
+        "Depth of speculation; 0: none; auto: each step's is chosen, up to 7 (adaptive_length).",
         0,
         MAX_SPECULATIVE_TOKENS,
         flags=("-S",),
         words=("auto",),
         otherwise="3, or the tree's depth",
     )
-    adaptive_width: bool = declare(
+    adaptive_length: bool = declare(
         False,
         "Let each step choose how many drafts it makes and verifies, from none to num_speculative_tokens, by what is "
         "accepted and what it costs; of chains.",
@@ -100,7 +100,7 @@ class SpeculativeConfig:
     )
     draft_tensor_parallel_size: int | None = declare(
         None,
-        "Cards that share the draft model's layers: 1, each has all, or the target's.",
+        "GPUs that share the draft model's layers: 1, each has all, or the target's.",
         1,
         8,
         otherwise="tensor_parallel_size, where it can be cut",
@@ -128,7 +128,7 @@ class SpeculativeConfig:
     )
     dynamic_tree_max_topk: int | None = declare(
         None,
-        "Drafts of a level that a dynamic tree goes on from, and drafts that it looks at behind each; makes the tree.",
+        "Drafts of a level that a dynamic tree goes on from, and drafts that it looks at after each; makes the tree.",
         2,
         MAX_TOPK,
         group="trees",
@@ -165,7 +165,7 @@ class SpeculativeConfig:
     )
     text_drafts: Literal["suffix"] | None = declare(
         None,
-        "Drafts from the request's own text beside the draft model's, where more of them should be accepted.",
+        "Drafts from the request's own text next to the draft model's, where more of them should be accepted.",
         group="drafts from text",
     )
     suffix_cache_max_depth: int = declare(
@@ -257,14 +257,14 @@ class SpeculativeConfig:
         check_options(self, ConfigError)
         if str(self.num_speculative_tokens) == "auto":
             object.__setattr__(self, "num_speculative_tokens", MAX_SPECULATIVE_TOKENS)
-            object.__setattr__(self, "adaptive_width", True)
+            object.__setattr__(self, "adaptive_length", True)
         self._check_method()
         self._check_dynamic_tree()
         self._check_limits()
         trees = [name for name in ("tree", "dynamic_tree_max_topk") if getattr(self, name) is not None]
-        if self.adaptive_width and (trees or not self.num_speculative_tokens):
+        if self.adaptive_length and (trees or not self.num_speculative_tokens):
             problem = f"{trees[0]} asks for one of its own" if trees else "num_speculative_tokens is 0"
-            raise ConfigError(f"adaptive_width chooses among chains of at least one draft, and {problem}")
+            raise ConfigError(f"adaptive_length chooses among chains of at least one draft, and {problem}")
         if self.capture_layers is not None:
             if not isinstance(self.capture_layers, (tuple, list)):
                 raise ConfigError(f"capture_layers must be a list of boundaries, got {self.capture_layers!r:.80}")
@@ -288,7 +288,7 @@ class SpeculativeConfig:
         return acceptance_for(self.simulated_accept_length, self.num_speculative_tokens)
 
     def check(self, runtime: "Limited") -> list[LimitCheck]:
-        """Say how this configuration lies beside what a runtime was loaded with, option by option.
+        """Say how this configuration lies next to what a runtime was loaded with, option by option.
 
         A size within the runtime's fits; another method, or other boundaries, ask for another load. A chain's limits
         are those that its draft length needs, where none are given.
@@ -327,8 +327,8 @@ class SpeculativeConfig:
             for name in ("tree", "dynamic_tree_max_topk", "simulated_acceptance", "simulated_accept_length"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"specpv_lossless goes with chains and their own acceptance, and {name} is given")
-        if self.enable_specpv and self.adaptive_width:
-            raise ConfigError("enable_specpv goes with a fixed number of drafts, and adaptive_width chooses it anew")
+        if self.enable_specpv and self.adaptive_length:
+            raise ConfigError("enable_specpv goes with a fixed number of drafts, and adaptive_length chooses it again")
         if not self.enable_specpv:
             for option in options_of(SpeculativeConfig):
                 if option.name.startswith("specpv_") and getattr(self, option.name) != option.default:
@@ -404,13 +404,13 @@ class RuntimeConfig:
     device: str = declare("auto", "auto, cpu, cuda or cuda:N.")
     executor: Literal["auto", "reference", "eager", "graph"] = declare("auto", "How steps are run.")
     tensor_parallel_size: int = declare(
-        1, "Cards that share each layer of the target: 1, 2, 4 or 8.", 1, 8, aliases=("tensor_parallel",)
+        1, "GPUs that share each layer of the target: 1, 2, 4 or 8.", 1, 8, aliases=("tensor_parallel",)
     )
     devices: tuple[int, ...] = declare(
-        (), "The cards of tensor_parallel_size, by number; by default the first.", rare=True
+        (), "The GPUs of tensor_parallel_size, by number; by default the first.", rare=True
     )
     tp_invariant: bool = declare(
-        False, "Sum layers as 8 cards would, on however many: then their number changes no bit.", rare=True
+        False, "Sum layers as 8 GPUs would, on however many: then their number changes no bit.", rare=True
     )
     block_size: int = declare(32, "Positions of one KV block.", 1, 1024, rare=True)
     prefill_chunk: int = declare(
@@ -527,7 +527,7 @@ class RuntimeConfig:
         self._check_perf_mode()
 
     def _check_ranks(self) -> None:
-        """The number of cards, and that those which are named are as many, each once."""
+        """The number of GPUs, and that those which are named are as many, each once."""
         size, named = self.tensor_parallel_size, self.devices
         if size & (size - 1):
             raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
@@ -535,13 +535,13 @@ class RuntimeConfig:
             if size > 1 and is_on:
                 raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
         if not isinstance(named, tuple) or any(type(number) is not int or number < 0 for number in named):
-            raise ConfigError(f"devices must be a tuple of numbers of cards, such as (0, 1), got {named!r:.80}")
+            raise ConfigError(f"devices must be a tuple of numbers of GPUs, such as (0, 1), got {named!r:.80}")
         if self.count_tiles and self.tp_invariant:
             raise ConfigError("count_tiles is not implemented for tp_invariant; leave one of them out")
         if named and self.device not in ("auto", "cuda"):
-            raise ConfigError(f"devices names cards, and device {self.device!r} asks for one")
+            raise ConfigError(f"devices names GPUs, and device {self.device!r} asks for one")
         if named and (len(named) != size or len(set(named)) != size):
-            raise ConfigError(f"devices must name as many cards as tensor_parallel_size {size}, each once, got {named}")
+            raise ConfigError(f"devices must name as many GPUs as tensor_parallel_size {size}, each once, got {named}")
 
     def _check_perf_mode(self) -> None:
         """Refuse what is for debugging, where measuring is asked for."""

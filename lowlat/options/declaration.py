@@ -2,7 +2,7 @@
 
 An option is a field of a frozen dataclass: its annotation says what kind of value it takes, its metadata what it is
 for and within which limits. The records check themselves with `check_options`; `lowlat.cli.options` makes flags of the
-same fields, and `lowlat.serving.config` variables and keys. It knows no particular option.
+same fields, and `lowlat.serving.config` variables and keys.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""How a configuration of speculation lies beside what an engine was loaded with, option by option."""
+"""How a configuration of speculation lies next to what an engine was loaded with, option by option."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ __all__ = ["LimitCheck", "compare_limits"]
 
 @dataclass(frozen=True)
 class LimitCheck:
-    """One option beside the engine's own value.
+    """One option next to the engine's own value.
 
     asked    the configuration's; None where it leaves the value open
     engine   the engine's; None where it has no such value
@@ -40,7 +40,7 @@ def _compare(name: str, asked: Any, engine: Any, bounded: bool) -> LimitCheck:
     if asked == engine:
         return LimitCheck(name, asked, engine, True, "the same")
     if not bounded:
-        return LimitCheck(name, asked, engine, False, "another; load anew")
+        return LimitCheck(name, asked, engine, False, "another; load again")
     if asked < engine:
         return LimitCheck(name, asked, engine, True, "within the engine's")
-    return LimitCheck(name, asked, engine, False, "above the engine's; load anew")
+    return LimitCheck(name, asked, engine, False, "above the engine's; load again")

@@ -235,7 +235,7 @@ class StepOutput:
     token id that ended the request; where it failed `error` says why, and `error_code` whether it was the logits, the
     grammar, the tokenizer or a check of its step; both are None otherwise. `simulated` marks imposed acceptance. The
     first `num_accepted` of token_ids were accepted drafts. With `SamplingParams.parse`, `text` is the content alone,
-    beside `reasoning` and `tool_calls`. `prompt_logprobs` stands in the first output of a request that asked for them.
+    next to `reasoning` and `tool_calls`. `prompt_logprobs` stands in the first output of a request that asked for them.
     """
 
     request_id: str

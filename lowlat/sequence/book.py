@@ -128,7 +128,7 @@ class SequenceBook(ABC):
 
     @abstractmethod
     def max_total_tokens(self, num_overprovision: int) -> int:
-        """Tokens of prompt and completion that one request may have, with nobody beside it."""
+        """Tokens of prompt and completion that one request may have, with nobody next to it."""
 
     @abstractmethod
     def stats(self) -> BlockStats:

@@ -307,7 +307,7 @@ class KVCache(SequenceBook):
         return digests, hits
 
     def _num_hits(self, digests: Sequence[bytes]) -> int:
-        """The chunks behind which a prompt can go on in every layer."""
+        """The chunks after which a prompt can go on in every layer."""
         count = len(digests)
         while count and (fewer := min((book.num_hits(digests, count) for book in self._books), default=count)) < count:
             count = fewer

@@ -1,10 +1,10 @@
-"""SpecPV's schedule: when each slot's list of blocks is chosen anew, from counts that the host knows for certain.
+"""SpecPV's schedule: when each slot's list of blocks is chosen again, from counts that the host knows for certain.
 
 A slot attends to everything until its text reaches the threshold. Then a refresh chooses its blocks, and again when
 its partial steps are used up, or the next step might write past what a refresh can recompute; where partial steps only
-propose, behind the verification that follows. Each decision rests on
+propose, after the verification that follows. Each decision rests on
 the slot's own published tokens and steps alone, never on what is under way: so it does not depend on how far the host
-runs ahead, nor on other slots. It knows no device and no tokens.
+runs ahead, nor on other slots.
 """
 
 from collections.abc import Mapping, Sequence
@@ -118,7 +118,7 @@ class PartialSlots:
         return state.has_ended or num_proposed > self.sizes.buffer
 
     def num_certain(self, lengths: Mapping[int, int], most: int, num_under_way: int) -> int:
-        """Steps that may be launched behind those under way before a refresh can be due.
+        """Steps that may be launched after those under way before a refresh can be due.
 
         lengths        tokens of each slot's text, without those under way
         most           tokens that a step brings a slot, at most

@@ -1,8 +1,8 @@
-"""The interface of a book beside the first pool's: of a kind of state with blocks, and needs at a hit, of its own.
+"""The interface of a book next to the first pool's: of a kind of state with blocks, and needs at a hit, of its own.
 
 `lowlat.sequence.kvcache` finds the chunks of a prompt that are there; it asks each of these books whether its state can
-go on behind them, and tells it what becomes of chunks. Layers of a sliding window have one (`WindowBook`); for state
-that is kept as a snapshot behind a chunk, a block is a snapshot, and only the last chunk's is needed.
+go on after them, and tells it what becomes of chunks. Layers of a sliding window have one (`WindowBook`); for state
+that is kept as a snapshot after a chunk, a block is a snapshot, and only the last chunk's is needed.
 """
 
 from abc import ABC, abstractmethod
@@ -27,11 +27,11 @@ class PoolBook(ABC):
 
     @abstractmethod
     def num_hits(self, digests: Sequence[bytes], most: int) -> int:
-        """The first chunks of a chain, `most` at the most, behind which a prompt can go on by what is listed here."""
+        """The first chunks of a chain, `most` at the most, after which a prompt can go on by what is listed here."""
 
     @abstractmethod
     def fits(self, num_blocks: int, digests: Sequence[bytes]) -> bool:
-        """Whether a request with a table of so many blocks fits now, that goes on behind these chunks."""
+        """Whether a request with a table of so many blocks fits now, that goes on after these chunks."""
 
     @abstractmethod
     def admit(self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes]) -> None:

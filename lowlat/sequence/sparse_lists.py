@@ -1,4 +1,4 @@
-"""The state that SpecPV keeps beside paged KV: summaries of keys, and the blocks that each slot's layers attend to."""
+"""The state that SpecPV keeps next to paged KV: summaries of keys, and the blocks that each slot's layers attend to."""
 
 from dataclasses import dataclass
 

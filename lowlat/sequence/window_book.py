@@ -1,6 +1,6 @@
 """Which block of a window's pool holds what: tables that forget, and the chunks whose blocks wait for other prompts.
 
-`lowlat.sequence.kvcache` calls it beside its own book. A prefix is found there; here stand the blocks that rows behind
+`lowlat.sequence.kvcache` calls it next to its own book. A prefix is found there; here stand the blocks that rows after
 it would see. A request reserves what it needs at a time. Blocks that no row of it can see any more go to others while
 it runs; those of a complete chunk of a prompt stay listed until somebody needs the space.
 """
@@ -80,7 +80,7 @@ class WindowBook(PoolBook):
             )
 
     def num_hits(self, digests: Sequence[bytes], most: int) -> int:
-        """The chunks, `most` at the most, behind which a prompt can go on: what rows there see is listed."""
+        """The chunks, `most` at the most, after which a prompt can go on: what rows there see is listed."""
         for count in range(most, 0, -1):
             first = self.pool.first_block(count * self._chunk) // self.per_chunk
             if all(digests[k] in self._parts for k in range(first, count)):
@@ -88,7 +88,7 @@ class WindowBook(PoolBook):
         return 0
 
     def fits(self, num_blocks: int, digests: Sequence[bytes]) -> bool:
-        """Whether a request with a table of so many blocks fits now, that goes on behind these chunks."""
+        """Whether a request with a table of so many blocks fits now, that goes on after these chunks."""
         hits = self._seen_after(digests)
         needed, _ = self._need(num_blocks, len(digests))
         pinned = sum(not part.num_users for part in hits.values())
@@ -201,7 +201,7 @@ class WindowBook(PoolBook):
         return min(num_blocks - first, most), num_blocks - first <= most
 
     def _seen_after(self, digests: Sequence[bytes]) -> dict[int, _Part]:
-        """The listed chunks that rows behind these chunks see, by number."""
+        """The listed chunks that rows after these chunks see, by number."""
         first = self.pool.first_block(len(digests) * self._chunk) // self.per_chunk
         return {k: self._parts[digests[k]] for k in range(first, len(digests))}
 

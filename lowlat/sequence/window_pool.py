@@ -58,7 +58,7 @@ class WindowPool:
 
     @property
     def end_blocks(self) -> int:
-        """Blocks that a prompt's end needs, from the first that rows behind it see."""
+        """Blocks that a prompt's end needs, from the first that rows after it see."""
         return -(-(self.window + self.num_behind + ALIGNMENT) // self.block_size) + 1
 
     def most_blocks(self, per_chunk: int) -> int:
@@ -75,7 +75,7 @@ class WindowPool:
     def default_blocks(self, num_blocks: int, per_chunk: int, num_requests: int) -> int:
         """Blocks of a pool, the null block included, for so many requests whose tables have `num_blocks`.
 
-        Beside what each needs there are some for the ends of prompts, which the next prompts may go on from.
+        Next to what each needs there are some for the ends of prompts, which the next prompts may go on from.
         """
         each = self.worst_case(num_blocks, per_chunk) + ENDS_KEPT * (self.end_blocks + per_chunk)
         return num_requests * min(num_blocks, each) + 1

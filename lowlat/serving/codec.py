@@ -1,4 +1,4 @@
-"""A model's text codec as the server's Codec: prompts and chats to token ids. It knows no runtime."""
+"""A model's text codec as the server's Codec: prompts and chats to token ids."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

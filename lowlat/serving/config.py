@@ -33,7 +33,7 @@ class _Server:
     """Where to listen, and whom to serve."""
 
     endpoint: str | None = declare(None, "Where to listen: ipc://PATH or tcp://ADDRESS:PORT.")
-    allow_uid: tuple[int, ...] = declare((), "User ids that may connect beside the server's own.")
+    allow_uid: tuple[int, ...] = declare((), "User ids that may connect next to the server's own.")
     curve_keys: Path | None = declare(None, "Folder of CURVE keys, for tcp:// (see --make-curve-keys).")
     http: str | None = declare(
         None, "Start an HTTP gateway as well, for OpenAI's clients and browsers: [HOST:]PORT.", metavar="[HOST:]PORT"
@@ -239,7 +239,7 @@ def _read_file(path: Path) -> dict[str, Any]:
             near = get_close_matches(name, _KEYS, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"{path}: unknown setting {name!r:.80}; {meant}`lowlat serve --show-config` lists all")
-    for name, value in values.items():  # paths are beside the file, wherever the server is started
+    for name, value in values.items():  # paths are next to the file, wherever the server is started
         if SETTINGS[_KEYS[name]].kind == "path" and isinstance(value, str) and value:
             beside = path.parent / value
             by_name = _KEYS[name] in MODELS and not beside.exists() and find_repository(value) is not None

@@ -1,4 +1,4 @@
-"""A Runtime as the server's Engine: parameters converted, figures as JSON. It knows nothing of clients or sockets."""
+"""A Runtime as the server's Engine: parameters converted, figures as JSON."""
 
 import threading
 from collections.abc import Mapping, Sequence

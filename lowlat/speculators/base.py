@@ -93,7 +93,7 @@ class PrefillScope(Scope):
 
 @dataclass(frozen=True)
 class StepScope(Scope):
-    """A decode step behind its commit, for one bucket.
+    """A decode step after its commit, for one bucket.
 
     Buffers that the step has written by then: `slots`, `accepted_tokens`, `accepted_nodes`, `commit_lens`, `dense_lens`
     (the root's position), `draft_live` (slots that go on) and `draft_lens` (their committed tokens); state: `tokens`,
@@ -193,7 +193,7 @@ class Speculator(ABC):
 
     @property
     def draft_sources(self) -> tuple[str, str]:
-        """The names, in statistics, of the sources of its drafts: of its own, and of text beside it."""
+        """The names, in statistics, of the sources of its drafts: of its own, and of text next to it."""
         return self.method, ""
 
     @property
@@ -215,7 +215,7 @@ class Speculator(ABC):
     def waiting_boundaries(self) -> tuple[int, ...] | None:
         """The boundaries that it needs to run over accepted rows in a later step; () for none; None: it cannot wait.
 
-        Where it can, drafting may open a step, of a width that is chosen anew each time.
+        Where it can, drafting may open a step, of a width that is chosen again each time.
         """
         return None
 
@@ -232,9 +232,9 @@ class Speculator(ABC):
         return {"method": self.method}
 
     def emit_prefill(self, scope: PrefillScope) -> None:
-        """Append what it does for the positions of a prompt, behind the target's layers.
+        """Append what it does for the positions of a prompt, after the target's layers.
 
-        It keeps in state of its own the part of the last live row from which it drafts behind the first token.
+        It keeps in state of its own the part of the last live row from which it drafts after the first token.
         """
         return
 

@@ -1,1 +1,1 @@
-"""The decode step and prefill as Programs, and the state that outlives a step. It knows no executor."""
+"""The decode step and prefill as Programs, and the state that outlives a step."""

@@ -24,7 +24,7 @@ ROWS = (
     *("row_tokens", "row_positions", "row_live", "row_masks", "paths"),
     *("dense_lens", "num_verified", "verified_depth", "verified_source"),
 )
-RECORD = ("width_odds", "width_runs", "width_expected")
+RECORD = ("length_probabilities", "length_runs", "length_expected")
 
 
 def build_adaptive(geometry: StepGeometry, bucket: Bucket) -> Program:
@@ -49,10 +49,10 @@ class _Opening(StepBuilder):
         self._apply_commands()
         self._list_slots()
         self.checks.slots()
-        names = ("active", "lengths", "extended", "slot_ints", "width_bounds", "width_costs", "width_expected")
-        written = ("width_last", "width_waited", "width_choice")
+        names = ("active", "lengths", "extended", "slot_ints", "length_bounds", "draft_length_costs", "length_expected")
+        written = ("length_last", "length_waited", "draft_length_choice")
         self.builder.emit(
-            "choose_width",
+            "choose_draft_length",
             Stage.ACTIVE_SLOTS,
             reads={name: name for name in names},
             writes={name: name for name in written},
@@ -149,7 +149,7 @@ class _Body(StepBuilder):
         """Count the fate of this step's drafts, which tells of the next one's."""
         names = ("slots", "accepted_lens", "num_verified", "verified_source", "dense_lens")
         self.builder.emit(
-            "learn_widths",
+            "learn_draft_lengths",
             Stage.PUBLISH,
             reads={name: name for name in names},
             writes={name: name for name in ("extended", *RECORD)},
@@ -159,5 +159,5 @@ class _Body(StepBuilder):
     def _join(self) -> None:
         """The record of a request that begins."""
         reads = {name: name for name in ("slots", "lengths", "draft_live")}
-        writes = {name: name for name in ("extended", *RECORD, "width_waited")}
-        self.builder.emit("join_widths", Stage.COMMIT, reads=reads, writes=writes)
+        writes = {name: name for name in ("extended", *RECORD, "length_waited")}
+        self.builder.emit("join_lengths", Stage.COMMIT, reads=reads, writes=writes)

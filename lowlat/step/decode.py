@@ -67,7 +67,7 @@ class StepBuilder:
         return self.builder.scratch(name, shape, dtype)
 
     def _active_slots(self) -> None:
-        """The slots that take part, behind the host's commands."""
+        """The slots that take part, after the host's commands."""
         stage = Stage.ACTIVE_SLOTS
         self._ints("slots", self.batch)
         if self.is_first_token:
@@ -117,7 +117,7 @@ class StepBuilder:
         self.builder.emit("gather_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=outs)
         asked: tuple[str, ...] = ("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
         told = ("grammar_tokens", "grammar_paths", "grammar_lengths")
-        asked = (*asked, "width_choice") if most_drafts else asked
+        asked = (*asked, "draft_length_choice") if most_drafts else asked
         reads, writes = {name: name for name in asked}, {name: name for name in told}
         self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes, most_drafts=most_drafts)
         self.checks.rows()

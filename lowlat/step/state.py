@@ -13,7 +13,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.graphs.program import OWN_NAMES, ProgramBuilder, RangeNames
-from lowlat.kernels.reference.speculation.width_odds import NUM_RUNS
+from lowlat.kernels.reference.speculation.length_probabilities import NUM_RUNS
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
@@ -60,8 +60,8 @@ class StepGeometry:
     window_blocks       the same of the pool of each window that has one, ascending; (): num_blocks in each
     prefill_chunk       positions of a chunk of prefill
     max_prefill_chunks  chunks of a prompt that run at once, at most
-    num_drafted_rows    rows of a draft model behind a slot's last token
-    max_width    the greatest width, where each step's is chosen anew; None: it is the bucket's
+    num_drafted_rows    rows of a draft model after a slot's last token
+    max_width    the greatest width, where each step's is chosen again; None: it is the bucket's
     partial      SpecPV's sizes; None: everything is attended to
     prompt_logprobs     whether requests may ask for the logprobs of their prompts: prefill then leaves the residual
                         stream of its positions, see `lowlat.step.prompt_logprobs`
@@ -267,13 +267,13 @@ def _width_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
     boundaries = waiting_boundaries(geometry)
     specs: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("extended", (batch,), torch.int32),
-        ("width_costs", (batch, 2, most + 2), torch.int32),  # by the bucket's slots, less one
-        ("width_odds", (batch + 1, NUM_RUNS, most, 2), torch.int32),
-        ("width_runs", (batch,), torch.int32),
-        ("width_expected", (batch, most + 1), torch.int32),
-        ("width_last", (1,), torch.int32),
-        ("width_waited", (1,), torch.int32),
-        ("width_choice", (1,), torch.int32),
+        ("draft_length_costs", (batch, 2, most + 2), torch.int32),  # by the bucket's slots, less one
+        ("length_probabilities", (batch + 1, NUM_RUNS, most, 2), torch.int32),
+        ("length_runs", (batch,), torch.int32),
+        ("length_expected", (batch, most + 1), torch.int32),
+        ("length_last", (1,), torch.int32),
+        ("length_waited", (1,), torch.int32),
+        ("draft_length_choice", (1,), torch.int32),
     ]
     floats: list[tuple[str, tuple[int, ...]]] = [
         (f"prefilled_source.{boundary}", (1, hidden)) for boundary in dict.fromkeys(boundaries)
@@ -283,7 +283,7 @@ def _width_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
     return [
         *(BufferSpec(name, shape, dtype, Role.STATE) for name, shape, dtype in specs),
         *(BufferSpec(name, shape, geometry.dtype, Role.STATE) for name, shape in floats),
-        BufferSpec("width_bounds", (2,), torch.int32, Role.COMMAND),
+        BufferSpec("length_bounds", (2,), torch.int32, Role.COMMAND),
     ]
 
 

@@ -8,7 +8,7 @@ GRACE_S = 0.2
 
 
 def end_child(process: "subprocess.Popen[bytes]") -> None:
-    """End a process whose input was closed, and wait for it, so that nothing of it stays behind.
+    """End a process whose input was closed, and wait for it, so that nothing of it stays after.
 
     One that ended by itself (the kernel took its processor time away) keeps its own exit status: the end of its
     output comes before the kernel reaps it, hence the short wait.

@@ -1,7 +1,4 @@
-"""A model's tokenizer and chat template, loaded from its directory and bounded; text to token ids and back.
-
-It knows no model: whether ids fit the model's vocabulary is checked elsewhere.
-"""
+"""A model's tokenizer and chat template, loaded from its directory and bounded; text to token ids and back."""
 
 import hashlib
 import json
@@ -67,7 +64,7 @@ class TextCodec:
 
     @classmethod
     def load(cls, directory: str | Path) -> "TextCodec | None":
-        """Load tokenizer.json and what stands beside it; None without that file.
+        """Load tokenizer.json and what stands next to it; None without that file.
 
         Read as well: tokenizer_config.json (special tokens, add_bos_token, add_eos_token, chat_template),
         special_tokens_map.json, chat_template.jinja (before tokenizer_config.json's templates), and
@@ -350,10 +347,10 @@ def _checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
 
 
 def _as_most_take_it(message: dict[str, Any], absent: str | None) -> dict[str, Any]:
-    """A message as templates take it that are particular about what an assistant said beside its calls.
+    """A message as templates take it that are particular about what an assistant said next to its calls.
 
     Some write content whether there is any or not, or look for calls where it is none; gpt-oss's has no place for
-    content beside thinking, before a call.
+    content next to thinking, before a call.
     """
     if message["role"] != "assistant":
         return message

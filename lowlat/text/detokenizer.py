@@ -121,7 +121,7 @@ class IncrementalDetokenizer:
         done = 0
         while self._marks and (self._finished or self._marks[0][0] <= self._num_certain):
             place, marker = self._marks.popleft()
-            place = min(place, self._num_certain)  # bytes held before it and others behind it can make one character
+            place = min(place, self._num_certain)  # bytes held before it and others after it can make one character
             if place - start > done:
                 pieces.append(text[done : place - start])
                 done = place - start

@@ -2,8 +2,7 @@
 
 It shares the model's tokenizer but for the added tokens: in a second one, made of the same parts, special tokens are
 spelled by placeholders that nobody can guess. So no text of a caller becomes one, and normalizer, pre-tokenizer and
-merges see it as they see any text. It knows no template: one that was rendered is searched for special tokens, and
-those that `marked` has marked in a caller's strings are not the template's.
+merges see it as they see any text.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Stop strings: find the first one in a text that arrives in pieces, and hold back what could begin one.
 
-It knows no tokens. Nothing is built before the text comes: a request with many long stop strings starts as soon as
+Nothing is built before the text comes: a request with many long stop strings starts as soon as
 one without.
 """
 

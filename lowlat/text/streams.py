@@ -3,7 +3,7 @@
 The joined text equals decoding all ids at once, because a stream cuts the ids only where the tokenizer's
 decoder provably does not look across the cut. Two kinds of decoder allow that:
 
-- `ByteLevel` (GPT-2, Llama 3, Qwen, gpt-oss): every token is a string of bytes, whatever stands beside it.
+- `ByteLevel` (GPT-2, Llama 3, Qwen, gpt-oss): every token is a string of bytes, whatever stands next to it.
 - chains of decoders that work token by token (`Replace`, `Metaspace`, `WordPiece`, `Strip`), `ByteFallback`,
   which joins runs of byte tokens, and a last `Fuse` and `Strip` at the left (Llama 2, Gemma, Mistral, BERT).
 
@@ -181,7 +181,7 @@ class ChainStream:
 
     A run of byte tokens is held until a token of another kind ends it: an invalid byte anywhere in the run
     turns all of it into U+FFFD, so no part of it is certain before. The first tokens are decoded together
-    until they give text, since the start of the text is stripped; later ones behind the anchor.
+    until they give text, since the start of the text is stripped; later ones after the anchor.
     """
 
     def __init__(self, streams: Streams, skip_special_tokens: bool) -> None:

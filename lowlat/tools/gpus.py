@@ -6,8 +6,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lowlat.errors import ConfigError
-from lowlat.kernels.toolchain.kernel import Card
-from lowlat.kernels.tuning.choice import tuned_card
+from lowlat.kernels.toolchain.kernel import Gpu
+from lowlat.kernels.tuning.choice import tuned_gpu
 from lowlat.kernels.tuning.table import SHIPPED, read_table
 
 __all__ = ["DescribedGpu", "describe_gpu", "described_gpus"]
@@ -18,14 +18,14 @@ class DescribedGpu:
     """A GPU by its driver's name, with its sizes and, where one is shipped, its tuning table."""
 
     name: str
-    card: Card
+    facts: Gpu
 
 
 # vendors' data sheets: SMs, shared memory of a block, capability, GB/s. Those with tuning tables are read from them.
 _UNTUNED = {
-    "NVIDIA A100-SXM4-80GB": Card(108, 163 * 1024, (8, 0), 2039.0),
-    "NVIDIA B200": Card(148, 227 * 1024, (10, 0), 8000.0),
-    "NVIDIA GeForce RTX 5090": Card(170, 99 * 1024, (12, 0), 1792.0),
+    "NVIDIA A100-SXM4-80GB": Gpu(108, 163 * 1024, (8, 0), 2039.0),
+    "NVIDIA B200": Gpu(148, 227 * 1024, (10, 0), 8000.0),
+    "NVIDIA GeForce RTX 5090": Gpu(170, 99 * 1024, (12, 0), 1792.0),
 }
 SHORT_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -38,10 +38,10 @@ SHORT_NAMES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def described_gpus() -> dict[str, Card]:
+def described_gpus() -> dict[str, Gpu]:
     """All described GPUs by their drivers' names, without tuning tables."""
     tables = (read_table(path) for path in sorted(SHIPPED.glob("*.json")))
-    tuned = {each.card: Card(each.num_multiprocessors, each.shared_bytes, each.capability, each.peak_gb_s)
+    tuned = {each.gpu: Gpu(each.num_multiprocessors, each.shared_bytes, each.capability, each.peak_gb_s)
              for each in tables}  # fmt: skip
     return {**tuned, **_UNTUNED}
 
@@ -57,4 +57,4 @@ def describe_gpu(name: str, own: Path | None = None) -> DescribedGpu:
     if full not in known:
         choices = ", ".join((*SHORT_NAMES, *(each for each in known if each not in SHORT_NAMES.values())))
         raise ConfigError(f"GPU {name!r:.80} is not described; there are {choices}")
-    return DescribedGpu(full, tuned_card(full, known[full], own))
+    return DescribedGpu(full, tuned_gpu(full, known[full], own))

@@ -172,5 +172,5 @@ def _lower(pair: Pair, gpu: DescribedGpu, programs: list[Program], ranks: list[S
     if len(ranks) > 1:
         devices = [torch.device(META.type, number) for number in range(len(ranks))]
         place, own = RankPlace(0, PeerMemory(devices, exchanged_rows(programs))), ranks[0].config
-    lowered = LoweredPrograms(pair, gpu.card, programs, own, place)
-    return [LoweredProgram(each, lowered.groups(each, gpu.card, switches=True)) for each in programs]
+    lowered = LoweredPrograms(pair, gpu.facts, programs, own, place)
+    return [LoweredProgram(each, lowered.groups(each, gpu.facts, switches=True)) for each in programs]

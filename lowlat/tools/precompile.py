@@ -1,6 +1,6 @@
-"""The kernels of a runtime compiled ahead, on a machine that needs no card: nothing is launched, no weight is read.
+"""The kernels of a runtime compiled ahead, on a machine that needs no GPU: nothing is launched, no weight is read.
 
-The programs that a runtime of the same options would have are lowered for a card that is described, onto tensors that
+The programs that a runtime of the same options would have are lowered for a GPU that is described, onto tensors that
 have no memory.
 """
 
@@ -18,7 +18,7 @@ from lowlat.executors.make import check_positions
 from lowlat.graphs.program import Program
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
-from lowlat.kernels.toolchain.kernel import Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import Gpu, Kernel, KernelCall
 from lowlat.models.target import read_model_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
@@ -33,9 +33,9 @@ AT_ONCE = 16  # kernels between two looks at how far it is
 
 
 def kernels_of(
-    target: Path, speculative: SpeculativeConfig | None, options: RuntimeConfig, card: Card
+    target: Path, speculative: SpeculativeConfig | None, options: RuntimeConfig, gpu: Gpu
 ) -> dict[str, Kernel]:
-    """The kernels that a runtime captures, by name, on all of its cards.
+    """The kernels that a runtime captures, by name, on all of its GPUs.
 
     target  a directory; of its files the config is read
     Raises ConfigError for options that a runtime refuses, and for a model that the kernels do not cover.
@@ -61,27 +61,27 @@ def kernels_of(
     for rank, place in zip(ranks, places, strict=True):
         looping = [program for bucket, program in rank.programs.items() if options.device_loop and may_repeat(bucket)]
         own = None if place is None else rank.config
-        lowered = LoweredPrograms(pair, card, (*rank.programs.values(), *rank.prefills.values()), own, place)
-        found |= {call.kernel.name: call.kernel for call in _calls(lowered, looping, card)}
+        lowered = LoweredPrograms(pair, gpu, (*rank.programs.values(), *rank.prefills.values()), own, place)
+        found |= {call.kernel.name: call.kernel for call in _calls(lowered, looping, gpu)}
     return found
 
 
-def _calls(lowered: LoweredPrograms, looping: list[Program], card: Card) -> Iterator[KernelCall]:
+def _calls(lowered: LoweredPrograms, looping: list[Program], gpu: Gpu) -> Iterator[KernelCall]:
     """The launches of steps and prefills, and of the steps that the device repeats."""
     for program in lowered.programs:
-        for group in lowered.groups(program, card, switches=True):
+        for group in lowered.groups(program, gpu, switches=True):
             yield from group.kernel_calls
     counter = torch.empty(1, dtype=torch.int64, device=META)
     for program in looping:
         (active,) = (spec for spec in program.specs(*STATE_ROLES) if spec.name == "active")
         control = LoopControl(0, torch.empty(active.shape, dtype=active.dtype, device=META), counter, counter)
-        for group in lowered.groups(program, card, control, switches=True):
+        for group in lowered.groups(program, gpu, control, switches=True):
             yield from group.kernel_calls
 
 
 def compile_all(
     kernels: dict[str, Kernel],
-    card: Card,
+    gpu: Gpu,
     directory: Path,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -95,9 +95,9 @@ def compile_all(
     every, lacking = list(kernels.values()), 0
     for first in range(0, len(every), AT_ONCE):
         some = every[first : first + AT_ONCE]
-        lacking += compile_ahead(some, card.capability, directory, workers)
+        lacking += compile_ahead(some, gpu.capability, directory, workers)
         for kernel in some:
-            compile_kernel(kernel, card.capability, directory)  # those of a process that failed: it tells why
+            compile_kernel(kernel, gpu.capability, directory)  # those of a process that failed: it tells why
         if progress is not None:
             progress(first + len(some), len(every))
     return lacking

@@ -142,7 +142,7 @@ def measure_quality(
 
 
 def prompt_logits(runtime: Runtime, prompt: Sequence[int]) -> Iterator[torch.Tensor]:
-    """The logits behind every token of a prompt, chunk after chunk, each [n, V] float32 on the runtime's device.
+    """The logits after every token of a prompt, chunk after chunk, each [n, V] float32 on the runtime's device.
 
     runtime  idle, and loaded with OPTIONS
     A chunk's tensor is written over by the next. Raises LowlatError where the request fails.
@@ -184,7 +184,7 @@ class Sums:
             logs = [each.double().log_softmax(-1) for each in rows]
             losses = [-each.gather(1, tokens[:, None]).sum().item() for each in logs]
             if not all(torch.isfinite(each).all() for each in rows):
-                raise LowlatError(f"logits behind {self.count} tokens are not finite; try dtype float32")
+                raise LowlatError(f"logits after {self.count} tokens are not finite; try dtype float32")
             self.losses = [before + loss for before, loss in zip(self.losses, losses, strict=True)]
             if len(logs) == 2:
                 own, other = logs

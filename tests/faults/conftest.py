@@ -26,7 +26,7 @@ hostile model directory                ConfigError: file, tensor, expected, foun
                                                                                      ../unit/checkpoint/
 many streams at once                   nothing lost, doubled or reordered            test_soaks.py, streams_soak.py
 
-Scripts (*_soak.py) stand beside this folder; test_soaks.py runs them.
+Scripts (*_soak.py) stand next to this folder; test_soaks.py runs them.
 """
 
 from socket_fixtures import no_leaks, serve, transport

@@ -75,7 +75,7 @@ def test_a_killed_client_frees_its_slots_within_two_steps(serve: Serve, transpor
     served = serve(FakeEngine(0.05, max_running=2), **transport)
     good = served.client()
     other = good.submit(1, [77], max_tokens=25)
-    with client_process(served.server.endpoint, 3, code=code) as process:  # one runs beside the other, two wait
+    with client_process(served.server.endpoint, 3, code=code) as process:  # one runs next to the other, two wait
         process.kill()
         process.wait()
         steps = served.engine.num_steps

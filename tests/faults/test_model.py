@@ -1,4 +1,4 @@
-"""Faults of the model and the memory behind a server: NaN, a head or a directory that is not right, too little room."""
+"""Faults of the model and the memory after a server: NaN, a head or a directory that is not right, too little room."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What tests on a card share: their marker, and the launchers that run kernels there."""
+"""What tests on a GPU share: their marker, and the launchers that run kernels there."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_cases import Bench
-from needed_cards import need_cards
+from needed_gpus import need_gpus
 from rowwise_cases import Lab
 
 from lowlat.executors.launcher import Launcher
@@ -25,14 +25,14 @@ def launcher() -> Launcher:
     return Launcher(torch.device("cuda", 0))
 
 
-@pytest.fixture(params=["one card", "two cards"])
-def rank_cards(request: pytest.FixtureRequest) -> Iterator[list[torch.device]]:
-    """The cards of two ranks: the first one for both, or the first two."""
-    cards = [torch.device("cuda", 0), torch.device("cuda", int(request.param == "two cards"))]
-    need_cards(cards[1].index + 1)
-    yield cards
-    for card in cards:
-        torch.cuda.synchronize(card)
+@pytest.fixture(params=["one GPU", "two GPUs"])
+def rank_gpus(request: pytest.FixtureRequest) -> Iterator[list[torch.device]]:
+    """The GPUs of two ranks: the first one for both, or the first two."""
+    gpus = [torch.device("cuda", 0), torch.device("cuda", int(request.param == "two GPUs"))]
+    need_gpus(gpus[1].index + 1)
+    yield gpus
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)
 
 
 @pytest.fixture(scope="module")

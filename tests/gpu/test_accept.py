@@ -1,4 +1,4 @@
-"""Acceptance and commit on a card."""
+"""Acceptance and commit on a GPU."""
 
 import pytest
 from accept_cases import check_accept

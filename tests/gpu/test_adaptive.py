@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from draft_length_cases import MOST, check_waiting, check_widths
 from kernel_cases import Bench
 from recording import prompt_of, run_all
 from tiny_models import PairPaths, make_pair
-from width_cases import MOST, check_waiting, check_widths
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.graph import GraphExecutor
-from lowlat.step.width_times import by_time
+from lowlat.step.draft_length_times import by_time
 
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 256, "block_size": 16, "prefill_chunk": 32} | {
     "device": "cuda",
@@ -49,7 +49,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
 
 def load(pair: PairPaths, executor: str, **options: Any) -> Runtime:
     """A runtime that chooses widths up to 7."""
-    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=7, adaptive_width=True, strict=True)
+    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=7, adaptive_length=True, strict=True)
     return Runtime.load(pair.target, config, executor=executor, **{**OPTIONS, **options})
 
 
@@ -101,7 +101,7 @@ def test_replay_equals_eager_bit_for_bit(pair: PairPaths) -> None:
     found = []
     for executor in ("graph", "eager"):
         with load(pair, executor) as runtime:
-            costs = runtime.executor.state["width_costs"]
+            costs = runtime.executor.state["draft_length_costs"]
             every = torch.arange(100, 100 + costs.shape[2], device=costs.device, dtype=costs.dtype)
             costs.copy_(every.expand_as(costs) * torch.tensor([[1], [0]], device=costs.device))
             runtime.submit(prompt_of(40), SamplingParams(max_tokens=200, temperature=0.8, seed=3, ignore_eos=True))
@@ -109,7 +109,7 @@ def test_replay_equals_eager_bit_for_bit(pair: PairPaths) -> None:
             runtime.executor.synchronize()
             found.append({name: tensor.cpu().clone() for name, tensor in runtime.executor.state.items()})
     # a step for nobody may have run ahead; a prompt's dead rows are whatever their memory held
-    skipped = ("staged", "prefill_", "prompt_", "command", "ring", "width_choice", "opened.")
+    skipped = ("staged", "prefill_", "prompt_", "command", "ring", "draft_length_choice", "opened.")
     different = [
         name
         for name, tensor in found[1].items()
@@ -119,18 +119,18 @@ def test_replay_equals_eager_bit_for_bit(pair: PairPaths) -> None:
 
 
 def test_times_of_widths_are_times(pair: PairPaths, runtimes: dict[str, Runtime], expected: list[list[int]]) -> None:
-    """More levels take longer, and what was measured on leaves nothing behind."""
+    """More levels take longer, and what was measured on leaves nothing after."""
     runtime = runtimes["graph"]
     executor = runtime.executor
     assert isinstance(executor, GraphExecutor)
-    before = executor.state["width_costs"].clone()
+    before = executor.state["draft_length_costs"].clone()
     assert (before[0, 0] > 0).all() and before[0, 0, 7] > before[0, 0, 1] > before[0, 0, 0]
     with load(pair, "graph") as other:  # the file of its times is there
-        assert torch.equal(other.executor.state["width_costs"], before)
+        assert torch.equal(other.executor.state["draft_length_costs"], before)
         assert isinstance(other.executor, GraphExecutor)
         times = by_time(other.executor, other.ladder.buckets, other.geometry.num_waiting)
         for each in times.values():
             base = each.base
             assert base[7] > base[3] > base[1] > base[0] > 0.0 and base[-1] > base[0]
-        other.executor.state["width_costs"].copy_(before)
+        other.executor.state["draft_length_costs"].copy_(before)
         assert tokens_of(other) == expected

@@ -110,8 +110,8 @@ def test_no_plan_changes_a_bit(
         case = Case(list(DENSE[6:]), masks, head_dim=head_dim, group=group, window=window, kv_scales=scales)
         work = AttentionWork(len(masks), rows, group, 2, head_dim, window, 0, split, scales is not None)
         results = [  # in a small grid items share keys and values between tiles of query rows
-            bench.run(case, plan=plan, split=split, card=bench.launcher.card, num_blocks=num_blocks)
-            for plan, num_blocks in itertools.product(candidate_plans(work, bench.launcher.card), (None, 5))
+            bench.run(case, plan=plan, split=split, gpu=bench.launcher.gpu, num_blocks=num_blocks)
+            for plan, num_blocks in itertools.product(candidate_plans(work, bench.launcher.gpu), (None, 5))
         ]
         check(results[0], case.expected())
         assert len(results) > 1 and all(same(result, results[0]) for result in results)

@@ -1,4 +1,4 @@
-"""The start of a step on a card."""
+"""The start of a step on a GPU."""
 
 import pytest
 from begin_step_cases import check_begin_step

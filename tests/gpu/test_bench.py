@@ -1,4 +1,4 @@
-"""`lowlat bench` on a card: the wall, the floor, memory and stages; the same by a loop on the device; suites; peers."""
+"""`lowlat bench` on a GPU: the wall, the floor, memory and stages; the same by a loop on the device; suites; peers."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ def test_rows_stand_beside_the_wall(tmp_path: Path, extra: str) -> None:
     shown = lowlat("bench", "run", "batch", *SMALL, extra, "--out", tmp_path)
     assert shown.exit_code == 0, shown.output
     found = read_result(tmp_path / "batch.json")
-    assert found.environment.executor == "graph" and found.environment.card and found.environment.driver
+    assert found.environment.executor == "graph" and found.environment.gpu and found.environment.driver
     assert len(found.rows) == 4
     for row in found.rows:
         assert row.num_steps >= 40 and row.wall_gb_per_s is not None and 500 < row.wall_gb_per_s < 20_000
@@ -33,7 +33,7 @@ def test_rows_stand_beside_the_wall(tmp_path: Path, extra: str) -> None:
     assert all(stage.stage for profile in profiles for stage in profile.stages)
 
 
-def test_suites_tell_the_card_and_the_share_of_its_bandwidth(repository: Path, tmp_path: Path) -> None:
+def test_suites_tell_the_gpu_and_the_share_of_its_bandwidth(repository: Path, tmp_path: Path) -> None:
     out = tmp_path / "suites.json"
     suites = [f"bench/test_{name}.py" for name in ("step", "cycle", "kernels", "first_token")]
     chosen = ["-k", "not kernel or attention or lm_head", "--rounds", "40", f"--benchmark-json={out}"]
@@ -51,7 +51,7 @@ def test_suites_tell_the_card_and_the_share_of_its_bandwidth(repository: Path, t
             assert 0.02 < info["share_of_wall"] < 3, name
 
 
-def test_transformers_beside_lowlat_on_a_card(repository: Path, tmp_path: Path) -> None:
+def test_transformers_beside_lowlat_on_a_gpu(repository: Path, tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
     sizes = ["--context", "128", "-S", "0,3", "--steps", "20", "--warm-up", "4", "--repeats", "1"]
     command = [sys.executable, "-m", "bench.peers", "--engines", "lowlat,transformers", *sizes, "--out", str(out)]
@@ -59,7 +59,7 @@ def test_transformers_beside_lowlat_on_a_card(repository: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     result = bench("peers.results").read_peers(out)
     own = [row for row in result.rows if row.engine == "lowlat"]
-    assert result.environment.card and [row.settings["executor"] for row in own] == ["graph"] * 2
+    assert result.environment.gpu and [row.settings["executor"] for row in own] == ["graph"] * 2
     assert all(row.memory.device_bytes > 10**7 for row in own)
     others = {row.engine for row in result.rows} | {each.engine for each in result.not_compared}
     assert others == {"lowlat", "transformers"}

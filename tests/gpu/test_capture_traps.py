@@ -1,4 +1,4 @@
-"""What goes wrong with captured steps, each tried on the card: what a capture may hold, what a replay sees, memory."""
+"""What goes wrong with captured steps, each tried on the GPU: what a capture may hold, what a replay sees, memory."""
 
 import gc
 import itertools
@@ -203,11 +203,11 @@ def tokens_of(runtime: Runtime) -> list[int]:
 
 
 def test_nothing_is_allocated_or_waited_for_between_steps(pair: PairPaths) -> None:
-    """Other processes take memory of the card, too: what steps took would be gone in every turn, not in some."""
+    """Other processes take memory of the GPU, too: what steps took would be gone in every turn, not in some."""
     with load(pair) as runtime:
         tokens_of(runtime)
         names = [submit(runtime, seed) for seed in (1, 2)]
-        for _ in range(4):  # first tokens, and a step behind each
+        for _ in range(4):  # first tokens, and a step after each
             runtime.step()
         torch.cuda.synchronize()
         before, free = torch.cuda.memory_stats()["allocation.all.allocated"], [torch.cuda.mem_get_info()[0]]
@@ -233,7 +233,7 @@ def test_memory_that_others_take_is_none_of_a_graph_s(pair: PairPaths) -> None:
         assert all(bool(tensor.isnan().all()) for tensor in foreign)
 
 
-def test_two_runtimes_on_one_card_do_not_touch_each_other(pair: PairPaths) -> None:
+def test_two_runtimes_on_one_gpu_do_not_touch_each_other(pair: PairPaths) -> None:
     with load(pair) as one, load(pair) as other:
         expected = tokens_of(one)
         mine, theirs = submit(one), submit(other)

@@ -136,7 +136,7 @@ def test_spoilt_state_hurts_one_request(name: str, checked: Runtime, expected: d
 
 @pytest.mark.parametrize("looping", [False, True], ids=["ahead", "loops"])
 def test_steps_ahead_and_loops_leave_a_dropped_slot_alone(looping: bool, pair: PairPaths) -> None:
-    """State is spoilt while steps run: whichever finds it drops the slot, and those behind it have no drafts for it."""
+    """State is spoilt while steps run: whichever finds it drops the slot, and those after it have no drafts for it."""
     with (
         load(pair, "chain") as plain,
         load(pair, "chain", check="all", on_failed_check="single", device_loop=looping) as runtime,

@@ -1,4 +1,4 @@
-"""`lowlat compare` on a card: the kernels' stages beside the reference's."""
+"""`lowlat compare` on a GPU: the kernels' stages next to the reference's."""
 
 from pathlib import Path
 

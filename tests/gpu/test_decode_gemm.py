@@ -181,7 +181,7 @@ def test_a_row_of_a_block_is_added_as_an_operation_alone_adds_it(launcher: Launc
 
 @pytest.mark.parametrize(("width", "depth"), [(256, 320), (5120, 2880), (6144, 4096), (97, 200), (48, 8192)])
 def test_a_product_norms_its_rows_as_a_norm_alone_does(launcher: Launcher, width: int, depth: int) -> None:
-    """Bit for bit, and again behind each other without a wait between them."""
+    """Bit for bit, and again after each other without a wait between them."""
     eps, weight, scale = 1e-5, pack(_random(width, depth, scale=depth**-0.5)), _random(depth)
     for rows in (1, 2, 3, 4, 5, 8):
         if not steps_to_hold(rows, depth, H200):

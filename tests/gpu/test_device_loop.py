@@ -110,7 +110,7 @@ def test_budgets_are_kept_exactly(runtimes: tuple[Runtime, Runtime]) -> None:
         executor.synchronize()
         assert head_of(runtime) == head + budget
     head = head_of(runtime)
-    for budget in (30, 20):  # the second is queued behind the first
+    for budget in (30, 20):  # the second is queued after the first
         executor.start_loop(bucket, budget)
     assert executor.wait_loop(head + 50)
     executor.synchronize()
@@ -154,7 +154,7 @@ def test_a_loop_ends_with_its_last_slot(runtimes: tuple[Runtime, Runtime]) -> No
     for _ in range(2):
         executor.start_loop(runtime.scheduler.choose_bucket(DEPTH), 32)
     assert not executor.wait_loop(head + 32)
-    assert head_of(runtime) == head + 9 + 1  # the loop behind it runs one step for nobody
+    assert head_of(runtime) == head + 9 + 1  # the loop after it runs one step for nobody
     drained(runtime)
 
 

@@ -1,4 +1,4 @@
-"""The head's attention input on a card: accepted rows, and deeper levels of the tree."""
+"""The head's attention input on a GPU: accepted rows, and deeper levels of the tree."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The rows around the draft model on a card."""
+"""The rows around the draft model on a GPU."""
 
 import pytest
 from kernel_cases import Bench

@@ -1,4 +1,4 @@
-"""The kernels of dynamic trees on a card against their references: growth, choice, masks and paths exactly."""
+"""The kernels of dynamic trees on a GPU against their references: growth, choice, masks and paths exactly."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ KERNELS = {
 
 @pytest.fixture
 def bench() -> Bench:
-    """The card."""
+    """The GPU."""
     device = torch.device("cuda", 0)
     return Bench(device, Launcher(device).run)
 

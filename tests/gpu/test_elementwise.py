@@ -1,4 +1,4 @@
-"""cast, add and silu_mul on a card, against the reference on the CPU."""
+"""cast, add and silu_mul on a GPU, against the reference on the CPU."""
 
 import pytest
 import torch

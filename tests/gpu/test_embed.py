@@ -1,4 +1,4 @@
-"""Embedding rows on a card, from both layouts, and with their norm."""
+"""Embedding rows on a GPU, from both layouts, and with their norm."""
 
 import pytest
 from rowwise_cases import Lab, check_embeddings

@@ -34,9 +34,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 QUANTISED = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "nvfp4")
 CODED = ("llama:codes", "qwen3:codes", "mxfp4:codes", "dflash:codes")  # with a KV cache of 8 bits
-MIXTURES = {"qwen3_moe": None, "moe_fp8": "fp8-channel", "moe_int4": "w4a16-zeros"}  # of Qwen3, by experts' layouts
+MOE_LAYERS = {"qwen3_moe": None, "moe_fp8": "fp8-channel", "moe_int4": "w4a16-zeros"}  # of Qwen3, by experts' layouts
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
-NAMES = [*MIXTURES, *DENSE, "gpt_oss", "mxfp4", "alike", *QUANTISED, *FORMS, *CODED, "demo"]
+NAMES = [*MOE_LAYERS, *DENSE, "gpt_oss", "mxfp4", "alike", *QUANTISED, *FORMS, *CODED, "demo"]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -82,16 +82,16 @@ def make(name: str, folder: Path) -> PairPaths:
     if name == "demo":
         return PairPaths(DEMO / "target", DEMO / "head")
     if name in ("mxfp4", "alike"):
-        return mixture(folder, alike=name == "alike")
+        return moe(folder, alike=name == "alike")
     if name == "gpt_oss":
         return make_pair(folder, "gpt_oss", **SIZES, num_local_experts=5, num_experts_per_tok=3)
     if name in QUANTISED:
         paths = make_pair(folder, "llama", **{**SIZES, "intermediate_size": 128})
         quantise_target(paths.target, name, None)
         return paths
-    if name in MIXTURES:
+    if name in MOE_LAYERS:
         sizes = {**SIZES, "intermediate_size": 128, "num_local_experts": 9, "num_experts_per_tok": 8}
-        paths, layout = make_pair(folder, "qwen3_moe", **sizes), MIXTURES[name]
+        paths, layout = make_pair(folder, "qwen3_moe", **sizes), MOE_LAYERS[name]
         if layout is not None:
             quantise_target(paths.target, layout, None)
         return paths
@@ -106,7 +106,7 @@ def make(name: str, folder: Path) -> PairPaths:
     return paths
 
 
-def mixture(directory: Path, *, alike: bool) -> PairPaths:
+def moe(directory: Path, *, alike: bool) -> PairPaths:
     """Experts in MXFP4, 8 query heads of one key-value head, a window that crosses tiles; all rows may choose alike."""
     paths = PairPaths(directory / "target", directory / "head")
     shape = {"num_local_experts": 9, "num_experts_per_tok": 4, "sliding_window": 70, "num_hidden_layers": 2}
@@ -187,7 +187,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_first_token_s_logits_are_those_of_a_step_but_for_rounding(name: str, pairs: dict[str, PairPaths]) -> None:
-    """The same text, its last token once in the prompt and once decoded, behind ends of chunks and of blocks."""
+    """The same text, its last token once in the prompt and once decoded, after ends of chunks and of blocks."""
     limit = (
         0.3 if name in ("gpt_oss", "mxfp4", "alike", *CODED) else 2e-2
     )  # other experts where two are nearly as likely
@@ -245,7 +245,7 @@ def graph_runtimes(pairs: dict[str, PairPaths]) -> Iterator[dict[str, Runtime]]:
 def test_replay_equals_eager_bit_for_bit(name: str, pairs: dict[str, PairPaths]) -> None:
     """The same requests at the same depths: the same tokens, and the same bits in every buffer that outlives a step.
 
-    Depths go by the number of a step, so prompts must take as many, however long the card takes for them.
+    Depths go by the number of a step, so prompts must take as many, however long the GPU takes for them.
     """
     depths = random.Random(3).choices(range(8), k=400)
     at_any_pace: dict[str, Any] = {"max_stall_ms": 10000.0}
@@ -293,7 +293,7 @@ def test_a_graph_s_tokens_do_not_depend_on_the_depth(name: str, mode: str, graph
 def test_greedy_tokens_are_the_reference_s_but_for_near_ties(
     name: str, pairs: dict[str, PairPaths], graph_runtimes: dict[str, Runtime]
 ) -> None:
-    """Against torch's operations on the same card: where a request first departs, two logits were all but equal."""
+    """Against torch's operations on the same GPU: where a request first departs, two logits were all but equal."""
     with load(pairs[name], "reference") as reference:
         for number in range(6):
             prompt = prompt_of(5 + 11 * number, 70 + number)

@@ -17,12 +17,12 @@ from expert_cases import (
     want_down,
     want_gate_up,
 )
-from mixture_cases import Poisoned
+from moe_cases import Poisoned
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.moe.packing import pack_experts, unpack_expert
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.moe.prefill import experts as by_card
+from lowlat.kernels.moe.prefill import experts as by_gpu
 from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_experts, prefill_gate_up
 from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
 from lowlat.kernels.moe.prefill.grouping import group_pairs
@@ -47,7 +47,7 @@ def plan_of(
 ) -> GroupedPlan:
     packed = experts.packed
     shape = ExpertShape(kind, packed.rows, packed.columns, ids.shape[1], packed.format)
-    return plan_grouped(tile_pairs, shape, launcher.card, **changes)
+    return plan_grouped(tile_pairs, shape, launcher.gpu, **changes)
 
 
 def run_gate_up(
@@ -150,16 +150,16 @@ def test_a_down_gemm_stands_alone_or_behind_the_gate_up_gemm(launcher: Launcher,
     up = make_experts(16, 640, 352, quantised=True, gated=True, device="cuda")
     down = make_experts(16, 96, 320, quantised=True, gated=False, device="cuda")
     assert up.order is not None
-    x, card, chain = torch.randn(rows, 352, device="cuda").bfloat16(), launcher.card, Poisoned("cuda")
+    x, gpu, chain = torch.randn(rows, 352, device="cuda").bfloat16(), launcher.gpu, Poisoned("cuda")
     for kind in ("random", "shared", "dead"):
         ids = choices(kind, rows, 4, 16, "cuda")
         shares, activated = shares_of(ids), torch.full((rows, 4, 320), torch.nan, device="cuda").bfloat16()
         outs = torch.full((2, rows, 96), torch.nan, device="cuda")
         bias = up.packed_bias
         calls = prefill_gate_up(
-            x, ids, experts=up.packed, bias=bias, out=activated, limit=LIMIT, alpha=ALPHA, workspace=chain, card=card
+            x, ids, experts=up.packed, bias=bias, out=activated, limit=LIMIT, alpha=ALPHA, workspace=chain, gpu=gpu
         )
-        rest: dict[str, Any] = {"experts": down.packed, "bias": down.bias, "card": card}
+        rest: dict[str, Any] = {"experts": down.packed, "bias": down.bias, "card": gpu}
         calls += prefill_down(activated, ids, shares, **rest, out=outs[0], workspace=chain, grouped=True)
         calls += prefill_down(activated, ids, shares, **rest, out=outs[1], workspace=Poisoned("cuda"))
         launcher.run(*calls)
@@ -207,7 +207,7 @@ def test_down_is_float64_s(
 def test_a_pair_has_the_same_bits_in_any_company(
     launcher: Launcher, quantised: bool, gated: bool, width: int, depth: int
 ) -> None:
-    """Alone, beside inputs that are no numbers, in tiles, blocks and pipelines of every size."""
+    """Alone, next to inputs that are no numbers, in tiles, blocks and pipelines of every size."""
     experts = make_experts(8, width, depth, quantised=quantised, gated=gated, device="cuda")
     run: Any = run_gate_up if gated else run_down
     own, ids = torch.randn(1, 4, depth, device="cuda").bfloat16(), choices("random", 1, 4, 8, "cuda")
@@ -231,8 +231,10 @@ def test_a_pair_has_the_same_bits_in_any_company(
 def test_warpgroups_have_the_bits_of_the_other_gemms(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, held: Any, num_experts: int, sizes: tuple[int, int, int]
 ) -> None:
-    """A mixture's pairs may go to either, by how many they are: tiles of one size and of two, rows with dead pairs."""
-    if launcher.card.capability != (9, 0):
+    """An MoE layer's pairs may go to either, by how many they are: tiles of one size and of two, rows with dead
+    pairs.
+    """
+    if launcher.gpu.capability != (9, 0):
         pytest.skip("GEMMs by warpgroups are for capability 9.0")
     width, depth, top_k = sizes
     up = make_experts(num_experts, width, depth, quantised=held, gated=True, device="cuda", biased=held is True)
@@ -243,12 +245,12 @@ def test_warpgroups_have_the_bits_of_the_other_gemms(
             ids[3:30, 1:] = -1
         outs = torch.full((2, rows, depth), torch.nan, device="cuda")
         for out, answer in zip(outs, (True, False), strict=True):
-            monkeypatch.setattr(by_card, "takes_warpgroups", lambda *_, answer=answer: answer)
+            monkeypatch.setattr(by_gpu, "takes_warpgroups", lambda *_, answer=answer: answer)
             activated = torch.full((rows, top_k, width // 2), torch.nan, device="cuda").bfloat16()
             calls = prefill_experts(
                 x, ids, shares_of(ids), gate_up=up.packed, gate_up_bias=up.packed_bias, down=down.packed,
                 down_bias=down.bias, activated=activated, out=out, **up.limits, workspace=Poisoned("cuda"),
-                card=launcher.card,
+                gpu=launcher.gpu,
             )  # fmt: skip
             launcher.run(*calls)
         assert apart(*outs) < 1e-5, (rows, kind)

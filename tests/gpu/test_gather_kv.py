@@ -1,4 +1,4 @@
-"""Keys and values gathered for a chunk of prefill on a card, and flash attention over them."""
+"""Keys and values gathered for a chunk of prefill on a GPU, and flash attention over them."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ MASKS: dict[str, dict[str, Any]] = {
 )
 def test_rows_of_the_reference(case: Gather, launcher: Launcher) -> None:
     found, expected = case.arrays("cuda"), case.arrays()
-    launcher.run(*gather_kv(**found, **case.options, card=launcher.card))
+    launcher.run(*gather_kv(**found, **case.options, gpu=launcher.gpu))
     wanted_rows(**expected, **case.options)
     for name in ("keys", "values", "lengths"):
         assert torch.equal(found[name].cpu().nan_to_num(7), expected[name].nan_to_num(7)), name
@@ -63,7 +63,7 @@ def test_attention_of_a_chunk_is_the_reference_s(start: int, shape: Shape, mask:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("shape", [LLAMA, OSS], ids=["llama", "oss"])
 def test_bits_of_rows_do_not_depend_on_the_chunk_s_size(shape: Shape, mask: str, launcher: Launcher) -> None:
-    """Nor on how many rows behind them are live."""
+    """Nor on how many rows after them are live."""
     shape, sinks = replace(shape, size=512), torch.linspace(-3, 3, shape.heads, device=DEVICE)
     for start in (0, 1024, 8192):
         slot = Slot(start, 512, shape=shape, device="cuda")

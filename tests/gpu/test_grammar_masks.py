@@ -91,7 +91,7 @@ def test_tokens_are_the_same_everywhere(options: dict[str, Any], pair: PairPaths
 
 @pytest.mark.parametrize("depth", [0, 3])
 def test_requests_that_are_given_up_hold_up_no_queued_step(depth: int, pair: PairPaths, expected: list[Any]) -> None:
-    """One is cancelled and one's grammar fails while a step waits behind the one that runs; then all end at once."""
+    """One is cancelled and one's grammar fails while a step waits after the one that runs; then all end at once."""
     config = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, strict=True)
     with Runtime.load(pair.target, config, executor="graph", **OPTIONS) as runtime:
         runtime.speculate(depth)
@@ -122,7 +122,7 @@ def test_the_reference_executor_has_the_kernels_tokens(pair: PairPaths) -> None:
 
 
 def test_a_draw_waits_for_its_slot_s_masks(launcher: Launcher) -> None:
-    """The kernel runs until the word in the host's memory says that the masks behind it are there."""
+    """The kernel runs until the word in the host's memory says that the masks after it are there."""
     vocabulary, slots = 128256, 2
     world = make_world(vocabulary, [{"temperature": 0.0, "has_grammar": 1}, {"temperature": 1.0, "seed": 3}], [])
     state = {name: array.cuda() for name, array in world.state().items()}

@@ -1,11 +1,11 @@
-"""Products whose K is summed in parts: on a card the bits of parts summed alone and added as a tree, by any plan."""
+"""Products whose K is summed in parts: on a GPU the bits of parts summed alone and added as a tree, by any plan."""
 
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from exchange_cases import tree_sum
+from all_reduce_cases import tree_sum
 from quantised_layers import random_parts
 
 from lowlat.executors.launcher import Launcher
@@ -55,7 +55,7 @@ def spans(depth: int, size: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("name", "width", "depth"), CASES)
 def test_few_rows(launcher: Launcher, name: str, width: int, depth: int) -> None:
-    weight, card = Weight(name, width, depth), launcher.card
+    weight, gpu = Weight(name, width, depth), launcher.gpu
     for rows in (1, 17, 70):
         x = torch.randn(rows, depth, device="cuda").bfloat16()
 
@@ -69,12 +69,12 @@ def test_few_rows(launcher: Launcher, name: str, width: int, depth: int) -> None
                 "weight": own,
                 "bias": None if start else weight.bias,
             }
-            launcher.run(*decode_gemm(**given, out=out, parts=parts, card=card))
+            launcher.run(*decode_gemm(**given, out=out, parts=parts, gpu=gpu))
             for plan in (
-                candidate_plans(rows, width, card, weights=own.tile_format, parts=parts)[1:2] if rows < 65 else ()
+                candidate_plans(rows, width, gpu, weights=own.tile_format, parts=parts)[1:2] if rows < 65 else ()
             ):
                 again = torch.full_like(out, torch.nan)
-                launcher.run(*decode_gemm(**given, out=again, parts=parts, card=card, plan=plan))
+                launcher.run(*decode_gemm(**given, out=again, parts=parts, gpu=gpu, plan=plan))
                 assert torch.equal(again, out)
             return out
 
@@ -85,9 +85,9 @@ def test_few_rows(launcher: Launcher, name: str, width: int, depth: int) -> None
 
 @pytest.mark.parametrize(("name", "width", "depth"), CASES)
 def test_many_rows(launcher: Launcher, name: str, width: int, depth: int) -> None:
-    weight, card = Weight(name, width, depth), launcher.card
-    if not has_prefill_gemm(card):
-        pytest.skip("prefill's GEMMs are for cards of capability 9.0")
+    weight, gpu = Weight(name, width, depth), launcher.gpu
+    if not has_prefill_gemm(gpu):
+        pytest.skip("prefill's GEMMs are for GPUs of capability 9.0")
     for rows in (64, 1024):
         x = torch.randn(rows, depth, device="cuda").bfloat16()
 
@@ -96,7 +96,7 @@ def test_many_rows(launcher: Launcher, name: str, width: int, depth: int) -> Non
             if start == stop:
                 return torch.zeros(rows, width, device="cuda")
             parts, own, k = KParts(count, 1), weight.of(start, stop), stop - start
-            for plan in plans_of(rows, width, k, card, own.tile_format, parts)[:2]:
+            for plan in plans_of(rows, width, k, gpu, own.tile_format, parts)[:2]:
                 arranged = torch.full(arranged_shape(rows, k), torch.nan, device="cuda", dtype=torch.bfloat16)
                 partials = torch.full(partials_shape(plan, rows, width, k, parts), torch.nan, device="cuda")
                 outs.append(torch.full((rows, width), torch.nan, device="cuda"))
@@ -106,7 +106,7 @@ def test_many_rows(launcher: Launcher, name: str, width: int, depth: int) -> Non
                     "bias": None if start else weight.bias,
                 }
                 memory: dict[str, Any] = {"arranged": arranged, "partials": partials, "out": outs[-1]}
-                launcher.run(*prefill_gemm(**given, **memory, card=card, parts=parts, plan=plan))
+                launcher.run(*prefill_gemm(**given, **memory, gpu=gpu, parts=parts, plan=plan))
             assert all(torch.equal(out, outs[0]) for out in outs)
             return outs[0]
 

@@ -1,4 +1,4 @@
-"""Compaction of the KV cache on a card."""
+"""Compaction of the KV cache on a GPU."""
 
 import pytest
 import torch

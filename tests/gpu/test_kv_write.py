@@ -1,4 +1,4 @@
-"""Keys and values of a step and of prefill stored to the caches on a card."""
+"""Keys and values of a step and of prefill stored to the caches on a GPU."""
 
 import pytest
 import torch

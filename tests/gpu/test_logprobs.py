@@ -14,7 +14,7 @@ VOCABULARIES = (7, 97, 4096, 8203, 128256, 201088)
 
 
 class Case:
-    """Arguments on the CPU; run by the reference there or by the kernel on the card."""
+    """Arguments on the CPU; run by the reference there or by the kernel on the GPU."""
 
     def __init__(self, logits: torch.Tensor, live: list[list[int]], slots: list[int], wanted: list[int]) -> None:
         self.logits, batch, rows = logits, len(live), len(live[0])

@@ -1,4 +1,4 @@
-"""The memory plan beside what the card says: nothing large is held that is not planned, nor planned and not held."""
+"""The memory plan next to what the GPU says: nothing large is held that is not planned, nor planned and not held."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from lowlat.engine.memory.held import PARTS
 from lowlat.engine.memory.plan import available_bytes
 
 DEMO = Path(lowlat.__file__).parent / "demo"
-# gigabytes of keys and values, beside which a context, code and graphs are as little as beside a large model
+# gigabytes of keys and values, next to which a context, code and graphs are as little as next to a large model
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 2048, "kv_blocks": 160_000, "device": "cuda:0"}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # the depth of drafts, and options
     "bf16": (3, {}),
@@ -20,11 +20,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # the depth of drafts, and opt
     "int4": (3, {"quantize": "int4"}),
     "adaptive loop": ("auto", {"device_loop": True}),
 }
-TURNS = 3  # other processes may take memory of the card or give it back meanwhile
+TURNS = 3  # other processes may take memory of the GPU or give it back meanwhile
 
 
 def loaded(name: str) -> tuple[int, int]:
-    """Bytes that a runtime's parts that stay were planned to take, and by how many the card's free memory fell."""
+    """Bytes that a runtime's parts that stay were planned to take, and by how many the GPU's free memory fell."""
     depth, options = CASES[name]
     drafts = SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=depth, strict=True)
     before = _free_bytes()
@@ -41,7 +41,7 @@ def _free_bytes() -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_is_within_two_per_cent_of_the_card_s_own_count(name: str) -> None:
+def test_the_plan_is_within_two_per_cent_of_the_gpu_s_own_count(name: str) -> None:
     loaded(name)  # the context, and code that stays
     found = [loaded(name) for _ in range(TURNS)]
     assert all(planned > 2 << 30 for planned, _ in found)

@@ -1,4 +1,4 @@
-"""N-gram drafts on a card."""
+"""N-gram drafts on a GPU."""
 
 import pytest
 from kernel_cases import Bench

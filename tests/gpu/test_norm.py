@@ -1,4 +1,4 @@
-"""Norms on a card: the reference's values, the promised order bit for bit, and a row's bits in any company."""
+"""Norms on a GPU: the reference's values, the promised order bit for bit, and a row's bits in any company."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""A runtime of two ranks, on one card and on two: control state that stays the same, launches fused or not, loops,
-requests with a grammar, a lost rank; and one rank beside two where sums do not depend on how many there are.
+"""A runtime of two ranks, on one GPU and on two: control state that stays the same, launches fused or not, loops,
+requests with a grammar, a lost rank; and one rank next to two where sums do not depend on how many there are.
 """
 
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from needed_cards import need_cards
+from needed_gpus import need_gpus
 from tiny_grammars import Automaton, Slow, accepts, random_edges, submit_with
 from tiny_models import make_target, mxfp4_target
 
@@ -21,16 +21,16 @@ pytestmark = pytest.mark.timeout(240)
 TARGET, HEAD = "lowlat/demo/target", "lowlat/demo/head"
 SAME = ("tokens", "lengths", "active", "drafts", "num_drafts", "block_table", "output_counts")
 PROMPTS = ("The President shall", "Congress shall make no law", "No person shall")
-CHOSEN = {"adaptive_width": True}
+CHOSEN = {"adaptive_length": True}
 SHAPES: dict[str, Any] = {"max_batch": 2, "max_context": 256, "device": "cuda", "executor": "graph"}
 WIDE, NARROW = random_edges(3, 4096, num_states=5, most=900, forced=0.0), random_edges(1, 4096)
 
 
 @pytest.fixture(autouse=True)
-def placed_ranks(monkeypatch: pytest.MonkeyPatch, rank_cards: list[torch.device]) -> None:
-    """Ranks that share a card have streams of their own."""
-    if rank_cards[0] == rank_cards[1]:
-        monkeypatch.setattr(loading, "rank_devices", lambda choice, size, named=(): rank_cards[:size])
+def placed_ranks(monkeypatch: pytest.MonkeyPatch, rank_gpus: list[torch.device]) -> None:
+    """Ranks that share a GPU have streams of their own."""
+    if rank_gpus[0] == rank_gpus[1]:
+        monkeypatch.setattr(loading, "rank_devices", lambda choice, size, named=(): rank_gpus[:size])
 
 
 def load(**options: Any) -> lowlat.Runtime:
@@ -67,7 +67,7 @@ def decode(**options: Any) -> list[list[int]]:
 
 
 def decode_guided(automaton: type[Automaton] = Automaton, depth: int = 3, **options: Any) -> list[list[int]]:
-    """The tokens of a plain request, of one beside it with a grammar of many choices, and of one of few that waits.
+    """The tokens of a plain request, of one next to it with a grammar of many choices, and of one of few that waits.
 
     Before them one is given up.
     """
@@ -93,12 +93,12 @@ def test_ranks_agree_fused_or_not_in_steps_and_in_loops() -> None:
     assert [len(tokens) for tokens in two] == [40] * 3
     assert decode(tensor_parallel_size=2, device_loop=True) == two
     assert decode(tensor_parallel_size=2, fuse=False) == two
-    assert decode(tensor_parallel_size=2, adaptive_width=True) == two
+    assert decode(tensor_parallel_size=2, adaptive_length=True) == two
     assert decode(tensor_parallel_size=2, **CHOSEN) == two
     assert decode()[0][:8] == two[0][:8]  # sums of another order: equal until two tokens are nearly alike
 
 
-def test_one_card_and_two_have_the_same_tokens_where_sums_are_invariant() -> None:
+def test_one_gpu_and_two_have_the_same_tokens_where_sums_are_invariant() -> None:
     """Of the dense pair, drafts cut too: fused and not, in steps, in loops and where the device chooses widths."""
     one = decode(tp_invariant=True)
     assert [len(tokens) for tokens in one] == [40] * 3
@@ -110,10 +110,10 @@ def test_one_card_and_two_have_the_same_tokens_where_sums_are_invariant() -> Non
     assert decode()[0][:8] == one[0][:8]  # sums of another order: equal until two tokens are nearly alike
 
 
-@pytest.mark.parametrize("rank_cards", ["two cards"], indirect=True)
-def test_four_cards_have_the_tokens_of_one() -> None:
-    """As sums are invariant; the pair's only KV head is on every card."""
-    need_cards(4)
+@pytest.mark.parametrize("rank_gpus", ["two GPUs"], indirect=True)
+def test_four_gpus_have_the_tokens_of_one() -> None:
+    """As sums are invariant; the pair's only KV head is on every GPU."""
+    need_gpus(4)
     one = decode(tp_invariant=True)
     for options in ({}, {"device_loop": True}, CHOSEN):
         assert decode(tensor_parallel_size=4, tp_invariant=True, **options) == one, options
@@ -122,12 +122,12 @@ def test_four_cards_have_the_tokens_of_one() -> None:
 
 @pytest.mark.parametrize("name", ["llama_fp8", "llama_int4", "qwen3_moe", "mxfp4"])
 def test_any_number_of_ranks_has_the_same_tokens_where_sums_are_invariant(
-    name: str, tmp_path: Path, rank_cards: list[torch.device]
+    name: str, tmp_path: Path, rank_gpus: list[torch.device]
 ) -> None:
-    """Weights of 8 and 4 bits, and mixtures; parts are of several sizes, and each rank has its own.
+    """Weights of 8 and 4 bits, and MoE layers; parts are of several sizes, and each rank has its own.
 
-    Where both share a card, a prompt is one chunk: rows that wait for the other rank have a block each, and blocks on
-    all multiprocessors would leave it none with the shared memory of a prefill GEMM.
+    Where both share a GPU, a prompt is one chunk: rows that wait for the other rank have a block each, and blocks on
+    all SMs would leave it none with the shared memory of a prefill GEMM.
     """
     sizes: dict[str, Any] = {
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 256, "num_hidden_layers": 2,
@@ -139,7 +139,7 @@ def test_any_number_of_ranks_has_the_same_tokens_where_sums_are_invariant(
         make_target(tmp_path, name.partition("_")[0] if name != "qwen3_moe" else name, gain=0.45, **sizes)
     quantise = {"quantize": name.removeprefix("llama_")} if name.startswith("llama_") else {}
     shape: dict[str, Any] = {"max_batch": 2, "max_context": 256, "device": "cuda", "executor": "graph"}
-    length = 100 if rank_cards[0] == rank_cards[1] else 150
+    length = 100 if rank_gpus[0] == rank_gpus[1] else 150
     prompt, found = [int(token) for token in torch.randint(1, 500, (length,))], []
     for size, options in ((1, {}), (1, {"fuse": False}), (2, {}), (2, {"fuse": False})):
         given = {"dtype": "bfloat16", "tensor_parallel_size": size, "tp_invariant": True, **quantise, **options}
@@ -149,7 +149,7 @@ def test_any_number_of_ranks_has_the_same_tokens_where_sums_are_invariant(
 
 
 def test_ranks_draw_under_the_same_masks() -> None:
-    """With drafts and without, and where the host is slower than all cards."""
+    """With drafts and without, and where the host is slower than all GPUs."""
     two = decode_guided(tensor_parallel_size=2)
     assert [len(tokens) for tokens in two] == [40] * 3
     assert decode_guided(depth=0, tensor_parallel_size=2) == two

@@ -1,4 +1,4 @@
-"""Strict mode on a card: the bundled pair decodes in it where plans were measured, and is refused elsewhere."""
+"""Strict mode on a GPU: the bundled pair decodes in it where plans were measured, and is refused elsewhere."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Philox on a card."""
+"""Philox on a GPU."""
 
 from kernel_cases import Bench
 from philox_cases import check_philox

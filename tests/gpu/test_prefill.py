@@ -1,4 +1,4 @@
-"""Prefill on a card: whole chunks against the reference on the CPU, and rows that attention leaves arranged."""
+"""Prefill on a GPU: whole chunks against the reference on the CPU, and rows that attention leaves arranged."""
 
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ def test_attention_that_leaves_its_rows_arranged_changes_no_bit(
     rows: int, heads: int, num_heads: int, dim: int, launcher: Launcher
 ) -> None:
     """Its result is that of attention and `arrange`, dead rows too."""
-    if not has_prefill_flash(launcher.card, dim):
-        pytest.skip("this card has no flash attention of ours")
+    if not has_prefill_flash(launcher.gpu, dim):
+        pytest.skip("this GPU has no flash attention of ours")
     torch.manual_seed(3)
     q = torch.randn(rows, heads, dim, device=DEVICE).bfloat16()
     keys, values = (torch.randn(tiles_shape(1024, num_heads, dim), device=DEVICE).bfloat16() for _ in range(2))
@@ -43,7 +43,7 @@ def test_attention_that_leaves_its_rows_arranged_changes_no_bit(
         plain = torch.full_like(q, torch.nan)
         room = torch.full(arranged_shape(rows, heads * dim), torch.nan, device=DEVICE).bfloat16()
         want, found = room.clone(), room.clone()
-        own = {**given, "card": launcher.card, "groups": groups}
+        own = {**given, "card": launcher.gpu, "groups": groups}
         launcher.run(*prefill_flash(**own, out=plain), *arrange(x=plain.view(rows, -1), out=want))
         launcher.run(*prefill_flash(**own, out=found, arranged=True))
         torch.cuda.synchronize(DEVICE)

@@ -1,4 +1,4 @@
-"""Captured chunks of prefill on a card: the bits of those launched one by one, and no memory taken."""
+"""Captured chunks of prefill on a GPU: the bits of those launched one by one, and no memory taken."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -162,7 +162,7 @@ def test_nothing_is_allocated_by_a_captured_chunk(name: str, pairs: dict[str, Pa
         run_all(runtime)
         torch.cuda.synchronize()
         undisturbed = False
-        for seed in range(2, 8):  # the card's free memory is also what other processes take and give back
+        for seed in range(2, 8):  # the GPU's free memory is also what other processes take and give back
             before, free = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
             runtime.submit(prompt_of(200, seed), PARAMS)
             for _ in range(8):

@@ -40,7 +40,7 @@ class Product:
                 self.bias = self.plain_bias[order.cuda()].contiguous()
 
     def plans(self, rows: int) -> Sequence[PrefillGemmPlan]:
-        return plans_of(rows, self.packed.rows, self.packed.columns, self.launcher.card, self.packed.tile_format)
+        return plans_of(rows, self.packed.rows, self.packed.columns, self.launcher.gpu, self.packed.tile_format)
 
     def calls(self, rows: int, plan: PrefillGemmPlan) -> list[KernelCall]:
         """Over memory that nobody has written."""
@@ -67,7 +67,7 @@ class Product:
         out = torch.full((rows, self.packed.rows), torch.nan, device="cuda")
         calls = prefill_gemm(
             x=x, weight=self.packed, bias=self.bias, columns=self.columns, arranged=arranged, partials=partials,
-            out=out, card=self.launcher.card, plan=plan,
+            out=out, gpu=self.launcher.gpu, plan=plan,
         )  # fmt: skip
         return calls, out
 
@@ -195,7 +195,7 @@ def test_gated_products_are_the_product_its_activation_and_their_arrangement(
         calls = {
             plan: gated_prefill_gemm(
                 arranged=arranged, weight=product.packed, bias=product.bias, row_live=row_live, out=found,
-                card=launcher.card, plan=plan,
+                gpu=launcher.gpu, plan=plan,
             )
             for plan in plans.values()
         }  # fmt: skip

@@ -1,11 +1,11 @@
-"""`lowlat profile` on a card: the bundled pair's steps, replayed and launched one by one; a batch without a head."""
+"""`lowlat profile` on a GPU: the bundled pair's steps, replayed and launched one by one; a batch without a head."""
 
 import json
 from pathlib import Path
 
 import pytest
 from cli_calls import answer, lowlat
-from needed_cards import need_cards
+from needed_gpus import need_gpus
 
 from lowlat.cli.options import bundled
 from lowlat.graphs.program import Stage
@@ -39,13 +39,13 @@ def test_every_stage_has_its_time_and_all_add_up(executor: str, tmp_path: Path) 
     assert set(stages) == {row["stage"] for row in own}
 
 
-def test_of_two_cards_each_has_its_time_and_what_it_exchanges() -> None:
-    need_cards(2)
+def test_of_two_gpus_each_has_its_time_and_what_it_all_reduces() -> None:
+    need_gpus(2)
     found = answer("profile", "--tensor-parallel", 2, "--steps", STEPS, "--json")
-    exchange, (first, second) = found["exchange"], found["cards"]
+    all_reduce, (first, second) = found["exchange"], found["cards"]
     assert (first["device"], second["device"]) == ("cuda:0", "cuda:1")
-    assert exchange["num_launches"] + exchange["num_fused"] > 16  # two a layer
-    assert 0 < exchange["time_us"] < found["step_us"] == pytest.approx(first["step_us"])
+    assert all_reduce["num_launches"] + all_reduce["num_fused"] > 16  # two a layer
+    assert 0 < all_reduce["time_us"] < found["step_us"] == pytest.approx(first["step_us"])
     assert second["step_us"] == pytest.approx(first["step_us"], rel=0.5)
 
 

@@ -1,11 +1,11 @@
-"""The logprobs of prompts on a card: each kernel, and whole runtimes beside each other and the reference."""
+"""The logprobs of prompts on a GPU: each kernel, and whole runtimes next to each other and the reference."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kernel_cases import Bench
-from needed_cards import need_cards
+from needed_gpus import need_gpus
 from prompt_logprob_cases import check_all
 from recording import prompt_of, run_all, tokens_of
 from tiny_models import PairPaths, make_pair
@@ -58,7 +58,7 @@ def found_in(pair: PairPaths, **options: Any) -> list[PromptLogprobs]:
                 drawn.token_id, drawn.logprob, drawn.top,
             )  # fmt: skip
             found.append(of_prompt)
-        # beside requests that decode, and two that ask at once
+        # next to requests that decode, and two that ask at once
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         names = [runtime.submit(prompt_of(20, seed=90 + number), params) for number in range(2)]
         runtime.step()
@@ -106,7 +106,7 @@ def test_two_ranks(invariant: bool) -> None:
 
     Two GPUs: a pass has 64 rows, and grids of two ranks that wait for each other do not fit on one.
     """
-    need_cards(2)
+    need_gpus(2)
     pair = PairPaths(DEMO / "target", DEMO / "head")
     own = {"executor": "graph", "tp_invariant": invariant}
     found, alone = (found_in(pair, **own, tensor_parallel_size=size) for size in (2, 1))

@@ -1,4 +1,4 @@
-"""The end of a step on a card."""
+"""The end of a step on a GPU."""
 
 import pytest
 from kernel_cases import Bench

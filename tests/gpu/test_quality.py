@@ -1,4 +1,4 @@
-"""`lowlat inspect quality` on a card: prefill's own logits of every position, by kernels."""
+"""`lowlat inspect quality` on a GPU: prefill's own logits of every position, by kernels."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
 @pytest.mark.parametrize("how", [(), ("--quantize", "fp8"), ("--quantize", "int4", "--kv-cache-dtype", "fp8")])
-def test_figures_of_a_card_are_those_of_the_reference(how: tuple[str, ...]) -> None:
+def test_figures_of_a_gpu_are_those_of_the_reference(how: tuple[str, ...]) -> None:
     command = ("inspect", "quality", "--text", TEXT, "--max-tokens", 2000, "--max-context", 600, *how, "--json")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

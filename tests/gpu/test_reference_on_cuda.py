@@ -57,9 +57,9 @@ def test_logits_agree_with_the_cpu() -> None:
     assert difference < 1e-2  # bf16 buffers round both; products accumulate in float32
 
 
-def test_auto_takes_the_card() -> None:
+def test_auto_takes_the_gpu() -> None:
     with Runtime.load(DEMO / "target", max_batch=1, max_context=256) as runtime:
         assert runtime.device_choice.device.type == "cuda"
         assert runtime.device_choice.executor == "graph"
-        assert "usable NVIDIA card" in runtime.device_choice.reason
+        assert "usable NVIDIA GPU" in runtime.device_choice.reason
         assert torch.cuda.memory_allocated() > 0

@@ -26,7 +26,7 @@ def run(executor: str) -> tuple[Runtime, list[int]]:
 
 @pytest.fixture
 def one_copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A card with memory for one copy and a half, the cache of torch counted as taken; its bytes."""
+    """A GPU with memory for one copy and a half, the cache of torch counted as taken; its bytes."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     runtime, _ = run("graph")

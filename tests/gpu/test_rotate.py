@@ -1,4 +1,4 @@
-"""RoPE on a card with the norm of heads before it and the KV write behind it."""
+"""RoPE on a GPU with the norm of heads before it and the KV write after it."""
 
 import pytest
 import torch

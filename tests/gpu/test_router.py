@@ -1,10 +1,10 @@
-"""The logits that experts are chosen by, on a card: promised bits, and a row's in any company; and what is awaited."""
+"""The logits that experts are chosen by, on a GPU: promised bits, and a row's in any company; and what is awaited."""
 
 from typing import Any
 
 import pytest
 import torch
-from mixture_cases import Poisoned
+from moe_cases import Poisoned
 from rowwise_cases import (
     EPS,
     Lab,

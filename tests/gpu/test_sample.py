@@ -36,7 +36,7 @@ NEAR = 1e-4
 
 
 class Nodes:
-    """The rows of a bucket: a chain of two and a third node beside its second."""
+    """The rows of a bucket: a chain of two and a third node next to its second."""
 
     def __init__(self, logits: torch.Tensor, slots: list[int], live: list[list[int]] | None = None) -> None:
         batch, rows = len(slots), logits.shape[0] // len(slots)

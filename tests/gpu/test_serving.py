@@ -1,11 +1,11 @@
-"""`lowlat serve` on a card: other processes get the runtime's own tokens, and the server ends when it is told to."""
+"""`lowlat serve` on a GPU: other processes get the runtime's own tokens, and the server ends when it is told to."""
 
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from needed_cards import need_cards
+from needed_gpus import need_gpus
 from serving_process import serving
 
 import lowlat
@@ -23,14 +23,14 @@ def sampling(number: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("device_loop", [False, True])
-def test_streams_are_the_runtime_s_tokens(tmp_path: Path, device_loop: bool, cards: int) -> None:
-    """More clients than slots at once, one that leaves early among them; by two cards what one card has."""
-    need_cards(cards)
+def test_streams_are_the_runtime_s_tokens(tmp_path: Path, device_loop: bool, gpus: int) -> None:
+    """More clients than slots at once, one that leaves early among them; by two GPUs what one GPU has."""
+    need_gpus(gpus)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     options.append("--device-loop" if device_loop else "--no-device-loop")
-    invariant = cards > 1
+    invariant = gpus > 1
     if invariant:
-        options += [f"--tensor-parallel={cards}", "--set", "tp_invariant=yes"]
+        options += [f"--tensor-parallel={gpus}", "--set", "tp_invariant=yes"]
     got: dict[int, list[int]] = {}
 
     with serving(tmp_path, [*options, "--num-speculative-tokens=3"]) as server:

@@ -1,4 +1,4 @@
-"""SpecPV on a card: its kernels against the reference, and whole runs in every executor."""
+"""SpecPV on a GPU: its kernels against the reference, and whole runs in every executor."""
 
 import math
 from pathlib import Path

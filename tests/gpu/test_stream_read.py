@@ -1,4 +1,4 @@
-"""The streaming read on a card reads every word once, and the wall that follows is a plausible one."""
+"""The streaming read on a GPU reads every word once, and the wall that follows is a plausible one."""
 
 import pytest
 import torch

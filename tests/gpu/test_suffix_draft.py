@@ -1,4 +1,4 @@
-"""Suffix drafts on a card, and the choice between them and a model's."""
+"""Suffix drafts on a GPU, and the choice between them and a model's."""
 
 import pytest
 import torch

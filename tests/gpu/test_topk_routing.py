@@ -1,8 +1,8 @@
-"""The routing of experts in a launch of its own, on a card: the reference's, and a row's bits in any company."""
+"""The routing of experts in a launch of its own, on a GPU: the reference's, and a row's bits in any company."""
 
 import pytest
 import torch
-from mixture_cases import make_logits, want_routing
+from moe_cases import make_logits, want_routing
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k

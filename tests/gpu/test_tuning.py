@@ -1,4 +1,4 @@
-"""Tuning on a card: a plan changes no bit, and what `lowlat tune` writes is what a runtime takes, strict or not."""
+"""Tuning on a GPU: a plan changes no bit, and what `lowlat tune` writes is what a runtime takes, strict or not."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import lowlat
-from needed_cards import need_cards
+from needed_gpus import need_gpus
 
 import lowlat as package
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -16,7 +16,7 @@ from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.tuning.choice import file_name
 from lowlat.options.config import RuntimeConfig
 from lowlat.tools.tune.arguments import Places
-from lowlat.tools.tune.bench import CardBench
+from lowlat.tools.tune.bench import GpuBench
 from lowlat.tools.tune.cases import cases_of
 from lowlat.tools.tune.pairs import PairPrograms, Sizes, cut_pair, open_pair, random_pair
 from lowlat.tools.tune.results import check_table
@@ -32,31 +32,29 @@ TEXT = "The Congress shall have power to"
 
 
 @pytest.fixture
-def bench() -> CardBench:
-    return CardBench(torch.device("cuda", 0))
+def bench() -> GpuBench:
+    return GpuBench(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
     ("command", "cards"), [("gemm", 1), ("attention", 1), ("experts", 1), ("gemm", 2), ("experts", 2)]
 )
-def test_every_plan_of_a_launch_leaves_the_same_bits(
-    command: str, cards: int, bench: CardBench, tmp_path: Path
-) -> None:
+def test_every_plan_of_a_launch_leaves_the_same_bits(command: str, gpus: int, bench: GpuBench, tmp_path: Path) -> None:
     """In all that a step reads of it; partial sums and partial argmaxes are a plan's own. Of one of two ranks, whose
     numbers come back to it, the launches that add them up; nobody waits in vain."""
     source = open_pair(DEMO / "target", DEMO / "head")
     if command == "experts":
         source = random_pair("tiny-experts", tmp_path)
-    source = cut_pair(source, RuntimeConfig(tensor_parallel_size=cards))
-    pair = PairPrograms(source, bench.card, Sizes((1, 4, 8), (0, 2, 7)))
-    shapes = collect([pair], bench.card, kinds_of(command))[:: 2 if command == "gemm" else 1]
-    if cards > 1:
-        shapes = [shape for shape in shapes if "cards=" in shape.key]
+    source = cut_pair(source, RuntimeConfig(tensor_parallel_size=gpus))
+    pair = PairPrograms(source, bench.gpu, Sizes((1, 4, 8), (0, 2, 7)))
+    shapes = collect([pair], bench.gpu, kinds_of(command))[:: 2 if command == "gemm" else 1]
+    if gpus > 1:
+        shapes = [shape for shape in shapes if "gpus=" in shape.key]
     assert shapes
-    calls = calls_by_plan(shapes, bench.card, 99 if command != "gemm" else NUM_PLANS)
+    calls = calls_by_plan(shapes, bench.gpu, 99 if command != "gemm" else NUM_PLANS)
     bench.compile([call for variants in calls.values() for each in variants for call in each])
     own = {tensor.untyped_storage()._cdata for tensor in pair.workspace.tensors()}
-    exchanged = {each for variant in calls.values() for each in memory_of_exchanges(variant)}
+    exchanged = {each for variant in calls.values() for each in memory_of_all_reduces(variant)}
     for shape in shapes:
         places = Places(torch.device("cuda", 0), pair.weights.tensors(), 0)
         derived = places.place(calls[shape.place][0], 0)
@@ -77,7 +75,7 @@ def test_every_plan_of_a_launch_leaves_the_same_bits(
         assert pair.abort is None or not places.read(pair.abort).any()
 
 
-def memory_of_exchanges(variants: Sequence[Sequence[KernelCall]]) -> set[int]:
+def memory_of_all_reduces(variants: Sequence[Sequence[KernelCall]]) -> set[int]:
     """Storages of what ranks exchange by, which counts exchanges."""
     tensors = (
         each for calls in variants for call in calls for each in call.arguments if isinstance(each, torch.Tensor)
@@ -98,17 +96,17 @@ def common(variant: tuple[KernelCall, ...], placed: tuple[KernelCall, ...], own:
 
 
 @pytest.mark.parametrize("cards", [1, 2])
-def test_what_was_tuned_is_what_a_runtime_launches(cards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one card, and on two, whose launches the first one has measured alone."""
-    need_cards(cards)
+def test_what_was_tuned_is_what_a_runtime_launches(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one GPU, and on two, whose launches the first one has measured alone."""
+    need_gpus(gpus)
     monkeypatch.setenv("LOWLAT_TUNING", str(tmp_path))
     options: dict[str, Any] = {
-        "max_batch": 1, "max_context": 512, "device": "cuda", "tensor_parallel_size": cards,
+        "max_batch": 1, "max_context": 512, "device": "cuda", "tensor_parallel_size": gpus,
     }  # fmt: skip
     with Runtime.load(DEMO / "target", HEAD, **options) as runtime:
         derived = decode(runtime)
     sizes: tuple[str | int, ...] = ("--batch", 1, "-S", "0,1,2,3,4,5,6,7", "--candidates", 2, "--budget-s", 200)
-    sizes += ("--max-prefill-chunks", 4, "--tensor-parallel", cards)
+    sizes += ("--max-prefill-chunks", 4, "--tensor-parallel", gpus)
     result = lowlat("tune", "all", *sizes)
     assert result.exit_code == 0, result.output
     path = tmp_path / file_name(torch.cuda.get_device_name(0))

@@ -1,4 +1,4 @@
-"""Weights streamed to a card through pinned memory that is used again and again: not a byte is lost."""
+"""Weights streamed to a GPU through pinned memory that is used again and again: not a byte is lost."""
 
 from pathlib import Path
 

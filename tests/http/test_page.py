@@ -33,7 +33,7 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
 @dataclass
 class Shown:
-    """The page in a tab, and the engine behind it."""
+    """The page in a tab, and the engine after it."""
 
     page: Page
     gateway: RunningGateway

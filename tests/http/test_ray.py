@@ -24,7 +24,7 @@ SETTINGS = {"max_batch": "2", "max_context": "512", "name": "served"}
 
 @pytest.fixture(scope="module")
 def application() -> Iterator[Any]:
-    """Ray's handle to two replicas behind its HTTP proxy."""
+    """Ray's handle to two replicas after its HTTP proxy."""
     import ray
     from ray import serve
 

@@ -65,7 +65,7 @@ async def over_asyncio(endpoint: str) -> list[str]:
 
 @pytest.mark.second
 def test_documents_are_the_same_through_every_gateway(tmp_path: Path) -> None:
-    """Speculation is on, requests are beside each other, and each text is that of plain decoding."""
+    """Speculation is on, requests are next to each other, and each text is that of plain decoding."""
     tmp_path.chmod(0o700)
     runtime = load_bundled(max_context=128)
     expected = [alone(runtime, PROMPT, options) for options in ASKED]

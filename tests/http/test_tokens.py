@@ -1,4 +1,4 @@
-"""Token ids over HTTP: /tokenize and /detokenize, ids beside answers, usage while an answer streams."""
+"""Token ids over HTTP: /tokenize and /detokenize, ids next to answers, usage while an answer streams."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The blocking client against a scripted server: threads, forks, signals, ends, and what is left behind."""
+"""The blocking client against a scripted server: threads, forks, signals, ends, and what is left after."""
 
 import functools
 import gc
@@ -168,7 +168,7 @@ def test_a_server_that_was_replaced_while_nobody_waited(tmp_path: Path) -> None:
 
 
 def is_followed(connection: Connection) -> bool:
-    """Whether a message waits behind those that were taken, or was taken with them and ended the connection."""
+    """Whether a message waits after those that were taken, or was taken with them and ended the connection."""
     return connection.protocol.failure is not None or libzmq.has_message(connection._dealer._dealer)
 
 
@@ -200,7 +200,7 @@ def test_what_came_behind_a_chunk_is_known_to_the_next_call(server: ScriptedServ
 def test_a_request_that_left_by_half_ends_its_connection(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when Ctrl-C falls between its frames: what is sent next may not stand behind them."""
+    """As when Ctrl-C falls between its frames: what is sent next may not stand after them."""
     whole = libzmq._send
 
     def first_alone(socket: Any, frame: bytes, flags: int) -> None:

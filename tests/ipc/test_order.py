@@ -179,7 +179,7 @@ def test_any_order_against_the_server(served: tuple[str, FakeEngine]) -> None:
             assert tuple(got) == wanted[: len(got)]
 
         def blocked(self) -> set[Generation]:
-            """Requests behind others that hold the engine without being read: they would wait for ever."""
+            """Requests after others that hold the engine without being read: they would wait for ever."""
             alive = [one for one, _, _ in self.open if not one._done]
             return set(alive[engine.info.max_running :])
 

@@ -117,7 +117,7 @@ def test_a_short_text_waits_for_no_long_one_and_long_ones_take_turns(serve: Serv
     late = one.submit_text(10, "l" * LONG, max_tokens=1)
     one.finish(late)
     order = codec.order.replace("s", "")
-    assert order.index("l") <= 6 and len(order) < 13  # behind the one that was under way, and one of the other's
+    assert order.index("l") <= 6 and len(order) < 13  # after the one that was under way, and one of the other's
     for number in range(12):
         many.cancel(number)
     many.finish(*first)
@@ -243,8 +243,8 @@ def test_turns_and_slots_are_a_keys_over_all_its_connections(keyed: Any) -> None
     late = [other.submit(number, [8], max_tokens=4) for number in range(4)]
     other.finish(*late)
     begun = [salt == engine.salts[0] for salt in engine.salts]
-    last = len(begun) - begun[::-1].index(False)  # what begins behind its last may begin while this thread looks
-    assert begun[begun.index(False) : last].count(True) <= 5  # one of theirs beside each of its own, not five
+    last = len(begun) - begun[::-1].index(False)  # what begins after its last may begin while this thread looks
+    assert begun[begun.index(False) : last].count(True) <= 5  # one of theirs next to each of its own, not five
     assert engine.max_seen_running == 2
     for one in many:
         one.finish(*[done for owner, done in first if owner is one])

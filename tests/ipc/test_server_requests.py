@@ -332,7 +332,7 @@ def test_clients_take_turns(serve: Serve) -> None:
     assert ended <= 3
     assert len(served.engine.order) == 11
     place = served.engine.order.index(max(served.engine.order, key=lambda name: int(name.rpartition("-")[2])))
-    assert place <= 3  # behind the one that ran, and one of the other client's
+    assert place <= 3  # after the one that ran, and one of the other client's
 
 
 def test_no_more_run_at_once_than_the_engine_has_slots(serve: Serve) -> None:

@@ -20,7 +20,7 @@ def test_against_the_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_width_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind commands, too; the condition of the SWITCH node is what is chosen."""
+    """After commands, too; the condition of the SWITCH node is what is chosen."""
     decided: list[tuple[int, int]] = []
     monkeypatch.setattr(begin_step, "THREADS", 96)
     monkeypatch.setattr(ptx, "set_graph_condition", lambda handle, value: decided.append((int(handle), int(value))))

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from draft_length_cases import MOST, check_waiting, check_widths
 from kernel_cases import Bench, simulate
-from width_cases import MOST, check_waiting, check_widths
 
 BENCH = Bench(torch.device("cpu"), simulate)
 

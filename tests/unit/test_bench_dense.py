@@ -59,7 +59,7 @@ def sample_result() -> dict[str, Any]:
         floor = cases.step_bytes(cases.LLAMA_8B, case) / 4.5e9
         row = dense._described(cases.LLAMA_8B, case)
         row |= {"ms_p50": 1.1 * floor, "ms_p99": 1.15 * floor, "torch_graph_ms_p50": 1.5 * floor}
-        row |= {"card": "a card", "driver": "1", "cuda": "13", "torch": "2", "commit": "abc", "replays": 300}
+        row |= {"card": "a GPU", "driver": "1", "cuda": "13", "torch": "2", "commit": "abc", "replays": 300}
         rows.append(dense._beside_wall(row, 4500.0))
     model = {"name": "Llama-3.1-8B", "weights": "random, bfloat16"}
     return {"conditions": {"model": model, "dry_run": False}, "rows": rows}

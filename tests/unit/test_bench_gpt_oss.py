@@ -1,4 +1,4 @@
-"""The gpt-oss benchmark without a card: bytes and floors, rows and report, weights, the checks of a soak."""
+"""The gpt-oss benchmark without a GPU: bytes and floors, rows and report, weights, the checks of a soak."""
 
 import json
 from dataclasses import replace

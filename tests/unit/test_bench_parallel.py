@@ -1,4 +1,4 @@
-"""The benchmark of several cards, on tiny models without a card: rows of steps, and what a soak sees between ranks."""
+"""The benchmark of several GPUs, on tiny models without a GPU: rows of steps, and what a soak sees between ranks."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ SMALL = ["--small", "--device", "cpu", "--commit", "abc", "--only", "tiny, 1 x"]
 
 
 @pytest.mark.second
-def test_a_row_for_each_case_and_number_of_cards(tmp_path: Path) -> None:
+def test_a_row_for_each_case_and_number_of_gpus(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     assert parallel.main([*SMALL, "--only", "nothing", "--replays", "2", "--turn", "2", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""Other engines beside lowlat: tokens as samples, what each is asked for by its documentation, and a whole comparison.
+"""Other engines next to lowlat: tokens as samples, what each is asked for by its documentation, and a whole comparison.
 
 vLLM, SGLang, TensorRT-LLM and llama.cpp are not installed where tests run: fakes stand in for them that take what their
 documents name and answer as these say. Their figures mean nothing; which arguments go out and how answers are read,

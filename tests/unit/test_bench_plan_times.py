@@ -41,7 +41,7 @@ def made_up(launches: dict[str, dict[str, tuple[TimedPlan, ...]]]) -> PlanTimes:
 
 def test_a_slow_derived_plan_fails_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_times = bench("plan_times")
-    derived, other = (dict(plan.knobs) for plan in plan_times.plans_of_key("decode_gemm", KEY, made_up({}).card)[:2])
+    derived, other = (dict(plan.knobs) for plan in plan_times.plans_of_key("decode_gemm", KEY, made_up({}).facts)[:2])
     for us, code in ((10.4, 0), (13.0, 1)):
         times = made_up({"decode_gemm": {KEY: (TimedPlan(derived, us), TimedPlan(other, 10.0))}})
         times.write(tmp_path / "times.json")

@@ -1,4 +1,4 @@
-"""Programs of bench/, tried on tiny models without a card: what their rows say, and that these add up."""
+"""Programs of bench/, tried on tiny models without a GPU: what their rows say, and that these add up."""
 
 import json
 from pathlib import Path

@@ -136,7 +136,7 @@ def test_every_geometry_parses_and_its_bytes_are_the_published_ones(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("weights", "giga"), [("bf16", 6.889), ("fp8", 4.178), ("int4", 2.855)])
-def test_bytes_of_a_mixture_in_any_format(weights: str, giga: float) -> None:
+def test_bytes_of_a_moe_in_any_format(weights: str, giga: float) -> None:
     """Qwen3-30B-A3B at 8192 tokens: dense layers and LM head, 8 of 128 experts, keys and values."""
     made, case = bench("table_step").TableModel("qwen3-30b-a3b", weights), bench("dense_cases").Case(1, 8192, 0)
     shapes, drafted = bench("table_step").table_shapes(made, case), TreeTopology.chain(0)
@@ -215,7 +215,7 @@ def test_a_case_is_profiled_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         scenario = Scenario((30,), (1,), (3,), steps=40)
         figures = CaseRun(runtime, case, scenario, Prompts.random(4096), wall_gb_per_s=4000.0).profile(2)
         assert not runtime.busy
-    found = msgspec.convert({**figures, "model": "m", "card": "A Card"}, StageProfile)
+    found = msgspec.convert({**figures, "model": "m", "card": "A GPU"}, StageProfile)
     assert found.step_us == pytest.approx(sum(stage.time_us or 0.0 for stage in found.stages))
     assert "BASE_DECODE_STEP" in [stage.stage for stage in found.stages if stage.share_of_wall]
 
@@ -254,17 +254,17 @@ GATE = Gate("g", 8192, 1, 3, 10, min_speed_up=2.0, min_accept_length=2.4, expert
     ],
 )
 def test_a_gate_is_judged_by_speed_acceptance_and_bound(
-    ms: float, accept: float, drafted_bytes: int, mixture: bool, green: bool
+    ms: float, accept: float, drafted_bytes: int, moe: bool, green: bool
 ) -> None:
     rows = row(PLAIN, [4.1]), row(DRAFTED, [ms], accept=accept, bytes_per_step=drafted_bytes)
-    verdict = judge(GATE, result(*rows), mixture=mixture)
-    assert verdict.green is green and (verdict.bound is not None) is mixture and verdict.accept_tested
-    assert not judge(GATE, result(rows[0]), mixture=mixture).green
+    verdict = judge(GATE, result(*rows), moe=moe)
+    assert verdict.green is green and (verdict.bound is not None) is moe and verdict.accept_tested
+    assert not judge(GATE, result(rows[0]), moe=moe).green
 
 
 def test_an_accept_length_that_was_imposed_is_not_tested() -> None:
     drafted = row(DRAFTED, [4.0], accept=2.3, simulated_accept_length=2.3)  # 2.4 is asked for
-    verdict = judge(GATE, result(row(PLAIN, [4.1]), drafted), mixture=False)
+    verdict = judge(GATE, result(row(PLAIN, [4.1]), drafted), moe=False)
     assert verdict.green and not verdict.accept_tested
 
 
@@ -330,8 +330,8 @@ def test_random_noise_alone_is_rarely_a_regression() -> None:
 
 def test_results_of_other_conditions_are_not_compared() -> None:
     old, new = result(row(PLAIN)), result(row(PLAIN))
-    new.environment = environment(card="Another")
-    with pytest.raises(ConfigError, match="card: 'A Card', 'Another'"):
+    new.environment = environment(gpu="Another")
+    with pytest.raises(ConfigError, match="GPU: 'A GPU', 'Another'"):
         compare_results({"a": old}, {"a": new}, tolerance=0.0)
     assert compare_results({"a": old}, {"a": new}, tolerance=0.0, force=True)
     with pytest.raises(ConfigError, match="nothing to compare"):
@@ -347,7 +347,7 @@ def results(tmp_path: Path) -> Path:
     write_struct(tmp_path / "single.json", result(*rows, forced=True))
     stages = '[{"stage": "PUBLISH", "time_us": 3.0, "share": 0.1, "share_of_wall": 0.5}]'
     (tmp_path / "profile.json").write_text(
-        '{"model": "m", "card": "A Card", "batch": 1, "num_speculative_tokens": 3, "contexts": [8192], '
+        '{"model": "m", "GPU": "A GPU", "batch": 1, "num_speculative_tokens": 3, "contexts": [8192], '
         f'"step_us": 30.0, "stages": {stages}}}'
     )
     (tmp_path / "other.json").write_text("[1]")

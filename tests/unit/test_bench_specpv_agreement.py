@@ -1,4 +1,4 @@
-"""SpecPV's tokens and distributions beside full attention's: where all is listed nothing differs."""
+"""SpecPV's tokens and distributions next to full attention's: where all is listed nothing differs."""
 
 import json
 from collections.abc import Iterator

@@ -58,7 +58,7 @@ class Breaking:
         self.num_operations = 0
 
     def break_at(self, place: int, error: type[BaseException]) -> bool:
-        """Break the next step off behind an operation; False where it has no more so many."""
+        """Break the next step off after an operation; False where it has no more so many."""
 
         def hook(*_: Any) -> None:
             self.num_operations += 1
@@ -107,7 +107,7 @@ class Breaking:
 def test_no_token_is_lost_silently(
     error: type[BaseException], num_steps: int, every: int, pair: PairPaths, expected: dict[str, list[int]]
 ) -> None:
-    """The requests of a runtime beside it, of the same files, go on as if nothing had happened."""
+    """The requests of a runtime next to it, of the same files, go on as if nothing had happened."""
     neighbour = load(pair)
     for name, (prompt, params) in REQUESTS.items():
         neighbour.submit(prompt, params, request_id=name)

@@ -161,7 +161,7 @@ def make_dead(arrays: Arrays) -> None:
     arrays["row_masks"][0, -1] = 5
 
 
-# kind of check, the operation behind which state is spoilt, how, and what is said of it
+# kind of check, the operation after which state is spoilt, how, and what is said of it
 SPOILS: dict[str, tuple[str, str, Spoil, str]] = {
     "committed length": ("lengths", "commit", lambda a: a["lengths"][0].add_(1), "its committed length became"),
     "length between steps": ("lengths", "publish", lambda a: a["lengths"][0].sub_(1), "its last step left"),

@@ -146,7 +146,7 @@ def test_a_recording_names_the_first_layer_that_changed(pair: tuple[Path, Path],
 def test_a_recording_of_another_engine_may_hold_less_and_in_half_precision(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Logits of the last two positions, one step of three drafts in bfloat16, other drafts behind the first."""
+    """Logits of the last two positions, one step of three drafts in bfloat16, other drafts after the first."""
     target, head = pair
     full = record(target, head, [5, 9, 3, 8], num_tokens=6)
     first, *others = full.drafts[0]

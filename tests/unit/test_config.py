@@ -75,7 +75,7 @@ def test_every_option_is_covered_here() -> None:
     }
     others |= {"dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens"}
     others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", "draft_quantize", *METHOD_OPTIONS["suffix"]}
-    others |= {"adaptive_width", "enable_specpv", "specpv_lossless"}
+    others |= {"adaptive_length", "enable_specpv", "specpv_lossless"}
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head", "prompt_logits"}
@@ -187,8 +187,8 @@ def test_eagle3_refuses_what_ngram_takes() -> None:
         ({"method": "ngram", "model": None}, "is an option of method 'eagle3', and method is 'ngram'"),
         ({"text_drafts": "suffix"}, "text_drafts 'suffix' goes with a chain, and dynamic_tree_max_topk asks for more"),
         (
-            {"adaptive_width": True},
-            "adaptive_width chooses among chains .*, and dynamic_tree_max_topk asks for one of its",
+            {"adaptive_length": True},
+            "adaptive_length chooses among chains .*, and dynamic_tree_max_topk asks for one of its",
         ),
         ({"num_speculative_tokens": 1}, r"a dynamic tree is at least 2 deep, got 1 \(max_draft_len\)"),
         ({"num_speculative_tokens": 7, "dynamic_tree_max_topk": 11}, r"11 \* \(max_draft_len 7 - 1\) = 66 is above 64"),
@@ -278,16 +278,16 @@ def test_a_configuration_says_how_it_lies_beside_an_engine() -> None:
 
     def verdicts(**options: Any) -> dict[str, str]:
         found = speculative(**options).check(engine)
-        assert all(check.fits for check in found) or any("load anew" in check.verdict for check in found)
+        assert all(check.fits for check in found) or any("load again" in check.verdict for check in found)
         return {check.name: check.verdict for check in found}
 
     plain = verdicts()
     assert plain["method"] == "the same" and plain["capture_layers"] == "left open"
     assert plain["num_speculative_tokens"] == plain["max_decoding_tokens"] == "within the engine's"
     assert verdicts(max_path_len=8)["max_path_len"] == "the same"
-    assert verdicts(tree=[[0]], max_decoding_tokens=9)["max_decoding_tokens"] == "above the engine's; load anew"
-    assert verdicts(capture_layers=(2, 8, 14))["capture_layers"] == "another; load anew"
-    assert verdicts(method="peagle")["method"] == "another; load anew"
+    assert verdicts(tree=[[0]], max_decoding_tokens=9)["max_decoding_tokens"] == "above the engine's; load again"
+    assert verdicts(capture_layers=(2, 8, 14))["capture_layers"] == "another; load again"
+    assert verdicts(method="peagle")["method"] == "another; load again"
     assert not any(check.fits for check in speculative().check(Loaded()) if check.asked is not None)
 
 

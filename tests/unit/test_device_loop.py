@@ -282,7 +282,7 @@ def test_no_step_is_launched_for_nobody(make: Make) -> None:
         seen = 0
         while runtime.busy:
             seen += len(runtime.step())
-            assert device.count("step") == min(seen, 29)  # always one ahead behind the first token, but not at the end
+            assert device.count("step") == min(seen, 29)  # always one ahead after the first token, but not at the end
         assert device.idle
         runtime.submit(prompt_of(9), long(20))
         runtime.submit(prompt_of(9, 1), long(20))
@@ -325,7 +325,7 @@ def test_a_depth_of_the_caller_s_own_is_each_step_s(make: Make) -> None:
 
 @pytest.mark.second
 def test_stop_strings_cut_what_ran_ahead() -> None:
-    """The device goes on behind a stop string that only the host sees; what it publishes then is dropped."""
+    """The device goes on after a stop string that only the host sees; what it publishes then is dropped."""
     head = SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=DEPTH, strict=True)
     sizes: dict[str, Any] = {"max_batch": 2, "max_context": 256}
     prompt = "The Congress shall have power to"

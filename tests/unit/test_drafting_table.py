@@ -1,4 +1,4 @@
-"""Every method of drafting beside every other feature, pairwise: the tokens of a plain run, or a refusal by name."""
+"""Every method of drafting next to every other feature, pairwise: the tokens of a plain run, or a refusal by name."""
 
 import math
 from collections import defaultdict
@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {},
     "static": {"tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))},
     "dynamic": {"dynamic_tree_max_topk": 2, "max_total_draft_tokens": 6},
-    "adaptive": {"adaptive_width": True},
+    "adaptive": {"adaptive_length": True},
 }
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -31,7 +31,7 @@ DEMO = Path(lowlat.__file__).parent / "demo"
 EXPERTS = ExpertsSpec(
     inner_size=64, num_experts=4, num_experts_per_token=2, swiglu_limit=7.0, swiglu_alpha=1.7, weight_format="mxfp4"
 )
-CARD = DeviceChoice(torch.device("cuda", 0), "graph", "a usable NVIDIA card is present")
+GPU = DeviceChoice(torch.device("cuda", 0), "graph", "a usable NVIDIA GPU is present")
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +75,11 @@ def test_what_the_kernels_do_not_run_is_named_with_the_way_out(
     assert problem in (uncovered(config, draft_config) or "")
     for asked in ("graph", "eager"):
         with pytest.raises(ConfigError, match=f"executor '{asked}' cannot run.*{problem}.*use 'reference' or 'auto'"):
-            settle_executor(replace(CARD, executor=asked), asked, config, draft_config)
-    settled = settle_executor(CARD, "auto", config, draft_config)
-    assert (settled.executor, settled.loud, settled.device) == ("reference", True, CARD.device)
+            settle_executor(replace(GPU, executor=asked), asked, config, draft_config)
+    settled = settle_executor(GPU, "auto", config, draft_config)
+    assert (settled.executor, settled.loud, settled.device) == ("reference", True, GPU.device)
     assert problem in settled.reason
-    reference = replace(CARD, executor="reference")
+    reference = replace(GPU, executor="reference")
     assert settle_executor(reference, "reference", config, draft_config) is reference
 
 
@@ -89,7 +89,7 @@ def test_what_the_kernels_run_stays_with_them(
 ) -> None:
     config, draft_config = changed(known, {}, head)
     assert uncovered(config, draft_config) is None
-    assert settle_executor(CARD, "auto", config, draft_config) is CARD
+    assert settle_executor(GPU, "auto", config, draft_config) is GPU
 
 
 def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, Eagle3Config]) -> None:
@@ -107,8 +107,8 @@ def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, Eagle3Con
 @pytest.mark.parametrize("size", [8, 24, 512])
 def test_kv_blocks_that_the_kernels_do_not_take_are_named(size: int, known: tuple[ModelConfig, Eagle3Config]) -> None:
     with pytest.raises(ConfigError, match=f"block_size is {size}"):
-        settle_executor(replace(CARD, executor="graph"), "graph", *known, size)
-    settled = settle_executor(CARD, "auto", *known, size)
+        settle_executor(replace(GPU, executor="graph"), "graph", *known, size)
+    settled = settle_executor(GPU, "auto", *known, size)
     assert (settled.executor, settled.loud) == ("reference", True)
 
 
@@ -167,7 +167,7 @@ def test_such_a_context_is_refused_before_weights_are_read(tmp_path: Path, monke
     (tmp_path / "config.json").unlink()
     config = json.loads((DEMO / "target" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 20}))
-    monkeypatch.setattr(loading, "choose_device", lambda device, executor: CARD)
+    monkeypatch.setattr(loading, "choose_device", lambda device, executor: GPU)
     read: list[int] = []
     with pytest.raises(ConfigError, match="max_context 600000 is above"):
         loading.load(tmp_path, None, RuntimeConfig(max_context=600_000), lambda done, total: read.append(done))

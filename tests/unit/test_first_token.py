@@ -1,4 +1,4 @@
-"""A prompt's first token comes out of prefill: no step is run for it, and the step behind it verifies drafts."""
+"""A prompt's first token comes out of prefill: no step is run for it, and the step after it verifies drafts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -88,7 +88,7 @@ def test_the_first_step_verifies_drafts(tree: Any, pair: PairPaths) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_prompts_that_keep_coming_hold_nobody_up(ahead: bool, pair: PairPaths) -> None:
-    """Whoever decodes gets a step behind every first token of others, and these get theirs in order."""
+    """Whoever decodes gets a step after every first token of others, and these get theirs in order."""
     if ahead:
         runtime, _ = load_fake(pair.target, None, device_loop=False, **OPTIONS, max_queue=32)
     else:

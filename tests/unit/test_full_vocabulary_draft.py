@@ -63,7 +63,7 @@ def _workspace(held: dict[str, torch.Tensor]) -> Any:
 @pytest.mark.parametrize("ranks", [2, 10, MAX_RANKS])
 @pytest.mark.parametrize("slots", [1, 8])
 def test_the_choice_among_all_ids_is_one_launch_with_little_workspace(ranks: int, slots: int) -> None:
-    """50 blocks a row, which the cards can hold at once; partial lists of 8 bytes a rank and block."""
+    """50 blocks a row, which the GPUs can hold at once; partial lists of 8 bytes a rank and block."""
     logits = torch.zeros(slots * 4, FULL, device="meta")
     names = torch.arange(FULL, dtype=torch.int32, device="meta")
     nodes = [torch.zeros(6, dtype=torch.int32, device="meta") for _ in range(3)]

@@ -29,7 +29,7 @@ def ids_of(text: str, codec: TextCodec = CODEC) -> list[int]:
 
 
 def takes(state: GrammarState, tokens: list[int], codec: TextCodec) -> bool:
-    """Whether each token is allowed by the mask before it, and the end behind them; the tokens are committed."""
+    """Whether each token is allowed by the mask before it, and the end after them; the tokens are committed."""
     for token in tokens:
         if token not in allowed(mask_of(state, codec)[0]):
             return False
@@ -100,7 +100,7 @@ def test_an_end_is_allowed_where_the_document_may_end_and_nowhere_else() -> None
 
 
 def test_drafts_change_nothing_accepted_or_rejected() -> None:
-    """Rollback after a rejected draft: masks are those of a state that never saw one, also behind a drafted end."""
+    """Rollback after a rejected draft: masks are those of a state that never saw one, also after a drafted end."""
     tokens = ids_of(DOCUMENT)
     state, plain = state_of(CODEC, json_schema=PERSON), state_of(CODEC, json_schema=PERSON)
     for place, token in enumerate(tokens):
@@ -149,7 +149,7 @@ def test_forced_tokens_are_those_the_tokenizer_would_write() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_trees_masks_are_those_of_its_paths(data: st.DataObject) -> None:
-    """fill on a tree equals fill behind advance, path by path."""
+    """fill on a tree equals fill after advance, path by path."""
     options: dict[str, Any] = data.draw(
         st.sampled_from(
             [

@@ -54,7 +54,7 @@ GRAMMARS: dict[str, tuple[TextCodec, dict[str, Any]]] = {
 
 
 def alone(name: str, tokens: Sequence[int]) -> np.ndarray | None:
-    """The mask behind these tokens of a state that has seen nothing else; None where they are forbidden."""
+    """The mask after these tokens of a state that has seen nothing else; None where they are forbidden."""
     codec, options = GRAMMARS[name]
     state = state_of(codec, **options)
     try:
@@ -66,12 +66,12 @@ def alone(name: str, tokens: Sequence[int]) -> np.ndarray | None:
 
 
 def follows(codec: TextCodec, mask: np.ndarray | None) -> list[int]:
-    """The tokens that a mask allows, of those that there are; none behind what is forbidden."""
+    """The tokens that a mask allows, of those that there are; none after what is forbidden."""
     return [] if mask is None else [token for token in allowed(mask) if token < codec.vocab_size]
 
 
 def play(name: str, chance: random.Random) -> int:
-    """Fill masks of trees by chance, commit part of a path and a token behind it, and again; returns rows compared."""
+    """Fill masks of trees by chance, commit part of a path and a token after it, and again; returns rows compared."""
     codec, options = GRAMMARS[name]
     committed: list[int] = []
     state, num_rows = state_of(codec, **options), 0
@@ -180,7 +180,7 @@ def counted(options: dict[str, Any]) -> tuple[MatchedGrammar, Counter[str]]:
 def test_a_rollback_costs_what_its_drafts_do_however_long_the_document(
     options: dict[str, Any], is_forced: bool
 ) -> None:
-    """No step copies the history, and none takes it anew, whether drafts are accepted, rejected, or both.
+    """No step copies the history, and none takes it again, whether drafts are accepted, rejected, or both.
 
     is_forced  every step begins where a quote is all that may follow: what is told by a mask is told nowhere above
     """

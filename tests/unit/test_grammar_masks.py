@@ -101,10 +101,10 @@ def test_what_is_forced_costs_no_step_of_its_own(tree: str | None, pair: PairPat
 
 @pytest.mark.parametrize("grammar", ["wide", later("narrow")])
 def test_widths_that_the_device_chooses_change_nothing(grammar: str, pair: PairPaths) -> None:
-    """A step of few rows behind one of many: what the host is told of others is dead."""
+    """A step of few rows after one of many: what the host is told of others is dead."""
     edges, sampling = GRAMMARS[grammar], params("sampled", max_tokens=30)
     expected = expected_tokens(pair, edges, sampling)
-    chosen = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, adaptive_width=True, strict=True)
+    chosen = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, adaptive_length=True, strict=True)
     with Runtime.load(pair.target, chosen, **OPTIONS) as runtime:
         plain = runtime.submit(prompt_of(8), params("greedy", max_tokens=25))
         assert decode(runtime, edges, sampling) == expected
@@ -163,7 +163,7 @@ def test_neighbours_change_nothing(depth: int, tree: str | None, pair: PairPaths
 def test_draws_wait_for_the_host_and_nothing_else_does(
     depth: int, device_loop: bool, lead: int, pair: PairPaths
 ) -> None:
-    """While nobody joins or leaves, a step stands behind the one that runs; nothing loops while there is a grammar."""
+    """While nobody joins or leaves, a step stands after the one that runs; nothing loops while there is a grammar."""
     sampling = params("sampled", max_tokens=20)
     expected = expected_tokens(pair, WIDE, sampling)
     speculative = SpeculativeConfig(model=pair.head, num_speculative_tokens=3)
@@ -189,7 +189,7 @@ def test_draws_wait_for_the_host_and_nothing_else_does(
 
 
 def test_a_stop_string_frees_a_draw_that_nobody_wants() -> None:
-    """The host finds it behind the launch of the next step, which waits for the masks of a request that has ended."""
+    """The host finds it after the launch of the next step, which waits for the masks of a request that has ended."""
     target = Path(lowlat.__file__).parent / "demo" / "target"
     runtime, device = load_fake(target, None, device_loop=False, max_batch=2, max_context=96)
     everything = {0: dict.fromkeys(range(runtime.model_config.vocab_size), 0)}
@@ -241,7 +241,7 @@ def test_a_draw_never_runs_ahead_of_its_masks() -> None:
     world = World(40, 1)
     world.set(0, has_grammar=1)
     world.grammar_ready[0] = world.lengths[0] - 1
-    with pytest.raises(DeviceError, match="draws behind 10 tokens, and its masks are those behind 9"):
+    with pytest.raises(DeviceError, match="draws after 10 tokens, and its masks are those after 9"):
         world.draw(torch.zeros(1, 40), [0])
 
 

@@ -1,4 +1,4 @@
-"""Requests with a grammar and without that join, end, fail and are cancelled while steps stand behind those that run.
+"""Requests with a grammar and without that join, end, fail and are cancelled while steps stand after those that run.
 
 The device works on at any moment, as far as it may: within calls of the grammar, too.
 """
@@ -116,5 +116,5 @@ MOVES = st.tuples(st.sampled_from(("submit", "step", "step", "step", "cancel", "
 def test_whatever_happens_between_two_steps(
     which: int, lead: int, moves: list[tuple[str, int]], played: Played
 ) -> None:
-    """Requests come, end, fail and are cancelled with steps queued behind the one that runs."""
+    """Requests come, end, fail and are cancelled with steps queued after the one that runs."""
     played.play(which, lead, moves)

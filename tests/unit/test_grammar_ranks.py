@@ -26,7 +26,14 @@ SAME = (
     *("tokens", "lengths", "active", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints", "output_counts"),
     *("ring_head", "ring_records", "ring_tokens", "grammar_tokens", "grammar_paths", "grammar_lengths"),
 )
-WIDTHS = ("width_odds", "width_runs", "width_expected", "width_last", "width_waited", "width_choice")
+WIDTHS = (
+    "length_probabilities",
+    "length_runs",
+    "length_expected",
+    "length_last",
+    "length_waited",
+    "draft_length_choice",
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def check_alike(executor: RankedReferenceExecutor) -> None:
     """The ranks' control state is the same, bit for bit."""
     first, *others = (executor.peer_state(rank) for rank in range(len(executor._peers) + 1))
     for own in others:
-        for name in (*SAME, *(WIDTHS if "width_odds" in own else ())):
+        for name in (*SAME, *(WIDTHS if "length_probabilities" in own else ())):
             assert torch.equal(own[name], first[name]), name
 
 
@@ -73,7 +80,7 @@ REQUESTS = [
 
 @pytest.mark.parametrize(("depth", "size"), [(0, 2), (3, 2), later(7, 2)])
 def test_ranks_draw_what_one_draws(depth: int, size: int, pair: PairPaths) -> None:
-    """Those that come and go beside them change nothing."""
+    """Those that come and go next to them change nothing."""
     expected, source = expected_of(pair, REQUESTS), random.Random(depth)
     options = {**ALIKE, "tensor_parallel_size": size, "max_queue": 16}
     with Runtime.load(pair.target, speculation(pair, depth), **options) as runtime:
@@ -85,7 +92,7 @@ def test_ranks_draw_what_one_draws(depth: int, size: int, pair: PairPaths) -> No
 
 
 def run_beside(runtime: Runtime, source: random.Random) -> list[list[int]]:
-    """The tokens of REQUESTS, beside others that join, end, fail and are cancelled at any time."""
+    """The tokens of REQUESTS, next to others that join, end, fail and are cancelled at any time."""
     names: list[str] = []
     others: list[str] = []
     tokens: dict[str, list[int]] = {}
@@ -138,7 +145,7 @@ def late_runtime(
     [
         (0, 0.0, {}),
         (3, 0.3, {}),
-        (3, 0.0, {"adaptive_width": True}),
+        (3, 0.0, {"adaptive_length": True}),
         (2, 0.3, {"tree": [[0], [1], [0, 0]]}),
     ],
 )

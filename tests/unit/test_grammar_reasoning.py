@@ -40,7 +40,7 @@ class Reasoning:
     """A target whose reasoning is short, and prompts from which its end is drafted.
 
     Two tokens are made likely, and the seed is one at which they come in turn; the prompt has them, and a document
-    behind them, which text drafts.
+    after them, which text drafts.
     """
 
     def __init__(self, directory: Path, way: Way) -> None:
@@ -88,8 +88,8 @@ def reasoning(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_a_grammar_holds_where_reasoning_ends_amid_accepted_drafts(
     reasoning: Reasoning, options: dict[str, Any], adaptive: bool
 ) -> None:
-    """The step that accepts the end of the reasoning accepts what the grammar forces behind it, or draws by it."""
-    speculative = SpeculativeConfig(num_speculative_tokens=5, adaptive_width=adaptive, strict=True, **options)
+    """The step that accepts the end of the reasoning accepts what the grammar forces after it, or draws by it."""
+    speculative = SpeculativeConfig(num_speculative_tokens=5, adaptive_length=adaptive, strict=True, **options)
     with reasoning.runtime(speculative) as runtime:
         outputs = reasoning.run(runtime)
         assert reasoning.tokens(outputs) == reasoning.alone and outputs[-1].finish_reason == "stop"

@@ -1,4 +1,4 @@
-"""Requests with grammars of every kind, at any width, in trees, beside others that come and are cancelled at any time:
+"""Requests with grammars of every kind, at any width, in trees, next to others that come and are cancelled at any time:
 each has the tokens that it has alone without drafts, and what is complete is a document of its grammar.
 """
 
@@ -27,11 +27,11 @@ NUM_GRAMMARS = 24
 DEPTH = 5
 WAYS: dict[str, dict[str, Any]] = {
     "chain": {},
-    "adaptive": {"adaptive_width": True},
+    "adaptive": {"adaptive_length": True},
     "tree": {"tree": TREES["bushy"]},
     "dynamic tree": {"dynamic_tree_max_topk": 3, "max_draft_len": 3, "max_total_draft_tokens": 9},
     "text": {"method": "suffix"},
-    "text beside": {"text_drafts": "suffix"},
+    "text next to": {"text_drafts": "suffix"},
     "peagle": {"method": "peagle"},
     "dflash": {"method": "dflash"},
     "dspark": {"method": "dspark"},
@@ -72,7 +72,7 @@ def by_chance(seed: int) -> dict[str, Any]:
 
 
 def check_document(options: dict[str, Any], text: str) -> None:
-    """It is one of the grammar's; of rules, where the end of the text is: what is drawn behind them was forbidden."""
+    """It is one of the grammar's; of rules, where the end of the text is: what is drawn after them was forbidden."""
     if "choice" in options:
         assert text in options["choice"]
     elif "regex" in options:
@@ -193,7 +193,7 @@ def test_no_width_or_neighbour_changes_many_documents(
     played.play(way, [("submit", first), *moves])
 
 
-@pytest.mark.parametrize("way", staged(WAYS, first=["chain", "dynamic tree", "text beside"]))
+@pytest.mark.parametrize("way", staged(WAYS, first=["chain", "dynamic tree", "text next to"]))
 @pytest.mark.second
 def test_every_kind_of_grammar_meets_every_way_of_drafting(way: str, played: Played) -> None:
     """Three at a time, with some cancelled; drafts are accepted, and so is what is forced."""

@@ -19,7 +19,7 @@ TOP_LEVEL = {
 }
 FOLDERS = ("graphs", "kernels", "ipc")
 PACKAGES = ("lowlat", *FOLDERS)
-BELOW = {"kernels": ("lowlat.graphs",)}  # what a folder may know beside itself: references declare schemas
+BELOW = {"kernels": ("lowlat.graphs",)}  # what a folder may know next to itself: references declare schemas
 # lowlat's own folders, bottom up: imports go down only, so that there is no circle
 LAYERS = (
     *("errors", "options", "checkpoint", "text", "models", "sequence", "speculators", "step", "lowering", "executors"),

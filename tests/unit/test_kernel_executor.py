@@ -1,4 +1,4 @@
-"""What the executors with kernels allocate and bind, where a launcher that launches nothing stands for a card."""
+"""What the executors with kernels allocate and bind, where a launcher that launches nothing stands for a GPU."""
 
 import re
 import time
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowered import pretend_card
+from lowered import pretend_gpu
 from prefill_cases import NAMES, make_named
 from tensors_alive import left_in, storages
 from tiny_models import make_pair
@@ -27,7 +27,7 @@ from lowlat.graphs import Bucket
 from lowlat.graphs.audit import OwnedMemory
 from lowlat.graphs.loop import LoopMemory
 from lowlat.kernels.step.publish import LoopControl
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.kernels.tuning.table import Entry, Planned, TuningTable
 from lowlat.lowering.binding import LibraryCall
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
@@ -37,22 +37,22 @@ from lowlat.tools.gpus import describe_gpu
 from lowlat.tools.precompile import compile_all, kernels_of
 
 CPU = torch.device("cpu")
-AMPERE = Card(108, 163 * 1024, (8, 0))
+AMPERE = Gpu(108, 163 * 1024, (8, 0))
 FLASH = re.compile(r"flash_attention|prefill_flash")
 
 
 @pytest.fixture(params=[H200, AMPERE], ids=["9.0", "8.0"])
-def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Card:
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """With and without the instructions of wide products."""
-    pretend_card(monkeypatch, request.param)
-    chosen: Card = request.param
+    pretend_gpu(monkeypatch, request.param)
+    chosen: Gpu = request.param
     return chosen
 
 
 @pytest.mark.parametrize(("card", "name"), [*((H200, name) for name in NAMES), (AMPERE, "gpt_oss")], indirect=["card"])
 @pytest.mark.second
-def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, card: Card, tmp_path: Path) -> None:
-    """And with multiples of 64 rows, by wide products where the card has them."""
+def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, gpu: Gpu, tmp_path: Path) -> None:
+    """And with multiples of 64 rows, by wide products where the GPU has them."""
     pair = make_named(name, tmp_path)
     pair.geometry = replace(pair.geometry, prefill_chunk=128, max_prefill_chunks=2, max_context=512)
     programs = {Bucket(1, 1, 0): pair.program(0, 1), first_token_bucket(0): pair.program(0, 0)}
@@ -68,8 +68,8 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
         for call in calls:
             check_call(owned, call)
         names = [call.name if isinstance(call, LibraryCall) else call.kernel.name for call in calls]
-        assert any(name.startswith("prefill_gemm") for name in names) == (card is H200)
-        assert ("linear" in names) == (card is not H200)
+        assert any(name.startswith("prefill_gemm") for name in names) == (gpu is H200)
+        assert ("linear" in names) == (gpu is not H200)
         attended = [call.arguments for call, name in zip(calls, names, strict=True) if FLASH.match(name)]
         assert {len(each["q"] if isinstance(each, Mapping) else each[0]) for each in attended} == {size}
     check_counts(executor)
@@ -81,26 +81,26 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
 
 
 def planned_of(executor: Any) -> list[tuple[str, Planned]]:
-    """Launches that the card cuts, by the names of their kernels and their grids."""
+    """Launches that the GPU cuts, by the names of their kernels and their grids."""
     calls = [call for groups in executor._groups.values() for group in groups for call in group.kernel_calls]
     return [(f"{call.kernel.name} {call.grid}", call.planned) for call in calls if call.planned is not None]
 
 
 def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
-    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An entry's plan is taken, even the last that anybody would try."""
     strict, entries = RuntimeConfig(perf_mode="strict"), dict[str, dict[str, Entry]]()
-    plain = make_executor("mxfp4", card, tmp_path / "plain")
+    plain = make_executor("mxfp4", gpu, tmp_path / "plain")
     for _, each in planned_of(plain):
         entries.setdefault(each.kind, {})[each.key] = Entry(each.candidates[-1].knobs)
     with pytest.raises(
-        ConfigError, match=r"derived for this card: .*; `lowlat tune all --model DIR --missing` measures"
+        ConfigError, match=r"derived for this GPU: .*; `lowlat tune all --model DIR --missing` measures"
     ):
         check_launches(strict, replace(plain.counts, fallbacks=()))
-    table = TuningTable("a card", card.capability, card.num_multiprocessors, card.shared_bytes, entries=entries)
-    pretend_card(monkeypatch, replace(card, tuning=table))
-    tuned = make_executor("mxfp4", card, tmp_path / "tuned")
+    table = TuningTable("a GPU", gpu.capability, gpu.num_multiprocessors, gpu.shared_bytes, entries=entries)
+    pretend_gpu(monkeypatch, replace(gpu, tuning=table))
+    tuned = make_executor("mxfp4", gpu, tmp_path / "tuned")
     assert (plain.counts.tuned, tuned.counts.tuned) == (0, tuned.counts.planned)
     check_launches(strict, replace(tuned.counts, fallbacks=()))
     before, after = planned_of(plain), planned_of(tuned)
@@ -112,7 +112,7 @@ def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
 
 @pytest.mark.second
 def test_kernels_compiled_ahead_are_those_of_a_runtime(
-    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the same options, with no weight read; those of the steps that a device repeats, too."""
     pair = make_pair(tmp_path, "llama", hidden_size=64, intermediate_size=96, head_dim=64)
@@ -134,7 +134,7 @@ def test_kernels_compiled_ahead_are_those_of_a_runtime(
     monkeypatch.setattr(loading, "make_executor", lowered)
     with pytest.raises(InterruptedError):
         loading.load(pair.target, speculative, options)
-    ahead = kernels_of(pair.target, speculative, options, card)
+    ahead = kernels_of(pair.target, speculative, options, gpu)
     assert set(ahead) == found and len(found) > 50
     with pytest.raises(ConfigError, match=r"GPU 'no such GPU' is not described; there are h200, h100"):
         describe_gpu("no such GPU")
@@ -142,14 +142,14 @@ def test_kernels_compiled_ahead_are_those_of_a_runtime(
     reports: list[tuple[int, int]] = []
     for lacking in (2, 0):
         assert (
-            compile_all(few, describe_gpu("NVIDIA H200").card, directory, 1, lambda *given: reports.append(given))
+            compile_all(few, describe_gpu("NVIDIA H200").facts, directory, 1, lambda *given: reports.append(given))
             == lacking
         )
     assert reports == [(2, 2)] * 2 and len(list(directory.iterdir())) == 2
 
 
 def check_counts(executor: Any) -> None:
-    """Launches are counted as they were lowered: what the card decides, and what a library does in a kernel's place."""
+    """Launches are counted as they were lowered: what the GPU decides, and what a library does in a kernel's place."""
     calls = [call for size in executor._groups for group in executor.groups(size) for call in group.calls]
     library = [call.name for call in calls if isinstance(call, LibraryCall)]
     counts = executor.counts
@@ -164,7 +164,7 @@ def check_counts(executor: Any) -> None:
     assert counts.synchronisations == 1
 
 
-def make_executor(name: str, card: Card, directory: Path, **options: Any) -> Any:
+def make_executor(name: str, gpu: Gpu, directory: Path, **options: Any) -> Any:
     """An executor of one bucket, and the bucket."""
     pair = make_named(name, directory)
     bucket = Bucket(1, 1, 0)
@@ -182,8 +182,8 @@ class Stuck:
         raise AssertionError("nobody may wait for a device that hangs")
 
 
-def test_a_step_that_hangs_is_an_error_and_the_executor_can_be_closed(card: Card, tmp_path: Path) -> None:
-    executor = make_executor("llama", card, tmp_path, watchdog=(2.0, 0.1))
+def test_a_step_that_hangs_is_an_error_and_the_executor_can_be_closed(gpu: Gpu, tmp_path: Path) -> None:
+    executor = make_executor("llama", gpu, tmp_path, watchdog=(2.0, 0.1))
     executor.stream = Stuck()
     start = time.monotonic()
     with pytest.raises(DeviceError, match=r"cpu hangs: step 17 has run for .* 0\.1 s are allowed .*watchdog_min_s"):
@@ -192,9 +192,9 @@ def test_a_step_that_hangs_is_an_error_and_the_executor_can_be_closed(card: Card
     executor.close()
 
 
-def test_a_prefill_that_hangs_is_an_error(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefill_that_hangs_is_an_error(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "COLD_FACTOR", 1.0)
-    executor = make_executor("llama", card, tmp_path, watchdog=(2.0, 0.1))
+    executor = make_executor("llama", gpu, tmp_path, watchdog=(2.0, 0.1))
     executor.stream = Stuck()
     monkeypatch.setattr(executor, "_run", lambda size: None)
     for first in (None, first_token_bucket(0)):
@@ -203,9 +203,9 @@ def test_a_prefill_that_hangs_is_an_error(card: Card, tmp_path: Path, monkeypatc
     executor.close()
 
 
-def test_a_first_token_is_waited_for_in_the_ring(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafts behind it are not; a device that has done all it was given and published none has failed."""
-    executor, ran = make_executor("llama", card, tmp_path), []
+def test_a_first_token_is_waited_for_in_the_ring(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafts after it are not; a device that has done all it was given and published none has failed."""
+    executor, ran = make_executor("llama", gpu, tmp_path), []
     head = executor.state["ring_head"]
 
     def publish(size: Any) -> None:
@@ -223,8 +223,8 @@ def test_a_first_token_is_waited_for_in_the_ring(card: Card, tmp_path: Path, mon
     executor.close()
 
 
-def test_a_loop_that_hangs_is_an_error_and_one_that_ends_is_none(card: Card, tmp_path: Path) -> None:
-    executor = make_executor("llama", card, tmp_path, watchdog=(2.0, 0.1))
+def test_a_loop_that_hangs_is_an_error_and_one_that_ends_is_none(gpu: Gpu, tmp_path: Path) -> None:
+    executor = make_executor("llama", gpu, tmp_path, watchdog=(2.0, 0.1))
     executor._loop_memory = LoopMemory(CPU, torch.zeros(1, dtype=torch.int64))
     assert GraphExecutor.wait_loop(executor, 5) is False  # idle: it has ended before
     executor.stream = Stuck()
@@ -235,9 +235,9 @@ def test_a_loop_that_hangs_is_an_error_and_one_that_ends_is_none(card: Card, tmp
     executor.close()
 
 
-def test_a_slow_step_is_none_that_hangs(card: Card, tmp_path: Path) -> None:
+def test_a_slow_step_is_none_that_hangs(gpu: Gpu, tmp_path: Path) -> None:
     """It ends in time, and those after it may be as slow; or this process was stopped, and it has ended long ago."""
-    executor = make_executor("llama", card, tmp_path, watchdog=(4.0, 0.3))
+    executor = make_executor("llama", gpu, tmp_path, watchdog=(4.0, 0.3))
     executor.stream = Stuck()
 
     def publish(after_s: float, number: int) -> Thread:

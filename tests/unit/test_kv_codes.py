@@ -43,7 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
 
 @pytest.mark.parametrize("scale", [1.0, 0.0400390625])
 def test_a_code_is_the_nearest_of_its_numbers(scale: float) -> None:
-    """Ties to even, 448 for what is larger, 127 for NaN; on a card, too, whose arithmetic is walked."""
+    """Ties to even, 448 for what is larger, 127 for NaN; on a GPU, too, whose arithmetic is walked."""
     values = torch.cat([torch.randn(1500) * size for size in (1e-3, 0.05, 1.0, 60.0, 900.0)])
     middles = torch.from_numpy((NUMBERS[:126] + NUMBERS[1:127]) / 2 * scale)
     special = torch.tensor([0.0, -0.0, 448, 449, 1e9, -1e9, torch.inf, -torch.inf, torch.nan])

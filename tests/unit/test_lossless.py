@@ -1,4 +1,4 @@
-"""The same seed gives the same tokens, from logits of the same bits, however and beside whomever a request runs."""
+"""The same seed gives the same tokens, from logits of the same bits, however and next to whomever a request runs."""
 
 import contextlib
 import random
@@ -66,12 +66,12 @@ def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any
 def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "eagle3", **options: Any) -> Runtime:
     """A runtime that speculates; a draft model that does not load is an error.
 
-    Behind a `method+` widths are chosen.
+    After a `method+` widths are chosen.
     """
     model: dict[str, Any] = {"model": pair.head, **(tree if isinstance(tree, dict) else {"tree": tree})}
     others = {"ngram": {"prompt_lookup_min": 1}, "suffix": {}, "beside": {**model, "text_drafts": "suffix"}}
     name = method.rstrip("+")
-    own: dict[str, Any] = {**others.get(name, model), "adaptive_width": name != method}
+    own: dict[str, Any] = {**others.get(name, model), "adaptive_length": name != method}
     config = SpeculativeConfig(
         method="eagle3" if name == "beside" else name, num_speculative_tokens=depth, strict=True, **own
     )
@@ -423,7 +423,7 @@ def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[s
 
 @pytest.mark.parametrize("family", ["llama", later("gpt_oss")])
 def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pairs: dict[str, PairPaths]) -> None:
-    """One, three or eight at once; and behind prefixes of other lengths that others have left in the cache."""
+    """One, three or eight at once; and after prefixes of other lengths that others have left in the cache."""
     prompt, sampling, found = prompt_of(61, seed=6), params("sampled"), []
     for at_once in (1, 3, 8):
         with load(pairs[family], 3, max_prefill_chunks=at_once) as runtime:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from inserted import with_identities
-from kernel_inventory import B200, CARDS, examples, family, fingerprint
+from kernel_inventory import B200, GPUS, examples, family, fingerprint
 from lowered import Lowered
-from lowering_cases import ATTENTION, HEADS, MIXTURES, LoweredPairs, check_early_reads, kinds_of, reached, span
+from lowering_cases import ATTENTION, HEADS, MOE_LAYERS, LoweredPairs, check_early_reads, kinds_of, reached, span
 
 from lowlat.errors import ConfigError
 from lowlat.executors.launcher import parameters_of
@@ -19,7 +19,7 @@ from lowlat.graphs import Bucket, BufferSet, BufferSpec, Role
 from lowlat.graphs.program import Op, Program, ProgramBuilder, Stage
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.sampling.select import FINITE, INFINITY
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.lowering import lower as lowering
 from lowlat.lowering import operations
 from lowlat.lowering.binding import Binding
@@ -69,9 +69,9 @@ CASES: list[tuple[str, int, int, bool | str]] = [
     *(("llama_codes", 3, 2, True), ("qwen3_codes", 3, 4, False), ("llama_codes+dflash", 3, 2, False)),
     ("biased+everything", 3, 2, True),
     *(("llama+alone", 0, batch, False) for batch in BATCHES),
-    *((f"{name}+alone", 0, batch, False) for name in MIXTURES for batch in BATCHES),
-    *((f"{name}+plain", depth, batch, False) for name in MIXTURES for depth, batch in ((1, 2), (3, 1), (7, 8))),
-    *((f"{name}+norm_output", 3, batch, True) for name in MIXTURES for batch in (2, 8)),
+    *((f"{name}+alone", 0, batch, False) for name in MOE_LAYERS for batch in BATCHES),
+    *((f"{name}+plain", depth, batch, False) for name in MOE_LAYERS for depth, batch in ((1, 2), (3, 1), (7, 8))),
+    *((f"{name}+norm_output", 3, batch, True) for name in MOE_LAYERS for batch in (2, 8)),
     *((name, depth, 0, tree) for name in ("llama", "demo") for depth, tree in ((0, False), (3, False), (3, True))),
     *(("gpt_oss+alone", 0, 0, False), ("qwen3+everything", 7, 0, False)),
 ]
@@ -184,7 +184,7 @@ def test_arguments_fit_their_parameters(step: Lowered) -> None:
 def test_a_step_starts_after_the_last_one_and_its_rows_after_its_start(step: Lowered) -> None:
     """Later kernels may read slots and lengths before they wait: they must start after the kernel that lists them.
 
-    Where the one behind it settles, which reads none, they do without its waiting for all.
+    Where the one after it settles, which reads none, they do without its waiting for all.
     """
     waiting = [number for number, call in enumerate(step.calls) if not call.dependent]
     listed = [op.kind for group in step.groups if group.stage is Stage.ACTIVE_SLOTS for op in group.ops]
@@ -338,7 +338,7 @@ def test_parallel_drafts_cost_one_pass_whatever_their_number(depth: int, lowered
         assert sum(name.startswith("block_input") for name in every) == 1
         kinds = kinds_of(lowered("llama+dflash", depth, batch), *drafting)
         products = sum(kind.startswith("decode_gemm") for kind in kinds)
-        assert products == 2 * 4 + 1 + bool(batch)  # of accepted rows all layers' keys and values at once, behind fc
+        assert products == 2 * 4 + 1 + bool(batch)  # of accepted rows all layers' keys and values at once, after fc
         assert sum("layers2" in call.kernel.name for call in lowered("llama+dflash", depth, batch).calls) == bool(batch)
 
 
@@ -366,12 +366,12 @@ def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: Lowe
         assert all(each == kinds[1] for each in kinds.values())
 
 
-@pytest.mark.parametrize("card", [*CARDS.values(), B200], ids=str)
+@pytest.mark.parametrize("card", [*GPUS.values(), B200], ids=str)
 @pytest.mark.parametrize("name", ["llama", "demo"])
-def test_every_card_gets_kernels_that_fit_it(name: str, card: Card, lowered: LoweredPairs) -> None:
+def test_every_gpu_gets_kernels_that_fit_it(name: str, gpu: Gpu, lowered: LoweredPairs) -> None:
     for depth in (0, 7):
-        for call in lowered(name, depth, 8, card=card).calls:
-            assert call.kernel.shared_bytes <= card.shared_bytes, call.kernel.name
+        for call in lowered(name, depth, 8, gpu=gpu).calls:
+            assert call.kernel.shared_bytes <= gpu.shared_bytes, call.kernel.name
 
 
 @pytest.mark.parametrize(
@@ -466,8 +466,8 @@ def test_the_properties_above_see_a_fusion_that_hides_too_much(monkeypatch: pyte
     known = next(fusion for fusion in FUSIONS if fusion.name == "gemm+add")
 
     class Greedy(Fusion):
-        def match(self, program: Program, start: int, card: Card, layout_of: Any) -> Any:
-            return replace(known, hides=lambda run: ()).match(program, start, card, layout_of)
+        def match(self, program: Program, start: int, gpu: Gpu, layout_of: Any) -> Any:
+            return replace(known, hides=lambda run: ()).match(program, start, gpu, layout_of)
 
     greedy = Greedy(known.name, known.pattern, known.saves, known.lower, known.applies, known.hides)
     monkeypatch.setattr(lowering, "FUSIONS", (greedy,))

@@ -1,4 +1,4 @@
-"""What tp_invariant lowers to on cards: no order of sums depends on how many ranks there are, and what is refused."""
+"""What tp_invariant lowers to on GPUs: no order of sums depends on how many ranks there are, and what is refused."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_inventory import CARDS
+from kernel_inventory import GPUS
 from lowered import Pair
 from tiny_models import make_target, mxfp4_target
 
@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """A dense target, and mixtures in bf16 and MXFP4; 13 steps of the inner width, so parts are uneven."""
+    """A dense target, and MoE layers in bf16 and MXFP4; 13 steps of the inner width, so parts are uneven."""
     folder = tmp_path_factory.mktemp("parts")
     make_target(folder / "llama", "llama", vocab_size=512, **SIZES)
     make_target(folder / "qwen3_moe", "qwen3_moe", vocab_size=512, **SIZES)
@@ -46,10 +46,10 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-def kernels(target: Path, size: int, card: Any = H200, **options: Any) -> Mapping[str, Kernel]:
+def kernels(target: Path, size: int, gpu: Any = H200, **options: Any) -> Mapping[str, Kernel]:
     """All kernels of a runtime."""
     given = {**OPTIONS, "tp_invariant": True, "tensor_parallel_size": size, **options}
-    return kernels_of(target, None, RuntimeConfig(**given), card)
+    return kernels_of(target, None, RuntimeConfig(**given), gpu)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mxfp4"])
@@ -60,9 +60,9 @@ def test_sums_are_cut_the_same_by_any_number_of_ranks(name: str, targets: Mappin
         names, count = list(kernels(targets[name], size)), 8 // size
         parts = {int(found[1]) for each in names for found in [re.search(r"parts(\d)x1", each)] if found}
         assert count in parts and parts <= {count}
-        decode = [each for each in names if each.startswith(("decode_gemm_add", "decode_gemm_exchange"))]
+        decode = [each for each in names if each.startswith(("decode_gemm_add", "decode_gemm_all_reduce"))]
         assert decode and all(f"parts{count}x1" in each for each in decode)
-        assert all("exchange" in each for each in decode) == (size > 1)
+        assert all("all_reduce" in each for each in decode) == (size > 1)
         whole = [re.search(r"_(\d+)x(\d+)_(\d)x(\d+)_(parts)?", each) for each in names if "prefill_gemm" in each]
         assert whole and all(found is not None and (found[3] == "1") == (found[5] is None) for found in whole)
         splits = {found[1] for each in names if (found := re.search(r"attention_64.*x(128|256|512)\D", each))}
@@ -74,7 +74,7 @@ def test_sums_are_cut_the_same_by_any_number_of_ranks(name: str, targets: Mappin
 
 
 def test_a_fusion_that_sums_k_at_once_lets_parts_be(targets: Mapping[str, Path]) -> None:
-    """The residual sum stays an epilogue, a mixture is no one launch, and unfused launches sum in the same parts."""
+    """The residual sum stays an epilogue, an MoE layer is no one launch, and unfused launches sum in the same parts."""
     for name in ("llama", "mxfp4"):
         pair = Pair(targets[name])
         (config,) = rank_configs(pair.target.config, 1, invariant=True)
@@ -93,7 +93,7 @@ def test_a_fusion_that_sums_k_at_once_lets_parts_be(targets: Mapping[str, Path])
 
 @pytest.mark.parametrize("name", ["llama", "mxfp4"])
 def test_workspaces_of_parts_are_planned(name: str, targets: Mapping[str, Path]) -> None:
-    """What prefill asks for is what was counted, or less: workspaces may not grow behind a capture."""
+    """What prefill asks for is what was counted, or less: workspaces may not grow after a capture."""
     pair = Pair(targets[name])
     (config,) = rank_configs(pair.target.config, 1, invariant=True)
     pair.target = replace(pair.target, config=config)
@@ -105,7 +105,7 @@ def test_workspaces_of_parts_are_planned(name: str, targets: Mapping[str, Path])
 
 
 def test_what_kernels_do_not_sum_in_parts_is_refused_by_name(targets: Mapping[str, Path]) -> None:
-    """Widths without whole steps; cards whose prefill is a matrix library's, and chunks that only that takes."""
+    """Widths without whole steps; GPUs whose prefill is a matrix library's, and chunks that only that takes."""
     graph = DeviceChoice(torch.device("cuda", 0), "graph", "asked for")
     refuse_ranks(RuntimeConfig(tp_invariant=True, tensor_parallel_size=2), graph)
     narrow, wide = (read_model_config(targets[name]) for name in ("narrow", "llama"))
@@ -116,8 +116,8 @@ def test_what_kernels_do_not_sum_in_parts_is_refused_by_name(targets: Mapping[st
         refuse_parts(graph, rank_configs(narrow, 2, invariant=True)[0])
     with pytest.raises(ConfigError, match=r"tp_invariant cannot sum layers.0.down.weight by kernels: parts of K are"):
         kernels(targets["narrow"], 1)
-    with pytest.raises(ConfigError, match=r"tp_invariant needs prefill's own GEMMs, of cards of capability 9.0"):
-        kernels(targets["llama"], 2, CARDS[(8, 0)])
+    with pytest.raises(ConfigError, match=r"tp_invariant needs prefill's own GEMMs, of GPUs of capability 9.0"):
+        kernels(targets["llama"], 2, GPUS[(8, 0)])
     with pytest.raises(ConfigError, match=r"prefill_chunk 32"):
         kernels(targets["llama"], 1, prefill_chunk=32)
 

@@ -1,4 +1,4 @@
-"""Lowering of prefill: operations that leave their rows as the GEMM behind them reads them, and where they do not."""
+"""Lowering of prefill: operations that leave their rows as the GEMM after them reads them, and where they do not."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from inserted import with_identities
-from kernel_inventory import CARDS
+from kernel_inventory import GPUS
 from lowered import Lowered, Pair
 from lowering_cases import kinds_of, reached, span, write_pair
 
@@ -122,7 +122,7 @@ def test_fusions_save_the_launches_that_they_say(name: str, pair_of: Made) -> No
 
 
 def interrupted(program: Program, place: int) -> Program:
-    """The program with a copy of what an operation writes behind it, which the operations after it read."""
+    """The program with a copy of what an operation writes after it, which the operations after it read."""
     op = program.ops[place]
     (name,) = op.writes.values()
     buffers = {**program.buffers, "copy": replace(program.buffers[name], name="copy")}
@@ -159,7 +159,7 @@ def test_an_operation_in_between_costs_the_fusion_alone(
 
 
 def test_rows_that_are_read_again_stay_rows(pair_of: Made) -> None:
-    """A mixture's router and experts read the norm's rows, and so does whoever else does."""
+    """An MoE layer's router and experts read the norm's rows, and so does whoever else does."""
     made = lowered(pair_of("gpt_oss+alone"))
     assert count(made, NORM) == 1  # the second layer's, before its qkv
     pair = pair_of("llama")
@@ -182,9 +182,9 @@ def test_quantised_gates_are_activated_where_they_are_multiplied(pair_of: Made) 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)], ids=str)
 def test_weights_that_are_not_taken_are_multiplied_as_ever(capability: tuple[int, int], pair_of: Made) -> None:
-    """In chunks of 32 rows, two of which make 64, and on cards without such instructions."""
+    """In chunks of 32 rows, two of which make 64, and on GPUs without such instructions."""
     pair = pair_of("llama", prefill_chunk=32, max_prefill_chunks=2)
-    made = pair.lower_program(build_prefill(pair.geometry, 64), CARDS[capability])
+    made = pair.lower_program(build_prefill(pair.geometry, 64), GPUS[capability])
     assert (set(names_of(made)) >= set(OWN)) == (capability == (9, 0))
     kinds = kinds_of(made, Stage.PREFILL)
     assert GEMM not in kinds and ARRANGING not in kinds and NORM not in kinds

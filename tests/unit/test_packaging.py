@@ -84,7 +84,7 @@ def expected_files(repository: Path, tree_files: list[Path]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel installed in a folder beside a foreign distribution called `kernels`."""
+    """The wheel installed in a folder next to a foreign distribution called `kernels`."""
     root = tmp_path_factory.mktemp("installed")
     fake = root / "fake"
     (fake / "kernels").mkdir(parents=True)

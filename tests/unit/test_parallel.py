@@ -1,4 +1,4 @@
-"""Executors of several ranks where a launcher that launches nothing stands for cards: memory, launches, failures."""
+"""Executors of several ranks where a launcher that launches nothing stands for GPUs: memory, launches, failures."""
 
 import re
 import time
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowered import CPU, pretend_card
+from lowered import CPU, pretend_gpu
 from prefill_cases import make_named
 
 from lowlat.engine import loading
@@ -47,9 +47,9 @@ BUCKETS = {Bucket(2, 1, 0): 0, Bucket(1, 4, 3): 3, first_token_bucket(0): 0}
 
 
 @pytest.fixture
-def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Executors with kernels on a machine without a card."""
-    pretend_card(monkeypatch, H200)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executors with kernels on a machine without a GPU."""
+    pretend_gpu(monkeypatch, H200)
 
 
 class Idle(kernel_executor.KernelExecutor):
@@ -59,9 +59,9 @@ class Idle(kernel_executor.KernelExecutor):
         raise AssertionError(f"{size} was run")
 
 
-@pytest.mark.usefixtures("no_card")
+@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("name", ["llama", "mxfp4"])
-def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_exchange_by(name: str, tmp_path: Path) -> None:
+def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_all_reduce_by(name: str, tmp_path: Path) -> None:
     """Audited: a launch points into its rank's memory or the peers'; commands are the first rank's alone."""
     pair, size = make_named(name, tmp_path), 2
     geometries = [replace(pair.geometry, config=config) for config in rank_configs(pair.geometry.config, size)]
@@ -86,7 +86,7 @@ def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_exchange_by(n
             names = [group.name for group in groups[0]]
             assert "sum_ranks" not in names
             ops = [op.kind for op in programs[key].ops]
-            assert sum(each.startswith("exchange") for each in names) == ops.count("sum_ranks")
+            assert sum(each.startswith("all_reduce") for each in names) == ops.count("sum_ranks")
             launched = [call.kernel.name for group in groups[1] for call in group.kernel_calls]
             forwards = [place for place, each in enumerate(launched) if each.startswith("forward_commands")]
             assert len(forwards) == ops.count("apply_commands")
@@ -97,7 +97,7 @@ def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_exchange_by(n
             for group in executor.groups(key):
                 for call in group.calls:
                     check_call(owned, call)
-    exchanged = next(group.calls[0] for group in ranks[0].groups(Bucket(2, 1, 0)) if group.name == "exchange")
+    exchanged = next(group.calls[0] for group in ranks[0].groups(Bucket(2, 1, 0)) if group.name == "all_reduce")
     others = {area.data_ptr() for area in exchanged.arguments[-8:] if isinstance(area, torch.Tensor)}
     with pytest.raises(DeviceError, match="nobody owns"):
         check_call(OwnedMemory([each for each in ranks[0].owned() if each.data_ptr() not in others]), exchanged)
@@ -105,8 +105,8 @@ def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_exchange_by(n
         executor.close()
 
 
-def test_a_full_card_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each card by the part of the model that it gets; then what all hold is told by card."""
+def test_a_full_gpu_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each GPU by the part of the model that it gets; then what all hold is told by GPU."""
     pair = make_named("llama", tmp_path)
     configs = rank_configs(pair.geometry.config, 2)
     topology = pair.topologies[0]
@@ -115,19 +115,19 @@ def test_a_full_card_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monk
         for config in configs
     ]
     weights: Any = SimpleNamespace(shapes=lambda: pair.source, arena_bytes=0, made_bytes=0)
-    cards, choice = [torch.device("cuda", 0), torch.device("cuda", 1)], DeviceChoice(CPU, "reference", "a test")
+    gpus, choice = [torch.device("cuda", 0), torch.device("cuda", 1)], DeviceChoice(CPU, "reference", "a test")
     free = {"cpu": 1 << 40, "cuda:0": 1 << 40, "cuda:1": 1 << 40}
     monkeypatch.setattr(plan, "available_bytes", lambda device: free[str(device)])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[str(device)], 1 << 41))
-    needs = loading._check_memory(ranks, weights, choice, cards)
-    first, second = (each.to_dict() for each in held_memory(needs, cards))
+    needs = loading._check_memory(ranks, weights, choice, gpus)
+    first, second = (each.to_dict() for each in held_memory(needs, gpus))
     assert (first["device"], first["ranks"], second["device"], second["ranks"]) == ("cuda:0", [0], "cuda:1", [1])
     assert first["weights_bytes"] == needs[0].weights_bytes > 0 and first["free_bytes"] == 1 << 40
     (shared,) = (each.to_dict() for each in held_memory(needs, [CPU, CPU]))
     assert shared["ranks"] == [0, 1] and shared["kv_bytes"] == first["kv_bytes"] + second["kv_bytes"]
     free["cuda:1"] = needs[1].total_bytes - 1
     with pytest.raises(ConfigError, match=r"GiB are needed on cuda:1 .* lower max_batch, max_context"):
-        loading._check_memory(ranks, weights, choice, cards)
+        loading._check_memory(ranks, weights, choice, gpus)
 
 
 class StandIn:
@@ -177,7 +177,7 @@ class StandIn:
         self.log.append(f"close {self.number}")
 
 
-@pytest.mark.usefixtures("no_card")
+@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("how", ["a device fails", "a rank gives up", "nothing"])
 def test_what_one_rank_fails_by_all_end_by(how: str) -> None:
     log: list[str] = []
@@ -207,7 +207,7 @@ def test_what_one_rank_fails_by_all_end_by(how: str) -> None:
     assert {rank.failed for rank in executor.ranks} == {how == "a device fails"}
 
 
-@pytest.mark.usefixtures("no_card")
+@pytest.mark.usefixtures("no_gpu")
 def test_the_host_waits_for_every_rank_before_it_writes_for_what_follows() -> None:
     log: list[str] = []
     peers = PeerMemory([CPU] * 4, {64: 1})
@@ -216,8 +216,8 @@ def test_the_host_waits_for_every_rank_before_it_writes_for_what_follows() -> No
     executor.ranks[2].published = 5
     executor.wait_for_ranks(5)
     assert log == ["published 5 by 1", "published 5 by 3"]
-    executor.write_state({"width_costs": 7})
-    assert [rank.state for rank in executor.ranks] == [{"width_costs": 7}] * 4
+    executor.write_state({"draft_length_costs": 7})
+    assert [rank.state for rank in executor.ranks] == [{"draft_length_costs": 7}] * 4
     executor.ranks[3].problem = "hangs: step 6"
     with pytest.raises(DeviceError, match="cuda:3 hangs: step 6"):
         executor.wait_for_ranks(6)
@@ -242,17 +242,17 @@ def test_a_launch_that_fails_names_its_device() -> None:
     assert lost.failed
 
 
-def test_cards_of_their_own_exchange_inside_of_kernels(tmp_path: Path) -> None:
-    """GEMMs and mixtures of a step, one launch for each; prompts by shares of their rows."""
+def test_gpus_of_their_own_all_reduce_inside_of_kernels(tmp_path: Path) -> None:
+    """GEMMs and MoE layers of a step, one launch for each; prompts by shares of their rows."""
     random_target(read_geometries()["tiny-experts"], tmp_path)
     options = RuntimeConfig(max_batch=1, max_context=256, tensor_parallel_size=2)
-    names = kernels_of(tmp_path, None, options, describe_gpu("NVIDIA H200").card)
-    for part in (r"decode_gemm_exchange_ranks2_128x256", r"experts_mlp_.*_cards2", r"share_rows_n128_ranks2"):
+    names = kernels_of(tmp_path, None, options, describe_gpu("NVIDIA H200").facts)
+    for part in (r"decode_gemm_all_reduce_ranks2_128x256", r"experts_mlp_.*_gpus2", r"share_rows_n128_ranks2"):
         assert any(re.match(part, name) for name in names), part
-    assert not any(name.startswith(("exchange_add", "experts_gemm")) for name in names)
+    assert not any(name.startswith(("all_reduce_add", "experts_gemm")) for name in names)
 
 
-def test_each_card_is_sent_its_part_and_lets_go_of_it() -> None:
+def test_each_gpu_is_sent_its_part_and_lets_go_of_it() -> None:
     """Whole tensors once, parts by rank; what is streamed is the caller's alone, two names of one tensor together."""
     target = read_model_config(Path("lowlat/demo/target"), dtype="bfloat16")
     config, hidden = rank_configs(target, 2), target.hidden_size
@@ -272,7 +272,7 @@ def test_each_card_is_sent_its_part_and_lets_go_of_it() -> None:
         assert not list(part.stream())
 
 
-def test_what_ranks_exchange_by_is_planned(no_card: None) -> None:
+def test_what_ranks_all_reduce_by_is_planned(no_gpu: None) -> None:
     """At least what a rank's launches ask for, and not much more."""
     peers = PeerMemory([torch.device("meta", rank) for rank in range(2)], {64: 300, 160: 4})
     for width in (64, 160):
@@ -290,17 +290,17 @@ def test_what_kernels_cannot_do_is_refused() -> None:
         refuse_ranks(RuntimeConfig(tensor_parallel_size=2), eager)
 
 
-def test_cards_that_do_not_reach_each_other_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_do_not_reach_each_other_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings import driver
 
     fine = driver.CUresult.CUDA_SUCCESS
     monkeypatch.setattr(driver, "cuInit", lambda flags: (fine,))
     monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (fine, 2))
-    monkeypatch.setattr(driver, "cuDeviceGet", lambda card: (fine, card))
-    monkeypatch.setattr(driver, "cuDeviceCanAccessPeer", lambda card, other: (fine, int(card < other)))
-    cards = [torch.device("cuda", card) for card in range(3)]
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda gpu: (fine, gpu))
+    monkeypatch.setattr(driver, "cuDeviceCanAccessPeer", lambda gpu, other: (fine, int(gpu < other)))
+    gpus = [torch.device("cuda", gpu) for gpu in range(3)]
     assert peer_problem([CPU, CPU]) is None
-    assert peer_problem([cards[0], cards[0]]) is None
-    assert str(peer_problem(cards)).startswith("there is no cuda:2: 2 cards are visible")
+    assert peer_problem([gpus[0], gpus[0]]) is None
+    assert str(peer_problem(gpus)).startswith("there is no cuda:2: 2 GPUs are visible")
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 2 .* cuda:1 cannot reach .* cuda:0; `nvidia-smi topo"):
-        PeerMemory(cards[:2], {64: 1})
+        PeerMemory(gpus[:2], {64: 1})

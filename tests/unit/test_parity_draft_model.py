@@ -128,7 +128,7 @@ class Pair:
 
 
 def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int, first: bool) -> None:
-    """What was drafted last for the only request, by a step or behind its first token, equals the paper's chain, and so
+    """What was drafted last for the only request, by a step or after its first token, equals the paper's chain, and so
     do its logits."""
     state = runtime.executor.state
     slot = int(state["active"].nonzero())
@@ -178,7 +178,7 @@ def drive(pair: Pair, runtime: Runtime, prompt: list[int], truth: list[int], dep
     return accepted
 
 
-# what others have beside more, or other tests here alone
+# what others have next to more, or other tests here alone
 MET_ELSEWHERE = {
     *("fc_norm", "norm_output", "norm_before_residual", "own-embedding", "d2t", "two-layers", "window"),
     *("no-features", "p-eagle", "dflash", "dspark"),

@@ -74,8 +74,8 @@ def test_debugging_is_refused_before_anything_is_loaded(options: dict[str, Any],
 def test_torch_runs_a_strict_step_only_where_it_is_asked_for_by_name(pair: PairPaths) -> None:
     with pytest.raises(ConfigError, match=r"perf_mode 'strict' runs kernels.*the CPU was asked for.*by name"):
         Runtime.load(pair.target, **{**STRICT, "executor": "auto"})
-    check_device(RuntimeConfig(), DeviceChoice(CPU, "reference", "no card"))
-    check_device(RuntimeConfig(perf_mode="strict"), DeviceChoice(CPU, "graph", "a card"))
+    check_device(RuntimeConfig(), DeviceChoice(CPU, "reference", "no GPU"))
+    check_device(RuntimeConfig(perf_mode="strict"), DeviceChoice(CPU, "graph", "a GPU"))
 
 
 def test_a_draft_model_that_does_not_fit_is_an_error(pair: PairPaths, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_step_that_does_not_add_up_is_an_error(changes: dict[str, Any], room: 
     ("counts", "problem"),
     [
         (LaunchCounts(launches=9, planned=5, tuned=5, library_calls=2), None),
-        (LaunchCounts(launches=9, planned=5, tuned=3), "2 of 5 launches have plans that were derived for this card"),
+        (LaunchCounts(launches=9, planned=5, tuned=3), "2 of 5 launches have plans that were derived for this GPU"),
         (LaunchCounts(fallbacks=("linear in a", "linear in b")), "in for kernels in 2 calls, the first linear in a"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Prefill programs without a card: the arguments of a chunk, lowered groups, and the memory that they take."""
+"""Prefill programs without a GPU: the arguments of a chunk, lowered groups, and the memory that they take."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_inventory import CARDS
+from kernel_inventory import GPUS
 from lowered import Pair
 from lowering_cases import span, write_pair
 from prefill_cases import NAMES, make_named
@@ -52,7 +52,7 @@ def test_every_operation_is_lowered_over_memory_of_its_own(
 ) -> None:
     """By the same table as a step; libraries' calls reach nothing else either."""
     pair = pair_of(name, tmp_path, prefill_chunk=64)
-    made = pair.lower_program(build_prefill(pair.geometry), CARDS[capability])
+    made = pair.lower_program(build_prefill(pair.geometry), GPUS[capability])
     assert [op for group in made.groups for op in group.ops] == list(made.program.ops)
     owned = sorted(span(tensor) for tensor in made.owned() if tensor.numel())
     for call in (call for group in made.groups for call in group.calls):
@@ -109,7 +109,7 @@ def test_what_torch_takes_meanwhile_is_in_the_plan(tmp_path: Path) -> None:
 
 
 def test_a_layer_with_a_window_gathers_fewer_keys(tmp_path: Path) -> None:
-    """The widest layer decides; keys and values of the longest context lie beside the scratch."""
+    """The widest layer decides; keys and values of the longest context lie next to the scratch."""
     mxfp4_target(tmp_path, num_hidden_layers=2, sliding_window=20, hidden_size=64, head_dim=64)
     pair = Pair(tmp_path)
     pair.geometry = replace(pair.geometry, prefill_chunk=32, max_context=4000)

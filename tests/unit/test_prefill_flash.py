@@ -1,4 +1,4 @@
-"""Attention of prefill as on a card, where torch's flash attention and the gathering kernel are stood in for."""
+"""Attention of prefill as on a GPU, where torch's flash attention and the gathering kernel are stood in for."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SINKS = torch.linspace(-3, 3, HEADS)
 
 
 @pytest.fixture(autouse=True)
-def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "flash_attention", flash_attention)
     monkeypatch.setattr(flash, "flash_parts", flash_parts)
 

@@ -70,7 +70,7 @@ def test_programs_of_fewer_rows_read_the_first_that_the_host_writes(tmp_path: Pa
 def test_chunks_of_the_pace_run_between_the_steps_of_who_decodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every run of chunks is timed by its number, and whoever decodes gets a token behind each."""
+    """Every run of chunks is timed by its number, and whoever decodes gets a token after each."""
     make_target(tmp_path, "llama")
     options: dict[str, Any] = {"device": "cpu", "max_batch": 2, "max_context": 160, "block_size": 4, "prefill_chunk": 8}
     with Runtime.load(tmp_path, **options) as runtime:

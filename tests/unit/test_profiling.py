@@ -1,4 +1,4 @@
-"""`lowlat profile` without a card: recordings, bytes, what ranks exchange, refusals, NVTX ranges."""
+"""`lowlat profile` without a GPU: recordings, bytes, what ranks exchange, refusals, NVTX ranges."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -103,11 +103,11 @@ def test_chosen_experts_bytes_are_counted_as_their_format_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64, "num_hidden_layers": 2}
-    mixture = {"num_local_experts": 9, "num_experts_per_tok": 4}
+    moe = {"num_local_experts": 9, "num_experts_per_tok": 4}
     if name == "mxfp4":
-        mxfp4_target(tmp_path, **sizes, **mixture)
+        mxfp4_target(tmp_path, **sizes, **moe)
     else:
-        make_target(tmp_path, "gpt_oss", **sizes, **mixture)
+        make_target(tmp_path, "gpt_oss", **sizes, **moe)
     expert = FORMATS[name].packed_bytes(2 * 96, 64) + FORMATS[name].packed_bytes(64, 96)
     options: dict[str, Any] = {"max_batch": 2, "max_context": 256, "device": "cpu", "dtype": "bfloat16"}
     with Runtime.load(tmp_path, **options) as runtime:
@@ -155,12 +155,12 @@ def test_steps_are_those_that_were_recorded(covered: Covered, monkeypatch: pytes
         assert runtime.metrics(name).completion_tokens == lengths[name] - room.prompt_length
     values = json.loads(json.dumps(profile.to_dict(), allow_nan=False))
     assert values["step_us"] == pytest.approx(10.0 * values["num_launches"])
-    assert profile.cards == () and "cards" not in values and "exchange" not in values
+    assert profile.gpus == () and "cards" not in values and "exchange" not in values
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.second
-def test_every_rank_tells_what_it_exchanges(fused: bool, covered: Covered, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_tells_what_it_all_reduces(fused: bool, covered: Covered, monkeypatch: pytest.MonkeyPatch) -> None:
     """GEMMs that exchange their sums as they finish, or launches of their own; and waits for the other one."""
     runtime, _ = covered
     bucket = runtime.scheduler.ladder.choose(1, 2)
@@ -168,7 +168,7 @@ def test_every_rank_tells_what_it_exchanges(fused: bool, covered: Covered, monke
     ranks = cover_ranks(runtime, config, 2, replace(H200, is_shared=not fused))
     monkeypatch.setattr(runtime.executor, "ranks", ranks, raising=False)
     groups = ranks[0].groups(bucket)
-    exchanges = [op for group in groups for op in group.ops if op.kind == "gather_ranks"]
+    all_reduces = [op for group in groups for op in group.ops if op.kind == "gather_ranks"]
     named: list[list[str]] = []
 
     def record(run: Callable[[], None], devices: Any) -> list[list[KernelEvent]]:
@@ -183,20 +183,20 @@ def test_every_rank_tells_what_it_exchanges(fused: bool, covered: Covered, monke
 
     lengths = profiling.start_decoding(runtime, profiling.random_prompts(90, 1, 20), 60)
     profile = profiling.profile_steps(runtime, lengths, 2, None, record)
-    first, second = profile.cards
-    exchange = profile.summary.exchange
-    assert exchange is not None and (first.device, second.device) == ("cuda:0", "cuda:1")
-    assert exchange.num_launches + exchange.num_fused == len(exchanges) + 1  # and the commands
-    products = sum(group.name == "gemm+exchange" for group in groups)
-    assert exchange.num_fused == products and (products > 0) == fused
-    alone = sum("::exchange" in name or "::forward_commands" in name for name in named[0]) // (profiling.LEAD + 2)
-    assert exchange.num_launches == alone
-    assert exchange.time_us == pytest.approx(100.0 * alone) == first.exchange_us
-    assert second.exchange_us == pytest.approx(1.2 * first.exchange_us)
-    assert second.fused_us == pytest.approx(1.2 * exchange.fused_us)
+    first, second = profile.gpus
+    all_reduce = profile.summary.all_reduce
+    assert all_reduce is not None and (first.device, second.device) == ("cuda:0", "cuda:1")
+    assert all_reduce.num_launches + all_reduce.num_fused == len(all_reduces) + 1  # and the commands
+    products = sum(group.name == "gemm+all_reduce" for group in groups)
+    assert all_reduce.num_fused == products and (products > 0) == fused
+    alone = sum("::all_reduce" in name or "::forward_commands" in name for name in named[0]) // (profiling.LEAD + 2)
+    assert all_reduce.num_launches == alone
+    assert all_reduce.time_us == pytest.approx(100.0 * alone) == first.all_reduce_us
+    assert second.all_reduce_us == pytest.approx(1.2 * first.all_reduce_us)
+    assert second.fused_us == pytest.approx(1.2 * all_reduce.fused_us)
     values = json.loads(json.dumps(profile.to_dict(), allow_nan=False))
     assert [each["device"] for each in values["cards"]] == ["cuda:0", "cuda:1"]
-    assert values["exchange"]["num_fused"] == exchange.num_fused
+    assert values["exchange"]["num_fused"] == all_reduce.num_fused
 
 
 def test_a_request_that_ends_is_an_error(covered: Covered) -> None:
@@ -220,22 +220,22 @@ def test_room_is_what_the_model_has() -> None:
         profiling.find_room(64, 100, **sizes)
 
 
-def test_without_a_card_there_is_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowlat.executors.devices.nvidia_card_present", lambda: False)
-    with pytest.raises(ConfigError, match=r"lowlat profile needs an NVIDIA card, .*: no NVIDIA card is present"):
-        profiling.choose_card("auto", "graph")
-    with pytest.raises(ConfigError, match=r"lowlat profile needs an NVIDIA card, .*: the CPU was asked for"):
-        profiling.choose_card("cpu", "graph")
+def test_without_a_gpu_there_is_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowlat.executors.devices.nvidia_gpu_present", lambda: False)
+    with pytest.raises(ConfigError, match=r"lowlat profile needs an NVIDIA GPU, .*: no NVIDIA GPU is present"):
+        profiling.choose_gpu("auto", "graph")
+    with pytest.raises(ConfigError, match=r"lowlat profile needs an NVIDIA GPU, .*: the CPU was asked for"):
+        profiling.choose_gpu("cpu", "graph")
     with pytest.raises(ConfigError, match="device must be"):
-        profiling.choose_card("tpu", "graph")
+        profiling.choose_gpu("tpu", "graph")
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
 @pytest.mark.parametrize("executor", ["graph", "eager"])
-def test_with_a_card_it_is_that_card(device: str, executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowlat.executors.devices.nvidia_card_present", lambda: True)
+def test_with_a_gpu_it_is_that_gpu(device: str, executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowlat.executors.devices.nvidia_gpu_present", lambda: True)
     monkeypatch.setattr("lowlat.executors.devices._cuda_problem", lambda _index: None)
-    choice = profiling.choose_card(device, executor)
+    choice = profiling.choose_gpu(device, executor)
     assert (choice.device, choice.has_kernels) == (torch.device("cuda", 0), True)
 
 

@@ -24,7 +24,7 @@ from lowlat.errors import ConfigError
 from lowlat.kernels.formats import dequantised
 from lowlat.kernels.formats.fp8 import quantise_fp8
 from lowlat.kernels.formats.int4 import quantise_int4
-from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
 from lowlat.lowering.binding import LibraryCall
 from lowlat.models.target import load_target
 from lowlat.models.weight_plan import weight_plan
@@ -36,7 +36,7 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "
     "device": "cpu",
     "dtype": "float32",
 }
-AMPERE = Card(108, 163 * 1024, (8, 0))
+AMPERE = Gpu(108, 163 * 1024, (8, 0))
 EXPERTS = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "gptq-v1", "nvfp4")  # layouts of experts, one by one
 FAMILIES = ("llama", "qwen3", "mistral", "qwen2")  # one for each layout in turn, so that every one is met
 TREE: dict[str, Any] = {"tree": ((0,), (1,), (2,), (0, 0), (1, 0)), "num_speculative_tokens": 2}
@@ -91,7 +91,7 @@ DRAFTING = [case for case in CASES if case[1] in ("fp8-channel", "fp8-block", "w
     ),
 )
 def test_nothing_but_the_seed_chooses_tokens(family: str, layout: str, tmp_path: Path) -> None:
-    """No drafts, chains, trees; alone and beside a neighbour; greedy and sampled: the same tokens and logits."""
+    """No drafts, chains, trees; alone and next to a neighbour; greedy and sampled: the same tokens and logits."""
     target, head = tmp_path / "target", tmp_path / "head"
     copying_draft_model(head, make_quantised(target, family, layout))
     requests = [
@@ -150,7 +150,7 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, family: st
 
 
 def test_what_loading_takes_is_planned(tmp_path: Path) -> None:
-    """A card's memory for packing an LM head that is larger than the cache; the host's for rounding it."""
+    """A GPU's memory for packing an LM head that is larger than the cache; the host's for rounding it."""
     make_target(tmp_path, "llama", **WIDE)
     pair = Pair(tmp_path)
     large = torch.empty(1 << 22, 128, dtype=torch.bfloat16, device="meta")
@@ -265,15 +265,15 @@ def test_what_kernels_hold_is_what_is_planned(layout: str, stored: torch.dtype |
     label = {"fp8": "fp8_", "w4a": "int4_", "awq": "int4_2", "nvf": "nvfp4_"}[layout[:3]]
     assert sum(label in name for name in names) == 4 and len(names) == 5
     prefill = build_prefill(replace(pair.geometry, prefill_chunk=64, max_context=128))
-    for card, kernel in ((H200, f"prefill_gemm_{label}"), (AMPERE, f"unpack_{label}")):
-        lowered = pair.lower_program(prefill, card)
+    for gpu, kernel in ((H200, f"prefill_gemm_{label}"), (AMPERE, f"unpack_{label}")):
+        lowered = pair.lower_program(prefill, gpu)
         names_of = [call.kernel.name for call in lowered.calls if isinstance(call, KernelCall)]
         assert sum(name.startswith(kernel) for name in names_of) == 8
         libraries = [call for group in lowered.groups for call in group.calls if isinstance(call, LibraryCall)]
-        assert sum(call.is_fallback for call in libraries) == (0 if card is H200 else 8)
+        assert sum(call.is_fallback for call in libraries) == (0 if gpu is H200 else 8)
 
 
-def test_a_card_without_wgmma_unpacks_no_matrix_that_decode_alone_multiplies_by(tmp_path: Path) -> None:
+def test_a_gpu_without_wgmma_unpacks_no_matrix_that_decode_alone_multiplies_by(tmp_path: Path) -> None:
     """The workspace is of the largest matrix of prefill, however large a rounded LM head is."""
     make_target(tmp_path, "llama", **{**WIDE, "num_hidden_layers": 1, "vocab_size": 2048})
     pair = Pair(tmp_path)

@@ -1,4 +1,4 @@
-"""Targets cut for several cards: the bits of any number of them, the parts of weights, and what cannot be cut."""
+"""Targets cut for several GPUs: the bits of any number of them, the parts of weights, and what cannot be cut."""
 
 import itertools
 from pathlib import Path
@@ -49,7 +49,7 @@ class Decoded:
     """A decode by a runtime of so many ranks: tokens, and logits of every step."""
 
     def __init__(self, target: Path, size: int, head: Path | None = None, **options: Any) -> None:
-        shape: Any = {"adaptive_width": True} if options.pop("adaptive", False) else {"tree": [[0], [1], [0, 0]]}
+        shape: Any = {"adaptive_length": True} if options.pop("adaptive", False) else {"tree": [[0], [1], [0, 0]]}
         draft = None if head is None else lowlat.SpeculativeConfig(model=head, num_speculative_tokens=2, **shape)
         self.logits: list[torch.Tensor] = []
         self.tokens: list[int] = []
@@ -163,7 +163,7 @@ def test_a_rank_has_its_numbers_of_a_matrix(name: str, targets: dict[str, Path])
 
 REFUSED: tuple[tuple[int, dict[str, Any], str, int | None, str], ...] = (
     (3, {}, "cut", None, "tensor_parallel_size must be 1, 2, 4 or 8, got 3"),
-    (2, {"devices": (0, 0), "device": "cuda"}, "cut", None, "as many cards as tensor_parallel_size 2, each once"),
+    (2, {"devices": (0, 0), "device": "cuda"}, "cut", None, "as many GPUs as tensor_parallel_size 2, each once"),
     (2, {"devices": (0, 1), "device": "cpu"}, "cut", None, "device 'cpu' asks for one"),
     (4, {}, "cut", 2, "draft_tensor_parallel_size must be 1 or tensor_parallel_size 4, got 2"),
     (4, {}, "head", 4, "the draft model cannot be cut: tensor_parallel_size 4 is more than 1"),
@@ -191,12 +191,12 @@ def test_what_ranks_cannot_have_is_refused_by_name(targets: dict[str, Path]) -> 
             rank_configs(with_changes(config, **fields), size)
 
 
-def test_memory_is_planned_by_card(targets: dict[str, Path]) -> None:
-    """Two cards have half the cache each, and of the weights what is cut once, all else twice."""
+def test_memory_is_planned_by_gpu(targets: dict[str, Path]) -> None:
+    """Two GPUs have half the cache each, and of the weights what is cut once, all else twice."""
     options = {"max_context": 64, "device": "cpu"}
     whole = model_report(targets["llama"], None, options, buffers=False)["memory"]
-    cards = model_report(targets["llama"], None, {**options, "tensor_parallel_size": 2}, buffers=False)["cards"]
-    assert [card["kv_bytes"] * 2 for card in cards] == [whole["kv_bytes"]] * 2
+    gpus = model_report(targets["llama"], None, {**options, "tensor_parallel_size": 2}, buffers=False)["cards"]
+    assert [gpu["kv_bytes"] * 2 for gpu in gpus] == [whole["kv_bytes"]] * 2
     config = read_model_config(targets["llama"])
     repeated = 4 * config.hidden_size * (config.vocab_size + 2 * config.num_layers + 1)
-    assert sum(card["weights_bytes"] for card in cards) == whole["weights_bytes"] + repeated
+    assert sum(gpu["weights_bytes"] for gpu in gpus) == whole["weights_bytes"] + repeated

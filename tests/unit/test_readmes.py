@@ -68,7 +68,7 @@ def test_the_table_of_a_step_is_the_reports_own(repository: Path, pages: dict[st
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_table_of_several_cards_is_its_files_own(repository: Path, measured: str, size: int) -> None:
+def test_the_table_of_several_gpus_is_its_files_own(repository: Path, measured: str, size: int) -> None:
     rows = json.loads((repository / "bench" / "results" / f"h200x{size}" / "parallel.json").read_text())
     assert all("error" not in row and row["weights"] == "random" for row in rows)
     assert set(table_rows(bench("parallel").table(rows, size))) <= set(table_rows(measured))
@@ -91,7 +91,7 @@ def test_what_is_said_of_grammars_is_in_their_files(repository: Path, measured: 
 
 
 def test_figures_beside_the_table_are_those_of_bench(repository: Path, pages: dict[str, str], measured: str) -> None:
-    """Every figure of the short table stands in the long ones, beside the same file."""
+    """Every figure of the short table stands in the long ones, next to the same file."""
     short = pages["README.md"].split("| rows |")[1].split("\n\n")[0]
     rows = [row.split("|")[1:-1] for row in table_rows(short) if "](" in row]
     assert len(rows) == 9

@@ -1,4 +1,4 @@
-"""While requests decode and nobody joins, the device always has a step behind the one that runs, whoever drives it."""
+"""While requests decode and nobody joins, the device always has a step after the one that runs, whoever drives it."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -35,7 +35,7 @@ def started(request: pytest.FixtureRequest, pair: PairPaths) -> Iterator[tuple[R
 
 
 def check(device: FakeDevice, num_requests: int) -> None:
-    """Only the last step of a request that is alone had nothing behind it, and none was run for nobody."""
+    """Only the last step of a request that is alone had nothing after it, and none was run for nobody."""
     assert sorted(device.first_tokens) == [number * NUM_TOKENS for number in range(num_requests)]
     assert device.head == num_requests * NUM_TOKENS
     assert {*device.last_ones} <= {(number + 1) * NUM_TOKENS - 1 for number in range(num_requests)}

@@ -296,8 +296,8 @@ def test_a_head_that_does_not_fit_is_one_warning(caplog: pytest.LogCaptureFixtur
     ("options", "message"),
     [
         ({"max_context": 1 << 19}, "exceeds the model's max_position_embeddings 2048|max_position_embeddings"),
-        ({"device": "cpu", "executor": "graph"}, "executor 'graph' needs an NVIDIA card.*use 'reference' or 'auto'"),
-        ({"device": "cpu", "executor": "eager"}, "executor 'eager' needs an NVIDIA card, and the CPU was asked for"),
+        ({"device": "cpu", "executor": "graph"}, "executor 'graph' needs an NVIDIA GPU.*use 'reference' or 'auto'"),
+        ({"device": "cpu", "executor": "eager"}, "executor 'eager' needs an NVIDIA GPU, and the CPU was asked for"),
         ({"executor": "fast"}, "executor must be 'auto', 'reference', 'eager' or 'graph', got 'fast'"),
         ({"device": "tpu"}, "device must be"),
         ({"nonsense": 1}, "unknown option 'nonsense'"),

@@ -102,7 +102,7 @@ def test_chunks_of_a_prompt_run_together(num_tokens: int, expected: list[tuple[i
 
 
 def test_fewer_chunks_run_together_while_others_decode() -> None:
-    """As many as are allowed beside, by programs that there are; and all again when nobody decodes."""
+    """As many as are allowed next to, by programs that there are; and all again when nobody decodes."""
     scheduler = make(at_once=16)
     scheduler.pace.num_chunks = 5
     for name, num_tokens in (("a", 3 * CHUNK), ("b", 30 * CHUNK)):

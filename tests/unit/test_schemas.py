@@ -10,7 +10,7 @@ import pytest
 import torch
 from inserted import with_identities
 from lowered import Pair
-from lowering_cases import HEADS, MIXTURES, SHAPES, TARGETS, write_pair
+from lowering_cases import HEADS, MOE_LAYERS, SHAPES, TARGETS, write_pair
 
 from lowlat.errors import ConfigError
 from lowlat.executors.reference import bind
@@ -24,7 +24,7 @@ from lowlat.kernels.reference import OPERATIONS
 from lowlat.step.prefill import build_prefills
 
 KINDS_OF_TREES: dict[str, bool | str] = {"llama": True, "mistral": "dynamic", "llama+parallel": "dynamic"}
-NAMES = (*(f"{target}+alone" for target in MIXTURES), *TARGETS, *(f"llama+{head}" for head in HEADS))
+NAMES = (*(f"{target}+alone" for target in MOE_LAYERS), *TARGETS, *(f"llama+{head}" for head in HEADS))
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +81,10 @@ def test_all_programs_fit_down_to_the_shapes_of_their_weights(pairs: Mapping[str
                 given = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
                 check_operation(OPERATIONS[op.kind].schema, *types_of(program, op), given, op.params)
                 kinds.add(op.kind)
-    unused = {"accept_simulated", "ngram_draft", "suffix_draft", "choose_drafts", "choose_width", "join_widths"}
-    unused |= {"waiting_rows", "take_features", "keep_features", "learn_widths"}
+    unused = {"accept_simulated", "ngram_draft", "suffix_draft", "choose_drafts", "choose_draft_length", "join_lengths"}
+    unused |= {"waiting_rows", "take_features", "keep_features", "learn_draft_lengths"}
     unused |= {"summarise_blocks", "choose_blocks", "list_lens", "partial_attention", "refresh_attention"}  # SpecPV's
-    unused |= {"gather_ranks", "join_columns", "sum_ranks"}  # of several ranks
+    unused |= {"gather_ranks", "all_gather", "sum_ranks"}  # of several ranks
     unused |= {"check_slots", "check_rows", "check_accepted", "check_commit"}  # where checks are asked for
     assert kinds == set(OPERATIONS) - unused
 

@@ -1,4 +1,4 @@
-"""The adapters: the wire's sampling is the runtime's own, and a Runtime behind them says what it says in process."""
+"""The adapters: the wire's sampling is the runtime's own, and a Runtime after them says what it says in process."""
 
 import re
 import threading

@@ -61,7 +61,7 @@ def test_options_win_over_the_environment_over_the_file(tmp_path: Path) -> None:
     config = gather(file, {"LOWLAT_MAX_QUEUE": "10", "LOWLAT_MAX_CLIENTS": "20", "LOWLAT_DRAIN_S": ""}, max_queue=100)
     assert config.limits() == Limits(max_queue=100, max_clients=20)
     assert config["max_batch"] == 3 and config["prefix_reuse"] is False
-    assert config["model"] == tmp_path / "here"  # beside the file, wherever the server is started
+    assert config["model"] == tmp_path / "here"  # next to the file, wherever the server is started
     assert [config.sources[name] for name in ("max_queue", "max_clients", "max_batch", "drain_s")] == [
         "option",
         "environment",

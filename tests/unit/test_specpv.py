@@ -1,4 +1,4 @@
-"""SpecPV whole: lossless below its threshold, the same tokens however and beside whomever a request runs above it."""
+"""SpecPV whole: lossless below its threshold, the same tokens however and next to whomever a request runs above it."""
 
 import random
 from contextlib import closing
@@ -73,7 +73,7 @@ def traced(runtime: Runtime, prompt: list[int], params: SamplingParams) -> tuple
 
 
 def test_a_text_may_fill_the_context(pair: PairPaths) -> None:
-    """A refresh's rows reach behind the last block of the slot's table."""
+    """A refresh's rows reach after the last block of the slot's table."""
     with load(pair, options={"prefill_chunk": 64, "max_prefill_chunks": 1}) as runtime:
         assert len(run_one(runtime, prompt_of(130), SamplingParams(max_tokens=30))) == 30
         assert runtime.summary()["specpv"]["refreshes"] > 1
@@ -81,7 +81,7 @@ def test_a_text_may_fill_the_context(pair: PairPaths) -> None:
 
 @pytest.mark.parametrize("depth", [later(0), 3])
 def test_below_the_threshold_nothing_changes_and_above_it_the_part_is_seen(pair: PairPaths, depth: int) -> None:
-    """Every row up to the threshold's position is exact to the bit; some row behind it is not."""
+    """Every row up to the threshold's position is exact to the bit; some row after it is not."""
     off: dict[str, Any] = {name: getattr(SpeculativeConfig, name) for name in SPECPV}
     with load(pair, num_speculative_tokens=depth, **off) as runtime:
         expected = traced(runtime, prompt_of(20), SAMPLED)
@@ -99,7 +99,7 @@ def test_below_the_threshold_nothing_changes_and_above_it_the_part_is_seen(pair:
 
 @pytest.mark.parametrize("others", ["tree", later("ngram"), later("beside")])
 def test_tokens_depend_on_nobody_else(pair: PairPaths, others: str) -> None:
-    """Alone, after others in the same slot, with a cached prefix, beside requests that join, end and are cancelled."""
+    """Alone, after others in the same slot, with a cached prefix, next to requests that join, end and are cancelled."""
     method = {"num_speculative_tokens": 3, **METHODS[others]}
     prompts = [prompt_of(60, seed=1), prompt_of(9, seed=2), prompt_of(26, seed=3)]
     with load(pair, options={"prefix_reuse": False}, **method) as runtime:
@@ -130,11 +130,11 @@ def test_tokens_do_not_depend_on_how_far_the_host_runs_ahead(pair: PairPaths, lo
         tokens = run_all(runtime)
         assert [tokens[name] for name in names] == expected
         assert device.count("prefill") > 4
-        assert len(device.last_ones) < device.head  # where no refresh can be due a step stands behind another
+        assert len(device.last_ones) < device.head  # where no refresh can be due a step stands after another
 
 
 def decode_all(runtime: Runtime, max_draft_tokens: int | None = None) -> list[Any]:
-    """Tokens, or logprobs, of requests of all kinds, beside one that is cancelled and one that ends by a stop."""
+    """Tokens, or logprobs, of requests of all kinds, next to one that is cancelled and one that ends by a stop."""
     draws: list[dict[str, Any]] = [
         {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
         {"logprobs": 2, "max_draft_tokens": max_draft_tokens},
@@ -180,7 +180,7 @@ def test_what_is_proposed_and_verified_is_what_the_target_says(pair: PairPaths, 
 
 @pytest.mark.parametrize("limit", [0, 1])
 def test_a_request_with_few_drafts_has_all_that_is_proposed_verified(pair: PairPaths, limit: int) -> None:
-    """Its limit is of each partial step's drafts, before and behind a verification."""
+    """Its limit is of each partial step's drafts, before and after a verification."""
     with load(pair, **LOSSLESS, specpv_n_spec_tokens_buf=12) as runtime:
         name = runtime.submit(prompt_of(40), replace(GREEDY, max_draft_tokens=limit))
         tokens = run_all(runtime)[name]
@@ -232,7 +232,7 @@ def positions(runtime: Runtime, table: Any, count: int) -> dict[str, torch.Tenso
 
 
 def test_layers_with_windows_attend_as_ever(tmp_path: Path) -> None:
-    """A mixture with sinks, in which every other layer has a window."""
+    """An MoE layer with sinks, in which every other layer has a window."""
     pair = make_pair(tmp_path, "gpt_oss", sliding_window=8)
     with load(pair) as runtime:
         kinds: list[tuple[str, Any]] = []
@@ -266,7 +266,7 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
     with load(pair, specpv_lossless=True) as runtime, pytest.raises(RequestError, match=r"no grammar's .* specpv_"):
         runtime.submit(prompt_of(5), SamplingParams(max_tokens=9, choice=("a", "b")))
     with pytest.raises(ConfigError, match="enable_specpv goes with a fixed number of drafts"):
-        speculation(pair, adaptive_width=True)
+        speculation(pair, adaptive_length=True)
     with pytest.raises(ConfigError, match="specpv_block_size is an option of SpecPV, and enable_specpv is off"):
         SpeculativeConfig(model="head", specpv_block_size=32)
     windowed = tmp_path / "windowed"
@@ -324,7 +324,7 @@ def test_lossless_begins_sooner_where_weights_are_rounded(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_cycles_of_lossless_are_whole_whenever_a_refresh_is_due(tokens: int) -> None:
-    """A refresh waits for the verification behind its time: it shortens no cycle."""
+    """A refresh waits for the verification after its time: it shortens no cycle."""
     sizes = PartialKV(4, 1, 2, 1, 4, buffer=15, threshold=20, num_refresh_steps=12, lossless=True)
     slots, length, steps, between = PartialSlots(sizes, 1, 4), 40, list[int](), list[int]()
     slots.join(0, length)

@@ -1,4 +1,4 @@
-"""Drafts from text beside a draft model: what is learnt and chosen, by reference and walked kernel; in a runtime."""
+"""Drafts from text next to a draft model: what is learnt and chosen, by reference and walked kernel; in a runtime."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_the_kernel_walked_chooses_and_learns_as_the_reference_does(rows: int) -
     check_choose_drafts(Bench(torch.device("cpu"), lambda *calls: None), rows, make)
 
 
-def test_odds_are_of_drafts_whose_predecessors_were_right() -> None:
+def test_probabilities_are_of_drafts_whose_predecessors_were_right() -> None:
     """The model was right once and then wrong; the text's first draft was wrong, and nothing is known of its second."""
     world = World(1, 4)
     arrays = world.arrays
@@ -56,7 +56,7 @@ def test_odds_are_of_drafts_whose_predecessors_were_right() -> None:
     arrays["draft_shares"][:] = torch.tensor([0, 512, 256, 0])
     arrays["match_lens"][:] = 3
     choose_drafts(**arrays, fresh=True)
-    assert arrays["draft_odds"][0].tolist() == [[list(entry) for entry in rates] for rates in PRIOR]
+    assert arrays["draft_probabilities"][0].tolist() == [[list(entry) for entry in rates] for rates in PRIOR]
     assert arrays["proposals"][0, [MADE_AT, CHOSEN]].tolist() == [9, 0]
     arrays["draft_lens"][:] = 12
     choose_drafts(**arrays, fresh=False)
@@ -65,7 +65,7 @@ def test_odds_are_of_drafts_whose_predecessors_were_right() -> None:
         entry = expected[source][at]
         entry[0] += right - (entry[0] >> DECAY)
         entry[1] += promised - (entry[1] >> DECAY)
-    assert arrays["draft_odds"][0].tolist() == expected
+    assert arrays["draft_probabilities"][0].tolist() == expected
 
 
 @pytest.mark.parametrize("operation", [choose_drafts, kernel])
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused(operation: Any) -> None:
     for name, match in (
         ("match_lens", "match_lens must"),
         ("proposals", "proposals must"),
-        ("draft_odds", "draft_odds must"),
+        ("draft_probabilities", "draft_probabilities must"),
     ):
         with pytest.raises(ShapeError, match=match):
             operation(**{**good, name: good[name][:2]}, fresh=False)
@@ -161,7 +161,7 @@ def test_beside_is_no_method(pair: PairPaths) -> None:
 
 
 def test_a_step_has_two_operations_more_and_lowers(pair: PairPaths) -> None:
-    """Behind the model's drafts; a prompt's last program begins anew."""
+    """After the model's drafts; a prompt's last program begins again."""
     alone, both = Pair(pair.target, pair.head), Pair(pair.target, pair.head, text_drafts="suffix")
     for depth, batch in ((0, 2), (1, 2), (4, 1), (7, 2), (3, 0)):
         kinds = [op.kind for op in alone.program(depth, batch).ops]

@@ -20,7 +20,7 @@ LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot
 
 
 def trained(special: list[str], in_vocabulary: bool) -> Tokenizer:
-    """Byte-level BPE; special tokens within the model's vocabulary, or behind it."""
+    """Byte-level BPE; special tokens within the model's vocabulary, or after it."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=not in_vocabulary))
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     first = pre_tokenizers.Digits(individual_digits=True) if in_vocabulary else split

@@ -23,7 +23,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layers with windows of 16 beside full ones."""
+    """Layers with windows of 16 next to full ones."""
     return make_pair(tmp_path_factory.mktemp("windowed"), "gpt_oss", head_dim=64).target
 
 
@@ -39,7 +39,7 @@ def test_a_run_counts_its_steps_tiles(pair: PairPaths) -> None:
     """Each step of one token walks the tiles of the positions up to its own, once a layer and key-value head."""
     with Runtime.load(pair.target, count_tiles=True, **SIZES) as runtime:
         found = run(runtime, [150], 60)["full"]
-    starts = range(150, 150 + 59)  # of the token that each step reads, behind a first one that is no step's
+    starts = range(150, 150 + 59)  # of the token that each step reads, after a first one that is no step's
     full = sum(start // TILE for start in starts)
     assert found == {"layers": LAYERS, "steps": 59} | {
         name: LAYERS * HEADS * count

@@ -1,4 +1,4 @@
-"""Tuning: tables, the choice of plans by them, launches of a pair and their sweep; nothing here needs a card."""
+"""Tuning: tables, the choice of plans by them, launches of a pair and their sweep; nothing here needs a GPU."""
 
 import dataclasses
 import itertools
@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
-from kernel_inventory import CARDS
+from kernel_inventory import GPUS
 
 import lowlat as package
 from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.kernels.gemm.decode.plan import candidate_plans, plan_decode_gemm, steps_to_hold
 from lowlat.kernels.gemm.prefill.plan import plans_of
-from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
-from lowlat.kernels.tuning.choice import file_name, find_table, tuned_card
+from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
+from lowlat.kernels.tuning.choice import file_name, find_table, tuned_gpu
 from lowlat.kernels.tuning.table import SHIPPED, Entry, TuningTable, choose_plan, key_of, read_table
 from lowlat.options.config import RuntimeConfig
 from lowlat.tools.bench.geometry import read_geometries
 from lowlat.tools.profile import wall
-from lowlat.tools.tune import bench as card_bench
+from lowlat.tools.tune import bench as gpu_bench
 from lowlat.tools.tune.arguments import Places, fill_numbers
 from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes, cut_pair, open_pair, random_pair, rounded_pair
 from lowlat.tools.tune.results import check_table, table_of, write_table
@@ -65,16 +65,16 @@ def shapes(programs: PairPrograms) -> list[Shape]:
     return collect([programs], H200, kinds_of("gemm"))
 
 
-def table(card: str = "A Card", of: Card = H200, **entries: dict[str, Entry]) -> TuningTable:
-    return TuningTable(card, of.capability, of.num_multiprocessors, of.shared_bytes, entries=entries)
+def table(gpu: str = "A GPU", of: Gpu = H200, **entries: dict[str, Entry]) -> TuningTable:
+    return TuningTable(gpu, of.capability, of.num_multiprocessors, of.shared_bytes, entries=entries)
 
 
 def test_a_table_is_read_as_it_was_written_and_another_one_takes_precedence(tmp_path: Path) -> None:
     first = table(kind={"a": Entry({"x": 1, "y": True}, 2.5, 2.0, ("BASE_O",)), "b": Entry({"x": 2})}, other={})
-    first.write(tmp_path / "folder" / "a-card.json")
-    found = read_table(tmp_path / "folder" / "a-card.json")
+    first.write(tmp_path / "folder" / "a-gpu.json")
+    found = read_table(tmp_path / "folder" / "a-gpu.json")
     assert dataclasses.asdict(found) == dataclasses.asdict(first) and len(found) == 2
-    assert check_table(tmp_path / "folder" / "a-card.json").entries["kind"]["a"].knobs["y"] is True
+    assert check_table(tmp_path / "folder" / "a-gpu.json").entries["kind"]["a"].knobs["y"] is True
     both = found.merged(table(kind={"b": Entry({"x": 3})}, new={"c": Entry({})}))
     assert [both.find("kind", key) for key in "abc"] == [{"x": 1, "y": True}, {"x": 3}, None] and len(both) == 3
 
@@ -85,37 +85,35 @@ def test_a_table_is_read_as_it_was_written_and_another_one_takes_precedence(tmp_
         ("[]", "no tuning table"),
         ("{", "no tuning table"),
         ('{"format": 2}', "of format 2, not 1"),
-        ('{"format": 1, "card": "x"}', "KeyError"),
+        ('{"format": 1, "GPU": "x"}', "KeyError"),
     ],
 )
 def test_a_damaged_table_is_refused_and_left_out_with_a_warning(
     content: str, problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "a-card.json").write_text(content)
+    (tmp_path / "a-gpu.json").write_text(content)
     with pytest.raises(ConfigError, match=problem):
-        read_table(tmp_path / "a-card.json")
+        read_table(tmp_path / "a-gpu.json")
     with caplog.at_level(logging.WARNING):
-        assert find_table("A Card", H200, tmp_path, tmp_path / "none") is None
+        assert find_table("A GPU", H200, tmp_path, tmp_path / "none") is None
     assert problem in caplog.text
 
 
-def test_a_card_has_its_own_table_and_the_user_s_entries_first(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_has_its_own_table_and_the_user_s_entries_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     own, shipped = tmp_path / "own", tmp_path / "shipped"
     assert file_name("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3.json"
-    table(kind={"a": Entry({"x": 1}), "b": Entry({"x": 1})}).write(shipped / "a-card.json")
-    table(kind={"b": Entry({"x": 2})}).write(own / "a-card.json")
-    table("Another Card").write(shipped / "a-card-.json")
+    table(kind={"a": Entry({"x": 1}), "b": Entry({"x": 1})}).write(shipped / "a-gpu.json")
+    table(kind={"b": Entry({"x": 2})}).write(own / "a-gpu.json")
+    table("Another GPU").write(shipped / "a-gpu-.json")
     with caplog.at_level(logging.INFO):
-        tuned_card("A Card", H200, own, shipped)
-        found = tuned_card("A Card", H200, own, shipped).tuning
-        assert tuned_card("B Card", H200, own, shipped).tuning is None
+        tuned_gpu("A GPU", H200, own, shipped)
+        found = tuned_gpu("A GPU", H200, own, shipped).tuning
+        assert tuned_gpu("B GPU", H200, own, shipped).tuning is None
     assert found is not None and (found.find("kind", "a"), found.find("kind", "b")) == ({"x": 1}, {"x": 2})
-    assert caplog.text.count("tuning table of A Card: 2 plans") == 1
-    assert "B Card has no tuning table: plans are derived" in caplog.text and "`lowlat tune`" in caplog.text
-    part = dataclasses.replace(H200, num_multiprocessors=16)  # as one of several instances on a card
-    assert find_table("A Card", part, own, shipped) is None
+    assert caplog.text.count("tuning table of A GPU: 2 plans") == 1
+    assert "B GPU has no tuning table: plans are derived" in caplog.text and "`lowlat tune`" in caplog.text
+    part = dataclasses.replace(H200, num_multiprocessors=16)  # as one of several instances on a GPU
+    assert find_table("A GPU", part, own, shipped) is None
     assert dataclasses.replace(H200, tuning=found) == H200
 
 
@@ -131,23 +129,23 @@ def test_a_plan_is_an_entry_s_where_that_is_a_candidate_s() -> None:
         assert (planned.kind, planned.key, planned.candidates) == ("kind", key, plans)
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=map(str, CARDS))
-def test_candidates_fit_the_card_differ_in_knobs_and_begin_with_the_derived_one(card: Card) -> None:
+@pytest.mark.parametrize("card", GPUS.values(), ids=map(str, GPUS))
+def test_candidates_fit_the_gpu_differ_in_knobs_and_begin_with_the_derived_one(gpu: Gpu) -> None:
     for rows, width, held in itertools.product((1, 2, 4, 8, 16, 32, 64), (97, 2880, 28672), (False, True)):
-        steps = steps_to_hold(rows, 2880, card) if held else 0
+        steps = steps_to_hold(rows, 2880, gpu) if held else 0
         try:
-            plans = candidate_plans(rows, width, card, steps)
+            plans = candidate_plans(rows, width, gpu, steps)
         except ConfigError:
-            assert card.shared_bytes < 128 * 1024 and rows > 8
+            assert gpu.shared_bytes < 128 * 1024 and rows > 8
             continue
-        assert plans[0] == plan_decode_gemm(rows, width, card, steps)
+        assert plans[0] == plan_decode_gemm(rows, width, gpu, steps)
         assert len({tuple(plan.knobs.values()) for plan in plans}) == len(plans) > 1
-        assert all(plan.shared_bytes <= card.shared_bytes for plan in plans)
+        assert all(plan.shared_bytes <= gpu.shared_bytes for plan in plans)
         fixed = {(p.row_tiles, p.columns, p.steps_held, p.keeps_argmax, p.suspends) for p in plans}
         assert len(fixed) == 1 and set(plans[0].knobs) == KNOBS["decode_gemm"]
-    if card.capability == (9, 0):
+    if gpu.capability == (9, 0):
         for rows, matrix in itertools.product((64, 128, 512), ((6144, 4096), (4096, 14336), (200, 72))):
-            wide = plans_of(rows, *matrix, card)
+            wide = plans_of(rows, *matrix, gpu)
             assert len({tuple(plan.knobs.values()) for plan in wide}) == len(wide)
             assert {*wide[0].knobs} == KNOBS["prefill_gemm"]
 
@@ -234,11 +232,11 @@ def test_the_sweep_keeps_the_fastest_plan_and_writes_it(shapes: list[Shape], tmp
     for each in swept:
         assert each.best == 2 and each.plan is each.shape.candidates[2] and each.gain == 0.5
     assert Swept(shapes[0], (10.0, 9.95)).best == 0  # within noise
-    made = write_table(table_of(swept, "A Card", H200, driver="580", commit="abc", read_gb_s=4600.04), tmp_path / "t")
+    made = write_table(table_of(swept, "A GPU", H200, driver="580", commit="abc", read_gb_s=4600.04), tmp_path / "t")
     assert write_table(made, tmp_path / "t").find(*swept[0].shape.place) == dict(swept[0].plan.knobs)
     assert check_table(tmp_path / "t").entries["decode_gemm"][swept[0].shape.key].default_us == 10.0
-    with pytest.raises(ConfigError, match="is of A Card, not of B Card"):
-        write_table(table_of(swept, "B Card", H200), tmp_path / "t")
+    with pytest.raises(ConfigError, match="is of A GPU, not of B GPU"):
+        write_table(table_of(swept, "B GPU", H200), tmp_path / "t")
     (tmp_path / "t").write_text('{"format": 1, "more": 2}')
     with pytest.raises(ConfigError, match="no tuning table"):
         check_table(tmp_path / "t")
@@ -271,7 +269,7 @@ def test_a_device_that_fails_leaves_what_was_timed_before(
 
 
 @pytest.mark.second
-def test_the_command_lists_launches_and_plans_without_a_card(pair: Pair) -> None:
+def test_the_command_lists_launches_and_plans_without_a_gpu(pair: Pair) -> None:
     options = ("tune", "gemm", "--list", "--batch", 1, "-S", "0,2", "--candidates", 2)
     found = answer(*options, "--json")["shapes"]
     assert all({*each["plans"][0]} == KNOBS[each["kind"]] and len(each["plans"]) == 2 for each in found)
@@ -286,7 +284,7 @@ def test_the_command_lists_launches_and_plans_without_a_card(pair: Pair) -> None
     assert coded and all("coded=" in each["key"] for each in coded)
     shown = lowlat(*options, "--geometry", "tiny-experts").output
     assert "EAGLE3_LM_HEAD_SMALLVOC" in " ".join(shown.split()) and "launches of tiny-experts" in shown
-    assert "needs an NVIDIA card" in refusal("tune", "--device", "cpu")
+    assert "needs an NVIDIA GPU" in refusal("tune", "--device", "cpu")
     assert "heads of 64 or 128 dimensions" in refusal("tune", "--list", "--geometry", NOT_COVERED)
     assert "geometry 'x' is not known; there are" in refusal("tune", "--list", "--geometry", "x")
     assert "--draft-model needs --model" in refusal("tune", "--draft-model", bundled("head"))
@@ -294,35 +292,35 @@ def test_the_command_lists_launches_and_plans_without_a_card(pair: Pair) -> None
     assert "--batch takes slots" in refusal("tune", "--batch", "0")
 
 
-def test_a_run_writes_the_card_s_table_and_goes_on_where_it_ended(
+def test_a_run_writes_the_gpu_s_table_and_goes_on_where_it_ended(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOWLAT_TUNING", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(wall, "measure_wall", lambda *sizes: SimpleNamespace(gb_per_s=4500.0))
 
     def run(**options: Any) -> Tuned:
         fake: Any = FakeBench()
-        fake.card = H200
-        monkeypatch.setattr(card_bench, "CardBench", lambda device: fake)
+        fake.gpu = H200
+        monkeypatch.setattr(gpu_bench, "GpuBench", lambda device: fake)
         given = {"num_candidates": 3, "budget_s": 1e9, "only_missing": False, "out": None, "commit": "abc", **options}
         return tune([pair], "gemm", Sizes((1,), (0,)), torch.device("cpu"), bar=lambda _: nullcontext(), **given)
 
     first = run()
-    assert first.path == tmp_path / "a-card.json" and len(first.table) == len(first.swept) > 10
+    assert first.path == tmp_path / "a-gpu.json" and len(first.table) == len(first.swept) > 10
     assert {shape.stages[0] for shape in first.left} == {"EAGLE3_FC", "EAGLE3_PREFILL_FC"}  # whose plans fail
     again = run(only_missing=True)
     assert again.swept == () and len(again.left) == len(first.left) and again.table.entries == first.table.entries
-    assert find_table("A Card", H200, tmp_path, tmp_path / "none") is not None
-    table("Another Card").write(tmp_path / "other.json")
-    with pytest.raises(ConfigError, match="is a table of Another Card, not of A Card; name another file with --out"):
+    assert find_table("A GPU", H200, tmp_path, tmp_path / "none") is not None
+    table("Another GPU").write(tmp_path / "other.json")
+    with pytest.raises(ConfigError, match="is a table of Another GPU, not of A GPU; name another file with --out"):
         run(out=tmp_path / "other.json")
 
 
 TABLES = sorted(SHIPPED.glob("*.json"))
 
 
-# pairs whose every launch has an entry in a card's shipped table, but for many chunks where the card does not know them
+# pairs whose every launch has an entry in a GPU's shipped table, but for many chunks where the GPU does not know them
 MANY_CHUNKS = {f"rows={128 * count}" for count in (6, 8, 12, 16)}
 KNOW_MANY_CHUNKS = {"NVIDIA H200"}
 COVERED = {
@@ -340,7 +338,7 @@ CUT = {
 PARALLEL_DRAFTS = ("peagle", "dflash", "dspark")
 
 
-def launches_of_pairs(card: Card, directory: Path) -> dict[str, list[Shape]]:
+def launches_of_pairs(gpu: Gpu, directory: Path) -> dict[str, list[Shape]]:
     names = [name for name in read_geometries() if name not in WITHOUT_ENTRIES]
     pairs = {name: random_pair(name, directory / name) for name in names}
     pairs["bundled"] = open_pair(DEMO / "target", DEMO / "head")
@@ -350,7 +348,7 @@ def launches_of_pairs(card: Card, directory: Path) -> dict[str, list[Shape]]:
     sizes: dict[str, Sizes] = {}  # of pairs that are known for one slot alone
     for (size, invariant), cut in CUT.items():
         for whole in cut:
-            name = f"{whole} of {size} cards{', invariant' * invariant}"
+            name = f"{whole} of {size} GPUs{', invariant' * invariant}"
             options = RuntimeConfig(tensor_parallel_size=size, tp_invariant=invariant)
             pairs[name] = cut_pair(pairs[whole], options)
             if size == 4:
@@ -360,17 +358,17 @@ def launches_of_pairs(card: Card, directory: Path) -> dict[str, list[Shape]]:
         pairs[name], sizes[name] = random_pair("llama-8b", directory / method, method), Sizes((1,), (3, 5, 7))
     del pairs["llama-70b"]  # whole it has no entry that smaller ones lack
     few = Sizes(depths=(0, 1, 3, 7))  # entries are of powers of two of rows, which other depths add none to
-    return {name: listed([pair], "all", sizes.get(name, few), card) for name, pair in pairs.items()}
+    return {name: listed([pair], "all", sizes.get(name, few), gpu) for name, pair in pairs.items()}
 
 
 @pytest.mark.second
 def test_shipped_tables_have_knobs_alone_and_a_plan_of_every_launch(tmp_path: Path) -> None:
     """Of the pairs that they cover; and no entry is stale, as one that is no candidate's would count as none."""
     launches = launches_of_pairs(H200, tmp_path)
-    assert {read_table(path).card for path in TABLES} == COVERED.keys()
+    assert {read_table(path).gpu for path in TABLES} == COVERED.keys()
     for path in TABLES:
         written, found = check_table(path), read_table(path)
-        assert path.name == file_name(found.card) and found.commit and found.driver and found.read_gb_s > 0
+        assert path.name == file_name(found.gpu) and found.commit and found.driver and found.read_gb_s > 0
         assert found.is_of(H200)  # so both have the same launches and candidates
         for kind, entries in written.entries.items():
             for key, entry in entries.items():
@@ -382,8 +380,8 @@ def test_shipped_tables_have_knobs_alone_and_a_plan_of_every_launch(tmp_path: Pa
         for name, shapes in launches.items():
             for shape in shapes:
                 knobs = found.find(*shape.place)
-                many = shape.key.split()[0] in MANY_CHUNKS and found.card not in KNOW_MANY_CHUNKS
-                covered = name in COVERED[found.card] and not many
+                many = shape.key.split()[0] in MANY_CHUNKS and found.gpu not in KNOW_MANY_CHUNKS
+                covered = name in COVERED[found.gpu] and not many
                 assert knobs is not None or not covered, f"{shape.place} of {name} has no entry"
                 assert knobs is None or any(dict(plan.knobs) == dict(knobs) for plan in shape.candidates), shape.place
                 left.discard(shape.place)

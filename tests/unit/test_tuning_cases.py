@@ -1,4 +1,6 @@
-"""Cases in which attention and mixtures are timed: what their arguments hold; and the tiles that the command lists."""
+"""Cases in which attention and MoE layers are timed: what their arguments hold; and the tiles that the command
+lists.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
-from kernel_inventory import CARDS
-from mixture_cases import make_mixture
+from kernel_inventory import GPUS
+from moe_cases import make_moe
 
 import lowlat as package
 from lowlat.kernels.attention.launch_plan import AttentionPlan
@@ -23,8 +25,8 @@ from lowlat.kernels.moe.plan import (
     plan_experts,
 )
 from lowlat.kernels.moe.prefill.experts import prefill_experts
-from lowlat.kernels.moe.prefill.plan import choose_mixture_plan, mixture_plans
-from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
+from lowlat.kernels.moe.prefill.plan import choose_moe_plan, moe_plans
+from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
 from lowlat.kernels.tuning.table import Entry, TuningTable
 from lowlat.tools.tune.arguments import Places
 from lowlat.tools.tune.cases import Calls, cases_of
@@ -95,7 +97,7 @@ def test_attention_is_timed_over_blocks_of_its_own_in_every_context() -> None:
             assert torch.equal(*tables), "copies beyond have the blocks of earlier ones"
 
 
-def test_a_mixture_is_timed_with_rows_that_choose_at_random_and_with_the_extremes(tmp_path: Path) -> None:
+def test_a_moe_is_timed_with_rows_that_choose_at_random_and_with_the_extremes(tmp_path: Path) -> None:
     pair = PairPrograms(random_pair("tiny-experts", tmp_path), H200, Sizes((2,), (0, 3)))
     shapes, calls = launches(pair, "experts")
     assert {shape.kind for shape in shapes} == {"experts_mlp", "experts_grouped"}
@@ -119,58 +121,58 @@ def test_a_mixture_is_timed_with_rows_that_choose_at_random_and_with_the_extreme
 
 
 def test_experts_without_biases_are_counted_by_their_weights() -> None:
-    mixture = make_mixture(6, 64, 32, quantised=False, biased=False)
+    moe = make_moe(6, 64, 32, quantised=False, biased=False)
     rows, top_k = 5, 2
     calls = prefill_experts(
-        mixture.rows(rows), torch.zeros(rows, top_k, dtype=torch.int32), torch.ones(rows, top_k),
-        gate_up=mixture.up.packed, down=mixture.down.packed, activated=torch.empty(rows, top_k, 32).bfloat16(),
-        out=torch.empty(rows, 64), workspace=lambda _, shape, dtype: torch.empty(shape, dtype=dtype), card=H200,
+        moe.rows(rows), torch.zeros(rows, top_k, dtype=torch.int32), torch.ones(rows, top_k),
+        gate_up=moe.up.packed, down=moe.down.packed, activated=torch.empty(rows, top_k, 32).bfloat16(),
+        out=torch.empty(rows, 64), workspace=lambda _, shape, dtype: torch.empty(shape, dtype=dtype), gpu=H200,
     )  # fmt: skip
     for case in cases_of("experts_grouped", tuple(calls)):
         ids = next(argument(call, "ids") for call in case.fill(tuple(calls), 0) if "ids" in parameters(call))
         assert ids.shape == (rows, top_k) and 0 <= int(ids.min()) <= int(ids.max()) < 6
 
 
-def entry_of(kind: str, key: str, knobs: Any, card: Card) -> Card:
+def entry_of(kind: str, key: str, knobs: Any, gpu: Gpu) -> Gpu:
     table = TuningTable(
-        "", card.capability, card.num_multiprocessors, card.shared_bytes, entries={kind: {key: Entry(knobs)}}
+        "", gpu.capability, gpu.num_multiprocessors, gpu.shared_bytes, entries={kind: {key: Entry(knobs)}}
     )
-    return Card(card.num_multiprocessors, card.shared_bytes, card.capability, tuning=table)
+    return Gpu(gpu.num_multiprocessors, gpu.shared_bytes, gpu.capability, tuning=table)
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=map(str, CARDS))
+@pytest.mark.parametrize("card", GPUS.values(), ids=map(str, GPUS))
 @pytest.mark.parametrize("held", [MXFP4, BF16], ids=lambda held: held.name)
-def test_a_mixture_s_plans_differ_in_knobs_alone_and_a_table_chooses_among_them(held: Any, card: Card) -> None:
+def test_a_moe_s_plans_differ_in_knobs_alone_and_a_table_chooses_among_them(held: Any, gpu: Gpu) -> None:
     up, down = ExpertShape(GATE_UP, 5760, 2880, 4, held), ExpertShape(DOWN, 2880, 2880, 4, held)
     for rows in (1, 3, 8, 64):
-        plans, (_, planned) = mlp_plans(rows, up, down, card), choose_mlp_plan(rows, up, down, card, 128)
-        assert plans[0] == plan_mlp(rows, up, down, card) and planned.candidates == plans and not planned.is_tuned
+        plans, (_, planned) = mlp_plans(rows, up, down, gpu), choose_mlp_plan(rows, up, down, gpu, 128)
+        assert plans[0] == plan_mlp(rows, up, down, gpu) and planned.candidates == plans and not planned.is_tuned
         assert len({tuple(plan.knobs.values()) for plan in plans}) == len(plans) > 2
         for plan in plans:  # as many warps, which cut K, and as much memory as there is
-            assert plan.places[-1] <= card.shared_bytes and plan_mlp(rows, up, down, card, **plan.knobs) == plan
+            assert plan.places[-1] <= gpu.shared_bytes and plan_mlp(rows, up, down, gpu, **plan.knobs) == plan
             assert (plan.up_plan.warps, plan.down_plan.warps) == (plans[0].up_plan.warps, plans[0].down_plan.warps)
-        tuned = entry_of("experts_mlp", planned.key, plans[-1].knobs, card)
+        tuned = entry_of("experts_mlp", planned.key, plans[-1].knobs, gpu)
         assert choose_mlp_plan(rows, up, down, tuned, 128)[0] == plans[-1]
-        alone, place = choose_expert_plan(rows, down, card, 128)
-        assert alone == plan_experts(rows, down, card) and place.key.startswith(f"kind=down rows={next_power(rows)} ")
-        assert {each.warps for each in expert_plans(rows, down, card)} == {alone.warps}
+        alone, place = choose_expert_plan(rows, down, gpu, 128)
+        assert alone == plan_experts(rows, down, gpu) and place.key.startswith(f"kind=down rows={next_power(rows)} ")
+        assert {each.warps for each in expert_plans(rows, down, gpu)} == {alone.warps}
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=map(str, CARDS))
-def test_both_grouped_gemms_of_a_mixture_have_one_plan_in_tables(card: Card) -> None:
+@pytest.mark.parametrize("card", GPUS.values(), ids=map(str, GPUS))
+def test_both_grouped_gemms_of_a_moe_have_one_plan_in_tables(gpu: Gpu) -> None:
     up, down = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), ExpertShape(DOWN, 2880, 2880, 4, MXFP4)
     for rows in (64, 512, 2048):
-        plans = mixture_plans(4 * rows, 128, (up, down), card)
-        chosen = [choose_mixture_plan(4 * rows, 128, shape, card) for shape in (up, down)]
+        plans = moe_plans(4 * rows, 128, (up, down), gpu)
+        chosen = [choose_moe_plan(4 * rows, 128, shape, gpu) for shape in (up, down)]
         assert chosen[0] == chosen[1] and chosen[0][0] == plans[0] and chosen[0][1].candidates == plans
         assert len({tuple(each.knobs.values()) for each in plans}) == len(plans) > 1
         assert all(
-            each.of(shape, card).shared_bytes(shape) <= card.shared_bytes for each in plans for shape in (up, down)
+            each.of(shape, gpu).shared_bytes(shape) <= gpu.shared_bytes for each in plans for shape in (up, down)
         )
 
 
 @pytest.mark.second
-def test_tiles_are_listed_without_a_card() -> None:
+def test_tiles_are_listed_without_a_gpu() -> None:
     options = ("tune", "attention", "--list", "--tiles", "--batch", 2, "-S", "0,7")
     found = answer(*options, "--json")
     shapes = {each["key"]: each for each in found["shapes"]}

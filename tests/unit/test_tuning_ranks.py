@@ -1,4 +1,4 @@
-"""Tuning and strict mode where a target is cut for several cards: launches of ranks, their memory on one card, and that
+"""Tuning and strict mode where a target is cut for several GPUs: launches of ranks, their memory on one GPU, and that
 a runtime of all ranks has an entry for each.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
-from lowered import CPU, pretend_card
+from lowered import CPU, pretend_gpu
 from stages import later
 from tiny_models import PairPaths, make_target, random_draft_model
 
@@ -73,22 +73,22 @@ def storage(tensor: torch.Tensor) -> int:
 
 @BOTH
 def test_a_rank_s_launches_are_keyed_apart_from_a_whole_model_s(invariant: bool, paths: PairPaths) -> None:
-    """Where they add up over cards, or in parts; all others are launches that a model of such sizes would have."""
+    """Where they add up over GPUs, or in parts; all others are launches that a model of such sizes would have."""
     whole, ranks = listed([cut(paths, 1)], "all", Sizes((1, 2), (0, 3), **ROWS)), dict[str, Shape]()
     for shape in listed([cut(paths, 2, invariant=invariant)], "all", Sizes((1, 2), (0, 3), **ROWS)):
         ranks[f"{shape.kind} {shape.key}"] = shape
-    assert not any(re.search(r"epilogue=exchange|cards=|parts=", shape.key) for shape in whole)
+    assert not any(re.search(r"epilogue=all_reduce|gpus=|parts=", shape.key) for shape in whole)
     for key, shape in ranks.items():
-        assert ("epilogue=exchange" in key) == ("cards=2" in key)
+        assert ("epilogue=all_reduce" in key) == ("gpus=2" in key)
         assert len(shape.candidates) > 1
-    exchanged = {stage for key, shape in ranks.items() if "cards=2" in key for stage in shape.stages}
+    exchanged = {stage for key, shape in ranks.items() if "gpus=2" in key for stage in shape.stages}
     assert exchanged == {"BASE_O", "BASE_FFN_DOWN", "EAGLE3_O", "EAGLE3_FFN_DOWN"}
     down = {match[1] for key in ranks if (match := re.search(r"N=256 K=(\d+) epilogue=exchange", key))}
     assert down == {"256", *(("448", "384") if invariant else ("416",))}
-    assert all(("parts=4" in key) == invariant for key in ranks if "cards=2" in key)
+    assert all(("parts=4" in key) == invariant for key in ranks if "gpus=2" in key)
     assert all(("parts=" in key) == invariant for key in ranks if "prefill_gemm" in key)
     alone = listed([cut(paths, 2, draft=1)], "gemm", Sizes((1,), (3,), **ROWS))
-    assert {stage for s in alone if "cards=2" in s.key for stage in s.stages} == {"BASE_O", "BASE_FFN_DOWN"}
+    assert {stage for s in alone if "gpus=2" in s.key for stage in s.stages} == {"BASE_O", "BASE_FFN_DOWN"}
 
 
 def test_ranks_of_other_extents_are_lowered_and_others_are_not(paths: PairPaths, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_what_a_rank_sends_lies_where_it_awaits_its_peers(ranks: int, rank: int)
 @BOTH
 def test_no_timed_launch_points_into_memory_of_others(invariant: bool, paths: PairPaths) -> None:
     """Exchanges of launches that are timed come back; others wait for ranks that are not there, and are none of them.
-    On a card they lie as they did without memory, and begin with zeros."""
+    On a GPU they lie as they did without memory, and begin with zeros."""
     for part in every_part(cut(paths, 2, invariant=invariant), H200, Sizes((1, 2), (0, 3), **ROWS)):
         shapes = collect([part], H200, kinds_of("all"))
         calls, waited = calls_by_plan(shapes, H200, 2), 0
@@ -131,7 +131,7 @@ def test_no_timed_launch_points_into_memory_of_others(invariant: bool, paths: Pa
         for shape in shapes:
             for variant in calls[shape.place]:
                 assert not {storage(each) for each in tensors(variant)} & others
-            if "cards=2" not in shape.key:
+            if "gpus=2" not in shape.key:
                 continue
             waited += 1
             places = Places(CPU, part.weights.tensors(), part.weight_bytes)
@@ -167,7 +167,7 @@ class Standing(KernelExecutor):
 
 
 def stand_in(choice: Any, programs: Any, prefills: Any, weights: Any, *_: Any, ranks: Any, **__: Any) -> Any:
-    """As `make_executor` makes one for cards of their own, of executors that launch nothing."""
+    """As `make_executor` makes one for GPUs of their own, of executors that launch nothing."""
     if len(ranks) == 1:
         return Standing(programs, prefills, weights, CPU)
     devices = [torch.device("cpu", number) for number in range(len(ranks))]
@@ -183,14 +183,14 @@ def stand_in(choice: Any, programs: Any, prefills: Any, weights: Any, *_: Any, r
 
 @pytest.fixture
 def load(paths: PairPaths, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LaunchCounts]:
-    """Load the pair in strict mode as on cards of their own, with entries by kind and key; answer with the counts."""
+    """Load the pair in strict mode as on GPUs of their own, with entries by kind and key; answer with the counts."""
     monkeypatch.setattr(loading, "choose_device", lambda *_: DeviceChoice(CPU, "graph", "a test"))
     monkeypatch.setattr(loading, "rank_devices", lambda choice, size, named: [CPU] * size)
     monkeypatch.setattr(loading, "make_executor", stand_in)
 
     def loaded(entries: Mapping[str, Mapping[str, Entry]], **options: Any) -> LaunchCounts:
-        table = TuningTable("a card", H200.capability, H200.num_multiprocessors, H200.shared_bytes, entries=entries)
-        pretend_card(monkeypatch, replace(H200, tuning=table))
+        table = TuningTable("a GPU", H200.capability, H200.num_multiprocessors, H200.shared_bytes, entries=entries)
+        pretend_gpu(monkeypatch, replace(H200, tuning=table))
         given = RuntimeConfig(**{**OPTIONS, "perf_mode": "strict", **options})
         found = loading.load(paths.target, SpeculativeConfig(model=paths.head, num_speculative_tokens=3), given)
         counts = found.executor.counts
@@ -218,7 +218,7 @@ def test_strict_mode_takes_ranks_whose_launches_all_have_entries(
     with pytest.raises(ConfigError) as refused:
         load(entries, **options)
     assert (
-        f"for this card: decode_gemm {key}; `{command} --prefill-chunk 64 --max-prefill-chunks 2 --missing` measures"
+        f"for this GPU: decode_gemm {key}; `{command} --prefill-chunk 64 --max-prefill-chunks 2 --missing` measures"
         in str(refused.value)
     )
     lacking = load(entries, **options, perf_mode="default", prompt_logprobs=False)  # as strict mode has it
@@ -268,7 +268,7 @@ def test_the_command_that_tunes_has_the_options_that_say_which_launches_there_ar
 def test_the_command_lists_launches_of_ranks() -> None:
     found = answer("tune", "experts", "--list", *FEW, "--json")["shapes"]
     assert {each["kind"] for each in found} == {"experts_mlp", "experts_grouped"}
-    assert all("cards=2" in each["key"] for each in found if each["kind"] == "experts_mlp")
+    assert all("gpus=2" in each["key"] for each in found if each["kind"] == "experts_mlp")
     assert "tensor_parallel_size must be 1, 2, 4 or 8, got 3" in refusal("tune", "--list", "--tensor-parallel", 3)
     assert "for one of them" in refusal("tune", "--list", "--compile")
 
@@ -285,7 +285,7 @@ def test_the_command_lists_the_launches_that_have_no_entry(tmp_path: Path) -> No
     elsewhere = answer(*options, "--missing", "--kv-cache-dtype", "fp8", "--quantize", "fp8", "--json", "--card", H100)
     assert elsewhere["card"] == H100 and 0 < len(elsewhere["shapes"]) < elsewhere["num_launches"]
     assert all("weights=fp8" in each["key"] for each in elsewhere["shapes"])
-    assert "is not described; there are" in refusal(*options, "--card", "A Card")
+    assert "is not described; there are" in refusal(*options, "--card", "A GPU")
 
 
 @pytest.mark.second

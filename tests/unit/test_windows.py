@@ -28,7 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "alone": {},
     "chain": {"method": "eagle3", "num_speculative_tokens": 3},
     "tree": {"method": "eagle3", "num_speculative_tokens": 2, "tree": [[0], [1], [0, 0], [1, 0], [0, 1]]},
-    "widths": {"method": "eagle3", "num_speculative_tokens": 4, "adaptive_width": True},
+    "widths": {"method": "eagle3", "num_speculative_tokens": 4, "adaptive_length": True},
 }
 
 
@@ -76,7 +76,7 @@ def expected(pair: PairPaths) -> dict[int, Trace]:
 def test_a_text_of_many_windows_has_the_tokens_of_one_pool(
     method: str, pair: PairPaths, expected: dict[int, Trace]
 ) -> None:
-    """Alone, behind a cached prefix, and beside requests that join, are cancelled and take the blocks it gave back."""
+    """Alone, after a cached prefix, and next to requests that join, are cancelled and take the blocks it gave back."""
     with load(pair, method) as runtime:
         assert_same(traced(runtime, prompt_of(420)), expected[420])
         assert_same(traced(runtime, prompt_of(385)), expected[385])
@@ -103,7 +103,7 @@ def test_a_text_of_many_windows_has_the_tokens_of_one_pool(
 
 @pytest.mark.parametrize("method", [later("chain"), "widths"])
 def test_a_draft_model_s_own_window_has_a_pool_too(method: str, pair: PairPaths, tmp_path: Path) -> None:
-    """Its drafts, and so what is accepted of them, are those of one pool; behind a cached prefix, too."""
+    """Its drafts, and so what is accepted of them, are those of one pool; after a cached prefix, too."""
     head = shutil.copytree(pair.head, tmp_path / "head")
     config = json.loads((head / "config.json").read_text())
     config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 24}

@@ -1,4 +1,4 @@
-"""A recording of TensorRT-LLM: residual streams behind chosen layers, and the final hidden states.
+"""A recording of TensorRT-LLM: residual streams after chosen layers, and the final hidden states.
 
     python -m bench.peers.tensors.tensorrt_llm MODEL --token-ids 1,2,3 --layers 1,15,28 --out trt.safetensors
     lowlat compare MODEL --against trt.safetensors --dtype bfloat16 --min-cosine 0.99

@@ -3,7 +3,7 @@
     python -m bench.peers.tensors.transformers MODEL --token-ids 1,2,3 --out transformers.safetensors
     lowlat compare MODEL --against transformers.safetensors
 
-`output_hidden_states=True` returns the streams entering layers 0 to L - 1, and behind them the stream that has passed
+`output_hidden_states=True` returns the streams entering layers 0 to L - 1, and after them the stream that has passed
 the final norm; the one that enters that norm is kept by a forward pre-hook.
 Source: huggingface.co/docs/transformers, main_classes/output.
 """

@@ -1,4 +1,1 @@
-"""The requests of a server: how text becomes token ids, who waits, what streams, when each one ends.
-
-It knows no socket.
-"""
+"""The requests of a server: how text becomes token ids, who waits, what streams, when each one ends."""

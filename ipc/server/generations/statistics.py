@@ -89,7 +89,7 @@ class Statistics:
 
     time_to_first_token   from a SUBMIT's arrival to its first token's leaving
     inter_token           between a request's tokens, as they leave; a chunk's time is shared by its tokens
-    queued                from a SUBMIT's arrival to its handover to the engine, of requests that brought a token
+    queued                from a SUBMIT's arrival to its pipeline to the engine, of requests that brought a token
     """
 
     def __init__(self) -> None:

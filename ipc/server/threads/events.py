@@ -114,7 +114,7 @@ class Prepare(Struct):
     def put_back(self, submit: Submit, body: bytes) -> bool:
         """By the text thread that took it: leave it to another one; False where it was dropped meanwhile."""
         self.submit, self.body = submit, body
-        if self.dropped:  # looked at behind the write, as `drop` sets it before its own
+        if self.dropped:  # looked at after the write, as `drop` sets it before its own
             self.drop()
         return not self.dropped
 

@@ -13,12 +13,12 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import divide, int_at, set_int, wide_count
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, Workspace, WorkspaceShape
+from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall, Workspace, WorkspaceShape
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
 __all__ = ["choose_blocks", "examples", "list_lens", "scores_workspace"]
 
-SCORERS, BLOCKS = 256, 3  # threads that score, and their blocks a multiprocessor
+SCORERS, BLOCKS = 256, 3  # threads that score, and their blocks an SM
 CHOOSERS = 1024
 DIGIT_BITS, DIGITS = 8, 256  # of a rank, by which the least that is chosen is found
 FULL_WARP = 0xFFFFFFFF
@@ -40,7 +40,7 @@ def choose_blocks(
     num_sinks: int,
     num_retrieved: int,
     workspace: Workspace,
-    card: Card = H200,
+    gpu: Gpu = H200,
 ) -> list[KernelCall]:
     """`choose_blocks` of the reference, whose arguments these are; q and summaries are bf16, heads of 64 or 128.
 
@@ -63,7 +63,7 @@ def choose_blocks(
     wide_count("q", q)
     sizes = (kv_heads, parts, block, num_sinks, num_retrieved)
     scores = workspace(*scores_workspace(kv_heads, width))
-    grid = (BLOCKS * card.num_multiprocessors, 1, 1)
+    grid = (BLOCKS * gpu.num_multiprocessors, 1, 1)
     group, queries = heads // kv_heads, min(num_queries, rows)
     given = (q, key_summary, block_table, chunk, slot, shifts, scores, width, queries)
     score = KernelCall(_score(dim, group, kv_heads, -(-queries * group // 16), *sizes[1:]), grid, given)
@@ -157,7 +157,7 @@ def _rank_of(scores: Any, number: Any) -> Any:
 
 @device_function
 def _entry(table: Any, logical: Any, parts: Any, held: Any) -> Any:
-    """The entry of a slot's block by its place in the text; 0 behind the table's end."""
+    """The entry of a slot's block by its place in the text; 0 after the table's end."""
     index, part = divide(min(logical, held - 1), parts)
     return int_at(table, index) * int64(parts) + part if logical < held else int64(0)
 

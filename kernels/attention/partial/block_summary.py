@@ -11,13 +11,13 @@ from lowlat.kernels.common.memory import divide, int_at, wide_count
 from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "summarise_blocks"]
 
 THREADS = 256
-BLOCKS = 2  # a multiprocessor
+BLOCKS = 2  # an SM
 
 
 def summarise_blocks(
@@ -27,7 +27,7 @@ def summarise_blocks(
     kv_scales: torch.Tensor | None = None,
     *,
     key_summary: torch.Tensor,
-    card: Card = H200,
+    gpu: Gpu = H200,
 ) -> list[KernelCall]:
     """`summarise_blocks` of the reference, in one launch; a thread takes 8 dimensions of a block's keys at a time.
 
@@ -55,7 +55,7 @@ def summarise_blocks(
     wide_count("k_cache", k_cache)
     pieces = wide_count("key_summary", key_summary)
     most = -(-block_table.shape[-1] * parts * num_heads * pieces // THREADS)
-    grid = (min(most, BLOCKS * card.num_multiprocessors), 1, 1)
+    grid = (min(most, BLOCKS * gpu.num_multiprocessors), 1, 1)
     kernel = _make(num_heads, block, parts, pieces, kv_scales is not None)
     arguments = (k_cache, block_table, span, key_summary, 0 if kv_scales is None else kv_scales)
     return [KernelCall(kernel, grid, arguments)]

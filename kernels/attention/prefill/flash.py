@@ -1,6 +1,6 @@
-"""Flash attention of a prompt's rows by warpgroups' tensor cores, for cards of capability 9.0.
+"""Flash attention of a prompt's rows by warpgroups' tensor cores, for GPUs of capability 9.0.
 
-A block has 128 or 64 rows of a head, 64 a warpgroup, and a warp beside them that copies. Keys and values lie in tiles
+A block has 128 or 64 rows of a head, 64 a warpgroup, and a warp next to them that copies. Keys and values lie in tiles
 of 128 positions, see `gather_kv`; a block takes those that its rows see, the last one first. While a warpgroup makes
 weights of its scores, the tensor cores have its weights and values of the tile before, and the other's products.
 
@@ -17,12 +17,12 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.attention.prefill.gather_kv import first_gathered
 from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, HALF, tiles_shape
 from lowlat.kernels.attention.prefill.softmax import GROUP_ROWS, make_copy, make_finish, make_multiply, make_place
-from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
 from lowlat.kernels.common.memory import int_at
+from lowlat.kernels.common.pipeline import BARRIER_BYTES, make_pipeline
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_hopper
-from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["GROUPS", "examples", "has_prefill_flash", "prefill_flash"]
@@ -32,16 +32,16 @@ DIMS = (64, 128)
 GROUPS = (1, 2)  # warpgroups of a block that multiply
 STAGES = 3
 REGISTERS = {1: (40, 216), 2: (24, 240)}  # of a thread that copies, and of one that multiplies, by warpgroups of these
-BLOCKS = {1: 2, 2: 1}  # that share a multiprocessor, where their memory allows it
+BLOCKS = {1: 2, 2: 1}  # that share an SM, where their memory allows it
 SHORT = 512  # positions of a window that is short
 TILE_KEYS = ALIGNMENT
 SWIZZLE_BYTES = 1024
 LOG2_E = 1.4426950408889634
 
 
-def has_prefill_flash(card: Card, dim: int) -> bool:
-    """Whether a card has the instructions, and the kernel takes heads of this size."""
-    return card.capability == HOPPER and dim in DIMS
+def has_prefill_flash(gpu: Gpu, dim: int) -> bool:
+    """Whether a GPU has the instructions, and the kernel takes heads of this size."""
+    return gpu.capability == HOPPER and dim in DIMS
 
 
 def prefill_flash(
@@ -55,7 +55,7 @@ def prefill_flash(
     window: int | None = None,
     first: int = 0,
     scale: float,
-    card: Card,
+    gpu: Gpu,
     groups: int | None = None,
     arranged: bool = False,
 ) -> list[KernelCall]:
@@ -97,7 +97,7 @@ def prefill_flash(
             raise ShapeError(f"sinks must be bfloat16 or float32, got {sinks.dtype}")
         sink_bytes = sinks.element_size()
     if groups is None:
-        groups = _groups_of(rows, heads, window, card)
+        groups = _groups_of(rows, heads, window, gpu)
     if groups not in GROUPS:
         raise ShapeError(f"a block has {GROUPS} warpgroups that multiply, got {groups}")
     kernel = _make(heads, num_heads, dim, sink_bytes, groups, arranged)
@@ -108,9 +108,9 @@ def prefill_flash(
     return [KernelCall(kernel, (-(-rows // (groups * GROUP_ROWS)) * heads, 1, 1), arguments)]
 
 
-def _groups_of(rows: int, heads: int, window: int | None, card: Card) -> int:
-    """One where blocks of two would leave multiprocessors idle, or be over before they have begun in earnest."""
-    few = -(-rows // (2 * GROUP_ROWS)) * heads < card.num_multiprocessors
+def _groups_of(rows: int, heads: int, window: int | None, gpu: Gpu) -> int:
+    """One where blocks of two would leave SMs idle, or be over before they have begun in earnest."""
+    few = -(-rows // (2 * GROUP_ROWS)) * heads < gpu.num_multiprocessors
     return 1 if few or (window is not None and window <= SHORT) else 2
 
 
@@ -132,13 +132,13 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, ar
     shared, tile_bytes = heads // num_heads, TILE_KEYS * dim * 2
     block_rows, area = groups * GROUP_ROWS, STAGES * tile_bytes
     queries_bytes = block_rows * dim * 2
-    handover = make_handover(STAGES, 1, 4 * groups, suspends=True)
-    begin, barriers_at = handover.begin, queries_bytes + 2 * area
+    pipeline = make_pipeline(STAGES, 1, 4 * groups, suspends=True)
+    begin, barriers_at = pipeline.begin, queries_bytes + 2 * area
     place_queries = make_place(heads, dim)
-    copy_tiles = make_copy(tile_bytes, handover, area)
+    copy_tiles = make_copy(tile_bytes, pipeline, area)
     first_copying, (kept, wanted) = 4 * groups, REGISTERS[groups]
     give, take = ptx_hopper.give_registers(kept), ptx_hopper.take_registers(wanted)
-    multiply = make_multiply(dim, TILE_KEYS, handover, area)
+    multiply = make_multiply(dim, TILE_KEYS, pipeline, area)
     finish = make_finish(heads, dim, sink_bytes, arranged)
     group_bytes = GROUP_ROWS * dim * 2
 
@@ -201,9 +201,9 @@ def _make(heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, ar
     )
 
 
-def examples(card: Card = H200) -> list[Kernel]:
-    """Specialisations that CI compiles, for a card that has the instructions: Llama-8B's heads, and gpt-oss's."""
+def examples(gpu: Gpu = H200) -> list[Kernel]:
+    """Specialisations that CI compiles, for a GPU that has the instructions: Llama-8B's heads, and gpt-oss's."""
     made = [(32, 8, 128, 0, 2), (64, 8, 64, 2, 1)]
     return (
-        [_make(*each, arranged) for each in made for arranged in (False, True)] if has_prefill_flash(card, HALF) else []
+        [_make(*each, arranged) for each in made for arranged in (False, True)] if has_prefill_flash(gpu, HALF) else []
     )

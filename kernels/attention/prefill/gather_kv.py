@@ -2,8 +2,8 @@
 
 The chunk's start, read on the device, determines those positions. A thread copies 16 bytes of four keys and of
 four values at a time; the work is in proportion to what is seen. Codes are decoded to bf16. Rows
-lie one behind the other, or in a head's tiles of 128 positions as a warpgroup's products take them: halves of 64
-columns, whose rows of 128 bytes are swizzled. It knows nothing of what attention makes of the rows.
+lie one after the other, or in a head's tiles of 128 positions as a warpgroup's products take them: halves of 64
+columns, whose rows of 128 bytes are swizzled.
 """
 
 from functools import cache
@@ -17,14 +17,14 @@ from lowlat.kernels.common.kv_codes import decode_in_order, load_multiplier
 from lowlat.kernels.common.memory import divide, int_at, set_int, wide_count
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import Gpu, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
 
 __all__ = ["examples", "first_gathered", "gather_kv"]
 
 BATCH = 4  # places under way in a thread
 THREADS = 256
-BLOCKS = 4  # a multiprocessor
+BLOCKS = 4  # an SM
 ROW_BYTES = 128  # of a row of a half of a tile
 TILED = 5  # dimensions of tiles
 
@@ -40,7 +40,7 @@ def gather_kv(
     lengths: torch.Tensor,
     size: int,
     window: int | None,
-    card: Card,
+    gpu: Gpu,
     first: int = 0,
     kv_scales: torch.Tensor | None = None,
 ) -> list[KernelCall]:
@@ -84,7 +84,7 @@ def gather_kv(
     for name, rows in (("v_cache", v_cache), ("keys", keys), ("values", values)):
         wide_count(name, rows)
     places = keys.numel() // dim * parts
-    blocks = min(-(-places // (BATCH * THREADS)), BLOCKS * card.num_multiprocessors)
+    blocks = min(-(-places // (BATCH * THREADS)), BLOCKS * gpu.num_multiprocessors)
     scales = 0 if kv_scales is None else kv_scales
     arguments = (
         k_cache, v_cache, block_table, chunk, keys, values, lengths, size, window or 0, scales,
@@ -246,7 +246,7 @@ def _make(num_heads: int, block: int, parts: int, first: int = 0, coded: bool = 
             set_int(lengths, int64(1), size)
             set_int(lengths, int64(2), int64(first) if origin == 0 else int64(0))
             set_int(lengths, int64(3), seen)
-        if tiled:  # what is behind the last position in its tile, too
+        if tiled:  # what is after the last position in its tile, too
             seen = (seen + int64(ALIGNMENT - 1)) // int64(ALIGNMENT) * int64(ALIGNMENT)
         count = seen * int64(num_heads * parts)
         pairs = (k_cache, v_cache, keys, values)

@@ -1,4 +1,4 @@
-"""Positions gathered for a chunk of prefill: how many, where they may begin, how tiles lie. It knows no kernel."""
+"""Positions gathered for a chunk of prefill: how many, where they may begin, how tiles lie."""
 
 __all__ = ["ALIGNMENT", "HALF", "gathered_rows", "tiles_shape"]
 

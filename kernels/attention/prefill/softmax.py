@@ -6,7 +6,7 @@ sums of those before are scaled when both are there, so that a tile's sums are a
 
 from typing import Any
 
-from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
+from lowlat.kernels.common.pipeline import BARRIER_BYTES, Pipeline
 from lowlat.kernels.gemm.prefill.activation_layout import STEP
 from lowlat.kernels.toolchain import ptx, ptx_attention, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
@@ -24,7 +24,7 @@ LOG2_E = 1.4426950408889634
 
 
 def make_place(heads: int, dim: int) -> Any:
-    """A function of a warpgroup: copy its 64 rows of queries to shared memory, rows behind the last one zero.
+    """A function of a warpgroup: copy its 64 rows of queries to shared memory, rows after the last one zero.
 
     In halves of 64 columns: rows of 128 bytes, swizzled.
     """
@@ -105,9 +105,9 @@ def _make_weigh(keys: int) -> Any:
     return weigh_tile
 
 
-def _make_send(tile_bytes: int, handover: Handover) -> Any:
+def _make_send(tile_bytes: int, pipeline: Pipeline) -> Any:
     """A function of the copying warp: copy a tile to a stage, when all have multiplied what is there."""
-    await_free = handover.await_free
+    await_free = pipeline.await_free
 
     @device_function
     def send(place: Any, barriers: Any, source: Any, number: Any, stage: Any, parity: Any, lane: Any) -> None:
@@ -123,9 +123,9 @@ def _make_send(tile_bytes: int, handover: Handover) -> Any:
     return send
 
 
-def make_copy(tile_bytes: int, handover: Handover, area: int) -> Any:
+def make_copy(tile_bytes: int, pipeline: Pipeline, area: int) -> Any:
     """A function of a warp: copy all tiles, keys before the values of the tile before, as stages become free."""
-    stages, send, after = area // tile_bytes, _make_send(tile_bytes, handover), handover.after
+    stages, send, after = area // tile_bytes, _make_send(tile_bytes, pipeline), pipeline.after
 
     @device_function
     def copy_tiles(places: Any, barriers: Any, sources: Any, count: Any, lane: Any) -> None:
@@ -146,7 +146,7 @@ def make_copy(tile_bytes: int, handover: Handover, area: int) -> Any:
     return copy_tiles
 
 
-def make_multiply(dim: int, keys: int, handover: Handover, area: int) -> Any:
+def make_multiply(dim: int, keys: int, pipeline: Pipeline, area: int) -> Any:
     """A function of a warpgroup: multiply all tiles, as a copying warp fills stages with them.
 
     It gives the sums of weighted values, the peaks of scores, and a lane's sums of weights.
@@ -156,7 +156,7 @@ def make_multiply(dim: int, keys: int, handover: Handover, area: int) -> Any:
     spots: the position of the group's first row, of the lane's upper row, the window and the first position.
     """
     tile_bytes, stages = keys * dim * 2, area // (keys * dim * 2)
-    await_full, release, after = handover.await_full, handover.release, handover.after
+    await_full, release, after = pipeline.await_full, pipeline.release, pipeline.after
     begin_scores, begin_values = ptx_attention.multiply_scores(dim, keys), ptx_attention.multiply_values(dim, keys)
     await_all, await_first = ptx_attention.await_scores(keys, 0), ptx_attention.await_scores(keys, 1)
     await_sums = ptx_attention.await_products(dim, keys)
@@ -285,7 +285,9 @@ def make_finish(heads: int, dim: int, sink_bytes: int, arranged: bool) -> Any:
         total = _all_four(total)
         if sink_bytes:
             total = ptx.add_rn(total, ptx.exp2_approx_ftz(ptx.add_rn(sink, _offset(peak, scale))))
-        share = ptx.rcp_approx(total)  # put right below: a division is a call, beside which products are not overlapped
+        share = ptx.rcp_approx(
+            total
+        )  # put right below: a division is a call, next to which products are not overlapped
         share = ptx.fma_rn(share, ptx.fma_rn(-total, share, float32(1)), share)
         return float32(0) if total == float32(0) or total > float32(LARGEST) else share
 

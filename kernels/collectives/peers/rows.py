@@ -2,11 +2,12 @@
 
 The thread that has made a number of this rank's part pushes it to all peers, awaits theirs at the same place of its own
 memory (`words`) and adds all as a tree over the ranks, in their order: all ranks have the same bits. A number's
-exchanges are counted by the thread itself, in the word of its place that no peer writes: the one of this rank's own
-part. So a grid may be cut in any way, and rows may be left out of an exchange, as long as all ranks leave out the same.
+all-reduces are counted by the thread itself, in the word of its place that no peer writes: the one of this rank's own
+part. So a grid may be cut in any way, and rows may be left out of an all-reduce, as long as all ranks leave out the
+same.
 
-All blocks of a launch must run beside those of the other ranks' launches: ranks that share a card have no room for
-that. It knows neither GEMMs nor mixtures.
+All blocks of a launch must run next to those of the other ranks' launches: ranks that share a GPU have no room for
+that. It knows neither GEMMs nor MoE layers.
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ PIECE = 16  # bytes of two words
 class PeerRows:
     """The memory by which ranks add up rows of one width in one kind of kernel.
 
-    rank   of the card that launches
+    rank   of the GPU that launches
     areas  [2, R, M, N] int64, by rank, zero at first: what its peers push, and, as its own part, what it has counted
     abort  [1] int64 in pinned memory, of all ranks and the host: not zero ends all waits
     """
@@ -82,14 +83,14 @@ def area_shape(ranks: int, rows: int, width: int) -> tuple[int, ...]:
 
 
 def make_begin(ranks: int, width: int) -> Any:
-    """A device function (given, row, column): an exchange of one place of a row, begun before its number is there.
+    """A device function (given, row, column): an all-reduce of one place of a row, begun before its number is there.
 
     given  the tuple `PeerRows.arguments`
     """
 
     @device_function
     def begin(given: Any, row: Any, column: Any) -> Any:
-        """The private word, the exchange's number, whether a wait was given up before, and where in the areas."""
+        """The private word, the all-reduce's number, whether a wait was given up before, and where in the areas."""
         rank, _, rows, a0, a1, a2, a3, a4, a5, a6, a7 = given
         per_rank = rows * int64(width * WORD_BYTES)
         offset = (int64(row) * int64(width) + int64(column)) * int64(WORD_BYTES)

@@ -1,12 +1,12 @@
 """Numbers that one rank leaves in another's memory: words of eight bytes, a float32 and the epoch it belongs to.
 
 Every word says for itself whether it is there, so nobody needs a flag, a fence or a barrier. Two slots take turns. A
-rank pushes to a slot again only after it has taken the exchange in between from all peers, who began that one when
+rank pushes to a slot again only after it has taken the all-reduce in between from all peers, who began that one when
 they had read this slot: so no word is overwritten that a rank still awaits, and the old words of a slot are always
 two epochs old. Ranks read their own memory alone while they wait.
 
 A wait ends without its words when the word `abort`, which all ranks and the host share, is not zero, or after so many
-turns that a peer will never come; then NaN stand for them, and nobody waits in that block again. It knows no operation.
+turns that a peer will never come; then NaN stand for them, and nobody waits in that block again.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ __all__ = [
 MAX_RANKS = 8
 WORD_BYTES = 8
 ABORT_TURNS = 1 << 12  # between looks at `abort`, which lies in the host's memory: some 2 ms
-# Turns, each a trip to the L2: at least half a minute. A process may be stopped between the launches of two cards.
+# Turns, each a trip to the L2: at least half a minute. A process may be stopped between the launches of two GPUs.
 PEER_SPIN_LIMIT = 1 << 26
 MISSING_BITS = 0x7FFFFFFF  # a NaN, as arithmetic gives it
 HOST_GAVE_UP = 1 << 16  # what the host sets `abort` to; ranks set `awaited_code`

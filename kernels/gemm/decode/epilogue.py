@@ -4,14 +4,14 @@ the warps that finish tiles by them."""
 from typing import Any
 
 from lowlat.kernels.common.activation import silu_times
-from lowlat.kernels.common.handover import Handover
 from lowlat.kernels.common.kv_codes import encode, load_scale
+from lowlat.kernels.common.pipeline import Pipeline
+from lowlat.kernels.gemm.decode.all_reduce_epilogue import make_all_reduce_epilogue
 from lowlat.kernels.gemm.decode.epilogue_parts import Epilogue, make_scales, make_total, make_value
-from lowlat.kernels.gemm.decode.exchange_epilogue import make_exchange_epilogue
 from lowlat.kernels.gemm.decode.partial_argmax import make_argmax
 from lowlat.kernels.gemm.decode.plan import (
     ADD,
-    EXCHANGE,
+    ALL_REDUCE,
     FLOAT32,
     ROTATE,
     SILU,
@@ -26,11 +26,11 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 __all__ = ["make_finishing"]
 
 
-def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Handover) -> Any:
+def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pipeline) -> Any:
     """A function of the warps that finish: finish all tiles of a block, as the others hand them over."""
     tiles, best = plan.groups(shape.width), make_argmax(shape, plan)
-    if shape.epilogue == EXCHANGE:
-        epilogue = make_exchange_epilogue(shape, plan)
+    if shape.epilogue == ALL_REDUCE:
+        epilogue = make_all_reduce_epilogue(shape, plan)
     elif shape.epilogue == ROTATE:
         epilogue = _make_rotated_epilogue(shape, plan)
     else:
@@ -39,7 +39,7 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
     sets, set_bytes = plan.sets, 0 if shape.parts is None else shape.parts.count * plan.sum_bytes
     rounds = -(-plan.row_tiles * plan.columns * epilogue.values // finishing)
     begin_best, end_best = best.begin, best.end
-    await_full, release, after = handover.await_full, handover.release, handover.after
+    await_full, release, after = pipeline.await_full, pipeline.release, pipeline.after
     locate, begin, nothing, end = epilogue.locate, epilogue.begin, epilogue.nothing, epilogue.finish
 
     @device_function
@@ -47,7 +47,7 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
         totals: Any, barriers: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any,
         count: Any, beside: Any, scales: Any,
     ) -> None:  # fmt: skip
-        """beside: what ROTATE takes, or EXCHANGE."""
+        """next to: what ROTATE takes, or EXCHANGE."""
         thread = uint32(thread - uint32(WARPS * 32))
         begin_best(totals, thread)
         tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(0)
@@ -182,7 +182,7 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Epil
         inner = int32(int32(tile) - head * tiles)
         own, partner, c, s, code_scale = float32(0), float32(0), float32(0), float32(0), float32(1)
         if coded and head >= queries:
-            code_scale = load_scale(kv_scales, head - queries)  # values' heads stand behind keys', as scales do
+            code_scale = load_scale(kv_scales, head - queries)  # values' heads stand after keys', as scales do
         scale, other_scale = load_scales(scales, tile, column, head < queries + groups)
         if has_bias:
             own = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2)

@@ -19,9 +19,9 @@ class Epilogue:
     """The epilogue of a tile: the most values that it gives of a row, and device functions for one of them.
 
     locate   (tile, index, count) -> row, column, and whether there is such a value
-    begin    load what its end needs beside the sums; nobody waits for it
+    begin    load what its end needs next to the sums; nobody waits for it
     nothing  what `begin` returns, without loading
-    finish   add up the warps' sums, and store the value; with what an epilogue has beside
+    finish   add up the warps' sums, and store the value; with what an epilogue has next to
     """
 
     values: int

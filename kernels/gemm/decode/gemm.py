@@ -5,7 +5,7 @@ steps in turn (warp w takes steps w, w + WARPS, ..), each through its own pipeli
 across tiles. Other warps add a tile's sums in order and finish it, with what that needs loaded ahead, while the first
 go on: the order of accumulation depends on the weight's shape alone, and a row has the same bits whatever the number
 of rows. Weights come first: no kernel writes them, so a block fills itself before the kernel before this one has
-ended, throttled so that what that one reads need not queue. The rows' own k steps are copied beside the weights', or a
+ended, throttled so that what that one reads need not queue. The rows' own k steps are copied next to the weights', or a
 block norms few rows for itself and holds them.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.collectives.peers.rows import NUM_ARGUMENTS, PeerRows
-from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
+from lowlat.kernels.common.pipeline import BARRIER_BYTES, make_pipeline
 from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
 from lowlat.kernels.gemm.decode.epilogue import make_finishing
 from lowlat.kernels.gemm.decode.mainloop import make_fill, make_multiplying
@@ -26,8 +26,8 @@ from lowlat.kernels.gemm.decode.norm_prologue import make_norm
 from lowlat.kernels.gemm.decode.operands import BlockRow, NormPrologue, PartialArgmax, Rotation
 from lowlat.kernels.gemm.decode.plan import (
     ADD,
+    ALL_REDUCE,
     BFLOAT16,
-    EXCHANGE,
     FLOAT32,
     MAX_ROWS,
     ROTATE,
@@ -50,7 +50,7 @@ from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFo
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.sampling.select import FINITE
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, examples_for
+from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelCall, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
 
 NUM_BESIDE = NUM_ARGUMENTS  # arguments of a kernel that only ROTATE uses, or EXCHANGE
@@ -89,35 +89,35 @@ def decode_gemm(
     beside: BlockRow | None = None,
     peers: PeerRows | None = None,
     parts: KParts | None = None,
-    card: Card = H200,
+    gpu: Gpu = H200,
     plan: DecodeGemmPlan | None = None,
 ) -> list[KernelCall]:
-    """x @ weight.T with its prologue and epilogue, in one launch for each 64 rows, or `rows_at_once` of the card.
+    """x @ weight.T with its prologue and epilogue, in one launch for each 64 rows, or `rows_at_once` of the GPU.
 
     x            [M, K]  bf16
     weight       [N, K]  packed, in bf16 or FP8 by row; with silu in the order of `gate_up_permutation`
     bias         [N]     bf16, in the weight's order
-    row_live     [M]     uint8; with silu or beside, dead rows give zeros
+    row_live     [M]     uint8; with silu or next to, dead rows give zeros
     residual     [M, N]  bf16: out is the rounded sum of it and the product
     out          [M, N]  float32 or bf16; with silu [M, N / 2] bf16: silu(gate) * up; with rotation the queries
                          [M, H, D] bf16, or None where there are none
     norm         x is normed first: for so many rows, and so wide ones, as `steps_to_hold` of them is not 0
-    best         the best pairs of rows in float32 are left beside them
+    best         the best pairs of rows in float32 are left next to them
     columns      [N / 8] int32, as `runs_of` a permuted weight's order has it: out's columns are the original ones.
-                 Of a GEMM without residual, silu, rotation, beside or best; None: columns are in the weight's order
-    beside       a row of a block is added to each row in float32; of 8 rows at most
+                 Of a GEMM without residual, silu, rotation, next to or best; None: columns are in the weight's order
+    beside        a row of a block is added to each row in float32; of 8 rows at most
     peers        the product is summed over ranks, of which each has some columns of K, before the residual is added
     parts        of K: each is summed by itself, the first has the bias, and they are added as `cuts.tree_sum` does;
                  without norm, silu, rotation or best
     rotation     the GEMM is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
-    card, plan   what it runs on, and how to cut it; None: by the card's table, or `plan_decode_gemm`'s
+    GPU, plan   what it runs on, and how to cut it; None: by the GPU's table, or `plan_decode_gemm`'s
     Time: the weight's bytes over the memory's bandwidth. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     count, depth = x.shape
     check_shape("x", x, count, weight.columns)
     if depth % 8:
         raise ShapeError(f"a GEMM's depth must be a multiple of 8, got {depth}")
-    before, held = (None, 0) if norm is None else (_norm_eps(norm, x), steps_to_hold(count, depth, card))
+    before, held = (None, 0) if norm is None else (_norm_eps(norm, x), steps_to_hold(count, depth, gpu))
     if norm is not None and not held:
         raise ShapeError(f"no block norms and holds {count} rows of {depth} elements")
     if rotation is not None:
@@ -137,11 +137,11 @@ def decode_gemm(
     _check_together(shape, columns)
     calls = []
     normed = (0,) * NUM_NORM if norm is None else _norm_arguments(norm)
-    most = MAX_ROWS if plan else rows_at_once(card)
+    most = MAX_ROWS if plan else rows_at_once(gpu)
     for start in range(0, count, most):
         part = slice(start, min(start + most, count))
         rows = part.stop - start
-        chosen, planned = (_given(plan, shape, held), None) if plan else choose_decode_plan(rows, shape, card, held)
+        chosen, planned = (_given(plan, shape, held), None) if plan else choose_decode_plan(rows, shape, gpu, held)
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
         added = residual[part] if residual is not None else columns if beside is None else beside.block[beside.row :]
@@ -223,7 +223,7 @@ def _epilogue(out: torch.Tensor, silu: bool, residual: torch.Tensor | None, peer
         raise ShapeError(
             f"ranks add up {peers.rows} rows of {peers.width} and a residual, not {count} of {width} with {epilogue}"
         )
-    return EXCHANGE
+    return ALL_REDUCE
 
 
 def _beside(rotation: Rotation | None, peers: PeerRows | None, part: slice) -> tuple[Argument, ...]:
@@ -301,9 +301,9 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
     barriers_at = sums_at + plan.areas * WARPS * plan.sum_bytes
     held_at = barriers_at + plan.areas * BARRIER_BYTES
     multiplying = WARPS if shape.parts is None else shape.parts.count * plan.sets  # warps; others are idle
-    handover = make_handover(plan.areas, multiplying, finishing, suspends=plan.suspends)
-    begin_handover, fill = handover.begin, make_fill(shape, plan)
-    multiply_tiles, finish = make_multiplying(shape, plan, handover), make_finishing(shape, plan, handover)
+    pipeline = make_pipeline(plan.areas, multiplying, finishing, suspends=plan.suspends)
+    begin_pipeline, fill = pipeline.begin, make_fill(shape, plan)
+    multiply_tiles, finish = make_multiplying(shape, plan, pipeline), make_finishing(shape, plan, pipeline)
     norm, scales_at = make_norm(shape, plan), shape.scales_at
     begin_norm, norm_rows, num_words, num_scales = norm.begin, norm.finish, norm.words, norm.scales
 
@@ -319,7 +319,7 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
         mine = base + warp * uint32(ring_bytes) + lane * uint32(16)
         totals, barriers, held = base + uint32(sums_at), base + uint32(barriers_at), base + uint32(held_at)
         if thread == uint32(0):
-            begin_handover(barriers)
+            begin_pipeline(barriers)
         ptx.let_next_kernel_start()
         begin_norm(scales, norm_weight, thread)
         ahead = uint32(cuda.blockIdx.x), warp, 0
@@ -338,8 +338,8 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
     return decode_gemm
 
 
-def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: GEMMs of Llama-3.1-8B, all epilogues, odd shapes."""
+def examples(gpu: Gpu = H200) -> list[Kernel]:
+    """Representative specialisations, as a GPU has them: GEMMs of Llama-3.1-8B, all epilogues, odd shapes."""
     made = []
     products = (
         (16, 28672, 4096, SILU),
@@ -350,30 +350,30 @@ def examples(card: Card = H200) -> list[Kernel]:
         (32, 4096, 14336, ADD),
         (3, 97, 200, BFLOAT16),
     )
-    for rows, width, depth, epilogue in examples_for(card, products, 3):
+    for rows, width, depth, epilogue in examples_for(gpu, products, 3):
         shape = DecodeGemmShape(width, depth, epilogue, bias=width == 97, live=epilogue == SILU)
-        made.append(_make(shape, plan_decode_gemm(min(rows, rows_at_once(card)), width, card)))
-    chosen = DecodeGemmShape(128256, 4096, FLOAT32, False, False, best=ArgmaxShape(card.num_multiprocessors, FINITE))
-    for rows in examples_for(card, (1, 16), 1):
-        made.append(_make(chosen, plan_decode_gemm(rows, 128256, card, keeps_argmax=True)))
+        made.append(_make(shape, plan_decode_gemm(min(rows, rows_at_once(gpu)), width, gpu)))
+    chosen = DecodeGemmShape(128256, 4096, FLOAT32, False, False, best=ArgmaxShape(gpu.num_multiprocessors, FINITE))
+    for rows in examples_for(gpu, (1, 16), 1):
+        made.append(_make(chosen, plan_decode_gemm(rows, 128256, gpu, keeps_argmax=True)))
     biased = replace(chosen, depth=256, live=True, block=BlockShape(1, 7))
-    made.append(_make(biased, plan_decode_gemm(1, 128256, card, keeps_argmax=True)))
+    made.append(_make(biased, plan_decode_gemm(1, 128256, gpu, keeps_argmax=True)))
     scattered = DecodeGemmShape(6144, 4096, BFLOAT16, True, False, scattered=True)
-    made.append(_make(scattered, plan_decode_gemm(4, 6144, card)))
-    for rows, ranks in examples_for(card, ((1, 2), (4, 8)), 1):
-        summed = DecodeGemmShape(2880, 2048, EXCHANGE, True, False, ranks=ranks)
-        made.append(_make(summed, plan_decode_gemm(rows, 2880, card)))
+    made.append(_make(scattered, plan_decode_gemm(4, 6144, gpu)))
+    for rows, ranks in examples_for(gpu, ((1, 2), (4, 8)), 1):
+        summed = DecodeGemmShape(2880, 2048, ALL_REDUCE, True, False, ranks=ranks)
+        made.append(_make(summed, plan_decode_gemm(rows, 2880, gpu)))
     in_parts = (
         (1, DecodeGemmShape(4096, 14336, ADD, False, False, parts=KParts(8, 1))),
-        (4, DecodeGemmShape(2880, 2048, EXCHANGE, True, False, ranks=2, parts=KParts(4, 8))),
+        (4, DecodeGemmShape(2880, 2048, ALL_REDUCE, True, False, ranks=2, parts=KParts(4, 8))),
         (64, DecodeGemmShape(4096, 2048, FLOAT32, True, False, weights=FP8_TILES, parts=KParts(2, 2))),
     )
-    for rows, shape in examples_for(card, in_parts, 1):
-        most = min(rows, rows_at_once(card))
-        plan = plan_decode_gemm(most, shape.width, card, weights=shape.weights, parts=shape.parts)
+    for rows, shape in examples_for(gpu, in_parts, 1):
+        most = min(rows, rows_at_once(gpu))
+        plan = plan_decode_gemm(most, shape.width, gpu, weights=shape.weights, parts=shape.parts)
         made.append(_make(shape, plan))
     rotated = DecodeGemmShape(6144, 4096, ROTATE, False, False, HeadsShape(32, 8, 128, 4, 32, 289))
-    made.append(_make(rotated, plan_decode_gemm(4, 6144, card)))
+    made.append(_make(rotated, plan_decode_gemm(4, 6144, gpu)))
     heads = HeadsShape(64, 8, 64, 1, 32, 1025, coded=True)
     normed = (
         (1, DecodeGemmShape(5120, 2880, ROTATE, True, False, heads, 1e-5)),
@@ -387,24 +387,24 @@ def examples(card: Card = H200) -> list[Kernel]:
         (4, replace(rotated, norm_eps=1e-5, weights=FP8_TILES)),
         (1, DecodeGemmShape(28672, 4096, SILU, False, True, None, 1e-5, weights=NVFP4_TILES)),
     )
-    for rows, shape in examples_for(card, quantised, 1):
-        held = 0 if shape.norm_eps is None else steps_to_hold(rows, shape.depth, card)
-        most = min(rows, rows_at_once(card))
-        plan = plan_decode_gemm(most, shape.width, card, held, weights=shape.weights, depth=shape.depth)
+    for rows, shape in examples_for(gpu, quantised, 1):
+        held = 0 if shape.norm_eps is None else steps_to_hold(rows, shape.depth, gpu)
+        most = min(rows, rows_at_once(gpu))
+        plan = plan_decode_gemm(most, shape.width, gpu, held, weights=shape.weights, depth=shape.depth)
         made.append(_make(shape, plan))
-    for rows, shape in examples_for(card, normed, 2):
-        if held := steps_to_hold(rows, shape.depth, card):
-            made.append(_make(shape, plan_decode_gemm(rows, shape.width, card, held)))
-    return made + _many_steps(card)
+    for rows, shape in examples_for(gpu, normed, 2):
+        if held := steps_to_hold(rows, shape.depth, gpu):
+            made.append(_make(shape, plan_decode_gemm(rows, shape.width, gpu, held)))
+    return made + _many_steps(gpu)
 
 
-def _many_steps(card: Card) -> list[Kernel]:
-    """Four steps of a warp at once, two blocks a multiprocessor: no register is left."""
+def _many_steps(gpu: Gpu) -> list[Kernel]:
+    """Four steps of a warp at once, two blocks an SM: no register is left."""
     codes = TileFormat("int4", 512, groups=1)
     packed = DecodeGemmShape(28672, 4096, SILU, False, True, None, 1e-5, weights=codes)
     made = []
-    for shape in examples_for(card, (packed,), 0):
-        held = steps_to_hold(1, shape.depth, card)
-        plans = candidate_plans(1, shape.width, card, held, weights=codes, depth=shape.depth)
+    for shape in examples_for(gpu, (packed,), 0):
+        held = steps_to_hold(1, shape.depth, gpu)
+        plans = candidate_plans(1, shape.width, gpu, held, weights=codes, depth=shape.depth)
         made.append(_make(shape, next(plan for plan in plans if (plan.span, plan.density) == (4, 2))))
     return made

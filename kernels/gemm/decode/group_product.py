@@ -32,7 +32,7 @@ LOADS = {"int4": int4_fragment.load_half, "fp8": _fp8_half}
 def make_group_product(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """A function: add one k step to the accumulators of all weight and row tiles.
 
-    It takes the sums, the addresses of a lane's codes, rows and words behind the codes, in shared memory.
+    It takes the sums, the addresses of a lane's codes, rows and words after the codes, in shared memory.
     """
     weight_tiles, row_tiles, tile_bytes = plan.weight_tiles, plan.row_tiles, plan.tile_bytes
     if weight_tiles > 2:

@@ -1,12 +1,12 @@
 """The main loop of a decode GEMM: the warps that copy a block's tiles of weights and multiply them to sums.
 
 A warp reads what its own lanes copied, so its pipeline needs no barrier of the block; where a block holds its rows
-whole, they are there before. It knows nothing of the epilogue.
+whole, they are there before.
 """
 
 from typing import Any
 
-from lowlat.kernels.common.handover import Handover
+from lowlat.kernels.common.pipeline import Pipeline
 from lowlat.kernels.formats import bf16_fragment, fp8_fragment, nvfp4_fragment
 from lowlat.kernels.gemm.decode.group_product import make_group_product
 from lowlat.kernels.gemm.decode.plan import PAD, SUM_BYTES, WARPS, DecodeGemmPlan, DecodeGemmShape
@@ -48,11 +48,11 @@ def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     return fill
 
 
-def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Handover) -> Any:
-    """A function of a warp, behind `make_fill`'s: its sums of all tiles of a block, handed to those who finish them.
+def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pipeline) -> Any:
+    """A function of a warp, after `make_fill`'s: its sums of all tiles of a block, handed to those who finish them.
 
     mine, held  its stages, and the rows that the block holds, of the lane's first bytes
-    ahead       the tile and the step behind what is on its way, and how many stages are
+    ahead       the tile and the step after what is on its way, and how many stages are
     """
     tiles, span, stride, steps = plan.groups(shape.width), plan.span, _stride(shape, plan), shape.steps
     cut, steps_of = shape.parts is not None, _make_steps_of(shape)
@@ -62,7 +62,7 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
     multiply, store, weight_tiles, columns = _multiply(shape, plan), _store(plan), plan.weight_tiles, plan.columns
     holds = plan.steps_held > 0
     shared = columns < 8 and not holds  # lanes read rows that others copied
-    await_free, give, after = handover.await_free, handover.give, handover.after
+    await_free, give, after = pipeline.await_free, pipeline.give, pipeline.after
     code_bytes = shape.weights.code_bytes
     wait, zeros = ptx.copies_wait(stages - 1), ptx.zeros(4 * weight_tiles * plan.row_tiles)
 
@@ -133,7 +133,7 @@ def _stride(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> int:
 
 
 def _make_steps_of(shape: DecodeGemmShape) -> Any:
-    """A function of a warp: its first step, the one behind its last, and the set of tiles that it has."""
+    """A function of a warp: its first step, the one after its last, and the set of tiles that it has."""
     steps, parts = shape.steps, shape.parts
     if parts is None:
 

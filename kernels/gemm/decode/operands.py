@@ -1,4 +1,4 @@
-"""Operands that a decode GEMM may have beside its rows and its weight. It knows no kernel."""
+"""Operands that a decode GEMM may have next to its rows and its weight."""
 
 from dataclasses import dataclass
 

@@ -30,7 +30,7 @@ class Best:
 
 
 def make_argmax(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Best:
-    """How a GEMM keeps its rows' best pairs behind all else that a block has in shared memory."""
+    """How a GEMM keeps its rows' best pairs after all else that a block has in shared memory."""
     best = shape.best
     if best is None:
         return Best(_nothing_begins, _nothing_is_kept, _nothing_is_left)

@@ -1,22 +1,22 @@
-"""How a decode GEMM is cut, and the constants that its parts share. It knows no kernel."""
+"""How a decode GEMM is cut, and the constants that its parts share."""
 
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.handover import BARRIER_BYTES
 from lowlat.kernels.common.norm_math import THREADS as NORM_THREADS
+from lowlat.kernels.common.pipeline import BARRIER_BYTES
 from lowlat.kernels.gemm.decode.ranking import ROW_BYTES, WARPS, GemmSizes
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Fact, Knobs, Planned, choose_plan
 
 __all__ = [
     "ADD",
+    "ALL_REDUCE",
     "BFLOAT16",
-    "EXCHANGE",
     "FLOAT32",
     "MAX_ROWS",
     "PAD",
@@ -46,10 +46,10 @@ MOST_STAGES = 12  # of one tile of rows, as long as they fit
 MOST_STAGES_OF_MORE = 4
 SHARE = 0.78  # of a block's shared memory, for stages and sums of more tiles of rows
 MOST_NORMED_TWICE = 2  # rows
-GROUPS_FOR_NORM = 4  # of weight tiles, in a block, beside which a norm of more rows done twice is little
+GROUPS_FOR_NORM = 4  # of weight tiles, in a block, next to which a norm of more rows done twice is little
 KIND = "decode_gemm"
 FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
-EXCHANGE = "exchange"  # ADD, of the sum over ranks
+ALL_REDUCE = "exchange"  # ADD, of the sum over ranks
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class DecodeGemmPlan:
     stages        k steps under way in each warp
     areas         of partial sums of one tile: with two, one is added up while the other fills
     num_blocks    blocks of the grid
-    sharing       blocks that fit on a multiprocessor: 1 or 2
-    suspends      a warp that waits for sums may be suspended, as `Card.suspends` has it
-    steps_held    k steps of its rows, all of them, that a block norms and holds; 0: rows are copied beside the weights
+    sharing       blocks that fit on an SM: 1 or 2
+    suspends      a warp that waits for sums may be suspended, as `Gpu.suspends` has it
+    steps_held    k steps of its rows, all of them, that a block norms and holds; 0: rows are copied next to the weights
     keeps_argmax  a block keeps the partial argmax of each of its rows: see `partial_argmax`
     tile_bytes    of a step of one weight tile in shared memory
     span          k steps that a warp copies and multiplies at once: 1, or 2 or 4 where they divide those of every warp
-    density       blocks of the grid on a multiprocessor: 1 or 2
+    density       blocks of the grid on an SM: 1 or 2
     sets          tiles, or weight tiles at once, that warps multiply side by side, each set with a warp a part of K
     """
 
@@ -134,7 +134,7 @@ class DecodeGemmPlan:
 
     @property
     def held_bytes(self) -> int:
-        """The rows that a block holds, and behind them what its warps sum up of their squares."""
+        """The rows that a block holds, and after them what its warps sum up of their squares."""
         return self.steps_held * self.rows_bytes + (self.columns * NORM_THREADS // 32 * 4 if self.steps_held else 0)
 
     @property
@@ -175,7 +175,7 @@ class HeadsShape:
 
 @dataclass(frozen=True)
 class ArgmaxShape:
-    """The best pair of each row that every block leaves beside its output, as `select` has pairs.
+    """The best pair of each row that every block leaves next to its output, as `select` has pairs.
 
     blocks  places of a row: at least as many as the grid has blocks
     limit   bits of the largest magnitude that leaves a row whole; a larger one breaks it
@@ -227,7 +227,7 @@ class DecodeGemmShape:
 
     @property
     def scales_at(self) -> int:
-        """Where the scales of its rows begin behind its tiles, in bytes."""
+        """Where the scales of its rows begin after its tiles, in bytes."""
         return -(-self.width // 16) * self.steps * self.weights.step_bytes
 
     @property
@@ -236,9 +236,9 @@ class DecodeGemmShape:
         return -(-self.depth // 64)
 
 
-def rows_at_once(card: Card) -> int:
+def rows_at_once(gpu: Gpu) -> int:
     """The most rows of one launch: 64, or fewer where a block has too little shared memory for them."""
-    fitting = (tiles for tiles in (8, 4, 2) if _least_bytes(tiles) <= card.shared_bytes)
+    fitting = (tiles for tiles in (8, 4, 2) if _least_bytes(tiles) <= gpu.shared_bytes)
     return 8 * next(fitting, 1)
 
 
@@ -246,11 +246,11 @@ def _least_bytes(row_tiles: int) -> int:
     return DecodeGemmPlan(row_tiles, 8, 1, 1, 1, 1, 1, suspends=False).shared_bytes
 
 
-def steps_to_hold(rows: int, depth: int, card: Card) -> int:
+def steps_to_hold(rows: int, depth: int, gpu: Gpu) -> int:
     """The k steps of M rows [M, K] if a block can norm and hold them and keeps most of its memory for weights; or 0."""
     steps, columns = -(-depth // 64), _columns(rows)
     fits = rows <= 8 and columns * -(-depth // (8 * NORM_THREADS)) <= MOST_CHUNKS
-    return steps if fits and 3 * steps * columns * ROW_BYTES <= card.shared_bytes else 0
+    return steps if fits and 3 * steps * columns * ROW_BYTES <= gpu.shared_bytes else 0
 
 
 def _groups(width: int, weight_tiles: int) -> int:
@@ -264,70 +264,70 @@ def _columns(rows: int) -> int:
 def candidate_plans(
     rows: int,
     width: int,
-    card: Card,
+    gpu: Gpu,
     steps_held: int = 0,
     *,
     keeps_argmax: bool = False,
     weights: TileFormat = BF16_TILES,
     depth: int = 0,
     parts: KParts | None = None,
-    exchanges: bool = False,
+    all_reduces: bool = False,
 ) -> tuple[DecodeGemmPlan, ...]:
-    """The plans for M rows by [N, K] that fit a card, the derived one first, then those that are likely to be faster.
+    """The plans for M rows by [N, K] that fit a GPU, the derived one first, then those that are likely to be faster.
 
     steps_held  of the rows: what `steps_to_hold` gives, or 0
     weights     how the weight is held
     depth       K; 0: any
     parts       of K, if it is summed in such
     exchanges   whether its sums go to other ranks
-    Raises ShapeError for a card whose blocks have too little shared memory.
+    Raises ShapeError for a GPU whose blocks have too little shared memory.
     """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
     most_span, sets = next((span for span in (4, 2) if depth > 0 and -(-depth // 64) % (span * WARPS) == 0), 1), 1
     if parts is not None:
-        most_span, sets = 1, _sets(width, parts, card)
+        most_span, sets = 1, _sets(width, parts, gpu)
         width = 16 * _groups(width, sets)
     own_steps = 0 if parts is not None else -(-depth // (64 * WARPS))
-    sizes = GemmSizes(row_tiles, _columns(rows), width, own_steps, steps_held > 0, exchanges, weights, card)
-    plans = _candidates(sizes, card.read_gb_s, steps_held, keeps_argmax, most_span)
+    sizes = GemmSizes(row_tiles, _columns(rows), width, own_steps, steps_held > 0, all_reduces, weights, gpu)
+    plans = _candidates(sizes, gpu.read_gb_s, steps_held, keeps_argmax, most_span)
     if not plans:
-        raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
+        raise ShapeError(f"{rows} rows do not fit the {gpu.shared_bytes} bytes of shared memory that a block may have")
     return plans if sets == 1 else tuple(replace(plan, sets=sets) for plan in plans)
 
 
-def _sets(width: int, parts: KParts, card: Card) -> int:
-    """Tiles side by side: as many as there are warps for, but multiprocessors come first."""
+def _sets(width: int, parts: KParts, gpu: Gpu) -> int:
+    """Tiles side by side: as many as there are warps for, but SMs come first."""
     fitting = (count for count in (8, 4, 2) if count * parts.count <= WARPS)
-    return next((count for count in fitting if _groups(width, count) >= card.num_multiprocessors), 1)
+    return next((count for count in fitting if _groups(width, count) >= gpu.num_multiprocessors), 1)
 
 
 def plan_decode_gemm(
     rows: int,
     width: int,
-    card: Card,
+    gpu: Gpu,
     steps_held: int = 0,
     *,
     keeps_argmax: bool = False,
     weights: TileFormat = BF16_TILES,
     depth: int = 0,
     parts: KParts | None = None,
-    exchanges: bool = False,
+    all_reduces: bool = False,
 ) -> DecodeGemmPlan:
     """The derived plan for M rows by [N, K]: the first of `candidate_plans`, which see."""
     return candidate_plans(
-        rows, width, card, steps_held, keeps_argmax=keeps_argmax, weights=weights, depth=depth, parts=parts,
-        exchanges=exchanges,
+        rows, width, gpu, steps_held, keeps_argmax=keeps_argmax, weights=weights, depth=depth, parts=parts,
+        all_reduces=all_reduces,
     )[0]  # fmt: skip
 
 
 def choose_decode_plan(
-    rows: int, shape: DecodeGemmShape, card: Card, steps_held: int = 0
+    rows: int, shape: DecodeGemmShape, gpu: Gpu, steps_held: int = 0
 ) -> tuple[DecodeGemmPlan, Planned]:
-    """The plan for M rows by a card's table, or the derived one; and its place in tables. Raises as they do."""
+    """The plan for M rows by a GPU's table, or the derived one; and its place in tables. Raises as they do."""
     keeps = shape.best is not None
     plans = candidate_plans(
-        rows, shape.width, card, steps_held, keeps_argmax=keeps, weights=shape.weights, depth=shape.depth,
-        parts=shape.parts, exchanges=shape.epilogue == EXCHANGE,
+        rows, shape.width, gpu, steps_held, keeps_argmax=keeps, weights=shape.weights, depth=shape.depth,
+        parts=shape.parts, all_reduces=shape.epilogue == ALL_REDUCE,
     )  # fmt: skip
     facts: dict[str, Fact] = {
         "rows": 8 * plans[0].row_tiles if rows > 8 else plans[0].columns, "N": shape.width, "K": shape.depth,
@@ -339,43 +339,43 @@ def choose_decode_plan(
         facts["weights"] = shape.weights.label
     if shape.parts is not None:
         facts["parts"] = shape.parts.count
-    return choose_plan(card.tuning, KIND, facts, plans)
+    return choose_plan(gpu.tuning, KIND, facts, plans)
 
 
 @cache
 def _candidates(
     sizes: GemmSizes, read_gb_s: float, steps_held: int, keeps_argmax: bool, most_span: int
 ) -> tuple[DecodeGemmPlan, ...]:
-    """The derived plan multiplies as many tiles at once as keep most multiprocessors busy, one block on each, as
+    """The derived plan multiplies as many tiles at once as keep most SMs busy, one block on each, as
     `GemmSizes` ranks them.
 
-    read_gb_s  of the card, on which the ranking depends and by which cards are not told apart
+    read_gb_s  of the GPU, on which the ranking depends and by which GPUs are not told apart
     most_span  the most k steps that a warp may take at once
 
     Quantised weights of one tile of rows take two steps at once and, where no argmax is kept, two blocks a
-    multiprocessor, of one weight tile a warp: what decodes them waits for its own instructions, and more warps hide it.
+    SM, of one weight tile a warp: what decodes them waits for its own instructions, and more warps hide it.
     Four steps at once take a seventh fewer instructions of INT4 and a tenth fewer of FP8, in half as many stages.
     A norm of more rows than two is dear when done twice: where blocks have few groups of tiles to make up for it, or
-    rows or zero points leave too few registers, such plans come behind the others, for a table to choose.
+    rows or zero points leave too few registers, such plans come after the others, for a table to choose.
     """
 
-    card, weights, width = sizes.card, sizes.weights, sizes.width
+    gpu, weights, width = sizes.gpu, sizes.weights, sizes.width
     row_tiles, columns, tile_bytes = sizes.row_tiles, sizes.columns, weights.shared_bytes
     most_stages = MOST_STAGES * BF16_TILES.shared_bytes // tile_bytes  # as many bytes under way
     decodes = weights != BF16_TILES and row_tiles == 1
 
     def cut(weight_tiles: int, stages: int, areas: int, span: int = 1, density: int = 1) -> DecodeGemmPlan:
-        num_blocks = min(_groups(width, weight_tiles), density * card.num_multiprocessors)
+        num_blocks = min(_groups(width, weight_tiles), density * gpu.num_multiprocessors)
         plan = DecodeGemmPlan(
-            row_tiles, columns, weight_tiles, stages, areas, num_blocks, density, card.suspends, steps_held,
+            row_tiles, columns, weight_tiles, stages, areas, num_blocks, density, gpu.suspends, steps_held,
             keeps_argmax, tile_bytes, span, density,
         )  # fmt: skip
-        shares = plan.shared_bytes <= card.most_bytes(2) and not steps_held
+        shares = plan.shared_bytes <= gpu.most_bytes(2) and not steps_held
         return replace(plan, sharing=2) if shares else plan
 
     def derive(weight_tiles: int, span: int = 1, density: int = 1) -> DecodeGemmPlan | None:
         """The first that fits, of the most stages on."""
-        whole, part = card.most_bytes(density), int(card.shared_bytes * SHARE)
+        whole, part = gpu.most_bytes(density), int(gpu.shared_bytes * SHARE)
         cuts = [(stages, areas, part) for stages in range(MOST_STAGES_OF_MORE, 1, -1) for areas in (2, 1)]
         if row_tiles == 1:
             cuts = [(stages, 2, whole) for stages in range(most_stages // (span * density), 0, -1)]
@@ -388,7 +388,7 @@ def _candidates(
     if not derived:
         return ()
     densities: tuple[int, ...] = (2, 1) if decodes and not keeps_argmax else (1,)
-    has_groups = _groups(width, 1) >= GROUPS_FOR_NORM * 2 * card.num_multiprocessors
+    has_groups = _groups(width, 1) >= GROUPS_FOR_NORM * 2 * gpu.num_multiprocessors
     makes_up = has_groups and columns <= 4 and not weights.zeros
     if steps_held and columns > MOST_NORMED_TWICE and not makes_up:
         densities = densities[::-1] if most_span > 1 else (1,)
@@ -398,7 +398,7 @@ def _candidates(
         for span in (span for span in sizes.spans(density) if span <= (most_span if decodes else 1))
         for tiles in ((1, 2) if density > 1 else ranked)
         if span * density > 1 and (plan := derive(tiles, span, density)) is not None
-        if density == 1 or plan.num_blocks > card.num_multiprocessors
+        if density == 1 or plan.num_blocks > gpu.num_multiprocessors
     ]
     tiles, stages, areas = derived[0].weight_tiles, derived[0].stages, derived[0].areas
     near = [(tiles, stages + 1, areas), (tiles, stages * 3 // 4, areas), (tiles, stages, 3 - areas)]
@@ -408,4 +408,4 @@ def _candidates(
     paying = sizes.stages_of(tiles, stages)
     first = [cut(tiles, paying, areas)] if paying != stages else []
     plans = dict.fromkeys((*more, *first, *derived[:2], *next(cuts), *derived[2:], *next(cuts), *next(cuts)))
-    return tuple(plan for plan in plans if plan.shared_bytes <= card.most_bytes(plan.density))
+    return tuple(plan for plan in plans if plan.shared_bytes <= gpu.most_bytes(plan.density))

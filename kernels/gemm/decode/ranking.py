@@ -7,14 +7,14 @@ that tables have: a rule that a GPU contradicts shows there.
 from dataclasses import dataclass
 
 from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, TileFormat
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 
 __all__ = ["WARPS", "GemmSizes"]
 
 WARPS = 8  # that multiply
 ROW_BYTES = 128  # a row by 64 columns
-ROWS_COST = 0.0132  # of rows beside weights, for each GB/s of the memory that a multiprocessor has for itself
-# A warp's step costs instructions beside its weights, as many bytes' time, of few rows and of more: of bf16 they are
+ROWS_COST = 0.0132  # of rows next to weights, for each GB/s of the memory that an SM has for itself
+# A warp's step costs instructions next to its weights, as many bytes' time, of few rows and of more: of bf16 they are
 # hidden.
 STEP_COST_OF_FEW, STEP_COST = 1100, 220
 FULL_TURNS, HALF_FULL = 0.9, 0.5  # busy SMs, of all: below the one a grid is uneven, below the other few SMs work
@@ -43,9 +43,9 @@ class GemmSizes:
     width: int
     own_steps: int
     holds: bool
-    exchanges: bool
+    all_reduces: bool
     weights: TileFormat
-    card: Card
+    gpu: Gpu
 
     def groups(self, weight_tiles: int) -> int:
         """Groups of weight tiles, which the grid walks."""
@@ -53,11 +53,11 @@ class GemmSizes:
 
     def turns(self, weight_tiles: int = 1) -> float:
         """Groups of each SM, were they spread evenly."""
-        return self.groups(weight_tiles) / self.card.num_multiprocessors
+        return self.groups(weight_tiles) / self.gpu.num_multiprocessors
 
     def busy(self, weight_tiles: int = 1) -> float:
         """The share of SMs that have a group in the mean turn."""
-        groups, sms = self.groups(weight_tiles), self.card.num_multiprocessors
+        groups, sms = self.groups(weight_tiles), self.gpu.num_multiprocessors
         return groups / (-(-groups // sms) * sms)
 
     @property
@@ -87,7 +87,7 @@ class GemmSizes:
         """
         if self.own_steps <= SHORT_STEPS and self.turns() * 3 >= 2:
             return 2
-        if self.exchanges and self.own_steps > FEW_STEPS:
+        if self.all_reduces and self.own_steps > FEW_STEPS:
             return 1
         is_tie = self.busy(1) == self.busy(2)
         return 1 if not self.holds and is_tie and self.busy() < FULL_TURNS and self.own_steps > DEEP_STEPS else None
@@ -100,7 +100,7 @@ class GemmSizes:
         """
         if not self.is_few:
             return stages
-        if self.exchanges:
+        if self.all_reduces:
             return stages * 3 // 4 if self.own_steps <= SOME_STEPS else stages
         is_uneven = HALF_FULL <= self.busy() < FULL_TURNS and self.turns() <= FEW_TURNS
         if weight_tiles > 1 or not is_uneven or not SHORT_STEPS < self.own_steps <= SOME_STEPS:
@@ -115,13 +115,13 @@ class GemmSizes:
         return (4, 2, 1) if is_quick else (2, 4, 1)
 
     def _cost(self, weight_tiles: int) -> float:
-        """Time beside a stream of the weights alone: rows that are read again for every group of tiles cost a part of
-        what weights do, by what the L2 gives a multiprocessor, a step costs its own, and SMs without a group in the
+        """Time next to a stream of the weights alone: rows that are read again for every group of tiles cost a part of
+        what weights do, by what the L2 gives an SM, a step costs its own, and SMs without a group in the
         last turn are lost. Four tiles at once leave one area of sums, so that nothing hides a turn that is not full.
         """
         rows_bytes = 0 if self.holds else self.row_tiles * self.columns * ROW_BYTES
         step_cost = 0 if self.weights == BF16_TILES else STEP_COST_OF_FEW if self.row_tiles == 1 else STEP_COST
-        rows_cost = ROWS_COST * self.card.read_gb_s / self.card.num_multiprocessors
+        rows_cost = ROWS_COST * self.gpu.read_gb_s / self.gpu.num_multiprocessors
         busy, weight_bytes = self.busy(weight_tiles), weight_tiles * self.weights.shared_bytes
         cost = (1 + (rows_cost * rows_bytes + step_cost) / weight_bytes) / busy
         if weight_tiles == 4 and self.row_tiles == 8:

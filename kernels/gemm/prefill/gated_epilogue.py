@@ -1,7 +1,7 @@
 """The epilogue of a prefill GEMM with gates and ups: silu(gate) * up, arranged as rows of the next GEMM.
 
 A tile of 16 weight rows is 8 gates and their 8 ups, so a thread has both of a channel; a block's 128 weight rows are a
-step of 64 columns of the rows that it leaves. It knows no product.
+step of 64 columns of the rows that it leaves.
 """
 
 from typing import Any
@@ -90,7 +90,7 @@ def _make_store_up_to(count: int, end: int, is_scaled: bool) -> Any:
 def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool) -> Any:
     """A function of a warp: store silu(gate) * up of a unit's sums, arranged; zeros past the channels and in dead rows.
 
-    Of what stands beside the product the second address is that of the rows' flags, 0 where all are live.
+    Of what stands next to the product the second address is that of the rows' flags, 0 where all are live.
     """
     weight_rows, block_tiles, x_rows = cut.weight_rows, BLOCK_ROWS // TILE_ROWS, plan.rows
     is_scaled = cut.weights.row_scales

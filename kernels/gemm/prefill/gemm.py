@@ -1,7 +1,7 @@
-"""GEMMs of many rows with a packed weight by warpgroups' tensor cores, for cards of capability 9.0.
+"""GEMMs of many rows with a packed weight by warpgroups' tensor cores, for GPUs of capability 9.0.
 
 The weight's tiles are the first matrix, in registers, as they were packed or decoded there; rows of x, arranged once,
-are the second one in shared memory. A persistent grid, one block a multiprocessor. A row's bits depend on the row and
+are the second one in shared memory. A persistent grid, one block an SM. A row's bits depend on the row and
 the weight alone.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.handover import make_handover
+from lowlat.kernels.common.pipeline import make_pipeline
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import RUN, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
@@ -38,7 +38,7 @@ from lowlat.kernels.gemm.prefill.split_k_sum import add_segments
 from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_hopper
-from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, types, uint32
 from lowlat.kernels.toolchain.ptx_hopper import KEPT_AS_USUAL, READ_ONCE
 from lowlat.kernels.tuning.table import Planned
@@ -70,7 +70,7 @@ def prefill_gemm(
     arranged: torch.Tensor,
     partials: torch.Tensor | None = None,
     out: torch.Tensor,
-    card: Card,
+    gpu: Gpu,
     parts: KParts | None = None,
     plan: PrefillGemmPlan | None = None,
 ) -> list[KernelCall]:
@@ -78,13 +78,13 @@ def prefill_gemm(
 
     x         [M, K]              bf16, M a multiple of 64 up to 4096
     arranged  [ceil(K/64), M, 64] bf16: workspace, as `arranged_shape` has it
-    Everything else as `arranged_prefill_gemm` has it, of which this is one behind `arrange`.
+    Everything else as `arranged_prefill_gemm` has it, of which this is one after `arrange`.
     """
     check_shape("x", x, out.shape[0], weight.columns)
     if x.dtype != torch.bfloat16:
         raise ShapeError(f"a prefill GEMM is of bf16, got x {x.dtype}")
     product = arranged_prefill_gemm(
-        arranged=arranged, weight=weight, bias=bias, columns=columns, partials=partials, out=out, card=card,
+        arranged=arranged, weight=weight, bias=bias, columns=columns, partials=partials, out=out, gpu=gpu,
         parts=parts, plan=plan,
     )  # fmt: skip
     return arrange(x=x, out=arranged) + product
@@ -98,7 +98,7 @@ def arranged_prefill_gemm(
     columns: torch.Tensor | None = None,
     partials: torch.Tensor | None = None,
     out: torch.Tensor,
-    card: Card,
+    gpu: Gpu,
     parts: KParts | None = None,
     plan: PrefillGemmPlan | None = None,
 ) -> list[KernelCall]:
@@ -113,13 +113,13 @@ def arranged_prefill_gemm(
     out       [M, N]              float32, out
     parts     of K: each is summed by itself, scaled, the first has the bias, and they are added as `cuts.tree_sum`
               does; of several M is at most 1024. None: K is cut by N and K
-    plan      one of `plans_of`: no bit depends on it; None: by the card's table, or `plan_prefill_gemm`'s
+    plan      one of `plans_of`: no bit depends on it; None: by the GPU's table, or `plan_prefill_gemm`'s
     Time: the largest of the weight's bytes over the memory's bandwidth, what blocks read over the L2's, and 2 M N K
     operations over the tensor cores' rate. Captured: yes.
-    Raises ShapeError for shapes that do not fit, or a card without such instructions.
+    Raises ShapeError for shapes that do not fit, or a GPU without such instructions.
     """
     rows = out.shape[0]
-    plan, planned = _chosen(rows, weight, card, plan, parts)
+    plan, planned = _chosen(rows, weight, gpu, plan, parts)
     check_shape("out", out, rows, weight.rows)
     if bias is not None:
         check_shape("bias", bias, weight.rows)
@@ -133,7 +133,7 @@ def arranged_prefill_gemm(
         target = partials
     cut = _cut_of(weight, parts)
     kernel = _make(cut, plan, Beside(bias is not None, columns is not None))
-    calls = [_call(kernel, plan, planned, weight, arranged, (bias, columns), target, rows, card, cut.segments)]
+    calls = [_call(kernel, plan, planned, weight, arranged, (bias, columns), target, rows, gpu, cut.segments)]
     if plan.apart and cut.parts is not None:
         calls += add_parts(
             partials=target, parts=cut.parts, steps=cut.steps, scales=weight.scales, bias=bias, columns=columns, out=out
@@ -150,7 +150,7 @@ def gated_prefill_gemm(
     bias: torch.Tensor | None = None,
     row_live: torch.Tensor | None = None,
     out: torch.Tensor,
-    card: Card,
+    gpu: Gpu,
     parts: KParts | None = None,
     plan: PrefillGemmPlan | None = None,
 ) -> list[KernelCall]:
@@ -166,7 +166,7 @@ def gated_prefill_gemm(
     parts, plan, time, errors: as `arranged_prefill_gemm`; ShapeError too where `gates` denies the weight's shape.
     """
     rows = arranged.shape[1]
-    plan, planned = _chosen(rows, weight, card, plan, parts)
+    plan, planned = _chosen(rows, weight, gpu, plan, parts)
     if not gates(weight.rows, weight.columns, parts):
         raise ShapeError(f"a weight of {weight.rows} x {weight.columns} has several segments, or half a tile of gates")
     check_shape("out", out, *arranged_shape(rows, weight.rows // 2))
@@ -175,7 +175,7 @@ def gated_prefill_gemm(
     if row_live is not None:
         check_shape("row_live", row_live, rows)
     kernel = _make(_cut_of(weight, parts), plan, Beside(bias is not None, False, True))
-    return [_call(kernel, plan, planned, weight, arranged, (bias, row_live), out, rows, card, 1)]
+    return [_call(kernel, plan, planned, weight, arranged, (bias, row_live), out, rows, gpu, 1)]
 
 
 def gates(weight_rows: int, columns: int, parts: KParts | None = None) -> bool:
@@ -184,14 +184,14 @@ def gates(weight_rows: int, columns: int, parts: KParts | None = None) -> bool:
 
 
 def _chosen(
-    rows: int, weight: PackedMatrix, card: Card, plan: PrefillGemmPlan | None, parts: KParts | None
+    rows: int, weight: PackedMatrix, gpu: Gpu, plan: PrefillGemmPlan | None, parts: KParts | None
 ) -> tuple[PrefillGemmPlan, Planned | None]:
     """The plan, and its place in tables where it was not given. Raises ShapeError for parts without whole steps."""
     if parts is not None and parts.count > 1 and weight.columns % STEP:
         raise ShapeError(f"parts of K are whole steps of {STEP} columns, which {weight.columns} are not")
     if plan is None:
-        return choose_prefill_plan(rows, weight.rows, weight.columns, card, weight.tile_format, parts)
-    if plan not in plans_of(rows, weight.rows, weight.columns, card, weight.tile_format, parts):
+        return choose_prefill_plan(rows, weight.rows, weight.columns, gpu, weight.tile_format, parts)
+    if plan not in plans_of(rows, weight.rows, weight.columns, gpu, weight.tile_format, parts):
         raise ShapeError(f"{plan} is no plan for {rows} rows by a weight of {weight.rows} x {weight.columns}")
     return plan, None
 
@@ -210,7 +210,7 @@ def _call(
     beside: tuple[torch.Tensor | None, torch.Tensor | None],
     target: torch.Tensor,
     rows: int,
-    card: Card,
+    gpu: Gpu,
     segments: int,
 ) -> KernelCall:
     """The launch of a GEMM's own kernel."""
@@ -223,20 +223,20 @@ def _call(
     addresses = tuple(0 if each is None else each for each in (*beside, weight.scales))
     policy = READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL
     arguments = (weight.memory, arranged, *addresses, target, rows, x_tiles, units, policy)
-    blocks = cluster * min(units, card.num_multiprocessors // cluster)
+    blocks = cluster * min(units, gpu.num_multiprocessors // cluster)
     return KernelCall(kernel, (blocks, 1, 1), arguments, planned=planned)
 
 
 @cache
 def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
-    """Grid: as many blocks as the card has multiprocessors, or fewer where there are fewer units."""
-    handover = make_handover(plan.stages, PRODUCERS, 4 * CONSUMERS, suspends=True, cluster=plan.cluster)
+    """Grid: as many blocks as the GPU has SMs, or fewer where there are fewer units."""
+    pipeline = make_pipeline(plan.stages, PRODUCERS, 4 * CONSUMERS, suspends=True, cluster=plan.cluster)
     if beside.gated:
         finish = make_gated_finish(cut, plan, beside.bias)
     else:
         finish = make_finish(cut, plan, beside.bias, beside.columns)
-    begin, barriers_at, cluster = handover.begin, plan.stages * plan.stage_bytes, plan.cluster
-    produce, consume = make_produce(cut, plan, handover), make_consume(cut, plan, handover, finish)
+    begin, barriers_at, cluster = pipeline.begin, plan.stages * plan.stage_bytes, plan.cluster
+    produce, consume = make_produce(cut, plan, pipeline), make_consume(cut, plan, pipeline, finish)
     last_warp, moves_registers = 4 * CONSUMERS, plan.by_halves
     give, take = ptx_hopper.give_registers(COPYING_REGISTERS), ptx_hopper.take_registers(MULTIPLYING_REGISTERS)
 
@@ -296,9 +296,9 @@ def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
     )  # fmt: skip
 
 
-def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, for a card that has the instructions: Llama's GEMMs, and odd ones."""
-    if not has_prefill_gemm(card):
+def examples(gpu: Gpu = H200) -> list[Kernel]:
+    """Representative specialisations, for a GPU that has the instructions: Llama's GEMMs, and odd ones."""
+    if not has_prefill_gemm(gpu):
         return []
     grouped = TileFormat("int4", 512, groups=1)
     zeros = TileFormat("int4", 512, groups=2, wide=True, zeros=True)
@@ -317,11 +317,11 @@ def examples(card: Card = H200) -> list[Kernel]:
     )
     made = []
     for rows, weight_rows, columns, beside, weights in cases:
-        plan = plan_prefill_gemm(rows, weight_rows, columns, card, weights)
+        plan = plan_prefill_gemm(rows, weight_rows, columns, gpu, weights)
         cut = Cut(weight_rows, columns, *cut_of(weight_rows, columns, None), weights)
         made.append(_make(cut, plan, beside))
     for rows, columns, parts in ((512, 14336, KParts(8, 1)), (128, 320, KParts(8, 1)), (128, 4096, KParts(4, 4))):
-        plan = plan_prefill_gemm(rows, 4096, columns, card, parts=parts)
+        plan = plan_prefill_gemm(rows, 4096, columns, gpu, parts=parts)
         cut = Cut(4096, columns, *cut_of(4096, columns, parts), BF16_TILES, parts)
         made.append(_make(cut, plan, Beside(False, False)))
     return made

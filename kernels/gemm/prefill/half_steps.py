@@ -6,7 +6,7 @@ knows neither copies nor units.
 
 from typing import Any
 
-from lowlat.kernels.common.handover import Handover
+from lowlat.kernels.common.pipeline import Pipeline
 from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES, PrefillGemmPlan
 from lowlat.kernels.gemm.prefill.weight_steps import make_load_halves
 from lowlat.kernels.gemm.tiles import TileFormat
@@ -18,14 +18,14 @@ __all__ = ["make_run_by_halves"]
 HALF, HALF_BYTES = ptx_hopper.SLICES // 2, STEP_ROW_BYTES // 2  # of a step: slices, and of a row of the second matrix
 
 
-def make_run_by_halves(weights: TileFormat, plan: PrefillGemmPlan, handover: Handover) -> Any:
+def make_run_by_halves(weights: TileFormat, plan: PrefillGemmPlan, pipeline: Pipeline) -> Any:
     """A function of a warpgroup: the sums of so many steps, from zero.
 
     The tensor cores have half a step before them when they end another, so they wait for no warp, though both
     warpgroups' may end at once. A half's weights are loaded, and decoded, while they have the half before.
     """
     stage_bytes, (hold, first_half, second_half) = plan.stage_bytes, make_load_halves(weights, is_shared=True)
-    await_full, release, after = handover.await_full, handover.release, handover.after
+    await_full, release, after = pipeline.await_full, pipeline.release, pipeline.after
     multiply = ptx_hopper.multiply_group(plan.rows, slices=HALF)
     await_all, await_former = (ptx_hopper.await_group(plan.rows, words=4 * HALF, under_way=number) for number in (0, 1))
 

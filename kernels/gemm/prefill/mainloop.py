@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
+from lowlat.kernels.common.pipeline import BARRIER_BYTES, Pipeline
 from lowlat.kernels.gemm.k_parts import KParts, make_span_of
 from lowlat.kernels.gemm.packing import TILE_ROWS
 from lowlat.kernels.gemm.prefill.half_steps import make_run_by_halves
@@ -87,7 +87,7 @@ def make_unit_of(cut: Cut, plan: PrefillGemmPlan) -> Any:
 
 
 def _make_span_of(cut: Cut) -> Any:
-    """A function of a part: its first step, and the one behind its last."""
+    """A function of a part: its first step, and the one after its last."""
     return make_span_of(cut.parts or KParts(1, 1), cut.steps)
 
 
@@ -142,7 +142,7 @@ def make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
     return sources_of, send_weights, send_rows
 
 
-def make_produce(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
+def make_produce(cut: Cut, plan: PrefillGemmPlan, pipeline: Pipeline) -> Any:
     """A function of the warps that copy: copy all steps of a block's units; wait for the kernel before meanwhile.
 
     Each warp has its part of a stage's weights, of which a lane each copies a tile; one lane of the first warp copies
@@ -150,7 +150,7 @@ def make_produce(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
     """
     stages, stage_bytes, depth = plan.stages, plan.stage_bytes, plan.depth
     steps, length, apart = cut.steps, cut.length, plan.apart
-    unit_of, await_free, after = make_unit_of(cut, plan), handover.await_free, handover.after
+    unit_of, await_free, after = make_unit_of(cut, plan), pipeline.await_free, pipeline.after
     sources_of, send_weights, send_rows = make_send(cut, plan)
     in_parts, span_of = cut.parts is not None, _make_span_of(cut)
 
@@ -200,10 +200,10 @@ def make_produce(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
     return produce
 
 
-def _make_run(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
+def _make_run(cut: Cut, plan: PrefillGemmPlan, pipeline: Pipeline) -> Any:
     """A function of a warpgroup: the sums of so many steps."""
     stage_bytes, depth, x_bytes = plan.stage_bytes, plan.depth, plan.rows * STEP_ROW_BYTES
-    await_full, release, after = handover.await_full, handover.release, handover.after
+    await_full, release, after = pipeline.await_full, pipeline.release, pipeline.after
     load, multiply = make_load_step(cut.weights, is_shared=True), ptx_hopper.multiply_group(plan.rows)
     step_bytes = cut.weights.step_bytes
     replace, await_sums = ptx_hopper.replace_words(16), ptx_hopper.await_group(plan.rows)
@@ -242,14 +242,14 @@ def _make_run(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
     return run
 
 
-def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Callable[..., Any]) -> Any:
+def make_consume(cut: Cut, plan: PrefillGemmPlan, pipeline: Pipeline, finish: Callable[..., Any]) -> Any:
     """A function of a warpgroup: multiply all steps of a block's units, and hand each unit's sums to `finish`."""
     steps, length, segments, apart = cut.steps, cut.length, cut.segments, plan.apart
     whole, unit_of = segments > 1 and not apart, make_unit_of(cut, plan)
     if plan.by_halves:
-        run = make_run_by_halves(cut.weights, plan, handover)
+        run = make_run_by_halves(cut.weights, plan, pipeline)
     else:
-        run = _make_run(cut, plan, handover)
+        run = _make_run(cut, plan, pipeline)
     depth, x_bytes, step_bytes = plan.depth, plan.rows * STEP_ROW_BYTES, cut.weights.step_bytes
     add_segments, zeros = make_add_segments(steps, length, segments, plan, run), ptx.zeros(plan.sums)
     in_parts, span_of, has_empty = cut.parts is not None, _make_span_of(cut), cut.has_empty
@@ -264,7 +264,7 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
         within = uint32(uint32(depth * x_bytes) + first * uint32(depth * step_bytes))
         sums, stage, parity = zeros(), uint32(0), uint32(0)
         ptx.wait_for_previous_kernel()
-        while unit < units:  # a unit's place is found when it is wanted: beside totals no register is free
+        while unit < units:  # a unit's place is found when it is wanted: next to totals no register is free
             if whole:
                 sums, stage, parity = add_segments(sums, base, barriers, within, stage, parity, warp, lane, rows)
                 x_tile, block, segment = unit_of(unit, x_tiles)

@@ -1,9 +1,9 @@
 """The plan of a prefill GEMM: segments of K, which decide its bits, and tiles, stages and blocks, which do not.
 
-A block multiplies 128 weight rows by a tile of x's rows, step by step. Of L2 to multiprocessors it moves what
+A block multiplies 128 weight rows by a tile of x's rows, step by step. Of L2 to SMs it moves what
 every block reads: weights once for each tile of x, x once for each tile of weights, or once for two neighbouring tiles
 where their blocks are a cluster, each of which copies half of the rows to both. Where a GEMM has too few tiles
-to keep a card busy, its segments are blocks' own, and their sums are added afterwards. It knows no kernel.
+to keep a GPU busy, its segments are blocks' own, and their sums are added afterwards.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.prefill.ranking import MEMORY_BYTES_A_US, STEP_US, PlanCost, time_us
 from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Fact, Knobs, Planned, choose_plan
 
 __all__ = [
@@ -46,7 +46,7 @@ STEP_ROW_BYTES = 2 * STEP
 CONSUMERS = 2  # warpgroups that multiply
 PRODUCERS = 4  # warps that copy: one alone takes as long to begin a step's copies as it takes to multiply them
 WIDE, LARGE = 128, 256  # rows of a tile that may be multiplied by halves of steps; that lacks registers for all totals
-STORED_TOTALS = 80  # of the 128 of a thread that has a tile of 256 rows: three stages fit beside them
+STORED_TOTALS = 80  # of the 128 of a thread that has a tile of 256 rows: three stages fit next to them
 COPYING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232  # a thread, then: of 168 that all begin with
 MOST_ROWS = 4096
 APART_ROWS = 1024  # up to so many segments may be apart: more rows have tiles enough, and their sums would take memory
@@ -69,7 +69,7 @@ class PrefillGemmPlan:
     rows    of x, of a tile: 64, 128 or 256
     depth   steps of 64 columns of a stage: 1 or, of tiles of less than 256 rows, 2
     stages  under way or multiplied
-    apart   segments are blocks' own, and another kernel adds them up; else a thread has their totals beside its sums
+    apart   segments are blocks' own, and another kernel adds them up; else a thread has their totals next to its sums
     tile_bytes  of a step of one tile of weights
     cluster     blocks that share rows of x: 1 or, of tiles of more than 64 rows, 2
     stored_totals  of a thread, in shared memory, where registers lack for all of them
@@ -121,7 +121,7 @@ class PrefillGemmPlan:
 
     @property
     def totals_at(self) -> int:
-        """Where totals begin that stand in shared memory, behind the stages and their barriers."""
+        """Where totals begin that stand in shared memory, after the stages and their barriers."""
         return self.stages * self.stage_bytes + BARRIER_BYTES
 
     @property
@@ -135,9 +135,9 @@ class PrefillGemmPlan:
         return rows // self.rows * blocks * (segments if self.apart else 1)
 
 
-def has_prefill_gemm(card: Card) -> bool:
-    """Whether a card has the instructions of prefill GEMMs."""
-    return card.capability == HOPPER
+def has_prefill_gemm(gpu: Gpu) -> bool:
+    """Whether a GPU has the instructions of prefill GEMMs."""
+    return gpu.capability == HOPPER
 
 
 @cache
@@ -169,40 +169,40 @@ def plan_prefill_gemm(
     rows: int,
     weight_rows: int,
     columns: int,
-    card: Card,
+    gpu: Gpu,
     weights: TileFormat = BF16_TILES,
     parts: KParts | None = None,
 ) -> PrefillGemmPlan:
     """The derived plan for [M, K] by [N, K]: the first of `plans_of`. Raises as that does."""
-    return plans_of(rows, weight_rows, columns, card, weights, parts)[0]
+    return plans_of(rows, weight_rows, columns, gpu, weights, parts)[0]
 
 
 def choose_prefill_plan(
     rows: int,
     weight_rows: int,
     columns: int,
-    card: Card,
+    gpu: Gpu,
     weights: TileFormat = BF16_TILES,
     parts: KParts | None = None,
 ) -> tuple[PrefillGemmPlan, Planned]:
-    """The plan for [M, K] by [N, K] by a card's table, or the derived one; and its place in tables.
+    """The plan for [M, K] by [N, K] by a GPU's table, or the derived one; and its place in tables.
 
     Raises as `plans_of` does.
     """
-    plans = plans_of(rows, weight_rows, columns, card, weights, parts)
+    plans = plans_of(rows, weight_rows, columns, gpu, weights, parts)
     facts: dict[str, Fact] = {"rows": rows, "N": weight_rows, "K": columns}
     if weights != BF16_TILES:
         facts["weights"] = weights.label
     if parts is not None:
         facts["parts"] = parts.count
-    return choose_plan(card.tuning, KIND, facts, plans)
+    return choose_plan(gpu.tuning, KIND, facts, plans)
 
 
 def plans_of(
     rows: int,
     weight_rows: int,
     columns: int,
-    card: Card,
+    gpu: Gpu,
     weights: TileFormat = BF16_TILES,
     parts: KParts | None = None,
 ) -> tuple[PrefillGemmPlan, ...]:
@@ -210,21 +210,19 @@ def plans_of(
     fewer. weights: how the weight is held; parts: of K, which are segments then, apart where there are several.
 
     Raises ShapeError for M that is no multiple of 64 or above 4096, or of several parts above 1024, for N or K that is
-    no multiple of 8, or a card that `has_prefill_gemm` denies.
+    no multiple of 8, or a GPU that `has_prefill_gemm` denies.
     """
-    if not has_prefill_gemm(card):
-        raise ShapeError(
-            f"prefill GEMMs are for cards of capability 9.0, not {card.capability[0]}.{card.capability[1]}"
-        )
+    if not has_prefill_gemm(gpu):
+        raise ShapeError(f"prefill GEMMs are for GPUs of capability 9.0, not {gpu.capability[0]}.{gpu.capability[1]}")
     if rows % 64 or not 0 < rows <= MOST_ROWS:
         raise ShapeError(f"a prefill GEMM takes a multiple of 64 rows up to {MOST_ROWS}, got {rows}")
     if weight_rows % 8 or columns % 8:
         raise ShapeError(f"a prefill GEMM's weight must have multiples of 8 as sizes, got {weight_rows} x {columns}")
     if parts is not None and parts.count > 1 and rows > APART_ROWS:
         raise ShapeError(f"a prefill GEMM of {parts.count} parts of K takes at most {APART_ROWS} rows, got {rows}")
-    plans = _plans(rows, weight_rows, columns, card, card.read_gb_s, weights, parts)
+    plans = _plans(rows, weight_rows, columns, gpu, gpu.read_gb_s, weights, parts)
     if not plans:
-        raise ShapeError(f"a prefill GEMM does not fit the {card.shared_bytes} bytes of shared memory of a block")
+        raise ShapeError(f"a prefill GEMM does not fit the {gpu.shared_bytes} bytes of shared memory of a block")
     return plans
 
 
@@ -233,7 +231,7 @@ def _plans(
     rows: int,
     weight_rows: int,
     columns: int,
-    card: Card,
+    gpu: Gpu,
     read_gb_s: float,
     weights: TileFormat,
     parts: KParts | None,
@@ -249,9 +247,9 @@ def _plans(
         for depth in ((1, 2) if is_even else (1,))
         for apart in aparts
         for cluster in ((1, 2) if tile >= WIDE and not is_narrow else (1,))
-        if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card, weights, cluster)) is not None
+        if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, gpu, weights, cluster)) is not None
     ]
-    cost = PlanCost(rows, weight_rows, steps, (segments, length), card.num_multiprocessors, 1000 * read_gb_s)
+    cost = PlanCost(rows, weight_rows, steps, (segments, length), gpu.num_multiprocessors, 1000 * read_gb_s)
     full.sort(key=cost.key)
     first = [replace(plan, stages=cost.stages(plan)) for plan in full[:1]]
     fewer = [replace(plan, stages=plan.stages * parts // 4) for parts in (3, 2) for plan in full if plan.stages >= 4]
@@ -266,12 +264,12 @@ def partials_shape(
 
 
 def _fitted(
-    tile: int, depth: int, apart: bool, segments: int, card: Card, weights: TileFormat, cluster: int
+    tile: int, depth: int, apart: bool, segments: int, gpu: Gpu, weights: TileFormat, cluster: int
 ) -> PrefillGemmPlan | None:
-    """With as many stages as fit; None where not even two do, or registers lack for totals beside the sums."""
+    """With as many stages as fit; None where not even two do, or registers lack for totals next to the sums."""
     has_totals = tile >= WIDE and segments > 1 and not apart
     if (tile, depth) not in STEP_US or (has_totals and (depth == 2 or weights.zeros)):
         return None
     stored = STORED_TOTALS if has_totals and tile == LARGE else 0
     plans = (PrefillGemmPlan(tile, depth, count, apart, weights.step_bytes, cluster, stored) for count in STAGE_COUNTS)
-    return next((plan for plan in plans if plan.shared_bytes <= card.shared_bytes), None)
+    return next((plan for plan in plans if plan.shared_bytes <= gpu.shared_bytes), None)

@@ -16,7 +16,7 @@ from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 __all__ = ["make_load_halves", "make_load_step"]
 
 PIECE_BYTES = 512  # a lane's 16 bytes, of all lanes
-WORD_BYTES = 32  # a word behind the codes, of the eight pairs of rows
+WORD_BYTES = 32  # a word after the codes, of the eight pairs of rows
 HIGH, LOW, TWICE = 0xFFFF0000, 0x0000FFFF, 0x00010001
 MINUS_ZEROS = 0x80008000
 MINUS_136 = int4_fragment.MINUS_136
@@ -98,7 +98,7 @@ def _make_bf16() -> Any:
 
 
 def _make_times(tiles: TileFormat) -> Any:
-    """A function: four words of pairs times a scale: rounded once, behind the float32 product where it is float32."""
+    """A function: four words of pairs times a scale: rounded once, after the float32 product where it is float32."""
     if tiles.wide:
 
         @device_function

@@ -1,6 +1,6 @@
 """Copies of a warp that multiplies: its steps of its tiles, part after part, and the inputs of its steps.
 
-A part is some steps of a tile, which lie behind each other in memory: in a stage first their words, then their scales.
+A part is some steps of a tile, which lie after each other in memory: in a stage first their words, then their scales.
 """
 
 from typing import Any

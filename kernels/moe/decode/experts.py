@@ -1,6 +1,6 @@
 """Each GEMM of a mixture of experts in a launch of its own, for few rows whose experts are given.
 
-`mlp` does both in one launch where top-k routing comes right before and the residual sum right behind. The same parts
+`mlp` does both in one launch where top-k routing comes right before and the residual sum right after. The same parts
 compute here: both have the bits of that launch, since the cut of K is that of the weight's shape alone. No block awaits
 another, so nothing need be filled before.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.handover import make_handover
+from lowlat.kernels.common.pipeline import make_pipeline
 from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.gemm.k_parts import KParts
@@ -44,7 +44,7 @@ from lowlat.kernels.moe.plan import (
 from lowlat.kernels.moe.topk_sum import add_topk
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, Workspace, examples_for
+from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelCall, Workspace, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "experts_down", "experts_gate_up"]
@@ -59,7 +59,7 @@ def experts_gate_up(
     out: torch.Tensor,
     limit: float | None = None,
     alpha: float | None = None,
-    card: Card = H200,
+    gpu: Gpu = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
     """Multiply rows by the gate and up matrices of their experts, and apply SwiGLU.
@@ -71,8 +71,8 @@ def experts_gate_up(
     out         [M, k, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
                             +-`limit`, or without them up * gate * sigmoid(gate); in float32, rounded once; zero where
                             dead
-    card        what it runs on
-    plan        how to cut the GEMM; None: by the card's table, or `plan_experts`'
+    GPU        what it runs on
+    plan        how to cut the GEMM; None: by the GPU's table, or `plan_experts`'
     A launch for every `rows_a_launch` rows. Time: the distinct experts' bytes over the memory's bandwidth. Captured:
     yes. Raises ShapeError for shapes that do not fit.
     """
@@ -81,7 +81,7 @@ def experts_gate_up(
     check_dtype(torch.bfloat16, x=x, out=out)
     if experts.rows % 16:
         raise ShapeError(f"experts_gate_up: a matrix must have a multiple of 16 rows, got {experts.rows}")
-    return _calls(GATE_UP, x, expert_ids, None, experts, bias, out, limit, alpha, card, plan)
+    return _calls(GATE_UP, x, expert_ids, None, experts, bias, out, limit, alpha, gpu, plan)
 
 
 def experts_down(
@@ -94,7 +94,7 @@ def experts_down(
     out: torch.Tensor,
     workspace: Workspace,
     parts: KParts | None = None,
-    card: Card = H200,
+    gpu: Gpu = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
     """Multiply activations by the down matrices of their experts, weigh the outputs, and add up each row's.
@@ -108,7 +108,7 @@ def experts_down(
                                + bias), every product and sum rounded by itself; zero for a dead row
     workspace       is asked for `partials_workspace`
     parts           of I: each gives such a sum, the first with the bias, and they are added as `cuts.tree_sum` does
-    card, plan, time, errors  as `experts_gate_up` has them; one launch more, which adds up
+    GPU, plan, time, errors  as `experts_gate_up` has them; one launch more, which adds up
     """
     rows, top_k = expert_ids.shape
     check_shape("activated", activated, rows, top_k, experts.columns)
@@ -124,7 +124,7 @@ def experts_down(
             f"{experts.columns} in {parts.count}"
         )
     partials = workspace(*partials_workspace(rows, top_k, experts.rows, parts))
-    beside = (None, None, card, plan, parts)
+    beside = (None, None, gpu, plan, parts)
     calls = _calls(DOWN, activated, expert_ids, expert_weights, experts, bias, partials, *beside)
     if parts is None:
         return calls + add_topk(partials=partials, expert_ids=expert_ids, out=out)
@@ -141,7 +141,7 @@ def _calls(
     out: torch.Tensor,
     limit: float | None,
     alpha: float | None,
-    card: Card,
+    gpu: Gpu,
     plan: ExpertPlan | None,
     parts: KParts | None = None,
 ) -> list[KernelCall]:
@@ -154,7 +154,7 @@ def _calls(
     shape = shape_of(kind, experts, top_k, biased=bias is not None, clamped=clamped, parts=parts)
     calls = []
     for part, count in parts_of(rows, top_k):
-        cut, planned = (plan, None) if plan else choose_expert_plan(count, shape, card, experts.num_experts)
+        cut, planned = (plan, None) if plan else choose_expert_plan(count, shape, gpu, experts.num_experts)
         own: Argument = 0 if shares is None else shares[part]
         addresses = (*experts.arguments, 0 if bias is None else bias, x[part], ids[part], own, out[part])
         arguments = (*addresses, count * top_k, limit or 0.0, alpha or 0.0)
@@ -178,13 +178,13 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan) -> Callable[..., None]:
     areas_at = warps * plan.ring_bytes(shape)
     lists_at = areas_at + plan.stages * plan.area_bytes
     barriers_at = lists_at + plan.list_bytes
-    handover = make_handover(plan.stages, warps, plan.finishing, suspends=plan.suspends)
+    pipeline = make_pipeline(plan.stages, warps, plan.finishing, suspends=plan.suspends)
     begin_run, _ = make_prefetching(shape, plan)
-    fill, multiply_run = make_multiplying(shape, plan, handover, stage_bytes, nothing_prefetched)
+    fill, multiply_run = make_multiplying(shape, plan, pipeline, stage_bytes, nothing_prefetched)
     epilogue = make_swiglu(shape, plan) if shape.kind == GATE_UP else make_weighing(shape, plan)
-    finish_run = make_finishing(shape, plan, epilogue, handover, warps * 32)
+    finish_run = make_finishing(shape, plan, epilogue, pipeline, warps * 32)
     load_routing, list_units, clear = _make_load_routing(shape, plan), make_list_units(plan), epilogue.clear
-    begin_handover, wait_for_all = handover.begin, ptx.copies_wait(0)
+    begin_pipeline, wait_for_all = pipeline.begin, ptx.copies_wait(0)
 
     def experts_gemm(
         words: Any, scales: Any, row_scales: Any, bias: Any, x: Any, ids: Any, shares: Any, out: Any, count: Any,
@@ -196,7 +196,7 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan) -> Callable[..., None]:
         areas, lists = uint32(base + uint32(areas_at)), uint32(base + uint32(lists_at))
         barriers = uint32(base + uint32(barriers_at))
         if thread == uint32(0):
-            begin_handover(barriers)
+            begin_pipeline(barriers)
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         load_routing(lists, ids, shares, count, thread)
@@ -231,8 +231,8 @@ def _make_load_routing(shape: ExpertShape, plan: ExpertPlan) -> Any:
     return load_routing
 
 
-def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: both GEMMs of gpt-oss in MXFP4, and odd shapes in bf16
+def examples(gpu: Gpu = H200) -> list[Kernel]:
+    """Representative specialisations, as a GPU has them: both GEMMs of gpt-oss in MXFP4, and odd shapes in bf16
     and in INT4 with two groups a step."""
     grouped = tiled_format("int4_32_zeros", TileFormat("int4", 512, groups=2, wide=True, zeros=True))
     cases = (
@@ -243,4 +243,4 @@ def examples(card: Card = H200) -> list[Kernel]:
         (4, ExpertShape(DOWN, 2880, 2880, 4, MXFP4, parts=KParts(8, 1))),
         (1, ExpertShape(DOWN, 2048, 192, 8, BF16, biased=False, parts=KParts(2, 1))),
     )
-    return [_make(shape, plan_experts(rows, shape, card)) for rows, shape in examples_for(card, cases, 2)]
+    return [_make(shape, plan_experts(rows, shape, gpu)) for rows, shape in examples_for(gpu, cases, 2)]

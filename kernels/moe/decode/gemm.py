@@ -14,7 +14,7 @@ delivers them once and the L2 the other times.
 from dataclasses import dataclass
 from typing import Any
 
-from lowlat.kernels.common.handover import Handover
+from lowlat.kernels.common.pipeline import Pipeline
 from lowlat.kernels.gemm.k_parts import make_part_of_warp
 from lowlat.kernels.moe.decode.copies import make_fetch, make_load_inputs
 from lowlat.kernels.moe.decode.expert_list import make_expert_of, make_members_of
@@ -62,7 +62,7 @@ def run_of(units: Any, tiles: Any, block: Any, blocks: Any) -> Any:
 
 
 def _make_steps_of(shape: ExpertShape, plan: ExpertPlan) -> Any:
-    """A function of a warp: its first step of a tile, the one behind its last, and which of the tiles side by side."""
+    """A function of a warp: its first step of a tile, the one after its last, and which of the tiles side by side."""
     steps, own, parts = shape.steps, plan.steps_a_warp(shape), shape.parts
     if parts is None:
 
@@ -78,7 +78,7 @@ def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
     """Two functions of a warp: where its copies begin in a run, and prefetch the next part, if there is one.
 
     Where copies are: the number of the warp's first step of a tile, tiles left of the unit, the unit, tiles of the run
-    behind it, and the steps of the tile that are behind.
+    after it, and the steps of the tile that are after.
     """
     tiles, steps, part, own = shape.tiles // plan.sets, shape.steps, plan.part, plan.steps_a_warp(shape)
     expert_of, fetch, held = make_expert_of(plan), make_fetch(shape, plan), part == own
@@ -128,14 +128,14 @@ def _left_of(first: Any, done: Any, steps: Any, own: Any) -> Any:
 
 @device_function
 def nothing_prefetched(_place: Any, _lists: Any, _words: Any, _scales: Any, ahead: Any, _warp: Any, _lane: Any) -> Any:
-    """Prefetch nothing: behind the last GEMM's parts, or behind one whose successor fills its pipeline itself."""
+    """Prefetch nothing: after the last GEMM's parts, or after one whose successor fills its pipeline itself."""
     return ahead
 
 
 def make_multiplying(
     shape: ExpertShape,
     plan: ExpertPlan,
-    handover: Handover,
+    pipeline: Pipeline,
     stage_bytes: int,
     prefetch_behind: Any,
     *,
@@ -143,11 +143,11 @@ def make_multiplying(
 ) -> tuple[Any, Any]:
     """Two functions of the warps that multiply: fill a warp's pipeline, and multiply its steps of all tiles of a run.
 
-    Sums are left to who finishes. Where the run has no more parts, those of the GEMM behind it are prefetched in their
+    Sums are left to who finishes. Where the run has no more parts, those of the GEMM after it are prefetched in their
     stead, so that their first ones are there when it begins; it begins with the stage that the first one leaves off at.
 
     stage_bytes    from a stage to the next one
-    prefetch_behind  as `make_prefetching` makes it, of the GEMM behind; or `nothing_prefetched`
+    prefetch_behind  as `make_prefetching` makes it, of the GEMM after; or `nothing_prefetched`
     awaited        other blocks write the inputs meanwhile, as `sentinels` has it
     """
     tiles, steps, part, stages = shape.tiles // plan.sets, shape.steps, plan.part, plan.stages
@@ -156,7 +156,7 @@ def make_multiplying(
     held, place_of = part == own, _make_place_of(stages * stage_bytes)  # held: inputs stay while a unit lasts
     next_part = _make_next_part(shape, plan, prefetch_behind)
     load_inputs, multiply = make_load_inputs(shape, plan, awaited=awaited), make_multiply(shape, plan)
-    store_sums, await_free, give, after = _make_store_sums(plan), handover.await_free, handover.give, handover.after
+    store_sums, await_free, give, after = _make_store_sums(plan), pipeline.await_free, pipeline.give, pipeline.after
     wait_for_copies = ptx.copies_wait(stages - 1)
 
     @device_function
@@ -224,7 +224,7 @@ def _make_place_of(ring_bytes: int) -> Any:
 
 
 def _make_next_part(shape: ExpertShape, plan: ExpertPlan, prefetch_behind: Any) -> Any:
-    """A function of a warp: prefetch the next part, or where none is left, the next one of the GEMM behind."""
+    """A function of a warp: prefetch the next part, or where none is left, the next one of the GEMM after."""
     _, prefetch = make_prefetching(shape, plan)
 
     @device_function
@@ -241,13 +241,13 @@ def _make_next_part(shape: ExpertShape, plan: ExpertPlan, prefetch_behind: Any) 
 
 
 def make_finishing(
-    shape: ExpertShape, plan: ExpertPlan, epilogue: Epilogue, handover: Handover, first_thread: int
+    shape: ExpertShape, plan: ExpertPlan, epilogue: Epilogue, pipeline: Pipeline, first_thread: int
 ) -> Any:
     """A function of the warps that finish: add up the others' sums, and hand each pair's values to the epilogue."""
     sets, values, area_bytes = plan.sets, shape.values, plan.area_bytes
     tiles, set_bytes = shape.tiles // sets, plan.warps // sets * plan.sum_bytes
     members_of, begin, finish = make_members_of(plan), epilogue.begin, epilogue.finish
-    await_full, release, after = handover.await_full, handover.release, handover.after
+    await_full, release, after = pipeline.await_full, pipeline.release, pipeline.after
     lanes = plan.finishing * 32
     rounds = -(-plan.columns * values // lanes)
 

@@ -4,8 +4,8 @@ down GEMM, and the sum into the residual stream.
 It may begin while the router still runs: logits are awaited, so that weights are prefetched as soon as a block knows
 its experts. Every block has a run of the tiles of both GEMMs, and parts of the sum. A tile of the second GEMM needs
 activations of many blocks, as the sum needs outputs of many, and awaits them word by word (`sentinels`); so all
-blocks must be on the card at once. Weights of the second GEMM are prefetched while the last tiles of the first are
-multiplied, or where there is a single row, behind them. `gemm` tells how a GEMM is computed, and `experts` has each
+blocks must be on the GPU at once. Weights of the second GEMM are prefetched while the last tiles of the first are
+multiplied, or where there is a single row, after them. `gemm` tells how a GEMM is computed, and `experts` has each
 GEMM in a launch of its own.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.collectives.peers.rows import NUM_ARGUMENTS, PeerRows
-from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
+from lowlat.kernels.common.pipeline import BARRIER_BYTES, make_pipeline
 from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.formats import BF16, MXFP4, WeightFormat
 from lowlat.kernels.gemm.tiles import FP8_TILES
@@ -39,7 +39,7 @@ from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, parts_of, rows_a
 from lowlat.kernels.moe.topk_routing import TopKRouting, make_publish, make_route
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, examples_for
+from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelCall, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "experts_mlp"]
@@ -63,7 +63,7 @@ def experts_mlp(
     alpha: float | None = None,
     early: bool = False,
     peers: PeerRows | None = None,
-    card: Card = H200,
+    gpu: Gpu = H200,
     plan: MlpPlan | None = None,
 ) -> list[KernelCall]:
     """Choose each row's experts, and add what they give to the residual stream, a launch for every `rows_a_launch`
@@ -86,9 +86,9 @@ def experts_mlp(
     total           [M, N]      bf16     out: residual + the sum of the partials from a row's first expert to its last
     early           logits are awaited while the kernel before still writes them: they must have been filled with
                     `sentinels.MISSING` before the kernel before that one has ended
-    peers           the sums of partials are added up over cards, of which each has a part of every expert's inner width
-    card            what it runs on: all blocks must be on it at once, one a multiprocessor
-    plan            how to cut both GEMMs; None: by the card's table, or `plan_mlp`'s
+    peers           the sums of partials are added up over GPUs, of which each has a part of every expert's inner width
+    GPU            what it runs on: all blocks must be on it at once, one an SM
+    plan            how to cut both GEMMs; None: by the GPU's table, or `plan_mlp`'s
     activated and partials must be filled with `sentinels.MISSING` before: blocks await there what others compute.
     It lets the next kernel start only when the kernel before it has ended: what was written before it is settled then.
     Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
@@ -109,12 +109,12 @@ def experts_mlp(
     up_shape = shape_of(GATE_UP, gate_up, top_k, biased=gate_up_bias is not None, clamped=limit is not None)
     down_shape = shape_of(DOWN, down, top_k, biased=down_bias is not None)
     biases: list[Argument] = [0 if each is None else each for each in (gate_up_bias, down_bias)]
-    cards = _cards(peers, min(rows, rows_a_launch(top_k)), down.rows)
+    gpus = _gpus(peers, min(rows, rows_a_launch(top_k)), down.rows)
     calls = []
     for part, count in parts_of(rows, top_k):
         chosen, planned = plan, None
         if chosen is None:
-            chosen, planned = choose_mlp_plan(count, up_shape, down_shape, card, routing.num_experts, cards)
+            chosen, planned = choose_mlp_plan(count, up_shape, down_shape, gpu, routing.num_experts, gpus)
         arguments = (
             *(*gate_up.arguments, biases[0], *down.arguments, biases[1]),
             *(x[part], *routing.of(part), expert_ids[part], expert_weights[part], activated[part], partials[part]),
@@ -122,17 +122,17 @@ def experts_mlp(
             *((0,) * NUM_ARGUMENTS if peers is None else peers.arguments),
             *(limit or 0.0, alpha or 0.0),
         )
-        kernel = _make(chosen, routing.num_experts, routing.over_all, cards)
+        kernel = _make(chosen, routing.num_experts, routing.over_all, gpus)
         calls.append(KernelCall(kernel, (chosen.up_plan.num_blocks, 1, 1), arguments, planned=planned))
     return calls
 
 
-def _cards(peers: PeerRows | None, rows: int, width: int) -> int:
-    """The cards that add up their sums. Raises ShapeError for memory of other rows."""
+def _gpus(peers: PeerRows | None, rows: int, width: int) -> int:
+    """The GPUs that add up their sums. Raises ShapeError for memory of other rows."""
     if peers is None:
         return 1
     if peers.width != width or peers.rows < rows:
-        raise ShapeError(f"cards add up {peers.rows} rows of {peers.width}, not {rows} of {width}")
+        raise ShapeError(f"GPUs add up {peers.rows} rows of {peers.width}, not {rows} of {width}")
     return peers.size
 
 
@@ -151,26 +151,26 @@ def _check_weights(
 
 
 @cache
-def _make(plan: MlpPlan, num_experts: int, over_all: bool = False, cards: int = 1) -> Kernel:
+def _make(plan: MlpPlan, num_experts: int, over_all: bool = False, gpus: int = 1) -> Kernel:
     up, down, first, second = plan.up, plan.down, plan.up_plan, plan.down_plan
     name = (
         f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.top_k}_"
         f"{up.label}{down.label}_"
         f"{first.columns}x{first.capacity}x{first.warps}x{second.warps}x{first.finishing}x{first.part}x{second.part}"
         f"x{first.stages}{'' if plan.overlaps else '_apart'}{'' if first.suspends else '_awake'}_e{num_experts}"
-        f"{'_over_all' if over_all else ''}{f'_cards{cards}' if cards > 1 else ''}"
+        f"{'_over_all' if over_all else ''}{f'_gpus{gpus}' if gpus > 1 else ''}"
     )
     signature = (*(types.int64,) * (19 + NUM_ARGUMENTS), types.float32, types.float32)
-    function, shared_bytes = _kernel(plan, num_experts, over_all, cards), plan.places[-1]
+    function, shared_bytes = _kernel(plan, num_experts, over_all, gpus), plan.places[-1]
     return Kernel(name, function, signature, plan.whole.threads, 1, shared_bytes, most_blocks=1)
 
 
-def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, cards: int) -> Callable[..., None]:
+def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, gpus: int) -> Callable[..., None]:
     up, down, first, second, whole = plan.up, plan.down, plan.up_plan, plan.down_plan, plan.whole
     up_tiles, down_tiles, warps, stages = up.tiles, down.tiles, plan.warps, first.stages
     up_areas_at, down_areas_at, lists_at, barriers_at, _ = plan.places
-    up_sums = make_handover(stages, first.warps, first.finishing, suspends=first.suspends)
-    down_sums = make_handover(stages, second.warps, second.finishing, suspends=second.suspends)
+    up_sums = make_pipeline(stages, first.warps, first.finishing, suspends=first.suspends)
+    down_sums = make_pipeline(stages, second.warps, second.finishing, suspends=second.suspends)
     (up_begin, _), (down_begin, down_prefetch) = make_prefetching(up, first), make_prefetching(down, second)
     overlaps, stage_bytes = plan.overlaps, plan.stage_bytes
     fill, multiply_up = make_multiplying(
@@ -184,7 +184,7 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, cards: int) -> Call
     route, publish = make_route(whole, up.top_k, num_experts, over_all), make_publish(whole)
     list_units, wait_for_all = make_list_units(whole), ptx.copies_wait(0)
     up_warps, down_warps, top_k = first.warps, second.warps, up.top_k
-    sum_rows = make_sum_rows(down.rows, top_k, first.finishing, cards)
+    sum_rows = make_sum_rows(down.rows, top_k, first.finishing, gpus)
 
     @device_function
     def none_left(run: Any, takes_part: Any) -> Any:
@@ -246,8 +246,8 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, cards: int) -> Call
     return experts_mlp
 
 
-def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: gpt-oss in MXFP4, 1 and 64 rows, Qwen3-30B-A3B in FP8, an odd
+def examples(gpu: Gpu = H200) -> list[Kernel]:
+    """Representative specialisations, as a GPU has them: gpt-oss in MXFP4, 1 and 64 rows, Qwen3-30B-A3B in FP8, an odd
     shape in bf16."""
     made = []
     cases: tuple[tuple[int, tuple[int, int, int], int, WeightFormat, bool, int], ...] = (
@@ -256,8 +256,8 @@ def examples(card: Card = H200) -> list[Kernel]:
         (4, (1536, 768, 2048), 8, tiled_format("fp8", FP8_TILES), False, 128),
         (3, (192, 96, 104), 2, BF16, True, 5),
     )
-    for rows, (width, inner, hidden), top_k, weight_format, biased, num_experts in examples_for(card, cases, 1):
+    for rows, (width, inner, hidden), top_k, weight_format, biased, num_experts in examples_for(gpu, cases, 1):
         up = ExpertShape(GATE_UP, width, hidden, top_k, weight_format, biased, biased)
         down = ExpertShape(DOWN, hidden, inner, top_k, weight_format, biased)
-        made.append(_make(plan_mlp(rows, up, down, card), num_experts, not biased, 2 if rows == 1 else 1))
+        made.append(_make(plan_mlp(rows, up, down, gpu), num_experts, not biased, 2 if rows == 1 else 1))
     return made

@@ -1,4 +1,4 @@
-"""How both GEMMs of a mixture of experts are cut to share the blocks of one launch. It knows no kernel."""
+"""How both GEMMs of a mixture of experts are cut to share the blocks of one launch."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.handover import BARRIER_BYTES
+from lowlat.kernels.common.pipeline import BARRIER_BYTES
 from lowlat.kernels.moe.plan import (
     MAX_COLUMNS,
     MOST_PART,
@@ -17,7 +17,7 @@ from lowlat.kernels.moe.plan import (
     plan_experts,
     stages_wanted,
 )
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
 __all__ = ["MlpPlan", "choose_mlp_plan", "mlp_plans", "plan_mlp"]
@@ -76,7 +76,7 @@ def plan_mlp(
     rows: int,
     up: ExpertShape,
     down: ExpertShape,
-    card: Card,
+    gpu: Gpu,
     *,
     warps: int | None = None,
     stages: int | None = None,
@@ -91,31 +91,31 @@ def plan_mlp(
     Raises ShapeError as `plan_experts` does.
     """
     cut: dict[str, Any] = {"warps": warps, "stages": stages, "part": part, "columns": columns}
-    plan = _fit_mlp(rows, up, down, card, cut, overlaps)
+    plan = _fit_mlp(rows, up, down, gpu, cut, overlaps)
     if stages is None:
         wanted = max(stages_wanted(each, warps, part) for each in (up, down))
         for depth in range(wanted, plan.up_plan.stages, -1):
             with suppress(ShapeError):
-                deeper = _fit_mlp(rows, up, down, card, {**cut, "stages": depth}, overlaps)
+                deeper = _fit_mlp(rows, up, down, gpu, {**cut, "stages": depth}, overlaps)
                 if (deeper.up_plan.part, deeper.down_plan.part) == (plan.up_plan.part, plan.down_plan.part):
                     return deeper
     return plan
 
 
 def _fit_mlp(
-    rows: int, up: ExpertShape, down: ExpertShape, card: Card, cut: dict[str, Any], overlaps: int | None
+    rows: int, up: ExpertShape, down: ExpertShape, gpu: Gpu, cut: dict[str, Any], overlaps: int | None
 ) -> MlpPlan:
     """The plans of both GEMMs by these cuts of `plan_experts`, which fit a block together."""
-    available = card.shared_bytes
+    available = gpu.shared_bytes
     while True:
         try:
-            left = replace(card, shared_bytes=available)
+            left = replace(gpu, shared_bytes=available)
             first, second = (plan_experts(rows, each, left, **cut) for each in (up, down))
         except ShapeError as error:
-            if available == card.shared_bytes:
+            if available == gpu.shared_bytes:
                 raise
             raise ShapeError(
-                f"both GEMMs of experts for {rows} rows do not fit the {card.shared_bytes} bytes of shared memory "
+                f"both GEMMs of experts for {rows} rows do not fit the {gpu.shared_bytes} bytes of shared memory "
                 "that a block may have"
             ) from error
         common: dict[str, Any] = {
@@ -126,34 +126,34 @@ def _fit_mlp(
         # a single row's weights are so few that those of the second GEMM would only delay the last of the first
         ahead = rows > 1 if overlaps is None else bool(overlaps)
         plan = MlpPlan(up, down, replace(first, **common), replace(second, **common), ahead)
-        excess = plan.places[-1] - card.shared_bytes
+        excess = plan.places[-1] - gpu.shared_bytes
         if excess <= 0:
             return plan
         available -= excess
 
 
 @cache
-def mlp_plans(rows: int, up: ExpertShape, down: ExpertShape, card: Card) -> tuple[MlpPlan, ...]:
-    """The plans for M rows that fit a card, the derived one first. Raises ShapeError as `plan_mlp` does."""
-    derived = plan_mlp(rows, up, down, card)
+def mlp_plans(rows: int, up: ExpertShape, down: ExpertShape, gpu: Gpu) -> tuple[MlpPlan, ...]:
+    """The plans for M rows that fit a GPU, the derived one first. Raises ShapeError as `plan_mlp` does."""
+    derived = plan_mlp(rows, up, down, gpu)
     usual = {name: int(value) for name, value in derived.knobs.items() if name != "overlaps"}
     cuts: list[dict[str, Any]] = [{**usual, "overlaps": not derived.overlaps}]
     cuts += [{**cut, "overlaps": derived.overlaps} for cut in near_cuts(**usual)]
     plans = [derived]
     for cut in cuts:
         with suppress(ShapeError):
-            plans.append(plan_mlp(rows, up, down, card, **cut))
+            plans.append(plan_mlp(rows, up, down, gpu, **cut))
     return tuple({tuple(plan.knobs.values()): plan for plan in reversed(plans)}.values())[::-1]
 
 
 def choose_mlp_plan(
-    rows: int, up: ExpertShape, down: ExpertShape, card: Card, num_experts: int, cards: int = 1
+    rows: int, up: ExpertShape, down: ExpertShape, gpu: Gpu, num_experts: int, gpus: int = 1
 ) -> tuple[MlpPlan, Planned]:
-    """The plan for M rows by a card's table, or the derived one; and its place in tables.
+    """The plan for M rows by a GPU's table, or the derived one; and its place in tables.
 
-    cards  that add up their sums, each of a part of every expert
+    GPUs  that add up their sums, each of a part of every expert
     """
     facts = {**facts_of(rows, up, num_experts), "down": down.rows, "down_format": down.format.name}
-    if cards > 1:
-        facts["cards"] = cards
-    return choose_plan(card.tuning, KIND, facts, mlp_plans(rows, up, down, card))
+    if gpus > 1:
+        facts["cards"] = gpus
+    return choose_plan(gpu.tuning, KIND, facts, mlp_plans(rows, up, down, gpu))

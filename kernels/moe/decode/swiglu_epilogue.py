@@ -1,4 +1,4 @@
-"""SwiGLU, clamped or plain, of experts' gate and up values, as they come out of the first GEMM of a mixture."""
+"""SwiGLU, clamped or plain, of experts' gate and up values, as they come out of the first GEMM of an MoE layer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The sum of a mixture's weighed outputs where K is summed in parts: over a row's experts for each part, then
+"""The sum of an MoE layer's weighed outputs where K is summed in parts: over a row's experts for each part, then
 parts as a tree.
 
 It knows neither who writes the outputs nor what becomes of the sum.
@@ -26,7 +26,7 @@ def add_topk_parts(
 ) -> list[KernelCall]:
     """Add up the weighed outputs of each row's experts, part by part, and the parts, in one launch.
 
-    partials    [M, k * P, N]  float32: those of a pair's parts behind each other; dead pairs' are not read
+    partials    [M, k * P, N]  float32: those of a pair's parts after each other; dead pairs' are not read
     parts       P: a power of two
     expert_ids  [M, k]         int32: -1 dead
     out         [M, N]         float32, out: of each part zero plus a row's first expert to its last, and these as a

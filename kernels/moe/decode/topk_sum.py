@@ -1,7 +1,7 @@
 """The sum that a mixture of experts adds to the residual stream: weighed outputs, from a row's first expert to its
 last.
 
-Every sum is rounded by itself, as the reference has it. Where experts are cut for several cards, these add up their
+Every sum is rounded by itself, as the reference has it. Where experts are cut for several GPUs, these add up their
 sums before. It knows neither who writes the outputs nor what becomes of the sum.
 """
 
@@ -18,16 +18,16 @@ __all__ = ["make_sum_rows"]
 TOGETHER = 4  # experts of a row whose loads are under way at once
 
 
-def make_sum_rows(width: int, top_k: int, warps: int, cards: int = 1) -> Any:
+def make_sum_rows(width: int, top_k: int, warps: int, gpus: int = 1) -> Any:
     """A function of some warps of every block: add residual and outputs of all rows, while others still write the
     outputs.
 
     It takes addresses of partials [M, k, N], residual and total [M, N], how many rows there are, and the number of the
     thread among those of these warps. Partials are awaited, as `sentinels` has it.
 
-    cards  that have a part of every expert: what they exchange by, `PeerRows.arguments`, is the last argument
+    GPUs  that have a part of every expert: what they exchange by, `PeerRows.arguments`, is the last argument
     """
-    add_experts, chunks = _make_add_experts(width, top_k, cards), width // 8
+    add_experts, chunks = _make_add_experts(width, top_k, gpus), width // 8
     parts = -(-chunks // 32)  # of a row
 
     @device_function
@@ -49,9 +49,9 @@ def make_sum_rows(width: int, top_k: int, warps: int, cards: int = 1) -> Any:
     return sum_rows
 
 
-def _make_add_experts(width: int, top_k: int, cards: int) -> Any:
+def _make_add_experts(width: int, top_k: int, gpus: int) -> Any:
     """A function: 8 columns of a row's residual plus what its experts add, as four words."""
-    num_values, begin, add_chunk = 8 * TOGETHER, make_begin(cards, width), make_add_chunk(cards)
+    num_values, begin, add_chunk = 8 * TOGETHER, make_begin(gpus, width), make_add_chunk(gpus)
 
     @device_function
     def load_experts(words: Any, place: Any, start: Any) -> None:
@@ -76,7 +76,7 @@ def _make_add_experts(width: int, top_k: int, cards: int) -> Any:
     @device_function
     def add_experts(old: Any, place: Any, peers: Any, row: Any, column: Any) -> Any:
         sums, words = cuda.local.array(8, float32), cuda.local.array(num_values, uint32)
-        if cards > 1:
+        if gpus > 1:
             begun = begin(peers, row, column)
         for value in range(8):
             sums[value] = float32(0)
@@ -90,7 +90,7 @@ def _make_add_experts(width: int, top_k: int, cards: int) -> Any:
                 if start + k < top_k:
                     for value in range(8):
                         sums[value] = ptx.add_rn(sums[value], ptx.float_of_bits(words[8 * k + value]))
-        if cards > 1:
+        if gpus > 1:
             add_chunk(sums, peers, begun)
         return (
             ptx.bf16_pair(ptx.add_rn(low_value(old[0]), sums[0]), ptx.add_rn(high_value(old[0]), sums[1])),

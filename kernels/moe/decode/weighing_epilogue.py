@@ -1,4 +1,4 @@
-"""The weighing of experts' down values, as they come out of the second GEMM of a mixture."""
+"""The weighing of experts' down values, as they come out of the second GEMM of an MoE layer."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """The GEMMs of a mixture of experts for many rows: pairs of a row and one of its experts, grouped by expert,
 then grouped GEMMs.
 
-Each operation groups its pairs for itself, so that it may stand alone; a down GEMM right behind the gate_up GEMM of the
+Each operation groups its pairs for itself, so that it may stand alone; a down GEMM right after the gate_up GEMM of the
 same pairs takes the lists that it left in the workspace. The sizes of workspaces follow from shapes alone.
 """
 
@@ -21,11 +21,11 @@ from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_u
 from lowlat.kernels.moe.prefill.grouping import group_pairs
 from lowlat.kernels.moe.prefill.pair_arrangement import arrange_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, TILE_WORDS, most_tiles
-from lowlat.kernels.moe.prefill.plan import MixturePlan, choose_mixture_plan
+from lowlat.kernels.moe.prefill.plan import MoePlan, choose_moe_plan
 from lowlat.kernels.moe.prefill.warpgroup_gemm import warpgroup_down, warpgroup_gate_up
 from lowlat.kernels.moe.prefill.warpgroup_plan import MOST_PAIRS, takes_warpgroups, warpgroup_workspaces
 from lowlat.kernels.moe.topk_sum import add_placed_topk, add_topk
-from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace, WorkspaceShape
+from lowlat.kernels.toolchain.kernel import Gpu, KernelCall, Workspace, WorkspaceShape
 from lowlat.kernels.tuning.table import Planned
 
 __all__ = ["PARTS_ROWS", "list_workspaces", "parts_workspace", "prefill_down", "prefill_experts", "prefill_gate_up"]
@@ -50,7 +50,7 @@ def prefill_gate_up(
     limit: float | None = None,
     alpha: float | None = None,
     workspace: Workspace,
-    card: Card,
+    gpu: Gpu,
 ) -> list[KernelCall]:
     """Group pairs by expert, multiply them by the gate and up matrices, and apply SwiGLU: two launches.
 
@@ -62,10 +62,10 @@ def prefill_gate_up(
     workspace   is asked for `list_workspaces`
     Captured: yes. Raises ShapeError for shapes that do not fit.
     """
-    shape, plan, planned = _plan(GATE_UP, expert_ids, experts, card)
+    shape, plan, planned = _plan(GATE_UP, expert_ids, experts, gpu)
     lists = _lists(expert_ids, experts, workspace, plan)
     product = grouped_gate_up(
-        x=x, **lists, weight=experts, bias=bias, out=out, limit=limit, alpha=alpha, plan=plan.of(shape, card)
+        x=x, **lists, weight=experts, bias=bias, out=out, limit=limit, alpha=alpha, plan=plan.of(shape, gpu)
     )
     return _group(expert_ids, experts, plan, lists) + _marked(product, planned)
 
@@ -79,7 +79,7 @@ def prefill_down(
     bias: torch.Tensor | None = None,
     out: torch.Tensor,
     workspace: Workspace,
-    card: Card,
+    gpu: Gpu,
     grouped: bool = False,
     parts: KParts | None = None,
 ) -> list[KernelCall]:
@@ -103,15 +103,15 @@ def prefill_down(
         calls = []
         for some in (slice(first, first + PARTS_ROWS) for first in range(0, len(out), PARTS_ROWS)):
             given = (activated[some], expert_ids[some], expert_weights[some])
-            calls += _down_in_parts(*given, experts, bias, out[some], parts, workspace, card)
+            calls += _down_in_parts(*given, experts, bias, out[some], parts, workspace, gpu)
         return calls
-    shape, plan, planned = _plan(DOWN, expert_ids, experts, card)
+    shape, plan, planned = _plan(DOWN, expert_ids, experts, gpu)
     lists = _lists(expert_ids, experts, workspace, plan)
     calls = [] if grouped else _group(expert_ids, experts, plan, lists)
     partials = workspace(*partials_workspace(expert_ids.shape[0], expert_ids.shape[1], experts.rows))
     product = grouped_down(
         activated=activated, **lists, expert_weights=expert_weights, weight=experts, bias=bias, out=partials,
-        plan=plan.of(shape, card),
+        plan=plan.of(shape, gpu),
     )  # fmt: skip
     return calls + _marked(product, planned) + add_topk(partials=partials, expert_ids=expert_ids, out=out)
 
@@ -125,10 +125,10 @@ def _down_in_parts(
     out: torch.Tensor,
     parts: KParts,
     workspace: Workspace,
-    card: Card,
+    gpu: Gpu,
 ) -> list[KernelCall]:
     """`prefill_down` of few enough rows, a part of K after the other."""
-    (rows, top_k), (shape, plan, planned) = ids.shape, _plan(DOWN, ids, experts, card)
+    (rows, top_k), (shape, plan, planned) = ids.shape, _plan(DOWN, ids, experts, gpu)
     lists = _lists(ids, experts, workspace, plan)
     calls = _group(ids, experts, plan, lists)
     partials = workspace(*partials_workspace(rows, top_k, experts.rows))
@@ -138,7 +138,7 @@ def _down_in_parts(
             continue
         product = grouped_down(
             activated=activated, **lists, expert_weights=shares, weight=experts, bias=None if number else bias,
-            out=partials, steps=(first, end), plan=plan.of(shape, card),
+            out=partials, steps=(first, end), plan=plan.of(shape, gpu),
         )  # fmt: skip
         calls += _marked(product, planned) + add_topk(partials=partials, expert_ids=ids, out=sums[number])
     return calls + add_parts(partials=sums, parts=parts, steps=shape.steps, out=out)
@@ -163,9 +163,9 @@ def prefill_experts(
     limit: float | None = None,
     alpha: float | None = None,
     workspace: Workspace,
-    card: Card,
+    gpu: Gpu,
 ) -> list[KernelCall]:
-    """Both GEMMs of a mixture, and the sum over each row's experts, in four or five launches.
+    """Both GEMMs of an MoE layer, and the sum over each row's experts, in four or five launches.
 
     x               [M, K]     bf16
     expert_ids      [M, k]     int32: no expert twice in a row; -1 dead
@@ -173,13 +173,13 @@ def prefill_experts(
     gate_up, down              and their biases, limit and alpha: as `prefill_gate_up` and `prefill_down` take them
     activated       [M, k, I]  bf16: may be written
     out             [M, N]     float32, out: the bits of `prefill_gate_up` and `prefill_down` one after the other
-    workspace       is asked for `list_workspaces`, and for `partials_workspace` or, where the card multiplies so many
+    workspace       is asked for `list_workspaces`, and for `partials_workspace` or, where the GPU multiplies so many
                     pairs by warpgroups, for `warpgroup_workspaces`
     Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     (rows, top_k), (hidden, inner) = expert_ids.shape, (gate_up.columns, down.columns)
-    if not takes_warpgroups(hidden, inner, rows * top_k, down.num_experts, card) or hidden != down.rows:
-        rest: dict[str, Any] = {"workspace": workspace, "card": card}
+    if not takes_warpgroups(hidden, inner, rows * top_k, down.num_experts, gpu) or hidden != down.rows:
+        rest: dict[str, Any] = {"workspace": workspace, "card": gpu}
         return [
             *prefill_gate_up(
                 x, expert_ids, experts=gate_up, bias=gate_up_bias, out=activated, limit=limit, alpha=alpha, **rest
@@ -199,10 +199,10 @@ def prefill_experts(
         *arrange_pairs(x=x, top_k=top_k, **lists, places=places, out=inputs),
         *warpgroup_gate_up(
             arranged=inputs, tiles=lists["tiles"], weight=gate_up, bias=gate_up_bias, out=arranged, limit=limit,
-            alpha=alpha, top_k=top_k, card=card,
+            alpha=alpha, top_k=top_k, gpu=gpu,
         ),
         *warpgroup_down(
-            arranged=arranged, tiles=lists["tiles"], weight=down, bias=down_bias, out=outputs, top_k=top_k, card=card
+            arranged=arranged, tiles=lists["tiles"], weight=down, bias=down_bias, out=outputs, top_k=top_k, gpu=gpu
         ),
         *add_placed_topk(
             outputs=outputs, places=places, expert_ids=expert_ids, expert_weights=expert_weights, out=out
@@ -211,20 +211,20 @@ def prefill_experts(
 
 
 def _group(
-    ids: torch.Tensor, experts: PackedExperts, plan: MixturePlan, lists: dict[str, torch.Tensor]
+    ids: torch.Tensor, experts: PackedExperts, plan: MoePlan, lists: dict[str, torch.Tensor]
 ) -> list[KernelCall]:
     return group_pairs(expert_ids=ids, num_experts=experts.num_experts, tile_pairs=plan.pairs, **lists)
 
 
-def _lists(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace, plan: MixturePlan) -> dict[str, Any]:
+def _lists(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace, plan: MoePlan) -> dict[str, Any]:
     order, tiles = list_workspaces(ids.shape[0], ids.shape[1], experts.num_experts)
     count = most_tiles(ids.numel(), experts.num_experts, plan.pairs)
     return {"order": workspace(*order), "tiles": workspace(*tiles)[:count]}
 
 
-def _plan(kind: str, ids: torch.Tensor, experts: PackedExperts, card: Card) -> tuple[ExpertShape, MixturePlan, Planned]:
+def _plan(kind: str, ids: torch.Tensor, experts: PackedExperts, gpu: Gpu) -> tuple[ExpertShape, MoePlan, Planned]:
     shape = ExpertShape(kind, experts.rows, experts.columns, ids.shape[1], experts.format)
-    return shape, *choose_mixture_plan(ids.numel(), experts.num_experts, shape, card)
+    return shape, *choose_moe_plan(ids.numel(), experts.num_experts, shape, gpu)
 
 
 def _marked(calls: list[KernelCall], planned: Planned) -> list[KernelCall]:

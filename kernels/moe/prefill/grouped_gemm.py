@@ -1,4 +1,4 @@
-"""Grouped GEMMs of a mixture's experts over many rows: packed weights, read once for each tile of an expert's pairs.
+"""Grouped GEMMs of an MoE layer's experts over many rows: packed weights, read once for each tile of an expert's pairs.
 
 A block has 32 weight rows a warp and one tile of pairs; blocks of a tile stand side by side, and so do an expert's
 tiles: what they share is in the L2. `grouping` lists the pairs; the grid depends on shapes alone, and blocks of tiles
@@ -23,7 +23,7 @@ from lowlat.kernels.moe.prefill.pair_tiles import TILE_WORDS, most_tiles
 from lowlat.kernels.moe.prefill.plan import PAIR_BYTES, SUM_PITCH, GroupedPlan, plan_grouped
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "grouped_down", "grouped_gate_up"]
@@ -83,7 +83,7 @@ def grouped_down(
     bias            [E, N]     bf16; None: none
     out             [M, k, N]  float32, out: share * (down @ activated + bias), every product and sum rounded by itself;
                                dead pairs' are not written
-    steps           the first of K's steps of 64 columns that are multiplied, and the one behind the last; None: all
+    steps           the first of K's steps of 64 columns that are multiplied, and the one after the last; None: all
     Time, errors: as `grouped_gate_up`. Captured: yes.
     """
     rows, top_k = activated.shape[:2]
@@ -308,11 +308,11 @@ def _make_weighing(shape: ExpertShape) -> Any:
     return finish
 
 
-def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: gpt-oss in MXFP4, Qwen3-30B-A3B in FP8 by blocks, an odd
+def examples(gpu: Gpu = H200) -> list[Kernel]:
+    """Representative specialisations, as a GPU has them: gpt-oss in MXFP4, Qwen3-30B-A3B in FP8 by blocks, an odd
     shape in bf16."""
     up, blocks = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), TileFormat("fp8", 1024, groups=1, wide=True)
     down = ExpertShape(DOWN, 2048, 768, 8, tiled_format("fp8_block", blocks), biased=False)
     cases = ((up, 96), (down, 32), (ExpertShape(DOWN, 100, 72, 2, BF16), 16),
              (ExpertShape(DOWN, 2880, 384, 4, MXFP4, pitch=2880), 32))  # fmt: skip
-    return [_make(shape, plan_grouped(pairs, shape, card)) for shape, pairs in cases]
+    return [_make(shape, plan_grouped(pairs, shape, gpu)) for shape, pairs in cases]

@@ -2,7 +2,7 @@
 
 A counting sort: each warp counts the experts of its own run of pairs, counts are added up over warps and experts, and
 each warp then puts its pairs where they belong. Pairs of an expert stay in order, so the result is the same however
-many warps there are. It knows no weights.
+many warps there are.
 """
 
 from functools import cache
@@ -20,7 +20,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 
 __all__ = ["examples", "group_pairs"]
 
-MAX_EXPERTS = 512  # whose counts, of every warp, fit the shared memory of a block of any card
+MAX_EXPERTS = 512  # whose counts, of every warp, fit the shared memory of a block of any GPU
 MAX_WARPS = 32
 FULL_WARP = 0xFFFFFFFF
 
@@ -34,7 +34,7 @@ def group_pairs(
     order       [M * k] int32, out: pairs by expert, those of an expert in order; row * k + i is the pair of a row and
                         its i-th expert; dead pairs have no place, and what is left of the list is not written
     tiles       [n, 4]  int32, out, n as `most_tiles` has it: expert, place of its first pair in the list, how many
-                        pairs, zero; in order of experts; no pairs in tiles behind the last. As few of an expert as can
+                        pairs, zero; in order of experts; no pairs in tiles after the last. As few of an expert as can
                         be, and these as equal as multiples of 8 pairs are
     One block: some microseconds for some thousand pairs. Captured: yes.
     Raises ShapeError for shapes that do not fit, or more than 512 experts.

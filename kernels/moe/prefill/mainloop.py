@@ -60,7 +60,7 @@ def make_begin(shape: ExpertShape, plan: GroupedPlan) -> Any:
     """A function: where a lane's words and scales of its warp's two weight tiles begin, and of them the first tile.
 
     Tiles that there are not are the last one instead, and nobody stores their sums. Addresses are made so that the
-    assembler keeps them: it would make each anew in every step.
+    assembler keeps them: it would make each again in every step.
     """
     tiles, steps, step_bytes, warps = shape.tiles, shape.tile_steps, shape.step_bytes, plan.warps
     pitch = _scale_pitch(shape)
@@ -158,7 +158,7 @@ def _make_find_inputs(shape: ExpertShape, plan: GroupedPlan) -> Any:
 
 
 def make_multiply_tile(shape: ExpertShape, plan: GroupedPlan) -> Any:
-    """A function of a block: each warp's sums of its weight rows and the tile's pairs; nothing is under way behind it.
+    """A function of a block: each warp's sums of its weight rows and the tile's pairs; nothing is under way after it.
 
     It takes the addresses of shared memory and of the list of pairs there, of the inputs, what `make_begin` gives,
     whether the warp has weight rows, how many pairs there are, and the thread.
@@ -211,7 +211,7 @@ def make_multiply_tile(shape: ExpertShape, plan: GroupedPlan) -> Any:
 
 
 def make_store_sums(plan: GroupedPlan) -> Any:
-    """A function: a lane's sums to its warp's area, [pair][32 rows], a pair's rows `SUM_PITCH` bytes behind the last's.
+    """A function: a lane's sums to its warp's area, [pair][32 rows], a pair's rows `SUM_PITCH` bytes after the last's.
 
     It takes the area's address, the lane and the sums.
     """

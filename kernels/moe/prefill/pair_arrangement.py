@@ -1,7 +1,6 @@
 """Rows of pairs in order of experts, arranged as the second operand of a grouped GEMM by warpgroups.
 
-A row is copied for each of its experts: see `gemm.prefill.activation_layout` for how its columns lie. It knows no
-product.
+A row is copied for each of its experts: see `gemm.prefill.activation_layout` for how its columns lie.
 """
 
 from functools import cache

@@ -1,4 +1,4 @@
-"""How the grouped GEMMs of a mixture are cut: tiles of pairs, warps, stages. It knows no kernel."""
+"""How the grouped GEMMs of an MoE layer are cut: tiles of pairs, warps, stages."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from functools import cache
 from lowlat.errors import ShapeError
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, tile_pairs_of
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
 __all__ = [
@@ -17,9 +17,9 @@ __all__ = [
     "WARP_ROWS",
     "WARP_TILES",
     "GroupedPlan",
-    "MixturePlan",
-    "choose_mixture_plan",
-    "mixture_plans",
+    "MoePlan",
+    "choose_moe_plan",
+    "moe_plans",
     "plan_grouped",
 ]
 
@@ -31,7 +31,7 @@ STEP_ROW_BYTES = 128  # of an input, a step
 PAIR_BYTES = 4  # of its number
 SUM_PITCH = (WARP_ROWS + 4) * 4  # bytes from a pair's sums to the next one's: no bank is met twice
 WARPS = 4
-# blocks a multiprocessor whose registers must fit, by pairs of a tile
+# blocks an SM whose registers must fit, by pairs of a tile
 MIN_BLOCKS = {16: 5, 32: 5, 64: 3, 96: 3, 128: 2}
 MOST_STAGES = 4
 
@@ -67,7 +67,7 @@ class GroupedPlan:
 
     @property
     def min_blocks(self) -> int:
-        """Blocks that must fit on a multiprocessor."""
+        """Blocks that must fit on an SM."""
         return max(1, MIN_BLOCKS.get(self.pairs, 1) * 4 // self.warps)
 
     def row_blocks(self, shape: ExpertShape) -> int:
@@ -87,7 +87,7 @@ class GroupedPlan:
         return self.scales_at(shape) + self.warps * WARP_TILES * shape.scale_bytes
 
     def list_at(self, shape: ExpertShape) -> int:
-        """Bytes to the numbers of the tile's pairs: behind the stages, and the sums that take their place."""
+        """Bytes to the numbers of the tile's pairs: after the stages, and the sums that take their place."""
         return max(self.stages * self.stage_bytes(shape), self.warps * self.pairs * SUM_PITCH)
 
     def shared_bytes(self, shape: ExpertShape) -> int:
@@ -96,8 +96,8 @@ class GroupedPlan:
 
 
 @dataclass(frozen=True)
-class MixturePlan:
-    """How both grouped GEMMs of a mixture are cut, which share the tiles of pairs; no bit depends on it.
+class MoePlan:
+    """How both grouped GEMMs of an MoE layer are cut, which share the tiles of pairs; no bit depends on it.
 
     pairs   of a tile
     warps   of a block
@@ -113,34 +113,30 @@ class MixturePlan:
         """The numbers that a table may choose."""
         return {"pairs": self.pairs, "warps": self.warps, "stages": self.stages}
 
-    def of(self, shape: ExpertShape, card: Card) -> GroupedPlan:
+    def of(self, shape: ExpertShape, gpu: Gpu) -> GroupedPlan:
         """The plan of one GEMM. Raises ShapeError as `plan_grouped` does."""
-        return plan_grouped(self.pairs, shape, card, warps=self.warps, most_stages=self.stages)
+        return plan_grouped(self.pairs, shape, gpu, warps=self.warps, most_stages=self.stages)
 
 
 @cache
-def mixture_plans(
-    num_pairs: int, num_experts: int, shapes: tuple[ExpertShape, ...], card: Card
-) -> tuple[MixturePlan, ...]:
-    """The plans for so many pairs, by which all shapes' GEMMs fit a card: the derived one first, which need not."""
+def moe_plans(num_pairs: int, num_experts: int, shapes: tuple[ExpertShape, ...], gpu: Gpu) -> tuple[MoePlan, ...]:
+    """The plans for so many pairs, by which all shapes' GEMMs fit a GPU: the derived one first, which need not."""
     pairs = tile_pairs_of(num_pairs, num_experts)
-    derived, place = MixturePlan(pairs, WARPS, MOST_STAGES), TILE_PAIRS.index(pairs)
+    derived, place = MoePlan(pairs, WARPS, MOST_STAGES), TILE_PAIRS.index(pairs)
     near = [*TILE_PAIRS[place + 1 : place + 2], *TILE_PAIRS[max(place - 1, 0) : place]]
-    plans = [MixturePlan(pairs, WARPS, MOST_STAGES - 1), MixturePlan(pairs, 2 * WARPS, MOST_STAGES)]
-    plans += [MixturePlan(each, WARPS, MOST_STAGES) for each in near]
-    plans += [MixturePlan(pairs, WARPS, 2), *(MixturePlan(each, 2 * WARPS, MOST_STAGES) for each in near)]
+    plans = [MoePlan(pairs, WARPS, MOST_STAGES - 1), MoePlan(pairs, 2 * WARPS, MOST_STAGES)]
+    plans += [MoePlan(each, WARPS, MOST_STAGES) for each in near]
+    plans += [MoePlan(pairs, WARPS, 2), *(MoePlan(each, 2 * WARPS, MOST_STAGES) for each in near)]
     fitting = [derived]
     for plan in plans:
         with suppress(ShapeError):
-            if [plan.of(shape, card) for shape in shapes] not in [[f.of(s, card) for s in shapes] for f in fitting]:
+            if [plan.of(shape, gpu) for shape in shapes] not in [[f.of(s, gpu) for s in shapes] for f in fitting]:
                 fitting.append(plan)
     return tuple(fitting)
 
 
-def choose_mixture_plan(
-    num_pairs: int, num_experts: int, shape: ExpertShape, card: Card
-) -> tuple[MixturePlan, Planned]:
-    """The plan of both GEMMs of a mixture by a card's table, or the derived one; and its place in tables.
+def choose_moe_plan(num_pairs: int, num_experts: int, shape: ExpertShape, gpu: Gpu) -> tuple[MoePlan, Planned]:
+    """The plan of both GEMMs of an MoE layer by a GPU's table, or the derived one; and its place in tables.
 
     shape  of either: that of the other follows
     """
@@ -154,13 +150,13 @@ def choose_mixture_plan(
         "rows": num_pairs // shape.top_k, "N": hidden, "inner": inner, "top_k": shape.top_k, "experts": num_experts,
         "format": shape.format.name,
     }  # fmt: skip
-    return choose_plan(card.tuning, KIND, facts, mixture_plans(num_pairs, num_experts, both, card))
+    return choose_plan(gpu.tuning, KIND, facts, moe_plans(num_pairs, num_experts, both, gpu))
 
 
 def plan_grouped(
     tile_pairs: int,
     shape: ExpertShape,
-    card: Card,
+    gpu: Gpu,
     *,
     warps: int = WARPS,
     stages: int | None = None,
@@ -168,19 +164,19 @@ def plan_grouped(
 ) -> GroupedPlan:
     """The plan for tiles of so many pairs, as `pair_tiles` has them or another multiple of 16.
 
-    stages  None: at most `most_stages`, as fit where as many blocks meet on a multiprocessor as registers allow
-    Raises ShapeError for a card whose blocks have too little shared memory, or tiles of other sizes.
+    stages  None: at most `most_stages`, as fit where as many blocks meet on an SM as registers allow
+    Raises ShapeError for a GPU whose blocks have too little shared memory, or tiles of other sizes.
     """
     if tile_pairs < 16 or tile_pairs % 16 or tile_pairs > 32 * warps:
         raise ShapeError(f"tiles of {tile_pairs} pairs; a multiple of 16, at most {32 * warps}, is wanted")
     skip = 1 if tile_pairs == 16 else 2
     depths = range(most_stages, 1, -1) if stages is None else (stages,)
     plans = [GroupedPlan(tile_pairs, warps, depth, skip) for depth in depths]
-    fitting = [plan for plan in plans if plan.shared_bytes(shape) <= card.shared_bytes]
+    fitting = [plan for plan in plans if plan.shared_bytes(shape) <= gpu.shared_bytes]
     if not fitting:
         raise ShapeError(
-            f"a grouped GEMM of tiles of {tile_pairs} pairs does not fit the {card.shared_bytes} bytes of shared "
+            f"a grouped GEMM of tiles of {tile_pairs} pairs does not fit the {gpu.shared_bytes} bytes of shared "
             "memory that a block may have"
         )
-    full = [plan for plan in fitting if plan.shared_bytes(shape) <= card.most_bytes(plan.min_blocks)]
+    full = [plan for plan in fitting if plan.shared_bytes(shape) <= gpu.most_bytes(plan.min_blocks)]
     return (full or fitting)[0]

@@ -5,7 +5,7 @@ Copies run on across the units of a block, as far ahead as there are stages.
 
 from typing import Any
 
-from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
+from lowlat.kernels.common.pipeline import BARRIER_BYTES, Pipeline
 from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES
 from lowlat.kernels.moe.plan import ExpertShape
 from lowlat.kernels.moe.prefill.pair_arrangement import start_of
@@ -63,13 +63,13 @@ def _make_begin_unit(shape: ExpertShape, plan: WarpgroupPlan) -> Any:
     return begin_unit
 
 
-def make_copy(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover) -> Any:
+def make_copy(shape: ExpertShape, plan: WarpgroupPlan, pipeline: Pipeline) -> Any:
     """A function of a warp that copies, the `part`-th of them: all steps of a block's units.
 
     given: weights, scales, rows of pairs, tiles, how many of these, bytes of a step of all rows, and blocks.
     """
     stage_bytes, pair_bytes, slot_bytes, steps = plan.stage_bytes, plan.pair_bytes, plan.step_bytes, shape.steps
-    await_free, after, begin_unit = handover.await_free, handover.after, _make_begin_unit(shape, plan)
+    await_free, after, begin_unit = pipeline.await_free, pipeline.after, _make_begin_unit(shape, plan)
     word_bytes, scale_bytes = shape.step_bytes, shape.scale_bytes
 
     @device_function

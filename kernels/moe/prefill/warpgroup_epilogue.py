@@ -57,7 +57,7 @@ def _make_store_from(make_store_runs: Callable[[int], Any], at_once: int, most: 
     """A function of a thread: store the sums of up to `most` pairs from the first on, so many runs at once, while they
     live.
 
-    make_store_runs  makes a function of that thread: store so many runs, which begin behind so many pairs
+    make_store_runs  makes a function of that thread: store so many runs, which begin after so many pairs
     """
     runs = min(at_once, (most - first) // RUN)
     take, after, store_runs = (
@@ -97,7 +97,7 @@ def make_gated_finish(shape: ExpertShape, most: int) -> Any:
 
     @device_function
     def store_run(sums: Any, targets: Any, pairs: Any, numbers: Any, live: Any) -> None:
-        """The lane's channel of its two pairs in a run that begins behind so many pairs."""
+        """The lane's channel of its two pairs in a run that begins after so many pairs."""
         first = ptx.bf16_bits(activated(sums[0], sums[2], numbers))
         second = ptx.bf16_bits(activated(sums[1], sums[3], numbers))
         at, lives = int64(pairs) * int64(STEP_ROW_BYTES), uint32(live > pairs)

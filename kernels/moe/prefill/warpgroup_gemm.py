@@ -1,7 +1,7 @@
-"""Grouped GEMMs of a mixture's experts by warpgroups' tensor cores, for cards of capability 9.0 and many rows.
+"""Grouped GEMMs of an MoE layer's experts by warpgroups' tensor cores, for GPUs of capability 9.0 and many rows.
 
 An expert's weights are decoded once for up to 192 of its pairs, whose rows lie side by side as `arrange_pairs` leaves
-them. A persistent grid, one block a multiprocessor, takes tiles of pairs one after the other, all blocks of weight rows
+them. A persistent grid, one block an SM, takes tiles of pairs one after the other, all blocks of weight rows
 of one side by side. A pair's bits are those of `grouped_gemm`: the same products in the same order.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.handover import make_handover
+from lowlat.kernels.common.pipeline import make_pipeline
 from lowlat.kernels.formats import MXFP4
 from lowlat.kernels.gemm.prefill.activation_layout import STEP, arranged_shape
 from lowlat.kernels.gemm.prefill.plan import ALIGNMENT, has_prefill_gemm
@@ -33,7 +33,7 @@ from lowlat.kernels.moe.prefill.warpgroup_plan import (
 )
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_hopper
-from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "warpgroup_down", "warpgroup_gate_up"]
@@ -49,7 +49,7 @@ def warpgroup_gate_up(
     limit: float | None = None,
     alpha: float | None = None,
     top_k: int,
-    card: Card,
+    gpu: Gpu,
 ) -> list[KernelCall]:
     """Multiply pairs by gate and up matrices, and apply SwiGLU, in one launch.
 
@@ -57,16 +57,16 @@ def warpgroup_gate_up(
     tiles     [n, 4]         int32: tiles of a multiple of 8 pairs, at most 192, as `group_pairs` has them
     weight    [E, 2I, K]     packed in the order of `gate_up_permutation`; I and K multiples of 64
     bias      [E, 2I]        bf16, in the weight's order; None: none
-    out       [I/64, P, 64]  bf16, out: activations as `grouped_gate_up` has them, arranged; up to 7 rows behind a
+    out       [I/64, P, 64]  bf16, out: activations as `grouped_gate_up` has them, arranged; up to 7 rows after a
                              tile's hold anything, others are not written
     Time: the larger of the chosen experts' bytes over the memory's bandwidth and the tiles' arithmetic over the tensor
-    cores' rate. Captured: yes. Raises ShapeError for shapes that do not fit, or a card without such instructions.
+    cores' rate. Captured: yes. Raises ShapeError for shapes that do not fit, or a GPU without such instructions.
     """
     places = arranged.shape[1]
     check_shape("out", out, *arranged_shape(places, weight.rows // 2))
     if weight.rows % (2 * STEP):
         raise ShapeError(f"a gate_up matrix by warpgroups has a multiple of {2 * STEP} rows, got {weight.rows}")
-    return _calls(GATE_UP, top_k, arranged, tiles, weight, bias, out, limit, alpha, card)
+    return _calls(GATE_UP, top_k, arranged, tiles, weight, bias, out, limit, alpha, gpu)
 
 
 def warpgroup_down(
@@ -77,7 +77,7 @@ def warpgroup_down(
     bias: torch.Tensor | None = None,
     out: torch.Tensor,
     top_k: int,
-    card: Card,
+    gpu: Gpu,
 ) -> list[KernelCall]:
     """Multiply pairs by down matrices, in one launch.
 
@@ -90,7 +90,7 @@ def warpgroup_down(
     check_shape("out", out, arranged.shape[1], weight.rows)
     if weight.rows % 16:
         raise ShapeError(f"a down matrix by warpgroups has a multiple of 16 rows, got {weight.rows}")
-    return _calls(DOWN, top_k, arranged, tiles, weight, bias, out, None, None, card)
+    return _calls(DOWN, top_k, arranged, tiles, weight, bias, out, None, None, gpu)
 
 
 def _calls(
@@ -103,10 +103,10 @@ def _calls(
     out: torch.Tensor,
     limit: float | None,
     alpha: float | None,
-    card: Card,
+    gpu: Gpu,
 ) -> list[KernelCall]:
-    if not has_prefill_gemm(card):
-        raise ShapeError(f"GEMMs by warpgroups are for cards of capability 9.0, not {card.capability}")
+    if not has_prefill_gemm(gpu):
+        raise ShapeError(f"GEMMs by warpgroups are for GPUs of capability 9.0, not {gpu.capability}")
     places = arranged.shape[1]
     check_shape("arranged", arranged, *arranged_shape(places, weight.columns))
     check_shape("tiles", tiles, tiles.shape[0], TILE_WORDS)
@@ -114,19 +114,19 @@ def _calls(
     if weight.columns % STEP:
         raise ShapeError(f"experts' columns must be a multiple of {STEP}, got {weight.columns}")
     shape = shape_of(kind, weight, top_k, biased=bias is not None, clamped=kind == DOWN or limit is not None)
-    plan, most = plan_warpgroups(shape, card), tiles.shape[0]
+    plan, most = plan_warpgroups(shape, gpu), tiles.shape[0]
     arguments = (*weight.arguments, arranged, tiles, most, 0 if bias is None else bias, out, places)
-    grid = (min(card.num_multiprocessors, most * plan.row_blocks(shape)), 1, 1)
+    grid = (min(gpu.num_multiprocessors, most * plan.row_blocks(shape)), 1, 1)
     return [KernelCall(_make(shape, plan), grid, (*arguments, limit or 0.0, alpha or 0.0))]
 
 
 @cache
 def _make(shape: ExpertShape, plan: WarpgroupPlan) -> Kernel:
-    """Grid: as many blocks as the card has multiprocessors."""
-    handover = make_handover(plan.stages, COPYING, WARPS, suspends=True)
+    """Grid: as many blocks as the GPU has SMs."""
+    pipeline = make_pipeline(plan.stages, COPYING, WARPS, suspends=True)
     make_finish = partial(make_gated_finish if shape.kind == GATE_UP else make_outputs_finish, shape)
-    copy_all, multiply_all = make_copy(shape, plan, handover), make_multiply(shape, plan, handover, make_finish)
-    begin = handover.begin
+    copy_all, multiply_all = make_copy(shape, plan, pipeline), make_multiply(shape, plan, pipeline, make_finish)
+    begin = pipeline.begin
     give, take = ptx_hopper.give_registers(COPYING_REGISTERS), ptx_hopper.take_registers(MULTIPLYING_REGISTERS)
     barriers_at, step_row_bytes = plan.stages * plan.stage_bytes, 2 * STEP
 
@@ -168,10 +168,10 @@ def _make(shape: ExpertShape, plan: WarpgroupPlan) -> Kernel:
     )  # fmt: skip
 
 
-def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, for a card that has the instructions: gpt-oss in MXFP4, FP8 by blocks."""
-    if not has_prefill_gemm(card):
+def examples(gpu: Gpu = H200) -> list[Kernel]:
+    """Representative specialisations, for a GPU that has the instructions: gpt-oss in MXFP4, FP8 by blocks."""
+    if not has_prefill_gemm(gpu):
         return []
     blocks = tiled_format("fp8_block", TileFormat("fp8", 1024, groups=1, wide=True))
     shapes = (ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), ExpertShape(DOWN, 2048, 768, 8, blocks, biased=False))
-    return [_make(shape, plan_warpgroups(shape, card)) for shape in shapes]
+    return [_make(shape, plan_warpgroups(shape, gpu)) for shape in shapes]

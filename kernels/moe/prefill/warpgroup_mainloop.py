@@ -8,7 +8,7 @@ many, so each size has a loop.
 from collections.abc import Callable
 from typing import Any
 
-from lowlat.kernels.common.handover import Handover
+from lowlat.kernels.common.pipeline import Pipeline
 from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES
 from lowlat.kernels.moe.plan import ExpertShape
 from lowlat.kernels.moe.prefill.pair_arrangement import start_of
@@ -22,14 +22,14 @@ __all__ = ["make_multiply"]
 HALF, HALF_BYTES = ptx_hopper.SLICES // 2, STEP_ROW_BYTES // 2  # of a step: slices, and of a row of pairs
 
 
-def _make_run(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover, pairs: int) -> Any:
+def _make_run(shape: ExpertShape, plan: WarpgroupPlan, pipeline: Pipeline, pairs: int) -> Any:
     """A function of a warpgroup: the sums of a unit of up to so many pairs.
 
-    The tensor cores have half a step before them when they end another; the half behind it is decoded meanwhile. Each
-    product is written once: one beside the loop would have registers of its own, in every size's.
+    The tensor cores have half a step before them when they end another; the half after it is decoded meanwhile. Each
+    product is written once: one next to the loop would have registers of its own, in every size's.
     """
     stage_bytes, steps = plan.stage_bytes, shape.steps
-    await_full, release, after = handover.await_full, handover.release, handover.after
+    await_full, release, after = pipeline.await_full, pipeline.release, pipeline.after
     hold, decode_first, decode_second = shape.format.prefill_halves()
     multiply, zeros = ptx_hopper.multiply_group(pairs, slices=HALF), ptx.zeros(pairs // 2)
     await_all, await_former = (ptx_hopper.await_group(pairs, words=4 * HALF, under_way=number) for number in (0, 1))
@@ -61,7 +61,7 @@ def _make_run(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover, pairs
                 held = hold(uint32(here + own), lane)
             sums = await_former(sums, first)
             use(first, never)
-            first = decode_first(held)  # behind the last step for nobody
+            first = decode_first(held)  # after the last step for nobody
         sums = await_all(sums, second)
         use(second, never)
         release(barriers, before, lane)
@@ -71,15 +71,15 @@ def _make_run(shape: ExpertShape, plan: WarpgroupPlan, handover: Handover, pairs
 
 
 def _make_run_of(
-    shape: ExpertShape, plan: WarpgroupPlan, handover: Handover, make_finish: Callable[[int], Any], number: int
+    shape: ExpertShape, plan: WarpgroupPlan, pipeline: Pipeline, make_finish: Callable[[int], Any], number: int
 ) -> Any:
     """A function of a warpgroup: multiply and finish a unit, by the first size from this one on that holds its pairs.
 
     Nothing of the sums is handed from size to size: registers would be reserved for the most sums in every loop.
     """
     pairs, is_last = SIZES[number], number == len(SIZES) - 1
-    run, finish = _make_run(shape, plan, handover, pairs), make_finish(pairs)
-    run_larger: Any = None if is_last else _make_run_of(shape, plan, handover, make_finish, number + 1)
+    run, finish = _make_run(shape, plan, pipeline, pairs), make_finish(pairs)
+    run_larger: Any = None if is_last else _make_run_of(shape, plan, pipeline, make_finish, number + 1)
 
     @device_function
     def run_of(
@@ -106,7 +106,7 @@ def _make_run_of(
 
 
 def make_multiply(
-    shape: ExpertShape, plan: WarpgroupPlan, handover: Handover, make_finish: Callable[[int], Any]
+    shape: ExpertShape, plan: WarpgroupPlan, pipeline: Pipeline, make_finish: Callable[[int], Any]
 ) -> Any:
     """A function of a warp that multiplies: all steps of a block's units, each of whose sums it finishes.
 
@@ -115,7 +115,7 @@ def make_multiply(
     given: as `make_copy` has it.
     """
     pair_bytes, slot_bytes = plan.pair_bytes, plan.step_bytes
-    tile_of, run_of = make_tile_of(shape, plan), _make_run_of(shape, plan, handover, make_finish, 0)
+    tile_of, run_of = make_tile_of(shape, plan), _make_run_of(shape, plan, pipeline, make_finish, 0)
 
     @device_function
     def multiply_all(place: Any, given: Any, beside: Any, out: Any, unit: Any, warp: Any, lane: Any) -> None:

@@ -1,7 +1,7 @@
 """The plan of grouped GEMMs by warpgroups' tensor cores: where they pay, their stages, and rows in order of experts.
 
 Three warpgroups multiply 192 weight rows of an expert by up to 192 of its pairs, which lie side by side: an expert's
-pairs begin at a multiple of eight places. Four more warps copy. No bit depends on any of it. It knows no kernel.
+pairs begin at a multiple of eight places. Four more warps copy. No bit depends on any of it.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.handover import BARRIER_BYTES
+from lowlat.kernels.common.pipeline import BARRIER_BYTES
 from lowlat.kernels.gemm.prefill.activation_layout import STEP, arranged_shape
 from lowlat.kernels.gemm.prefill.plan import ALIGNMENT, STEP_ROW_BYTES, has_prefill_gemm
 from lowlat.kernels.moe.plan import ExpertShape
-from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
+from lowlat.kernels.toolchain.kernel import Gpu, WorkspaceShape
 
 __all__ = [
     "COPYING",
@@ -49,7 +49,7 @@ class WarpgroupPlan:
     """The stages of a GEMM, which change no bit of the result.
 
     stages      steps of 64 columns, under way or multiplied
-    step_bytes  of a step of one tile of weights: words, and scales behind them
+    step_bytes  of a step of one tile of weights: words, and scales after them
     """
 
     stages: int
@@ -62,7 +62,7 @@ class WarpgroupPlan:
 
     @property
     def pair_bytes(self) -> int:
-        """Bytes of a stage's rows of pairs, behind which its weights are."""
+        """Bytes of a stage's rows of pairs, after which its weights are."""
         return MOST_PAIRS * STEP_ROW_BYTES
 
     @property
@@ -80,23 +80,23 @@ class WarpgroupPlan:
         return -(-shape.tiles // WARPS)
 
 
-def plan_warpgroups(shape: ExpertShape, card: Card) -> WarpgroupPlan:
+def plan_warpgroups(shape: ExpertShape, gpu: Gpu) -> WarpgroupPlan:
     """As many stages as fit. Raises ShapeError where too few do."""
     for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
         plan = WarpgroupPlan(stages, shape.step_bytes + shape.scale_bytes)
-        if plan.shared_bytes <= card.shared_bytes:
+        if plan.shared_bytes <= gpu.shared_bytes:
             return plan
-    raise ShapeError(f"a grouped GEMM by warpgroups does not fit the {card.shared_bytes} bytes of shared memory")
+    raise ShapeError(f"a grouped GEMM by warpgroups does not fit the {gpu.shared_bytes} bytes of shared memory")
 
 
 def fits_warpgroups(hidden: int, inner: int, num_pairs: int, num_experts: int) -> bool:
-    """Whether a mixture's sizes are those of these GEMMs, and its pairs enough that they pay."""
+    """Whether an MoE layer's sizes are those of these GEMMs, and its pairs enough that they pay."""
     return hidden % STEP == 0 and inner % STEP == 0 and num_pairs >= LEAST_PAIRS * num_experts
 
 
-def takes_warpgroups(hidden: int, inner: int, num_pairs: int, num_experts: int, card: Card) -> bool:
-    """Whether a card multiplies a mixture's pairs by warpgroups: it has the instructions, and `fits_warpgroups`."""
-    return has_prefill_gemm(card) and fits_warpgroups(hidden, inner, num_pairs, num_experts)
+def takes_warpgroups(hidden: int, inner: int, num_pairs: int, num_experts: int, gpu: Gpu) -> bool:
+    """Whether a GPU multiplies an MoE layer's pairs by warpgroups: it has the instructions, and `fits_warpgroups`."""
+    return has_prefill_gemm(gpu) and fits_warpgroups(hidden, inner, num_pairs, num_experts)
 
 
 def num_places(num_pairs: int, num_experts: int) -> int:
@@ -107,7 +107,7 @@ def num_places(num_pairs: int, num_experts: int) -> int:
 def warpgroup_workspaces(
     rows: int, top_k: int, num_experts: int, hidden: int, inner: int
 ) -> tuple[WorkspaceShape, WorkspaceShape, WorkspaceShape]:
-    """The workspaces beside the lists: each pair's place, activations arranged, and outputs by place.
+    """The workspaces next to the lists: each pair's place, activations arranged, and outputs by place.
 
     The inputs, arranged, take the memory of the outputs, which are wider.
     """

@@ -47,7 +47,7 @@ def load_kv(
 
 
 def whole_tiles(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Rows [G, n, D] as float32, with zeros behind them up to the end of the tile of the last of `count` positions."""
+    """Rows [G, n, D] as float32, with zeros after them up to the end of the tile of the last of `count` positions."""
     shape = (rows.shape[0], -(-count // TILE) * TILE, rows.shape[2])
     loaded = torch.zeros(shape, dtype=torch.float32, device=rows.device)
     loaded[:, : rows.shape[1]] = rows
@@ -311,7 +311,7 @@ def refresh_attention(
     chunk_size: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """`prefill_attention` of few rows far behind a text's start: an executor may take the positions before them in
+    """`prefill_attention` of few rows far after a text's start: an executor may take the positions before them in
     parts, whose sums are added, and so round otherwise than for a prompt's rows."""
     prefill_attention(
         q,

@@ -3,7 +3,7 @@
 A cache of codes is uint8; its scales are float32 [2, G], of keys and of values: bfloat16 numbers from SMALLEST to
 LARGEST. A number is quantised once, where it is written: divided by its scale in float32, brought to 448 where its
 magnitude is more, rounded to the nearest, ties to even; NaN is code 127. A code is read as its product with the scale,
-rounded once to the compute dtype; a step's attention on a card multiplies sums by the scale instead, and rounds less.
+rounded once to the compute dtype; a step's attention on a GPU multiplies sums by the scale instead, and rounds less.
 """
 
 import torch

@@ -63,7 +63,7 @@ def block_scores(q: torch.Tensor, largest: torch.Tensor, smallest: torch.Tensor)
     read    chunk        int32    [2]                   start, live rows
     read    slot         int32    [1]
     read    shifts       int32    [max_B]               positions that each slot's lists leave out; 0: none
-    update  block_lists  int32    [max_B, G, n]         the slot's; 0 behind its last block
+    update  block_lists  int32    [max_B, G, n]         the slot's; 0 after its last block
 """)
 def choose_blocks(
     q: torch.Tensor,

@@ -12,7 +12,7 @@ from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.collectives.cuts import bounds, tree_sum
 from lowlat.kernels.reference.shapes import check_shape
 
-__all__ = ["exchange_parts", "gather_ranks", "join_columns", "sum_ranks"]
+__all__ = ["all_gather", "all_reduce_parts", "gather_ranks", "sum_ranks"]
 
 
 @operation("""
@@ -23,15 +23,15 @@ def gather_ranks(x: torch.Tensor, *, out: torch.Tensor, rank: int) -> None:
     """Hand this rank's part to all ranks; the gathering is complete when all ranks have.
 
     rank  this one, from 0
-    By itself this is a rank's part of the exchange alone; `exchange_parts` is the whole of it. Raises ShapeError for a
-    part that is wider than there is room.
+    By itself this is a rank's part of the all-reduce alone; `all_reduce_parts` is the whole of it. Raises ShapeError
+    for a part that is wider than there is room.
     """
     check_shape("out", out, out.shape[0], x.shape[0], max(out.shape[2], x.shape[1]))
     out[rank].zero_()
     out[rank, :, : x.shape[1]] = x
 
 
-def exchange_parts(parts: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+def all_reduce_parts(parts: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
     """`gather_ranks` of all ranks.
 
     parts  of each rank [M, N]     float32
@@ -55,7 +55,7 @@ def sum_ranks(parts: torch.Tensor, *, out: torch.Tensor) -> None:
     read    parts  float32  [R, M, N]  columns past a rank's own are not read
     write   out    float32  [M, V]
 """)
-def join_columns(parts: torch.Tensor, *, out: torch.Tensor, unit: int) -> None:
+def all_gather(parts: torch.Tensor, *, out: torch.Tensor, unit: int) -> None:
     """The columns of all ranks side by side; V is cut into R parts of whole units as `cuts.bounds` has it."""
     ends = bounds(out.shape[1], parts.shape[0], unit)
     for rank, (start, stop) in enumerate(itertools.pairwise(ends)):

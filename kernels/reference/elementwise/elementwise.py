@@ -102,7 +102,7 @@ def concat_norms(
     normed_hidden: torch.Tensor,
     eps: float,
 ) -> None:
-    """The draft model's attention input: normed embedding beside normed hidden state.
+    """The draft model's attention input: normed embedding next to normed hidden state.
 
     Source: EAGLE-3, arXiv 2503.01840, section 3.
     """

@@ -35,9 +35,9 @@ def linear(
 
     row_block  rows a GEMM: fixed by the program, so that a row's bits do not depend on M; a chunk of
                prefill, whose M is fixed, is one block
-    num_parts  of K, in whole units as `exchange.cuts.bounds` cuts it: each is summed by itself, the bias added to the
-               first, and they are added by `exchange.cuts.tree_sum`. Given, even as 1, kernels sum in that order, too:
-               a part's bits are then the same on any rank
+    num_parts  of K, in whole units as `all_reduce.cuts.bounds` cuts it: each is summed by itself, the bias added to the
+               first, and they are added by `all_reduce.cuts.tree_sum`. Given, even as 1, kernels sum in that order,
+               too: a part's bits are then the same on any rank
     softcap    c: results r become c tanh(r / c); None: they stay
     Raises ShapeError on the host for shapes that do not fit.
     """

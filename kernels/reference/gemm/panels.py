@@ -2,7 +2,7 @@
 
 A sum runs over parts of K: fused multiply-adds in order inside a part, starting at zero, and the parts' sums added in
 order. So a row's bits depend on the row, the weight and the width of the parts alone. Panels of PANEL_WIDTH columns lie
-one behind the other as they are read, so the GEMM of a single row runs at the speed of memory; it needs half the
+one after the other as they are read, so the GEMM of a single row runs at the speed of memory; it needs half the
 bytes of float32.
 """
 

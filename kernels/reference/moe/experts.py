@@ -2,7 +2,7 @@
 
 Experts' matrices [E, out, in] come as the parts of their format (`kernels.formats`); gate_up has all gate rows, then
 all up rows. Each expert that any row chose is expanded once a call.
-Source: gpt-oss model card, arXiv 2508.10925, section 2, and the reference implementation's clamped SwiGLU; Qwen3,
+Source: gpt-oss model GPU, arXiv 2508.10925, section 2, and the reference implementation's clamped SwiGLU; Qwen3,
 arXiv 2505.09388, with plain SwiGLU and no biases.
 """
 
@@ -200,7 +200,7 @@ def experts_down(
     `experts_gate_up`.
 
     num_parts  of I, cut in whole units as `linear` cuts K: each gives such a sum, the bias in the first, and these are
-               added by `exchange.cuts.tree_sum`; given, even as 1, kernels sum in that order, too
+               added by `all_reduce.cuts.tree_sum`; given, even as 1, kernels sum in that order, too
     Raises ShapeError for shapes that do not fit.
     """
     rows, top_k = expert_ids.shape

@@ -16,7 +16,7 @@ __all__ = ["keep_prompt_logprobs", "take_prompt_rows", "token_ranks"]
 
 @operation("""
     read    residual       compute  [P, N]  of the positions that prefill ran
-    read    targets        int32    [P]     the token behind each position; -1 where there is none
+    read    targets        int32    [P]     the token after each position; -1 where there is none
     read    count          int32    [1]     positions that prefill ran
     read    cursor         int32    [1]     the first position to take
     write   out            compute  [R, N]  zero where dead
@@ -33,7 +33,7 @@ def take_prompt_rows(
     row_live: torch.Tensor,
     target_tokens: torch.Tensor,
 ) -> None:
-    """Take the rows from the cursor on; a row is live where a token stands behind its position."""
+    """Take the rows from the cursor on; a row is live where a token stands after its position."""
     positions, rows = residual.shape[0], out.shape[0]
     place = cursor.long() + torch.arange(rows, device=out.device)
     inside = place < count.long().clamp(max=positions)
@@ -73,7 +73,7 @@ def token_ranks(
     read    logprob_ids            int32    [1, R, {MAX_LOGPROBS + 1}]
     read    ranks                  int32    [1, R]
     read    count                  int32    [1]                         positions that prefill ran
-    update  cursor                 int32    [1]                         0 behind the last of these positions
+    update  cursor                 int32    [1]                         0 after the last of these positions
     update  prompt_logprob_values  float32  [P, {MAX_LOGPROBS + 1}]     the rows from the cursor on
     update  prompt_logprob_ids     int32    [P, {MAX_LOGPROBS + 1}]
     update  prompt_ranks           int32    [P]

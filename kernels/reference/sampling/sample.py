@@ -84,16 +84,16 @@ def keep(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.
     kept = scaled > -math.inf
     if 0 < top_k < scaled.numel():
         kept &= scaled >= torch.topk(scaled, top_k).values[-1]
-    odds = torch.exp(scaled)
+    probabilities = torch.exp(scaled)
     if top_p < 1.0:
-        masses = torch.where(kept, (odds * MASS_UNIT).long(), 0)
+        masses = torch.where(kept, (probabilities * MASS_UNIT).long(), 0)
         order = torch.argsort(scaled, descending=True, stable=True)
         sums = masses[order].cumsum(0)
         total = int(sums[-1])
         need = min(max(math.ceil(top_p * total), 1), total)
         kept &= scaled >= scaled[order[int((sums < need).sum())]]
     if min_p > 0.0:
-        kept &= odds >= min_p
+        kept &= probabilities >= min_p
     return kept
 
 
@@ -159,7 +159,7 @@ class _Rows:
         """The tokens that a row's grammar allows. Raises DeviceError where the host has not filled the step's masks."""
         ready, length = int(self.state["grammar_ready"][slot]), self.lengths[slot]
         if ready < length:
-            raise DeviceError(f"slot {slot} draws behind {length} tokens, and its masks are those behind {ready}")
+            raise DeviceError(f"slot {slot} draws after {length} tokens, and its masks are those after {ready}")
         return allowed(self.state["grammar_masks"][slot, node].to(self.state["slot_ints"].device), width)
 
     def _penalise(self, logits: torch.Tensor, slot: int, drafted: list[int]) -> torch.Tensor:
@@ -202,7 +202,7 @@ class _Rows:
     read    bias_values    float32  [max_B, {MAX_BIASES}]
     read    stop_ids       int32    [max_B, {MAX_STOPS}]   -1 pads
     read    grammar_masks  int32    [max_B, max_T, W]      W = ceil(V / 32); bit 1: allowed, little end first
-    read    grammar_ready  int64    [max_B]                the committed tokens behind which the slot's masks hold
+    read    grammar_ready  int64    [max_B]                the committed tokens after which the slot's masks hold
     write   target_tokens  int32    [B, T]                 the draw; -1 dead or nothing allowed, 0 not finite
 """)
 def sample(

@@ -1,9 +1,9 @@
 """The choice between a model's drafts and those from a slot's own text: by the drafts that are expected to be accepted.
 
 A slot keeps both proposals and, once the text has gone on, compares each with it, whichever was verified. So both have
-running odds: how often a draft whose predecessors were right was right as well, for a model by the draft's position and
-for text by the length of the ending that it continues, next to how often its share had promised. The same seed gives
-the same tokens whatever is chosen.
+running acceptance probabilities: how often a draft whose predecessors were right was right as well, for a model by the
+draft's position and for text by the length of the ending that it continues, next to how often its share had promised.
+The same seed gives the same tokens whatever is chosen.
 """
 
 import torch
@@ -49,7 +49,7 @@ PRIOR = tuple(tuple((rate * PRIOR_WEIGHT, SHARE * PRIOR_WEIGHT) for rate in rate
     read    match_lens     int32  [B]
     update  draft_nodes    int32  [B, T]                      the model's drafts; out: those that are chosen
     update  proposals      int32  [Bmax, {PROPOSAL_WIDTH}]    the last of both: where, ending, choice, drafts
-    update  draft_odds     int32  [Bmax, 2, {NUM_BINS}, 2]    model and text: drafts that were right, and were to be
+    update  draft_probabilities     int32  [Bmax, 2, {NUM_BINS}, 2]    model and text: drafts right, and to be right
     update  draft_sources  int32  [Bmax]                      1: the text's are chosen; 0: the model's
 """)
 def choose_drafts(
@@ -63,43 +63,47 @@ def choose_drafts(
     *,
     draft_nodes: torch.Tensor,
     proposals: torch.Tensor,
-    draft_odds: torch.Tensor,
+    draft_probabilities: torch.Tensor,
     draft_sources: torch.Tensor,
     fresh: bool,
 ) -> None:
     """Learn from the last proposals, and take the drafts of which more should be accepted; a tie is the model's.
 
-    fresh  the slots' requests are new: nothing is known of them but the odds in general
-    A source's expected number of accepted drafts is the sum over its drafts of the products of the odds up to each; the
-    odds of a text's draft are its share of the places with its predecessors, times how often such shares kept their
-    promise.
+    fresh  the slots' requests are new: nothing is known of them but the acceptance probabilities in general
+    A source's expected number of accepted drafts is the sum over its drafts of the products of the acceptance
+    probabilities up to each; the acceptance probabilities of a text's draft are its share of the places with its
+    predecessors, times how often such shares kept their promise.
     Time: some dozen integers a slot. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     given = (tokens, slots, draft_live, draft_lens, text_nodes, draft_shares, match_lens)
-    check_choice(*given, draft_nodes, proposals, draft_odds, draft_sources)
+    check_choice(*given, draft_nodes, proposals, draft_probabilities, draft_sources)
     for index, (slot, live) in enumerate(zip(slots.tolist(), draft_live.tolist(), strict=True)):
         if slot < 0 or not live:
             continue
         length = int(draft_lens[index])
-        odds = draft_odds[slot].tolist() if not fresh else [[list(each) for each in rates] for rates in PRIOR]
+        probabilities = (
+            draft_probabilities[slot].tolist() if not fresh else [[list(each) for each in rates] for rates in PRIOR]
+        )
         if not fresh:
-            _learn(tokens[slot, :length].tolist(), proposals[slot].tolist(), odds)
+            _learn(tokens[slot, :length].tolist(), proposals[slot].tolist(), probabilities)
         model, text = draft_nodes[index, 1:].tolist(), text_nodes[index, 1:].tolist()
         promises, match = _promises(draft_shares[index, 1:].tolist()), int(match_lens[index])
-        of_model = _expected(model, [SHARE] * len(model), odds[0], range(len(model)))
-        of_text = _expected(text, promises, odds[1], [_text_bin(match, place) for place in range(len(text))])
+        of_model = _expected(model, [SHARE] * len(model), probabilities[0], range(len(model)))
+        of_text = _expected(text, promises, probabilities[1], [_text_bin(match, place) for place in range(len(text))])
         chosen = int(of_text > of_model)
         pads = [-1] * (MAX_DRAFTS - len(model))
         kept = [length, match, chosen, *model, *pads, *text, *pads, *promises, *pads]
         proposals[slot] = torch.tensor(kept, dtype=torch.int32)
-        draft_odds[slot] = torch.tensor(odds, dtype=torch.int32)
+        draft_probabilities[slot] = torch.tensor(probabilities, dtype=torch.int32)
         draft_sources[slot] = chosen
         if chosen:
             draft_nodes[index, 1:] = text_nodes[index, 1:]
 
 
 def _text_bin(match: int, place: int) -> int:
-    """The odds of a text's draft: by the tokens of the ending that it continues, earlier drafts included."""
+    """The acceptance probabilities of a text's draft: by the tokens of the ending that it continues, earlier drafts
+    included.
+    """
     return max(0, min(match + place, NUM_BINS) - 1)
 
 
@@ -108,7 +112,7 @@ def _promises(shares: list[int]) -> list[int]:
     return [share * SHARE // max(before, 1) for share, before in zip(shares, [SHARE, *shares], strict=False)]
 
 
-def _learn(text: list[int], proposal: list[int], odds: list[list[list[int]]]) -> None:
+def _learn(text: list[int], proposal: list[int], probabilities: list[list[list[int]]]) -> None:
     """Compare both kept proposals with what came, draft by draft up to the first that was wrong."""
     start = proposal[MADE_AT]
     for source in (0, 1):
@@ -118,20 +122,20 @@ def _learn(text: list[int], proposal: list[int], odds: list[list[list[int]]]) ->
                 break
             promise = proposal[FIRST + 2 * MAX_DRAFTS + place] if source else SHARE
             right = text[start + place] == draft
-            entry = odds[source][_text_bin(proposal[MATCH], place) if source else place]
+            entry = probabilities[source][_text_bin(proposal[MATCH], place) if source else place]
             entry[0] += (SHARE if right else 0) - (entry[0] >> DECAY)
             entry[1] += promise - (entry[1] >> DECAY)
             if not right:
                 break
 
 
-def _expected(drafts: list[int], promises: list[int], odds: list[list[int]], bins: list[int] | range) -> int:
+def _expected(drafts: list[int], promises: list[int], probabilities: list[list[int]], bins: list[int] | range) -> int:
     """Drafts that will be accepted, in 1024ths."""
     product, total = SHARE, 0
     for draft, promise, at in zip(drafts, promises, bins, strict=True):
         if draft < 0:
             break
-        right, promised = odds[at]
+        right, promised = probabilities[at]
         rate = min(SHARE, right * SHARE // max(promised, 1))
         product = product * (rate * promise // SHARE) // SHARE
         total += product
@@ -148,7 +152,7 @@ def check_choice(
     match_lens: torch.Tensor,
     draft_nodes: torch.Tensor,
     proposals: torch.Tensor,
-    draft_odds: torch.Tensor,
+    draft_probabilities: torch.Tensor,
     draft_sources: torch.Tensor,
 ) -> None:
     """Raise ShapeError for shapes that `choose_drafts` does not take."""
@@ -160,5 +164,5 @@ def check_choice(
     check_shape("draft_shares", draft_shares, batch, rows)
     check_shape("match_lens", match_lens, batch)
     check_shape("proposals", proposals, tokens.shape[0], PROPOSAL_WIDTH)
-    check_shape("draft_odds", draft_odds, tokens.shape[0], 2, NUM_BINS, 2)
+    check_shape("draft_probabilities", draft_probabilities, tokens.shape[0], 2, NUM_BINS, 2)
     check_shape("draft_sources", draft_sources, tokens.shape[0])

@@ -1,7 +1,7 @@
 """The rows of drafters that draft all positions in one pass.
 
-P-EAGLE's are accepted rows, and behind them those of the mask: row r of a slot is its r-th committed token, and the
-S - 1 rows behind the last of these take the mask's token and state. DFlash's are the last known token and the mask's.
+P-EAGLE's are accepted rows, and after them those of the mask: row r of a slot is its r-th committed token, and the
+S - 1 rows after the last of these take the mask's token and state. DFlash's are the last known token and the mask's.
 """
 
 import torch
@@ -97,7 +97,7 @@ def mask_rows(
     write_lens: torch.Tensor,
     mask_token: int,
 ) -> None:
-    """Lay out a block: the last committed token at its position, and the mask's tokens behind it."""
+    """Lay out a block: the last committed token at its position, and the mask's tokens after it."""
     row = torch.arange(tokens.shape[1], device=tokens.device)[None]
     going = (draft_live != 0)[:, None]
     last = accepted_tokens.gather(1, (commit_lens - 1).clamp(min=0)[:, None].long())

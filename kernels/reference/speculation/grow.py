@@ -132,7 +132,7 @@ def grow_block_tree(
 ) -> None:
     """Grow a tree from the lists of a block that drafts all positions at once, and take the T - 1 best drafts.
 
-    first_row  that whose list holds the root's children; the rows behind it are those of deeper drafts
+    first_row  that whose list holds the root's children; the rows after it are those of deeper drafts
     A draft's probability is its token's at its depth, whatever stands before it.
     """
     batch, top_k = draft_nodes.shape[0], top_tokens.shape[1]
@@ -147,8 +147,8 @@ def grow_block_tree(
     scores, entries = torch.zeros(batch, 1, device=device), torch.full((batch, 1), -1, device=device)
     for level in range(depth):
         width, start = scores.shape[1], first_entry(level + 1, top_k)
-        tokens, odds = (part[:, level : level + 1].expand(-1, width, -1) for part in (lists, logprobs))
-        end = _enter(tokens.reshape(-1, top_k), odds.reshape(-1, top_k), scores, entries, tree, start)
+        tokens, probabilities = (part[:, level : level + 1].expand(-1, width, -1) for part in (lists, logprobs))
+        end = _enter(tokens.reshape(-1, top_k), probabilities.reshape(-1, top_k), scores, entries, tree, start)
         best = _order(tree[1][:, start:end])[:, :top_k]
         scores, entries = tree[1][:, start:end].gather(1, best), start + best
     _choose(tree, draft_nodes, draft_parents)
@@ -162,12 +162,12 @@ def _enter(
     tree: tuple[torch.Tensor, ...],
     start: int,
 ) -> int:
-    """Enter the children of a level's rows from an entry on; returns the entry behind them."""
+    """Enter the children of a level's rows from an entry on; returns the entry after them."""
     (batch, width), top_k = row_scores.shape, top_tokens.shape[1]
     end = start + width * top_k
     if not 0 <= start <= end <= min(tree[0].shape[1], MAX_ENTRIES):
         raise ShapeError(f"entries {start} to {end} do not fit a tree of {tree[0].shape[1]}, at most {MAX_ENTRIES}")
-    known = (row_scores >= LOWEST).repeat_interleave(top_k, dim=1)  # behind a missing draft there is none
+    known = (row_scores >= LOWEST).repeat_interleave(top_k, dim=1)  # after a missing draft there is none
     tokens = torch.where(known, top_tokens.reshape(batch, -1), -1)
     scores = (row_scores[..., None] + top_logprobs.reshape(batch, width, top_k)).reshape(batch, -1).clamp(min=LOWEST)
     tree[0][:, start:end] = tokens

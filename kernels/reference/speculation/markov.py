@@ -1,4 +1,4 @@
-"""DSpark's operations behind the rows of its block: the tokens that drafts follow, a bias by them.
+"""DSpark's operations after the rows of its block: the tokens that drafts follow, a bias by them.
 
 Shapes: B slots, R rows of a block, W nodes of a level that have children, r the bias' rank.
 Source: DSpark, DeepSeek, arXiv 2607.05147.
@@ -27,7 +27,7 @@ def parent_tokens(
     parents: torch.Tensor,
     row_live: torch.Tensor,
 ) -> None:
-    """The tokens of the nodes of a level, behind which drafts are made."""
+    """The tokens of the nodes of a level, after which drafts are made."""
     chosen = tokens[:, :1].expand(-1, nodes.shape[0])
     if draft_nodes is not None:
         drafted = torch.where(nodes == 0, chosen, draft_nodes[:, nodes.long()])

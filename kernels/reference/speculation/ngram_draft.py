@@ -31,8 +31,8 @@ def ngram_draft(
     """Draft what followed the longest ending of the text that stands in it before.
 
     An ending has max_match tokens, or fewer, but no less than min_match, and may overlap the place where it stood
-    before. Of several places the last counts. The tokens behind it, up to the text's end, are a period: drafts that
-    reach past the end begin it anew. So a slot has T - 1 drafts or none.
+    before. Of several places the last counts. The tokens after it, up to the text's end, are a period: drafts that
+    reach past the end begin it again. So a slot has T - 1 drafts or none.
     Time: one read of the text. Captured: yes. Raises ShapeError for shapes and lengths that do not fit.
     """
     check_ngram(tokens, slots, draft_live, draft_lens, draft_nodes, min_match, max_match)
@@ -49,7 +49,7 @@ def ngram_draft(
 
 
 def _continuation(text: torch.Tensor, min_match: int, max_match: int) -> int:
-    """Where the text [n] goes on behind the last of the longest matches of its ending; 0 where there is none."""
+    """Where the text [n] goes on after the last of the longest matches of its ending; 0 where there is none."""
     length = text.shape[0]
     lengths = torch.zeros(length, dtype=torch.int64, device=text.device)  # of the match that ends before each position
     going = torch.ones(length, dtype=torch.bool, device=text.device)

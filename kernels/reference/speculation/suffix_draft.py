@@ -26,7 +26,7 @@ SHARE = 1024  # of a whole, in which shares are written
     read   slots         int32  [B]        -1 pads
     read   draft_live    uint8  [B]        slots that go on
     read   draft_lens    int32  [B]        committed tokens n' of such slots, C at most
-    write  draft_nodes   int32  [B, T]     drafts from node 1 on, -1 in node 0 and behind the last
+    write  draft_nodes   int32  [B, T]     drafts from node 1 on, -1 in node 0 and after the last
     write  draft_shares  int32  [B, T]     of the places counted, in 1024ths, how many had all drafts up to this one
     write  match_lens    int32  [B]        tokens of the ending that was followed; 0 where none was
 """)
@@ -100,7 +100,7 @@ def _best(
 
 
 def _longest_matches(text: torch.Tensor, max_depth: int) -> list[tuple[int, int]]:
-    """How many tokens equal the text's end, and the place behind them; the longest, of equals the last, come first."""
+    """How many tokens equal the text's end, and the place after them; the longest, of equals the last, come first."""
     length = text.shape[0]
     lengths = torch.zeros(length, dtype=torch.int64, device=text.device)
     going = torch.ones(length, dtype=torch.bool, device=text.device)

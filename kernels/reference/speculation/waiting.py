@@ -1,6 +1,6 @@
 """Rows of committed positions that the draft model has not run over yet, and the features kept for it meanwhile.
 
-Where the width of steps is chosen anew each time, drafting opens a step: the draft model's rows are those committed
+Where the width of steps is chosen again each time, drafting opens a step: the draft model's rows are those committed
 since it last ran, at most R, whose features wait in a ring by slot. Steps that draft nothing only add to them.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["keep_features", "take_features", "waiting_rows"]
     read    lengths         int32  [max_B]     committed tokens n
     read    tokens          int32  [max_B, C]  committed tokens
     read    extended        int32  [max_B]     positions whose features the draft model has run over
-    write   waiting_tokens  int32  [B, R]      the token behind each waiting position; -1 pads
+    write   waiting_tokens  int32  [B, R]      the token after each waiting position; -1 pads
     write   counts          int32  [B]         waiting positions, 0 for a pad
     write   firsts          int32  [B]         the first of them; 0 for a pad
     write   draft_live      uint8  [B]         1 for slots that are active
@@ -55,7 +55,7 @@ def waiting_rows(
     read    slots             int32    [B]
     read    firsts            int32    [B]            the first waiting position
     read    counts            int32    [B]            R at most
-    write   out               compute  [B * R, W]     zero behind those that wait
+    write   out               compute  [B * R, W]     zero after those that wait
 """)
 def take_features(
     waiting_features: torch.Tensor,

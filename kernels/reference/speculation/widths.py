@@ -1,10 +1,10 @@
 """The width of a step: how many drafts are made and verified, by what they should bring against what they cost.
 
-The expected tokens of a width are those of all slots by their odds, see `width_odds`; a width costs what a step of it
-takes, and more the more positions are attended to. The width of most expected tokens by its cost is chosen, but the
-last one stays unless another is better by more than a 256th. At width zero nothing is learnt: so a draft is tried now
-and then, as often as costs at most a 512th of the time by what is known. The same seed gives the same tokens whatever
-is chosen. All numbers are integers, so that every executor chooses alike.
+The expected tokens of a width are those of all slots by their acceptance probabilities, see `length_probabilities`; a
+width costs what a step of it takes, and more the more positions are attended to. The width of most expected tokens by
+its cost is chosen, but the last one stays unless another is better by more than a 256th. At width zero nothing is
+learnt: so a draft is tried now and then, as often as costs at most a 512th of the time by what is known. The same seed
+gives the same tokens whatever is chosen. All numbers are integers, so that every executor chooses alike.
 """
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.reference.speculation.width_odds import MAX_WAITED, MAX_WIDTH
+from lowlat.kernels.reference.speculation.length_probabilities import MAX_WAITED, MAX_WIDTH
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 
 __all__ = [
@@ -23,10 +23,10 @@ __all__ = [
     "SLOPE",
     "TRIAL",
     "UNIT",
-    "best_width",
+    "best_length",
     "bounds_of",
     "check_widths",
-    "choose_width",
+    "choose_draft_length",
     "costs_by_width",
     "slot_limits",
     "tokens_by_width",
@@ -45,25 +45,25 @@ LARGEST_COST = 1 << 29  # costs times expected tokens of eight slots fit into 64
     read    lengths         int32  [max_B]              committed tokens
     read    extended        int32  [max_B]              positions that the draft model has run over
     read    slot_ints       int64  [max_B, {NUM_INTS}]  DRAFT_LIMIT
-    read    width_bounds    int32  [2]                  the least and the greatest width that the host allows
-    read    width_costs     int32  [n, 2, K + 2]        BASE and SLOPE: widths 0 to K, zero when the draft model runs
-    read    width_expected  int32  [max_B, K + 1]       tokens of a slot's step by its width
-    update  width_last      int32  [1]
-    update  width_waited    int32  [1]                  steps at width zero since a draft was tried
-    write   width_choice    int32  [1]                  0 to K, or K + 1: zero, but the draft model must run
+    read    length_bounds    int32  [2]                  the least and the greatest width that the host allows
+    read    draft_length_costs     int32  [n, 2, K + 2]        BASE and SLOPE: widths 0 to K, zero when the draft model
+    runs read    length_expected  int32  [max_B, K + 1]       tokens of a slot's step by its width
+    update  length_last      int32  [1]
+    update  length_waited    int32  [1]                  steps at width zero since a draft was tried
+    write   draft_length_choice    int32  [1]                  0 to K, or K + 1: zero, but the draft model must run
 """)
-def choose_width(
+def choose_draft_length(
     active: torch.Tensor,
     lengths: torch.Tensor,
     extended: torch.Tensor,
     slot_ints: torch.Tensor,
-    width_bounds: torch.Tensor,
-    width_costs: torch.Tensor,
-    width_expected: torch.Tensor,
+    length_bounds: torch.Tensor,
+    draft_length_costs: torch.Tensor,
+    length_expected: torch.Tensor,
     *,
-    width_last: torch.Tensor,
-    width_waited: torch.Tensor,
-    width_choice: torch.Tensor,
+    length_last: torch.Tensor,
+    length_waited: torch.Tensor,
+    draft_length_choice: torch.Tensor,
     row: int,
     most_waiting: int,
 ) -> None:
@@ -72,27 +72,27 @@ def choose_width(
     row           of the costs: the bucket's
     most_waiting  positions that may wait for the draft model before it must run; 0: nothing waits
     A body that drafts takes K + 1 waiting positions: where more wait, a step of width zero first runs the draft model,
-    and the one behind it drafts. Captured: yes. Raises ShapeError for shapes that do not fit.
+    and the one after it drafts. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
-    check_widths(active, lengths, extended, width_bounds, width_costs, width_expected, row)
-    most = width_costs.shape[2] - 2
+    check_widths(active, lengths, extended, length_bounds, draft_length_costs, length_expected, row)
+    most = draft_length_costs.shape[2] - 2
     slots = [slot for slot, each in enumerate(active.tolist()) if each]
     allowed = slot_limits(slots, slot_ints, most)
     waiting = max((int(lengths[slot]) - 1 - int(extended[slot]) for slot in slots), default=0)
-    expected = tokens_by_width(width_expected, allowed)
-    costs = costs_by_width(width_costs[row], sum(int(lengths[slot]) for slot in slots))
-    low, high = bounds_of(width_bounds, allowed, most)
+    expected = tokens_by_width(length_expected, allowed)
+    costs = costs_by_width(draft_length_costs[row], sum(int(lengths[slot]) for slot in slots))
+    low, high = bounds_of(length_bounds, allowed, most)
     choice = low
     if slots:
-        best, drafted, gap = best_width(expected, costs, low, high, int(width_last))
-        waited = 0 if best else min(int(width_waited) + 1, MAX_WAITED)
+        best, drafted, gap = best_length(expected, costs, low, high, int(length_last))
+        waited = 0 if best else min(int(length_waited) + 1, MAX_WAITED)
         idle = expected[0] * costs[drafted]
         tried = not best and high > 0 and waited >= FIRST_TRIAL and waited * (idle >> TRIAL) >= gap
         width = drafted if tried else best
         must_run = bool(most_waiting) and waiting >= (most_waiting if width == 0 else most + 2)
-        width_last[0], width_waited[0] = best, 0 if tried and not must_run else waited
+        length_last[0], length_waited[0] = best, 0 if tried and not must_run else waited
         choice = most + 1 if must_run else width
-    width_choice[0] = choice
+    draft_length_choice[0] = choice
 
 
 def slot_limits(slots: list[int], slot_ints: torch.Tensor, most: int) -> dict[int, int]:
@@ -100,9 +100,9 @@ def slot_limits(slots: list[int], slot_ints: torch.Tensor, most: int) -> dict[in
     return {slot: max(0, min(int(slot_ints[slot, DRAFT_LIMIT]), most)) for slot in slots}
 
 
-def bounds_of(width_bounds: torch.Tensor, limits: dict[int, int], most: int) -> tuple[int, int]:
+def bounds_of(length_bounds: torch.Tensor, limits: dict[int, int], most: int) -> tuple[int, int]:
     """The least and the greatest width of a step, by the host's bounds and its slots' limits."""
-    low, high = (max(0, min(int(bound), most)) for bound in width_bounds)
+    low, high = (max(0, min(int(bound), most)) for bound in length_bounds)
     return low, max(low, min(high, max(limits.values(), default=0)))
 
 
@@ -117,7 +117,7 @@ def costs_by_width(costs: torch.Tensor, positions: int) -> list[int]:
     return [base + (slope * positions >> UNIT) for base, slope in zip(*costs.tolist(), strict=True)]
 
 
-def best_width(
+def best_length(
     expected: list[int], costs: list[int], low: int, high: int, last: int | None = None
 ) -> tuple[int, int, int]:
     """The width of most expected tokens by cost between two, of those that draft, and how much zero is better.
@@ -142,17 +142,17 @@ def check_widths(
     active: torch.Tensor,
     lengths: torch.Tensor,
     extended: torch.Tensor,
-    width_bounds: torch.Tensor,
-    width_costs: torch.Tensor,
-    width_expected: torch.Tensor,
+    length_bounds: torch.Tensor,
+    draft_length_costs: torch.Tensor,
+    length_expected: torch.Tensor,
     row: int,
 ) -> None:
-    """Raise ShapeError for shapes that `choose_width` does not take."""
-    (max_batch,), (buckets, _, columns) = active.shape, width_costs.shape
+    """Raise ShapeError for shapes that `choose_draft_length` does not take."""
+    (max_batch,), (buckets, _, columns) = active.shape, draft_length_costs.shape
     if not 3 <= columns <= MAX_WIDTH + 2 or not 0 <= row < buckets:
         raise ShapeError(f"costs must be of widths to 1 up to {MAX_WIDTH} and have row {row}; got {buckets}, {columns}")
     for name, tensor in (("lengths", lengths), ("extended", extended)):
         check_shape(name, tensor, max_batch)
-    check_shape("width_bounds", width_bounds, 2)
-    check_shape("width_costs", width_costs, buckets, 2, columns)
-    check_shape("width_expected", width_expected, max_batch, columns - 1)
+    check_shape("length_bounds", length_bounds, 2)
+    check_shape("draft_length_costs", draft_length_costs, buckets, 2, columns)
+    check_shape("length_expected", length_expected, max_batch, columns - 1)

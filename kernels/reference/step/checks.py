@@ -106,7 +106,7 @@ def check_slots(
     falls_back  a slot that may verify drafts goes on without any; else it ends
     joins       the step is a prompt's first token: a slot's length is that of its record
     rewinds     a slot may have gone back to fewer tokens
-    overhang    positions behind a slot's tokens that a step may write
+    overhang    positions after a slot's tokens that a step may write
     num_blocks  of the pool, the null block included
     """
     check_failures.zero_()

@@ -52,7 +52,7 @@ PRESENCE = 4
 FREQUENCY = 5
 NUM_FLOATS = 6
 
-# capacities of the lists beside the record
+# capacities of the lists next to the record
 MAX_STOPS = 32
 MAX_BIASES = 300
 MAX_LOGPROBS = 20

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 JOIN, CANCEL, SET_DRAFT_LIMIT, REWIND = 1, 2, 3, 4
-NO_SOURCE, FROM_METHOD, FROM_TEXT, FORCED_DRAFTS = range(4)  # of what a slot verifies; text: beside a draft model
+NO_SOURCE, FROM_METHOD, FROM_TEXT, FORCED_DRAFTS = range(4)  # of what a slot verifies; text: next to a draft model
 MAX_PATHS = 64  # of a slot, that may begin with what its grammar forces
 MAX_FORCED = 31  # tokens of a grammar that one step verifies
 COMMAND_WIDTH = 4  # opcode, slot, value, reserved
@@ -161,8 +161,8 @@ def list_active_slots(active: torch.Tensor, *, slots: torch.Tensor) -> None:
     read   tree_paths       int32  [max_B, P, W]        root to leaf, -1 pads
     read   slot_ints        int64  [max_B, {NUM_INTS}]  per-slot limits
     read   grammar_forced   int32  [max_B, max_T]       of a slot with a grammar: count, tokens that must follow
-    read   grammar_decided  int64  [max_B]              the committed tokens behind which they hold
-    read   draft_sources    int32  [max_B]              1: the drafts are from text beside a draft model; else 0
+    read   grammar_decided  int64  [max_B]              the committed tokens after which they hold
+    read   draft_sources    int32  [max_B]              1: the drafts are from text next to a draft model; else 0
     write  row_tokens       int32  [B, T]               -1 where dead
     write  row_positions    int32  [B, T]               absolute; 0 where dead
     write  row_live         uint8  [B, T]
@@ -216,7 +216,7 @@ def gather_rows(
         node_masks, node_tokens, known = tree_masks[slot], drafts[slot], tree_paths[slot]
         decided = int(grammar_decided[slot])
         if rows > 1 and slot_ints[slot, HAS_GRAMMAR] and decided < length:
-            raise DeviceError(f"slot {slot} begins behind {length} tokens, and what is forced is that behind {decided}")
+            raise DeviceError(f"slot {slot} begins after {length} tokens, and what is forced is that after {decided}")
         forced = _forced(slot_ints[slot].tolist(), grammar_forced[slot].tolist(), rows, known.shape[1])
         at_hand = [
             [int(node_tokens[node]) if 0 < node <= limit else -1 for node in path[1 : len(forced) + 1]]
@@ -258,8 +258,8 @@ def gather_rows(
     read    slot_ints        int64  [max_B, {NUM_INTS}]
     read    row_tokens       int32  [B, T]               as `gather_rows` wrote them
     read    row_masks        int64  [B, T]
-    read    width_choice     int32  [1]                  the width that was chosen, where a step begins with its choice
-    update  grammar_tokens   int32  [max_B, max_T]       -1 where dead
+    read    draft_length_choice     int32  [1]                  the width that was chosen, where a step begins with its
+    choice update  grammar_tokens   int32  [max_B, max_T]       -1 where dead
     update  grammar_paths    int64  [max_B, max_T]       ancestors and self of each row; 0 where dead
     update  grammar_lengths  int64  [max_B]              n, written last
 """)
@@ -269,7 +269,7 @@ def publish_rows(
     slot_ints: torch.Tensor,
     row_tokens: torch.Tensor,
     row_masks: torch.Tensor,
-    width_choice: torch.Tensor | None = None,
+    draft_length_choice: torch.Tensor | None = None,
     *,
     grammar_tokens: torch.Tensor,
     grammar_paths: torch.Tensor,
@@ -278,10 +278,10 @@ def publish_rows(
 ) -> None:
     """Tell the host which rows the slots with a grammar verify, so that it fills their masks while the target runs.
 
-    most_drafts  with width_choice: a step of 1 to so many drafts is not told of here, but when they are made
+    most_drafts  with draft_length_choice: a step of 1 to so many drafts is not told of here, but when they are made
     What is past the step's rows is dead. Other slots are not told.
     """
-    if width_choice is not None and 1 <= int(width_choice[0]) <= most_drafts:
+    if draft_length_choice is not None and 1 <= int(draft_length_choice[0]) <= most_drafts:
         return
     rows = row_tokens.shape[1]
     for index, slot in enumerate(slots.tolist()):

@@ -106,7 +106,7 @@ def logprobs(
 
 
 @device_function
-def _odds(bits: Any, largest: Any) -> Any:
+def _probabilities(bits: Any, largest: Any) -> Any:
     """The exponential of a number less the largest."""
     return float32(math.exp(add_rn(float_of_bits(bits), -largest)))
 
@@ -121,10 +121,10 @@ def chunk_sum(staged: Any, largest: Any, sums: Any) -> Any:
     total = float32(0.0)
     for group in range(GROUPS):
         words = load_shared_128(uint32(staged + 4 * int64(group * STRIDE + 4 * thread)))
-        total = add_rn(total, _odds(words[0], largest))
-        total = add_rn(total, _odds(words[1], largest))
-        total = add_rn(total, _odds(words[2], largest))
-        total = add_rn(total, _odds(words[3], largest))
+        total = add_rn(total, _probabilities(words[0], largest))
+        total = add_rn(total, _probabilities(words[1], largest))
+        total = add_rn(total, _probabilities(words[2], largest))
+        total = add_rn(total, _probabilities(words[3], largest))
     total = lane_sum(total)
     if thread & 31 == 0:
         sums[thread >> 5] = total

@@ -1,7 +1,7 @@
 """AutoAWQ's, GPTQ's and AutoRound's keys in quantization_config: four bits in groups of inputs, a plain LM head.
 
 AutoRound stores tensors as one of the other two does, which `packing_format` says. It also exports files under their
-names, with its own keys beside theirs.
+names, with its own keys next to theirs.
 """
 
 import re

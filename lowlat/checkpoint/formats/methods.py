@@ -33,7 +33,7 @@ MODELOPT_LAYERS = {"FP8": Fp8Linear("tensor")} | dict.fromkeys(
 
 
 def read_quantisation(fields: Fields, directory: Path) -> Quantisation | None:
-    """The quantised layers of a model by its config, or by ModelOpt's file beside it; None for plain weights.
+    """The quantised layers of a model by its config, or by ModelOpt's file next to it; None for plain weights.
 
     Raises ConfigError for a quant_method, and for keys and values of one, that are not implemented.
     """

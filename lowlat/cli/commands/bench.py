@@ -29,7 +29,7 @@ SPECULATION = tuple(
     option.key
     for option in options_of(SpeculativeConfig)
     if not option.python_only
-    and option.name not in ("num_speculative_tokens", "adaptive_width", "strict", "simulated_accept_length")
+    and option.name not in ("num_speculative_tokens", "adaptive_length", "strict", "simulated_accept_length")
 )
 RUNNING = (
     *("device", "dtype", "executor", "device_loop", "perf_mode", "max_prefill_chunks"),
@@ -91,9 +91,9 @@ def _subject_options(function: F) -> F:
 @click.option("--steps", type=int, metavar="N", help="Timed steps of a repeat, in place of the scenario's.")
 @click.option("--warm-up", type=int, metavar="N", help="Steps before them.")
 @click.option("--repeats", type=int, metavar="N", help="Repeats of each case.")
-@click.option("--fresh", is_flag=True, help="Begin anew where there are results already.")
+@click.option("--fresh", is_flag=True, help="Begin again where there are results already.")
 @click.option("--force", is_flag=True, help="Run without the gates that it asks for; the result says so.")
-@click.option("--profile", is_flag=True, help="Write the time of each stage, too: needs an NVIDIA card.")
+@click.option("--profile", is_flag=True, help="Write the time of each stage, too: needs an NVIDIA GPU.")
 @_subject_options
 def run(
     scenario: str, out: Path, fresh: bool, force: bool, profile: bool, plan_file: Path | None, **values: Any

@@ -59,7 +59,7 @@ COLUMNS = ("stage", "rows", "mean difference", "max difference", "cosine", "top-
     type=click.Choice(["reference", "eager"]),
     default="reference",
     show_default=True,
-    help="How lowlat computes; eager, a card's kernels, shows no residual streams of the prompt.",
+    help="How lowlat computes; eager, a GPU's kernels, shows no residual streams of the prompt.",
 )
 @click.option(
     "--min-cosine",
@@ -97,8 +97,8 @@ def command(
     """Compare a target, and a draft model, stage by stage with an independent implementation.
 
     A few greedy tokens are decoded. The target's residual streams, pre_head_hidden and logits, and the draft model's
-    fc_out and, for each level of drafts, attn_out, ffn_out, pre_head_hidden and logits are set beside those of
-    transformers (the target) and of plain torch (the draft model), or beside a recording: mean and largest difference,
+    fc_out and, for each level of drafts, attn_out, ffn_out, pre_head_hidden and logits are set next to those of
+    transformers (the target) and of plain torch (the draft model), or next to a recording: mean and largest difference,
     cosine of the worst row, overlap of the ten likeliest ids. lowlat/README.md describes a recording's file, which any
     engine can write. Only rows that rest on the same tokens and drafts are compared. Another target is given lowlat's
     tokens and drafts.

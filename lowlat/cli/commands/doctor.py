@@ -92,12 +92,15 @@ def _print_environment(report: dict[str, Any]) -> None:
     memory = cpu["available_bytes"]
     rows = [
         ["device", f"{device['chosen']} ({device['executor']} executor): {device['reason']}"],
-        ["NVIDIA card", "present" if gpu["present"] else "none"],
+        ["NVIDIA GPU", "present" if gpu["present"] else "none"],
         ["driver", gpu["driver"] or "none"],
         ["torch's CUDA", gpu["torch_cuda"] or "built without"],
         *(
-            [f"GPU {index}", f"{card['name']}, capability {card['capability']}, {format_bytes(card['memory_bytes'])}"]
-            for index, card in enumerate(gpu["devices"])
+            [
+                f"GPU {index}",
+                f"{device['name']}, capability {device['capability']}, {format_bytes(device['memory_bytes'])}",
+            ]
+            for index, device in enumerate(gpu["devices"])
         ),
         ["CPU cores", f"{cpu['usable_cores']} usable of {cpu['logical_cores']}; torch uses {cpu['torch_threads']}"],
         ["memory available", "unknown" if memory is None else format_bytes(memory)],
@@ -105,16 +108,16 @@ def _print_environment(report: dict[str, Any]) -> None:
     ]
     print_table("machine", ("what", "found"), rows)
     if report["gpu"]["devices"]:
-        print_table("several cards", ("what", "found"), _peer_rows(report["peers"]))
+        print_table("several GPUs", ("what", "found"), _peer_rows(report["peers"]))
 
 
 def _peers() -> dict[str, Any]:
-    """The paths between cards; nothing is loaded for them where there is no card."""
-    from lowlat.executors.devices import nvidia_card_present
+    """The paths between GPUs; nothing is loaded for them where there is no GPU."""
+    from lowlat.executors.devices import nvidia_gpu_present
 
-    if not nvidia_card_present():
+    if not nvidia_gpu_present():
         return {"cards": 0, "problem": None, "exchange": [], "write_gb_s": {}}
-    from lowlat.tools.exchange_times import topology
+    from lowlat.tools.all_reduce_times import topology
 
     return topology()
 
@@ -158,7 +161,7 @@ def _print_limits(checks: "list[LimitCheck]") -> None:
         return "" if value is None else ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
     rows = [[check.name, shown(check.asked), shown(check.engine), check.verdict] for check in checks]
-    print_table("speculation by default beside what was loaded", ("option", "asked", "engine", ""), rows)
+    print_table("speculation by default next to what was loaded", ("option", "asked", "engine", ""), rows)
 
 
 def _print_shifts(results: "list[ShiftResult]", verdict: str) -> None:

@@ -203,7 +203,7 @@ def _read_text(file: BinaryIO) -> str:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{file.name}: is not UTF-8: byte {error.start}") from error
-    return text.removesuffix("\n").removesuffix("\r")  # what `echo` and editors put behind a text is not of it
+    return text.removesuffix("\n").removesuffix("\r")  # what `echo` and editors put after a text is not of it
 
 
 def _write(output: Output) -> None:

@@ -1,4 +1,4 @@
-"""`lowlat http`: OpenAI's interface and a page in front of a running server."""
+"""`lowlat http`: OpenAI's interface and a page before a running server."""
 
 import os
 from pathlib import Path
@@ -31,7 +31,7 @@ def command(
     """Start an HTTP gateway to a running server: /v1/chat/completions and more of OpenAI's interface, /metrics, a page.
 
     Requests need the key in LOWLAT_API_KEY, or else the one that is made and printed at the start. `lowlat serve --http
-    8000` does the same beside the server that it starts.
+    8000` does the same next to the server that it starts.
     """
     from lowlat.serving.gateway import check_gateway
 

@@ -125,12 +125,11 @@ def _print_model(report: dict[str, Any]) -> None:
         ["block size", kv["block_size"]],
     ]
     print_table("KV cache", ("what", "count"), rows)
-    cards = report.get("cards", [memory])
+    gpus = report.get("cards", [memory])
     rows = [
-        [name.removesuffix("_bytes").replace("_", " "), *(format_bytes(each[name]) for each in cards)]
-        for name in memory
+        [name.removesuffix("_bytes").replace("_", " "), *(format_bytes(each[name]) for each in gpus)] for name in memory
     ]
-    sizes = ["size"] if len(cards) == 1 else [f"card {number}" for number in range(len(cards))]
+    sizes = ["size"] if len(gpus) == 1 else [f"GPU {number}" for number in range(len(gpus))]
     print_table(f"memory needed on {report['device']}, executor {report['executor']}", ("part", *sizes), rows)
     click.echo(f"{report['device']}: {report['device_reason']}")
     files = report["files"]

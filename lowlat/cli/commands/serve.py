@@ -1,4 +1,4 @@
-"""`lowlat serve`: a model behind an endpoint, until somebody ends it; settings by options, environment or a file."""
+"""`lowlat serve`: a model after an endpoint, until somebody ends it; settings by options, environment or a file."""
 
 import logging
 import os

@@ -76,7 +76,7 @@ def _watch(client: Client, interval: float) -> None:
             while True:
                 try:
                     shown = render(client.stats(), client.endpoint)
-                except ServerGone as error:  # it may come back: the next question connects anew
+                except ServerGone as error:  # it may come back: the next question connects again
                     shown = Text(f"{error}\n\nwaiting for a server; Ctrl-C ends this", style="red")
                 live.update(shown, refresh=True)
                 time.sleep(interval)
@@ -166,7 +166,7 @@ def _kv(kv: dict[str, Any]) -> "RenderableType":
 
 
 def _memory(held: dict[str, Any]) -> "RenderableType":
-    """The memory that a device held when all was loaded; nothing is allocated behind that."""
+    """The memory that a device held when all was loaded; nothing is allocated after that."""
     from rich.text import Text
 
     total, free = held["total_bytes"], held["free_bytes"]

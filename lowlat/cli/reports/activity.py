@@ -51,7 +51,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     guess_rate         how often a token drawn from those of the texts would be accepted; None without text
     tokens_per_s       of decoding, one request at a time, with a short request before
     eagle_speculation  as in the metrics; absent in JSON where no draft was verified
-    texts              each prompt, with what was decoded behind it
+    texts              each prompt, with what was decoded after it
     """
 
     model: str

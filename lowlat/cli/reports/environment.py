@@ -11,7 +11,7 @@ import torch
 import lowlat
 from lowlat.checkpoint.files import find_text
 from lowlat.engine.memory.plan import available_bytes
-from lowlat.executors.devices import choose_device, nvidia_card_present
+from lowlat.executors.devices import choose_device, nvidia_gpu_present
 from lowlat.options.directories import cache_directory
 
 __all__ = ["environment"]
@@ -33,7 +33,7 @@ def environment() -> dict[str, Any]:
             "chosen": str(choice.device),
             "executor": choice.executor,
             "reason": choice.reason,
-            "usable_card_unused": choice.loud,
+            "usable_gpu_unused": choice.loud,
         },
         "gpu": _gpu(),
         "cpu": {
@@ -54,7 +54,7 @@ def _version(package: str) -> str | None:
 
 
 def _gpu() -> dict[str, Any]:
-    """The NVIDIA cards, the driver, and what torch sees of them."""
+    """The NVIDIA GPUs, the driver, and what torch sees of them."""
     driver = find_text(Path("/proc/driver/nvidia/version"), MAX_VERSION_FILE)
     usable = torch.cuda.is_available()
     devices = []
@@ -68,7 +68,7 @@ def _gpu() -> dict[str, Any]:
             }
         )
     return {
-        "present": nvidia_card_present(),
+        "present": nvidia_gpu_present(),
         "driver": driver.splitlines()[0].strip() if driver else None,
         "torch_cuda": torch.version.cuda,
         "devices": devices,

@@ -38,7 +38,7 @@ def model_report(
     """A target's geometry, parts, KV and memory; with `buffers` those of one step. Raises ConfigError.
 
     options  of RuntimeConfig; max_context may be None for the usual one
-    Of several cards "memory" is the first one's, and "cards" has that of each.
+    Of several GPUs "memory" is the first one's, and "GPUs" has that of each.
     """
     runtime = options_from({**options, "max_context": default_context(directory, options["max_context"])})
     plan = plan_runtime(directory, runtime, speculative)

@@ -1,4 +1,4 @@
-"""`lowlat inspect quality`: two targets loaded beside each other, their figures on a text, and the table of them."""
+"""`lowlat inspect quality`: two targets loaded next to each other, their figures on a text, and the table of them."""
 
 from contextlib import ExitStack
 from pathlib import Path

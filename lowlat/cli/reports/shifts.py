@@ -84,7 +84,7 @@ def measure_shifts(
     """Decode the prompts greedily, one draft a step, once for each shift of the draft model's capture boundaries.
 
     Boundaries stay between 0 and the target's layers; where that undoes a shift, nothing is run for it. Also returns
-    how the default configuration of this draft model lies beside the engine that was loaded. Raises ConfigError and
+    how the default configuration of this draft model lies next to the engine that was loaded. Raises ConfigError and
     RequestError.
     """
     config = read_model_config(target)

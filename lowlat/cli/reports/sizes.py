@@ -68,7 +68,7 @@ def _part(name: str) -> str:
 class Plan:
     """A runtime's shapes and programs, with weights that have shapes and no content; host memory of its loading.
 
-    ranks  the shapes of each card's part, where several share the target; else of the one
+    ranks  the shapes of each GPU's part, where several share the target; else of the one
     """
 
     geometry: StepGeometry
@@ -98,7 +98,7 @@ class Plan:
         return found
 
     def first_token(self, num_speculative_tokens: int, rank: int = 0) -> Program:
-        """The program that chooses a prompt's first token and drafts behind it."""
+        """The program that chooses a prompt's first token and drafts after it."""
         bucket = first_token_bucket(num_speculative_tokens)
         return build_step(self.ranks[rank], bucket, self.topologies[num_speculative_tokens])
 

@@ -75,7 +75,7 @@ def step_report(
     sizes = weight_sizes(config, planned.rank)
     if speculator is not None:
         sizes |= part_sizes(speculator.weight_plan(config.dtype), planned.rank)
-    rate = gpu.card.read_gb_s
+    rate = gpu.facts.read_gb_s
     step = [each for part in planned.step for each in _counted(planned, part, sizes, lengths)]
     prefill = _counted(planned, planned.prefill, sizes, lengths[:1])
     programs = [part.program for part in planned.step]
@@ -87,10 +87,10 @@ def step_report(
         "text_drafts": None if speculator is None else speculator.draft_sources[1] or None,
         "gpu": {
             "name": gpu.name,
-            "capability": list(gpu.card.capability),
-            "multiprocessors": gpu.card.num_multiprocessors,
+            "capability": list(gpu.facts.capability),
+            "multiprocessors": gpu.facts.num_multiprocessors,
             "read_gb_per_s": round(rate, 1),
-            "tuned": gpu.card.tuning is not None,
+            "tuned": gpu.facts.tuning is not None,
             "count": planned.num_gpus,
         },
         "bucket": {

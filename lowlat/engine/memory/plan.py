@@ -56,8 +56,8 @@ def memory_need(
     """Add up the buffers of all programs and the weights as the executor keeps them.
 
     weights      canonical weights, or tensors without content in their place
-    has_kernels  programs run one at a time in the memory of the largest one's scratch; prefill has workspaces beside
-                 it, as exchanges among ranks have; and matrices are packed
+    has_kernels  programs run one at a time in the memory of the largest one's scratch; prefill has workspaces next to
+                 it, as all-reduces among ranks have; and matrices are packed
     """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
@@ -83,9 +83,9 @@ def memory_need(
             workspaces = max(workspaces, workspace_bytes(program, shape_of))
             temporary = max(temporary, temporary_bytes(program, shape_of))
     if has_kernels:
-        from lowlat.executors.distributed.parallel import exchange_bytes
+        from lowlat.executors.distributed.parallel import all_reduce_bytes
 
-        workspaces += exchange_bytes(programs)
+        workspaces += all_reduce_bytes(programs)
     matrices = [matrix_parts(name, weights) for name in gemm_weights(programs)]
     matrices += [parts for parts in expert_parts(programs, weights).values() if has_kernels or "blocks" not in parts]
     packed = matrices if has_kernels else []
@@ -105,7 +105,7 @@ def on_one_device(needs: Sequence[MemoryNeed]) -> MemoryNeed:
 
 
 def _packing_bytes(names: Mapping[str, str], weights: Mapping[str, torch.Tensor]) -> int:
-    """Bytes on the device beside a packed matrix while it is made: its own, of plain ones in the packed order, too."""
+    """Bytes on the device next to a packed matrix while it is made: its own, of plain ones in the packed order, too."""
     own = sum(weights[name].numel() * weights[name].element_size() for name in names.values() if name in weights)
     return 2 * own if "weight" in names else own + PANEL_BYTES
 

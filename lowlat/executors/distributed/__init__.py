@@ -1,1 +1,1 @@
-"""Cards as such: a watchdog of their work, and several of one host that reach each other's memory."""
+"""GPUs as such: a watchdog of their work, and several of one host that reach each other's memory."""

@@ -1,7 +1,7 @@
 """Several graph executors, one for each rank, run as one executor by one thread, which starts graphs back to back.
 
 Every rank has a device of its own, its part of the weights, and control state of its own, which is the same on all:
-the host writes and reads the first one's, whose commands the others read as rank 0 forwards them. It knows no kernel.
+the host writes and reads the first one's, whose commands the others read as rank 0 forwards them.
 """
 
 import time
@@ -19,14 +19,14 @@ from lowlat.executors.kernel_executor import abandon
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.graphs.program import Program
 
-__all__ = ["ParallelExecutor", "exchange_bytes", "exchanged_rows"]
+__all__ = ["ParallelExecutor", "all_reduce_bytes", "exchanged_rows"]
 
 PATIENCE_S = 1.0  # for ranks to end after one has failed
-EXCHANGE = "gather_ranks"
+ALL_REDUCE = "gather_ranks"
 Answer = TypeVar("Answer")
 
 
-def exchanged_rows(programs: Iterable[Program], kind: str = EXCHANGE) -> dict[int, int]:
+def exchanged_rows(programs: Iterable[Program], kind: str = ALL_REDUCE) -> dict[int, int]:
     """The most rows that programs exchange among ranks, by their width; of `sum_ranks`, those that are added up."""
     found: dict[int, int] = {}
     for program in programs:
@@ -37,9 +37,9 @@ def exchanged_rows(programs: Iterable[Program], kind: str = EXCHANGE) -> dict[in
     return found
 
 
-def exchange_bytes(programs: Sequence[Program]) -> int:
+def all_reduce_bytes(programs: Sequence[Program]) -> int:
     """The most bytes on a rank's device of memory for its programs' exchanges; 0 where they exchange nothing."""
-    outs = [program.buffers[op.writes["out"]] for program in programs for op in program.ops if op.kind == EXCHANGE]
+    outs = [program.buffers[op.writes["out"]] for program in programs for op in program.ops if op.kind == ALL_REDUCE]
     if not outs:
         return 0
     return planned_bytes(outs[0].shape[0], exchanged_rows(programs), exchanged_rows(programs, "sum_ranks"))
@@ -194,7 +194,7 @@ class ParallelExecutor:
 
     def close(self) -> None:
         """Close all ranks, then free the memory of exchanges. Where one has failed, nothing of the others is freed
-        either: torch frees what it keeps on all cards at once."""
+        either: torch frees what it keeps on all GPUs at once."""
         failed = any(rank.failed for rank in self.ranks)
         if failed:
             self._end_waits()

@@ -1,4 +1,4 @@
-"""Weights on their way to several cards: every tensor is read once, and each card is sent its rank's part of it.
+"""Weights on their way to several GPUs: every tensor is read once, and each GPU is sent its rank's part of it.
 
 It knows extents by `rank_weights` alone, and packs nothing.
 """

@@ -1,6 +1,6 @@
-"""Memory by which the ranks of a step exchange: access between cards, and the memory that exchanges take on each.
+"""Memory by which the ranks of a step exchange: access between GPUs, and the memory that all-reduces take on each.
 
-Ranks may share a card, as in tests, or have no card at all. It knows no program and no weight.
+Ranks may share a GPU, as in tests, or have no GPU at all.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ConfigError, DeviceError
-from lowlat.kernels.collectives.exchange import Channel, channel_shapes
+from lowlat.kernels.collectives.all_reduce import Channel, channel_shapes
 from lowlat.kernels.collectives.peers.rows import PeerRows, area_shape
 from lowlat.kernels.collectives.peers.words import HOST_GAVE_UP, awaited_code
 from lowlat.kernels.collectives.shares import RowShares, share_words
@@ -21,46 +21,46 @@ __all__ = ["PeerMemory", "connect", "peer_problem", "planned_bytes"]
 
 MAX_CHANNEL_ROWS = 256  # of one launch; more rows go by several, so that areas stay small
 MAX_SUMMED_ROWS = 64  # of one launch that makes rows and adds them up
-NUM_KINDS = 2  # of kernels that do so: GEMMs and mixtures
-HOW_TO_SEE = "`nvidia-smi topo -m` shows how the cards are joined, `nvidia-smi topo -p2p r` whether they may"
+NUM_KINDS = 2  # of kernels that do so: GEMMs and MoE layers
+HOW_TO_SEE = "`nvidia-smi topo -m` shows how the GPUs are joined, `nvidia-smi topo -p2p r` whether they may"
 
 
 def peer_problem(devices: Sequence[torch.device]) -> str | None:
     """Why ranks on these devices cannot write to each other's memory, as a sentence; None where they can."""
-    cards = _cards(devices)
-    if not cards:
+    gpus = _gpus(devices)
+    if not gpus:
         return None
     from cuda.bindings import driver
 
     _checked("cuInit", driver.cuInit(0))
     count = _checked("cuDeviceGetCount", driver.cuDeviceGetCount())
-    for card in cards:
-        if card >= count:
-            return f"there is no cuda:{card}: {count} cards are visible (devices, CUDA_VISIBLE_DEVICES)"
-    for card, other in ((card, other) for card in cards for other in cards if card != other):
-        if not _checked("cuDeviceCanAccessPeer", driver.cuDeviceCanAccessPeer(_device(card), _device(other))):
-            return f"cuda:{card} cannot reach the memory of cuda:{other}; {HOW_TO_SEE}"
+    for gpu in gpus:
+        if gpu >= count:
+            return f"there is no cuda:{gpu}: {count} GPUs are visible (devices, CUDA_VISIBLE_DEVICES)"
+    for gpu, other in ((gpu, other) for gpu in gpus for other in gpus if gpu != other):
+        if not _checked("cuDeviceCanAccessPeer", driver.cuDeviceCanAccessPeer(_device(gpu), _device(other))):
+            return f"cuda:{gpu} cannot reach the memory of cuda:{other}; {HOW_TO_SEE}"
     return None
 
 
 def connect(devices: Sequence[torch.device]) -> None:
-    """Let every one of these cards write to all others. Raises ConfigError where they cannot, naming the two."""
+    """Let every one of these GPUs write to all others. Raises ConfigError where they cannot, naming the two."""
     problem = peer_problem(devices)
     if problem is not None:
-        raise ConfigError(f"tensor_parallel_size {len(devices)} needs cards that reach each other: {problem}")
+        raise ConfigError(f"tensor_parallel_size {len(devices)} needs GPUs that reach each other: {problem}")
     from cuda.bindings import driver
 
-    cards = _cards(devices)
-    for card, other in ((card, other) for card in cards for other in cards if card != other):
+    gpus = _gpus(devices)
+    for gpu, other in ((gpu, other) for gpu in gpus for other in gpus if gpu != other):
         peer = _checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(_device(other)))
-        with _current(card):
+        with _current(gpu):
             (status,) = driver.cuCtxEnablePeerAccess(peer, 0)
         if status not in (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
-            raise DeviceError(f"cuda:{card} is refused access to cuda:{other}: {status.name}; {HOW_TO_SEE}")
+            raise DeviceError(f"cuda:{gpu} is refused access to cuda:{other}: {status.name}; {HOW_TO_SEE}")
 
 
 def planned_bytes(size: int, rows: Mapping[int, int], summed: Mapping[int, int]) -> int:
-    """Bytes on each of so many devices that exchanges take, at most.
+    """Bytes on each of so many devices that all-reduces take, at most.
 
     rows, summed  the most rows by width that are exchanged, and of them those that are added up
     """
@@ -74,8 +74,8 @@ def planned_bytes(size: int, rows: Mapping[int, int], summed: Mapping[int, int])
 class PeerMemory:
     """Everything through which ranks exchange, by rank; addresses never change.
 
-    devices    of each rank; ranks that share one take turns there (`shares_cards`)
-    rows       the most rows of an exchange by their width
+    devices    of each rank; ranks that share one take turns there (`shares_gpus`)
+    rows       the most rows of an all-reduce by their width
     stop_flag  [1] int64 in pinned memory: by it the host ends loops, and rank 0 tells the others
     Channels are made as they are asked for, on all devices at once, before any step runs. Raises ConfigError as
     `connect` does.
@@ -85,9 +85,9 @@ class PeerMemory:
         self.devices = list(devices)
         self._rows = rows
         connect(devices)
-        self.shares_cards = len(set(_places(devices))) < len(devices)
-        on_cards = bool(_cards(devices))
-        self.abort, self.stop_flag = (torch.zeros(1, dtype=torch.int64, pin_memory=on_cards) for _ in range(2))
+        self.shares_gpus = len(set(_places(devices))) < len(devices)
+        on_gpus = bool(_gpus(devices))
+        self.abort, self.stop_flag = (torch.zeros(1, dtype=torch.int64, pin_memory=on_gpus) for _ in range(2))
         areas = tuple(_zeros(AREA_SHAPE, torch.int64, device) for device in devices)
         self._commands = [
             CommandChannel(
@@ -109,7 +109,7 @@ class PeerMemory:
         return len(self.devices)
 
     def channel(self, rank: int, width: int, whole: bool = False) -> Channel:
-        """A rank's channel for rows of a width. Raises ConfigError for a width that no exchange was announced for."""
+        """A rank's channel for rows of a width. Raises ConfigError for a width that no all-reduce was announced for."""
         key = width, whole
         if key not in self._made:
             self._made[key] = self._make(width, whole)
@@ -149,7 +149,7 @@ class PeerMemory:
         areas = tuple(_zeros(area, torch.int64, device) for device in self.devices)
         counts = [_zeros(counters, torch.int32, device) for device in self.devices]
         return [
-            Channel(rank, areas, counts[rank], self.abort, whole, not self.shares_cards) for rank in range(self.size)
+            Channel(rank, areas, counts[rank], self.abort, whole, not self.shares_gpus) for rank in range(self.size)
         ]
 
     def tensors(self) -> list[torch.Tensor]:
@@ -203,8 +203,8 @@ def _places(devices: Sequence[torch.device]) -> list[tuple[str, int]]:
     return [(device.type, device.index or 0) for device in devices]
 
 
-def _cards(devices: Sequence[torch.device]) -> list[int]:
-    """The numbers of the cards among devices, each once, ascending."""
+def _gpus(devices: Sequence[torch.device]) -> list[int]:
+    """The numbers of the GPUs among devices, each once, ascending."""
     return sorted({index for kind, index in _places(devices) if kind == "cuda"})
 
 
@@ -216,18 +216,18 @@ def _checked(name: str, answer: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
-def _device(card: int) -> Any:
+def _device(gpu: int) -> Any:
     from cuda.bindings import driver
 
-    return _checked("cuDeviceGet", driver.cuDeviceGet(card))
+    return _checked("cuDeviceGet", driver.cuDeviceGet(gpu))
 
 
 @contextmanager
-def _current(card: int) -> Iterator[None]:
-    """A card's primary context, which torch's is, as the thread's own."""
+def _current(gpu: int) -> Iterator[None]:
+    """A GPU's primary context, which torch's is, as the thread's own."""
     from cuda.bindings import driver
 
-    _checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(_checked("", driver.cuDevicePrimaryCtxRetain(_device(card)))))
+    _checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(_checked("", driver.cuDevicePrimaryCtxRetain(_device(gpu)))))
     try:
         yield
     finally:
@@ -237,15 +237,15 @@ def _current(card: int) -> Iterator[None]:
 class _Allocation:
     """Bytes of the driver's own: torch may map its memory in a way that peers cannot reach (expandable segments)."""
 
-    def __init__(self, num_bytes: int, card: int) -> None:
+    def __init__(self, num_bytes: int, gpu: int) -> None:
         from cuda.bindings import driver
 
-        self._card = card
-        with _current(card):
+        self._gpu = gpu
+        with _current(gpu):
             status, address = driver.cuMemAlloc(num_bytes)
             if status.value:
                 raise ConfigError(
-                    f"cuda:{card} has no {num_bytes} bytes for what ranks exchange ({status.name}); lower max_batch, "
+                    f"cuda:{gpu} has no {num_bytes} bytes for what ranks exchange ({status.name}); lower max_batch, "
                     f"max_context or kv_blocks"
                 )
             _checked("cuMemsetD8", driver.cuMemsetD8(address, 0, num_bytes))
@@ -262,7 +262,7 @@ class _Allocation:
         from cuda.bindings import driver
 
         if hasattr(self, "_address"):
-            with _current(self._card):
+            with _current(self._gpu):
                 driver.cuMemFree(self._address)
 
 

@@ -1,6 +1,6 @@
 """The place of an executor among the ranks of a step: its memory of exchanges, and the commands that ranks share.
 
-It knows no graph. A runtime of one rank has no place.
+A runtime of one rank has no place.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 
 from lowlat.executors.distributed.peers import PeerMemory
 from lowlat.graphs import BufferSet, Role
-from lowlat.kernels.collectives.exchange import Channel
+from lowlat.kernels.collectives.all_reduce import Channel
 from lowlat.kernels.collectives.peers.rows import PeerRows
 from lowlat.kernels.collectives.shares import RowShares
 from lowlat.kernels.step.forward_commands import STOP, TAIL, CommandChannel, forward_commands

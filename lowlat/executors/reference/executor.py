@@ -155,7 +155,7 @@ class ReferenceExecutor:
 
     @torch.inference_mode()
     def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
-        """Run the prefill program of so many positions, passes, and the one that chooses the first token behind it."""
+        """Run the prefill program of so many positions, passes, and the one that chooses the first token after it."""
         self._run(self._prepare(size)[1])
         for _ in range(passes):
             self._run(self._prepare(PASS)[1])

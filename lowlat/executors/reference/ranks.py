@@ -1,4 +1,4 @@
-"""Several ranks of a target on one device: every operation of all ranks in turn, and exchanges between them.
+"""Several ranks of a target on one device: every operation of all ranks in turn, and all-reduces between them.
 
 It says what ranks on devices of their own must give, bit for bit. Ranks read the first one's commands, and the host
 reads what the first one publishes; all else each has for itself.
@@ -14,19 +14,19 @@ from lowlat.errors import ConfigError
 from lowlat.executors.reference.executor import Bound, ReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet, BufferSpec, Role
 from lowlat.graphs.program import Program
-from lowlat.kernels.reference.collectives.ranks import exchange_parts
+from lowlat.kernels.reference.collectives.ranks import all_reduce_parts
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.rank_weights import cut_stream
 
 __all__ = ["RankedReferenceExecutor", "cut_weights"]
 
-EXCHANGE = "gather_ranks"
+ALL_REDUCE = "gather_ranks"
 Programs = Mapping[Bucket, Program]
 Prefills = Mapping[int, Program]
 
 
 class RankedReferenceExecutor(ReferenceExecutor):
-    """The first rank, which runs the others' operations beside its own; see `lowlat.executors.Executor`.
+    """The first rank, which runs the others' operations next to its own; see `lowlat.executors.Executor`.
 
     ranks    of each rank, in order: the step's programs, and those of prefill; alike but for extents and biases
     weights  canonical weights, whole: read once, and each rank keeps its part
@@ -90,7 +90,7 @@ class RankedReferenceExecutor(ReferenceExecutor):
 
 def _is_the_hosts(spec: BufferSpec) -> bool:
     """Whether the host writes a buffer, and no operation."""
-    return spec.role is Role.COMMAND or spec.name == "width_costs"
+    return spec.role is Role.COMMAND or spec.name == "draft_length_costs"
 
 
 def _together(ranks: Sequence[Bound]) -> Bound:
@@ -100,12 +100,12 @@ def _together(ranks: Sequence[Bound]) -> Bound:
         if other.kind != op.kind:
             raise ConfigError(f"rank {rank} runs {other.kind} where rank 0 runs {op.kind}: programs of ranks differ")
     run: Callable[..., None]
-    if op.kind == EXCHANGE:
+    if op.kind == ALL_REDUCE:
         parts: Any = [own["x"] for _, _, own in ranks]
         outs: Any = [own["out"] for _, _, own in ranks]
 
         def run(**_: object) -> None:
-            exchange_parts(parts, outs)
+            all_reduce_parts(parts, outs)
 
     else:
         others = [(each, own) for _, each, own in ranks[1:]]

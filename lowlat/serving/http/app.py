@@ -42,7 +42,7 @@ SAFE_HEADERS = {
 def make_app(client: AsyncClient, *, key: str | None, host: str | None, hosts: Iterable[str] = ()) -> Starlette:
     """The application.
 
-    client  of the server behind the gateway; it is closed with the application
+    client  of the server after the gateway; it is closed with the application
     key     that every request but the page's files, /health and /ready must carry; None: none
     host    where it is bound, None where a proxy stands before it; hosts are further names under which it is reached
     """

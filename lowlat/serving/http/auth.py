@@ -40,7 +40,7 @@ class Guard:
     """Refuses requests with a wrong Host or key.
 
     key        of `Authorization: Bearer KEY`; None: nobody is asked for one
-    host       where the gateway is bound; None: behind a proxy, which any name may reach
+    host       where the gateway is bound; None: after a proxy, which any name may reach
     hosts      further names under which it is reached
     open_paths paths that need no key
     """

@@ -181,7 +181,7 @@ class Connection(H11Protocol):
                 self.abort()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, and close behind an answer for which it did not read the body."""
+        """Run the application, and close after an answer for which it did not read the body."""
         exchange = _Exchange(self, self.cycle)
         scope.setdefault("extensions", {})[EXTENSION] = exchange
 

@@ -13,7 +13,7 @@ STATS_S = 0.1  # whoever asks more often gets the same figures
 
 
 class Gateway:
-    """A connection to the server, made anew where it was lost."""
+    """A connection to the server, made again where it was lost."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client

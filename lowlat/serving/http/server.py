@@ -1,4 +1,4 @@
-"""The gateway's process: uvicorn in front of the application, one line that says where it is, and its end."""
+"""The gateway's process: uvicorn before the application, one line that says where it is, and its end."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ __all__ = ["Address", "bind", "check_free", "parse_address", "run"]
 
 SHUTDOWN_S = 2
 BACKLOG = 1024
-OWN_DESCRIPTORS = 64  # of the process beside connections: sockets to the server, pipes, logs
+OWN_DESCRIPTORS = 64  # of the process next to connections: sockets to the server, pipes, logs
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 logger = logging.getLogger("lowlat.serving.http")

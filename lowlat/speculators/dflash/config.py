@@ -7,7 +7,7 @@
     deepspec     see `lowlat.speculators.dspark`  target_layer_ids, as z-lab's; -1 is      the top level
                                                   boundary 0
 
-It knows no weights. Source: z-lab/dflash, and vllm-project/speculators' `models/dflash`.
+Source: z-lab/dflash, and vllm-project/speculators' `models/dflash`.
 """
 
 from collections.abc import Callable

@@ -176,7 +176,7 @@ class DflashEmitter:
         return Emitter(self.builder, rows, self.dtype, Stage.DRAFT_ATTENTION_FMHA), outs["tokens"]
 
     def _emit_layer(self, level: Emitter, stream: str, number: int) -> str:
-        """A layer over the block; returns the residual stream behind it."""
+        """A layer over the block; returns the residual stream after it."""
         layer = self.layers[number]
         level.stage = Stage.DRAFT_ATTENTION_FMHA
         normed = level.norm(stream, f"{layer.name}.attn_norm.weight", layer.eps, "input.normed")

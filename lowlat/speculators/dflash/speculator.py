@@ -101,7 +101,7 @@ class DflashSpeculator(Speculator):
         self.emitter(scope).emit_prefill(scope)
 
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
-        """Keys and values of the accepted rows' positions; behind prefill they are there."""
+        """Keys and values of the accepted rows' positions; after prefill they are there."""
         if not scope.is_first_token:
             self.emitter(scope).emit_extend(scope)
         return ()

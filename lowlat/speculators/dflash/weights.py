@@ -55,7 +55,7 @@ def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
 
 
 def _context(config: DflashConfig, dtype: torch.dtype, part: str, *width: int) -> Recipe:
-    """The keys' and values' projections of all layers, one layer's behind the other's."""
+    """The keys' and values' projections of all layers, one layer's after the other's."""
     pieces = tuple(
         Piece(f"layers.{layer}.self_attn.{each}_proj.{part}", (spec.kv_size, *width))
         for layer, spec in config.attentions.items()

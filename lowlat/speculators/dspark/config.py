@@ -4,7 +4,7 @@
     deepspec     Qwen3DSparkModel        the top level; each row drafts the token after its own
     speculators  speculators_model_type  the top level; so, unless `sample_from_anchor` is false
 
-DeepSpec's DFlash draft models are of this form, too, without a bias. It knows no weights.
+DeepSpec's DFlash draft models are of this form, too, without a bias.
 Source: deepseek-ai/DeepSpec, `modeling/dspark`, and vllm-project/speculators' `models/dspark`.
 """
 

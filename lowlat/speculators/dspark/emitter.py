@@ -1,4 +1,4 @@
-"""The choice of DSpark's drafts, level by level, behind DFlash's block. Source: DSpark, arXiv 2607.05147.
+"""The choice of DSpark's drafts, level by level, after DFlash's block. Source: DSpark, arXiv 2607.05147.
 
 A row's logits do not depend on drafts. To those of the row at each depth a bias by the token drafted before is added:
 W2 W1[token], of low rank; where the head is gated, W1[token] is scaled by a sigmoid of the row's state and that vector.

@@ -1,6 +1,6 @@
 """DSpark draft models: canonical weights. It knows names and shapes, and no layout of configs.
 
-A gate's projection reads a row's state beside a token's vector; it is kept in two, since the state's part is known for
+A gate's projection reads a row's state next to a token's vector; it is kept in two, since the state's part is known for
 all rows before the first token is drafted.
 """
 
@@ -33,7 +33,7 @@ def dspark_recipes(config: DsparkConfig, dtype: torch.dtype) -> list[Recipe]:
 
 
 def _head_recipes(config: DsparkConfig, dtype: torch.dtype) -> list[Recipe]:
-    """The weights of the heads behind the block's rows, as they are stored."""
+    """The weights of the heads after the block's rows, as they are stored."""
     hidden, rank, made = config.hidden_size, config.markov_rank, list[Recipe]()
     if rank:
         stored = "markov_head.markov_"

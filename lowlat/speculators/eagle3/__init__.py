@@ -1,4 +1,1 @@
-"""EAGLE3: draft models from their checkpoints, and their operations in prefill and in a step.
-
-It knows no executor, and nothing of acceptance.
-"""
+"""EAGLE3: draft models from their checkpoints, and their operations in prefill and in a step."""

@@ -1,7 +1,7 @@
 """EAGLE3 draft models: config.json and tensor headers to geometry and flags, in the public layouts.
 
 Where config and tensors could disagree, the tensors are trusted for sizes and presence and a contradiction is
-refused. It knows no weights. Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and DeepSpec.
+refused. Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and DeepSpec.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ ARCHITECTURES = (
 )
 MAX_DRAFT_LAYERS = 16
 LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt_oss")
-# What speculators and other trainers write down beside the geometry.
+# What speculators and other trainers write down next to the geometry.
 HARMLESS_HEAD_KEYS = HARMLESS_KEYS | {
     "auto_map",
     "down_sample_ratio",

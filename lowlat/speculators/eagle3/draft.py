@@ -21,7 +21,7 @@ __all__ = ["Drafter"]
 
 
 class Drafter:
-    """Appends what an EAGLE3 draft model does behind a commit. Shapes: B slots, T rows a slot."""
+    """Appends what an EAGLE3 draft model does after a commit. Shapes: B slots, T rows a slot."""
 
     def __init__(self, scope: StepScope, eagle: Eagle3Emitter) -> None:
         self.scope, self.eagle = scope, eagle

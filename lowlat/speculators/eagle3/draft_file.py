@@ -7,7 +7,7 @@
     safeai        midlayer, neither of them                      midlayer.      the top level
     modelopt      layers.0 or midlayer.0, none of the above      layers.0.      the top level
 
-It knows no weights. Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and DeepSpec.
+Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and DeepSpec.
 """
 
 from lowlat.checkpoint.fields import Fields

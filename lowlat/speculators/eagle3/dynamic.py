@@ -1,6 +1,6 @@
 """Drafting of a dynamic tree inside the step: the draft model over the root, then over the best drafts of each level.
 
-Source: EAGLE-2, arXiv 2406.16858, section 4. A level's rows see their own ancestors. Their keys and values stand behind
+Source: EAGLE-2, arXiv 2406.16858, section 4. A level's rows see their own ancestors. Their keys and values stand after
 the committed ones, level after level, and are overwritten by the next step.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["DynamicDrafter"]
 
 
 class DynamicDrafter(Drafter):
-    """Appends what an EAGLE3 draft model does behind a commit, for a dynamic tree. Shapes: B slots, K rows a level."""
+    """Appends what an EAGLE3 draft model does after a commit, for a dynamic tree. Shapes: B slots, K rows a level."""
 
     def draft(self, x: str, residual: str) -> str:
         """All levels; returns the drafted nodes."""

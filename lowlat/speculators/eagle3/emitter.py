@@ -99,7 +99,7 @@ class Eagle3Emitter:
         return emitter.cast(product, "hidden")
 
     def emit_input(self, emitter: Emitter, tokens: str, hidden: str) -> tuple[str, str]:
-        """Normed embedding beside normed hidden [M, 2H], and the residual [M, H]."""
+        """Normed embedding next to normed hidden [M, 2H], and the residual [M, H]."""
         draft = self.draft
         embedded = emitter.embed(tokens, self.embedding, draft.hidden_size, "embedded")
         both = emitter.scratch("both", emitter.rows.count, 2 * draft.hidden_size)

@@ -140,7 +140,7 @@ class Eagle3Speculator(Speculator):
         return self.drafter(scope).draft(*extended)
 
     def drafter(self, scope: StepScope) -> Drafter:
-        """The part that appends the draft model's operations behind a commit."""
+        """The part that appends the draft model's operations after a commit."""
         kind = DynamicDrafter if isinstance(scope.topology, DynamicTree) else Drafter
         return kind(scope, self._emitter(scope))
 

@@ -15,7 +15,7 @@ from lowlat.errors import ConfigError
 __all__ = ["MASK_HIDDEN", "DraftTensors", "open_draft_model"]
 
 MLA_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_layernorm", "kv_a_layernorm")
-# Buffers that are recomputed, and copies of the target's that some trainers leave behind.
+# Buffers that are recomputed, and copies of the target's that some trainers leave after.
 MASK_HIDDEN = "mask_hidden"  # P-EAGLE's alone: the features of rows that the target has not run
 IGNORED = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|verifier_(lm_head|norm)\.weight")
 MIDLAYER = re.compile(r"midlayer\.(?:(\d+)\.)?")

@@ -1,4 +1,1 @@
-"""N-gram drafts (prompt lookup): drafts copied from a request's own text, without a draft model or a checkpoint.
-
-It knows no target.
-"""
+"""N-gram drafts (prompt lookup): drafts copied from a request's own text, without a draft model or a checkpoint."""

@@ -1,4 +1,1 @@
-"""P-EAGLE: an EAGLE3 draft model that drafts all positions in one pass. It builds on `lowlat.speculators.eagle3`.
-
-It knows no kernels and no runtime.
-"""
+"""P-EAGLE: an EAGLE3 draft model that drafts all positions in one pass. It builds on `lowlat.speculators.eagle3`."""

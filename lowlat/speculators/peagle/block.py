@@ -1,6 +1,6 @@
-"""Drafting of all positions in one pass: the accepted rows, and behind them a row for each deeper draft.
+"""Drafting of all positions in one pass: the accepted rows, and after them a row for each deeper draft.
 
-The last accepted row drafts the next token. The row behind it takes the mask's token and the mask's state in place of
+The last accepted row drafts the next token. The row after it takes the mask's token and the mask's state in place of
 a token and a feature that nobody knows yet, stands at the position where they would be, and drafts the token after; so
 do the others, each seeing those before it. So S drafts take S - 1 more rows, and no second pass. A tree's node takes
 the token that its rank has at its depth, whatever its parent drafted.
@@ -24,7 +24,7 @@ MASK_STATE = "head.mask_state"
 
 
 class BlockDrafter(Drafter):
-    """Appends what a P-EAGLE draft model does behind a commit. Shapes: B slots, T rows a slot, R rows of the block."""
+    """Appends what a P-EAGLE draft model does after a commit. Shapes: B slots, T rows a slot, R rows of the block."""
 
     def extend(self) -> tuple[str, str]:
         """Keys and values of the accepted rows and of those that draft with them; see `Drafter.extend`."""

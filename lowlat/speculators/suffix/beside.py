@@ -1,4 +1,4 @@
-"""A speculator with drafts from text beside it: whichever of the two is expected to have more accepted is verified.
+"""A speculator with drafts from text next to it: whichever of the two is expected to have more accepted is verified.
 
 It knows the model's speculator by the interface alone. A proposal of each is made in every step, for every slot.
 """
@@ -33,12 +33,12 @@ class TextBeside(Speculator):
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
         """Always raises ConfigError: no option names it, `beside` makes it from a planned speculator."""
-        raise ConfigError("text_drafts is an option beside a method, and no method of its own")
+        raise ConfigError("text_drafts is an option next to a method, and no method of its own")
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
         """Always raises ConfigError, see `plan`."""
-        raise ConfigError("text_drafts is an option beside a method, and no method of its own")
+        raise ConfigError("text_drafts is an option next to a method, and no method of its own")
 
     @classmethod
     def beside(cls, model: Speculator, options: SpeculativeConfig, target: ModelConfig) -> Speculator:
@@ -80,12 +80,12 @@ class TextBeside(Speculator):
         return self.model.kv_windows
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
-        """The model's, and by slot the last proposals and the odds."""
+        """The model's, and by slot the last proposals and the acceptance probabilities."""
         batch, ints = sizes.max_batch, torch.int32
         return [
             *self.model.state_specs(sizes),
             BufferSpec("proposals", (batch, PROPOSAL_WIDTH), ints, Role.STATE),
-            BufferSpec("draft_odds", (batch, 2, NUM_BINS, 2), ints, Role.STATE),
+            BufferSpec("draft_probabilities", (batch, 2, NUM_BINS, 2), ints, Role.STATE),
         ]
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -114,7 +114,10 @@ class TextBeside(Speculator):
             "choose_drafts",
             Stage.DRAFT,
             reads={**reads, "text_nodes": text_nodes, "draft_shares": shares, "match_lens": lengths},
-            writes={"draft_nodes": nodes, **{name: name for name in ("proposals", "draft_odds", "draft_sources")}},
+            writes={
+                "draft_nodes": nodes,
+                **{name: name for name in ("proposals", "draft_probabilities", "draft_sources")},
+            },
             fresh=scope.is_first_token,
         )
         return nodes

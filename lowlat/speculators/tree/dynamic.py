@@ -15,7 +15,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 __all__ = ["DEFAULT_DRAFT_TOKENS", "DynamicTree", "Topology"]
 
 DEFAULT_DRAFT_TOKENS = 7
-MAX_DRAFTED_ROWS = 64  # of the draft model behind a slot's last token: a mask is one word
+MAX_DRAFTED_ROWS = 64  # of the draft model after a slot's last token: a mask is one word
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class DynamicTree:
     """The shape of a dynamic tree of T nodes, S deep; node 0, the root, is the last committed token.
 
     depth      S
-    top_k      K: candidates behind one draft, and drafts of a level that are expanded
+    top_k      K: candidates after one draft, and drafts of a level that are expanded
     num_nodes  T, root included: the rows that a slot verifies
     Raises ConfigError, naming the options, for a shape that cannot be.
     """

@@ -1,7 +1,4 @@
-"""The operations that grow a dynamic tree, level by level or from the lists of a block, appended to a step.
-
-It knows no speculator, which has the draft model and the rows that it runs over.
-"""
+"""The operations that grow a dynamic tree, level by level or from the lists of a block, appended to a step."""
 
 from dataclasses import dataclass
 

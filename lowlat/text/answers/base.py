@@ -103,7 +103,7 @@ class TrimmedText:
         self._space = ""
 
     def push(self, text: str) -> str:
-        """Take more; return what is certain to have text behind it."""
+        """Take more; return what is certain to have text after it."""
         text = self._space + text if self._begun else text.lstrip()
         body = text.rstrip()
         self._begun = self._begun or bool(body)

@@ -103,12 +103,12 @@ class GrammarCompiler:
         in_channels = spec.kind == "tool_calls" and HarmonyParser.speaks(codec)
         gate = None if in_channels else gate_of(codec, prompt, parsed=params.parse != "none")
         used_up = partial(self._forget, spec, found)
-        # a stop token that is text ends a request, and no document: behind one it would be part of the answer
+        # a stop token that is text ends a request, and no document: after one it would be part of the answer
         ends = [token for token in stop_ids if token in self._eos_token_ids or vocabulary.is_no_text(token)]
         return MatchedGrammar(vocabulary, found.matcher.deep_copy(), ends, gate, used_up, is_text=found.is_text)
 
     def _forget(self, spec: GrammarSpec, compiled: Compiled) -> None:
-        """Let a grammar be compiled anew: copies of this one's matcher can do nothing any more."""
+        """Let a grammar be compiled again: copies of this one's matcher can do nothing any more."""
         with self._lock:
             if self._grammars.get(spec) is compiled:
                 del self._grammars[spec]

@@ -5,7 +5,7 @@ takes back, but the library has two faults there, which are worked around here:
 
 - The library caches the last mask of a place whose next byte is free, and reuses it on another path whose lexeme count
   and lexer state are equal. So before the matcher leaves the path of that place, the mask of a place above both paths
-  is computed anew.
+  is computed again.
 - Its rollback takes back the bytes of a token, where a grammar that names the token by its number took others. Such
   grammars, and those that cannot be rolled back at all, get fresh copies of the request's own matcher instead.
 """
@@ -25,7 +25,7 @@ Step = list[int]  # tokens that are taken and taken back together
 class DraftedPaths:
     """The place of a matcher below the committed tokens.
 
-    committed   the request's own matcher, behind its committed tokens
+    committed   the request's own matcher, after its committed tokens
     num_words   of a mask
     rolls_back  whether the grammar's tokens are text
     """

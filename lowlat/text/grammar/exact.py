@@ -1,12 +1,12 @@
 """JSON schemas made exact where the library enforces them too loosely; those that cannot be made so are refused.
 
 - Formats: it allows the 29th of February in every year, the second 60 in every minute, labels of host names that are no
-  Punycode, and host names of any length. Beside the format stands what forbids these; for leap seconds and Punycode,
+  Punycode, and host names of any length. Next to the format stands what forbids these; for leap seconds and Punycode,
   all of them.
 - Expressions: it reads brackets and doubled signs within classes as sets of sets, which ECMA and Python take for
   characters; and its digits and letters are ASCII's, as ECMA's are, so that `\\W` has what is a letter to Python.
 - Numbers: it reads them as floats of 64 bits. Large bounds are drawn in to the next that it holds.
-- Keys: where others are free beside those that have rules, `\\u` would spell one that has a rule. So it is no escape,
+- Keys: where others are free next to those that have rules, `\\u` would spell one that has a rule. So it is no escape,
   but where a text has control characters, which are written by it alone.
 - Expressions that the library does not have, such as look-around: where not all must be held, they are left out.
 - `minProperties`: a key that the schema does not name may come twice, which it counts twice.
@@ -44,10 +44,10 @@ WORD, DIGIT, SPACE = r"\p{L}\p{N}_", r"\p{Nd}", r"\s\uFEFF"
 NEGATED = MappingProxyType({r"\W": f"[^{WORD}]", r"\D": f"[^{DIGIT}]", r"\S": f"[^{SPACE}]"})
 ANYTHING = (r"\w\W]", r"\W\w]", r"\d\D]", r"\D\d]", r"\s\S]", r"\S\s]")  # classes of all characters
 SETS = frozenset({r"\w", r"\d", r"\s", *NEGATED, WORD, DIGIT, SPACE, *NEGATED.values()})
-KNOWN_ESCAPES = frozenset("dDwWsSnrtfvaxuUpPAz")  # letters behind a backslash; digits would be references
+KNOWN_ESCAPES = frozenset("dDwWsSnrtfvaxuUpPAz")  # letters after a backslash; digits would be references
 KNOWN_GROUPS = re.compile(r"\?(:|[a-zA-Z-]+[:)]|P?<[A-Za-z_])")
 CLASS_BEGINS = re.compile(r"\^?\]?")
-ESCAPES = 'nrbtf\\"'  # letters behind a backslash, as `worker.py` has them
+ESCAPES = 'nrbtf\\"'  # letters after a backslash, as `worker.py` has them
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without an escape of its own
 WHOLE = 1 << 53  # floats from here on are not all the whole numbers
 MOST = (1 << 63) - 1024  # of floats that are whole numbers of 64 bits
@@ -84,7 +84,7 @@ def exact_schema(schema: Any, *, lenient: bool = False) -> Any:
     if "control" in found and isinstance(made, dict):
         if "free" in found and not lenient:
             raise NotHeld(
-                "a control character in const or enum is not held where other keys are free beside properties"
+                "a control character in const or enum is not held where other keys are free next to properties"
             )
         options = made.get("x-guidance")
         own = options if isinstance(options, dict) else {}
@@ -93,7 +93,7 @@ def exact_schema(schema: Any, *, lenient: bool = False) -> Any:
 
 
 def _exact(schema: Any, lenient: bool, found: set[str]) -> Any:
-    """found: gets "control" and "free" for texts with control characters, and keys that are free beside others."""
+    """found: gets "control" and "free" for texts with control characters, and keys that are free next to others."""
     if isinstance(schema, list):
         return [_exact(each, lenient, found) for each in schema]
     if not isinstance(schema, dict):
@@ -177,7 +177,7 @@ def _item(pattern: str, place: int) -> str:
 
 
 def _exact_class(pattern: str, place: int) -> tuple[str, int]:
-    """A class from behind its bracket on, and the place behind it."""
+    """A class from after its bracket on, and the place after it."""
     begin = "[^" if pattern.startswith("^", place) else "["
     place += len(begin) - 1
     parts, in_range = [begin], False
@@ -187,7 +187,7 @@ def _exact_class(pattern: str, place: int) -> tuple[str, int]:
             return "".join([*parts, item]), place + 1
         place += len(item)
         if item == "-" and not in_range and len(parts) > 1 and pattern[place : place + 1] not in ("", "]"):
-            # between two characters it is a range's, behind a set of them one itself
+            # between two characters it is a range's, after a set of them one itself
             in_range = parts[-1] not in SETS
             parts.append("-" if in_range else r"\-")
             continue

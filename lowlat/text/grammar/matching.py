@@ -41,7 +41,7 @@ class MatchedGrammar:
     """The GrammarState of one request; see there.
 
     matcher  its own, at the document's beginning
-    end_ids  the request's end tokens; the state is over behind one
+    end_ids  the request's end tokens; the state is over after one
     gate     None where the document begins at once
     used_up  called when the library gives up: all copies of a matcher share what they may use, and have used it up
     is_text  the grammar names no token by its number
@@ -133,7 +133,7 @@ class MatchedGrammar:
         """Fill the rows below a row, then its own; returns why nothing may follow that, if so.
 
         below  the rows right below each
-        Nothing is drawn behind a draft where the grammar cannot go on: that is a failure once the draft is committed.
+        Nothing is drawn after a draft where the grammar cannot go on: that is a failure once the draft is committed.
         """
         for child in below[row]:
             behind, taken = (None, []) if place is None else self._behind(place, tokens[child], self._drafted.matcher)
@@ -146,7 +146,7 @@ class MatchedGrammar:
         return self._mask(place, masks[row], self._drafted.matcher)
 
     def _behind(self, place: Place, token: int, matcher: "llguidance.LLMatcher") -> tuple[Place | None, list[int]]:
-        """The place behind a token, None for a forbidden one, and what the matcher has to take for it."""
+        """The place after a token, None for a forbidden one, and what the matcher has to take for it."""
         phase, gate = place.phase, self._gate
         if phase is Phase.ENDED:
             return (place if token in self._end_ids else None), []

@@ -76,7 +76,7 @@ def _value(
 def _check(schema: Mapping[str, Any], properties: Mapping[str, Any], required: list[Any]) -> None:
     others = schema.keys() - HELD - {"x-guidance"}
     if others:
-        raise NotHeld(f"{', '.join(sorted(others))} beside properties is not held in this model's format")
+        raise NotHeld(f"{', '.join(sorted(others))} next to properties is not held in this model's format")
     if not {name for name in required if isinstance(name, str)} <= properties.keys():
         raise NotHeld("required names what is not in properties")
     if any(">" in key or "\n" in key for key in properties):

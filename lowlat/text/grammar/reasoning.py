@@ -1,7 +1,7 @@
 """The place in an answer where its document begins, for models that reason first: after the thought's closing tag, or
 in Harmony's first message that is content.
 
-A place is an immutable value, so that each path of a draft tree has its own. It knows no grammar.
+A place is an immutable value, so that each path of a draft tree has its own.
 """
 
 from abc import ABC, abstractmethod
@@ -56,12 +56,12 @@ class Gate(ABC):
         self._extra = extra
 
     def instead(self, place: Place) -> Mapping[int, Place]:
-        """The tokens that may stand at a place beside the document's, or that must where it is bound."""
+        """The tokens that may stand at a place next to the document's, or that must where it is bound."""
         return self._extra.get(place.phase, {})
 
     @abstractmethod
     def step(self, place: Place, token: int) -> tuple[Place, bytes]:
-        """The place behind one more token of a thought, and the bytes of the token that are the document's."""
+        """The place after one more token of a thought, and the bytes of the token that are the document's."""
 
 
 class TaggedGate(Gate):

@@ -9,7 +9,7 @@ __all__ = ["GrammarState"]
 
 
 class GrammarState(Protocol):
-    """One request's position in its grammar, behind its last committed token."""
+    """One request's position in its grammar, after its last committed token."""
 
     def fill(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
         """Write which tokens may follow each row of a step; the state is unchanged after the call.

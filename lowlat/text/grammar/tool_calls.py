@@ -189,7 +189,7 @@ def _llama3(codec: TextCodec, calls: ToolCalls) -> list[str]:
 
 
 def _harmony(codec: TextCodec, calls: ToolCalls) -> list[str]:
-    """A message to a function in the commentary channel, behind any number of messages to nobody."""
+    """A message to a function in the commentary channel, after any number of messages to nobody."""
     between = f'{ENDS[0]} {START} "assistant"'
     last = "call" if calls.required else f'(call | {CHANNEL} "final" {MESSAGE} TEXT)'
     heads = [

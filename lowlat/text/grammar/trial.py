@@ -170,6 +170,6 @@ def _receive(pipe: int, deadline: float) -> bytes:
 
 
 def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
-    """End the process and wait for it, so that neither it nor its socket stays behind."""
+    """End the process and wait for it, so that neither it nor its socket stays after."""
     connection.close()
     end_child(process)

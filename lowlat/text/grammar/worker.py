@@ -6,7 +6,7 @@ where dying harms nobody: converted, compiled, and walked for a few tokens by ch
 Children of several trials run side by side. Nothing of lowlat is imported.
 
 Frames on the socket at stdin are 8 bytes of length, little-endian, and a body. The first is JSON in ASCII, {"lengths":
-bytes of each token, "special": ids, "end_id", "limits", "max_memory_bytes", "max_mask_s", "walk_s"}, behind it a frame
+bytes of each token, "special": ids, "end_id", "limits", "max_memory_bytes", "max_mask_s", "walk_s"}, after it a frame
 of the tokens' bytes, joined; it is answered by an empty frame. Every other one comes with a pipe for its answer and is
 JSON, {"kind", "text", "limit_s"}; the answer is {"grammar": text for the library} or {"why": ...}.
 """

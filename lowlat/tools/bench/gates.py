@@ -1,4 +1,4 @@
-"""Gates: measurements that large scenarios ask for first, judged by thresholds and remembered beside the results.
+"""Gates: measurements that large scenarios ask for first, judged by thresholds and remembered next to the results.
 
 A gate counts by its whole definition and under the same conditions: another threshold, scenario, commit or imposed
 acceptance is another gate. Full gates are measured only when the micro gates before them are green.
@@ -24,7 +24,7 @@ STATE_FILE = "gates.json"
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """One gate's figures beside its thresholds.
+    """One gate's figures next to its thresholds.
 
     gate               its definition; None in files of before it was kept, which count for no gate
     bound              speed-up that the bytes of both steps allow at this accept length; None where it is not asked for
@@ -128,7 +128,7 @@ def run_gates(
     report: Report | None = None,
     progress: Progress | None = None,
 ) -> list[GateRun]:
-    """Measure every gate so many times, write the last rows beside the state, and remember the verdicts of each time.
+    """Measure every gate so many times, write the last rows next to the state, and remember the verdicts of each time.
 
     All that speculates is measured with one load of the model, and all that does not with another, where memory allows.
     Raises ConfigError.
@@ -142,13 +142,13 @@ def run_gates(
     with Runtimes(subject, [need for run in runs for need in run.needs(False)]) as runtimes:
         for run in runs:
             run.measure(False, runtimes, wall, report, advance)
-    mixture = subject.config.experts is not None
+    moe = subject.config.experts is not None
     found = []
     with Runtimes(subject, [need for run in runs for need in run.needs(True)]) as runtimes:
         for each in rounds:
             for run in each:
                 run.measure(True, runtimes, wall, report, advance)
-            verdicts = [judge(gate, run.finish(), mixture=mixture) for gate, run in zip(gates, each, strict=True)]
+            verdicts = [judge(gate, run.finish(), moe=moe) for gate, run in zip(gates, each, strict=True)]
             green = all(verdict.green for verdict in verdicts)
             found.append(GateRun(green=green, environment=environment, gates=tuple(verdicts), forced=forced))
             state.runs.append(found[-1])
@@ -162,8 +162,8 @@ def _scenario_run(gate: Gate, subject: Subject, directory: Path, commit: str, fo
     return ScenarioRun(name, gate.scenario(), subject, path, fresh=True, forced=forced, commit=commit)
 
 
-def judge(gate: Gate, result: Result, *, mixture: bool) -> Verdict:
-    """Hold a gate's two judged rows against its thresholds; mixture: the target is a mixture of experts.
+def judge(gate: Gate, result: Result, *, moe: bool) -> Verdict:
+    """Hold a gate's two judged rows against its thresholds; MoE layer: the target is a mixture of experts.
 
     An accept length that was imposed is shown and not judged.
     """
@@ -182,7 +182,7 @@ def judge(gate: Gate, result: Result, *, mixture: bool) -> Verdict:
     speed_up = drafted.tokens_per_s / baseline.tokens_per_s
     length, tested = drafted.accept_length or 0.0, drafted.simulated_accept_length is None
     required, bound = gate.min_speed_up, None
-    if mixture and gate.experts_bound_share is not None:
+    if moe and gate.experts_bound_share is not None:
         bound = length * baseline.bytes_per_step / drafted.bytes_per_step
         required = min(required, gate.experts_bound_share * bound)
     accepted = not tested or length >= gate.min_accept_length

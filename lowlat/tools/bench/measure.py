@@ -1,6 +1,6 @@
 """One case on a loaded runtime: requests submitted, steps timed by the host's clock, figures summed up in a row.
 
-Steps are run as any caller runs them, by `Runtime.step`. It knows no scenario files.
+Steps are run as any caller runs them, by `Runtime.step`.
 """
 
 import random
@@ -39,7 +39,7 @@ PER_CHUNK = RuntimeConfig.prefill_chunk  # a prompt may run a chunk at a time wh
 
 
 def room_of(case: Case, scenario: Scenario, *, device_loop: bool, strict: bool = False) -> int:
-    """Tokens behind the prompt that a request may need: those of warm-up and steps, and of waiting for the others.
+    """Tokens after the prompt that a request may need: those of warm-up and steps, and of waiting for the others.
 
     strict  requests draft while they wait, too
     """
@@ -106,7 +106,7 @@ class Samples:
 class CaseRun:
     """One case of a scenario on a runtime that has room for it; `repeat` once for each repeat, then `row`.
 
-    wall_gb_per_s  of the card; None without one
+    wall_gb_per_s  of the GPU; None without one
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class CaseRun:
         self._samples.append(run())
 
     def profile(self, num_steps: int) -> dict[str, Any]:
-        """Record steps on the card and sum them up by stage, as `lowlat profile --json` does. Raises LowlatError."""
+        """Record steps on the GPU and sum them up by stage, as `lowlat profile --json` does. Raises LowlatError."""
         from lowlat.tools.profile.recording import profile_steps
 
         lengths = self._begin()
@@ -339,7 +339,7 @@ class CaseRun:
         if scheduler.num_active:
             bucket = scheduler.choose_bucket(self._runtime.num_speculative_tokens)
             if is_choice(bucket):
-                bucket = bodies_of(bucket)[int(self._runtime.executor.state["width_choice"])]
+                bucket = bodies_of(bucket)[int(self._runtime.executor.state["draft_length_choice"])]
             self._experts.append(chosen_experts(self._runtime, bucket))
 
 

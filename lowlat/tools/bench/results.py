@@ -45,7 +45,7 @@ class ActiveSlots(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that torch's allocator holds on the card (None without one), and the process's largest size on the host."""
+    """Bytes that torch's allocator holds on the GPU (None without one), and the process's largest size on the host."""
 
     device_bytes: int | None
     host_peak_bytes: int
@@ -104,8 +104,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens_per_s             of all requests together
     effective_accept_length  tokens that a step brings an active slot, steps without drafts included
     bytes_per_step           that a step must read: weights, chosen experts' among them, keys and values
-    distinct_experts         that a layer's rows choose, mean; None without a mixture
-    wall_gb_per_s            the card's bandwidth for reading, measured in the same run; None without a card
+    distinct_experts         that a layer's rows choose, mean; None without an MoE layer
+    wall_gb_per_s            the GPU's bandwidth for reading, measured in the same run; None without a GPU
     floor_ms                 those bytes at that bandwidth
     share_of_wall            the floor over the median step
     eagle_speculation        absent in JSON where nothing was drafted
@@ -168,7 +168,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     torch: str
     cuda: str
-    card: str
+    gpu: str
     driver: str
     processor: str
     cores: int

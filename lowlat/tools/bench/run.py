@@ -27,10 +27,10 @@ PROFILED_STEPS = 10
 class ScenarioRun:
     """One scenario of one subject, and its result file.
 
-    fresh   begin anew whatever the file holds
+    fresh   begin again whatever the file holds
     forced  its gates were not green; the file says so
     commit  what is measured, where there is no git checkout to ask
-    profile  write each case's stages beside the result, which needs a card
+    profile  write each case's stages next to the result, which needs a GPU
     Raises ConfigError where no case fits the model, or where the file holds rows of other conditions.
     """
 
@@ -49,7 +49,7 @@ class ScenarioRun:
         self.path, self.scenario, self.subject, self.profile = path, scenario, subject, profile
         environment = subject.environment(commit)
         if profile and (environment.executor == "reference" or environment.device_loop):
-            raise ConfigError("a profile needs an NVIDIA card and steps that are launched one by one: no --device-loop")
+            raise ConfigError("a profile needs an NVIDIA GPU and steps that are launched one by one: no --device-loop")
         if profile and "auto" in scenario.num_speculative_tokens:
             raise ConfigError("a profile is of steps of one width, and S = auto chooses among several: no --profile")
         self.result = Result(name=name, scenario=scenario, environment=environment, forced=forced)
@@ -103,9 +103,9 @@ class ScenarioRun:
         report: Report | None,
         advance: Callable[[], None],
     ) -> None:
-        """Measure the cases that draft, or those that do not; where one fails, the next has a runtime made anew.
+        """Measure the cases that draft, or those that do not; where one fails, the next has a runtime made again.
 
-        wall     the card's bandwidth, GB/s
+        wall     the GPU's bandwidth, GB/s
         advance  called after each repeat
         """
         for case in self._cases_of(drafting):
@@ -139,7 +139,7 @@ class ScenarioRun:
         if self.profile:
             environment = self.result.environment
             place = f"{self.path.stem}-profile-{case.batch}x{case.context}-{case.depth}.json"
-            conditions = {"model": environment.model, "card": environment.card, "executor": environment.executor}
+            conditions = {"model": environment.model, "card": environment.gpu, "executor": environment.executor}
             figures = {**conditions, "wall_gb_per_s": wall, **run.profile(PROFILED_STEPS)}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.with_name(place).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -183,7 +183,7 @@ class ScenarioRun:
         if others:
             raise ConfigError(
                 f"{self.path} holds rows of other conditions ({'; '.join(others)}): write elsewhere (--out), or begin "
-                "anew (--fresh)"
+                "again (--fresh)"
             )
         self.result.rows = list(known.rows)
         self.result.forced = self.result.forced or known.forced
@@ -202,9 +202,9 @@ def counter(total: int, progress: Progress | None) -> Callable[[], None]:
 
 
 def measure_wall_of(choice: DeviceChoice) -> float | None:
-    """The card's bandwidth, GB/s; None where no card is used."""
+    """The GPU's bandwidth, GB/s; None where no GPU is used."""
     if not choice.has_kernels or not torch.cuda.is_available():
         return None
-    from lowlat.tools.profile.recording import card_wall
+    from lowlat.tools.profile.recording import gpu_wall
 
-    return card_wall(choice.device)
+    return gpu_wall(choice.device)

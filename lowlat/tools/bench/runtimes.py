@@ -13,7 +13,7 @@ from lowlat.tools.bench.subject import Subject
 __all__ = ["BLOCK_SIZE", "Need", "Runtimes"]
 
 BLOCK_SIZE = 32
-EXTRA_ROWS = 64  # a step's rows behind a request's last token, at most
+EXTRA_ROWS = 64  # a step's rows after a request's last token, at most
 
 
 class Need(NamedTuple):

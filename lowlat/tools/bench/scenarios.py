@@ -1,4 +1,4 @@
-"""Scenarios and gates: what is measured, as TOML declares it, and the cases that it comes to. It knows no model."""
+"""Scenarios and gates: what is measured, as TOML declares it, and the cases that it comes to."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,10 +94,10 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A measurement that large scenarios ask for first: a draft length beside none.
+    """A measurement that large scenarios ask for first: a draft length next to none.
 
     num_speculative_tokens  the draft length that is judged
-    beside               further draft lengths that are measured with it, and are no part of the verdict
+    beside                further draft lengths that are measured with it, and are no part of the verdict
     level                micro: a few steps; full: a whole scenario, measured only when the micro gates are green
     needed               green so many times in a row
     min_speed_up         tokens/s over those without speculation, at least
@@ -120,7 +120,7 @@ class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repeats: Annotated[int, Meta(ge=1, le=100)] = 1
 
     def scenario(self) -> Scenario:
-        """The two rows that it compares, and those beside them."""
+        """The two rows that it compares, and those next to them."""
         return Scenario(
             contexts=(self.context,),
             batches=(self.batch,),

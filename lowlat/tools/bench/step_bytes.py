@@ -1,7 +1,7 @@
-"""The bytes that a decode step must read, from its Program: what any executor would have to move. It knows no kernel.
+"""The bytes that a decode step must read, from its Program: what any executor would have to move.
 
-Every weight counts once each time that an operation uses it, in the format that the checkpoint has; of a mixture the
-experts that rows chose; keys and values in front of the last token. Left out, because they are small beside them:
+Every weight counts once each time that an operation uses it, in the format that the checkpoint has; of an MoE layer the
+experts that rows chose; keys and values before the last token. Left out, because they are small next to them:
 embedding rows, activations, what the step writes.
 """
 
@@ -37,9 +37,9 @@ FEW_ROWS = ("embed", "draft_topk", "draft_topk_logprobs")  # operations that rea
 
 
 def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], distinct_experts: float | None) -> int:
-    """Bytes of one step of active requests with so many tokens each, of several cards those of the first.
+    """Bytes of one step of active requests with so many tokens each, of several GPUs those of the first.
 
-    distinct_experts  a layer, of a mixture
+    distinct_experts  a layer, of an MoE layer
     """
     config, speculator = runtime.model_config, runtime.speculator
     sizes = weight_sizes(config, runtime.rank_config)
@@ -84,7 +84,7 @@ def cache_bytes(program: Program, op: Op, lengths: Sequence[float], partial: Par
 
 
 def attended(length: float, *, first: int = 0, window: int | None = None, keep_first: int = 0) -> float:
-    """Positions in front of the last of `length` tokens that attention reads."""
+    """Positions before the last of `length` tokens that attention reads."""
     end = max(0.0, length - 1)
     if window is None:
         return max(0.0, end - first)
@@ -93,7 +93,7 @@ def attended(length: float, *, first: int = 0, window: int | None = None, keep_f
 
 
 def listed(length: float, partial: PartialKV | None) -> float:
-    """Positions of a slot's list, right behind a refresh, in front of the last of `length` tokens."""
+    """Positions of a slot's list, right after a refresh, before the last of `length` tokens."""
     end = max(0.0, length - 1)
     return end if partial is None or end < partial.threshold else end - partial.shift(int(end))
 

@@ -48,7 +48,7 @@ class Subject:
     temperature: float = 0.0
 
     def drafting(self, **fields: Any) -> "Subject":
-        """The same subject, with these fields of SpeculativeConfig beside or in place of its own."""
+        """The same subject, with these fields of SpeculativeConfig next to or in place of its own."""
         return replace(self, speculation={**(self.speculation or {}), **fields})
 
     def speculative(self, depth: int, *, adaptive: bool = False) -> SpeculativeConfig | None:
@@ -63,7 +63,7 @@ class Subject:
         values = dict(self.speculation)
         if values.get("simulated_accept_length") is not None:
             values["simulated_accept_length"] = min(values["simulated_accept_length"], depth + 1.0)
-        values["adaptive_width"] = adaptive or bool(values.get("adaptive_width"))
+        values["adaptive_length"] = adaptive or bool(values.get("adaptive_length"))
         return SpeculativeConfig(**values, num_speculative_tokens=depth, strict=True)
 
     def load(self, depth: int, *, adaptive: bool = False, **sizes: Any) -> Runtime:
@@ -93,7 +93,7 @@ class Subject:
             python=platform.python_version(),
             torch=str(torch.__version__),
             cuda=torch.version.cuda or "",
-            card=torch.cuda.get_device_name(choice.device) if cuda else "",
+            gpu=torch.cuda.get_device_name(choice.device) if cuda else "",
             driver=driver() if cuda else "",
             processor=processor(),
             cores=len(os.sched_getaffinity(0)),

@@ -1,1 +1,1 @@
-"""Comparison, stage by stage, of lowlat's values with another implementation's. It knows no command."""
+"""Comparison, stage by stage, of lowlat's values with another implementation's."""

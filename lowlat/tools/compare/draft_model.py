@@ -95,7 +95,7 @@ class PlainDraftModel:
     def _parallel_stages(
         self, tokens: list[int], features: torch.Tensor, depth: int, mask_token: int
     ) -> list[dict[str, torch.Tensor]]:
-        """P-EAGLE's: S - 1 rows of the mask behind the tokens, and the last S rows of one pass."""
+        """P-EAGLE's: S - 1 rows of the mask after the tokens, and the last S rows of one pass."""
         captured = self.tensors["mask_hidden"].reshape(1, -1).chunk(len(self.config.capture_boundaries), dim=-1)
         state = captured[0] if self.config.final_hidden else self.fc(captured)
         states = torch.cat((features, state.expand(depth - 1, -1)))

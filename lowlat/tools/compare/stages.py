@@ -107,7 +107,7 @@ class _Recorder:
                 self._add(TARGET_STAGES[name], rows[nodes])
 
     def _take_drafts(self) -> None:
-        """The draft model's rows behind the last token committed; behind a prompt its feature comes out of prefill."""
+        """The draft model's rows after the last token committed; after a prompt its feature comes out of prefill."""
         count = int(self._buffers["commit_lens"][0])
         feature = self._buffers.get("head.hidden", self._buffers["prefilled_feature"])
         earlier = {name: LAYER_STAGE.fullmatch(name) for name in self._buffers}

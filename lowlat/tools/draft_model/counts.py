@@ -1,6 +1,6 @@
 """How often tokens occur in a file, in a part to choose by and in a part held out to judge the choice.
 
-Every tenth piece of the file is held out, so that both parts have all that is in it. It knows no models.
+Every tenth piece of the file is held out, so that both parts have all that is in it.
 """
 
 import re

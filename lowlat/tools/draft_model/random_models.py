@@ -2,7 +2,7 @@
 
     method  layout     embedding and LM head     of several layers
     eagle3  SpecForge  the target's; its own     one
-    peagle  SpecForge  the target's; its own     those behind the first read the layer before
+    peagle  SpecForge  the target's; its own     those after the first read the layer before
     dflash  z-lab      the target's; the target's
     dspark  DeepSpec   its own; its own
 

@@ -150,7 +150,7 @@ def _chosen_rows(
 def _write(
     directory: Path, out: Path, stored: dict[str, torch.Tensor], draft_vocab: int, model: ModelConfig | None
 ) -> None:
-    """Write the directory beside its place and move it there when it has been read back."""
+    """Write the directory next to its place and move it there when it has been read back."""
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)

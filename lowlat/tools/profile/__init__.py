@@ -1,1 +1,1 @@
-"""Profiles of a decode step on a card: recording, times, the memory wall, traces. It knows no command."""
+"""Profiles of a decode step on a GPU: recording, times, the memory wall, traces."""

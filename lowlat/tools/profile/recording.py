@@ -1,4 +1,4 @@
-"""Where a decode step's time goes on a card: requests brought to decoding, steps recorded, kernels given to stages.
+"""Where a decode step's time goes on a GPU: requests brought to decoding, steps recorded, kernels given to stages.
 
 Steps are run as a caller's are, through `Runtime.step`, and the kernels inside a replayed graph are recorded by
 torch's profiler (CUPTI). It knows executors; what each launch is for is in `sites`, the arithmetic in `times` and
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LEAD",
-    "CardRow",
+    "GpuRow",
     "Profile",
     "Record",
     "Room",
-    "card_name",
-    "card_wall",
-    "choose_card",
+    "choose_gpu",
     "chosen_experts",
     "find_room",
+    "gpu_name",
+    "gpu_wall",
     "own_kernels",
     "profile_steps",
     "random_prompts",
@@ -67,20 +67,20 @@ class Room:
 
 
 @dataclass(frozen=True)
-class CardRow:
-    """The recorded steps of one rank, on its card's own clock, us a step; see `Summary` and `ExchangeRow`."""
+class GpuRow:
+    """The recorded steps of one rank, on its GPU's own clock, us a step; see `Summary` and `AllReduceRow`."""
 
     device: str
     step_us: float
-    exchange_us: float
+    all_reduce_us: float
     fused_us: float
     idle_share: float
 
     @classmethod
-    def of(cls, device: torch.device, summary: Summary) -> "CardRow":
+    def of(cls, device: torch.device, summary: Summary) -> "GpuRow":
         """A rank's row."""
-        exchange = summary.exchange
-        times = (0.0, 0.0) if exchange is None else (exchange.time_us, exchange.fused_us)
+        all_reduce = summary.all_reduce
+        times = (0.0, 0.0) if all_reduce is None else (all_reduce.time_us, all_reduce.fused_us)
         return cls(str(device), summary.step_us, *times, summary.idle.share)
 
 
@@ -90,7 +90,7 @@ class Profile:
 
     contexts  tokens of each request, in order of submission, at the first recorded step
     host_us   a step by the host's clock, without the profiler: the median of as many steps
-    cards     of every rank; empty where there is one
+    GPUs     of every rank; empty where there is one
     range_names  of stages, see `Program`
     """
 
@@ -99,12 +99,12 @@ class Profile:
     host_us: float
     steps: tuple[StepTimes, ...]
     summary: Summary
-    cards: tuple[CardRow, ...] = ()
+    gpus: tuple[GpuRow, ...] = ()
     range_names: RangeNames = field(default_factory=lambda: OWN_NAMES)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, the single steps left out, and `cards` where there is one."""
-        cards = {"cards": [asdict(card) for card in self.cards]} if self.cards else {}
+        gpus = {"cards": [asdict(gpu) for gpu in self.gpus]} if self.gpus else {}
         return {
             "batch": self.bucket.batch,
             "rows": self.bucket.rows,
@@ -112,20 +112,20 @@ class Profile:
             "contexts": list(self.contexts),
             "host_us": self.host_us,
             **self.summary.to_dict(),
-            **cards,
+            **gpus,
         }
 
 
-def choose_card(device: str, executor: str) -> DeviceChoice:
-    """The card to profile on. Raises ConfigError where there is none that can be used."""
+def choose_gpu(device: str, executor: str) -> DeviceChoice:
+    """The GPU to profile on. Raises ConfigError where there is none that can be used."""
     choice = choose_device(device, "auto" if device in ("auto", "cpu") else executor)
     if not choice.has_kernels:
-        raise ConfigError(f"lowlat profile needs an NVIDIA card, and there is none to use: {choice.reason}")
+        raise ConfigError(f"lowlat profile needs an NVIDIA GPU, and there is none to use: {choice.reason}")
     return choice
 
 
-def card_wall(device: torch.device) -> float:
-    """The card's memory bandwidth, GB/s; the memory that it takes to measure it is given back."""
+def gpu_wall(device: torch.device) -> float:
+    """The GPU's memory bandwidth, GB/s; the memory that it takes to measure it is given back."""
     with torch.cuda.stream(torch.cuda.Stream(device)):
         wall = measure_wall(device)
     torch.cuda.empty_cache()
@@ -135,7 +135,7 @@ def card_wall(device: torch.device) -> float:
 def find_room(
     context: int, max_position: int, *, batch: int, num_speculative_tokens: int, num_steps: int, prefill_chunk: int
 ) -> Room:
-    """Room for the steps behind a context of this length; the prompt is shortened where the model's end is near.
+    """Room for the steps after a context of this length; the prompt is shortened where the model's end is near.
 
     While one request prefills those before it decode, one token a step; one step may be run ahead of its caller.
     Raises ConfigError where there is no room.
@@ -229,9 +229,9 @@ def profile_steps(
         sites = call_sites(rank.groups(bucket), rank.state, tokens, fmean(chosen))
         steps.append(tuple(attribute(events, sites, skip=LEAD)))
         summaries.append(summarise(steps[-1], wall_gb_per_s, names))
-    cards = tuple(CardRow.of(rank.device, each) for rank, each in zip(ranks, summaries, strict=True))
+    gpus = tuple(GpuRow.of(rank.device, each) for rank, each in zip(ranks, summaries, strict=True))
     conditions = bucket, tuple(seen[LEAD].values()), median(durations)
-    return Profile(*conditions, steps[0], summaries[0], cards if len(ranks) > 1 else (), names)
+    return Profile(*conditions, steps[0], summaries[0], gpus if len(ranks) > 1 else (), names)
 
 
 def record_kernels(run: Callable[[], None], devices: Sequence[torch.device]) -> list[list[KernelEvent]]:
@@ -261,7 +261,7 @@ def own_kernels(events: Sequence[Any], index: int) -> list[KernelEvent]:
 
 
 def chosen_experts(runtime: Runtime, bucket: Bucket) -> int:
-    """Distinct experts that the rows of the last step chose in its last mixture; 0 for a model without any.
+    """Distinct experts that the rows of the last step chose in its last MoE layer; 0 for a model without any.
 
     The layers share a buffer of choices, so that the others' are gone; this waits for all steps under way.
     """
@@ -273,6 +273,6 @@ def chosen_experts(runtime: Runtime, bucket: Bucket) -> int:
     return len(set(ids.flatten().tolist()) - {-1})
 
 
-def card_name(device: torch.device) -> str:
-    """The card's name."""
+def gpu_name(device: torch.device) -> str:
+    """The GPU's name."""
     return str(torch.cuda.get_device_name(device))

@@ -1,6 +1,6 @@
-"""The report of a profile: recorded steps summed up by stage and by kernel, beside the bytes that must move.
+"""The report of a profile: recorded steps summed up by stage and by kernel, next to the bytes that must move.
 
-All times are means over the recorded steps, so that stages add up to the step. It knows no device.
+All times are means over the recorded steps, so that stages add up to the step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from lowlat.graphs.program import OWN_NAMES, RangeNames, Stage
-from lowlat.tools.profile.times import CallSite, CallTime, Exchange, Idle, StepTimes, idle_time
+from lowlat.tools.profile.times import AllReduce, CallSite, CallTime, Idle, StepTimes, idle_time
 
-__all__ = ["ExchangeRow", "KernelRow", "StageRow", "Summary", "summarise"]
+__all__ = ["AllReduceRow", "KernelRow", "StageRow", "Summary", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class StageRow:
     num_launches   a step
     moved_bytes    that its launches must read a step
     gb_per_s       those bytes over the time; None where there are none
-    share_of_wall  that rate over the card's; None without bytes or without a wall
+    share_of_wall  that rate over the GPU's; None without bytes or without a wall
     within         the stage whose kernels cover it, where it has none of its own
     """
 
@@ -57,7 +57,7 @@ class KernelRow:
 
 
 @dataclass(frozen=True)
-class ExchangeRow:
+class AllReduceRow:
     """One rank's launches of a step that exchange with others, all stages together.
 
     num_launches, time_us, share     that do little else; waits for slower ranks are in their time
@@ -91,12 +91,12 @@ class Summary:
     stages: tuple[StageRow, ...]
     kernels: tuple[KernelRow, ...]
     idle: Idle
-    exchange: ExchangeRow | None
+    all_reduce: AllReduceRow | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, with the idle share beside the idle times; of one rank without `exchange`."""
+        """Return JSON values, with the idle share next to the idle times; of one rank without `exchange`."""
         values = asdict(self)
-        if self.exchange is None:
+        if self.all_reduce is None:
             del values["exchange"]
         values["stages"], values["kernels"] = list(values["stages"]), list(values["kernels"])
         values["idle"]["share"] = self.idle.share
@@ -140,19 +140,19 @@ def summarise(steps: Sequence[StepTimes], wall_gb_per_s: float | None, range_nam
         stages=tuple(_stage_rows(sites, times, total, wall_gb_per_s, range_names)),
         kernels=tuple(sorted(rows, key=lambda row: -row.time_us)),
         idle=idle_time(steps),
-        exchange=_exchange_row(sites, times, total),
+        all_reduce=_all_reduce_row(sites, times, total),
     )
 
 
-def _exchange_row(sites: Sequence[CallSite], times: Sequence[float], total: float) -> ExchangeRow | None:
+def _all_reduce_row(sites: Sequence[CallSite], times: Sequence[float], total: float) -> AllReduceRow | None:
     """The launches that exchange; None where none does."""
     found = {
-        kind: [time for site, time in zip(sites, times, strict=True) if site.exchange is kind] for kind in Exchange
+        kind: [time for site, time in zip(sites, times, strict=True) if site.all_reduce is kind] for kind in AllReduce
     }
-    alone, fused = found[Exchange.ALONE], found[Exchange.FUSED]
+    alone, fused = found[AllReduce.ALONE], found[AllReduce.FUSED]
     if not alone and not fused:
         return None
-    return ExchangeRow(len(alone), sum(alone), _part(sum(alone), total), len(fused), sum(fused))
+    return AllReduceRow(len(alone), sum(alone), _part(sum(alone), total), len(fused), sum(fused))
 
 
 def _stage_rows(

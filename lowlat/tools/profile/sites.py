@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowlat.kernels.moe.packing import bytes_an_expert
-from lowlat.tools.profile.times import CallSite, Exchange
+from lowlat.tools.profile.times import AllReduce, CallSite
 
 if TYPE_CHECKING:
     from lowlat.lowering.lower import LoweredGroup
 
-__all__ = ["call_sites", "exchange_of", "moved_bytes"]
+__all__ = ["all_reduce_of", "call_sites", "moved_bytes"]
 
 EXPERT_GEMMS = ("experts_gate_up", "experts_down")
-FORWARDING = "forward_commands"  # in front of a step's first group: others await the first rank there
+FORWARDING = "forward_commands"  # before a step's first group: others await the first rank there
 
 
 def call_sites(
@@ -38,18 +38,18 @@ def call_sites(
         for place, call in enumerate(group.kernel_calls):
             moved = fmean(moved_bytes(group, place, buffers, tokens, num_experts) for tokens in lengths)
             source = call.kernel.function.__name__
-            sites.append(CallSite(group.stage, call.kernel.name, source, moved, also, exchange_of(group, place)))
+            sites.append(CallSite(group.stage, call.kernel.name, source, moved, also, all_reduce_of(group, place)))
     return tuple(sites)
 
 
-def exchange_of(group: "LoweredGroup", place: int) -> Exchange:
+def all_reduce_of(group: "LoweredGroup", place: int) -> AllReduce:
     """How the `place`-th call of a group exchanges with other ranks: in a group that does, it is the last one."""
     calls, kinds = group.kernel_calls, {op.kind for op in group.ops}
     if calls[place].kernel.function.__name__ == FORWARDING:
-        return Exchange.ALONE
+        return AllReduce.ALONE
     if "gather_ranks" not in kinds or place < len(calls) - 1:
-        return Exchange.NONE
-    return Exchange.FUSED if kinds & {"linear", *EXPERT_GEMMS} else Exchange.ALONE
+        return AllReduce.NONE
+    return AllReduce.FUSED if kinds & {"linear", *EXPERT_GEMMS} else AllReduce.ALONE
 
 
 def moved_bytes(
@@ -64,7 +64,7 @@ def moved_bytes(
     lengths      tokens of every active request before the step
     num_experts  distinct experts that the rows choose: each one's matrices are read once
     Attention reads the positions before the last token, and its group's first call counts for all of them. Neglected
-    are drafts' positions, rows, norms, tables, logits and all that is written: small beside weights and caches.
+    are drafts' positions, rows, norms, tables, logits and all that is written: small next to weights and caches.
     """
     call = group.kernel_calls[place]
     if call.kernel.name.startswith("decode_gemm"):

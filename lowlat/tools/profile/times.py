@@ -14,7 +14,7 @@ from itertools import pairwise
 from lowlat.errors import LowlatError
 from lowlat.graphs.program import Stage
 
-__all__ = ["CallSite", "CallTime", "Exchange", "Idle", "KernelEvent", "StepTimes", "attribute", "idle_time"]
+__all__ = ["AllReduce", "CallSite", "CallTime", "Idle", "KernelEvent", "StepTimes", "attribute", "idle_time"]
 
 SHOWN = 100  # characters of a kernel's mangled name in a message
 
@@ -28,7 +28,7 @@ class KernelEvent:
     end_us: float
 
 
-class Exchange(StrEnum):
+class AllReduce(StrEnum):
     """How a launch exchanges with other ranks."""
 
     NONE = "none"
@@ -52,7 +52,7 @@ class CallSite:
     source: str = ""
     moved_bytes: float = 0.0
     also: tuple[Stage, ...] = ()
-    exchange: Exchange = Exchange.NONE
+    all_reduce: AllReduce = AllReduce.NONE
 
 
 @dataclass(frozen=True)

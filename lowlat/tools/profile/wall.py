@@ -1,7 +1,7 @@
-"""The memory wall: the bandwidth at which this card's memory can be read by a kernel, GB/s.
+"""The memory wall: the bandwidth at which this GPU's memory can be read by a kernel, GB/s.
 
 Random data is read in several ways and the fastest counts; what was read is checked by its exclusive or. The figure
-is the denominator of every share of the wall, and is measured in the run that uses it. It knows no model.
+is the denominator of every share of the wall, and is measured in the run that uses it.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def exclusive_or(words: torch.Tensor) -> int:
 
 
 def event_times(replay: Callable[[], object], count: int) -> list[float]:
-    """Milliseconds of each of `count` replays on torch's current stream, queued one behind the other."""
+    """Milliseconds of each of `count` replays on torch's current stream, queued one after the other."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
     for event in events[1:]:

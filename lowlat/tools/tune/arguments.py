@@ -15,7 +15,7 @@ from lowlat.kernels.toolchain.kernel import Argument, KernelCall
 
 __all__ = ["MOST_PLACES", "ROTATED_BYTES", "Places", "fill_numbers"]
 
-ROTATED_BYTES = 160 << 20  # more than the L2 of any card
+ROTATED_BYTES = 160 << 20  # more than the L2 of any GPU
 MOST_PLACES = 64
 DEVIATION = 0.05
 

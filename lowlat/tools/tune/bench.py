@@ -1,4 +1,4 @@
-"""Times of launches on a card: graphs of several launches, in turns, so that all plans see the same clocks."""
+"""Times of launches on a GPU: graphs of several launches, in turns, so that all plans see the same clocks."""
 
 import logging
 import math
@@ -14,13 +14,13 @@ from lowlat.executors.launcher import Launcher
 from lowlat.graphs.capture import capture
 from lowlat.graphs.launch import Launch
 from lowlat.graphs.replay import CapturedGraph
-from lowlat.kernels.toolchain.kernel import Card, KernelCall
+from lowlat.kernels.toolchain.kernel import Gpu, KernelCall
 from lowlat.tools.profile.wall import event_times
 from lowlat.tools.tune.arguments import Places
 from lowlat.tools.tune.cases import Case, cases_of
 from lowlat.tools.tune.shapes import Shape
 
-__all__ = ["CardBench"]
+__all__ = ["GpuBench"]
 
 logger = logging.getLogger("lowlat")
 LEAST_LAUNCHES, MOST_LAUNCHES = 4, 32  # of a graph, but one for each place of the weights at least
@@ -29,12 +29,12 @@ TURNS, REPLAYS = 5, 4  # of each plan; replays of a turn
 LEAD = 2
 
 
-class CardBench:
+class GpuBench:
     """Compiles and times the plans of launches on one CUDA device. It owns a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.launcher = Launcher(device)
-        self.card: Card = self.launcher.card
+        self.gpu: Gpu = self.launcher.gpu
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def compile(self, calls: Sequence[KernelCall]) -> None:
@@ -80,7 +80,7 @@ class CardBench:
 
     def _graph(self, shape: Shape, placed: Sequence[tuple[KernelCall, ...]]) -> tuple[CapturedGraph | None, int]:
         moved = max(_num_bytes(call) for call in placed[0])
-        wanted = round(GRAPH_US * 1e3 * self.card.read_gb_s / moved)
+        wanted = round(GRAPH_US * 1e3 * self.gpu.read_gb_s / moved)
         count = max(LEAST_LAUNCHES, len(placed), min(MOST_LAUNCHES, wanted))
         launches: list[Launch] = []
         try:

@@ -1,4 +1,4 @@
-"""The states of a launch's arguments in which its plans are timed: contexts of attention, routings of a mixture.
+"""The states of a launch's arguments in which its plans are timed: contexts of attention, routings of an MoE layer.
 
 A plan is chosen once for a bucket, whose contexts and routings change while it is replayed. So its time is the
 geometric mean over cases. Launches that follow each other in a graph read other blocks of the cache, or other experts,
@@ -15,14 +15,14 @@ import torch
 from lowlat.kernels.attention.launch_plan import AttentionPlan, AttentionWork
 from lowlat.kernels.attention.tile_counts import TileCounts, count_tiles
 from lowlat.kernels.formats.mxfp4 import SCALE_OFFSET
-from lowlat.kernels.toolchain.kernel import Argument, Card, KernelCall
+from lowlat.kernels.toolchain.kernel import Argument, Gpu, KernelCall
 from lowlat.tools.tune.arguments import MOST_PLACES, ROTATED_BYTES, fill_numbers
 
 __all__ = ["CONTEXTS", "Calls", "Case", "cases_of", "contexts_of", "tile_counts"]
 
 CONTEXTS = (1024, 4096, 16384, 65536)  # positions
 SCALES = (112 + SCALE_OFFSET, 122 + SCALE_OFFSET)  # of weights about 1
-MIXTURE_COPIES = 8
+MOE_COPIES = 8
 RANDOM, ALIKE, BALANCED = "random", "alike", "balanced"
 
 Calls = tuple[KernelCall, ...]
@@ -152,12 +152,12 @@ def _step_state(named: Mapping[str, Argument], dense: int, copy: int, blocks: in
     return {name: tensor.to(device) for name, tensor in state.items()}
 
 
-def _mixture(calls: Calls, num_places: int) -> tuple[Case, ...]:
+def _moe(calls: Calls, num_places: int) -> tuple[Case, ...]:
     """Rows that choose their experts at random, and rows that all choose the same; other ones in every launch.
 
     The router is one of the calls: its rows decide.
     """
-    copies = max(num_places, MIXTURE_COPIES)
+    copies = max(num_places, MOE_COPIES)
 
     def case(name: str) -> Case:
         def fill(calls: Calls, copy: int) -> Calls:
@@ -185,7 +185,7 @@ def _grouped(calls: Calls, num_places: int) -> tuple[Case, ...]:
     named = [_named(call) for call in calls]
     experts = next(_tensor(each, "weight").shape[0] for each in named if "weight" in each)
     rows, top_k = next(_tensor(each, "ids").shape for each in named if "ids" in each)
-    copies = max(num_places, MIXTURE_COPIES)
+    copies = max(num_places, MOE_COPIES)
 
     def case(name: str) -> Case:
         def fill(calls: Calls, copy: int) -> Calls:
@@ -221,7 +221,7 @@ def _fill_experts(calls: Calls) -> None:
 
 
 CASES: Mapping[str, Callable[[Calls, int], tuple[Case, ...]]] = MappingProxyType(
-    {"attention": _attention, "experts_mlp": _mixture, "experts_grouped": _grouped}
+    {"attention": _attention, "experts_mlp": _moe, "experts_grouped": _grouped}
 )
 
 
@@ -234,12 +234,12 @@ def contexts_of(call: KernelCall) -> list[int]:
     return [context for context in CONTEXTS if context <= longest] or [longest]
 
 
-def tile_counts(key: str, call: KernelCall, plan: AttentionPlan, context: int, card: Card) -> TileCounts | None:
+def tile_counts(key: str, call: KernelCall, plan: AttentionPlan, context: int, gpu: Gpu) -> TileCounts | None:
     """The tiles that a launch of attention walks under a plan, where every slot has a context and rows are a chain;
     None where it keeps positions before a window, how many its key does not say.
 
     key, call  of the launch
-    card       on which it runs
+    GPU       on which it runs
     """
     named, facts = _named(call), {name: int(value) for name, value in (each.split("=") for each in key.split())}
     if facts["keeps"]:
@@ -251,5 +251,5 @@ def tile_counts(key: str, call: KernelCall, plan: AttentionPlan, context: int, c
         batch, rows, facts["group"], facts["kv_heads"], facts["head_dim"], window, 0, facts["split"] or 256, coded
     )
     chain = [(1 << row + 1) - 1 for row in range(rows)]
-    num_blocks = plan.blocks * card.num_multiprocessors
+    num_blocks = plan.blocks * gpu.num_multiprocessors
     return count_tiles(work, plan, [context - tail] * batch, [chain] * batch, num_blocks=num_blocks, tail=tail)

@@ -1,12 +1,12 @@
-"""Exchange memory of one rank on a card of its own: what it sends to a peer arrives as what that peer would send.
+"""Exchange memory of one rank on a GPU of its own: what it sends to a peer arrives as what that peer would send.
 
 A launch that adds up rows over ranks (`PeerRows`) leaves its numbers in every peer's memory, and takes those that the
 peers leave in its own. Here a peer's memory is the rank's own, moved so far that a number that was sent to a peer lies
 where that peer's is awaited. So the thread that waits has written the word that it waits for just before: a launch is
-repeated as often as one likes, waits for nobody, and executes all instructions of its exchange. What its time lacks is
-the way between cards, which is the same under all plans, and what a slower peer would make it wait.
+repeated as often as one likes, waits for nobody, and executes all instructions of its all-reduce. What its time lacks
+is the way between GPUs, which is the same under all plans, and what a slower peer would make it wait.
 
-Launches that do nothing but exchange have no plan and are not timed: their memory is not moved. It knows no kernel.
+Launches that do nothing but exchange have no plan and are not timed: their memory is not moved.
 """
 
 import torch
@@ -36,7 +36,7 @@ def looped(rows: PeerRows) -> PeerRows:
     """The memory of one rank in which what it sends comes back to it.
 
     A rank's number for peer p goes to part `rank` of p's area, and is awaited in part p of the rank's own: so p's area
-    lies p - rank parts behind the rank's. Beyond its own area nothing is read or written.
+    lies p - rank parts after the rank's. Beyond its own area nothing is read or written.
     """
     own, size = rows.areas[rows.rank], rows.size
     part, count = rows.rows * rows.width, own.numel()

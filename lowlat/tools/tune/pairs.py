@@ -1,7 +1,7 @@
 """The pairs whose launches are tuned: programs of all buckets over tensors that have shapes and no memory.
 
 Layers of a model are alike, so a pair has few of them: every kind of attention window, and as many as the draft model
-reads. Where a pair is cut for several cards, the programs are one rank's, on one card: see `loopback`. No weight is
+reads. Where a pair is cut for several GPUs, the programs are one rank's, on one GPU: see `loopback`. No weight is
 read.
 """
 
@@ -28,7 +28,7 @@ from lowlat.kernels.formats import matrix_parts
 from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.kernels.step.publish import LoopControl
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
@@ -63,12 +63,12 @@ __all__ = [
 
 META = torch.device("meta")
 LONG_CONTEXT, SHORT_POSITIONS = 65536, 32768  # of a slot; of all slots: as many as are split shortly
-LEAST_LAYERS = 2  # so that a layer stands beside another
+LEAST_LAYERS = 2  # so that a layer stands next to another
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its speculator, by their configs, whole, and for how many cards they are cut.
+    """A target and its speculator, by their configs, whole, and for how many GPUs they are cut.
 
     speculator            None: none
     tensor_parallel_size, tp_invariant, draft_tensor_parallel_size  see `RuntimeConfig` and `SpeculativeConfig`
@@ -83,7 +83,7 @@ class Pair:
 
     @property
     def split_heads(self) -> int:
-        """The key-value heads by which a card's splits of positions are chosen."""
+        """The key-value heads by which a GPU's splits of positions are chosen."""
         if self.tp_invariant:
             return INVARIANT_HEADS
         return max(self.config.attention.num_kv_heads // self.tensor_parallel_size, 1)
@@ -105,16 +105,16 @@ class Sizes:
     prefill_chunk: int = RuntimeConfig.prefill_chunk
     max_prefill_chunks: int = RuntimeConfig.max_prefill_chunks
 
-    def of_attention(self, num_cards: int, kv_heads: int) -> tuple["Sizes", ...]:
+    def of_attention(self, num_gpus: int, kv_heads: int) -> tuple["Sizes", ...]:
         """The sizes of which all splits of positions come, with the longest contexts that each has.
 
-        num_cards  that have parts of the heads: contexts of so many times as many positions are split alike
-        kv_heads   by which a card's splits are chosen
+        num_gpus  that have parts of the heads: contexts of so many times as many positions are split alike
+        kv_heads   by which a GPU's splits are chosen
         """
         short = (replace(self, batches=(batch,), max_context=SHORT_POSITIONS // batch) for batch in self.batches)
         least = ((batch, finely_split(batch, kv_heads)) for batch in self.batches)
         fine = (replace(self, batches=(batch,), max_context=longest) for batch, longest in least if longest)
-        return replace(self, max_context=LONG_CONTEXT * num_cards), *short, *fine
+        return replace(self, max_context=LONG_CONTEXT * num_gpus), *short, *fine
 
 
 def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pair:
@@ -160,7 +160,7 @@ def rounded_pair(pair: Pair, options: RuntimeConfig, draft: Literal["fp8", "int4
 
 
 def cut_pair(pair: Pair, options: RuntimeConfig, draft_tensor_parallel_size: int | None = None) -> Pair:
-    """The pair cut for as many cards as `tensor_parallel_size` says, and `tp_invariant`; the draft model as
+    """The pair cut for as many GPUs as `tensor_parallel_size` says, and `tp_invariant`; the draft model as
     `draft_tensor_parallel_size` does."""
     return replace(
         pair,
@@ -184,7 +184,7 @@ def _few_layers(pair: Pair) -> Pair:
 
 
 class LoweredPrograms:
-    """Programs of a pair, or of one rank's part of it, lowered for a card onto tensors that have no memory.
+    """Programs of a pair, or of one rank's part of it, lowered for a GPU onto tensors that have no memory.
 
     rank       the geometry of the rank's part; None: the programs are the whole pair's
     place      what the rank exchanges by
@@ -195,7 +195,7 @@ class LoweredPrograms:
     def __init__(
         self,
         pair: Pair,
-        card: Card,
+        gpu: Gpu,
         programs: Iterable[Program],
         rank: ModelConfig | None = None,
         place: RankPlace | None = None,
@@ -204,7 +204,7 @@ class LoweredPrograms:
         problem = uncovered(pair.config, None if speculator is None else speculator.draft_config)
         if problem is not None:
             raise ConfigError(f"{pair.name} has no launches: {problem}")
-        self.pair, self._card, self.programs = pair, card, tuple(programs)
+        self.pair, self._gpu, self.programs = pair, gpu, tuple(programs)
         self._rank, self._place = rank, place
         self._is_invariant = sum_in_parts(self.programs)
         self.workspace = SharedWorkspace(META)
@@ -223,7 +223,7 @@ class LoweredPrograms:
     @cached_property
     def weights(self) -> DeviceWeights:
         """The weights as kernels read them, without memory."""
-        layouts, parts = weight_layouts(self.programs, self._card), expert_parts(self.programs, self.weight_shapes)
+        layouts, parts = weight_layouts(self.programs, self._gpu), expert_parts(self.programs, self.weight_shapes)
         source: dict[str, torch.Tensor | PackedExperts] = dict(self.weight_shapes)
         for name, weights in parts.items():
             given = {part: self.weight_shapes[weight] for part, weight in weights.items()}
@@ -244,9 +244,9 @@ class LoweredPrograms:
         return sum(tensor.nbytes for tensor in unique)
 
     def groups(
-        self, program: Program, card: Card, loop: LoopControl | None = None, *, switches: bool = False
+        self, program: Program, gpu: Gpu, loop: LoopControl | None = None, *, switches: bool = False
     ) -> tuple[LoweredGroup, ...]:
-        """One of the programs lowered for the pair's card, with another table perhaps, onto the same tensors.
+        """One of the programs lowered for the pair's GPU, with another table perhaps, onto the same tensors.
 
         loop, switches  see `Binding`
         """
@@ -257,7 +257,7 @@ class LoweredPrograms:
             self._buffers[id(program)] = buffers
         place = self._place
         binding = Binding(
-            program, buffers, self.weights, card, self.workspace, loop, switches, place,
+            program, buffers, self.weights, gpu, self.workspace, loop, switches, place,
             is_invariant=self._is_invariant,
         )  # fmt: skip
         groups = lower(binding)
@@ -265,14 +265,14 @@ class LoweredPrograms:
 
 
 class PairPrograms(LoweredPrograms):
-    """The programs of a pair for a card: steps of the buckets, first tokens, prefills of all sizes; of few layers.
+    """The programs of a pair for a GPU: steps of the buckets, first tokens, prefills of all sizes; of few layers.
 
     rank   whose part they are, if the pair is cut
     abort  [1] int64, not zero where a launch gave up a wait for a peer, see `PeerRows`; None where there are no peers
     Raises ConfigError for a pair that the kernels do not cover, or that cannot be cut so.
     """
 
-    def __init__(self, pair: Pair, card: Card, sizes: Sizes, rank: int = 0) -> None:
+    def __init__(self, pair: Pair, gpu: Gpu, sizes: Sizes, rank: int = 0) -> None:
         few = _few_layers(pair)
         geometry = _geometries(few, sizes)[rank]
         programs, own, place = list(_programs(geometry, sizes)), None, None
@@ -283,16 +283,16 @@ class PairPrograms(LoweredPrograms):
             place, self.abort = RankPlace(rank, peers), peers.abort
         if geometry.config.shard is not None:
             own = geometry.config
-        super().__init__(few, card, programs, own, place)
+        super().__init__(few, gpu, programs, own, place)
 
 
-def every_part(pair: Pair, card: Card, sizes: Sizes) -> list[PairPrograms]:
+def every_part(pair: Pair, gpu: Gpu, sizes: Sizes) -> list[PairPrograms]:
     """The programs of a pair, or of every rank of it whose part has other extents than those before. Raises ConfigError
     as `PairPrograms` does."""
     ranks: dict[tuple[object, ...], int] = {}
     for rank, geometry in enumerate(_geometries(pair, sizes)):
         ranks.setdefault(_extents(geometry), rank)
-    return [PairPrograms(pair, card, sizes, rank) for rank in ranks.values()]
+    return [PairPrograms(pair, gpu, sizes, rank) for rank in ranks.values()]
 
 
 def _extents(geometry: StepGeometry) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""Tables made of what was swept, in the file of a card; and the schema that every table keeps to."""
+"""Tables made of what was swept, in the file of a GPU; and the schema that every table keeps to."""
 
 import math
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from lowlat.errors import ConfigError
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Entry, TuningTable, read_table
 from lowlat.tools.tune.sweep import Swept
 
@@ -28,7 +28,7 @@ class TableFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table as it is written."""
 
     format: int
-    card: str
+    gpu: str
     capability: tuple[int, int]
     num_multiprocessors: int
     shared_bytes: int
@@ -48,17 +48,17 @@ def check_table(path: Path) -> TableFile:
 
 
 def table_of(
-    swept: Iterable[Swept], card_name: str, card: Card, *, driver: str = "", commit: str = "", read_gb_s: float = 0.0
+    swept: Iterable[Swept], gpu_name: str, gpu: Gpu, *, driver: str = "", commit: str = "", read_gb_s: float = 0.0
 ) -> TuningTable:
-    """The table of a card with an entry for each launch that was swept."""
+    """The table of a GPU with an entry for each launch that was swept."""
     entries: dict[str, dict[str, Entry]] = {}
     for each in swept:
         times = _us(each.default_us), _us(each.best_us)
         cases = {name: (_us(found[0]), _us(found[each.best])) for name, found in each.by_case.items()}
         entry = Entry(dict(each.plan.knobs), *times, tuple(each.shape.stages), cases)
         entries.setdefault(each.shape.kind, {})[each.shape.key] = entry
-    sizes = card.capability, card.num_multiprocessors, card.shared_bytes, card.peak_gb_s
-    return TuningTable(card_name, *sizes, driver, commit, round(read_gb_s, 1), entries)
+    sizes = gpu.capability, gpu.num_multiprocessors, gpu.shared_bytes, gpu.peak_gb_s
+    return TuningTable(gpu_name, *sizes, driver, commit, round(read_gb_s, 1), entries)
 
 
 def _us(time: float) -> float:
@@ -69,13 +69,13 @@ def _us(time: float) -> float:
 def write_table(table: TuningTable, path: Path) -> TuningTable:
     """Write a table, merged into the one that is there; return what was written.
 
-    Raises ConfigError where that is another card's.
+    Raises ConfigError where that is another GPU's.
     """
     if path.exists():
         known = read_table(path)
         sizes = known.capability, known.num_multiprocessors, known.shared_bytes
-        if known.card != table.card or sizes != (table.capability, table.num_multiprocessors, table.shared_bytes):
-            raise ConfigError(f"{path} is of {known.card}, not of {table.card}; name another file with --out")
+        if known.gpu != table.gpu or sizes != (table.capability, table.num_multiprocessors, table.shared_bytes):
+            raise ConfigError(f"{path} is of {known.gpu}, not of {table.gpu}; name another file with --out")
         table = known.merged(table)
     table.write(path)
     return table

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lowlat.errors import ConfigError
 from lowlat.kernels.attention.launch_plan import AttentionPlan
 from lowlat.kernels.attention.tile_counts import TileCounts
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.kernels.tuning.choice import file_name, find_table
 from lowlat.kernels.tuning.table import TuningTable, read_table
 from lowlat.options.directories import tuning_directory
@@ -52,7 +52,7 @@ Bar = Callable[[str], AbstractContextManager[Update | None]]
 class Tuned:
     """A run's result.
 
-    card_name  of the card
+    gpu_name  of the GPU
     swept      launches whose plans were timed
     left       launches that the budget did not allow
     table      as it was written, other entries of the file included
@@ -60,7 +60,7 @@ class Tuned:
     seconds    that it took
     """
 
-    card_name: str
+    gpu_name: str
     swept: tuple[Swept, ...]
     left: tuple[Shape, ...]
     table: TuningTable
@@ -73,26 +73,26 @@ def kinds_of(command: str) -> tuple[str, ...]:
     return KINDS[command] if command in KINDS else tuple(kind for kinds in KINDS.values() for kind in kinds)
 
 
-def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, card: Card = H200) -> list[Shape]:
-    """The launches that a command would time for a card, with their plans; nothing runs."""
+def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, gpu: Gpu = H200) -> list[Shape]:
+    """The launches that a command would time for a GPU, with their plans; nothing runs."""
     kinds, rest = kinds_of(command), KINDS["attention"]
     longest = max(sizes.max_context, sizes.prefill_chunk * sizes.max_prefill_chunks)
-    whole = [part for pair in pairs for part in every_part(pair, card, replace(sizes, max_context=longest))]
-    found = collect(whole, card, [k for k in kinds if k not in rest])
+    whole = [part for pair in pairs for part in every_part(pair, gpu, replace(sizes, max_context=longest))]
+    found = collect(whole, gpu, [k for k in kinds if k not in rest])
     if set(rest) <= set(kinds):
         each_size = [
             (pair, each) for pair in pairs for each in sizes.of_attention(pair.tensor_parallel_size, pair.split_heads)
         ]
-        found += collect([part for pair, each in each_size for part in every_part(pair, card, each)], card, rest)
+        found += collect([part for pair, each in each_size for part in every_part(pair, gpu, each)], gpu, rest)
     return found
 
 
-def known_plans(card_name: str, card: Card, out: Path | None) -> TuningTable | None:
-    """The table whose launches are not missing: the file's, or without one what runtimes on the card take, the shipped
+def known_plans(gpu_name: str, gpu: Gpu, out: Path | None) -> TuningTable | None:
+    """The table whose launches are not missing: the file's, or without one what runtimes on the GPU take, the shipped
     table's and the user's own; None where there is none. Raises ConfigError for a file that is no table."""
     if out is not None:
         return read_table(out) if out.exists() else None
-    return find_table(card_name, card, tuning_directory())
+    return find_table(gpu_name, gpu, tuning_directory())
 
 
 def lacking(shapes: Sequence[Shape], known: TuningTable | None) -> list[Shape]:
@@ -117,15 +117,15 @@ class Walked:
         return {"shape": self.key, "context": self.context, "row_tiles": self.row_tiles, **asdict(self.counts)}
 
 
-def counted(shapes: Sequence[Shape], card: Card = H200) -> list[Walked]:
+def counted(shapes: Sequence[Shape], gpu: Gpu = H200) -> list[Walked]:
     """The tiles of launches of attention in each context in which they would be timed, by tiles of rows."""
     found = []
-    calls = calls_by_plan([shape for shape in shapes if shape.kind == "attention"], card, 1)
+    calls = calls_by_plan([shape for shape in shapes if shape.kind == "attention"], gpu, 1)
     for shape in shapes:
         plans = {plan.row_tiles: plan for plan in shape.candidates if isinstance(plan, AttentionPlan)}
         for (call, *_), (row_tiles, plan) in itertools.product(calls.get(shape.place, ()), plans.items()):
             for context in contexts_of(call):
-                counts = tile_counts(shape.key, call, plan, context, card)
+                counts = tile_counts(shape.key, call, plan, context, gpu)
                 found += [] if counts is None else [Walked(shape.key, context, row_tiles, counts)]
     return found
 
@@ -148,24 +148,24 @@ def compile_plans_of(
     pairs: Sequence[Pair],
     command: str,
     sizes: Sizes,
-    card: Card,
+    gpu: Gpu,
     directory: Path,
     *,
     num_candidates: int,
     known: TuningTable | None,
     bar: Bar,
 ) -> Compiled:
-    """Compile the kernels that a run of `tune` with these arguments would, for a card that need not be there.
+    """Compile the kernels that a run of `tune` with these arguments would, for a GPU that need not be there.
 
     directory  of the kernels' cache, as that run will have it
     known      a table whose launches are left out; None: none are
     Raises DeviceError for a kernel that does not compile.
     """
-    shapes = lacking(listed(pairs, command, sizes, card), known)
-    calls = calls_by_plan(shapes, card, num_candidates)
+    shapes = lacking(listed(pairs, command, sizes, gpu), known)
+    calls = calls_by_plan(shapes, gpu, num_candidates)
     kernels = {call.kernel.name: call.kernel for variants in calls.values() for each in variants for call in each}
     with bar("compiling") as update:
-        return Compiled(len(shapes), len(kernels), compile_all(kernels, card, directory, progress=update or _quietly))
+        return Compiled(len(shapes), len(kernels), compile_all(kernels, gpu, directory, progress=update or _quietly))
 
 
 def tune(
@@ -182,41 +182,41 @@ def tune(
     commit: str,
     bar: Bar,
 ) -> Tuned:
-    """Sweep the plans of launches on a CUDA device and write the table of its card.
+    """Sweep the plans of launches on a CUDA device and write the table of its GPU.
 
     num_candidates  plans of a launch at most, the derived one included
-    budget_s        seconds in all, beside the plans of one launch
+    budget_s        seconds in all, next to the plans of one launch
     only_missing    launches that have an entry in `known_plans` are left out
     out             the file; None: in the user's own tables. Entries that are in it stay, or are replaced.
     times           a file for the times of all plans, not of the fastest alone; None: they are not written
-    Raises ConfigError for a file of another card.
+    Raises ConfigError for a file of another GPU.
     """
     import torch
 
     from lowlat.tools.bench.machine import changed_commit, driver
     from lowlat.tools.profile.wall import measure_wall
-    from lowlat.tools.tune.bench import CardBench
+    from lowlat.tools.tune.bench import GpuBench
 
-    start, bench, name = time.monotonic(), CardBench(device), torch.cuda.get_device_name(device)
+    start, bench, name = time.monotonic(), GpuBench(device), torch.cuda.get_device_name(device)
     path = tuning_directory() / file_name(name) if out is None else out
     known = read_table(path) if path.exists() else None
-    if known is not None and (known.card != name or not known.is_of(bench.card)):
-        raise ConfigError(f"{path} is a table of {known.card}, not of {name}; name another file with --out")
-    shapes = listed(pairs, command, sizes, bench.card)
+    if known is not None and (known.gpu != name or not known.is_of(bench.gpu)):
+        raise ConfigError(f"{path} is a table of {known.gpu}, not of {name}; name another file with --out")
+    shapes = listed(pairs, command, sizes, bench.gpu)
     if only_missing:
-        shapes = lacking(shapes, known_plans(name, bench.card, out))
+        shapes = lacking(shapes, known_plans(name, bench.gpu, out))
     wall = measure_wall(device, WALL_BYTES, WALL_REPLAYS)
-    calls = calls_by_plan(shapes, bench.card, num_candidates)
+    calls = calls_by_plan(shapes, bench.gpu, num_candidates)
     with bar("compiling") as update:
         until = start + COMPILE_SHARE * budget_s
         ready = compile_plans(shapes, calls, bench, until=until, progress=update or _quietly)
     with bar("timing") as update:
         swept = time_plans(shapes, calls, ready, bench, until=start + budget_s, progress=update or _quietly)
     commit = commit or changed_commit()
-    table = table_of(swept, name, bench.card, driver=driver(), commit=commit, read_gb_s=wall.gb_per_s)
+    table = table_of(swept, name, bench.gpu, driver=driver(), commit=commit, read_gb_s=wall.gb_per_s)
     table = write_table(table, path)
     if times is not None:
-        times_of(swept, name, bench.card, driver=driver(), commit=commit).write(times)
+        times_of(swept, name, bench.gpu, driver=driver(), commit=commit).write(times)
     done = {each.shape.place for each in swept}
     left = tuple(shape for shape in shapes if shape.place not in done)
     return Tuned(name, tuple(swept), left, table, path, time.monotonic() - start)

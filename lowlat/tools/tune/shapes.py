@@ -1,7 +1,7 @@
-"""Launches whose plan depends on the card, collected by lowering programs; and the calls of each under any plan.
+"""Launches whose plan depends on the GPU, collected by lowering programs; and the calls of each under any plan.
 
 A launch is timed with the calls that its plan brings along: those of its group, as a GEMM whose segments are added up
-by another kernel. Where a group has several such launches, each is timed with the calls behind it alone, unless they
+by another kernel. Where a group has several such launches, each is timed with the calls after it alone, unless they
 have one plan together. So is a prefill GEMM, which norms or attention may stand before.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from lowlat.graphs.program import Op, Program, Stage
-from lowlat.kernels.toolchain.kernel import Card, KernelCall
+from lowlat.kernels.toolchain.kernel import Gpu, KernelCall
 from lowlat.kernels.tuning.table import Entry, Plan, TuningTable
 from lowlat.lowering.lower import LoweredGroup
 from lowlat.tools.tune.pairs import PairPrograms
@@ -36,7 +36,7 @@ KERNELS = {
 
 @dataclass
 class Shape:
-    """A launch whose plan depends on the card.
+    """A launch whose plan depends on the GPU.
 
     kind, key   its place in tables
     candidates  plans that it may have, the derived one first
@@ -91,10 +91,10 @@ def _planned(group: LoweredGroup) -> Iterator[KernelCall]:
     return (call for call in group.kernel_calls if call.planned is not None)
 
 
-def collect(pairs: Iterable[PairPrograms], card: Card, kinds: Sequence[str]) -> list[Shape]:
-    """The launches of these kinds in all programs of the pairs, each once, with plans as derived for the card."""
+def collect(pairs: Iterable[PairPrograms], gpu: Gpu, kinds: Sequence[str]) -> list[Shape]:
+    """The launches of these kinds in all programs of the pairs, each once, with plans as derived for the GPU."""
     found: dict[tuple[str, str], Shape] = {}
-    plain = replace(card, tuning=None)
+    plain = replace(gpu, tuning=None)
     for pair in pairs:
         for program in pair.programs:
             for group in pair.groups(program, plain):
@@ -111,7 +111,7 @@ def collect(pairs: Iterable[PairPrograms], card: Card, kinds: Sequence[str]) -> 
 
 
 def calls_by_plan(
-    shapes: Iterable[Shape], card: Card, num_candidates: int
+    shapes: Iterable[Shape], gpu: Gpu, num_candidates: int
 ) -> dict[tuple[str, str], list[tuple[KernelCall, ...]]]:
     """For each launch, by kind and key, its calls under each of its first plans; arguments have no memory."""
     by_source: dict[tuple[int, int], list[Shape]] = {}
@@ -122,19 +122,19 @@ def calls_by_plan(
         pair, program = together[0].source
         for number in range(min(num_candidates, max(len(shape.candidates) for shape in together))):
             wanted = [shape for shape in together if number < len(shape.candidates)]
-            table = _forced(card, wanted, number)
-            calls = _calls(pair.groups(program, replace(card, tuning=table)))
+            table = _forced(gpu, wanted, number)
+            calls = _calls(pair.groups(program, replace(gpu, tuning=table)))
             for shape in wanted:
                 found[shape.place].append(calls[shape.place])
     return found
 
 
-def _forced(card: Card, shapes: Sequence[Shape], number: int) -> TuningTable:
+def _forced(gpu: Gpu, shapes: Sequence[Shape], number: int) -> TuningTable:
     """A table that makes launches have their candidate of one number."""
     entries: dict[str, dict[str, Entry]] = {}
     for shape in shapes:
         entries.setdefault(shape.kind, {})[shape.key] = Entry(shape.candidates[number].knobs)
-    return TuningTable("", card.capability, card.num_multiprocessors, card.shared_bytes, entries=entries)
+    return TuningTable("", gpu.capability, gpu.num_multiprocessors, gpu.shared_bytes, entries=entries)
 
 
 def _calls(groups: Iterable[LoweredGroup]) -> dict[tuple[str, str], tuple[KernelCall, ...]]:
@@ -150,7 +150,7 @@ def _calls(groups: Iterable[LoweredGroup]) -> dict[tuple[str, str], tuple[Kernel
 
 
 def _behind(group: LoweredGroup, call: KernelCall) -> tuple[KernelCall, ...]:
-    """A launch and those behind it, up to the next that a card cuts."""
+    """A launch and those after it, up to the next that a GPU cuts."""
     place = next(place for place, each in enumerate(group.kernel_calls) if each is call)
     later = group.kernel_calls[place + 1 :]
     return (call, *takewhile(lambda each: each.planned is None, later))

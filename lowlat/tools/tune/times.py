@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from lowlat.errors import ConfigError
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.tools.tune.sweep import Swept
 
 __all__ = ["PlanTimes", "TimedPlan", "read_times", "times_of"]
@@ -36,9 +36,9 @@ class PlanTimes(msgspec.Struct, frozen=True, kw_only=True):
     launches: dict[str, dict[str, tuple[TimedPlan, ...]]]
 
     @property
-    def card(self) -> Card:
+    def facts(self) -> Gpu:
         """The GPU as plans are derived for it, without a table."""
-        return Card(self.num_multiprocessors, self.shared_bytes, self.capability, self.peak_gb_s)
+        return Gpu(self.num_multiprocessors, self.shared_bytes, self.capability, self.peak_gb_s)
 
     def write(self, path: Path) -> None:
         """Write them as JSON, a launch a line."""
@@ -62,7 +62,7 @@ def read_times(path: Path) -> PlanTimes:
         raise ConfigError(f"{path}: no times of plans: {error}; `lowlat tune --times {path}` writes them") from error
 
 
-def times_of(swept: Iterable[Swept], gpu: str, card: Card, *, driver: str, commit: str) -> PlanTimes:
+def times_of(swept: Iterable[Swept], gpu: str, facts: Gpu, *, driver: str, commit: str) -> PlanTimes:
     """The times of all plans of launches that were swept; plans that failed are left out."""
     launches: dict[str, dict[str, tuple[TimedPlan, ...]]] = {}
     for each in swept:
@@ -70,7 +70,7 @@ def times_of(swept: Iterable[Swept], gpu: str, card: Card, *, driver: str, commi
         plans = tuple(TimedPlan(dict(plan.knobs), round(us, 3)) for plan, us in timed if us < float("inf"))
         launches.setdefault(each.shape.kind, {})[each.shape.key] = plans
     return PlanTimes(
-        gpu=gpu, capability=card.capability, num_multiprocessors=card.num_multiprocessors,
-        shared_bytes=card.shared_bytes, peak_gb_s=card.peak_gb_s, driver=driver, commit=commit,
+        gpu=gpu, capability=facts.capability, num_multiprocessors=facts.num_multiprocessors,
+        shared_bytes=facts.shared_bytes, peak_gb_s=facts.peak_gb_s, driver=driver, commit=commit,
         source="lowlat tune: graphs of copies of a launch, means over contexts and routings", launches=launches,
     )  # fmt: skip

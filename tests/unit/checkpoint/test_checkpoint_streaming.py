@@ -1,4 +1,4 @@
-"""Weights streamed from files: the same as loaded whole, in bounded memory, and nothing left behind."""
+"""Weights streamed from files: the same as loaded whole, in bounded memory, and nothing left after."""
 
 import json
 import subprocess

@@ -24,7 +24,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def tensors_of(num_layers: int, num_features: int = 3, read: int = 16) -> dict[str, torch.Tensor]:
-    """A draft model's tensors; layers behind the first read `read` columns."""
+    """A draft model's tensors; layers after the first read `read` columns."""
     tensors = draft_tensors(num_features)
     for layer in range(1, num_layers):
         for name, tensor in list(tensors.items()):

@@ -309,7 +309,7 @@ def test_a_file_that_goes_on_and_on_is_broken_off() -> None:
         with checked("x.safetensors", 100):
             file = bar(disable=True)
             file.update(60)
-            file.update(-60)  # what is fetched anew
+            file.update(-60)  # what is fetched again
             file.update(100)
             with pytest.raises(ConfigError, match=r"x\.safetensors: the hub sends more bytes than it listed"):
                 file.update(1)

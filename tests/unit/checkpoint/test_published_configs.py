@@ -97,7 +97,7 @@ def write(directory: Path, base: dict[str, Any], changes: dict[str, Any]) -> Pat
             id="SmolLM2",
         ),
         pytest.param(LLAMA, {"activation": "swiglu", "head_dim": 256}, id="Falcon3"),
-        pytest.param(LLAMA, {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, id="remote code beside"),
+        pytest.param(LLAMA, {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, id="remote code next to"),
         pytest.param(QWEN2, {"use_sliding_window": True, "max_window_layers": 24}, id="windows from the last layer on"),
         pytest.param(LLAMA, {"is_causal": True, "scale_attn_weights": True}, id="what is so anyway"),
     ],
@@ -136,7 +136,7 @@ def test_keys_that_say_what_the_family_does(base: dict[str, Any], changes: dict[
     ],
 )  # fmt: skip
 def test_quantised_files(quantisation: dict[str, Any], stored: Any, plain: list[str], tmp_path: Path) -> None:
-    """float16 beside quantised weights runs in bfloat16: that is what most of them say."""
+    """float16 next to quantised weights runs in bfloat16: that is what most of them say."""
     changes = {"torch_dtype": "float16", "quantization_config": quantisation}
     config = read_model_config(write(tmp_path, QWEN3, changes))
     assert config.dtype == "bfloat16" and config.quantisation is not None

@@ -144,7 +144,7 @@ def test_fused_layers_keep_scales_of_their_own(family: str, tmp_path: Path) -> N
 
 
 def mixed_config(kind: str) -> dict[str, Any]:
-    """FP8 attention beside an FFN in NVFP4 whose down projection stays plain, in two spellings."""
+    """FP8 attention next to an FFN in NVFP4 whose down projection stays plain, in two spellings."""
     if kind == "modelopt":
         names = {"self_attn": "FP8", "gate_proj": "NVFP4", "up_proj": "NVFP4"}
         layers = {f"model.layers.0.*{name}*": {"quant_algo": algorithm} for name, algorithm in names.items()}

@@ -184,7 +184,7 @@ def test_compare_and_report_read_what_run_wrote(tmp_path: Path) -> None:
         (["run", "single", "--batch", "9"], "<= 8"),
         (["run", "single", "--steps", "0"], ">= 1"),
         (["run", "single", "--model", "some/model", "--draft-window", "5"], "need a draft model (--draft-model DIR)"),
-        (["run", "batch", "--geometry", "tiny", "--device", "cpu", "--profile"], "a profile needs an NVIDIA card"),
+        (["run", "batch", "--geometry", "tiny", "--device", "cpu", "--profile"], "a profile needs an NVIDIA GPU"),
         (["compare", "none", "none"], "none: no such file or directory"),
         (["report", "."], "no results of `lowlat bench run` are here"),
     ],

@@ -18,7 +18,7 @@ from lowlat.cli.reports import environment
 from lowlat.cli.reports.shifts import ShiftResult, read_prompts, unshifted_is_best
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice
-from lowlat.tools import exchange_times
+from lowlat.tools import all_reduce_times
 
 BUSY_MACHINE = 4  # times slower than an idle one
 
@@ -44,7 +44,7 @@ def test_doctor_measures_the_shifts(pair: PairPaths, tmp_path: Path) -> None:
 
 
 def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_path: Path) -> None:
-    """It reads the final hidden state, behind which no boundary is."""
+    """It reads the final hidden state, after which no boundary is."""
     target = make_target(tmp_path / "target", "llama", gain=0.45, num_hidden_layers=2)
     copying_draft_model(tmp_path / "head", target, final_hidden=True, num_hidden_layers=2, windows=(None, 16))
     files = ("--target", tmp_path / "target")
@@ -121,27 +121,27 @@ def test_doctor_environment() -> None:
 
 
 @pytest.fixture
-def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cards that are not there; what is measured on them is made up."""
-    facts = SimpleNamespace(name="A Card", major=9, minor=0, total_memory=80 << 30)
-    monkeypatch.setattr("lowlat.executors.devices.nvidia_card_present", lambda: True)
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs that are not there; what is measured on them is made up."""
+    facts = SimpleNamespace(name="A GPU", major=9, minor=0, total_memory=80 << 30)
+    monkeypatch.setattr("lowlat.executors.devices.nvidia_gpu_present", lambda: True)
     for name, value in (("is_available", True), ("device_count", 2), ("get_device_properties", facts)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(exchange_times, "peer_problem", lambda devices: None)
+    monkeypatch.setattr(all_reduce_times, "peer_problem", lambda devices: None)
     monkeypatch.setattr(
         environment, "choose_device", lambda *_: DeviceChoice(torch.device("cuda", 0), "graph", "a test")
     )
 
-    def measure(devices: list[torch.device], widths: Any, rows: Any) -> list[exchange_times.ExchangeTime]:
+    def measure(devices: list[torch.device], widths: Any, rows: Any) -> list[all_reduce_times.AllReduceTime]:
         assert [device.index for device in devices] == [0, 1]
-        return [exchange_times.ExchangeTime(2, count, width, 4.25, 5.5, 2.0) for width in widths for count in rows]
+        return [all_reduce_times.AllReduceTime(2, count, width, 4.25, 5.5, 2.0) for width in widths for count in rows]
 
-    monkeypatch.setattr(exchange_times, "measure_exchange", measure)
-    monkeypatch.setattr(exchange_times, "measure_writes", lambda one, other: 100.0 + other.index)
+    monkeypatch.setattr(all_reduce_times, "measure_all_reduce", measure)
+    monkeypatch.setattr(all_reduce_times, "measure_writes", lambda one, other: 100.0 + other.index)
 
 
-@pytest.mark.usefixtures("two_cards")
-def test_doctor_shows_how_two_cards_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("two_gpus")
+def test_doctor_shows_how_two_gpus_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = answer("doctor", "--environment-only", "--json")["peers"]
     assert (peers["cards"], peers["problem"]) == (2, None)
     assert peers["write_gb_s"] == {"cuda:0 to cuda:1": 101.0, "cuda:1 to cuda:0": 100.0}
@@ -154,7 +154,7 @@ def test_doctor_shows_how_two_cards_reach_each_other(monkeypatch: pytest.MonkeyP
         "4.25 us with the residual added, 5.5 us normed, too: that takes 2.0 us where nothing is exchanged",
     )
     assert all(part in shown for part in parts), shown
-    monkeypatch.setattr(exchange_times, "peer_problem", lambda devices: "cuda:1 cannot reach the memory of cuda:0")
+    monkeypatch.setattr(all_reduce_times, "peer_problem", lambda devices: "cuda:1 cannot reach the memory of cuda:0")
     found = answer("doctor", "--environment-only", "--json")["peers"]
     assert found["exchange"] == [] and found["write_gb_s"] == {}
     assert "cuda:1 cannot reach the memory of cuda:0" in lowlat("doctor", "--environment-only").stdout

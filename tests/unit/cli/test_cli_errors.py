@@ -74,7 +74,7 @@ def test_unknown_command_and_option_are_usage_errors() -> None:
         (["--prompt", "a"], "a text prompt needs tokenizer.json"),
         (["--prompt", "a", "--chat"], "a chat needs tokenizer.json"),
         (["--token-ids", "1", "--device", "tpu"], "device must be 'auto'"),
-        (["--token-ids", "1", "--device", "cpu", "--executor", "graph"], "'graph' needs an NVIDIA card"),
+        (["--token-ids", "1", "--device", "cpu", "--executor", "graph"], "'graph' needs an NVIDIA GPU"),
     ],
 )
 def test_generate_refuses_by_name(pair: PairPaths, arguments: list[str], message: str) -> None:

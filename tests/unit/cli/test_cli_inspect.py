@@ -67,7 +67,7 @@ def test_inspect_model_forecasts_what_a_runtime_allocates(pair: PairPaths, with_
     assert found["memory"]["weights_bytes"] == sum(unique.values())  # float32, as stored
 
 
-def test_inspect_model_plans_for_a_card_that_is_not_here() -> None:
+def test_inspect_model_plans_for_a_gpu_that_is_not_here() -> None:
     found = answer("inspect", "model", "--device", "cuda", "--head", bundled("head"), "--json")
     assert (found["device"], found["executor"]) == ("cuda:0", "graph")
     held = Pair(bundled("target"), bundled("head")).weights  # packed, padded, the tied table once

@@ -15,7 +15,7 @@ def test_the_bundled_step_is_what_is_lowered() -> None:
     found = answer("inspect", "step", "-S", 3, "--full", "--json")
     pair = Pair(bundled("target"), bundled("head"))
     program = pair.program(3, 1)
-    lowered = pair.lower_program(program, describe_gpu("h200").card)
+    lowered = pair.lower_program(program, describe_gpu("h200").facts)
     step = found["step"]
     assert found["method"] == "eagle3" and found["kernels_do_not_cover"] is None
     assert found["bucket"] == {"name": "batch 1, 4 rows, S = 3", "batch": 1, "rows": 4, "num_speculative_tokens": 3}
@@ -59,8 +59,8 @@ def test_a_preset_has_its_draft_model_and_its_published_size() -> None:
 @pytest.mark.parametrize("gpu", ["a100", "b200", "rtx5090", "h100"])
 def test_any_described_gpu(gpu: str) -> None:
     found = answer("inspect", "step", "--gpu", gpu, "--json")
-    card = describe_gpu(gpu).card
-    assert found["gpu"]["multiprocessors"] == card.num_multiprocessors and found["step"]["launches"] > 0
+    facts = describe_gpu(gpu).facts
+    assert found["gpu"]["multiprocessors"] == facts.num_multiprocessors and found["step"]["launches"] > 0
     assert found["gpu"]["tuned"] is (gpu == "h100")
 
 

@@ -31,7 +31,7 @@ COMMAND = ("inspect", "quality", "--text", TEXT, "--max-context", WINDOW + 1, "-
 
 
 def log_probabilities(model: torch.nn.Module, windows: list[list[int]]) -> torch.Tensor:
-    """transformers' logarithms of the probabilities of all tokens behind each but the last of a window."""
+    """transformers' logarithms of the probabilities of all tokens after each but the last of a window."""
     with torch.no_grad():
         rows = [model(torch.tensor([window])).logits[0, :-1] for window in windows]
     return torch.cat(rows).double().log_softmax(-1)
@@ -78,7 +78,7 @@ def test_a_target_is_itself_and_reports_have_two_forms(tmp_path: Path) -> None:
     assert kept.split()[2:] == ["fp8", "bfloat16"]
     assert f"{found.target.perplexity:.3f}" in shown and "99th percentile" in shown
     assert "there is no directory" in refusal(*short, "--json", tmp_path / "none" / "x.json")
-    assert "it is a directory; name a file behind --json" in refusal(*short, "--json", tmp_path)
+    assert "it is a directory; name a file after --json" in refusal(*short, "--json", tmp_path)
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:

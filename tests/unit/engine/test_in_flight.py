@@ -108,7 +108,7 @@ class Driven(RuleBasedStateMachine):
 
     @rule()
     def stop(self) -> None:
-        """A loop is told once, and what is queued behind it runs a step."""
+        """A loop is told once, and what is queued after it runs a step."""
         looping = self.in_flight.looping
         assert self.in_flight.stop() == looping
         assert not self.in_flight.looping and not self.in_flight.stop()

@@ -25,10 +25,10 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import SIMULATED
 
 
-def exchange(mask: int, value: Any, offset: int) -> Any:
+def all_reduce(mask: int, value: Any, offset: int) -> Any:
     """The value of the lane whose number differs by exclusive or."""
     thread = this_fiber()
-    return thread.exchange(value)[thread.number % 32 ^ int(offset)]
+    return thread.all_reduce(value)[thread.number % 32 ^ int(offset)]
 
 
 class SharedMemory:
@@ -70,7 +70,7 @@ def shared_array(block: Any, shape: Any, dtype: Any, alignment: int = 16) -> Any
 
 def largest(value: Any) -> Any:
     """The largest of a warp's values."""
-    return max(this_fiber().exchange(value))
+    return max(this_fiber().all_reduce(value))
 
 
 def bf16_value(address: Any) -> Any:
@@ -81,7 +81,7 @@ def bf16_value(address: Any) -> Any:
 def simulate_router() -> None:
     """Give the simulator what only the router uses of warps and shared memory."""
     memory = SharedMemory()
-    kernelapi.FakeCUDAModule.shfl_xor_sync = staticmethod(exchange)
+    kernelapi.FakeCUDAModule.shfl_xor_sync = staticmethod(all_reduce)
     ptx.shared_address = memory.address
     ptx.load_shared_128, ptx.store_shared_128, ptx.copy_async_16 = memory.load, memory.store, memory.copy
     ptx.load_global_bf16, ptx.copies_commit = bf16_value, lambda: None

@@ -1,4 +1,4 @@
-"""Norms that leave their rows arranged, walked thread by thread: the bits of a norm and of `arrange` behind it."""
+"""Norms that leave their rows arranged, walked thread by thread: the bits of a norm and of `arrange` after it."""
 
 import pytest
 import torch

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, chain, tree
-from kernel_inventory import CARDS
+from kernel_inventory import GPUS
 from kernel_walk import Walker, walkable
 
 from lowlat.kernels.attention.launch_plan import (
@@ -20,7 +20,7 @@ from lowlat.kernels.attention.launch_plan import (
     pipeline_bytes,
 )
 from lowlat.kernels.attention.tile_counts import TileCounts, count_tiles
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 NAMES = tuple(f"attention.{part}" for part in ("plan", "copies", "products", "tile", "merge", "combine", "attention"))
 WARPS = 4
@@ -105,24 +105,24 @@ def test_counts_of_a_long_context() -> None:
         assert counts.total == 8 * 4 * turns * 257 and counts.empty == 0
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=map(str, CARDS))
+@pytest.mark.parametrize("card", GPUS.values(), ids=map(str, GPUS))
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("window", [None, 128, 1000])
-def test_plans_fit_their_card_and_begin_with_the_derived_one(head_dim: int, window: int | None, card: Card) -> None:
+def test_plans_fit_their_gpu_and_begin_with_the_derived_one(head_dim: int, window: int | None, gpu: Gpu) -> None:
     for rows, group in ((1, 8), (8, 4), (64, 4)):
         work = AttentionWork(3, rows, group, 8, head_dim, window, 0, 256)
-        plans = candidate_plans(work, card)
+        plans = candidate_plans(work, gpu)
         assert len(set(plans)) == len(plans) == len({tuple(plan.knobs.values()) for plan in plans})
         for plan in plans:
             teams = {64: 3, 128: 2}[head_dim] if work.whole else 1
-            most = card.shared_bytes if work.whole else card.most_bytes(plan.blocks)
+            most = gpu.shared_bytes if work.whole else gpu.most_bytes(plan.blocks)
             assert pipeline_bytes(head_dim, plan.stages, teams) + STATIC_BYTES <= most
             assert not work.whole or plan.stages == 1, "teams meet in one stage"
-        if card == H200 and window is None:
+        if gpu == H200 and window is None:
             several = rows * group > 16
             alone, shared = {64: ((1, 4, 2), (2, 4, 2)), 128: ((1, 3, 2), (2, 2, 2))}[head_dim]
             derived = AttentionPlan(*(shared if several else alone))
             assert plans[0] == derived and {plan.blocks for plan in plans} == {1, 2, 3}
             assert {plan.row_tiles for plan in plans} == ({1, 2} if several else {1})
-    facts = choose_attention_plan(work, card)[1].key
+    facts = choose_attention_plan(work, gpu)[1].key
     assert facts.startswith(f"batch=4 query_tiles=16 group=4 kv_heads=8 head_dim={head_dim} window={window or 0}")

@@ -12,7 +12,7 @@ from attention_cases import Case, chain, check, tree
 from kernel_walk import Walker, walkable
 from stages import later
 
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 PARTS = ("plan", "copies", "products", "tile", "merge", "combine")
 NAMES = ("common.kv_codes", *(f"attention.{part}" for part in PARTS))
@@ -56,7 +56,7 @@ def test_a_short_window_is_the_reference_s(lengths: list[int], rows: str, late: 
     ("rows", "late", "window"), [("tree", False, None), ("dead", True, None), ("chain", True, 128)]
 )
 def test_rows_that_are_made_late_are_read_behind_the_wait(rows: str, late: bool, window: int | None) -> None:
-    """Whole tiles in front of the rows are copied before; splits of 128."""
+    """Whole tiles before the rows are copied before; splits of 128."""
     masks = {"chain": chain(2), "tree": tree(3, 2), "dead": chain(2)}[rows]
     case = Case(
         [150], [masks], head_dim=HEAD_DIM, group=2, kv_heads=1, block=16, device="cpu", window=window,
@@ -72,15 +72,13 @@ SCALES = torch.tensor([[0.5, 0.04], [1.0, 0.75]]).bfloat16().float()
     ("head_dim", "lengths", "window", "late", "card"),
     [
         (64, [10], None, True, H200),
-        (64, [10], None, False, Card(108, 163 * 1024, (8, 0))),
+        (64, [10], None, False, Gpu(108, 163 * 1024, (8, 0))),
         later(128, [290], None, False, H200),
         later(64, [70], 128, False, H200),
     ],
 )
-def test_codes_are_the_reference_s(
-    head_dim: int, lengths: list[int], window: int | None, late: bool, card: Card
-) -> None:
-    """Heads of both sizes, scales by head, queries of far sizes; codes that the card converts, or shifts do; a row
+def test_codes_are_the_reference_s(head_dim: int, lengths: list[int], window: int | None, late: bool, gpu: Gpu) -> None:
+    """Heads of both sizes, scales by head, queries of far sizes; codes that the GPU converts, or shifts do; a row
     whose key, or value, is no number is none, and leaves the others.
 
     Of a query of 2**20 the largest score takes all, so no two may be as near as sums are rounded: one draw in a hundred
@@ -96,7 +94,7 @@ def test_codes_are_the_reference_s(
     case.q[3] *= 2.0**-100
     place = lengths[0] + 2
     case.caches[late][case.table[0, place // 16], :, place % 16, 5] = 255
-    found, expected = run(case, late, num_blocks=2, card=card), case.expected()
+    found, expected = run(case, late, num_blocks=2, gpu=gpu), case.expected()
     check(found[[0, 1, 3]], expected[[0, 1, 3]])
     assert found[2].isnan().all() and expected[2].isnan().any()
 
@@ -151,7 +149,7 @@ def test_sums_of_many_splits_are_one(early: bool) -> None:
     values = torch.randn(batch, splits, rows * group, HEAD_DIM, generator=generator)
     sinks, live = torch.tensor([0.3, -2.0, 60.0]), torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.uint8)
     counts = [-(-(length + rows) // 256) for length in dense]
-    for slot, count in enumerate(counts):  # what lies behind is never read
+    for slot, count in enumerate(counts):  # what lies after is never read
         peaks[slot, count:], norms[slot, count:], values[slot, count:] = math.nan, math.nan, math.nan
     out = torch.full((batch * rows, group * HEAD_DIM), math.nan).bfloat16()
     with walkable(walker := Walker(may_leave=True), *NAMES) as modules:

@@ -1,5 +1,5 @@
 """Every kernel compiles without a GPU for every capability: no local memory, no more registers or shared memory than a
-card has, wide accesses and tensor cores where they count, and only the instructions that were meant.
+GPU has, wide accesses and tensor cores where they count, and only the instructions that were meant.
 """
 
 import re
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from compiled_examples import EXAMPLES, Compiled, staged
-from kernel_inventory import CARDS, examples, factories, family, fingerprint, modules, offers_calls
-from mixture_cases import make_mixture, make_topk_routing
+from kernel_inventory import GPUS, examples, factories, family, fingerprint, modules, offers_calls
+from moe_cases import make_moe, make_topk_routing
 
 from lowlat.kernels.moe.decode.mlp import experts_mlp
 from lowlat.kernels.toolchain.compiler import compile_kernel
@@ -20,9 +20,9 @@ from lowlat.kernels.toolchain.numba_cuda import compile_ptx, target_of
 pytestmark = pytest.mark.timeout(900)  # the first case compiles everything
 
 HOPPER = (9, 0)
-REGISTERS = 65536  # of a multiprocessor, of every capability from 8.0 on
+REGISTERS = 65536  # of an SM, of every capability from 8.0 on
 REGISTERS_A_THREAD, NO_REGISTER = 255, 255
-# of shared memory, by the system, beside what a block may have; for 9.0 the linker counts them as the kernel's
+# of shared memory, by the system, next to what a block may have; for 9.0 the linker counts them as the kernel's
 RESERVED_BYTES = {HOPPER: 1024}
 CASES = [
     pytest.param(
@@ -38,7 +38,7 @@ SCORES = 64  # registers of a flash attention's scores
 WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
 # what moves a few words at a time: slots, tokens, counters, choices; or rows of a width that 16 bytes do not divide
 NARROW = re.compile(
-    r"accept|argmax|begin_step|check_|place_table|finite|publish|assign_drafts|forward_commands|join_columns|"
+    r"accept|argmax|begin_step|check_|place_table|finite|publish|assign_drafts|forward_commands|all_gather|"
     r"(mask_row|parent_token|waiting_row)s|(ngram|suffix)_draft|"
     r"choose_(drafts|nodes|width|blocks)|grow_block_tree|hand_over_tree|(join|learn)_widths|list_lens|"
     r"route_top_k|keep_prompt_logprobs|"
@@ -49,12 +49,12 @@ CODES = re.compile(r"attention_\d.*_[cd]$")
 ACTIVATING = re.compile(r"silu|swiglu|gated|gate_up|experts_(grouped|gemm|mlp)|expert")
 # 8.x lacks registers for attention's tiles and for the widest router's weights: some hundred bytes a thread, once
 SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144"), 256
-# double precision is rare on most cards; here it turns exact integers into thresholds, some a row
+# double precision is rare on most GPUs; here it turns exact integers into thresholds, some a row
 DOUBLES = re.compile(r"sample_")
 
 
 @pytest.mark.parametrize(("capability", "kernel"), CASES)
-def test_a_kernel_fits_its_card_and_has_the_instructions_that_were_meant(
+def test_a_kernel_fits_its_gpu_and_has_the_instructions_that_were_meant(
     capability: tuple[int, int], kernel: Kernel, compiled: Compiled
 ) -> None:
     made, ptx = compiled.of(capability, kernel)
@@ -70,7 +70,7 @@ def test_a_kernel_fits_its_card_and_has_the_instructions_that_were_meant(
     quarter = -(-kernel.threads // 128) * 32 * (-(-made.registers // 8) * 8)  # where every fourth warp is
     assert quarter <= REGISTERS // 4
     static = max(made.shared_bytes - RESERVED_BYTES.get(capability, 0), 0)
-    assert kernel.shared_bytes + static <= CARDS[capability].shared_bytes
+    assert kernel.shared_bytes + static <= GPUS[capability].shared_bytes
 
 
 @pytest.mark.second
@@ -117,18 +117,18 @@ def check_instructions(capability: tuple[int, int], kernel: Kernel, ptx: str) ->
     activating = {"rcp.approx.ftz.f32"} if ACTIVATING.search(kernel.name) else set()
     assert approximations <= {"ex2.approx.f32", "ex2.approx.ftz.f32", *put_right, *activating}
     assert any(each.startswith("call") for each in used) == (not kernel.linked), "a function that was not inlined"
-    # a vote of a block's threads where lanes of a warp come from different branches is an instruction no card executes
+    # a vote of a block's threads where lanes of a warp come from different branches is an instruction no GPU executes
     for block in re.split(r"^\$L__\w+:", ptx, flags=re.MULTILINE):
         before, vote, _ = block.partition("bar.red.")
         assert not vote or "bar.warp.sync" in before, "a barrier that votes wants whole warps"
 
 
 @pytest.mark.second
-def test_a_mixture_in_parts_of_one_step_finds_the_next_unit() -> None:
+def test_a_moe_in_parts_of_one_step_finds_the_next_unit() -> None:
     """Where the assembler counts twice, if a unit's number is not `varying`: with bf16 weights, in such parts alone."""
-    mixture, top_k = make_mixture(4, 2880, 2880, quantised=False), 4
-    arguments, routing = mixture.arguments(mixture.rows(8), top_k), make_topk_routing("random", 8, top_k, 4)
-    (call,) = experts_mlp(routing=routing, card=H200, plan=mixture.plan(8, top_k, H200, part=1), **arguments)
+    moe, top_k = make_moe(4, 2880, 2880, quantised=False), 4
+    arguments, routing = moe.arguments(moe.rows(8), top_k), make_topk_routing("random", 8, top_k, 4)
+    (call,) = experts_mlp(routing=routing, gpu=H200, plan=moe.plan(8, top_k, H200, part=1), **arguments)
     assert compile_kernel(call.kernel, HOPPER).is_cubin  # checked when it is linked
 
 
@@ -148,7 +148,7 @@ def test_whoever_waits_for_another_block_gives_up_some_time(capability: tuple[in
         if "ld.acquire.gpu" in ptx or ("ld.relaxed.gpu" in ptx and not kernel.name.startswith("share_rows")):
             assert "trap;" in ptx, f"{capability}: {kernel.name}"
             waiting.add(family(kernel))
-    assert capability > HOPPER or len(waiting) >= 3  # the mixture, top-k routing, the sampler
+    assert capability > HOPPER or len(waiting) >= 3  # the MoE layer, top-k routing, the sampler
 
 
 @pytest.mark.second
@@ -160,7 +160,7 @@ def test_streams_are_read_past_the_first_cache(compiled: Compiled) -> None:
 
 
 @pytest.mark.second
-def test_a_mixture_lets_the_next_kernel_start_only_when_the_one_before_has_ended(compiled: Compiled) -> None:
+def test_a_moe_lets_the_next_kernel_start_only_when_the_one_before_has_ended(compiled: Compiled) -> None:
     """In both kinds of its warps, and whether or not it began to read before."""
     kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith("experts_mlp")]
     assert kernels
@@ -234,12 +234,12 @@ def test_no_module_with_kernels_is_forgotten() -> None:
 
 
 def test_a_name_stands_for_one_specialisation() -> None:
-    for card in CARDS.values():
+    for gpu in GPUS.values():
         names: dict[str, Any] = {}
-        made = [kernel for _, kernel in examples(card)]
+        made = [kernel for _, kernel in examples(gpu)]
         for kernel in made:
             known = names.setdefault(kernel.name, fingerprint(kernel))
-            assert known == fingerprint(kernel), f"two kernels are called {kernel.name} for {card.capability}"
+            assert known == fingerprint(kernel), f"two kernels are called {kernel.name} for {gpu.capability}"
         assert len(names) == len(made)
 
 

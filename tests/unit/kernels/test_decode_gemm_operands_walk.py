@@ -1,12 +1,12 @@
-"""Operands beside a decode GEMM's rows, walked: ranks that add up, best pairs, permuted columns, a block's rows."""
+"""Operands next to a decode GEMM's rows, walked: ranks that add up, best pairs, permuted columns, a block's rows."""
 
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from all_reduce_cases import tree_sum
 from decode_gemm_walk import SMALL, random, run, walked
-from exchange_cases import tree_sum
 from kernel_walk import Walker
 from rowwise_cases import flags
 from selection_cases import best_of, best_pairs
@@ -35,7 +35,7 @@ from lowlat.tools.tune.loopback import looped
 def test_ranks_add_up_what_they_multiply(
     ranks: int, rows: int, width: int, changes: tuple[dict[str, int], ...]
 ) -> None:
-    """Every rank has the bits of the tree, also where grids are cut otherwise, in one exchange after the other; the
+    """Every rank has the bits of the tree, also where grids are cut otherwise, in one all-reduce after the other; the
     first has a bias."""
     areas = tuple(torch.zeros(area_shape(ranks, rows, width), dtype=torch.int64) for _ in range(ranks))
     abort, residual, bias = torch.zeros(1, dtype=torch.int64), random(rows, width), random(width)
@@ -63,7 +63,7 @@ def test_ranks_add_up_what_they_multiply(
 
 @pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (2, 1), later(4, 2), later(8, 7)])
 def test_a_rank_whose_numbers_come_back_to_it_waits_for_nobody(ranks: int, rank: int) -> None:
-    """As it is timed on a card of its own: it sums what it has sent, again and again, by one plan and another."""
+    """As it is timed on a GPU of its own: it sums what it has sent, again and again, by one plan and another."""
     rows, width, abort = 3, 48, torch.zeros(1, dtype=torch.int64)
     areas = tuple(torch.zeros(area_shape(ranks, rows, width), dtype=torch.int64) for _ in range(ranks))
     residual, walker = random(rows, width), Walker()
@@ -74,8 +74,8 @@ def test_a_rank_whose_numbers_come_back_to_it_waits_for_nobody(ranks: int, rank:
             plan = dataclasses.replace(thin.plan_decode_gemm(rows, width, SMALL), stages=1 + turn % 2)
             out, part = torch.full((rows, width), torch.nan).bfloat16(), torch.zeros(rows, width)
             given: dict[str, Any] = {"x": random(rows, 72), "weight": pack(random(width, 72)), "plan": plan}
-            walker.run(*thin.decode_gemm(**given, card=SMALL, residual=residual, peers=peers, out=out))
-            walker.run(*thin.decode_gemm(**given, card=SMALL, out=part))
+            walker.run(*thin.decode_gemm(**given, gpu=SMALL, residual=residual, peers=peers, out=out))
+            walker.run(*thin.decode_gemm(**given, gpu=SMALL, out=part))
             assert torch.equal(out, (tree_sum([part] * ranks) + residual.float()).bfloat16())
             assert int(peers.areas[rank][0, rank].view(torch.int32)[..., 0].min()) == turn + 1
     assert int(abort[0]) == 0 and not any(area.any() for area in areas)
@@ -88,7 +88,7 @@ def test_a_gemm_adds_up_over_ranks_with_a_residual_alone() -> None:
     changed = ({"residual": None}, {"x": random(2, 64), "residual": random(2, 48), "out": random(2, 48)})
     for options in changed:
         with pytest.raises(ShapeError, match="ranks add up 1 rows of 48 and a residual, not"):
-            decode_gemm(**{**good, **options}, peers=peers, card=SMALL)  # type: ignore[arg-type]
+            decode_gemm(**{**good, **options}, peers=peers, gpu=SMALL)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_best_pairs_want_places_and_float32() -> None:
     ):
         good = {"out": torch.empty(2, 48), "best": PartialArgmax(torch.zeros(2, 9, 2, dtype=torch.int32), FINITE)}
         with pytest.raises(ShapeError, match=message):
-            decode_gemm(x=x, weight=weight, card=SMALL, **{**good, **options})  # type: ignore[arg-type]
+            decode_gemm(x=x, weight=weight, gpu=SMALL, **{**good, **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

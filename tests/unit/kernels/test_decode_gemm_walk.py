@@ -6,7 +6,7 @@ Small sizes; the walker checks every address, and copies arrive both as late and
 import pytest
 import torch
 from decode_gemm_walk import product, random, run, walked
-from kernel_inventory import B200, CARDS
+from kernel_inventory import B200, GPUS
 from kernel_walk import Walker
 from quantised_layers import random_parts
 from rowwise_cases import canonical_norm, flags
@@ -25,7 +25,7 @@ from lowlat.kernels.gemm.decode.gemm import (
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
 from lowlat.kernels.sampling.select import FINITE
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def fp8_weight(width: int, depth: int) -> tuple[dict[str, torch.Tensor], torch.T
 def test_fp8_gives_the_bits_of_the_same_numbers_in_bf16(
     late: bool, rows: int, width: int, depth: int, changes: dict[str, int]
 ) -> None:
-    """In float32, in bf16 with scattered columns, behind a norm, with a residual, an activation and best pairs."""
+    """In float32, in bf16 with scattered columns, after a norm, with a residual, an activation and best pairs."""
     parts, weight = fp8_weight(width, depth)
     order, live = gate_up_permutation(width // 2), torch.ones(rows, dtype=torch.uint8)
     x, bias, residual = random(rows, depth), random(width), random(rows, width)
@@ -105,7 +105,7 @@ def test_fp8_gives_the_bits_of_the_same_numbers_in_bf16(
     ],
 )
 def test_groups_have_scales_of_their_own(name: str, wide: bool, rows: int, depth: int, changes: dict[str, int]) -> None:
-    """Also behind a norm, and the same bits at any number of rows."""
+    """Also after a norm, and the same bits at any number of rows."""
     parts = random_parts(name, 40, depth, wide=wide)
     weight = MATRIX_FORMATS[name].dequantise(parts, torch.float32).double()
     packed, bias = pack_matrix(MATRIX_FORMATS[name], parts), random(40)
@@ -250,15 +250,15 @@ def test_rows_are_normed_in_every_block(late: bool, rows: int, width: int, depth
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("card", [*CARDS.values(), B200], ids=str)
-def test_held_rows_leave_most_of_a_block_to_weights(card: Card) -> None:
+@pytest.mark.parametrize("card", [*GPUS.values(), B200], ids=str)
+def test_held_rows_leave_most_of_a_block_to_weights(gpu: Gpu) -> None:
     for rows in (1, 2, 4, 8):
         for depth in (64, 2880, 4096, 8192, 14336):
-            held = steps_to_hold(rows, depth, card)
+            held = steps_to_hold(rows, depth, gpu)
             assert held in (0, -(-depth // 64))
-            plan = plan_decode_gemm(rows, 4096, card, held)
-            assert plan.shared_bytes <= card.shared_bytes
-            assert not held or (plan.threads == 512 and 3 * held * 128 * plan.columns <= card.shared_bytes)
+            plan = plan_decode_gemm(rows, 4096, gpu, held)
+            assert plan.shared_bytes <= gpu.shared_bytes
+            assert not held or (plan.threads == 512 and 3 * held * 128 * plan.columns <= gpu.shared_bytes)
     assert steps_to_hold(8, 4096, H200) == 64 and steps_to_hold(1, 14336, H200) == 224
     assert not steps_to_hold(9, 64, H200) and not steps_to_hold(4, 14336, H200)
 

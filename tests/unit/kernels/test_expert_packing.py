@@ -92,7 +92,7 @@ def decode(words: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_decoding_is_exact_for_all_codes_and_scales() -> None:
-    """Every code in every place of a word, beside random others; times every scale that is taken."""
+    """Every code in every place of a word, next to random others; times every scale that is taken."""
     magnitudes = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)])
     codes = torch.randint(0, 16, (8, 16, 8))
     for place in range(8):

@@ -13,7 +13,7 @@ NAN = float("nan")
 
 
 class Layer:
-    """Random weights of one mixture, and its three operations in a row."""
+    """Random weights of one MoE layer, and its three operations in a row."""
 
     def __init__(self, experts: int, chosen: int, hidden: int, inner: int, *, packed: bool = False) -> None:
         self.chosen, self.inner, self.packed = chosen, inner, packed

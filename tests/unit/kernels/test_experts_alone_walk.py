@@ -1,5 +1,5 @@
-"""Every operation of a mixture in launches of its own, walked thread by thread on a CPU: the bits of the one launch for
-few rows, and of the chain for many."""
+"""Every operation of an MoE layer in launches of its own, walked thread by thread on a CPU: the bits of the one launch
+for few rows, and of the chain for many."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from expert_cases import ALPHA, LIMIT, choices, make_experts, shares_of, want_gate_up
-from kernel_inventory import B200, CARDS
+from kernel_inventory import B200, GPUS
 from kernel_walk import Walker, walkable
-from mixture_cases import Poisoned, make_logits, make_mixture, want_routing
-from mixture_walk import ALONE, FRAGMENTS, small_card, walk
+from moe_cases import Poisoned, make_logits, make_moe, want_routing
+from moe_walk import ALONE, FRAGMENTS, small_gpu, walk
 from rowwise_cases import EPS, canonical_logits, canonical_norm, router_inputs
 from stages import later
 
@@ -21,7 +21,7 @@ from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, partials_workspa
 from lowlat.kernels.moe.prefill.experts import list_workspaces, prefill_down, prefill_gate_up
 from lowlat.kernels.moe.router import router, router_workspace
 from lowlat.kernels.moe.topk_routing import TopKRouting
-from lowlat.kernels.toolchain.kernel import Card, KernelCall
+from lowlat.kernels.toolchain.kernel import Gpu, KernelCall
 
 ROUTER = (
     *(f"common.{part}" for part in ("norm_row", "norm_math", "sentinels")),
@@ -58,11 +58,11 @@ def test_gemms_alone_have_the_bits_of_the_one_launch(
 ) -> None:  # fmt: skip
     """Activations, weighed products, and the residual sum that another operation makes of theirs; dead rows, an expert
     of more pairs than a unit has. The plan follows from shapes where none is given."""
-    mixture, card = make_mixture(5, hidden, inner, quantised=quantised), small_card(blocks)
-    fused = mixture.arguments(mixture.rows(rows), top_k)
+    moe, gpu = make_moe(5, hidden, inner, quantised=quantised), small_gpu(blocks)
+    fused = moe.arguments(moe.rows(rows), top_k)
     logits = make_logits("random" if kind == "none" else kind, rows, 5)
     live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8)
-    plan = None if cut is None else mixture.plan(rows, top_k, card, **cut)
+    plan = None if cut is None else moe.plan(rows, top_k, gpu, **cut)
     walk(Walker(late), fused, TopKRouting(logits, live), blocks, plan=plan)
     ids, shares = fused["expert_ids"], fused["expert_weights"]
     activated = torch.full_like(fused["activated"], torch.nan)
@@ -74,11 +74,11 @@ def test_gemms_alone_have_the_bits_of_the_one_launch(
     with walkable(walker, *ALONE) as modules:
         calls = modules[-1].experts_gate_up(
             fused["x"], ids, experts=fused["gate_up"], bias=fused["gate_up_bias"], out=activated, limit=LIMIT,
-            alpha=ALPHA, card=card, plan=plans[0],
+            alpha=ALPHA, gpu=gpu, plan=plans[0],
         )  # fmt: skip
         calls += modules[-1].experts_down(
             activated, ids, shares, experts=fused["down"], bias=fused["down_bias"], out=out, workspace=workspace,
-            card=card, plan=plans[1],
+            gpu=gpu, plan=plans[1],
         )  # fmt: skip
         walker.run(*calls)
     assert torch.equal(activated, fused["activated"])
@@ -89,18 +89,18 @@ def test_gemms_alone_have_the_bits_of_the_one_launch(
 
 
 def test_plans_of_one_gemm_cut_k_as_those_of_both() -> None:
-    for card in (*CARDS.values(), B200):
+    for gpu in (*GPUS.values(), B200):
         for rows in (1, 8, 64):
             for held in (MXFP4, BF16):
-                mixture_up = ExpertShape(GATE_UP, 5760, 2880, 4, held)
-                for shape in (mixture_up, ExpertShape(DOWN, 2880, 2880, 4, held)):
-                    plan = plan_experts(rows, shape, card)
-                    assert plan.warps == 15 and plan.shared_bytes(shape) <= card.shared_bytes
+                moe_up = ExpertShape(GATE_UP, 5760, 2880, 4, held)
+                for shape in (moe_up, ExpertShape(DOWN, 2880, 2880, 4, held)):
+                    plan = plan_experts(rows, shape, gpu)
+                    assert plan.warps == 15 and plan.shared_bytes(shape) <= gpu.shared_bytes
 
 
 def test_more_rows_than_a_launch_takes_and_one_sum() -> None:
-    mixture, workspace = make_mixture(3, 64, 32), Poisoned()
-    given, ids = mixture.arguments(mixture.rows(67), 2), choices("random", 67, 2, 3)
+    moe, workspace = make_moe(3, 64, 32), Poisoned()
+    given, ids = moe.arguments(moe.rows(67), 2), choices("random", 67, 2, 3)
     up = experts_gate_up(
         given["x"], ids, experts=given["gate_up"], bias=given["gate_up_bias"], out=given["activated"], limit=LIMIT,
         alpha=ALPHA,
@@ -127,7 +127,7 @@ def walked_router(rows: int, workspace: Poisoned, given: dict[str, Any], eps: fl
         walker.run(
             *made.router(
                 x, given["weight"], given["bias"], live, expert_ids=found["ids"], expert_weights=found["shares"],
-                norm=norm, workspace=workspace, card=Card(2, 160 * 1024, (9, 0)),
+                norm=norm, workspace=workspace, gpu=Gpu(2, 160 * 1024, (9, 0)),
             )
         )  # fmt: skip
     return found
@@ -157,16 +157,16 @@ def test_prefill_s_gemms_stand_alone_or_behind_each_other(kind: str, rows: int, 
     up = make_experts(3, 64, 64, quantised=quantised, gated=True)
     down = make_experts(3, 40, 32, quantised=quantised, gated=False)
     assert up.order is not None
-    x, ids, card = torch.randn(rows, 64).bfloat16(), choices(kind, rows, 2, 3), Card(2, 160 * 1024, (9, 0))
+    x, ids, gpu = torch.randn(rows, 64).bfloat16(), choices(kind, rows, 2, 3), Gpu(2, 160 * 1024, (9, 0))
     shares, activated = shares_of(ids), torch.full((rows, 2, 32), torch.nan).bfloat16()
     outs, chain, own, walker = torch.full((2, rows, 40), torch.nan), Poisoned(), Poisoned(), Walker()
     with walkable(walker, *PREFILL) as modules:
         made = modules[-1]
         calls: list[KernelCall] = made.prefill_gate_up(
             x, ids, experts=up.packed, bias=up.packed_bias, out=activated, limit=LIMIT, alpha=ALPHA,
-            workspace=chain, card=card,
+            workspace=chain, gpu=gpu,
         )  # fmt: skip
-        rest: dict[str, Any] = {"experts": down.packed, "bias": down.bias, "card": card}
+        rest: dict[str, Any] = {"experts": down.packed, "bias": down.bias, "card": gpu}
         calls += made.prefill_down(activated, ids, shares, **rest, out=outs[0], workspace=chain, grouped=True)
         assert len(calls) == 4
         walker.run(*calls)
@@ -180,8 +180,8 @@ def test_prefill_s_gemms_stand_alone_or_behind_each_other(kind: str, rows: int, 
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
-    mixture, ids = make_mixture(3, 64, 32), torch.zeros(3, 2, dtype=torch.int32)
-    given = mixture.arguments(mixture.rows(3), 2)
+    moe, ids = make_moe(3, 64, 32), torch.zeros(3, 2, dtype=torch.int32)
+    given = moe.arguments(moe.rows(3), 2)
     up: dict[str, Any] = {"x": given["x"], "experts": given["gate_up"], "bias": given["gate_up_bias"]}
     up |= {"expert_ids": ids, "out": given["activated"], "limit": LIMIT, "alpha": ALPHA}
     down: dict[str, Any] = {"activated": given["activated"], "experts": given["down"], "bias": given["down_bias"]}
@@ -224,14 +224,14 @@ def test_lists_and_partials_are_sized_by_shapes_alone() -> None:
     )
     assert router_workspace(7, 128) == ("router.logits", (7, 128), torch.float32)
     experts, ids, asked = make_experts(4, 32, 64, quantised=True, gated=True), choices("random", 5, 2, 4), Poisoned()
-    card = Card(132, 227 * 1024, (9, 0))
+    gpu = Gpu(132, 227 * 1024, (9, 0))
     prefill_gate_up(
         torch.zeros(5, 64).bfloat16(), ids, experts=experts.packed, bias=experts.bias, limit=LIMIT, alpha=ALPHA,
-        out=torch.zeros(5, 2, 16).bfloat16(), workspace=asked, card=card,
+        out=torch.zeros(5, 2, 16).bfloat16(), workspace=asked, gpu=gpu,
     )  # fmt: skip
     assert set(asked.asked) == set(list_workspaces(5, 2, 4))
     with pytest.raises(ShapeError, match="must have shape"):
         prefill_down(
             torch.zeros(5, 2, 64).bfloat16(), ids, torch.zeros(5, 2), experts=experts.packed, bias=experts.bias,
-            out=torch.zeros(5, 31), workspace=asked, card=card,
+            out=torch.zeros(5, 31), workspace=asked, gpu=gpu,
         )  # fmt: skip

@@ -18,9 +18,9 @@ from expert_cases import (
     want_down,
     want_gate_up,
 )
-from kernel_inventory import B200, CARDS
+from kernel_inventory import B200, GPUS
 from kernel_walk import Walker, walkable
-from mixture_walk import FRAGMENTS
+from moe_walk import FRAGMENTS
 from stages import later
 
 from lowlat.errors import ShapeError
@@ -32,7 +32,7 @@ from lowlat.kernels.moe.prefill.grouping import group_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import most_tiles, tile_pairs_of
 from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
 from lowlat.kernels.moe.topk_sum import add_topk
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 NAMES = ("common.activation", "common.norm_math", "common.norm_row", "elementwise.norm", *FRAGMENTS, "moe.plan")
 PARTS = tuple(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm"))
@@ -218,7 +218,7 @@ def test_quantised_experts_multiply_as_the_numbers_that_they_hold(name: str) -> 
 
 
 def test_a_pair_has_the_same_bits_in_any_company() -> None:
-    """In tiles of any size, at any place in them, beside inputs that are no numbers."""
+    """In tiles of any size, at any place in them, next to inputs that are no numbers."""
     experts = make_experts(3, 16, 96, quantised=True, gated=False)
     row, ids = torch.randn(1, 1, 96).bfloat16(), torch.tensor([[2]], dtype=torch.int32)
     alone, _ = run_down(Walker(), experts, row, ids, GroupedPlan(16, 1, 2, 1))
@@ -244,19 +244,19 @@ def test_every_code_at_every_scale_is_exact() -> None:
     assert torch.equal(got[:, 0, :191], matrix[:, picked].float().T) and not got[:, 0, 191].any()
 
 
-def test_tiles_suit_the_pairs_and_plans_the_cards() -> None:
+def test_tiles_suit_the_pairs_and_plans_the_gpus() -> None:
     assert [tile_pairs_of(4 * rows, 128) for rows in (1, 128, 512, 1024, 2048, 9000)] == [16, 16, 32, 64, 96, 96]
     assert most_tiles(8192, 128, 96) == 85 + 128 and most_tiles(4, 128, 16) == 4
-    for card in (*CARDS.values(), B200):
+    for gpu in (*GPUS.values(), B200):
         for quantised in (True, False):
             for kind, rows in ((GATE_UP, 5760), (DOWN, 2880)):
                 shape = ExpertShape(kind, rows, 2880, 4, MXFP4 if quantised else BF16)
                 for pairs in (16, 32, 64, 96):
-                    plan = plan_grouped(pairs, shape, card)
-                    assert plan.stages >= 2 and plan.shared_bytes(shape) <= card.shared_bytes
+                    plan = plan_grouped(pairs, shape, gpu)
+                    assert plan.stages >= 2 and plan.shared_bytes(shape) <= gpu.shared_bytes
     shape = ExpertShape(DOWN, 64, 64, 4, MXFP4)
     with pytest.raises(ShapeError, match="does not fit the 8192 bytes"):
-        plan_grouped(16, shape, Card(132, 8192, (9, 0)))
+        plan_grouped(16, shape, Gpu(132, 8192, (9, 0)))
     with pytest.raises(ShapeError, match="tiles of 24 pairs; a multiple of 16, at most 128"):
         plan_grouped(24, shape, H200)
     with pytest.raises(ShapeError, match="tiles of 16 pairs, of which 32 are left out"):

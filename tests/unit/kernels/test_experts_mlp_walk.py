@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from expert_cases import make_experts
-from kernel_inventory import B200, CARDS
+from kernel_inventory import B200, GPUS
 from kernel_walk import Walker, walkable
-from mixture_cases import exact_shares, make_logits, make_mixture, want_routing
-from mixture_walk import NAMES, small_card, walk
+from moe_cases import exact_shares, make_logits, make_moe, want_routing
+from moe_walk import NAMES, small_gpu, walk
 from stages import later
 
 from lowlat.errors import ShapeError
@@ -20,7 +20,7 @@ from lowlat.kernels.moe.decode.mlp import experts_mlp
 from lowlat.kernels.moe.decode.mlp_plan import plan_mlp
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, plan_experts, rows_a_launch, warps_of
 from lowlat.kernels.moe.topk_routing import TopKRouting
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.tools.tune.loopback import looped
 
 
@@ -39,8 +39,8 @@ def test_it_is_the_reference_s(
     late: bool, kind: str, rows: int, top_k: int, quantised: bool, hidden: int, inner: int, blocks: int
 ) -> None:
     """What rows choose, activations, weighed products and their sum; warps that only one of the products has."""
-    mixture, walker = make_mixture(5, hidden, inner, quantised=quantised), Walker(late)
-    found = mixture.arguments(mixture.rows(rows), top_k)
+    moe, walker = make_moe(5, hidden, inner, quantised=quantised), Walker(late)
+    found = moe.arguments(moe.rows(rows), top_k)
     logits = make_logits("random" if kind == "none" else kind, rows, 5)
     live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
     routing = TopKRouting(logits, live)
@@ -48,7 +48,7 @@ def test_it_is_the_reference_s(
     wanted, about = want_routing(routing, top_k)
     assert torch.equal(found["expert_ids"], wanted)
     torch.testing.assert_close(found["expert_weights"], about, rtol=1e-5, atol=1e-7)
-    mixture.check(found)
+    moe.check(found)
     ids, step = wanted[wanted >= 0], 544 if quantised else 2048
     units = sum(-(-int((ids == each).sum()) // 8) for each in ids.unique())
     parts = -(-hidden // 64) * -(-2 * inner // 16) + -(-inner // 64) * -(-hidden // 16)
@@ -56,23 +56,23 @@ def test_it_is_the_reference_s(
 
 
 @pytest.mark.second
-def test_cards_add_up_their_parts_of_every_expert() -> None:
-    """Two cards with other weights and the same choice, twice: each has the sum of both, by its own partials' bits."""
-    rows, top_k, cards, hidden = 3, 2, 2, 72
+def test_gpus_add_up_their_parts_of_every_expert() -> None:
+    """Two GPUs with other weights and the same choice, twice: each has the sum of both, by its own partials' bits."""
+    rows, top_k, gpus, hidden = 3, 2, 2, 72
     logits, residual = make_logits("random", rows, 5), torch.randn(rows, hidden).bfloat16()
-    areas = tuple(torch.zeros(area_shape(cards, rows, hidden), dtype=torch.int64) for _ in range(cards))
+    areas = tuple(torch.zeros(area_shape(gpus, rows, hidden), dtype=torch.int64) for _ in range(gpus))
     abort, walker = torch.zeros(1, dtype=torch.int64), Walker()
     found: list[list[dict[str, Any]]] = [[], []]
     with walkable(walker, *NAMES) as modules:
         streams: list[list[Any]] = [[], []]
-        for card in range(cards):
-            peers = modules[-1].PeerRows(card, areas, abort)
+        for gpu in range(gpus):
+            peers = modules[-1].PeerRows(gpu, areas, abort)
             for _ in range(2):
-                mixture = make_mixture(5, hidden, 32)
-                given = mixture.arguments(mixture.rows(rows), top_k) | {"residual": residual}
-                found[card].append(given)
+                moe = make_moe(5, hidden, 32)
+                given = moe.arguments(moe.rows(rows), top_k) | {"residual": residual}
+                found[gpu].append(given)
                 routing = TopKRouting(logits)
-                streams[card] += modules[-1].experts_mlp(routing=routing, card=small_card(2), peers=peers, **given)
+                streams[gpu] += modules[-1].experts_mlp(routing=routing, gpu=small_gpu(2), peers=peers, **given)
         walker.run(*streams[0], beside=streams[1:])
     for one, other in zip(*found, strict=True):
         sums = [(given["partials"][:, 0] + given["partials"][:, 1]) for given in (one, other)]
@@ -82,18 +82,18 @@ def test_cards_add_up_their_parts_of_every_expert() -> None:
 
 
 @pytest.mark.second
-def test_a_card_whose_sums_come_back_to_it_waits_for_nobody() -> None:
-    """As a rank's mixture is timed on a card of its own, launch after launch."""
-    rows, top_k, cards, hidden = 3, 2, 2, 72
+def test_a_gpu_whose_sums_come_back_to_it_waits_for_nobody() -> None:
+    """As a rank's MoE layer is timed on a GPU of its own, launch after launch."""
+    rows, top_k, gpus, hidden = 3, 2, 2, 72
     logits, residual = make_logits("random", rows, 5), torch.randn(rows, hidden).bfloat16()
-    areas = tuple(torch.zeros(area_shape(cards, rows, hidden), dtype=torch.int64) for _ in range(cards))
+    areas = tuple(torch.zeros(area_shape(gpus, rows, hidden), dtype=torch.int64) for _ in range(gpus))
     abort, walker = torch.zeros(1, dtype=torch.int64), Walker()
     with walkable(walker, *NAMES) as modules:
         peers = looped(PeerRows(1, areas, abort))
         for _ in range(3):
-            mixture = make_mixture(5, hidden, 32)
-            given = mixture.arguments(mixture.rows(rows), top_k) | {"residual": residual}
-            walker.run(*modules[-1].experts_mlp(routing=TopKRouting(logits), card=small_card(2), peers=peers, **given))
+            moe = make_moe(5, hidden, 32)
+            given = moe.arguments(moe.rows(rows), top_k) | {"residual": residual}
+            walker.run(*modules[-1].experts_mlp(routing=TopKRouting(logits), gpu=small_gpu(2), peers=peers, **given))
             own = given["partials"][:, 0] + given["partials"][:, 1]
             assert torch.equal(given["total"], (residual.float() + (own + own)).bfloat16())
     assert int(abort[0]) == 0
@@ -103,13 +103,13 @@ def test_a_card_whose_sums_come_back_to_it_waits_for_nobody() -> None:
 @pytest.mark.second
 def test_experts_of_dense_formats_without_biases(name: str) -> None:
     """Plain SwiGLU, scales of rows and of groups; shares of the softmax over all experts."""
-    mixture, logits = make_mixture(5, 192, 64, quantised=name, biased=False), make_logits("random", 2, 5)
-    found = mixture.arguments(mixture.rows(2), 2)
+    moe, logits = make_moe(5, 192, 64, quantised=name, biased=False), make_logits("random", 2, 5)
+    found = moe.arguments(moe.rows(2), 2)
     walk(Walker(True), found, TopKRouting(logits, over_all=True), 2, early=True)
     shares, chosen = logits.softmax(1).topk(2)
     assert torch.equal(found["expert_ids"], chosen.int())
     torch.testing.assert_close(found["expert_weights"], shares, rtol=1e-5, atol=1e-7)
-    mixture.check(found)
+    moe.check(found)
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_experts_of_dense_formats_without_biases(name: str) -> None:
 )
 def test_rows_choose_as_the_reference_does(kind: str, rows: int, top_k: int, count: int, flagged: bool) -> None:
     """Ids and shares are the promised ones; flags of two dimensions, rows listed by one warp and by all."""
-    mixture, live = make_mixture(count, 64, 32), None
-    found = mixture.arguments(mixture.rows(rows), top_k)
+    moe, live = make_moe(count, 64, 32), None
+    found = moe.arguments(moe.rows(rows), top_k)
     logits = make_logits("random" if kind == "none" else kind, rows, count)
     if flagged:
         live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
     routing = TopKRouting(logits, live)
-    walk(Walker(), found, routing, 2, plan=mixture.plan(rows, top_k, small_card(2), warps=2))
+    walk(Walker(), found, routing, 2, plan=moe.plan(rows, top_k, small_gpu(2), warps=2))
     wanted, about = want_routing(routing, top_k)
     assert torch.equal(found["expert_ids"], wanted)
     exact = exact_shares(logits, wanted)
@@ -143,8 +143,8 @@ def test_equal_logits_go_to_the_lowest_ids_and_what_is_not_finite_stays_in_its_r
     plain = [-1.0, 0.0, -0.0, 2.0, 0.0, -0.0, 0.0, -3.0, 0.0]
     logits = torch.tensor([plain] * 4)
     logits[1, 5], logits[2, 2], logits[2, 5], logits[3, 2] = torch.nan, torch.inf, -torch.inf, -torch.inf
-    mixture = make_mixture(9, 64, 32)
-    found, plan = mixture.arguments(mixture.rows(4), 8), mixture.plan(4, 8, small_card(2), warps=2)
+    moe = make_moe(9, 64, 32)
+    found, plan = moe.arguments(moe.rows(4), 8), moe.plan(4, 8, small_gpu(2), warps=2)
     walk(Walker(), found, TopKRouting(logits), 2, plan=plan)
     ids, shares = found["expert_ids"], found["expert_weights"]
     assert ids[0].tolist() == [3, 1, 2, 4, 5, 6, 8, 0]
@@ -155,7 +155,7 @@ def test_equal_logits_go_to_the_lowest_ids_and_what_is_not_finite_stays_in_its_r
     assert shares[[0, 3]].isfinite().all()
     assert found["total"][[1, 2]].isnan().all() and found["total"][[0, 3]].isfinite().all()
     logits[3, 7] = -torch.inf
-    found = mixture.arguments(mixture.rows(4), 8)
+    found = moe.arguments(moe.rows(4), 8)
     walk(Walker(), found, TopKRouting(logits), 2, plan=plan)
     assert found["expert_ids"][3].tolist() == [3, 1, 4, 5, 6, 8, 0, 2] and found["expert_weights"][3, 7] == 0
 
@@ -188,12 +188,12 @@ def router_of(modules: list[ModuleType], **arguments: Any) -> Any:
 
 
 @pytest.mark.second
-def test_mixtures_choose_while_their_routers_still_run() -> None:
-    """Routers and mixtures that start as early as they may, in memory that they share: as one after the other."""
+def test_moe_layers_choose_while_their_routers_still_run() -> None:
+    """Routers and MoE layers that start as early as they may, in memory that they share: as one after the other."""
     rows, layers, walker = 2, 3, Walker()
-    mixtures = [make_mixture(5, 64, 32) for _ in range(layers)]
-    given = [mixture.arguments(mixture.rows(rows), 2) for mixture in mixtures]
-    plan = mixtures[0].plan(rows, 2, small_card(2), warps=3)
+    moe_layers = [make_moe(5, 64, 32) for _ in range(layers)]
+    given = [moe.arguments(moe.rows(rows), 2) for moe in moe_layers]
+    plan = moe_layers[0].plan(rows, 2, small_gpu(2), warps=3)
     choices, found = torch.randn(layers, rows, 5), []
     for together in (False, True):
         normed = torch.full((rows, 64), torch.nan).bfloat16()
@@ -213,7 +213,7 @@ def test_mixtures_choose_while_their_routers_still_run() -> None:
                 shared = {"x": normed, "activated": activated, "partials": partials}
                 mine = {name: arguments[name].clone() for name in ("expert_ids", "expert_weights", "total")}
                 calls += modules[-1].experts_mlp(
-                    routing=TopKRouting(logits[own]), card=small_card(2), early=layer > 0, plan=plan,
+                    routing=TopKRouting(logits[own]), gpu=small_gpu(2), early=layer > 0, plan=plan,
                     **(arguments | shared | mine),
                 )  # fmt: skip
                 outs.append(mine)
@@ -227,8 +227,8 @@ def test_mixtures_choose_while_their_routers_still_run() -> None:
 
 
 def test_more_rows_than_a_launch_takes_choose_by_their_own_logits() -> None:
-    mixture, routing = make_mixture(3, 64, 32), TopKRouting(torch.randn(67, 3), torch.ones(1, 67, dtype=torch.uint8))
-    arguments = mixture.arguments(mixture.rows(67), 2)
+    moe, routing = make_moe(3, 64, 32), TopKRouting(torch.randn(67, 3), torch.ones(1, 67, dtype=torch.uint8))
+    arguments = moe.arguments(moe.rows(67), 2)
     calls = experts_mlp(routing=routing, **arguments)
     assert [call.arguments[17] for call in calls] == [128, 6]
     later = [each.data_ptr() for each in calls[1].arguments if isinstance(each, torch.Tensor)]
@@ -239,22 +239,22 @@ def test_more_rows_than_a_launch_takes_choose_by_their_own_logits() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 64])
-@pytest.mark.parametrize("card", [*CARDS.values(), B200], ids=str)
+@pytest.mark.parametrize("card", [*GPUS.values(), B200], ids=str)
 @pytest.mark.parametrize("quantised", [True, False])
-def test_plans_fit_their_card(rows: int, card: Card, quantised: bool) -> None:
-    """A block a multiprocessor, since all must be there at once; the lists and the threads are those of both plans, and
+def test_plans_fit_their_gpu(rows: int, gpu: Gpu, quantised: bool) -> None:
+    """A block an SM, since all must be there at once; the lists and the threads are those of both plans, and
     a tile is finished a value a lane, or by one warp."""
     held = MXFP4 if quantised else BF16
     up, down = ExpertShape(GATE_UP, 5760, 2880, 4, held), ExpertShape(DOWN, 2880, 2880, 4, held)
-    pair = plan_mlp(rows, up, down, card)
+    pair = plan_mlp(rows, up, down, gpu)
     first, second = pair.up_plan, pair.down_plan
-    assert pair.places[-1] <= card.shared_bytes
-    assert first.num_blocks == second.num_blocks == card.num_multiprocessors
+    assert pair.places[-1] <= gpu.shared_bytes
+    assert first.num_blocks == second.num_blocks == gpu.num_multiprocessors
     common = ("columns", "capacity", "finishing", "stages", "suspends")
     assert all(getattr(first, name) == getattr(second, name) for name in common)
     assert pair.whole.threads >= first.capacity >= rows * 4
     assert first.warps == second.warps == pair.warps == warps_of(45) == 15
-    assert first.suspends == (card.capability >= (9, 0))
+    assert first.suspends == (gpu.capability >= (9, 0))
     assert first.finishing == 1 or first.finishing * 32 == first.columns * down.values
     if quantised:
         assert (first.columns, first.part, second.part, first.stages) == (min(rows, 8), 3, 3, 2)
@@ -273,19 +273,19 @@ def test_what_no_block_holds_is_refused() -> None:
     plan = plan_experts(8, wide, H200)
     assert plan.part < plan.steps_a_warp(wide) == 15
     with pytest.raises(ShapeError, match="GEMM of experts for 8 rows does not fit the 16384 bytes"):
-        plan_experts(8, wide, Card(132, 16384, (9, 0)))
+        plan_experts(8, wide, Gpu(132, 16384, (9, 0)))
     with pytest.raises(ShapeError, match="300 experts a row; at most 256"):
         rows_a_launch(300)
     with pytest.raises(ShapeError, match="160 threads list no more"):
         plan_experts(64, ExpertShape(DOWN, 4096, 14336, 4, BF16), H200, warps=1)
     up, down = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), ExpertShape(DOWN, 2880, 2880, 4, MXFP4)
     with pytest.raises(ShapeError, match="both GEMMs of experts for 64 rows do not fit the 31000 bytes"):
-        plan_mlp(64, up, down, Card(132, 31000, (9, 0)))
+        plan_mlp(64, up, down, Gpu(132, 31000, (9, 0)))
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
-    mixture, routing = make_mixture(3, 64, 32), TopKRouting(torch.zeros(3, 3), torch.ones(3, 1, dtype=torch.uint8))
-    fine = {"routing": routing, **mixture.arguments(mixture.rows(3), 2)}
+    moe, routing = make_moe(3, 64, 32), TopKRouting(torch.zeros(3, 3), torch.ones(3, 1, dtype=torch.uint8))
+    fine = {"routing": routing, **moe.arguments(moe.rows(3), 2)}
     assert len(experts_mlp(**fine)) == 1
     for wrong, message in (
         (TopKRouting(torch.zeros(2, 3)), "logits must have shape"),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from kernel_walk import Walker
-from mixture_cases import PASSES, Mixture, logits_of, make_mixture, make_topk_routing, of_codes, passing, want_routing
-from mixture_walk import small_card, walk
+from moe_cases import PASSES, Moe, logits_of, make_moe, make_topk_routing, of_codes, passing, want_routing
+from moe_walk import small_gpu, walk
 
 from lowlat.kernels.moe.topk_routing import TopKRouting
 
@@ -19,18 +19,18 @@ STEP_BYTES = {True: 544, False: 2048}  # of a tile of 16 rows by 64 columns, by 
 
 
 def run(
-    walker: Walker, mixture: Mixture, x: torch.Tensor, routing: TopKRouting, top_k: int, *, blocks: int = 3, **cut: int
+    walker: Walker, moe: Moe, x: torch.Tensor, routing: TopKRouting, top_k: int, *, blocks: int = 3, **cut: int
 ) -> dict[str, Any]:
     """By two warps and two stages, but where a cut says otherwise."""
-    found = mixture.arguments(x, top_k)
-    plan = mixture.plan(len(x), top_k, small_card(blocks), **({"warps": 2, "stages": 2} | cut))
+    found = moe.arguments(x, top_k)
+    plan = moe.plan(len(x), top_k, small_gpu(blocks), **({"warps": 2, "stages": 2} | cut))
     walk(walker, found, routing, blocks, plan=plan)
     return found
 
 
-def bytes_of(mixture: Mixture, units: int) -> int:
+def bytes_of(moe: Moe, units: int) -> int:
     """Of so many units' weights."""
-    up, down = mixture.up.packed, mixture.down.packed
+    up, down = moe.up.packed, moe.down.packed
     tiles = sum(-(-each.rows // 16) * -(-each.columns // 64) for each in (up, down))
     return units * tiles * STEP_BYTES[up.scales is not None]
 
@@ -50,14 +50,14 @@ def test_products_are_the_reference_s(
 ) -> None:
     """Of 5 and of 3 steps' columns one of two warps has one more than the other, of one step one warp has none; 11 rows
     of one expert are two units, of 8 and of 3 pairs."""
-    mixture, walker = make_mixture(5, hidden, inner, quantised=quantised), Walker(late)
+    moe, walker = make_moe(5, hidden, inner, quantised=quantised), Walker(late)
     routing = make_topk_routing(kind, rows, top_k, 5)
-    found = run(walker, mixture, mixture.rows(rows), routing, top_k)
+    found = run(walker, moe, moe.rows(rows), routing, top_k)
     ids = found["expert_ids"]
     assert torch.equal(ids, want_routing(routing, top_k)[0])
-    mixture.check(found)
+    moe.check(found)
     units = sum(-(-int((ids == each).sum()) // 8) for each in ids[ids >= 0].unique())
-    assert walker.bytes_copied == bytes_of(mixture, units)
+    assert walker.bytes_copied == bytes_of(moe, units)
 
 
 @pytest.mark.parametrize(
@@ -75,40 +75,40 @@ def test_products_are_the_reference_s(
 def test_units_begin_and_end_inside_of_runs(late: bool, hidden: int, inner: int, cut: dict[str, int]) -> None:
     """By every pipeline; three steps of columns of either product shared by more warps than there are steps, by fewer,
     and taken in parts of all of a warp's steps, of some, of one."""
-    mixture, walker = make_mixture(5, hidden, inner), Walker(late)
+    moe, walker = make_moe(5, hidden, inner), Walker(late)
     ids = torch.tensor([[0, 3], [4, 3], [1, 0]], dtype=torch.int32)
-    found = run(walker, mixture, mixture.rows(3), TopKRouting(logits_of(ids, 5)), 2, blocks=5, **cut)
+    found = run(walker, moe, moe.rows(3), TopKRouting(logits_of(ids, 5)), 2, blocks=5, **cut)
     assert torch.equal(found["expert_ids"], ids)
-    mixture.check(found)
-    assert walker.bytes_copied == bytes_of(mixture, 4)
+    moe.check(found)
+    assert walker.bytes_copied == bytes_of(moe, 4)
 
 
 @pytest.mark.parametrize(("up_warps", "down_warps"), [(3, 2), (1, 3)])
 def test_warps_that_only_one_product_has(up_warps: int, down_warps: int) -> None:
-    mixture, routing = make_mixture(4, 96, 96), make_topk_routing("random", 1, 2, 4)
-    found, pair = mixture.arguments(mixture.rows(1), 2), mixture.plan(1, 2, small_card(3), warps=3, part=1)
+    moe, routing = make_moe(4, 96, 96), make_topk_routing("random", 1, 2, 4)
+    found, pair = moe.arguments(moe.rows(1), 2), moe.plan(1, 2, small_gpu(3), warps=3, part=1)
     first, second = (
         dataclasses.replace(plan, warps=warps)
         for plan, warps in ((pair.up_plan, up_warps), (pair.down_plan, down_warps))
     )
     walk(Walker(), found, routing, 3, plan=dataclasses.replace(pair, up_plan=first, down_plan=second))
-    mixture.check(found)
+    moe.check(found)
 
 
 @pytest.mark.parametrize("kind", ["shared", "dead"])
 @pytest.mark.second
 def test_pairs_for_more_than_a_warp_are_listed(kind: str) -> None:
     """In memory that looks as if pairs that are not there had chosen expert 0."""
-    mixture = make_mixture(6, 32, 32)
-    mixture.check(run(Walker(rest=0), mixture, mixture.rows(11), make_topk_routing(kind, 11, 4, 6), 4))
+    moe = make_moe(6, 32, 32)
+    moe.check(run(Walker(rest=0), moe, moe.rows(11), make_topk_routing(kind, 11, 4, 6), 4))
 
 
 @pytest.mark.second
 def test_a_row_has_the_same_bits_in_any_company() -> None:
-    """Beside rows that hold NaN, whoever shares its experts, and however the products are cut."""
-    mixture, ids = make_mixture(4, 160, 32), torch.tensor([[2, 1]], dtype=torch.int32)
-    row, own, walker = mixture.rows(1), logits_of(ids, 4), Walker()
-    alone = run(walker, mixture, row, TopKRouting(own), 2)
+    """Next to rows that hold NaN, whoever shares its experts, and however the products are cut."""
+    moe, ids = make_moe(4, 160, 32), torch.tensor([[2, 1]], dtype=torch.int32)
+    row, own, walker = moe.rows(1), logits_of(ids, 4), Walker()
+    alone = run(walker, moe, row, TopKRouting(own), 2)
     assert alone["partials"].isfinite().all()
     cuts: list[dict[str, int]] = [{}, {"part": 1, "blocks": 4}, {"stages": 1}]
     for rows, kind, cut in zip((9, 4, 3), ("shared", "random", "dead"), cuts, strict=True):
@@ -117,7 +117,7 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
         x[place], routing.logits[place] = row[0], own[0]
         if routing.row_live is not None:
             routing.row_live[0, place] = 1
-        found = run(walker, mixture, x, routing, 2, **cut)
+        found = run(walker, moe, x, routing, 2, **cut)
         for name in ("expert_ids", "expert_weights", "activated", "partials"):
             assert torch.equal(found[name][place], alone[name][0]), (name, rows, kind)
 
@@ -138,10 +138,10 @@ def test_extremes_neither_overflow_nor_vanish(gated: bool, scale: int, size: flo
     """Of the first product, and of the second, whose inputs are the rows; sums stay normal numbers of float32."""
     codes = torch.randint(1, 8, (64, 64), dtype=torch.uint8)  # no cancellation: all positive
     experts = of_codes(codes, scale, gated=gated)
-    mixture = Mixture(experts, of_codes(codes, 100, gated=False)) if gated else Mixture(passing(64), experts)
+    moe = Moe(experts, of_codes(codes, 100, gated=False)) if gated else Moe(passing(64), experts)
     x = (torch.rand(1, 64) + 1).bfloat16() * size
-    found = mixture.arguments(x, 1) | PASSES
-    walk(Walker(), found, TopKRouting(torch.zeros(1, 1)), 2, plan=mixture.plan(1, 1, small_card(2), warps=2))
+    found = moe.arguments(x, 1) | PASSES
+    walk(Walker(), found, TopKRouting(torch.zeros(1, 1)), 2, plan=moe.plan(1, 1, small_gpu(2), warps=2))
     matrix = torch.tensor(MAGNITUDES).double()[codes.long()] * 2.0 ** (scale - 127)
     want = matrix @ x[0].double()
     assert bool((want > 2.0**-126).all()) and bool((want < 2.0**127).all())

@@ -1,4 +1,4 @@
-"""A mixture's GEMMs by warpgroups, walked thread by thread on a CPU."""
+"""An MoE layer's GEMMs by warpgroups, walked thread by thread on a CPU."""
 
 from types import ModuleType
 from typing import Any
@@ -7,15 +7,15 @@ import pytest
 import torch
 from expert_cases import ALPHA, LIMIT, make_experts, shares_of, want_down, want_gate_up
 from kernel_walk import Walker
-from mixture_cases import Poisoned
-from mixture_walk import FRAGMENTS
+from moe_cases import Poisoned
+from moe_walk import FRAGMENTS
 from stages import later
 from walked_groups import walkable_groups
 
 from lowlat.kernels.moe.prefill.warpgroup_plan import num_places, warpgroup_workspaces
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 
-SHARED = ("common.handover", "common.activation", "common.norm_math", "common.norm_row", "elementwise.norm")
+SHARED = ("common.pipeline", "common.activation", "common.norm_math", "common.norm_row", "elementwise.norm")
 GEMM = tuple(f"gemm.prefill.{part}" for part in ("activation_layout", "weight_steps"))
 PARTS = (
     *("plan", "grouping", "mainloop", "grouped_gemm", "pair_arrangement", "warpgroup_plan", "warpgroup_copies"),
@@ -23,16 +23,16 @@ PARTS = (
 )
 KERNELS = (*(f"moe.prefill.{part}" for part in PARTS), "moe.topk_sum", "moe.prefill.experts")
 NAMES = (*SHARED, *FRAGMENTS, "moe.plan", *GEMM, *KERNELS)
-TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
+TWO_BLOCKS = Gpu(2, H200.shared_bytes, (9, 0))
 
 
 @pytest.mark.parametrize(
     ("quantised", "rows", "biased"), [(True, 70, True), later("fp8", 30, False), later(False, 20, True)]
 )
-def test_a_mixture_by_warpgroups_is_the_reference_s(
+def test_a_moe_by_warpgroups_is_the_reference_s(
     quantised: Any, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a card of two multiprocessors, so that blocks have units of several sizes; rows of one expert or two."""
+    """On a GPU of two SMs, so that blocks have units of several sizes; rows of one expert or two."""
     up = make_experts(3, 256, 192, quantised=quantised, gated=True, biased=biased)
     down = make_experts(3, 192, 128, quantised=quantised, gated=False, biased=biased)
     x, workspace, walker = torch.randn(rows, 192).bfloat16(), Poisoned(), Walker()
@@ -44,7 +44,7 @@ def test_a_mixture_by_warpgroups_is_the_reference_s(
         monkeypatch.setattr(made, "takes_warpgroups", lambda *_: True)
         calls = made.prefill_experts(
             x, ids, shares, gate_up=up.packed, gate_up_bias=up.packed_bias, down=down.packed, down_bias=down.bias,
-            activated=asked, out=out, **limits, workspace=workspace, card=TWO_BLOCKS,
+            activated=asked, out=out, **limits, workspace=workspace, gpu=TWO_BLOCKS,
         )  # fmt: skip
         walker.run(*calls)
     assert [call.kernel.name.split("_")[1] for call in calls] == [
@@ -58,7 +58,7 @@ def test_a_mixture_by_warpgroups_is_the_reference_s(
 
 
 def test_places_hold_every_expert_s_pairs() -> None:
-    """An expert's places begin at a multiple of eight, behind those of the expert before it, whatever the counts."""
+    """An expert's places begin at a multiple of eight, after those of the expert before it, whatever the counts."""
     for counts in ([0, 1, 7, 8, 9, 0, 16, 33], [8] * 5, [0] * 4, [23, 1]):
         first, end = 0, 0
         for expert, count in enumerate(counts):

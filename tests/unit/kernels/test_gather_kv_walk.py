@@ -41,13 +41,13 @@ def walked(case: Gather, **changed: torch.Tensor) -> dict[str, Any]:
     with walkable(walker := Walker(), *NAMES) as modules:
         kernels: Any = modules[-1]
         kernels.THREADS, kernels.BLOCKS = 32, 2
-        walker.run(*kernels.gather_kv(**arrays, **case.options, card=replace(H200, num_multiprocessors=1)))
+        walker.run(*kernels.gather_kv(**arrays, **case.options, gpu=replace(H200, num_multiprocessors=1)))
     return arrays
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_rows_of_the_reference(case: Gather) -> None:
-    """The table's entries behind the last live row, and the caches' other rows, are rubbish."""
+    """The table's entries after the last live row, and the caches' other rows, are rubbish."""
     found, expected = walked(case), case.arrays()
     wanted_rows(**expected, **case.options)
     for name in ("keys", "values", "lengths"):
@@ -104,6 +104,6 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused() -> None:
         arrays = case.arrays()
         arrays[name] = change(arrays[name])
         with pytest.raises(ShapeError):
-            gather_kv(**arrays, **case.options, card=H200)
+            gather_kv(**arrays, **case.options, gpu=H200)
     with pytest.raises(ShapeError, match="16 bytes"):
-        gather_kv(**replace(case, dim=12).arrays(), **case.options, card=H200)
+        gather_kv(**replace(case, dim=12).arrays(), **case.options, gpu=H200)

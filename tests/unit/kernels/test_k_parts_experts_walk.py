@@ -1,5 +1,5 @@
-"""Down GEMMs of a mixture whose K is summed in parts, walked thread by thread on a CPU: the bits of parts summed alone
-and added as a tree, however many cards have them; few rows and many.
+"""Down GEMMs of an MoE layer whose K is summed in parts, walked thread by thread on a CPU: the bits of parts summed
+alone and added as a tree, however many GPUs have them; few rows and many.
 """
 
 import itertools
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from exchange_cases import tree_sum
+from all_reduce_cases import tree_sum
 from expert_cases import Experts, choices, make_experts, shares_of
 from kernel_walk import Walker, walkable
-from mixture_cases import Poisoned
-from mixture_walk import ALONE, FRAGMENTS, small_card
+from moe_cases import Poisoned
+from moe_walk import ALONE, FRAGMENTS, small_gpu
 from stages import later
 
 from lowlat.errors import ShapeError
@@ -46,7 +46,7 @@ def of_columns(experts: Experts, start: int, stop: int) -> PackedExperts:
 
 
 class Case:
-    """Random rows with experts of a mixture, summed by so many ranks."""
+    """Random rows with experts of an MoE layer, summed by so many ranks."""
 
     def __init__(self, rows: int, top_k: int, width: int, steps: int, quantised: bool, kind: str = "random") -> None:
         self.steps, self.width = steps, width
@@ -68,7 +68,7 @@ class Case:
             given: dict[str, Any] = {
                 "activated": self.activated[:, :, start:stop].contiguous(), "expert_ids": self.ids, "out": out,
                 "expert_weights": self.shares, "experts": of_columns(self.experts, start, stop),
-                "bias": None if number else self.experts.bias, "workspace": Poisoned(), "card": small_card(3),
+                "bias": None if number else self.experts.bias, "workspace": Poisoned(), "card": small_gpu(3),
             }  # fmt: skip
             with walkable(
                 walker := Walker(late=number % 2 == 0, may_leave=prefill), *(PREFILL if prefill else DECODE)

@@ -1,5 +1,5 @@
 """Prefill's products whose K is summed in parts, walked thread by thread on a CPU: the bits of parts summed alone and
-added as a tree, however many cards have them.
+added as a tree, however many GPUs have them.
 """
 
 import itertools
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from exchange_cases import tree_sum
+from all_reduce_cases import tree_sum
 from kernel_walk import Walker, walkable
 from quantised_layers import random_parts
 from stages import later
@@ -21,16 +21,16 @@ from lowlat.kernels.gemm.packing import PackedMatrix, pack, runs_of
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, cut_of, plans_of, segments_of
 from lowlat.kernels.reference.collectives.cuts import bounds
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "mxfp4", "fp8", "int4", "nvfp4"))
 PARTS = ("activation_layout", "split_k_sum", "parts_sum", "weight_steps", "plan", "mainloop", "half_steps")
 ENDS = ("gated_epilogue", "gemm")
 NAMES = (
-    *("common.handover", "common.activation", *FRAGMENTS, "gemm.k_parts"),
+    *("common.pipeline", "common.activation", *FRAGMENTS, "gemm.k_parts"),
     *(f"gemm.prefill.{part}" for part in (*PARTS, *ENDS)),
 )
-TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
+TWO_BLOCKS = Gpu(2, H200.shared_bytes, (9, 0))
 
 
 def part_of(held: dict[str, torch.Tensor], columns: int, span: slice) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
 """Products whose K is summed in parts, walked thread by thread on a CPU: the bits of parts summed alone and added as a
-tree, however many cards have them.
+tree, however many GPUs have them.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from exchange_cases import tree_sum
+from all_reduce_cases import tree_sum
 from kernel_walk import Walker, walkable
 from quantised_layers import random_parts
 from stages import later
@@ -21,13 +21,13 @@ from lowlat.kernels.gemm.decode.gemm import decode_gemm
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix, pack
 from lowlat.kernels.reference.collectives.cuts import bounds
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 
-SHARED = ("activation", "handover", "kv_codes", "norm_math", "norm_row")
+SHARED = ("activation", "pipeline", "kv_codes", "norm_math", "norm_row")
 PEERS = tuple(f"collectives.peers.{name}" for name in ("chunk", "words", "rows"))
 FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4", "mxfp4", "nvfp4"))
 DECODE = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
-ENDS = ("exchange_epilogue", "epilogue", "gemm")
+ENDS = ("all_reduce_epilogue", "epilogue", "gemm")
 WALKED = (
     *(
         *(f"common.{name}" for name in SHARED),
@@ -39,7 +39,7 @@ WALKED = (
     ),
     *(f"gemm.decode.{part}" for part in (*DECODE, *ENDS)),
 )
-SMALL = Card(2, 227 * 1024, (9, 0))
+SMALL = Gpu(2, 227 * 1024, (9, 0))
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -96,7 +96,7 @@ def test_any_number_of_ranks_has_the_tree_of_eight_parts(
             thin: Any = modules[-1]
             plan = thin.plan_decode_gemm(rows, width, SMALL, weights=given["weight"].tile_format, parts=parts)
             plan = dataclasses.replace(plan, sets=sets, **changes)
-            walker.run(*thin.decode_gemm(**given, parts=parts, card=SMALL, plan=plan))
+            walker.run(*thin.decode_gemm(**given, parts=parts, gpu=SMALL, plan=plan))
         return out
 
     ends = [64 * end for end in bounds(steps, 8, unit)]
@@ -118,7 +118,7 @@ def test_any_number_of_ranks_has_the_tree_of_eight_parts(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_add_up_parts_as_they_multiply(ranks: int) -> None:
-    """The residual stream of every rank is that of one card, which has all parts."""
+    """The residual stream of every rank is that of one GPU, which has all parts."""
     rows, width, steps = 2, 72, 12
     x, weight, bias = random(rows, 64 * steps), random(width, 64 * steps), random(width)
     residual, one = random(rows, width), torch.empty(rows, width).bfloat16()

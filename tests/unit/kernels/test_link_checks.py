@@ -43,9 +43,9 @@ def make_copying(*, varying: bool) -> Kernel:
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_a_copy_that_no_card_executes_is_refused_when_it_is_linked(capability: tuple[int, int]) -> None:
+def test_a_copy_that_no_gpu_executes_is_refused_when_it_is_linked(capability: tuple[int, int]) -> None:
     """The assembler still makes it: once it does not, this test says so, and `varying` may go."""
-    with pytest.raises(DeviceError, match=r"kernel copying_False: the assembler made a copy that no card executes"):
+    with pytest.raises(DeviceError, match=r"kernel copying_False: the assembler made a copy that no GPU executes"):
         compile_kernel(make_copying(varying=False), capability)
     assert count_opcodes(compile_kernel(make_copying(varying=True), capability).code)[0xFAE] == 4
 

@@ -52,7 +52,7 @@ def test_packing_leaves_the_number_of_torch_threads() -> None:
 
 
 def test_what_is_no_bf16_stays_as_it_is() -> None:
-    assert pack(drawn(512, 1536).bfloat16()) is None  # a reference on a card reads it so
+    assert pack(drawn(512, 1536).bfloat16()) is None  # a reference on a GPU reads it so
     assert pack(drawn(512, 1536) + 1e-6) is None
 
 

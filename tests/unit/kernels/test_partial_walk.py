@@ -13,12 +13,12 @@ from lowlat.kernels import reference
 from lowlat.kernels.attention.attention import partial_attention
 from lowlat.kernels.attention.partial.block_lists import choose_blocks, list_lens
 from lowlat.kernels.attention.partial.block_summary import summarise_blocks
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 
 COMMON = ("common.memory", "common.norm_math", "common.kv_codes")
 PARTS = ("plan", "copies", "products", "tile", "merge", "combine", "attention")
 ATTENTION = ("common.kv_codes", *(f"attention.{part}" for part in PARTS))
-SMALL = Card(1, 227 * 1024, (9, 0))
+SMALL = Gpu(1, 227 * 1024, (9, 0))
 
 
 def workspace(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -31,7 +31,7 @@ def test_summaries_are_the_reference_s(length: int, first: int, coded: bool) -> 
     for case in (found, expected) if coded else ():
         case.encode(torch.tensor([[0.03125, 2.0], [1.0, 1.0]]))
     with walkable(walker := Walker(), *COMMON, "attention.partial.block_summary") as modules:
-        walker.run(*modules[-1].summarise_blocks(**found.span(first), card=SMALL))
+        walker.run(*modules[-1].summarise_blocks(**found.span(first), gpu=SMALL))
     reference.partial.summarise_blocks(**expected.span(first))
     assert torch.equal(found.summary, expected.summary)
 
@@ -51,7 +51,7 @@ def test_lists_are_the_reference_s(length: int, dim: int, equal: bool, monkeypat
         monkeypatch.setattr(kernels, "CHOOSERS", 64)
         monkeypatch.setattr(kernels, "DIGIT_BITS", 4)  # no more digits than threads
         monkeypatch.setattr(kernels, "DIGITS", 16)
-        for call in kernels.choose_blocks(**found.choice(), workspace=workspace, card=SMALL):
+        for call in kernels.choose_blocks(**found.choice(), workspace=workspace, gpu=SMALL):
             walker.run(call)
     reference.partial.choose_blocks(**expected.choice())
     assert torch.equal(found.lists, expected.lists)

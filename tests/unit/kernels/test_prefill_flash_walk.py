@@ -1,4 +1,4 @@
-"""Flash attention of a prompt's rows, walked thread by thread on a CPU behind the kernel that gathers its tiles."""
+"""Flash attention of a prompt's rows, walked thread by thread on a CPU after the kernel that gathers its tiles."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,10 +14,10 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.attention.prefill.flash import has_prefill_flash, prefill_flash
 from lowlat.kernels.attention.prefill.gathered_rows import gathered_rows, tiles_shape
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 PARTS = ("gather_kv", "softmax", "flash")
-NAMES = ("common.memory", "common.kv_codes", "common.handover", *(f"attention.prefill.{part}" for part in PARTS))
+NAMES = ("common.memory", "common.kv_codes", "common.pipeline", *(f"attention.prefill.{part}" for part in PARTS))
 SMALL = Shape(64, 2, 1, 64, 16, 500)
 
 
@@ -42,10 +42,10 @@ def walked(
     gathering = {"k_cache": slot.caches[0], "v_cache": slot.caches[1], "block_table": slot.table, "size": size}
     with walkable_softmax(walker := Walker(), *NAMES) as modules:
         gather, flash = modules[-3], modules[-1]
-        card: Any = replace(H200, num_multiprocessors=1)
+        gpu: Any = replace(H200, num_multiprocessors=1)
         seen = {"keys": keys, "values": values, "chunk": chunk, "window": window, "first": first}
         walker.run(
-            *gather.gather_kv(**gathering, **seen, lengths=lengths, card=card),
+            *gather.gather_kv(**gathering, **seen, lengths=lengths, gpu=gpu),
             *flash.prefill_flash(q=q, **seen, **given),
         )
     return out if arranged else out.view(size, -1)
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused() -> None:
     given: dict[str, Any] = {"q": q, "keys": tiles, "values": tiles, "chunk": torch.zeros(2).int(), "out": q.clone()}
     given |= {"scale": 1.0, "card": H200}
     assert len(prefill_flash(**given)) == 1
-    assert not has_prefill_flash(Card(108, 163 * 1024, (8, 0)), 64) and not has_prefill_flash(H200, 96)
+    assert not has_prefill_flash(Gpu(108, 163 * 1024, (8, 0)), 64) and not has_prefill_flash(H200, 96)
     for changed in (
         {"q": q.float()},
         {"q": q[:, :3].contiguous(), "out": q[:, :3].contiguous()},

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_inventory import B200, CARDS
+from kernel_inventory import B200, GPUS
 from kernel_walk import Walker, walkable
 from quantised_layers import random_parts
 from stages import later
@@ -16,7 +16,7 @@ from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, pack,
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape, place_of
 from lowlat.kernels.gemm.prefill.gemm import examples, prefill_gemm
 from lowlat.kernels.gemm.prefill.plan import has_prefill_gemm, partials_shape, plan_prefill_gemm, plans_of, segments_of
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (5120, 2880), (2880, 4096), (200, 72), (8, 8))
 ROWS = (*range(64, 1025, 64), 2048, 4096)
@@ -78,8 +78,8 @@ PARTS = (
     *("activation_layout", "split_k_sum", "weight_steps", "segment_totals", "plan", "mainloop", "half_steps"),
     *("gated_epilogue", "gemm"),
 )
-NAMES = ("common.handover", "common.activation", *FRAGMENTS, *(f"gemm.prefill.{part}" for part in PARTS))
-TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
+NAMES = ("common.pipeline", "common.activation", *FRAGMENTS, *(f"gemm.prefill.{part}" for part in PARTS))
+TWO_BLOCKS = Gpu(2, H200.shared_bytes, (9, 0))
 
 
 def packed_weight(name: str, width: int, depth: int, order: torch.Tensor) -> tuple[PackedMatrix, torch.Tensor]:
@@ -116,7 +116,7 @@ def test_products_walked(
     held: str, rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[Any, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """On a card of two multiprocessors, so that blocks have several units; numbers of a quantised weight in bf16."""
+    """On a GPU of two SMs, so that blocks have several units; numbers of a quantised weight in bf16."""
     order = torch.arange(width).view(-1, 8).flip(0).reshape(-1)
     x, bias = torch.randn(rows, depth).bfloat16(), torch.randn(width)
     packed, weight = packed_weight(held, width, depth, order)
@@ -130,7 +130,7 @@ def test_products_walked(
         partials = torch.full((segments[0] if plan.apart else 0, rows, width), torch.nan)
         calls = module.prefill_gemm(
             x=x, weight=packed, bias=bias[order], columns=runs_of(order), arranged=arranged,
-            partials=partials, out=out, card=TWO_BLOCKS, plan=plan,
+            partials=partials, out=out, gpu=TWO_BLOCKS, plan=plan,
         )  # fmt: skip
         walker.run(*calls)
     want = x.double() @ weight.t() + bias.double()
@@ -213,7 +213,7 @@ def test_plans_fit_and_cover_a_product() -> None:
                 assert partials_shape(plan, rows, width, depth) == (segments if plan.apart else 0, rows, width)
 
 
-def test_segments_know_no_card_and_no_rows() -> None:
+def test_segments_know_no_gpu_and_no_rows() -> None:
     """Bits depend on them: another choice is another result."""
     assert [segments_of(*matrix) for matrix in MATRICES[:4]] == [(2, 32), (4, 16), (1, 64), (4, 56)]
 
@@ -226,12 +226,12 @@ def test_segments_know_no_card_and_no_rows() -> None:
         (64, 60, 64, H200, "multiples of 8"),
         (64, 64, 60, H200, "multiples of 8"),
         (64, 64, 64, B200, "capability 9.0, not 10.0"),
-        (64, 64, 64, Card(132, 32 * 1024, (9, 0)), "shared memory"),
+        (64, 64, 64, Gpu(132, 32 * 1024, (9, 0)), "shared memory"),
     ],
 )
-def test_what_does_not_fit_is_refused(rows: int, width: int, depth: int, card: Card, message: str) -> None:
+def test_what_does_not_fit_is_refused(rows: int, width: int, depth: int, gpu: Gpu, message: str) -> None:
     with pytest.raises(ShapeError, match=message):
-        plan_prefill_gemm(rows, width, depth, card)
+        plan_prefill_gemm(rows, width, depth, gpu)
 
 
 def arguments(rows: int = 64, width: int = 4096, depth: int = 4096, **changes: Any) -> dict[str, Any]:
@@ -280,6 +280,6 @@ def test_launches_are_two_or_three() -> None:
 
 
 def test_only_one_capability_has_it() -> None:
-    assert [capability for capability, card in CARDS.items() if has_prefill_gemm(card)] == [(9, 0)]
-    assert all(bool(examples(card)) == has_prefill_gemm(card) for card in CARDS.values())
+    assert [capability for capability, gpu in GPUS.items() if has_prefill_gemm(gpu)] == [(9, 0)]
+    assert all(bool(examples(gpu)) == has_prefill_gemm(gpu) for gpu in GPUS.values())
     assert all(kernel.specific for kernel in examples())

@@ -56,12 +56,12 @@ def generating(x: Any, count: Any, out: Any) -> Any:
 
 
 def test_internals_are_those_that_were_read() -> None:
-    """Another release may have other internals: read `quicker_numba` beside its sources, then change READ_FROM."""
+    """Another release may have other internals: read `quicker_numba` next to its sources, then change READ_FROM."""
     assert metadata.version("numba-cuda") == quicker_numba.READ_FROM
 
 
 def test_numpy_may_lack_what_later_releases_lack() -> None:
-    """`row_stack` is gone from 2.5 on; it is not left behind, nor is NumPy's own replaced where it has one."""
+    """`row_stack` is gone from 2.5 on; it is not left after, nor is NumPy's own replaced where it has one."""
     code = """
 import sys, warnings
 import numpy as np
@@ -142,7 +142,7 @@ def test_a_function_s_parameters_are_asked_once() -> None:
         assert base._has_loc(function) is base._has_loc.__wrapped__(function) is base._has_loc(function)
 
 
-def test_sizes_of_numbers_and_others_are_those_of_the_card() -> None:
+def test_sizes_of_numbers_and_others_are_those_of_the_gpu() -> None:
     context, half = cuda_target.target_context, llvm_ir.IntType(16)
     numbers = [llvm_ir.IntType(bits) for bits in (1, 8, 16, 32, 64)] + [llvm_ir.FloatType(), llvm_ir.DoubleType()]
     kinds = [*numbers, half.as_pointer(), llvm_ir.ArrayType(half, 3), llvm_ir.LiteralStructType([half, numbers[4]])]

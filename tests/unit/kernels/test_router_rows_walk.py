@@ -10,7 +10,7 @@ from kernel_walk import Walker, this_thread, walkable
 from rowwise_cases import canonical_logits
 
 from lowlat.kernels.moe.router_rows import LEAST_ROWS, takes_rows
-from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 
 def dots(walker: Walker) -> Any:
@@ -58,10 +58,10 @@ def test_logits_of_many_rows_have_the_bits_of_few(
     with walkable(walker, "moe.router_rows", "moe.router") as (kernel, router):
         monkeypatch.setattr(kernel, "ptx_dots", dots(walker))
         monkeypatch.setattr(router, "takes_rows", lambda *_: True)
-        walker.run(*router.router_logits(x, weight, bias, logits=logits, card=Card(2, H200.shared_bytes, (9, 0))))
+        walker.run(*router.router_logits(x, weight, bias, logits=logits, gpu=Gpu(2, H200.shared_bytes, (9, 0))))
     assert torch.equal(logits, canonical_logits(x, weight, bias))
 
 
 def test_rows_that_are_many_and_fit_are_taken() -> None:
     assert takes_rows(LEAST_ROWS, 2880, H200) and not takes_rows(LEAST_ROWS - 1, 2880, H200)
-    assert not takes_rows(4096, 4096, H200) and not takes_rows(4096, 2880, Card(108, 163 * 1024, (8, 0)))
+    assert not takes_rows(4096, 4096, H200) and not takes_rows(4096, 2880, Gpu(108, 163 * 1024, (8, 0)))

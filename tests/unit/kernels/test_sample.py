@@ -174,15 +174,15 @@ def test_rows_that_are_not_finite_are_flagged_and_drawn_as_zero() -> None:
 
 def brute_force_keep(scaled: list[float], top_k: int, top_p: float, min_p: float) -> list[bool]:
     """The definition, token by token, in Python's own arithmetic."""
-    odds = [2.718281828459045**value for value in scaled]
+    probabilities = [2.718281828459045**value for value in scaled]
     ordered = sorted(scaled, reverse=True)
     bound = ordered[top_k - 1] if 0 < top_k < len(scaled) else -INF
     kept = [value >= bound for value in scaled]
-    total = sum(odd for odd, stays in zip(odds, kept, strict=True) if stays)
+    total = sum(odd for odd, stays in zip(probabilities, kept, strict=True) if stays)
     if top_p < 1:
-        above = [sum(o for o, s, k in zip(odds, scaled, kept, strict=True) if k and s > v) for v in scaled]
+        above = [sum(o for o, s, k in zip(probabilities, scaled, kept, strict=True) if k and s > v) for v in scaled]
         kept = [stays and mass < top_p * total for stays, mass in zip(kept, above, strict=True)]
-    return [stays and odd >= min_p for stays, odd in zip(kept, odds, strict=True)]
+    return [stays and odd >= min_p for stays, odd in zip(kept, probabilities, strict=True)]
 
 
 @pytest.mark.parametrize("vocabulary", [1, 3, 50])

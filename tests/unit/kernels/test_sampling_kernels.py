@@ -20,7 +20,7 @@ from lowlat.kernels.toolchain.kernel import Kernel
 
 KERNELS = examples_of(argmax_kernels, draft_kernels, logprob_kernels, pair_kernels, sample_kernels, prompt_kernels)
 HOPPER = (9, 0)
-REGISTERS = 128  # two blocks of 256 threads and more fit on a multiprocessor
+REGISTERS = 128  # two blocks of 256 threads and more fit on an SM
 
 
 @pytest.mark.parametrize("kernel", staged_cases(KERNELS))

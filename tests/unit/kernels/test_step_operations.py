@@ -104,7 +104,7 @@ def test_a_shorter_run_of_drafts_accepts_those_of_the_longer_one() -> None:
 
 
 def simulate_acceptance(probability: float, position: int, depth: int) -> int:
-    """Tokens that a step of a chain accepts behind so many committed ones."""
+    """Tokens that a step of a chain accepts after so many committed ones."""
     nodes = [*range(depth + 1)]
     arrays = {"target_tokens": ints([node + 50 for node in nodes]), "draft_tokens": ints(nodes), "paths": ints([nodes])}
     state = {"slots": ints(0), "lengths": ints(position), "probability": probability, "seed": 3}
@@ -209,7 +209,7 @@ def test_rows_before_the_first_drafts_are_the_root_alone() -> None:
     assert outs["paths"].tolist() == [[[0, -1, -1, -1]]]
     assert outs["row_tokens"].tolist() == [[6, -1, -1, -1]]
     record[:, HAS_GRAMMAR] = 1
-    with pytest.raises(DeviceError, match="slot 0 begins behind 2 tokens, and what is forced is that behind 1"):
+    with pytest.raises(DeviceError, match="slot 0 begins after 2 tokens, and what is forced is that after 1"):
         meant("gather_rows", arrays, T=4)
     assert meant("gather_rows", arrays, T=1)["row_tokens"].tolist() == [[6]]  # nothing to be forced
     arrays["grammar_decided"][:] = 2

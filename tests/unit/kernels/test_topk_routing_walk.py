@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_walk import Walker, walkable
-from mixture_cases import exact_shares, make_logits, want_routing
+from moe_cases import exact_shares, make_logits, want_routing
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k

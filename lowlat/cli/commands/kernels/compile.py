@@ -1,4 +1,4 @@
-"""`lowlat compile`: the kernels of a model compiled ahead, for a card that need not be there."""
+"""`lowlat compile`: the kernels of a model compiled ahead, for a GPU that need not be there."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ SIZING = (
 @as_json
 def command(
     model: Path | None,
-    card: str,
+    gpu: str,
     workers: int | None,
     out: Path | None,
     only_list: bool,
@@ -55,7 +55,7 @@ def command(
 ) -> None:
     """Compile the kernels that serving MODEL with these options takes; by default the bundled pair's.
 
-    It needs no card: a machine that has one finds them in the directory that LOWLAT_KERNEL_CACHE names, where the
+    It needs no GPU: a machine that has one finds them in the directory that LOWLAT_KERNEL_CACHE names, where the
     package and its compilers have the same versions, and starts without compiling. Options of a runtime decide which
     kernels it has: give those that it will be given.
     """
@@ -66,14 +66,14 @@ def command(
     from lowlat.tools.gpus import describe_gpu
     from lowlat.tools.precompile import compile_all, kernels_of
 
-    described = describe_gpu(card, tuning_directory())
+    described = describe_gpu(gpu, tuning_directory())
     speculative = speculative_config(values, bundled("head") if model is None else None)
     target = bundled("target") if model is None else local_target(model)
     if speculative is not None and speculative.model is not None:
         speculative = replace(speculative, model=local_draft_model(Path(str(speculative.model)), target))
     given = given_options({name: values[name] for name in SIZING}, RuntimeConfig)
     options = RuntimeConfig(**{**given, "max_context": default_context(target, values["max_context"])})
-    kernels = kernels_of(target, speculative, options, described.card)
+    kernels = kernels_of(target, speculative, options, described.facts)
     if only_list:
         if json_output:
             print_json({"card": described.name, "kernels": sorted(kernels)})
@@ -82,7 +82,7 @@ def command(
         return
     directory = default_cache_directory() if out is None else out
     with progress_bar("compiling") as update:
-        lacking = compile_all(kernels, described.card, directory, workers, update)
+        lacking = compile_all(kernels, described.facts, directory, workers, update)
     if json_output:
         print_json({"card": described.name, "directory": str(directory), "kernels": len(kernels), "compiled": lacking})
     else:

@@ -1,4 +1,4 @@
-"""`lowlat profile`: the time of a decode step by stage and by kernel, beside the bytes that it must move."""
+"""`lowlat profile`: the time of a decode step by stage and by kernel, next to the bytes that it must move."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +15,14 @@ from lowlat.options.model_names import display_name
 
 if TYPE_CHECKING:
     from lowlat.executors.devices import DeviceChoice
-    from lowlat.tools.profile.recording import CardRow, Profile
+    from lowlat.tools.profile.recording import GpuRow, Profile
     from lowlat.tools.profile.report import Summary
 
 __all__ = ["command"]
 
 SHOWN_KERNELS = 12
 STAGE_COLUMNS = ("stage", "us a step", "share", "launches", "bytes", "GB/s", "of the wall", "")
-CARD_COLUMNS = ("card", "us a step", "exchanges alone, us", "products that exchange, us", "idle")
+GPU_COLUMNS = ("card", "us a step", "all-reduces alone, us", "products that exchange, us", "idle")
 KERNEL_COLUMNS = ("kernel", "stage", "us a step", "share", "launches", "us each, overlaps included", "of the wall")
 
 
@@ -57,21 +57,21 @@ KERNEL_COLUMNS = ("kernel", "stage", "us a step", "share", "launches", "us each,
 )
 @as_json
 def command(model: Path | None, trace: Path | None, json_output: bool, **values: Any) -> None:
-    """Record decode steps of MODEL on an NVIDIA card and show where their time goes; by default the bundled pair's.
+    """Record decode steps of MODEL on an NVIDIA GPU and show where their time goes; by default the bundled pair's.
 
     Prompts are random tokens: their text means nothing. A stage's time is by how much its kernels move on the latest
-    end so far, so that stages add up to the step although kernels overlap. The wall is what the card's memory
-    delivers to a kernel that only reads, measured in the same run. Of several cards (--tensor-parallel) stages and
+    end so far, so that stages add up to the step although kernels overlap. The wall is what the GPU's memory
+    delivers to a kernel that only reads, measured in the same run. Of several GPUs (--tensor-parallel) stages and
     kernels are the first one's, and a table has what each exchanges.
     """
-    from lowlat.tools.profile.recording import choose_card
+    from lowlat.tools.profile.recording import choose_gpu
 
     speculative = speculative_config(values, bundled("head") if model is None else None)
     named = values["devices"]
-    card = choose_card(f"cuda:{named[0]}" if named else values["device"], values["executor"])
+    gpu = choose_gpu(f"cuda:{named[0]}" if named else values["device"], values["executor"])
     if trace is not None and not trace.resolve().parent.is_dir():
         raise ConfigError(f"the trace cannot be written: there is no directory {trace.resolve().parent}")
-    profile, conditions = _profile(bundled("target") if model is None else model, speculative, card, values)
+    profile, conditions = _profile(bundled("target") if model is None else model, speculative, gpu, values)
     if trace is not None:
         from lowlat.tools.profile.trace import write_trace
 
@@ -84,7 +84,7 @@ def command(model: Path | None, trace: Path | None, json_output: bool, **values:
 
 
 def _profile(
-    model: Path, speculative: SpeculativeConfig | None, card: "DeviceChoice", values: dict[str, Any]
+    model: Path, speculative: SpeculativeConfig | None, gpu: "DeviceChoice", values: dict[str, Any]
 ) -> tuple["Profile", dict[str, Any]]:
     """The profile and what it was made with. Raises ConfigError, or LowlatError for a recording that is not whole."""
     from lowlat.cli.models import local_target
@@ -108,7 +108,7 @@ def _profile(
             f"positions and the steps need {room.max_tokens}",
             err=True,
         )
-    wall = profiling.card_wall(card.device)
+    wall = profiling.gpu_wall(gpu.device)
     wanted = ("device", "dtype", "executor", "tensor_parallel_size", "devices")
     options = {name: values[name] for name in wanted if values[name] not in (None, ())}
     with load_runtime(model, speculative, room.max_context, max_batch=values["batch"], **options) as runtime:
@@ -118,8 +118,8 @@ def _profile(
         profile = profiling.profile_steps(runtime, lengths, values["steps"], wall)
     conditions = {
         "model": display_name(model),
-        "device": str(card.device),
-        "card": profiling.card_name(card.device),
+        "device": str(gpu.device),
+        "card": profiling.gpu_name(gpu.device),
         "executor": values["executor"],
         "tensor_parallel_size": options.get("tensor_parallel_size", 1),
         "wall_gb_per_s": wall,
@@ -130,8 +130,8 @@ def _profile(
 def _show(profile: "Profile", conditions: dict[str, Any]) -> None:
     _show_stages(profile, conditions)
     _show_kernels(profile.summary)
-    if profile.cards:
-        _show_cards(profile.cards)
+    if profile.gpus:
+        _show_gpus(profile.gpus)
     summary, idle = profile.summary, profile.summary.idle
     click.echo(
         "bytes: weights, of experts those chosen, keys and values that must be read; "
@@ -163,9 +163,9 @@ def _show_stages(profile: "Profile", conditions: dict[str, Any]) -> None:
         *(_number(summary.gb_per_s, ".0f"), _number(summary.share_of_wall, ".1%"), ""),
     )
     around = f"{min(contexts)}" if min(contexts) == max(contexts) else f"{min(contexts)} to {max(contexts)}"
-    cards = conditions["card"] if size == 1 else f"{size} x {conditions['card']}"
+    gpus = conditions["card"] if size == 1 else f"{size} x {conditions['card']}"
     title = (
-        f"{conditions['model']} on {cards}, {conditions['executor']} executor: {profile.bucket}, "
+        f"{conditions['model']} on {gpus}, {conditions['executor']} executor: {profile.bucket}, "
         f"context {around}, means over {summary.num_steps} steps"
     )
     print_table(title, STAGE_COLUMNS, _to_the_right([*rows, total], 1, 7))
@@ -189,13 +189,13 @@ def _show_kernels(summary: "Summary") -> None:
     print_table(f"kernels that take most{more}", KERNEL_COLUMNS, _to_the_right(kernels, 2, 7))
 
 
-def _show_cards(cards: "Sequence[CardRow]") -> None:
-    times = [(each.step_us, each.exchange_us, each.fused_us) for each in cards]
+def _show_gpus(gpus: "Sequence[GpuRow]") -> None:
+    times = [(each.step_us, each.all_reduce_us, each.fused_us) for each in gpus]
     rows = [
         (each.device, *(f"{us:.1f}" for us in row), f"{each.idle_share:.1%}")
-        for each, row in zip(cards, times, strict=True)
+        for each, row in zip(gpus, times, strict=True)
     ]
-    print_table("what cards exchange, waits for slower ones included", CARD_COLUMNS, _to_the_right(rows, 1, 5))
+    print_table("what GPUs exchange, waits for slower ones included", GPU_COLUMNS, _to_the_right(rows, 1, 5))
 
 
 def _to_the_right(rows: Sequence[tuple[str, ...]], first: int, end: int) -> list[tuple[str, ...]]:

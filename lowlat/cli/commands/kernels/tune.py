@@ -1,4 +1,4 @@
-"""`lowlat tune`: the plans of a pair's launches swept on this card, and the table that is written of them."""
+"""`lowlat tune`: the plans of a pair's launches swept on this GPU, and the table that is written of them."""
 
 import tempfile
 from collections.abc import Sequence
@@ -65,14 +65,14 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
 @click.option(
     "--tiles",
     is_flag=True,
-    help="With --list: the tiles of positions that attention walks, by context; no card needed.",
+    help="With --list: the tiles of positions that attention walks, by context; no GPU needed.",
 )
-@click.option("--list", "only_list", is_flag=True, help="Show launches and plans; needs no card.")
+@click.option("--list", "only_list", is_flag=True, help="Show launches and plans; needs no GPU.")
 @click.option(
     "--compile",
     "only_compile",
     is_flag=True,
-    help="Compile the plans' kernels into LOWLAT_KERNEL_CACHE; needs no card.",
+    help="Compile the plans' kernels into LOWLAT_KERNEL_CACHE; needs no GPU.",
 )
 @click.option(
     "--gpu",
@@ -85,7 +85,7 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cuda or cuda:N.")
 @click.option(
-    "--out", type=NEW_PATH, metavar="FILE", help="The table.  [default: this card's among the user's own tables]"
+    "--out", type=NEW_PATH, metavar="FILE", help="The table.  [default: this GPU's among the user's own tables]"
 )
 @click.option("--times", type=NEW_FILE, metavar="FILE", help="Write the times of all plans, too.")
 @click.option("--commit", default="", help="What is measured, where there is no git checkout to ask.")
@@ -102,14 +102,14 @@ def command(
     json_output: bool,
     **values: Any,
 ) -> None:
-    """Time the plans of every launch of a pair that a card cuts, and write this card's table of the fastest.
+    """Time the plans of every launch of a pair that a GPU cuts, and write this GPU's table of the fastest.
 
     Every GEMM, attention and mixture of experts of all buckets and of prefill is met by its shape. A plan changes no
-    bit of a result. Runtimes on this card take their plans from the table; without one they are derived from the card's
+    bit of a result. Runtimes on this GPU take their plans from the table; without one they are derived from the GPU's
     sizes. What the budget does not allow is left out: `--missing` goes on with it.
 
-    With --tensor-parallel the launches are those of a rank, timed on one card: what it would send to peers comes back
-    to it, so nothing waits for another card.
+    With --tensor-parallel the launches are those of a rank, timed on one GPU: what it would send to peers comes back
+    to it, so nothing waits for another GPU.
     """
     if head is not None and model is None:
         raise click.UsageError("--draft-model needs --model")
@@ -168,11 +168,11 @@ def _list(
     from lowlat.tools.tune.run import counted, known_plans, lacking, listed
 
     gpu, only_missing = describe_gpu(values["card"]), values["missing"]
-    name, card = gpu.name, gpu.card
-    shapes = every = listed(pairs, what, sizes, card)
+    name, facts = gpu.name, gpu.facts
+    shapes = every = listed(pairs, what, sizes, facts)
     if only_missing:
-        shapes = lacking(every, known_plans(gpu.name, gpu.card, values["out"]))
-    walked = counted(shapes, card) if tiles else []
+        shapes = lacking(every, known_plans(gpu.name, gpu.facts, values["out"]))
+    walked = counted(shapes, facts) if tiles else []
     if json_output:
         found: dict[str, Any] = {"shapes": [_shape(shape, values["candidates"]) for shape in shapes]}
         if only_missing:
@@ -217,10 +217,10 @@ def _compile(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, A
         pairs,
         what,
         sizes,
-        gpu.card,
+        gpu.facts,
         directory,
         num_candidates=values["candidates"],
-        known=known_plans(gpu.name, gpu.card, values["out"]) if values["missing"] else None,
+        known=known_plans(gpu.name, gpu.facts, values["out"]) if values["missing"] else None,
         bar=progress_bar,
     )
     if json_output:
@@ -238,7 +238,7 @@ def _tune(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any]
 
     choice = choose_device(values["device"], "auto")
     if not choice.has_kernels:
-        raise ConfigError(f"lowlat tune needs an NVIDIA card ({choice.reason}); --list needs none")
+        raise ConfigError(f"lowlat tune needs an NVIDIA GPU ({choice.reason}); --list needs none")
     tuned = tune(
         pairs,
         what,
@@ -271,7 +271,7 @@ def _show(tuned: "Tuned") -> None:
         for each in tuned.swept
     ]
     columns = ("kind", "shape", "stages", "derived, us", "best, us", "gain", "plan")
-    print_table(f"{len(rows)} launches on {tuned.card_name}, {tuned.seconds:.0f} s", columns, rows)
+    print_table(f"{len(rows)} launches on {tuned.gpu_name}, {tuned.seconds:.0f} s", columns, rows)
     if tuned.left:
         click.echo(f"{len(tuned.left)} launches were left out: --missing goes on with them")
     click.echo(f"{tuned.path} has {len(tuned.table)} plans")
@@ -280,7 +280,7 @@ def _show(tuned: "Tuned") -> None:
 def _summary(tuned: "Tuned") -> dict[str, Any]:
     gains = [each.gain for each in tuned.swept]
     return {
-        "card": tuned.card_name,
+        "card": tuned.gpu_name,
         "table": str(tuned.path),
         "entries": len(tuned.table),
         "timed": len(tuned.swept),

@@ -171,7 +171,7 @@ class ChoicesAnswer(ABC):
         return body
 
     def _show_prompt(self, body: dict[str, Any], shown: dict[str, Any], place: int) -> None:
-        """Put the prompt's token ids where vLLM has them: beside the choices, or in each where prompts are several."""
+        """Put the prompt's token ids where vLLM has them: next to the choices, or in each where prompts are several."""
         where = shown if self.PROMPTS_IN_CHOICES else body
         where["prompt_token_ids"] = self._prompt_ids[place // self._num_wanted]
 

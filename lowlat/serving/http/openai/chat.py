@@ -208,7 +208,7 @@ class _Chat(ChoicesAnswer):
         return {"message": message, "logprobs": chat_logprobs(choice.logprobs) if self._logprobs else None}
 
     def body(self) -> dict[str, Any]:
-        """See `streaming.Answer`; what all choices share of the prompt stands beside them."""
+        """See `streaming.Answer`; what all choices share of the prompt stands next to them."""
         prompt = self._choices[0].prompt
         if self._num_prompt is None or prompt is None:
             return super().body()

@@ -80,7 +80,7 @@ class Reasoning(Struct, forbid_unknown_fields=True):
 
 
 class ResponsesFormat(JsonSchema):
-    """The form of the answer, where a schema's fields stand beside its type."""
+    """The form of the answer, where a schema's fields stand next to its type."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 

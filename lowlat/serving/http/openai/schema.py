@@ -54,7 +54,7 @@ Body = TypeVar("Body", bound=Struct)
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """The parts of a stream beside the answer; obfuscation (random padding against traffic analysis) is never sent.
+    """The parts of a stream next to the answer; obfuscation (random padding against traffic analysis) is never sent.
 
     continuous_usage_stats  vLLM's: usage in every chunk
     """

@@ -28,7 +28,7 @@ STYLE = (
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage of a profile: its time a step, and its share of the card's bandwidth."""
+    """One stage of a profile: its time a step, and its share of the GPU's bandwidth."""
 
     stage: str
     time_us: float | None
@@ -40,7 +40,7 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     """A file of `lowlat profile --json`, as far as the report needs it."""
 
     model: str
-    card: str
+    gpu: str
     batch: int
     num_speculative_tokens: int
     contexts: tuple[int, ...]
@@ -51,7 +51,7 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     def title(self) -> str:
         """Model and case."""
         context = max(self.contexts, default=0)
-        return f"Stages of {self.model}: {self.batch} x {context}, S={self.num_speculative_tokens}, on {self.card}"
+        return f"Stages of {self.model}: {self.batch} x {context}, S={self.num_speculative_tokens}, on {self.gpu}"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _conditions(environment: Environment) -> str:
     e = environment
     strict = ", strict" if e.perf_mode == "strict" else ""
     strict += f", weights rounded to {e.quantize}" if e.quantize else ""
-    machine = f"{e.card}, driver {e.driver}, CUDA {e.cuda}" if e.card else f"{e.processor}, {e.threads} threads"
+    machine = f"{e.gpu}, driver {e.driver}, CUDA {e.cuda}" if e.gpu else f"{e.processor}, {e.threads} threads"
     parts = [
         f"{e.model}, {e.dtype}" + (f", drafts by {e.speculator}" if e.speculator else ""),
         f"{machine}, {e.executor} executor{', device loop' if e.device_loop else ''}{strict}, {e.cores} cores",

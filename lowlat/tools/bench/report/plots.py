@@ -32,7 +32,7 @@ def draw_plots(result: Result) -> dict[str, str]:
 
 
 def draw_profile(profile: "StageProfile") -> str:
-    """The stages of a profile beside the wall. Raises ConfigError without matplotlib."""
+    """The stages of a profile next to the wall. Raises ConfigError without matplotlib."""
 
     def plot(axes: Any, _: Sequence[Row]) -> bool:
         stages = [stage for stage in profile.stages if stage.share_of_wall is not None]

@@ -4,20 +4,20 @@ from typing import Any
 
 import pytest
 import torch
-from exchange_cases import EPS, Ranks, tree_sum
+from all_reduce_cases import EPS, Ranks, tree_sum
 from kernel_walk import Walker, walkable
 from rowwise_cases import canonical_norm, flags, poison, same_bits, weights
 from stages import later
 
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.kernels.collectives import exchange
+from lowlat.kernels.collectives import all_reduce
 from lowlat.kernels.collectives import shares as row_shares
 from lowlat.kernels.collectives.peers.words import HOST_GAVE_UP, awaited_code
 from lowlat.kernels.step import forward_commands
 
 F32 = torch.float32
 PEERS = ("collectives.peers.chunk", "collectives.peers.words")
-NAMES = ("common.norm_math", "common.norm_row", *PEERS, "elementwise.norm", "collectives.exchange")
+NAMES = ("common.norm_math", "common.norm_row", *PEERS, "elementwise.norm", "collectives.all_reduce")
 CASES = [
     (2, 1088, 2, (2, 1)),  # two blocks a row, the last one not full
     (3, 24, 2, (1, 2)),
@@ -41,8 +41,8 @@ def test_all_ranks_gather_and_add_the_same(count: int, width: int, most: int, ru
                 outs = poison(count, rows, width, dtype=F32), poison(rows, width, dtype=F32), poison(rows, width)
                 own = part[:, : width - 11 * (channel.rank == 1)].contiguous()  # one rank's part is narrower
                 stream += kernels.gather_ranks(own, channel=channel, out=outs[0])
-                stream += kernels.exchange(part, channel=channel, out=outs[1])
-                stream += kernels.exchange_add(part, a, channel=channel, total=outs[2])
+                stream += kernels.all_reduce(part, channel=channel, out=outs[1])
+                stream += kernels.all_reduce_add(part, a, channel=channel, total=outs[2])
                 found.append(outs)
                 wanted.append((gathered, total, (a.float() + total).to(torch.bfloat16)))
         walker.run(*streams[0], beside=streams[1:])
@@ -50,7 +50,7 @@ def test_all_ranks_gather_and_add_the_same(count: int, width: int, most: int, ru
         assert all(torch.equal(out, want) for out, want in zip(outs, expected, strict=True))
 
 
-def test_norms_have_the_bits_of_one_card() -> None:
+def test_norms_have_the_bits_of_one_gpu() -> None:
     ranks, rows, found = Ranks(2, 2, 4104, whole=True), 2, []  # one thread has two chunks
     parts, a, weight = ranks.inputs(rows), torch.randn(rows, 4104).to(torch.bfloat16), weights(4104)
     live = flags(rows)
@@ -60,7 +60,7 @@ def test_norms_have_the_bits_of_one_card() -> None:
         for part, channel in zip(parts, ranks.channels(kernels.Channel), strict=True):
             found.append((total := poison(rows, 4104), out := poison(rows, 4104)))
             given: Any = {"channel": channel, "total": total, "out": out, "eps": EPS}
-            streams.append(kernels.exchange_add_norm(part, a, weight, live, **given))
+            streams.append(kernels.all_reduce_add_norm(part, a, weight, live, **given))
         walker.run(*streams[0], beside=streams[1:])
     expected = (a.float() + tree_sum(parts)).to(torch.bfloat16)
     normed = torch.where(live[:, None] != 0, canonical_norm(expected, weight, EPS), 0)
@@ -71,7 +71,7 @@ def test_norms_have_the_bits_of_one_card() -> None:
 
 @pytest.mark.parametrize(("count", "rows", "most", "width"), [(2, 5, 8, 40), (3, 4, 4, 16), later(2, 3, 3, 4104)])
 def test_every_rank_adds_up_its_share_of_many_rows(count: int, rows: int, most: int, width: int) -> None:
-    """Twice with the norm and once without, fewer rows then: the bits of one card, on all ranks."""
+    """Twice with the norm and once without, fewer rows then: the bits of one GPU, on all ranks."""
     areas = tuple(torch.zeros(row_shares.share_words(count, most, width), dtype=torch.int64) for _ in range(count))
     abort, found, wanted = torch.zeros(1, dtype=torch.int64), [], []
     given = [(Ranks(count, most, width).inputs(rows - turn), torch.randn(rows - turn, width)) for turn in range(3)]
@@ -111,7 +111,7 @@ def test_a_wait_for_a_rank_that_never_comes_ends(by_host: bool) -> None:
         calls = [
             call
             for out, part in zip(outs, ranks.inputs(1), strict=False)
-            for call in kernels.exchange(part, channel=ranks.channels(kernels.Channel)[1], out=out)
+            for call in kernels.all_reduce(part, channel=ranks.channels(kernels.Channel)[1], out=out)
         ]
         walker.run(calls[0])
         ranks.abort[0], reason = 0, int(ranks.abort[0])
@@ -127,15 +127,15 @@ def test_what_does_not_fit_is_refused() -> None:
     channel = ranks.channels()[0]
     part = torch.zeros(2, 64)
     with pytest.raises(ShapeError, match="whole rows"):
-        exchange.exchange_add_norm(
+        all_reduce.all_reduce_add_norm(
             part, part.bfloat16(), torch.zeros(64).bfloat16(), channel=channel, total=part, out=part, eps=EPS
         )
     with pytest.raises(ShapeError, match="takes no"):
-        exchange.exchange(torch.zeros(2, 32), channel=channel, out=part)
+        all_reduce.all_reduce(torch.zeros(2, 32), channel=channel, out=part)
     with pytest.raises(ShapeError, match="multiple of 8"):
-        exchange.channel_shapes(2, 1, 12)
+        all_reduce.channel_shapes(2, 1, 12)
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        exchange.Channel(2, ranks.areas, ranks.counters[0], ranks.abort)
+        all_reduce.Channel(2, ranks.areas, ranks.counters[0], ranks.abort)
 
 
 def test_commands_reach_all_ranks_at_the_same_step() -> None:

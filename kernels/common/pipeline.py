@@ -1,7 +1,7 @@
 """How warps that multiply hand a tile's partial sums to warps that finish it, while the first go on multiplying.
 
 Sums lie in areas of shared memory that are used in turn. An area has two barriers: that it is full, where all warps
-that give arrive, and that it is free, where all warps that take arrive. It knows nothing of what is in an area.
+that give arrive, and that it is free, where all warps that take arrive.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from typing import Any
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
-__all__ = ["BARRIER_BYTES", "Handover", "make_handover"]
+__all__ = ["BARRIER_BYTES", "Pipeline", "make_pipeline"]
 
 BARRIER_BYTES = 16  # of an area
 FREE = 8  # from the barrier of a full area to that of a free one
 
 
 @dataclass(frozen=True)
-class Handover:
+class Pipeline:
     """Device functions of the barriers' place, an area, and the parity of its phase or the lane.
 
     begin       (barriers) of one thread, before a barrier of the block
@@ -36,11 +36,11 @@ class Handover:
     after: Any
 
 
-def make_handover(areas: int, givers: int, takers: int, *, suspends: bool, cluster: int = 1) -> Handover:
-    """A handover for so many areas and warps.
+def make_pipeline(areas: int, givers: int, takers: int, *, suspends: bool, cluster: int = 1) -> Pipeline:
+    """A pipeline for so many areas and warps.
 
-    suspends  a waiting warp may be suspended, as `Card.suspends` has it
-    cluster   blocks, in each of which an area is free when the takers of all have read theirs
+    suspends  a waiting warp may be suspended, as `Gpu.suspends` has it
+    cluster   blocks, in each of which an area is free when the consumers of all have read theirs
     """
     is_over = ptx.barrier_is_over_soon if suspends else ptx.barrier_is_over
 
@@ -85,4 +85,4 @@ def make_handover(areas: int, givers: int, takers: int, *, suspends: bool, clust
             area, parity = uint32(0), uint32(parity ^ uint32(1))
         return area, parity
 
-    return Handover(begin, await_free, give, await_full, release, after)
+    return Pipeline(begin, await_free, give, await_full, release, after)

@@ -1,7 +1,7 @@
-"""The choice of a step's width: `choose_width` of the reference, alone or in the kernel of a step's start.
+"""The choice of a step's width: `choose_draft_length` of the reference, alone or in the kernel of a step's start.
 
 A thread adds up a width, and one chooses, and sets the condition of the SWITCH node whose bodies are the widths, where
-there is one. It knows no request and no model.
+there is one.
 """
 
 from dataclasses import astuple, dataclass
@@ -12,7 +12,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import int_at, long_at, set_int, turns
-from lowlat.kernels.reference.speculation.width_odds import MAX_WAITED
+from lowlat.kernels.reference.speculation.length_probabilities import MAX_WAITED
 from lowlat.kernels.reference.speculation.widths import BASE, EDGE, FIRST_TRIAL, SLOPE, TRIAL, UNIT, check_widths
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.toolchain import ptx
@@ -27,7 +27,7 @@ __all__ = [
     "bounded",
     "choice_plan",
     "choose",
-    "choose_width",
+    "choose_draft_length",
     "examples",
     "load_choice",
 ]
@@ -79,47 +79,47 @@ def choice_plan(
     active: torch.Tensor,
     lengths: torch.Tensor,
     extended: torch.Tensor,
-    width_bounds: torch.Tensor,
-    width_costs: torch.Tensor,
-    width_expected: torch.Tensor,
+    length_bounds: torch.Tensor,
+    draft_length_costs: torch.Tensor,
+    length_expected: torch.Tensor,
     *,
     row: int,
     most_waiting: int,
     switching: bool,
 ) -> ChoicePlan:
     """The plan of a choice. Raises ShapeError for shapes that do not fit."""
-    check_widths(active, lengths, extended, width_bounds, width_costs, width_expected, row)
-    max_batch, most = active.shape[0], width_costs.shape[2] - 2
+    check_widths(active, lengths, extended, length_bounds, draft_length_costs, length_expected, row)
+    max_batch, most = active.shape[0], draft_length_costs.shape[2] - 2
     if max_batch > MAX_SLOTS:
         raise ShapeError(f"widths are chosen for at most {MAX_SLOTS} slots, got {max_batch}")
     return ChoicePlan(max_batch, most, row, most_waiting, switching)
 
 
-def choose_width(
+def choose_draft_length(
     active: torch.Tensor,
     lengths: torch.Tensor,
     extended: torch.Tensor,
     slot_ints: torch.Tensor,
-    width_bounds: torch.Tensor,
-    width_costs: torch.Tensor,
-    width_expected: torch.Tensor,
+    length_bounds: torch.Tensor,
+    draft_length_costs: torch.Tensor,
+    length_expected: torch.Tensor,
     *,
-    width_last: torch.Tensor,
-    width_waited: torch.Tensor,
-    width_choice: torch.Tensor,
+    length_last: torch.Tensor,
+    length_waited: torch.Tensor,
+    draft_length_choice: torch.Tensor,
     row: int,
     most_waiting: int,
     condition: int | None = None,
 ) -> list[KernelCall]:
-    """Choose, as the reference's `choose_width`, whose arguments these are.
+    """Choose, as the reference's `choose_draft_length`, whose arguments these are.
 
     condition  the handle of the SWITCH node that the choice is for; None: there is none
     Time: a trip to memory and one to the host's, at once. Raises ShapeError.
     """
-    given = (active, lengths, extended, width_bounds, width_costs, width_expected)
+    given = (active, lengths, extended, length_bounds, draft_length_costs, length_expected)
     plan = choice_plan(*given, row=row, most_waiting=most_waiting, switching=condition is not None)
-    reads = (active, lengths, extended, slot_ints, width_bounds, width_costs, width_expected)
-    arguments = (*reads, width_last, width_waited, width_choice, condition or 0)
+    reads = (active, lengths, extended, slot_ints, length_bounds, draft_length_costs, length_expected)
+    arguments = (*reads, length_last, length_waited, draft_length_choice, condition or 0)
     return [KernelCall(_make(plan), (1, 1, 1), arguments)]
 
 
@@ -258,12 +258,12 @@ def _make(plan: ChoicePlan) -> Kernel:
         lengths: Any,
         extended: Any,
         slot_ints: Any,
-        width_bounds: Any,
-        width_costs: Any,
-        width_expected: Any,
-        width_last: Any,
-        width_waited: Any,
-        width_choice: Any,
+        length_bounds: Any,
+        draft_length_costs: Any,
+        length_expected: Any,
+        length_last: Any,
+        length_waited: Any,
+        draft_length_choice: Any,
         condition: Any,
     ) -> None:
         ptx.wait_for_previous_kernel()
@@ -274,13 +274,13 @@ def _make(plan: ChoicePlan) -> Kernel:
         words = cuda.shared.array(shape=CHOICE_WORDS, dtype=int64)
         totals = cuda.shared.array(shape=num_totals, dtype=int64)
         thread, shared = int64(cuda.threadIdx.x), (facts, expected, costs, words)
-        bounds = (int_at(width_bounds, 0), int_at(width_bounds, 1))
-        reads = (active, lengths, extended, slot_ints, width_costs, width_expected, width_last, width_waited)
+        bounds = (int_at(length_bounds, 0), int_at(length_bounds, 1))
+        reads = (active, lengths, extended, slot_ints, draft_length_costs, length_expected, length_last, length_waited)
         load_choice(thread, threads, sizes, reads, shared)
-        outs = (width_last, width_waited, width_choice)
+        outs = (length_last, length_waited, draft_length_choice)
         choose(thread, whole, bounds, shared, totals, outs, condition)
 
-    name = "choose_width_" + "_".join(map(str, astuple(plan)))
+    name = "choose_draft_length_" + "_".join(map(str, astuple(plan)))
     return Kernel(name, kernel, (*[types.int64] * 10, types.uint64), threads, linked=not plan.switching)
 
 

@@ -1,8 +1,7 @@
-"""How a step's drafts fared, counted: `learn_widths` of the reference, alone or in the kernel of a step's end, and
-`join_widths`, the beginning of a slot's record.
+"""How a step's drafts fared, counted: `learn_draft_lengths` of the reference, alone or in the kernel of a step's end,
+and `join_lengths`, the beginning of a slot's record.
 
-One block: all odds lie in shared memory; a thread counts a slot, and another all of them in turn. It knows no request
-and no model.
+One block: all acceptance probabilities lie in shared memory; a thread counts a slot, and another all of them in turn.
 """
 
 from dataclasses import astuple, dataclass
@@ -14,7 +13,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import byte_at, divide, int_at, set_int, turns
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.reference.speculation.width_odds import (
+from lowlat.kernels.reference.speculation.length_probabilities import (
     AGE,
     ALL_DECAY,
     DECAY,
@@ -24,14 +23,14 @@ from lowlat.kernels.reference.speculation.width_odds import (
     PRIOR,
     RUNS,
     WEIGHT,
-    check_odds,
+    check_probabilities,
 )
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types
 
-__all__ = ["FATES", "LearningPlan", "examples", "join_widths", "learn", "learn_widths", "learning_plan"]
+__all__ = ["FATES", "LearningPlan", "examples", "join_lengths", "learn", "learn_draft_lengths", "learning_plan"]
 
 THREADS = 512
 MAX_SLOTS = 8
@@ -50,7 +49,7 @@ class LearningPlan:
     extends: bool = False
 
     @property
-    def num_odds(self) -> int:
+    def num_probabilities(self) -> int:
         """Numbers in all records."""
         return (self.max_batch + 1) * NUM_RUNS * self.most * 2
 
@@ -62,25 +61,25 @@ def learning_plan(
     verified_source: torch.Tensor,
     dense_lens: torch.Tensor,
     extended: torch.Tensor,
-    width_odds: torch.Tensor,
-    width_runs: torch.Tensor,
-    width_expected: torch.Tensor,
+    length_probabilities: torch.Tensor,
+    length_runs: torch.Tensor,
+    length_expected: torch.Tensor,
     *,
     extends: bool,
 ) -> LearningPlan:
-    """The plan for these arguments of `learn_widths`. Raises ShapeError for shapes that do not fit."""
-    check_odds(width_odds, width_runs, width_expected)
-    batch, max_batch = slots.shape[0], width_runs.shape[0]
+    """The plan for these arguments of `learn_draft_lengths`. Raises ShapeError for shapes that do not fit."""
+    check_probabilities(length_probabilities, length_runs, length_expected)
+    batch, max_batch = slots.shape[0], length_runs.shape[0]
     by_entry = {"accepted_lens": accepted_lens, "num_verified": num_verified, "verified_source": verified_source}
     for name, tensor in (*by_entry.items(), ("dense_lens", dense_lens)):
         check_shape(name, tensor, batch)
     check_shape("extended", extended, max_batch)
     if max_batch > MAX_SLOTS:
-        raise ShapeError(f"odds are kept of at most {MAX_SLOTS} slots, got {max_batch}")
-    return LearningPlan(batch, max_batch, width_odds.shape[2], extends)
+        raise ShapeError(f"acceptance probabilities are kept of at most {MAX_SLOTS} slots, got {max_batch}")
+    return LearningPlan(batch, max_batch, length_probabilities.shape[2], extends)
 
 
-def learn_widths(
+def learn_draft_lengths(
     slots: torch.Tensor,
     accepted_lens: torch.Tensor,
     num_verified: torch.Tensor,
@@ -88,17 +87,17 @@ def learn_widths(
     dense_lens: torch.Tensor,
     *,
     extended: torch.Tensor,
-    width_odds: torch.Tensor,
-    width_runs: torch.Tensor,
-    width_expected: torch.Tensor,
+    length_probabilities: torch.Tensor,
+    length_runs: torch.Tensor,
+    length_expected: torch.Tensor,
     extends: bool,
 ) -> list[KernelCall]:
-    """Count and reckon, as the reference's `learn_widths`, whose arguments these are.
+    """Count and reckon, as the reference's `learn_draft_lengths`, whose arguments these are.
 
     Time: two trips to memory, and some 40 short divisions in a row. Raises ShapeError.
     """
     given = (slots, accepted_lens, num_verified, verified_source, dense_lens)
-    arguments = (*given, extended, width_odds, width_runs, width_expected)
+    arguments = (*given, extended, length_probabilities, length_runs, length_expected)
     return [KernelCall(_make(learning_plan(*arguments, extends=extends)), (1, 1, 1), arguments)]
 
 
@@ -113,38 +112,41 @@ def _run_index(run: Any) -> Any:
 
 @device_function
 def _record_of(slot: Any, kind: Any, most: Any) -> Any:
-    """The place of a slot's odds behind runs of a kind."""
+    """The place of a slot's acceptance probabilities after runs of a kind."""
     return (slot * NUM_RUNS + kind) * (most * 2)
 
 
 @device_function
-def _count(first: Any, tried: Any, right: Any, odds: Any, decay: Any, age: Any, begun: Any, most: Any) -> None:
+def _count(first: Any, tried: Any, right: Any, probabilities: Any, decay: Any, age: Any, begun: Any, most: Any) -> None:
     """Count a step's drafts in a record; positions from `begun` on that it did not see age."""
     for position in range(most):
         at = first + position * 2
-        hits, tries = int64(odds[at]), int64(odds[at + 1])
+        hits, tries = int64(probabilities[at]), int64(probabilities[at + 1])
         if position < tried and position <= right:
             hits += (int64(ONE) if position < right else int64(0)) - (hits >> decay)
             tries += int64(ONE) - (tries >> decay)
         elif position >= begun:
             hits -= hits >> age
             tries -= tries >> age
-        odds[at] = int32(hits)
-        odds[at + 1] = int32(tries)
+        probabilities[at] = int32(hits)
+        probabilities[at + 1] = int32(tries)
 
 
 @device_function
-def _reckon(own: Any, every: Any, odds: Any, slot: Any, expected: Any, most: Any) -> None:
-    """Tokens of a slot's step by its width, in 1024ths, by the odds that begin at two places."""
+def _reckon(own: Any, every: Any, probabilities: Any, slot: Any, expected: Any, most: Any) -> None:
+    """Tokens of a slot's step by its width, in 1024ths, by the acceptance probabilities that begin at two places."""
     total, product, before, before_all = int64(ONE), int64(ONE), int64(ONE), int64(ONE)
     set_int(expected, slot * (most + 1), total)
     for position in range(most):
         weight = int64(WEIGHT) if position > 0 else int64(0)
-        right_all, tried_all = int64(odds[every + position * 2]), int64(odds[every + position * 2 + 1])
+        right_all, tried_all = (
+            int64(probabilities[every + position * 2]),
+            int64(probabilities[every + position * 2 + 1]),
+        )
         rate_all, _ = divide((right_all + weight * before_all) * ONE, max(tried_all + weight * ONE, int64(1)))
         usual, _ = divide(rate_all * before, max(before_all, int64(1)))
         usual = min(usual, int64(ONE))
-        right, tried = int64(odds[own + position * 2]), int64(odds[own + position * 2 + 1])
+        right, tried = int64(probabilities[own + position * 2]), int64(probabilities[own + position * 2 + 1])
         rate, _ = divide((right + WEIGHT * usual) * ONE, tried + WEIGHT * ONE)
         rate = min(rate, int64(ONE))
         product, _ = divide(product * rate, int64(ONE))
@@ -175,32 +177,32 @@ def _load_fate(index: Any, addresses: Any, runs: Any, fates: Any) -> Any:
 
 
 @device_function
-def _count_all(sizes: Any, fates: Any, odds: Any) -> None:
+def _count_all(sizes: Any, fates: Any, probabilities: Any) -> None:
     """Count all entries' drafts, one after the other, in the record over all requests."""
     batch, max_batch, most = sizes
     for index in range(batch):
         if fates[index * FATES + KNOWN] >= 0:
             first = _record_of(int64(max_batch), int64(fates[index * FATES + RUN]), most)
             tried, right = int64(fates[index * FATES + TRIED]), int64(fates[index * FATES + RIGHT])
-            _count(first, tried, right, odds, int64(ALL_DECAY), int64(ALL_DECAY), int64(1), most)
+            _count(first, tried, right, probabilities, int64(ALL_DECAY), int64(ALL_DECAY), int64(1), most)
 
 
 @device_function
 def learn(
-    thread: Any, threads: Any, sizes: Any, extends: Any, addresses: Any, records: Any, odds: Any, fates: Any
+    thread: Any, threads: Any, sizes: Any, extends: Any, addresses: Any, records: Any, probabilities: Any, fates: Any
 ) -> None:
-    """All of `learn_widths` by one block of at least 64 threads.
+    """All of `learn_draft_lengths` by one block of at least 64 threads.
 
     sizes    of the plan: batch, max_batch, most
     records  addresses of what is updated
     """
     batch, max_batch, most = sizes
-    extended, all_odds, runs, expected = records
-    num_odds = (max_batch + 1) * (NUM_RUNS * 2) * most
-    for turn in range(turns(num_odds, threads)):
+    extended, all_probabilities, runs, expected = records
+    num_probabilities = (max_batch + 1) * (NUM_RUNS * 2) * most
+    for turn in range(turns(num_probabilities, threads)):
         place = thread + turn * threads
-        if place < num_odds:
-            odds[place] = int32(int_at(all_odds, place))
+        if place < num_probabilities:
+            probabilities[place] = int32(int_at(all_probabilities, place))
     slot = int64(-1)
     if thread < batch:
         slot = _load_fate(thread, addresses[:4], runs, fates)
@@ -210,23 +212,23 @@ def learn(
     if thread < batch and slot >= 0:
         first = _record_of(slot, int64(fates[thread * FATES + RUN]), most)
         tried, right = int64(fates[thread * FATES + TRIED]), int64(fates[thread * FATES + RIGHT])
-        _count(first, tried, right, odds, int64(DECAY), int64(AGE), int64(0), most)
+        _count(first, tried, right, probabilities, int64(DECAY), int64(AGE), int64(0), most)
     elif thread == 32:
-        _count_all(sizes, fates, odds)
+        _count_all(sizes, fates, probabilities)
     cuda.syncthreads()
     if thread < batch and slot >= 0:
         kind = int64(fates[thread * FATES + NEXT_RUN])
         every = _record_of(int64(max_batch), kind, most)
-        _reckon(_record_of(slot, kind, most), every, odds, slot, expected, most)
-    for turn in range(turns(num_odds, threads)):
+        _reckon(_record_of(slot, kind, most), every, probabilities, slot, expected, most)
+    for turn in range(turns(num_probabilities, threads)):
         place = thread + turn * threads
-        if place < num_odds:
-            set_int(all_odds, place, int64(odds[place]))
+        if place < num_probabilities:
+            set_int(all_probabilities, place, int64(probabilities[place]))
 
 
 @cache
 def _make(plan: LearningPlan) -> Kernel:
-    num_odds, num_fates, sizes = plan.num_odds, plan.batch * FATES, astuple(plan)[:3]
+    num_probabilities, num_fates, sizes = plan.num_probabilities, plan.batch * FATES, astuple(plan)[:3]
     extends, threads = plan.extends, THREADS
 
     def kernel(
@@ -236,88 +238,103 @@ def _make(plan: LearningPlan) -> Kernel:
         verified_source: Any,
         dense_lens: Any,
         extended: Any,
-        width_odds: Any,
-        width_runs: Any,
-        width_expected: Any,
+        length_probabilities: Any,
+        length_runs: Any,
+        length_expected: Any,
     ) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        odds = cuda.shared.array(shape=num_odds, dtype=int32)
+        probabilities = cuda.shared.array(shape=num_probabilities, dtype=int32)
         fates = cuda.shared.array(shape=num_fates, dtype=int32)
         addresses = (slots, accepted_lens, num_verified, verified_source, dense_lens)
-        records = (extended, width_odds, width_runs, width_expected)
-        learn(int64(cuda.threadIdx.x), threads, sizes, extends, addresses, records, odds, fates)
+        records = (extended, length_probabilities, length_runs, length_expected)
+        learn(int64(cuda.threadIdx.x), threads, sizes, extends, addresses, records, probabilities, fates)
 
-    return Kernel("learn_widths_" + "_".join(map(str, astuple(plan))), kernel, (types.int64,) * 9, threads)
+    return Kernel("learn_draft_lengths_" + "_".join(map(str, astuple(plan))), kernel, (types.int64,) * 9, threads)
 
 
-def join_widths(
+def join_lengths(
     slots: torch.Tensor,
     lengths: torch.Tensor,
     draft_live: torch.Tensor,
     *,
     extended: torch.Tensor,
-    width_odds: torch.Tensor,
-    width_runs: torch.Tensor,
-    width_expected: torch.Tensor,
-    width_waited: torch.Tensor,
+    length_probabilities: torch.Tensor,
+    length_runs: torch.Tensor,
+    length_expected: torch.Tensor,
+    length_waited: torch.Tensor,
 ) -> list[KernelCall]:
-    """Begin a slot's record, as the reference's `join_widths`, whose arguments these are. Raises ShapeError."""
-    check_odds(width_odds, width_runs, width_expected)
-    max_batch, most = lengths.shape[0], width_odds.shape[2]
+    """Begin a slot's record, as the reference's `join_lengths`, whose arguments these are. Raises ShapeError."""
+    check_probabilities(length_probabilities, length_runs, length_expected)
+    max_batch, most = lengths.shape[0], length_probabilities.shape[2]
     check_shape("slots", slots, 1)
     check_shape("draft_live", draft_live, 1)
     check_shape("extended", extended, max_batch)
-    check_shape("width_runs", width_runs, max_batch)
-    check_shape("width_waited", width_waited, 1)
-    arguments = (slots, lengths, draft_live, extended, width_odds, width_runs, width_expected, width_waited)
+    check_shape("length_runs", length_runs, max_batch)
+    check_shape("length_waited", length_waited, 1)
+    arguments = (
+        slots,
+        lengths,
+        draft_live,
+        extended,
+        length_probabilities,
+        length_runs,
+        length_expected,
+        length_waited,
+    )
     return [KernelCall(_make_join(max_batch, most), (1, 1, 1), arguments)]
 
 
 @cache
 def _make_join(max_batch: int, most: int) -> Kernel:
-    num_pairs, num_odds = NUM_RUNS * most, 4 * NUM_RUNS * most
+    num_pairs, num_probabilities = NUM_RUNS * most, 4 * NUM_RUNS * most
 
     def kernel(
         slots: Any,
         lengths: Any,
         draft_live: Any,
         extended: Any,
-        width_odds: Any,
-        width_runs: Any,
-        width_expected: Any,
-        width_waited: Any,
+        length_probabilities: Any,
+        length_runs: Any,
+        length_expected: Any,
+        length_waited: Any,
     ) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        odds = cuda.shared.array(shape=num_odds, dtype=int32)
+        probabilities = cuda.shared.array(shape=num_probabilities, dtype=int32)
         pair, slot = int64(cuda.threadIdx.x), int_at(slots, 0)
         if slot < 0 or byte_at(draft_live, 0) == 0:
             return
         length, every = int_at(lengths, slot), _record_of(int64(max_batch), int64(0), most)
-        is_new = int_at(width_odds, every + 1) == 0
+        is_new = int_at(length_probabilities, every + 1) == 0
         cuda.syncthreads()
         if pair < num_pairs:
             kind, position = divide(pair, most)
-            right, tried = int_at(width_odds, every + pair * 2), int_at(width_odds, every + pair * 2 + 1)
+            right, tried = (
+                int_at(length_probabilities, every + pair * 2),
+                int_at(length_probabilities, every + pair * 2 + 1),
+            )
             if is_new:
                 prior = kind * PRIOR_ROW + position * 2
                 right, tried = int64(PRIORS[prior]), int64(PRIORS[prior + 1])
-                set_int(width_odds, every + pair * 2, right)
-                set_int(width_odds, every + pair * 2 + 1, tried)
+                set_int(length_probabilities, every + pair * 2, right)
+                set_int(length_probabilities, every + pair * 2 + 1, tried)
             own = _record_of(slot, int64(0), most) + pair * 2
-            set_int(width_odds, own, int64(0))
-            set_int(width_odds, own + 1, int64(0))
-            odds[pair * 2], odds[pair * 2 + 1] = int32(0), int32(0)
-            odds[(num_pairs + pair) * 2], odds[(num_pairs + pair) * 2 + 1] = int32(right), int32(tried)
+            set_int(length_probabilities, own, int64(0))
+            set_int(length_probabilities, own + 1, int64(0))
+            probabilities[pair * 2], probabilities[pair * 2 + 1] = int32(0), int32(0)
+            probabilities[(num_pairs + pair) * 2], probabilities[(num_pairs + pair) * 2 + 1] = (
+                int32(right),
+                int32(tried),
+            )
         cuda.syncthreads()
         if pair == 0:
-            _reckon(int64(0), int64(num_pairs * 2), odds, slot, width_expected, most)
+            _reckon(int64(0), int64(num_pairs * 2), probabilities, slot, length_expected, most)
             set_int(extended, slot, length - 2)
-            set_int(width_runs, slot, int64(0))
-            set_int(width_waited, 0, int64(MAX_WAITED))
+            set_int(length_runs, slot, int64(0))
+            set_int(length_waited, 0, int64(MAX_WAITED))
 
-    return Kernel(f"join_widths_{max_batch}_{most}", kernel, (types.int64,) * 8, 32)
+    return Kernel(f"join_lengths_{max_batch}_{most}", kernel, (types.int64,) * 8, 32)
 
 
 def examples() -> list[Kernel]:

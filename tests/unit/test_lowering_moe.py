@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lowered import Lowered
-from lowering_cases import MIXTURES, TARGETS, LoweredPairs, kinds_of, span
+from lowering_cases import MOE_LAYERS, TARGETS, LoweredPairs, kinds_of, span
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Role
@@ -17,8 +17,8 @@ from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.lower import LoweredGroup, lower
 
-# of a mixture's layer; a short window needs no second launch for its attention
-MIXTURE_HEAD, MIXTURE_TAIL = ["decode_gemm_rotate", "attention"], ["decode_gemm_add", "router", "experts_mlp"]
+# of an MoE layer's layer; a short window needs no second launch for its attention
+MOE_HEAD, MOE_TAIL = ["decode_gemm_rotate", "attention"], ["decode_gemm_add", "router", "experts_mlp"]
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +27,16 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> LoweredPairs:
     return LoweredPairs(tmp_path_factory)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", MOE_LAYERS)
 @pytest.mark.parametrize(("depth", "batch"), [(0, 1), (0, 8), (7, 8)])
-def test_kernels_of_a_mixture_s_layers(name: str, depth: int, batch: int, lowered: LoweredPairs) -> None:
+def test_kernels_of_a_moe_s_layers(name: str, depth: int, batch: int, lowered: LoweredPairs) -> None:
     """Windows first, then all positions: 5 launches and 6; windows of more than a few tiles have 6 too. The product
     after the experts norms up to eight rows for itself."""
     kinds = kinds_of(lowered(f"{name}+{'plain' if depth else 'alone'}", depth, batch), Stage.VERIFY)
     rows = batch * (depth + 1)
-    tail = MIXTURE_TAIL if rows <= 8 else [*MIXTURE_TAIL, "norms"]
-    short = [*MIXTURE_HEAD, *tail] if name == "gpt_oss" else [*MIXTURE_HEAD, "attention_combine", *tail]
-    full = [*MIXTURE_HEAD, "attention_combine", *tail]
+    tail = MOE_TAIL if rows <= 8 else [*MOE_TAIL, "norms"]
+    short = [*MOE_HEAD, *tail] if name == "gpt_oss" else [*MOE_HEAD, "attention_combine", *tail]
+    full = [*MOE_HEAD, "attention_combine", *tail]
     assert kinds == ["embed_norm", *short, *full, "decode_gemm_float32"]
 
 
@@ -56,8 +56,8 @@ def test_experts_without_biases(name: str, depth: int, batch: int, lowered: Lowe
             assert ("over_all" in call.kernel.name) == name.endswith("fp8")
 
 
-def mixtures_of(step: Lowered) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Of each layer of the target: the arguments of the router and of the mixture by name."""
+def moe_layers_of(step: Lowered) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Of each layer of the target: the arguments of the router and of the MoE layer by name."""
     calls = step.calls
     places = [place for place, call in enumerate(calls) if call.kernel.name.startswith("experts_mlp")]
     assert len(places) == 2
@@ -75,38 +75,38 @@ def same(one: Any, other: Any) -> bool:
     return (one.data_ptr(), one.shape, one.dtype) == (other.data_ptr(), other.shape, other.dtype)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", MOE_LAYERS)
 @pytest.mark.parametrize(("depth", "batch"), [(0, 1), (7, 8)])
-def test_a_mixture_takes_what_its_layer_s_router_left(name: str, depth: int, batch: int, lowered: LoweredPairs) -> None:
+def test_a_moe_takes_what_its_layer_s_router_left(name: str, depth: int, batch: int, lowered: LoweredPairs) -> None:
     """The same logits and flags, and the memory that it filled; what one layer leaves, the next one overwrites."""
     step, rows = lowered(f"{name}+plain", depth, batch), batch * (depth + 1)
     shared = set()
-    for router, mixture in mixtures_of(step):
+    for router, moe in moe_layers_of(step):
         assert router["logits"].shape == (rows, TARGETS[name][1]["num_local_experts"])
-        assert same(mixture["logits"], router["logits"]) and same(mixture["x"], router["normed"])
-        assert router["row_live"].data_ptr() == mixture["row_live"].data_ptr() == step.buffers["row_live"].data_ptr()
-        assert mixture["row_live"].numel() == router["row_live"].numel() == rows
-        assert same(mixture["activated"], router["first_awaited"])
-        assert same(mixture["partials"], router["second_awaited"])
+        assert same(moe["logits"], router["logits"]) and same(moe["x"], router["normed"])
+        assert router["row_live"].data_ptr() == moe["row_live"].data_ptr() == step.buffers["row_live"].data_ptr()
+        assert moe["row_live"].numel() == router["row_live"].numel() == rows
+        assert same(moe["activated"], router["first_awaited"])
+        assert same(moe["partials"], router["second_awaited"])
         for place in ("first", "second", "third"):
             filled = router[f"{place}_awaited"]
             assert 16 * router[f"{place}_chunks"] == filled.numel() * filled.element_size()
-        assert same(mixture["ids"], step.buffers["expert_ids"])
-        assert same(mixture["shares"], step.buffers["expert_weights"])
-        assert same(mixture["residual"], router["x"])
-        assert mixture["total"].shape == router["x"].shape and not same(mixture["total"], router["x"])
-        shared.add((mixture["activated"].data_ptr(), mixture["partials"].data_ptr()))
+        assert same(moe["ids"], step.buffers["expert_ids"])
+        assert same(moe["shares"], step.buffers["expert_weights"])
+        assert same(moe["residual"], router["x"])
+        assert moe["total"].shape == router["x"].shape and not same(moe["total"], router["x"])
+        shared.add((moe["activated"].data_ptr(), moe["partials"].data_ptr()))
     ((_, partials),) = shared
     assert partials in {tensor.data_ptr() for tensor in step.workspace.tensors()}
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", MOE_LAYERS)
 @pytest.mark.parametrize("batch", [1, 8])
-def test_a_router_fills_the_next_mixture_s_logits(name: str, batch: int, lowered: LoweredPairs) -> None:
-    """And not its own, which are awaited already; the first mixture's are filled by nobody, and it waits for them."""
+def test_a_router_fills_the_next_moe_s_logits(name: str, batch: int, lowered: LoweredPairs) -> None:
+    """And not its own, which are awaited already; the first MoE layer's are filled by nobody, and it waits for them."""
     filled = None
-    for layer, (router, mixture) in enumerate(mixtures_of(lowered(f"{name}+alone", 0, batch))):
-        assert mixture["early"] == int(layer > 0)
+    for layer, (router, moe) in enumerate(moe_layers_of(lowered(f"{name}+alone", 0, batch))):
+        assert moe["early"] == int(layer > 0)
         if filled is not None:
             assert filled.data_ptr() == router["logits"].data_ptr()
             assert filled.numel() >= router["logits"].numel()
@@ -116,7 +116,7 @@ def test_a_router_fills_the_next_mixture_s_logits(name: str, batch: int, lowered
 
 
 def test_experts_are_packed_and_their_parts_are_not_kept(lowered: LoweredPairs) -> None:
-    for name in MIXTURES:
+    for name in MOE_LAYERS:
         step = lowered(f"{name}+alone", 0, 1)
         for part in ("gate_up", "down"):
             packed = step.weights.experts(f"layers.1.experts.{part}")
@@ -142,7 +142,7 @@ def test_experts_are_packed_and_their_parts_are_not_kept(lowered: LoweredPairs) 
         ("add", "b"),
     ],
 )
-def test_mixtures_that_read_anything_else_are_not_fused(kind: str, argument: str, lowered: LoweredPairs) -> None:
+def test_moe_layers_that_read_anything_else_are_not_fused(kind: str, argument: str, lowered: LoweredPairs) -> None:
     """They are lowered all the same, operation by operation."""
     step = lowered("gpt_oss+alone", 0, 2)
     groups = lower_with_other_input(step, place_of(step, "router", kind), argument)

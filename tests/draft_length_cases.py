@@ -7,21 +7,21 @@ from typing import Any
 import torch
 from kernel_cases import Arrays, Bench, poisoned
 
+from lowlat.kernels.reference.speculation import length_probabilities as probabilities
 from lowlat.kernels.reference.speculation import waiting, widths
-from lowlat.kernels.reference.speculation import width_odds as odds
 from lowlat.kernels.reference.speculation.draft_rows import draft_rows
-from lowlat.kernels.reference.speculation.width_odds import NUM_RUNS
+from lowlat.kernels.reference.speculation.length_probabilities import NUM_RUNS
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_METHOD
+from lowlat.kernels.speculation import length_probabilities as probabilities_kernels
 from lowlat.kernels.speculation import waiting as waiting_kernels
-from lowlat.kernels.speculation import width_odds as odds_kernels
-from lowlat.kernels.speculation.choose_width import choose_width
+from lowlat.kernels.speculation.choose_draft_length import choose_draft_length
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 MOST = 5
 INTS: dict[str, Any] = {"dtype": torch.int32}
-RECORD = ("extended", "width_odds", "width_runs", "width_expected")
-CHOSEN_BY = (*("active", "lengths", "extended", "slot_ints", "width_bounds", "width_costs", "width_expected"),)
+RECORD = ("extended", "length_probabilities", "length_runs", "length_expected")
+CHOSEN_BY = (*("active", "lengths", "extended", "slot_ints", "length_bounds", "draft_length_costs", "length_expected"),)
 LEARNT_FROM = ("slots", "accepted_lens", "num_verified", "verified_source", "dense_lens")
 WAITED = (
     *("slots", "lengths", "tokens", "extended"),
@@ -31,7 +31,9 @@ DRAFT_ROWS = ("row_tokens", "row_positions", "row_live", "write_lens", "live_pos
 
 
 class Widths:
-    """Three slots, one of them idle, each of odds of its own; the host's bounds change now and then."""
+    """Three slots, one of them idle, each of acceptance probabilities of its own; the host's bounds change now and
+    then.
+    """
 
     def __init__(self, seed: int, most_waiting: int) -> None:
         self.source, self.most_waiting = random.Random(seed), most_waiting
@@ -42,14 +44,14 @@ class Widths:
             "lengths": torch.tensor([9, 5, 7], **INTS),
             "extended": torch.zeros(3, **INTS),
             "slot_ints": torch.zeros(3, NUM_INTS, dtype=torch.int64),
-            "width_bounds": torch.tensor([0, MOST], **INTS),
-            "width_costs": torch.tensor([[[1] * 7] * 2, [base, slope]], **INTS),
-            "width_odds": torch.zeros(4, NUM_RUNS, MOST, 2, **INTS),
-            "width_runs": torch.zeros(3, **INTS),
-            "width_expected": torch.zeros(3, MOST + 1, **INTS),
-            "width_last": torch.zeros(1, **INTS),
-            "width_waited": torch.zeros(1, **INTS),
-            "width_choice": poisoned(1),
+            "length_bounds": torch.tensor([0, MOST], **INTS),
+            "draft_length_costs": torch.tensor([[[1] * 7] * 2, [base, slope]], **INTS),
+            "length_probabilities": torch.zeros(4, NUM_RUNS, MOST, 2, **INTS),
+            "length_runs": torch.zeros(3, **INTS),
+            "length_expected": torch.zeros(3, MOST + 1, **INTS),
+            "length_last": torch.zeros(1, **INTS),
+            "length_waited": torch.zeros(1, **INTS),
+            "draft_length_choice": poisoned(1),
             "slots": torch.tensor([2, -1, 0], **INTS),
             **{
                 name: torch.zeros(3, **INTS)
@@ -60,13 +62,13 @@ class Widths:
         self.rates = [0.9, 0.0, 0.6] if seed % 2 else [0.1, 0.0, 0.5]
 
     def join(self, slot: int) -> Arrays:
-        """The arrays of `join_widths` for a slot."""
+        """The arrays of `join_lengths` for a slot."""
         own = {"slots": torch.tensor([slot], **INTS), "draft_live": torch.ones(1, dtype=torch.uint8)}
-        return {**own, **{name: self.arrays[name] for name in ("lengths", *RECORD, "width_waited")}}
+        return {**own, **{name: self.arrays[name] for name in ("lengths", *RECORD, "length_waited")}}
 
     def go_on(self) -> int:
         """What a step of the width that was chosen does; returns the choice."""
-        arrays, choice = self.arrays, int(self.arrays["width_choice"])
+        arrays, choice = self.arrays, int(self.arrays["draft_length_choice"])
         width = choice if choice <= MOST else 0
         for index, slot in ((0, 2), (2, 0)):
             allowed, right = min(width, int(arrays["slot_ints"][slot, DRAFT_LIMIT])), 0
@@ -80,7 +82,7 @@ class Widths:
             self.rates.reverse()
         if self.source.random() < 0.1:
             low = self.source.choice((0, 0, 2))
-            arrays["width_bounds"] = torch.tensor([low, self.source.choice((0, 1, MOST))], **INTS)
+            arrays["length_bounds"] = torch.tensor([low, self.source.choice((0, 1, MOST))], **INTS)
         return choice
 
 
@@ -92,14 +94,20 @@ def check_widths(bench: Bench, seed: int, most_waiting: int, steps: int = 24) ->
     for step in range(steps):
         if step % 16 == 0:
             for slot in (0, 2):
-                joined = bench.compare(world.join(slot), _each(odds.join_widths), _each(odds_kernels.join_widths))
-                world.arrays |= {name: joined[name] for name in (*RECORD, "width_waited")}
-        arrays = {name: world.arrays[name] for name in (*CHOSEN_BY, "width_last", "width_waited", "width_choice")}
-        world.arrays |= bench.compare(arrays, _each(widths.choose_width, **given), _each(choose_width, **given))
+                joined = bench.compare(
+                    world.join(slot), _each(probabilities.join_lengths), _each(probabilities_kernels.join_lengths)
+                )
+                world.arrays |= {name: joined[name] for name in (*RECORD, "length_waited")}
+        arrays = {
+            name: world.arrays[name] for name in (*CHOSEN_BY, "length_last", "length_waited", "draft_length_choice")
+        }
+        world.arrays |= bench.compare(
+            arrays, _each(widths.choose_draft_length, **given), _each(choose_draft_length, **given)
+        )
         choice = world.go_on()
         extends = bool(choice)
         arrays = {name: world.arrays[name] for name in (*LEARNT_FROM, *RECORD)}
-        learns = (_each(part.learn_widths, extends=extends) for part in (odds, odds_kernels))
+        learns = (_each(part.learn_draft_lengths, extends=extends) for part in (probabilities, probabilities_kernels))
         world.arrays |= bench.compare(arrays, *learns)
         chosen.add(choice)
     return chosen

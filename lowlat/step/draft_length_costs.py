@@ -70,9 +70,10 @@ def _position_bytes(op: Op, program: Program) -> int:
 
 
 def cost_table(shape: Sequence[int], costs: Costs, context: int, num_waiting: int) -> torch.Tensor:
-    """The costs of buckets' bodies as `width_costs` has them, those of width zero with their share of the last one.
+    """The costs of buckets' bodies as `draft_length_costs` has them, those of width zero with their share of the last
+    one.
 
-    shape        of `width_costs`
+    shape        of `draft_length_costs`
     context      positions of a slot at most
     num_waiting  positions that wait for the draft model at most; 0: nothing waits
     """

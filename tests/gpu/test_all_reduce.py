@@ -1,20 +1,20 @@
-"""Ranks that exchange rows, on one card and on two, each in a stream of its own: bits, order, and waits that end."""
+"""Ranks that exchange rows, on one GPU and on two, each in a stream of its own: bits, order, and waits that end."""
 
 import time
 from typing import Any
 
 import pytest
 import torch
-from exchange_cases import EPS, tree_sum
+from all_reduce_cases import EPS, tree_sum
 from rowwise_cases import canonical_norm, flags, poison, same_bits, weights
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.collectives import exchange, shares
+from lowlat.kernels.collectives import all_reduce, shares
 from lowlat.kernels.collectives.peers.words import HOST_GAVE_UP
 from lowlat.kernels.gemm.decode.gemm import decode_gemm
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.toolchain.kernel import KernelCall
-from lowlat.tools.exchange_times import RankGraphs
+from lowlat.tools.all_reduce_times import RankGraphs
 
 pytestmark = pytest.mark.timeout(120)
 BF16, F32 = torch.bfloat16, torch.float32
@@ -24,18 +24,20 @@ def replay(graphs: RankGraphs, captured: list[Any], parts: list[torch.Tensor], f
     """Run all ranks' graphs over new numbers."""
     for part, numbers in zip(parts, fresh, strict=True):
         part.copy_(numbers)
-    for card in graphs.peers.devices:
-        torch.cuda.synchronize(card)
+    for gpu in graphs.peers.devices:
+        torch.cuda.synchronize(gpu)
     graphs.start(captured)
     graphs.wait()
 
 
 @pytest.mark.parametrize(("count", "width", "rows"), [(2, 4096, 1), (2, 2880, 300), (4, 8192, 8), (8, 64, 5)])
-def test_replayed_exchanges_have_the_bits_of_the_tree(
-    count: int, width: int, rows: int, rank_cards: list[torch.device]
+def test_replayed_all_reduces_have_the_bits_of_the_tree(
+    count: int, width: int, rows: int, rank_gpus: list[torch.device]
 ) -> None:
-    """Many in a graph, replayed with new numbers: words of another exchange would show. Half of the ranks on a card."""
-    devices = [rank_cards[rank * 2 // count] for rank in range(count)]
+    """Many in a graph, replayed with new numbers: words of another all-reduce would show. Half of the ranks on a
+    GPU.
+    """
+    devices = [rank_gpus[rank * 2 // count] for rank in range(count)]
     graphs = RankGraphs(devices, {width: rows})
     scales = torch.logspace(-2, 2, count)
     a, weight, live = torch.randn(rows, width).to(BF16), weights(width), flags(rows)
@@ -50,10 +52,10 @@ def test_replayed_exchanges_have_the_bits_of_the_tree(
         channel, whole = graphs.peers.channel(rank, width), graphs.peers.channel(rank, width, whole=True)
         gathered, added, total, normed = outs[rank]
         own, *norms = given[rank]
-        norm = exchange.exchange_add_norm(parts[rank], own, *norms, channel=whole, total=total, out=normed, eps=EPS)
+        norm = all_reduce.all_reduce_add_norm(parts[rank], own, *norms, channel=whole, total=total, out=normed, eps=EPS)
         return [
-            *exchange.exchange_add(parts[rank], own, channel=channel, total=added),
-            *exchange.gather_ranks(parts[rank], channel=channel, out=gathered),
+            *all_reduce.all_reduce_add(parts[rank], own, channel=channel, total=added),
+            *all_reduce.gather_ranks(parts[rank], channel=channel, out=gathered),
             *norm,
         ] * 5
 
@@ -70,17 +72,15 @@ def test_replayed_exchanges_have_the_bits_of_the_tree(
     assert graphs.peers.problem() is None
 
 
-@pytest.mark.parametrize("rank_cards", ["two cards"], indirect=True)
+@pytest.mark.parametrize("rank_gpus", ["two GPUs"], indirect=True)
 @pytest.mark.parametrize(("width", "rows", "most"), [(4096, 2048, 2048), (2880, 333, 512)])
-def test_cards_add_up_their_shares_of_many_rows(
-    width: int, rows: int, most: int, rank_cards: list[torch.device]
-) -> None:
-    """More blocks than a card has room for, one exchange after the other: the bits of the tree, and of its norm."""
-    graphs = RankGraphs(rank_cards, {width: most})
+def test_gpus_add_up_their_shares_of_many_rows(width: int, rows: int, most: int, rank_gpus: list[torch.device]) -> None:
+    """More blocks than a GPU has room for, one all-reduce after the other: the bits of the tree, and of its norm."""
+    graphs = RankGraphs(rank_gpus, {width: most})
     a, weight, live = torch.randn(rows, width).to(BF16), weights(width), flags(rows)
-    parts = [torch.zeros(rows, width, device=card) for card in rank_cards]
-    given = [[tensor.to(card) for tensor in (a, weight, live)] for card in rank_cards]
-    outs = [[poison(rows, width).to(card) for _ in range(3)] for card in rank_cards]
+    parts = [torch.zeros(rows, width, device=gpu) for gpu in rank_gpus]
+    given = [[tensor.to(gpu) for tensor in (a, weight, live)] for gpu in rank_gpus]
+    outs = [[poison(rows, width).to(gpu) for _ in range(3)] for gpu in rank_gpus]
 
     def calls(rank: int) -> list[KernelCall]:
         memory, (own, *norms), (added, total, normed) = graphs.peers.shares(rank, width), given[rank], outs[rank]
@@ -99,34 +99,34 @@ def test_cards_add_up_their_shares_of_many_rows(
     assert graphs.peers.problem() is None
 
 
-@pytest.mark.parametrize("rank_cards", ["two cards"], indirect=True)
+@pytest.mark.parametrize("rank_gpus", ["two GPUs"], indirect=True)
 @pytest.mark.parametrize(("rows", "width", "depth"), [(1, 4096, 2048), (4, 2880, 1440), (64, 8192, 4096)])
-def test_gemms_add_up_over_cards_as_they_finish_tiles(
-    rows: int, width: int, depth: int, rank_cards: list[torch.device]
+def test_gemms_add_up_over_gpus_as_they_finish_tiles(
+    rows: int, width: int, depth: int, rank_gpus: list[torch.device]
 ) -> None:
     """The bits of GEMMs that leave their sums, added up in the ranks' order; rows change from replay to replay."""
-    graphs, launchers = RankGraphs(rank_cards, {width: rows}), [Launcher(card) for card in rank_cards]
-    x = [torch.randn(rows, depth, device=card).to(BF16) for card in rank_cards]
-    matrices = [pack(torch.randn(width, depth, device=card).to(BF16)) for card in rank_cards]
+    graphs, launchers = RankGraphs(rank_gpus, {width: rows}), [Launcher(gpu) for gpu in rank_gpus]
+    x = [torch.randn(rows, depth, device=gpu).to(BF16) for gpu in rank_gpus]
+    matrices = [pack(torch.randn(width, depth, device=gpu).to(BF16)) for gpu in rank_gpus]
     residual = torch.randn(rows, width).to(BF16)
-    old = [residual.to(card) for card in rank_cards]
-    outs = [torch.zeros(rows, width, dtype=BF16, device=card) for card in rank_cards]
+    old = [residual.to(gpu) for gpu in rank_gpus]
+    outs = [torch.zeros(rows, width, dtype=BF16, device=gpu) for gpu in rank_gpus]
 
     def calls(rank: int) -> list[KernelCall]:
-        given: dict[str, Any] = {"x": x[rank], "weight": matrices[rank], "card": launchers[rank].card}
+        given: dict[str, Any] = {"x": x[rank], "weight": matrices[rank], "card": launchers[rank].gpu}
         peers = graphs.peers.rows(rank, width, "gemm")
         return decode_gemm(**given, residual=old[rank], peers=peers, out=outs[rank]) * 10
 
     captured = graphs.capture(calls)
     for _ in range(10):
         alone = []
-        for card, launcher, own, matrix in zip(rank_cards, launchers, x, matrices, strict=True):
-            part = torch.zeros(rows, width, device=card)
-            with torch.cuda.device(card):
+        for gpu, launcher, own, matrix in zip(rank_gpus, launchers, x, matrices, strict=True):
+            part = torch.zeros(rows, width, device=gpu)
+            with torch.cuda.device(gpu):
                 own.copy_(torch.randn(rows, depth))
-                launcher.run(*decode_gemm(x=own, weight=matrix, out=part, card=launcher.card))
+                launcher.run(*decode_gemm(x=own, weight=matrix, out=part, gpu=launcher.gpu))
             alone.append(part.cpu())
-            torch.cuda.synchronize(card)
+            torch.cuda.synchronize(gpu)
         graphs.start(captured)
         graphs.wait()
         expected = (residual.float() + tree_sum(alone)).to(BF16)
@@ -134,14 +134,14 @@ def test_gemms_add_up_over_cards_as_they_finish_tiles(
     assert graphs.peers.problem() is None
 
 
-def test_the_host_ends_a_wait_for_a_rank_that_never_comes(rank_cards: list[torch.device]) -> None:
-    graphs, parts = RankGraphs(rank_cards, {64: 1}), [torch.randn(1, 64, device=card) for card in rank_cards]
+def test_the_host_ends_a_wait_for_a_rank_that_never_comes(rank_gpus: list[torch.device]) -> None:
+    graphs, parts = RankGraphs(rank_gpus, {64: 1}), [torch.randn(1, 64, device=gpu) for gpu in rank_gpus]
     outs = [part.clone() for part in parts]
     captured = graphs.capture(
-        lambda rank: exchange.exchange(parts[rank], channel=graphs.peers.channel(rank, 64), out=outs[rank]) * 1000
+        lambda rank: all_reduce.all_reduce(parts[rank], channel=graphs.peers.channel(rank, 64), out=outs[rank]) * 1000
     )
-    for card in rank_cards:
-        torch.cuda.synchronize(card)
+    for gpu in rank_gpus:
+        torch.cuda.synchronize(gpu)
     graphs.start(captured[:1])
     time.sleep(0.05)
     with graphs.on_rank(0):

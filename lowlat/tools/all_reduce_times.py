@@ -1,6 +1,6 @@
-"""How long ranks take to exchange rows, inside CUDA graphs, and how fast cards write to each other's memory.
+"""How long ranks take to exchange rows, inside CUDA graphs, and how fast GPUs write to each other's memory.
 
-Ranks may share a card: that tells what the launches cost, not what lies between cards. `lowlat doctor` shows it;
+Ranks may share a GPU: that tells what the launches cost, not what lies between GPUs. `lowlat doctor` shows it;
 `python -m lowlat.tools.exchange_times [cuda:0 cuda:1]` prints it as JSON.
 """
 
@@ -19,12 +19,12 @@ from lowlat.executors.distributed.peers import PeerMemory, peer_problem
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs.capture import capture
 from lowlat.graphs.replay import CapturedGraph
-from lowlat.kernels.collectives.exchange import Channel, exchange_add, exchange_add_norm
+from lowlat.kernels.collectives.all_reduce import Channel, all_reduce_add, all_reduce_add_norm
 from lowlat.kernels.collectives.peers.words import MAX_RANKS
 from lowlat.kernels.elementwise.norm import add_norm
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-__all__ = ["ExchangeTime", "RankGraphs", "measure_exchange", "measure_writes", "topology"]
+__all__ = ["AllReduceTime", "RankGraphs", "measure_all_reduce", "measure_writes", "topology"]
 
 WIDTHS = (2880, 4096, 8192)
 ROWS = (1, 4, 8)
@@ -35,12 +35,12 @@ EPS = 1e-5
 
 
 @dataclass(frozen=True)
-class ExchangeTime:
+class AllReduceTime:
     """The times of one launch among many of its kind in a graph, in microseconds, medians.
 
-    add_us    an exchange of rows, with the residual stream added
+    add_us    an all-reduce of rows, with the residual stream added
     norm_us   the same, with a norm
-    local_us  addition and norm of local rows, without an exchange
+    local_us  addition and norm of local rows, without an all-reduce
     """
 
     ranks: int
@@ -104,10 +104,10 @@ class RankGraphs:
         return sorted(times)[REPLAYS // 2]
 
 
-def measure_exchange(
+def measure_all_reduce(
     devices: Sequence[torch.device], widths: Sequence[int] = WIDTHS, rows: Sequence[int] = ROWS
-) -> list[ExchangeTime]:
-    """The times of exchanges among ranks on these cards.
+) -> list[AllReduceTime]:
+    """The times of all-reduces among ranks on these GPUs.
 
     Raises ConfigError where they do not reach each other, DeviceError where one waited for another in vain.
     """
@@ -120,7 +120,7 @@ def measure_exchange(
     return found
 
 
-def _measure(graphs: RankGraphs, rows: int, width: int) -> ExchangeTime:
+def _measure(graphs: RankGraphs, rows: int, width: int) -> AllReduceTime:
     devices, peers = graphs.peers.devices, graphs.peers
 
     def tensors(rank: int) -> dict[str, torch.Tensor]:
@@ -135,13 +135,13 @@ def _measure(graphs: RankGraphs, rows: int, width: int) -> ExchangeTime:
 
     def adds(rank: int, channel: Channel) -> list[KernelCall]:
         x, a, total = (held[rank][name] for name in ("x", "a", "total"))
-        return exchange_add(x, a, channel=channel, total=total)
+        return all_reduce_add(x, a, channel=channel, total=total)
 
     def norms(rank: int, channel: Channel | None) -> list[KernelCall]:
         x, a, total, out = (held[rank][name] for name in ("x", "a", "total", "out"))
         if channel is None:
             return add_norm(a, x, weights[rank], total=total, out=out, eps=EPS)
-        return exchange_add_norm(x, a, weights[rank], channel=channel, total=total, out=out, eps=EPS)
+        return all_reduce_add_norm(x, a, weights[rank], channel=channel, total=total, out=out, eps=EPS)
 
     times = [
         graphs.time_us(lambda rank: adds(rank, peers.channel(rank, width)) * LAUNCHES),
@@ -149,11 +149,11 @@ def _measure(graphs: RankGraphs, rows: int, width: int) -> ExchangeTime:
         graphs.time_us(lambda rank: norms(rank, None) * LAUNCHES),
     ]
     each = [round(total / LAUNCHES, 3) for total in times]
-    return ExchangeTime(len(devices), rows, width, *each)
+    return AllReduceTime(len(devices), rows, width, *each)
 
 
 def measure_writes(source: torch.device, target: torch.device) -> float:
-    """GB/s of copies from one card's memory to another's."""
+    """GB/s of copies from one GPU's memory to another's."""
     here = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=source)
     there = torch.empty_like(here, device=target)
     with torch.cuda.device(source):
@@ -168,15 +168,15 @@ def measure_writes(source: torch.device, target: torch.device) -> float:
 
 
 def topology() -> dict[str, Any]:
-    """How the cards of this host reach each other, as JSON values: times of exchanges among all, and GB/s by pairs.
+    """How the GPUs of this host reach each other, as JSON values: times of all-reduces among all, and GB/s by pairs.
 
-    problem  why they do not; None where they do, or where there is one card alone, of which nothing is measured
+    problem  why they do not; None where they do, or where there is one GPU alone, of which nothing is measured
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = [torch.device("cuda", card) for card in range(count)][:MAX_RANKS]
+    devices = [torch.device("cuda", gpu) for gpu in range(count)][:MAX_RANKS]
     report: dict[str, Any] = {"cards": count, "problem": peer_problem(devices), "exchange": [], "write_gb_s": {}}
     if count > 1 and report["problem"] is None:
-        report["exchange"] = [asdict(each) for each in measure_exchange(devices, WIDTHS[1:2], ROWS)]
+        report["exchange"] = [asdict(each) for each in measure_all_reduce(devices, WIDTHS[1:2], ROWS)]
         pairs = ((one, other) for one in devices for other in devices if one != other)
         report["write_gb_s"] = {f"{one} to {other}": measure_writes(one, other) for one, other in pairs}
     return report
@@ -184,5 +184,5 @@ def topology() -> dict[str, Any]:
 
 if __name__ == "__main__":
     asked = [torch.device(name) for name in sys.argv[1:] or ["cuda:0", "cuda:0"]]
-    report = {"devices": [str(device) for device in asked], "times": list(map(asdict, measure_exchange(asked)))}
+    report = {"devices": [str(device) for device in asked], "times": list(map(asdict, measure_all_reduce(asked)))}
     print(json.dumps(report, indent=1))

@@ -14,7 +14,7 @@ from lowlat.kernels.moe.packing import pack_experts, shape_of, unpack_expert
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, rows_a_launch
 from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.reference.moe import experts as reference
-from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
+from lowlat.kernels.toolchain.kernel import Gpu, WorkspaceShape
 
 PASSES: dict[str, Any] = {
     "limit": 3e38,
@@ -44,7 +44,7 @@ class Poisoned:
 
 
 @dataclass
-class Mixture:
+class Moe:
     """Experts of both products."""
 
     up: Experts
@@ -73,14 +73,14 @@ class Mixture:
         }
 
     def plan(
-        self, rows: int, top_k: int, card: Card, *, warps: int | None = None, stages: int | None = None, **changes: Any
+        self, rows: int, top_k: int, gpu: Gpu, *, warps: int | None = None, stages: int | None = None, **changes: Any
     ) -> MlpPlan:
         """`plan_mlp`'s, with changes of both products' plans; parts stay as long as they are, at most."""
         up, down = (
             shape_of(kind, each.packed, top_k, biased=each.bias is not None, clamped=kind == DOWN or bool(each.limits))
             for kind, each in ((GATE_UP, self.up), (DOWN, self.down))
         )
-        pair = plan_mlp(min(rows, rows_a_launch(top_k)), up, down, card, warps=warps, stages=stages)
+        pair = plan_mlp(min(rows, rows_a_launch(top_k)), up, down, gpu, warps=warps, stages=stages)
         part = changes.pop("part", pair.up_plan.part + pair.down_plan.part)
         first, second = (replace(each, part=min(part, each.part), **changes) for each in (pair.up_plan, pair.down_plan))
         return replace(pair, up_plan=first, down_plan=second)
@@ -115,15 +115,15 @@ class Mixture:
         return out * shares.double()[..., None]
 
 
-def make_mixture(
+def make_moe(
     num_experts: int, hidden: int, inner: int, *, quantised: bool | str = True, device: str = "cpu", **more: Any
-) -> Mixture:
+) -> Moe:
     """Random experts of both products; `make_experts` takes more."""
     up, down = (
         make_experts(num_experts, *shape, quantised=quantised, gated=gated, device=device, **more)
         for shape, gated in (((2 * inner, hidden), True), ((hidden, inner), False))
     )
-    return Mixture(up, down)
+    return Moe(up, down)
 
 
 def of_codes(codes: torch.Tensor, scale: int, *, gated: bool) -> Experts:

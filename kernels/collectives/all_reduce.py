@@ -1,10 +1,10 @@
-"""Rows of all ranks gathered, or added up, with the residual stream and the norm behind them; one launch each.
+"""Rows of all ranks gathered, or added up, with the residual stream and the norm after them; one launch each.
 
 Every rank runs the same launch at the same place of its stream: a block pushes its part of a row to all peers, waits
 for theirs in its own memory (`peers.words`) and adds the parts as a tree over the ranks, in their order, so that all
-ranks have the same bits, and those of one card that adds the same tree. A block counts its own exchanges, so programs
+ranks have the same bits, and those of one GPU that adds the same tree. A block counts its own exchanges, so programs
 of any shape may follow each other as long as all ranks run the same ones. More rows than a channel has go by several
-launches. It knows neither GEMMs nor cards.
+launches. It knows neither GEMMs nor GPUs.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,13 @@ from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = [
-    "CHUNK", "Channel", "channel_shapes", "examples", "exchange", "exchange_add", "exchange_add_norm",
+    "CHUNK",
+    "Channel",
+    "all_reduce",
+    "all_reduce_add",
+    "all_reduce_add_norm",
+    "channel_shapes",
+    "examples",
     "gather_ranks",
 ]  # fmt: skip
 
@@ -40,12 +46,12 @@ GATHER, SUM, ADD, NORM = "gather", "sum", "add", "norm"
 class Channel:
     """The memory by which the ranks exchange rows of one width; `channel_shapes` has its shapes.
 
-    rank      of the card that launches
-    areas     by rank, what its peers push to: every card writes to all of them
+    rank      of the GPU that launches
+    areas     by rank, what its peers push to: every GPU writes to all of them
     counters  this rank's own epochs, zero at first
     abort     [1] int64 in pinned memory, of all ranks and the host: not zero ends all waits
     whole     one block has a whole row, as norms need it; else each 1024 numbers have a block
-    early     the next launch may start while this one waits; not where ranks share a card, whose blocks it would fill
+    early     the next launch may start while this one waits; not where ranks share a GPU, whose blocks it would fill
     """
 
     rank: int
@@ -69,7 +75,7 @@ class Channel:
 
     @property
     def rows(self) -> int:
-        """The most rows of an exchange."""
+        """The most rows of an all-reduce."""
         return self.areas[0].shape[2]
 
     @property
@@ -79,7 +85,7 @@ class Channel:
 
 
 def channel_shapes(ranks: int, rows: int, width: int, whole: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of a rank's area, int64, and its counters, int32, for exchanges of up to so many rows.
+    """The shapes of a rank's area, int64, and its counters, int32, for all-reduces of up to so many rows.
 
     Raises ShapeError for a width that rows cannot have.
     """
@@ -95,7 +101,7 @@ def _segments(width: int, whole: bool) -> int:
 
 
 def _own_values(columns: int) -> Any:
-    """A device function: 8 numbers of this rank's part; zeros stand behind its columns."""
+    """A device function: 8 numbers of this rank's part; zeros stand after its columns."""
     ragged = columns % CHUNK != 0  # rows are then no whole times 16 bytes either
 
     @device_function
@@ -167,7 +173,7 @@ def _tree(first: int, last: int, stride: int, columns: int) -> Any:
 
 
 def _gather(ranks: int, stride: int, columns: int) -> Any:
-    """A device function: every rank's part stored behind each other, `apart` bytes from one to the next."""
+    """A device function: every rank's part stored after each other, `apart` bytes from one to the next."""
     last = _part(ranks - 1, stride, columns)
     before = _gather(ranks - 1, stride, columns) if ranks > 1 else None
 
@@ -203,7 +209,7 @@ def _make_push(ranks: int, stride: int, columns: int) -> Any:
 
 
 @cache
-def _make_exchange(
+def _make_all_reduce(
     width: int, ranks: int, mode: str, whole: bool, early: bool, eps: float = 0.0, columns: int = 0
 ) -> Kernel:
     """The exchange of rows: grid (parts of a row, M).
@@ -217,7 +223,7 @@ def _make_exchange(
     gather, gathers, adds = _gather(ranks, stride, own), mode == GATHER, mode in (ADD, NORM)
     last_chunk = chunks if whole else SEGMENT_THREADS
 
-    def exchange(
+    def all_reduce(
         x: Any, a: Any, weight: Any, row_live: Any, total: Any, out: Any, counters: Any, abort: Any, rank: Any,
         rows: Any, apart: Any, a0: Any, a1: Any, a2: Any, a3: Any, a4: Any, a5: Any, a6: Any, a7: Any,
     ) -> None:  # fmt: skip
@@ -270,9 +276,9 @@ def _make_exchange(
             offset = row * int64(width * 2)
             finish_norm(first, weights, total + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
 
-    name = f"exchange_{mode}_n{width}_ranks{ranks}{'_rows' if whole else ''}{'' if early else '_late'}"
+    name = f"all_reduce_{mode}_n{width}_ranks{ranks}{'_rows' if whole else ''}{'' if early else '_late'}"
     name += f"_own{columns}" if columns else ""
-    return Kernel(f"{name}_eps{eps!r}" if normed else name, exchange, (types.int64,) * (11 + MAX_RANKS), threads)
+    return Kernel(f"{name}_eps{eps!r}" if normed else name, all_reduce, (types.int64,) * (11 + MAX_RANKS), threads)
 
 
 def _calls(
@@ -288,7 +294,7 @@ def _calls(
     if mode != GATHER:
         for name, tensor in rows.items():
             check_shape(name, tensor, count, width)
-    kernel = _make_exchange(width, len(channel.areas), mode, channel.whole, channel.early, eps, columns)
+    kernel = _make_all_reduce(width, len(channel.areas), mode, channel.whole, channel.early, eps, columns)
     areas: list[Argument] = [*channel.areas, *[0] * (MAX_RANKS - len(channel.areas))]
     apart, calls = count * width * 4, []
     for start in range(0, count, channel.rows):
@@ -308,7 +314,7 @@ def gather_ranks(x: torch.Tensor, *, channel: Channel, out: torch.Tensor) -> lis
     """All ranks' x, by rank.
 
     x    [M, N]     float32       this rank's part, which may be narrower than others'
-    out  [R, M, W]  float32  out  the same bits on every rank, zeros behind parts that are narrower than W, which is the
+    out  [R, M, W]  float32  out  the same bits on every rank, zeros after parts that are narrower than W, which is the
                                   channel's width; NaN where a wait was given up
     A launch for every `channel.rows` rows. Raises ShapeError for shapes that the channel does not take.
     """
@@ -317,7 +323,7 @@ def gather_ranks(x: torch.Tensor, *, channel: Channel, out: torch.Tensor) -> lis
     return _calls(GATHER, x, channel, {"out": out})
 
 
-def exchange(x: torch.Tensor, *, channel: Channel, out: torch.Tensor) -> list[KernelCall]:
+def all_reduce(x: torch.Tensor, *, channel: Channel, out: torch.Tensor) -> list[KernelCall]:
     """The sum of all ranks' x, in the ranks' order, as a tree.
 
     x    [M, N]  float32       this rank's part
@@ -328,7 +334,7 @@ def exchange(x: torch.Tensor, *, channel: Channel, out: torch.Tensor) -> list[Ke
     return _calls(SUM, x, channel, {"out": out})
 
 
-def exchange_add(x: torch.Tensor, a: torch.Tensor, *, channel: Channel, total: torch.Tensor) -> list[KernelCall]:
+def all_reduce_add(x: torch.Tensor, a: torch.Tensor, *, channel: Channel, total: torch.Tensor) -> list[KernelCall]:
     """The residual sum a + x, rounded once, x added up over all ranks.
 
     a, total  [M, N]  bf16  the residual stream; out
@@ -338,11 +344,11 @@ def exchange_add(x: torch.Tensor, a: torch.Tensor, *, channel: Channel, total: t
     return _calls(ADD, x, channel, {"a": a, "total": total})
 
 
-def exchange_add_norm(
+def all_reduce_add_norm(
     x: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, row_live: torch.Tensor | None = None, *, channel: Channel,
     total: torch.Tensor, out: torch.Tensor, eps: float,
 ) -> list[KernelCall]:  # fmt: skip
-    """`exchange_add` and the norm of what was rounded, as `add_norm` gives it; dead rows have a sum but norm zero.
+    """`all_reduce_add` and the norm of what was rounded, as `add_norm` gives it; dead rows have a sum but norm zero.
 
     Over a channel of whole rows. Launches and errors as `gather_ranks` has them.
     """
@@ -357,9 +363,9 @@ def exchange_add_norm(
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
     return [
-        _make_exchange(4096, 2, NORM, True, True, 1e-5),
-        _make_exchange(2880, 2, ADD, False, True),
-        _make_exchange(64128, 2, GATHER, False, True, columns=64112),
-        _make_exchange(8192, 8, SUM, False, False),
-        _make_exchange(8192, 4, NORM, True, True, 1e-5),
+        _make_all_reduce(4096, 2, NORM, True, True, 1e-5),
+        _make_all_reduce(2880, 2, ADD, False, True),
+        _make_all_reduce(64128, 2, GATHER, False, True, columns=64112),
+        _make_all_reduce(8192, 8, SUM, False, False),
+        _make_all_reduce(8192, 4, NORM, True, True, 1e-5),
     ]

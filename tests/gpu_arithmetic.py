@@ -1,4 +1,4 @@
-"""A card's instructions on numbers and bits in NumPy, for kernels that are walked on a CPU."""
+"""A GPU's instructions on numbers and bits in NumPy, for kernels that are walked on a CPU."""
 
 from functools import lru_cache
 from typing import Any
@@ -64,7 +64,7 @@ def rounded(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A result of arithmetic: of all NaN the card gives one."""
+    """A result of arithmetic: of all NaN the GPU gives one."""
     return value if value == value else NAN
 
 
@@ -89,7 +89,7 @@ def bf16_bits(value: Any) -> int:
     """To the nearest, and of two equally near ones to the even one."""
     bits = bits_of(value)
     if bits & 0x7FFFFFFF > 0x7F800000:
-        return 0x7FFF  # not a number, as the card has it
+        return 0x7FFF  # not a number, as the GPU has it
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16
 
 
@@ -105,7 +105,7 @@ def larger_pair(a: int, b: int) -> int:
 
 @lru_cache(maxsize=256)
 def _f16_of_code(code: int) -> int:
-    """An e4m3 number's bits as fp16; of a NaN, those that the card makes."""
+    """An e4m3 number's bits as fp16; of a NaN, those that the GPU makes."""
     if code & 0x7F == 0x7F:
         return 0x7FFF
     return f16_bits(np.uint16((code & 0x80) << 8 | (code & 0x7F) << 7).view(np.float16) * np.float16(256))

@@ -14,14 +14,19 @@ from lowered import Pair
 from stages import later
 
 from lowlat.graphs import Bucket, BufferSet
-from lowlat.kernels.reference.speculation.width_odds import MAX_WIDTH, NUM_RUNS, join_widths, learn_widths
-from lowlat.kernels.reference.speculation.widths import UNIT, choose_width
+from lowlat.kernels.reference.speculation.length_probabilities import (
+    MAX_WIDTH,
+    NUM_RUNS,
+    join_lengths,
+    learn_draft_lengths,
+)
+from lowlat.kernels.reference.speculation.widths import UNIT, choose_draft_length
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.step.begin_step import CHOSEN
+from lowlat.step.draft_length_costs import StepCosts, cost_table
+from lowlat.step.draft_length_times import by_time
 from lowlat.step.state import state_specs
 from lowlat.step.variants import choice_bucket
-from lowlat.step.width_costs import StepCosts, cost_table
-from lowlat.step.width_times import by_time
 
 TEXTS = Path(__file__).parents[1] / "data" / "right_drafts.json"  # of the bundled pair: right drafts at each position
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
@@ -48,28 +53,33 @@ class Replay:
         ints[0, DRAFT_LIMIT] = MAX_WIDTH
         self._record: dict[str, Any] = {
             "extended": torch.zeros(1, **INTS),
-            "width_odds": torch.zeros(2, NUM_RUNS, MAX_WIDTH, 2, **INTS),
-            "width_runs": torch.zeros(1, **INTS),
-            "width_expected": torch.zeros(1, MAX_WIDTH + 1, **INTS),
+            "length_probabilities": torch.zeros(2, NUM_RUNS, MAX_WIDTH, 2, **INTS),
+            "length_runs": torch.zeros(1, **INTS),
+            "length_expected": torch.zeros(1, MAX_WIDTH + 1, **INTS),
         }
-        self._policy = {name: torch.zeros(1, **INTS) for name in ("width_last", "width_waited", "width_choice")}
-        self._chosen_by = {"slot_ints": ints, "width_costs": cost_table((1, 2, MAX_WIDTH + 2), costs, 1024, WAITING)}
-        self._chosen_by |= {"width_bounds": torch.tensor([0, MAX_WIDTH], **INTS), "active": torch.ones(1, **INTS)}
+        self._policy = {
+            name: torch.zeros(1, **INTS) for name in ("length_last", "length_waited", "draft_length_choice")
+        }
+        self._chosen_by = {
+            "slot_ints": ints,
+            "draft_length_costs": cost_table((1, 2, MAX_WIDTH + 2), costs, 1024, WAITING),
+        }
+        self._chosen_by |= {"length_bounds": torch.tensor([0, MAX_WIDTH], **INTS), "active": torch.ones(1, **INTS)}
         self._slots = torch.zeros(1, **INTS)
 
     def run(self, text: Sequence[int]) -> tuple[int, float]:
         """Tokens and us of a request; what is learnt stays for the next one."""
         place, spent, length = 0, 0.0, torch.tensor([100], **INTS)
         live = torch.ones(1, dtype=torch.uint8)
-        join_widths(self._slots, length, live, **self._record, width_waited=self._policy["width_waited"])
+        join_lengths(self._slots, length, live, **self._record, length_waited=self._policy["length_waited"])
         while place < len(text):
-            given = {name: self._record[name] for name in ("extended", "width_expected")}
-            choose_width(lengths=length, **self._chosen_by, **given, **self._policy, row=0, most_waiting=WAITING)
-            body = int(self._policy["width_choice"])
+            given = {name: self._record[name] for name in ("extended", "length_expected")}
+            choose_draft_length(lengths=length, **self._chosen_by, **given, **self._policy, row=0, most_waiting=WAITING)
+            body = int(self._policy["draft_length_choice"])
             width = min(body if body <= MAX_WIDTH else 0, len(text) - place - 1)
             right = min(text[place], width)
             told = (torch.tensor([value], **INTS) for value in (right + 1, width, int(width > 0), int(length) - 1))
-            learn_widths(self._slots, *told, **self._record, extends=body > 0)
+            learn_draft_lengths(self._slots, *told, **self._record, extends=body > 0)
             spent += self.times[body]
             place, length = place + right + 1, length + right + 1
         return place, spent
@@ -118,7 +128,7 @@ def speeds(replay: Replay, texts: Sequence[Sequence[int]]) -> tuple[float, list[
 
 
 @pytest.mark.second
-def test_on_recorded_texts_it_is_as_fast_as_the_best_width() -> None:
+def test_on_recorded_texts_it_is_as_fast_as_the_best_length() -> None:
     """By domain and temperature: a runtime serves one after the other, and learns meanwhile."""
     texts, gains = recorded(), {}
     replay = Replay(TIMES_US["bundled"])
@@ -135,7 +145,7 @@ def test_on_recorded_texts_it_is_as_fast_as_the_best_width() -> None:
     ("name", "mean"),
     [("llama", 1.0), ("llama", 3.0), later("llama", 1.5), later("mixture", 2.0), later("mixture", 4.0)],
 )
-def test_at_imposed_acceptance_it_is_near_the_best_width(name: str, mean: float) -> None:
+def test_at_imposed_acceptance_it_is_near_the_best_length(name: str, mean: float) -> None:
     """Within a hundredth once two requests have shown what is right, and not far from it while they do."""
     replay = Replay(TIMES_US[name])
     for seed, least in ((3, 0.975), (5, 0.99)):
@@ -167,10 +177,10 @@ class Mark:
         return (end_event.us - self.us) / 1000
 
 
-class Card:
-    """A card that chooses by the reference and whose bodies take what they are given; the host launches for so long.
+class Gpu:
+    """A GPU that chooses by the reference and whose bodies take what they are given; the host launches for so long.
 
-    step_us       of a body of a bucket of one slot behind no position
+    step_us       of a body of a bucket of one slot after no position
     position_ns   that each position adds to it, twice as many where drafts are made
     """
 
@@ -192,8 +202,8 @@ class Card:
         """Launch a step; the device begins it when it has done what was before."""
         state = self.state
         named = {name: state[name] for name in CHOSEN}
-        choose_width(**named, row=bucket.batch - 1, most_waiting=self.num_waiting)
-        body, active = int(state["width_choice"]), state["active"].bool()
+        choose_draft_length(**named, row=bucket.batch - 1, most_waiting=self.num_waiting)
+        body, active = int(state["draft_length_choice"]), state["active"].bool()
         us = self.cost(bucket, body, int(state["lengths"][active].sum()))
         if body:
             state["extended"][active] = state["lengths"][active] - 1
@@ -227,19 +237,19 @@ class Card:
 @pytest.mark.parametrize("launch_us", [5.0, 40.0])
 def test_times_are_those_of_steps_that_follow_each_other(launch_us: float) -> None:
     """Of every body, whatever a launch takes, at any number of positions, and with the draft model's share."""
-    pair = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=MAX_WIDTH)
+    pair = Pair(DEMO / "target", DEMO / "head", adaptive_length=True, num_speculative_tokens=MAX_WIDTH)
     geometry = replace(pair.geometry, max_context=4096, max_batch=2)
-    card = Card(BufferSet(state_specs(geometry), torch.device("cpu")), geometry.num_waiting, launch_us)
+    gpu = Gpu(BufferSet(state_specs(geometry), torch.device("cpu")), geometry.num_waiting, launch_us)
     buckets = [choice_bucket(batch, MAX_WIDTH) for batch in (2, 1)]
-    costs = by_time(card, buckets, geometry.num_waiting)
+    costs = by_time(gpu, buckets, geometry.num_waiting)
     for bucket in buckets:
         for positions in (200, 2000, 5000):
             found = costs[bucket].at(positions)
             for body in range(MAX_WIDTH + 2):
-                true = card.cost(bucket, body, positions) / 1000
+                true = gpu.cost(bucket, body, positions) / 1000
                 assert found[body] == pytest.approx(true, rel=0.01), (bucket, body, positions)
-    assert card.num_steps < 10000 and not card.state["width_bounds"].any()
-    shape = card.state["width_costs"].shape
+    assert gpu.num_steps < 10000 and not gpu.state["length_bounds"].any()
+    shape = gpu.state["draft_length_costs"].shape
     table = cost_table(shape, costs, geometry.max_context, geometry.num_waiting)[0].double()
     told = table[0] + table[1] * 3000 / (1 << UNIT)
     share = (costs[buckets[1]].at(3000)[-1] - costs[buckets[1]].at(3000)[0]) / geometry.num_waiting

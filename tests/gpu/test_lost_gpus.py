@@ -1,6 +1,6 @@
-"""Ranks of which a card is lost or full: an error that names the card, in time.
+"""Ranks of which a GPU is lost or full: an error that names the GPU, in time.
 
-A fault has a process of its own: it takes the card's context with it.
+A fault has a process of its own: it takes the GPU's context with it.
 """
 
 import subprocess
@@ -36,8 +36,8 @@ FAULT = """
     def fault(address):
         ptx.store_global_u32(address, uint32(1))
 
-    target, head, rank, how, *cards = sys.argv[1:]
-    devices, rank = [torch.device("cuda", int(card)) for card in cards], int(rank)
+    target, head, rank, how, *GPUs = sys.argv[1:]
+    devices, rank = [torch.device("cuda", int(GPU)) for GPU in GPUs], int(rank)
     if devices[0] == devices[1]:
         loading.rank_devices = lambda choice, size, named=(): devices
     draft = lowlat.SpeculativeConfig(model=head, num_speculative_tokens=3, strict=True)
@@ -66,10 +66,10 @@ FAULT = """
 
 
 @pytest.mark.parametrize(("rank", "how"), [(1, "steps"), (0, "steps"), (1, "loop")])
-def test_a_lost_card_ends_the_step_of_all(rank: int, how: str, rank_cards: list[torch.device]) -> None:
+def test_a_lost_gpu_ends_the_step_of_all(rank: int, how: str, rank_gpus: list[torch.device]) -> None:
     """The other one waits for rows that never come; closing waits for neither."""
-    cards = [str(card.index) for card in rank_cards]
-    arguments = [bundled("target"), bundled("head"), str(rank), how, *cards]
+    gpus = [str(gpu.index) for gpu in rank_gpus]
+    arguments = [bundled("target"), bundled("head"), str(rank), how, *gpus]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FAULT), *map(str, arguments)],
         capture_output=True, text=True, timeout=200,
@@ -77,16 +77,16 @@ def test_a_lost_card_ends_the_step_of_all(rank: int, how: str, rank_cards: list[
     assert done.returncode == 0, done.stderr[-4000:]
     lines = done.stdout.splitlines()
     raised, closed = lines[0], lines[-1]
-    assert raised.startswith("raised after ") and f"cuda:{cards[rank]} failed" in raised, done.stdout
+    assert raised.startswith("raised after ") and f"cuda:{gpus[rank]} failed" in raised, done.stdout
     assert float(raised.split()[2]) < 1.0, raised
     assert closed.startswith("closed after ") and float(closed.split()[2]) < 4.0, closed
 
 
-def test_a_full_card_is_refused_by_name(rank_cards: list[torch.device]) -> None:
+def test_a_full_gpu_is_refused_by_name(rank_gpus: list[torch.device]) -> None:
     """Its memory is held by somebody else: nothing is allocated on the other one either."""
-    first, full = rank_cards
+    first, full = rank_gpus
     if first == full:
-        pytest.skip("both ranks are on one card")
+        pytest.skip("both ranks are on one GPU")
     before, held, size = torch.cuda.memory_allocated(first), [], torch.cuda.mem_get_info(full)[0]
     while size > 4 << 20:
         try:

@@ -1,12 +1,14 @@
-"""The odds of drafts, and the tokens that a step should bring by its width: how a step's drafts fared is counted here.
+"""The acceptance probabilities of drafts, and the tokens that a step should bring by its width: how a step's drafts
+fared is counted here.
 
-A slot's drafts are a chain. Odds by position say how often a draft whose predecessors were right was right as well.
-They are kept apart by the run of right drafts of the last step that drafted, which tells more than anything else:
-behind a long run the next drafts are nearly always right, behind a wrong one often not. There are odds of each slot,
-which forget what is old, and of all requests, from which a new request begins and which its own observations move
-little by little. What a slot has not seen lately is taken from the position before it, in the proportion that holds
-over all requests. The expected tokens of a width are one plus the sum over its drafts of the products of the odds up
-to each. All numbers are integers, so that every executor counts alike.
+A slot's drafts are a chain. Acceptance probabilities by position say how often a draft whose predecessors were right
+was right as well. They are kept apart by the run of right drafts of the last step that drafted, which tells more than
+anything else: after a long run the next drafts are nearly always right, after a wrong one often not. There are
+acceptance probabilities of each slot, which forget what is old, and of all requests, from which a new request begins
+and which its own observations move little by little. What a slot has not seen lately is taken from the position before
+it, in the proportion that holds over all requests. The expected tokens of a width are one plus the sum over its drafts
+of the products of the acceptance probabilities up to each. All numbers are integers, so that every executor counts
+alike.
 """
 
 import torch
@@ -27,10 +29,10 @@ __all__ = [
     "PRIOR",
     "RUNS",
     "WEIGHT",
-    "check_odds",
+    "check_probabilities",
     "expected_tokens",
-    "join_widths",
-    "learn_widths",
+    "join_lengths",
+    "learn_draft_lengths",
     "run_index",
 ]
 
@@ -41,7 +43,7 @@ NUM_RUNS = 1 + len(RUNS)
 MAX_WAITED = 1 << 16  # steps at width zero: more than any draft waits for
 DECAY = 5  # an observation of a slot loses a 32nd of its weight to each that follows
 ALL_DECAY = 8  # one over all requests a 256th
-AGE = 6  # and what a slot has not seen anew in a step a 64th
+AGE = 6  # and what a slot has not seen again in a step a 64th
 WEIGHT = 10  # observations: those that stand in for what a slot has not seen
 PRIOR_WEIGHT = 4  # and those of all requests before there was any
 PRIOR_RATES = (  # in 1024ths, before anything was seen: by the kind of run, and by position
@@ -60,11 +62,11 @@ PRIOR = tuple(tuple((rate * PRIOR_WEIGHT, ONE * PRIOR_WEIGHT) for rate in rates)
     read    verified_source  int32  [B]                          what a grammar forces is no draft
     read    dense_lens       int32  [B]                          the root's position
     update  extended         int32  [max_B]                      positions that the draft model has run over
-    update  width_odds       int32  [max_B + 1, {NUM_RUNS}, K, 2]  drafts that were right and were to be; the last: all
-    update  width_runs       int32  [max_B]                      right drafts of the last step that drafted
-    update  width_expected   int32  [max_B, K + 1]               tokens of the next step by its width, in {ONE}ths
+    update  length_probabilities       int32  [max_B + 1, {NUM_RUNS}, K, 2]  drafts that were right and were to be; the
+    last: all update  length_runs       int32  [max_B]                      right drafts of the last step that drafted
+    update  length_expected   int32  [max_B, K + 1]               tokens of the next step by its width, in {ONE}ths
 """)
-def learn_widths(
+def learn_draft_lengths(
     slots: torch.Tensor,
     accepted_lens: torch.Tensor,
     num_verified: torch.Tensor,
@@ -72,29 +74,31 @@ def learn_widths(
     dense_lens: torch.Tensor,
     *,
     extended: torch.Tensor,
-    width_odds: torch.Tensor,
-    width_runs: torch.Tensor,
-    width_expected: torch.Tensor,
+    length_probabilities: torch.Tensor,
+    length_runs: torch.Tensor,
+    length_expected: torch.Tensor,
     extends: bool,
 ) -> None:
     """Count how the drafts of a step fared, and reckon what the next one should bring.
 
     extends  the draft model has run in the step, over all positions before the root
     """
-    check_odds(width_odds, width_runs, width_expected)
-    odds = width_odds.tolist()
+    check_probabilities(length_probabilities, length_runs, length_expected)
+    probabilities = length_probabilities.tolist()
     listed = [(index, slot) for index, slot in enumerate(slots.tolist()) if slot >= 0 and int(accepted_lens[index])]
     for index, slot in listed:
         tried = 0 if int(verified_source[index]) == FORCED_DRAFTS else int(num_verified[index])
-        right, run = int(accepted_lens[index]) - 1, int(width_runs[slot])
-        _count(odds[slot][run_index(run)], odds[-1][run_index(run)], tried, right)
-        width_runs[slot] = right if tried else run
+        right, run = int(accepted_lens[index]) - 1, int(length_runs[slot])
+        _count(probabilities[slot][run_index(run)], probabilities[-1][run_index(run)], tried, right)
+        length_runs[slot] = right if tried else run
         if extends:
             extended[slot] = dense_lens[index]
-    width_odds.copy_(torch.tensor(odds, dtype=torch.int32))
+    length_probabilities.copy_(torch.tensor(probabilities, dtype=torch.int32))
     for _, slot in listed:
-        place = run_index(int(width_runs[slot]))
-        width_expected[slot] = torch.tensor(expected_tokens(odds[slot][place], odds[-1][place]), dtype=torch.int32)
+        place = run_index(int(length_runs[slot]))
+        length_expected[slot] = torch.tensor(
+            expected_tokens(probabilities[slot][place], probabilities[-1][place]), dtype=torch.int32
+        )
 
 
 def run_index(run: int) -> int:
@@ -137,41 +141,47 @@ def expected_tokens(own: list[list[int]], every: list[list[int]]) -> list[int]:
     read    lengths         int32  [max_B]
     read    draft_live      uint8  [1]
     update  extended        int32  [max_B]                      its prompt's last position is the first that waits
-    update  width_odds      int32  [max_B + 1, {NUM_RUNS}, K, 2]
-    update  width_runs      int32  [max_B]
-    update  width_expected  int32  [max_B, K + 1]
-    update  width_waited    int32  [1]                          steps at width zero: its first step tries a draft
+    update  length_probabilities      int32  [max_B + 1, {NUM_RUNS}, K, 2]
+    update  length_runs      int32  [max_B]
+    update  length_expected  int32  [max_B, K + 1]
+    update  length_waited    int32  [1]                          steps at width zero: its first step tries a draft
 """)
-def join_widths(
+def join_lengths(
     slots: torch.Tensor,
     lengths: torch.Tensor,
     draft_live: torch.Tensor,
     *,
     extended: torch.Tensor,
-    width_odds: torch.Tensor,
-    width_runs: torch.Tensor,
-    width_expected: torch.Tensor,
-    width_waited: torch.Tensor,
+    length_probabilities: torch.Tensor,
+    length_runs: torch.Tensor,
+    length_expected: torch.Tensor,
+    length_waited: torch.Tensor,
 ) -> None:
-    """Begin a slot's record behind its first token, with the odds over all requests; its first step tries a draft."""
-    check_odds(width_odds, width_runs, width_expected)
+    """Begin a slot's record after its first token, with the acceptance probabilities over all requests; its first step
+    tries a draft.
+    """
+    check_probabilities(length_probabilities, length_runs, length_expected)
     slot = int(slots[0])
     if slot < 0 or not int(draft_live[0]):
         return
     extended[slot] = int(lengths[slot]) - 2
-    if not int(width_odds[-1, 0, 0, 1]):
-        width_odds[-1] = torch.tensor([rates[: width_odds.shape[2]] for rates in PRIOR], dtype=torch.int32)
-    width_odds[slot] = 0
-    width_runs[slot] = 0
-    expected = expected_tokens(width_odds[slot, 0].tolist(), width_odds[-1, 0].tolist())
-    width_expected[slot] = torch.tensor(expected, dtype=torch.int32)
-    width_waited[0] = MAX_WAITED
+    if not int(length_probabilities[-1, 0, 0, 1]):
+        length_probabilities[-1] = torch.tensor(
+            [rates[: length_probabilities.shape[2]] for rates in PRIOR], dtype=torch.int32
+        )
+    length_probabilities[slot] = 0
+    length_runs[slot] = 0
+    expected = expected_tokens(length_probabilities[slot, 0].tolist(), length_probabilities[-1, 0].tolist())
+    length_expected[slot] = torch.tensor(expected, dtype=torch.int32)
+    length_waited[0] = MAX_WAITED
 
 
-def check_odds(width_odds: torch.Tensor, width_runs: torch.Tensor, width_expected: torch.Tensor) -> None:
-    """Raise ShapeError for a record of odds of other shapes than there are."""
-    slots, most = width_runs.shape[0], width_odds.shape[2]
+def check_probabilities(
+    length_probabilities: torch.Tensor, length_runs: torch.Tensor, length_expected: torch.Tensor
+) -> None:
+    """Raise ShapeError for a record of acceptance probabilities of other shapes than there are."""
+    slots, most = length_runs.shape[0], length_probabilities.shape[2]
     if not 1 <= most <= MAX_WIDTH:
-        raise ShapeError(f"drafts have odds by position for 1 to {MAX_WIDTH} positions, got {most}")
-    check_shape("width_odds", width_odds, slots + 1, NUM_RUNS, most, 2)
-    check_shape("width_expected", width_expected, slots, most + 1)
+        raise ShapeError(f"drafts have acceptance probabilities by position for 1 to {MAX_WIDTH} positions, got {most}")
+    check_shape("length_probabilities", length_probabilities, slots + 1, NUM_RUNS, most, 2)
+    check_shape("length_expected", length_expected, slots, most + 1)

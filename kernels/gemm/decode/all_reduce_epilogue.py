@@ -1,8 +1,8 @@
 """The epilogue of a decode GEMM whose inputs are cut for ranks: its sums are exchanged as tiles are finished, and added
 to the residual stream.
 
-A tile is awaited by the warps that finish it, while others multiply on: but for a block's last tiles an exchange hides
-behind the weights. A block finishes its tiles in ascending order, on all ranks: so a peer that a wait for a
+A tile is awaited by the warps that finish it, while others multiply on: but for a block's last tiles an all-reduce
+hides after the weights. A block finishes its tiles in ascending order, on all ranks: so a peer that a wait for a
 tile depends on can itself wait for earlier tiles alone, however grids are cut.
 """
 
@@ -14,14 +14,14 @@ from lowlat.kernels.gemm.decode.plan import DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
 
-__all__ = ["make_exchange_epilogue"]
+__all__ = ["make_all_reduce_epilogue"]
 
 
-def make_exchange_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Epilogue:
+def make_all_reduce_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Epilogue:
     """Bias, the sum over ranks, and the residual, rounded to bf16; all but the sum as `ADD` has it."""
     width, has_bias = shape.width, shape.bias
     value_of, load_scales = make_value(shape, plan), make_scales(shape)
-    begin_exchange, add_value = make_begin(shape.ranks, width), make_add_value(shape.ranks)
+    begin_all_reduce, add_value = make_begin(shape.ranks, width), make_add_value(shape.ranks)
 
     @device_function
     def locate(tile: Any, index: Any, count: Any) -> Any:
@@ -41,7 +41,7 @@ def make_exchange_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Epil
         scale, _ = load_scales(scales, tile, column, False)
         if has_bias:
             own = ptx.load_global_bf16(bias + at * 2)
-        begun = begin_exchange(beside, row, at)
+        begun = begin_all_reduce(beside, row, at)
         return own, ptx.load_global_bf16(residual + (int64(row) * width + at) * 2), scale, begun
 
     @device_function

@@ -2,7 +2,7 @@
 
 Steps are timed back to back, as they run where the host is ahead, so that launches do not count; with sampling, over
 random tokens; at a short and a long context, between and beyond which times are taken as linear. Times are kept in the
-user's cache, and read there for the same card, models and sizes.
+user's cache, and read there for the same GPU, models and sizes.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ from lowlat.kernels.reference.step.slot_record import (
 )
 from lowlat.options.directories import cache_directory
 from lowlat.options.installed import installed_version
+from lowlat.step.draft_length_costs import Costs, StepCosts, by_bytes, cost_table
 from lowlat.step.ladder import StepLadder
 from lowlat.step.state import StepGeometry, waiting_boundaries
 from lowlat.step.variants import bodies_of
-from lowlat.step.width_costs import Costs, StepCosts, by_bytes, cost_table
 
 __all__ = ["by_time", "set_costs"]
 
-STEPS = 6  # that run one behind the other and are timed together, behind one that is not timed
+STEPS = 6  # that run one after the other and are timed together, after one that is not timed
 LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_MS = 2, 15, 100.0  # of all widths: as many as fit into that time; medians count
 CONTEXTS = 256, 16384  # positions of a slot: few and many, if the runtime has as many
 TEMPERATURE_TIMED = 0.7
@@ -74,7 +74,7 @@ class CapturedSteps(StepRunner, Protocol):
     """A step runner whose steps are captured."""
 
     def mark(self) -> Mark:
-        """Put a point behind all that was started."""
+        """Put a point after all that was started."""
 
     def forget(self) -> None:
         """Let the state be as if no step had run."""
@@ -103,13 +103,13 @@ def set_costs(
 
 
 def _write_costs(executor: StepRunner, costs: Costs, num_waiting: int) -> None:
-    shape, context = executor.state["width_costs"].shape, executor.state["tokens"].shape[1]
-    executor.write_state({"width_costs": cost_table(shape, costs, context, num_waiting)})
+    shape, context = executor.state["draft_length_costs"].shape, executor.state["tokens"].shape[1]
+    executor.write_state({"draft_length_costs": cost_table(shape, costs, context, num_waiting)})
 
 
 def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:
     """All that times of steps depend on."""
-    from lowlat.kernels.toolchain.digests import source_digest  # the compiler's imports are for machines with a card
+    from lowlat.kernels.toolchain.digests import source_digest  # the compiler's imports are for machines with a GPU
 
     properties: Any = torch.cuda.get_device_properties(executor.device)
     speculator = geometry.speculator
@@ -141,15 +141,15 @@ def by_time(executor: CapturedSteps, buckets: Sequence[Bucket], num_waiting: int
         found[bucket] = StepCosts.between(times[0], times[-1], (bucket.batch * near, bucket.batch * far))
     executor.synchronize()
     executor.forget()
-    executor.state["width_bounds"].zero_()
+    executor.state["length_bounds"].zero_()
     return found
 
 
 def _times_of(executor: CapturedSteps, bucket: Bucket, context: int, num_waiting: int) -> list[float]:
-    """The times of a bucket's bodies behind so many positions of each slot."""
+    """The times of a bucket's bodies after so many positions of each slot."""
     most = bucket.num_speculative_tokens
     slots = {name: values.to(executor.device) for name, values in _slots(executor.state, bucket.batch, context).items()}
-    # at width zero a position more waits behind every step: the draft model runs in none of them, or in the second
+    # at width zero a position more waits after every step: the draft model runs in none of them, or in the second
     waiting = dict.fromkeys(range(most + 1), 1) | {0: -STEPS}
     if num_waiting:
         waiting[most + 1] = num_waiting - 1
@@ -158,7 +158,7 @@ def _times_of(executor: CapturedSteps, bucket: Bucket, context: int, num_waiting
     while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and spent < ROUNDS_MS):
         rounds.append([])
         for body, count in waiting.items():
-            executor.state["width_bounds"].fill_(body if body <= most else 0)
+            executor.state["length_bounds"].fill_(body if body <= most else 0)
             rounds[-1].append(_time_of(executor, bucket, {**slots, "extended": slots["lengths"] - 1 - count}))
         spent += sum(rounds[-1]) * (STEPS + 1)
     times = [median(each) for each in zip(*rounds, strict=True)]
@@ -209,8 +209,8 @@ def _kept_times(
 ) -> Costs:
     """The times of these buckets' bodies: those in the user's cache for the same facts, or measured and put there.
 
-    facts  of the card, the models and the sizes, as JSON values; whatever times depend on
-    A file that cannot be read is measured anew, a cache that cannot be written is one warning.
+    facts  of the GPU, the models and the sizes, as JSON values; whatever times depend on
+    A file that cannot be read is measured again, a cache that cannot be written is one warning.
     """
     text = json.dumps({**facts, "format": FORMAT, "buckets": [str(bucket) for bucket in buckets]}, sort_keys=True)
     path = cache_directory() / "widths" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"

@@ -6,9 +6,9 @@ from kernel_walk import Walker, walkable
 
 from lowlat.kernels.moe.decode.mlp_plan import MlpPlan
 from lowlat.kernels.moe.topk_routing import TopKRouting
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Gpu
 
-SHARED = tuple(f"common.{part}" for part in ("handover", "norm_row", "norm_math", "sentinels", "activation"))
+SHARED = tuple(f"common.{part}" for part in ("pipeline", "norm_row", "norm_math", "sentinels", "activation"))
 PEERS = ("collectives.peers.chunk", "collectives.peers.words", "collectives.peers.rows")
 PARTS = (
     "expert_list",
@@ -29,9 +29,9 @@ NAMES = (*SHARED, *PEERS, *FRAGMENTS, *OWN)
 ALONE = (*NAMES, "moe.topk_sum", "moe.decode.experts")  # each GEMM in a launch of its own
 
 
-def small_card(blocks: int) -> Card:
-    """One with so many multiprocessors."""
-    return Card(blocks, 160 * 1024, (9, 0))
+def small_gpu(blocks: int) -> Gpu:
+    """One with so many SMs."""
+    return Gpu(blocks, 160 * 1024, (9, 0))
 
 
 def walk(
@@ -40,6 +40,6 @@ def walk(
 ) -> None:  # fmt: skip
     """All launches over the arguments' rows."""
     with walkable(walker, *NAMES) as modules:
-        calls = modules[-1].experts_mlp(routing=routing, card=small_card(blocks), early=early, plan=plan, **arguments)
+        calls = modules[-1].experts_mlp(routing=routing, gpu=small_gpu(blocks), early=early, plan=plan, **arguments)
         for call in calls:
             walker.run(call)

@@ -1,11 +1,11 @@
-"""Ranks that exchange rows: their memory, and what each must find, for kernels that are walked and for a card."""
+"""Ranks that exchange rows: their memory, and what each must find, for kernels that are walked and for a GPU."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lowlat.kernels.collectives.exchange import Channel, channel_shapes
+from lowlat.kernels.collectives.all_reduce import Channel, channel_shapes
 
 EPS = 1e-5
 
