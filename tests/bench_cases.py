@@ -20,7 +20,7 @@ __all__ = ["environment", "result", "row"]
 
 def environment(**others: Any) -> Environment:
     values: dict[str, Any] = {
-        "lowlat": "1", "commit": "abc", "python": "3", "torch": "2", "cuda": "13", "card": "A GPU", "driver": "580",
+        "lowlat": "1", "commit": "abc", "python": "3", "torch": "2", "cuda": "13", "gpu": "A GPU", "driver": "580",
         "processor": "a processor", "cores": 2, "threads": 1, "executor": "graph", "device_loop": False,
         "dtype": "bfloat16", "model": "m<1>", "speculator": "eagle3", "prompts": "text", "distinct_prompt_tokens": 9,
         "temperature": 0.0, "simulated": (),

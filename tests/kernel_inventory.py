@@ -47,7 +47,7 @@ def examples(gpu: Gpu = H200) -> Iterator[tuple[str, Kernel]]:
 
 def takes_gpu(module: Any) -> bool:
     """Whether a module's plans depend on the GPU."""
-    return "card" in inspect.signature(module.examples).parameters
+    return "gpu" in inspect.signature(module.examples).parameters
 
 
 def first_examples(gpu: Gpu) -> Iterator[tuple[str, Kernel]]:

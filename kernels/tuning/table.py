@@ -11,7 +11,7 @@ from lowlat.errors import ConfigError
 __all__ = ["SHIPPED", "Entry", "Fact", "Knobs", "Plan", "Planned", "TuningTable", "choose_plan", "key_of", "read_table"]
 
 SHIPPED = Path(__file__).parent / "tables"
-FORMAT = 1
+FORMAT = 2
 Knobs = Mapping[str, int | bool]
 Fact = int | bool | str | None
 
@@ -117,7 +117,7 @@ class TuningTable:
         path.write_text(f'{head}, "entries": {{\n' + ",\n".join(kinds) + "\n}}\n", encoding="utf-8")
 
 
-_FACTS = ("card", "capability", "num_multiprocessors", "shared_bytes", "peak_gb_s", "driver", "commit", "read_gb_s")
+_FACTS = ("gpu", "capability", "num_multiprocessors", "shared_bytes", "peak_gb_s", "driver", "commit", "read_gb_s")
 
 
 def read_table(path: Path) -> TuningTable:

@@ -77,7 +77,7 @@ def _prologue(binding: Binding, run: Run) -> dict[str, Any]:
         "x": binding.buffers[linear.reads["x"]],
         "weight": binding.weights.matrix(linear.weights["weight"]),
         "bias": binding.bias(linear),
-        "card": binding.gpu,
+        "gpu": binding.gpu,
     }
     options["parts"] = binding.k_parts(linear, options["x"].shape[1])
     if norm is not None:

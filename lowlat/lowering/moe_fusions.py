@@ -95,7 +95,7 @@ def _moe(binding: Binding, run: Run) -> Sequence[Call]:
         limit=first["limit"],
         alpha=first["alpha"],
         early=number > 0,  # nobody filled the first one's logits
-        peers=binding.peer_rows(width, "mixture") if all_reduce else None,
+        peers=binding.peer_rows(width, "moe") if all_reduce else None,
         gpu=binding.gpu,
     )
 
@@ -153,7 +153,7 @@ def _experts(binding: Binding, run: Run) -> Sequence[Call]:
 
 MOE_FUSIONS = (
     Fusion(
-        "mixture", MOE, 3, _moe, _mixes, _summed, _gate_up
+        "moe", MOE, 3, _moe, _mixes, _summed, _gate_up
     ),
     Fusion("norm+router", "rms_norm router", 1, _normed_router, _norms_routed),
     Fusion("experts", "experts_gate_up experts_down", 1, _experts, _grouped, _activated),

@@ -190,7 +190,7 @@ def _router(binding: Binding, op: Op) -> Sequence[Call]:
 def _gate_up(binding: Binding, op: Op) -> Sequence[Call]:
     name = experts_name(op)
     given = {**binding.arguments(op), "experts": binding.weights.experts(name)}
-    given |= {"bias": binding.weights.experts_bias(name) if "bias" in op.weights else None, "card": binding.gpu}
+    given |= {"bias": binding.weights.experts_bias(name) if "bias" in op.weights else None, "gpu": binding.gpu}
     return experts_gate_up(**given) if decodes(op) else prefill_gate_up(**given, workspace=binding.workspace)
 
 
@@ -201,7 +201,7 @@ def down_alone(binding: Binding, op: Op, *, grouped: bool = False) -> Sequence[C
     parts = binding.k_parts(op, given["activated"].shape[-1])
     for name in ("num_parts", "unit"):
         given.pop(name, None)
-    given |= {"bias": bias, "card": binding.gpu, "parts": parts}
+    given |= {"bias": bias, "gpu": binding.gpu, "parts": parts}
     if decodes(op):
         return experts_down(**given, workspace=binding.workspace)
     return prefill_down(**given, workspace=binding.workspace, grouped=grouped)

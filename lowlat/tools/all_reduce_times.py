@@ -1,7 +1,7 @@
 """How long ranks take to exchange rows, inside CUDA graphs, and how fast GPUs write to each other's memory.
 
 Ranks may share a GPU: that tells what the launches cost, not what lies between GPUs. `lowlat doctor` shows it;
-`python -m lowlat.tools.exchange_times [cuda:0 cuda:1]` prints it as JSON.
+`python -m lowlat.tools.all_reduce_times [cuda:0 cuda:1]` prints it as JSON.
 """
 
 import json

@@ -113,7 +113,7 @@ def test_gemms_add_up_over_gpus_as_they_finish_tiles(
     outs = [torch.zeros(rows, width, dtype=BF16, device=gpu) for gpu in rank_gpus]
 
     def calls(rank: int) -> list[KernelCall]:
-        given: dict[str, Any] = {"x": x[rank], "weight": matrices[rank], "card": launchers[rank].gpu}
+        given: dict[str, Any] = {"x": x[rank], "weight": matrices[rank], "gpu": launchers[rank].gpu}
         peers = graphs.peers.rows(rank, width, "gemm")
         return decode_gemm(**given, residual=old[rank], peers=peers, out=outs[rank]) * 10
 

@@ -159,7 +159,7 @@ def test_a_down_gemm_stands_alone_or_behind_the_gate_up_gemm(launcher: Launcher,
         calls = prefill_gate_up(
             x, ids, experts=up.packed, bias=bias, out=activated, limit=LIMIT, alpha=ALPHA, workspace=chain, gpu=gpu
         )
-        rest: dict[str, Any] = {"experts": down.packed, "bias": down.bias, "card": gpu}
+        rest: dict[str, Any] = {"experts": down.packed, "bias": down.bias, "gpu": gpu}
         calls += prefill_down(activated, ids, shares, **rest, out=outs[0], workspace=chain, grouped=True)
         calls += prefill_down(activated, ids, shares, **rest, out=outs[1], workspace=Poisoned("cuda"))
         launcher.run(*calls)

@@ -43,7 +43,7 @@ def test_attention_that_leaves_its_rows_arranged_changes_no_bit(
         plain = torch.full_like(q, torch.nan)
         room = torch.full(arranged_shape(rows, heads * dim), torch.nan, device=DEVICE).bfloat16()
         want, found = room.clone(), room.clone()
-        own = {**given, "card": launcher.gpu, "groups": groups}
+        own = {**given, "gpu": launcher.gpu, "groups": groups}
         launcher.run(*prefill_flash(**own, out=plain), *arrange(x=plain.view(rows, -1), out=want))
         launcher.run(*prefill_flash(**own, out=found, arranged=True))
         torch.cuda.synchronize(DEVICE)

@@ -42,7 +42,7 @@ def test_every_stage_has_its_time_and_all_add_up(executor: str, tmp_path: Path) 
 def test_of_two_gpus_each_has_its_time_and_what_it_all_reduces() -> None:
     need_gpus(2)
     found = answer("profile", "--tensor-parallel", 2, "--steps", STEPS, "--json")
-    all_reduce, (first, second) = found["exchange"], found["cards"]
+    all_reduce, (first, second) = found["all_reduce"], found["cards"]
     assert (first["device"], second["device"]) == ("cuda:0", "cuda:1")
     assert all_reduce["num_launches"] + all_reduce["num_fused"] > 16  # two a layer
     assert 0 < all_reduce["time_us"] < found["step_us"] == pytest.approx(first["step_us"])

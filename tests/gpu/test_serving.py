@@ -21,7 +21,7 @@ def sampling(number: int) -> dict[str, Any]:
     return {"max_tokens": 120, "seed": number, "temperature": 0.8 * (number % 2)}
 
 
-@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("device_loop", [False, True])
 def test_streams_are_the_runtime_s_tokens(tmp_path: Path, device_loop: bool, gpus: int) -> None:
     """More clients than slots at once, one that leaves early among them; by two GPUs what one GPU has."""

@@ -37,7 +37,7 @@ def bench() -> GpuBench:
 
 
 @pytest.mark.parametrize(
-    ("command", "cards"), [("gemm", 1), ("attention", 1), ("experts", 1), ("gemm", 2), ("experts", 2)]
+    ("command", "gpus"), [("gemm", 1), ("attention", 1), ("experts", 1), ("gemm", 2), ("experts", 2)]
 )
 def test_every_plan_of_a_launch_leaves_the_same_bits(command: str, gpus: int, bench: GpuBench, tmp_path: Path) -> None:
     """In all that a step reads of it; partial sums and partial argmaxes are a plan's own. Of one of two ranks, whose
@@ -95,7 +95,7 @@ def common(variant: tuple[KernelCall, ...], placed: tuple[KernelCall, ...], own:
     return found
 
 
-@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("gpus", [1, 2])
 def test_what_was_tuned_is_what_a_runtime_launches(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one GPU, and on two, whose launches the first one has measured alone."""
     need_gpus(gpus)

@@ -272,7 +272,7 @@ def test_transformers_generates_the_steps_asked_for(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_has_a_reason() -> None:
     reasons = {name: peer.refusal(make_job(name, 3, draft_directory=None)) for name, peer in peers.items()}
     assert reasons["lowlat"] == "no draft model" and "EAGLE3" in reasons["transformers"]
-    assert "card" in reasons["vllm"] and "card" in reasons["sglang"] and "speculation" in reasons["llama.cpp"]
+    assert "GPU" in reasons["vllm"] and "GPU" in reasons["sglang"] and "speculation" in reasons["llama.cpp"]
     assert "GPU" in reasons["tensorrt-llm"]
     assert "MXFP4" in peers["transformers"].refusal(make_job("transformers", geometry="tiny-experts"))
     assert "GGUF" in peers["llama.cpp"].refusal(make_job("llama.cpp"))

@@ -215,7 +215,7 @@ def test_a_case_is_profiled_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         scenario = Scenario((30,), (1,), (3,), steps=40)
         figures = CaseRun(runtime, case, scenario, Prompts.random(4096), wall_gb_per_s=4000.0).profile(2)
         assert not runtime.busy
-    found = msgspec.convert({**figures, "model": "m", "card": "A GPU"}, StageProfile)
+    found = msgspec.convert({**figures, "model": "m", "gpu": "A GPU"}, StageProfile)
     assert found.step_us == pytest.approx(sum(stage.time_us or 0.0 for stage in found.stages))
     assert "BASE_DECODE_STEP" in [stage.stage for stage in found.stages if stage.share_of_wall]
 
@@ -244,7 +244,7 @@ GATE = Gate("g", 8192, 1, 3, 10, min_speed_up=2.0, min_accept_length=2.4, expert
 
 
 @pytest.mark.parametrize(
-    ("ms", "accept", "drafted_bytes", "mixture", "green"),
+    ("ms", "accept", "drafted_bytes", "moe", "green"),
     [
         (5.0, 2.5, 10**10, False, True),  # 2.05 x
         (6.0, 2.5, 10**10, False, False),

@@ -49,7 +49,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return chosen
 
 
-@pytest.mark.parametrize(("card", "name"), [*((H200, name) for name in NAMES), (AMPERE, "gpt_oss")], indirect=["card"])
+@pytest.mark.parametrize(("gpu", "name"), [*((H200, name) for name in NAMES), (AMPERE, "gpt_oss")], indirect=["gpu"])
 @pytest.mark.second
 def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, gpu: Gpu, tmp_path: Path) -> None:
     """And with multiples of 64 rows, by wide products where the GPU has them."""

@@ -366,7 +366,7 @@ def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: Lowe
         assert all(each == kinds[1] for each in kinds.values())
 
 
-@pytest.mark.parametrize("card", [*GPUS.values(), B200], ids=str)
+@pytest.mark.parametrize("gpu", [*GPUS.values(), B200], ids=str)
 @pytest.mark.parametrize("name", ["llama", "demo"])
 def test_every_gpu_gets_kernels_that_fit_it(name: str, gpu: Gpu, lowered: LoweredPairs) -> None:
     for depth in (0, 7):

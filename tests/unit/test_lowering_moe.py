@@ -146,8 +146,8 @@ def test_moe_layers_that_read_anything_else_are_not_fused(kind: str, argument: s
     """They are lowered all the same, operation by operation."""
     step = lowered("gpt_oss+alone", 0, 2)
     groups = lower_with_other_input(step, place_of(step, "router", kind), argument)
-    assert [group.name for group in step.groups].count("mixture") == 2
-    assert [group.name for group in groups].count("mixture") == 1
+    assert [group.name for group in step.groups].count("moe") == 2
+    assert [group.name for group in groups].count("moe") == 1
 
 
 def test_weighed_products_that_others_read_are_written(lowered: LoweredPairs) -> None:
@@ -160,7 +160,7 @@ def test_weighed_products_that_others_read_are_written(lowered: LoweredPairs) ->
     program = replace(step.program, ops=ops, buffers={**step.program.buffers, "rounded": spec})
     buffers = {**step.buffers, "rounded": torch.zeros(spec.shape, dtype=spec.dtype)}
     groups = lower(Binding(program, buffers, step.weights, H200, step.workspace))
-    assert [group.name for group in groups].count("mixture") == 1
+    assert [group.name for group in groups].count("moe") == 1
     assert any(product in group.written for group in groups)
 
 

@@ -81,7 +81,7 @@ def test_a_fusion_that_sums_k_at_once_lets_parts_be(targets: Mapping[str, Path])
         pair.target = replace(pair.target, config=config)
         groups = pair.lower(0, 2).groups
         fusions = [group.name for group in groups]
-        assert ("gemm+add" in fusions) and "mixture" not in fusions
+        assert ("gemm+add" in fusions) and "moe" not in fusions
         assert ("norm+router" in fusions) == (name == "mxfp4")
         alone = Pair(targets[name], fuse=False)
         alone.target = pair.target

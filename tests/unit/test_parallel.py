@@ -277,7 +277,7 @@ def test_what_ranks_all_reduce_by_is_planned(no_gpu: None) -> None:
     peers = PeerMemory([torch.device("meta", rank) for rank in range(2)], {64: 300, 160: 4})
     for width in (64, 160):
         peers.channel(0, width)
-    for kind in ("gemm", "mixture"):
+    for kind in ("gemm", "moe"):
         peers.rows(0, 64, kind)
     peers.shares(0, 64)
     assert peers.num_bytes(0) <= planned_bytes(2, {64: 300, 160: 4}, {64: 300}) + 8192

@@ -155,7 +155,7 @@ def test_steps_are_those_that_were_recorded(covered: Covered, monkeypatch: pytes
         assert runtime.metrics(name).completion_tokens == lengths[name] - room.prompt_length
     values = json.loads(json.dumps(profile.to_dict(), allow_nan=False))
     assert values["step_us"] == pytest.approx(10.0 * values["num_launches"])
-    assert profile.gpus == () and "cards" not in values and "exchange" not in values
+    assert profile.gpus == () and "cards" not in values and "all_reduce" not in values
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -196,7 +196,7 @@ def test_every_rank_tells_what_it_all_reduces(fused: bool, covered: Covered, mon
     assert second.fused_us == pytest.approx(1.2 * all_reduce.fused_us)
     values = json.loads(json.dumps(profile.to_dict(), allow_nan=False))
     assert [each["device"] for each in values["cards"]] == ["cuda:0", "cuda:1"]
-    assert values["exchange"]["num_fused"] == all_reduce.num_fused
+    assert values["all_reduce"]["num_fused"] == all_reduce.num_fused
 
 
 def test_a_request_that_ends_is_an_error(covered: Covered) -> None:

@@ -84,8 +84,8 @@ def test_a_table_is_read_as_it_was_written_and_another_one_takes_precedence(tmp_
     [
         ("[]", "no tuning table"),
         ("{", "no tuning table"),
-        ('{"format": 2}', "of format 2, not 1"),
-        ('{"format": 1, "GPU": "x"}', "KeyError"),
+        ('{"format": 1}', "of format 1, not 2"),
+        ('{"format": 2, "GPU": "x"}', "KeyError"),
     ],
 )
 def test_a_damaged_table_is_refused_and_left_out_with_a_warning(
@@ -129,7 +129,7 @@ def test_a_plan_is_an_entry_s_where_that_is_a_candidate_s() -> None:
         assert (planned.kind, planned.key, planned.candidates) == ("kind", key, plans)
 
 
-@pytest.mark.parametrize("card", GPUS.values(), ids=map(str, GPUS))
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=map(str, GPUS))
 def test_candidates_fit_the_gpu_differ_in_knobs_and_begin_with_the_derived_one(gpu: Gpu) -> None:
     for rows, width, held in itertools.product((1, 2, 4, 8, 16, 32, 64), (97, 2880, 28672), (False, True)):
         steps = steps_to_hold(rows, 2880, gpu) if held else 0
@@ -237,7 +237,7 @@ def test_the_sweep_keeps_the_fastest_plan_and_writes_it(shapes: list[Shape], tmp
     assert check_table(tmp_path / "t").entries["decode_gemm"][swept[0].shape.key].default_us == 10.0
     with pytest.raises(ConfigError, match="is of A GPU, not of B GPU"):
         write_table(table_of(swept, "B GPU", H200), tmp_path / "t")
-    (tmp_path / "t").write_text('{"format": 1, "more": 2}')
+    (tmp_path / "t").write_text('{"format": 2, "more": 2}')
     with pytest.raises(ConfigError, match="no tuning table"):
         check_table(tmp_path / "t")
 

@@ -140,7 +140,7 @@ def entry_of(kind: str, key: str, knobs: Any, gpu: Gpu) -> Gpu:
     return Gpu(gpu.num_multiprocessors, gpu.shared_bytes, gpu.capability, tuning=table)
 
 
-@pytest.mark.parametrize("card", GPUS.values(), ids=map(str, GPUS))
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=map(str, GPUS))
 @pytest.mark.parametrize("held", [MXFP4, BF16], ids=lambda held: held.name)
 def test_a_moe_s_plans_differ_in_knobs_alone_and_a_table_chooses_among_them(held: Any, gpu: Gpu) -> None:
     up, down = ExpertShape(GATE_UP, 5760, 2880, 4, held), ExpertShape(DOWN, 2880, 2880, 4, held)
@@ -158,7 +158,7 @@ def test_a_moe_s_plans_differ_in_knobs_alone_and_a_table_chooses_among_them(held
         assert {each.warps for each in expert_plans(rows, down, gpu)} == {alone.warps}
 
 
-@pytest.mark.parametrize("card", GPUS.values(), ids=map(str, GPUS))
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=map(str, GPUS))
 def test_both_grouped_gemms_of_a_moe_have_one_plan_in_tables(gpu: Gpu) -> None:
     up, down = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), ExpertShape(DOWN, 2880, 2880, 4, MXFP4)
     for rows in (64, 512, 2048):

@@ -83,7 +83,7 @@ def test_a_rank_s_launches_are_keyed_apart_from_a_whole_model_s(invariant: bool,
         assert len(shape.candidates) > 1
     exchanged = {stage for key, shape in ranks.items() if "gpus=2" in key for stage in shape.stages}
     assert exchanged == {"BASE_O", "BASE_FFN_DOWN", "EAGLE3_O", "EAGLE3_FFN_DOWN"}
-    down = {match[1] for key in ranks if (match := re.search(r"N=256 K=(\d+) epilogue=exchange", key))}
+    down = {match[1] for key in ranks if (match := re.search(r"N=256 K=(\d+) epilogue=all_reduce", key))}
     assert down == {"256", *(("448", "384") if invariant else ("416",))}
     assert all(("parts=4" in key) == invariant for key in ranks if "gpus=2" in key)
     assert all(("parts=" in key) == invariant for key in ranks if "prefill_gemm" in key)
@@ -212,7 +212,7 @@ def test_strict_mode_takes_ranks_whose_launches_all_have_entries(
     counts = load(entries, **options)
     assert 0 < counts.planned == counts.tuned < counts.launches and not counts.untuned
     second = "K=384" if invariant else "K=416"
-    (key,) = [key for key in entries["decode_gemm"] if key.startswith(f"rows=2 N=256 {second} epilogue=exchange")]
+    (key,) = [key for key in entries["decode_gemm"] if key.startswith(f"rows=2 N=256 {second} epilogue=all_reduce")]
     del entries["decode_gemm"][key]
     command = f"lowlat tune all --model DIR --draft-model DIR --tensor-parallel 2{' --tp-invariant' * invariant}"
     with pytest.raises(ConfigError) as refused:

@@ -49,7 +49,7 @@ MOST_NORMED_TWICE = 2  # rows
 GROUPS_FOR_NORM = 4  # of weight tiles, in a block, next to which a norm of more rows done twice is little
 KIND = "decode_gemm"
 FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
-ALL_REDUCE = "exchange"  # ADD, of the sum over ranks
+ALL_REDUCE = "all_reduce"  # ADD, of the sum over ranks
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def choose_decode_plan(
         "epilogue": shape.epilogue, "normed": steps_held > 0, "argmax": keeps,
     }  # fmt: skip
     if shape.ranks > 1:
-        facts["cards"] = shape.ranks
+        facts["gpus"] = shape.ranks
     if shape.weights != BF16_TILES:
         facts["weights"] = shape.weights.label
     if shape.parts is not None:

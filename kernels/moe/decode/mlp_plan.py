@@ -155,5 +155,5 @@ def choose_mlp_plan(
     """
     facts = {**facts_of(rows, up, num_experts), "down": down.rows, "down_format": down.format.name}
     if gpus > 1:
-        facts["cards"] = gpus
+        facts["gpus"] = gpus
     return choose_plan(gpu.tuning, KIND, facts, mlp_plans(rows, up, down, gpu))

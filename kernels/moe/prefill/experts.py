@@ -179,7 +179,7 @@ def prefill_experts(
     """
     (rows, top_k), (hidden, inner) = expert_ids.shape, (gate_up.columns, down.columns)
     if not takes_warpgroups(hidden, inner, rows * top_k, down.num_experts, gpu) or hidden != down.rows:
-        rest: dict[str, Any] = {"workspace": workspace, "card": gpu}
+        rest: dict[str, Any] = {"workspace": workspace, "gpu": gpu}
         return [
             *prefill_gate_up(
                 x, expert_ids, experts=gate_up, bias=gate_up_bias, out=activated, limit=limit, alpha=alpha, **rest

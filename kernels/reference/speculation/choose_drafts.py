@@ -40,17 +40,17 @@ PRIOR = tuple(tuple((rate * PRIOR_WEIGHT, SHARE * PRIOR_WEIGHT) for rate in rate
 
 
 @operation(f"""
-    read    tokens         int32  [Bmax, C]                   committed tokens
-    read    slots          int32  [B]                         -1 pads
-    read    draft_live     uint8  [B]                         slots that go on
-    read    draft_lens     int32  [B]                         committed tokens n' of such slots
-    read    text_nodes     int32  [B, T]                      as `suffix_draft` wrote them, with shares and lengths
-    read    draft_shares   int32  [B, T]
-    read    match_lens     int32  [B]
-    update  draft_nodes    int32  [B, T]                      the model's drafts; out: those that are chosen
-    update  proposals      int32  [Bmax, {PROPOSAL_WIDTH}]    the last of both: where, ending, choice, drafts
-    update  draft_probabilities     int32  [Bmax, 2, {NUM_BINS}, 2]    model and text: drafts right, and to be right
-    update  draft_sources  int32  [Bmax]                      1: the text's are chosen; 0: the model's
+    read    tokens               int32  [Bmax, C]                 committed tokens
+    read    slots                int32  [B]                       -1 pads
+    read    draft_live           uint8  [B]                       slots that go on
+    read    draft_lens           int32  [B]                       committed tokens n' of such slots
+    read    text_nodes           int32  [B, T]                    as `suffix_draft` wrote them, with shares and lengths
+    read    draft_shares         int32  [B, T]
+    read    match_lens           int32  [B]
+    update  draft_nodes          int32  [B, T]                    the model's drafts; out: those that are chosen
+    update  proposals            int32  [Bmax, {PROPOSAL_WIDTH}]  the last of both: where, ending, choice, drafts
+    update  draft_probabilities  int32  [Bmax, 2, {NUM_BINS}, 2]  model and text: drafts right, and to be right
+    update  draft_sources        int32  [Bmax]                    1: the text's are chosen; 0: the model's
 """)
 def choose_drafts(
     tokens: torch.Tensor,

@@ -62,8 +62,8 @@ PRIOR = tuple(tuple((rate * PRIOR_WEIGHT, ONE * PRIOR_WEIGHT) for rate in rates)
     read    verified_source  int32  [B]                          what a grammar forces is no draft
     read    dense_lens       int32  [B]                          the root's position
     update  extended         int32  [max_B]                      positions that the draft model has run over
-    update  length_probabilities       int32  [max_B + 1, {NUM_RUNS}, K, 2]  drafts that were right and were to be; the
-    last: all update  length_runs       int32  [max_B]                      right drafts of the last step that drafted
+    update  length_probabilities       int32  [max_B + 1, {NUM_RUNS}, K, 2]  right drafts and those to be; last: all
+    update  length_runs       int32  [max_B]                      right drafts of the last step that drafted
     update  length_expected   int32  [max_B, K + 1]               tokens of the next step by its width, in {ONE}ths
 """)
 def learn_draft_lengths(

@@ -41,16 +41,16 @@ LARGEST_COST = 1 << 29  # costs times expected tokens of eight slots fit into 64
 
 
 @operation(f"""
-    read    active          int32  [max_B]
-    read    lengths         int32  [max_B]              committed tokens
-    read    extended        int32  [max_B]              positions that the draft model has run over
-    read    slot_ints       int64  [max_B, {NUM_INTS}]  DRAFT_LIMIT
-    read    length_bounds    int32  [2]                  the least and the greatest width that the host allows
-    read    draft_length_costs     int32  [n, 2, K + 2]        BASE and SLOPE: widths 0 to K, zero when the draft model
-    runs read    length_expected  int32  [max_B, K + 1]       tokens of a slot's step by its width
-    update  length_last      int32  [1]
-    update  length_waited    int32  [1]                  steps at width zero since a draft was tried
-    write   draft_length_choice    int32  [1]                  0 to K, or K + 1: zero, but the draft model must run
+    read    active               int32  [max_B]
+    read    lengths              int32  [max_B]              committed tokens
+    read    extended             int32  [max_B]              positions that the draft model has run over
+    read    slot_ints            int64  [max_B, {NUM_INTS}]  DRAFT_LIMIT
+    read    length_bounds        int32  [2]                  least and greatest draft length that the host allows
+    read    draft_length_costs   int32  [n, 2, K + 2]        BASE and SLOPE: 0 to K, and 0 when the draft model runs
+    read    length_expected      int32  [max_B, K + 1]       tokens of a slot's step by its draft length
+    update  length_last          int32  [1]
+    update  length_waited        int32  [1]                  steps at length zero since a draft was tried
+    write   draft_length_choice  int32  [1]                  0 to K, or K + 1: zero, but the draft model must run
 """)
 def choose_draft_length(
     active: torch.Tensor,

@@ -253,15 +253,15 @@ def gather_rows(
 
 
 @operation(f"""
-    read    slots            int32  [B]
-    read    lengths          int32  [max_B]              committed tokens n
-    read    slot_ints        int64  [max_B, {NUM_INTS}]
-    read    row_tokens       int32  [B, T]               as `gather_rows` wrote them
-    read    row_masks        int64  [B, T]
-    read    draft_length_choice     int32  [1]                  the width that was chosen, where a step begins with its
-    choice update  grammar_tokens   int32  [max_B, max_T]       -1 where dead
-    update  grammar_paths    int64  [max_B, max_T]       ancestors and self of each row; 0 where dead
-    update  grammar_lengths  int64  [max_B]              n, written last
+    read    slots                int32  [B]
+    read    lengths              int32  [max_B]              committed tokens n
+    read    slot_ints            int64  [max_B, {NUM_INTS}]
+    read    row_tokens           int32  [B, T]               as `gather_rows` wrote them
+    read    row_masks            int64  [B, T]
+    read    draft_length_choice  int32  [1]                  the draft length chosen, if it is chosen first
+    update  grammar_tokens       int32  [max_B, max_T]       -1 where dead
+    update  grammar_paths        int64  [max_B, max_T]       ancestors and self of each row; 0 where dead
+    update  grammar_lengths      int64  [max_B]              n, written last
 """)
 def publish_rows(
     slots: torch.Tensor,

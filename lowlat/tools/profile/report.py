@@ -77,7 +77,7 @@ class Summary:
 
     step_us, min_step_us, max_step_us  the recorded steps, from the first kernel's start to the last one's end
     kernels                            those that take most first
-    exchange                           among ranks; None where there is one
+    all_reduce                         among ranks; None where there is one
     """
 
     num_steps: int
@@ -94,10 +94,10 @@ class Summary:
     all_reduce: AllReduceRow | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, with the idle share next to the idle times; of one rank without `exchange`."""
+        """Return JSON values, with the idle share next to the idle times; of one rank without `all_reduce`."""
         values = asdict(self)
         if self.all_reduce is None:
-            del values["exchange"]
+            del values["all_reduce"]
         values["stages"], values["kernels"] = list(values["stages"]), list(values["kernels"])
         values["idle"]["share"] = self.idle.share
         return values

@@ -44,7 +44,7 @@ class CallSite:
     source       the Python function it was written as: part of the name that profilers show
     moved_bytes  that it must read: weights, keys and values; 0 where that is not what bounds it
     also         other stages whose operations the launch's group covers
-    exchange     with other ranks
+    all_reduce   with other ranks
     """
 
     stage: Stage

@@ -105,7 +105,7 @@ def test_counts_of_a_long_context() -> None:
         assert counts.total == 8 * 4 * turns * 257 and counts.empty == 0
 
 
-@pytest.mark.parametrize("card", GPUS.values(), ids=map(str, GPUS))
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=map(str, GPUS))
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("window", [None, 128, 1000])
 def test_plans_fit_their_gpu_and_begin_with_the_derived_one(head_dim: int, window: int | None, gpu: Gpu) -> None:

@@ -69,7 +69,7 @@ SCALES = torch.tensor([[0.5, 0.04], [1.0, 0.75]]).bfloat16().float()
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "lengths", "window", "late", "card"),
+    ("head_dim", "lengths", "window", "late", "gpu"),
     [
         (64, [10], None, True, H200),
         (64, [10], None, False, Gpu(108, 163 * 1024, (8, 0))),

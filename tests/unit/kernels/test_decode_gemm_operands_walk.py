@@ -49,7 +49,7 @@ def test_ranks_add_up_what_they_multiply(
             for turn in range(3):
                 depth = 72 + 64 * (rank % 2)
                 given: dict[str, Any] = {"x": random(rows, depth), "weight": pack(random(width, depth)), "plan": plan}
-                given |= {"bias": None if rank else bias, "card": SMALL}
+                given |= {"bias": None if rank else bias, "gpu": SMALL}
                 stream += thin.decode_gemm(**given, residual=residual, peers=peers, out=out[turn])
                 walker.run(*thin.decode_gemm(**given, out=part[turn]))
             streams.append(stream)
@@ -188,7 +188,7 @@ def test_a_row_of_a_slot_s_block_is_added(slots: int, wide: int, rows: int, row:
 
 def test_a_row_is_of_each_slot_s_block_and_of_rows_of_one_launch() -> None:
     x, block = random(4, 64), torch.zeros(6, 48)
-    good: dict[str, Any] = {"x": x, "weight": pack(random(48, 64)), "out": torch.empty(4, 48), "card": SMALL}
+    good: dict[str, Any] = {"x": x, "weight": pack(random(48, 64)), "out": torch.empty(4, 48), "gpu": SMALL}
     (call,) = decode_gemm(**good, beside=BlockRow(block, 2, 2), row_live=flags(4))
     assert call.kernel.name.endswith("_block2x3")
     for options, message in (
@@ -206,7 +206,7 @@ def test_a_row_is_of_each_slot_s_block_and_of_rows_of_one_launch() -> None:
 def test_columns_are_of_plain_products_in_runs() -> None:
     order = gate_up_permutation(24)
     x, residual, out, runs = random(2, 64), random(2, 48), torch.empty(2, 48), runs_of(order)
-    good: dict[str, Any] = {"x": x, "weight": pack(random(48, 64), order), "out": out, "columns": runs, "card": SMALL}
+    good: dict[str, Any] = {"x": x, "weight": pack(random(48, 64), order), "out": out, "columns": runs, "gpu": SMALL}
     assert decode_gemm(**good)[0].kernel.name != decode_gemm(**(good | {"columns": None}))[0].kernel.name
     best = PartialArgmax(torch.zeros(2, 9, 2, dtype=torch.int32), FINITE)
     for options, message in (

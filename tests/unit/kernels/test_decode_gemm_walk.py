@@ -250,7 +250,7 @@ def test_rows_are_normed_in_every_block(late: bool, rows: int, width: int, depth
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("card", [*GPUS.values(), B200], ids=str)
+@pytest.mark.parametrize("gpu", [*GPUS.values(), B200], ids=str)
 def test_held_rows_leave_most_of_a_block_to_weights(gpu: Gpu) -> None:
     for rows in (1, 2, 4, 8):
         for depth in (64, 2880, 4096, 8192, 14336):

@@ -166,7 +166,7 @@ def test_prefill_s_gemms_stand_alone_or_behind_each_other(kind: str, rows: int, 
             x, ids, experts=up.packed, bias=up.packed_bias, out=activated, limit=LIMIT, alpha=ALPHA,
             workspace=chain, gpu=gpu,
         )  # fmt: skip
-        rest: dict[str, Any] = {"experts": down.packed, "bias": down.bias, "card": gpu}
+        rest: dict[str, Any] = {"experts": down.packed, "bias": down.bias, "gpu": gpu}
         calls += made.prefill_down(activated, ids, shares, **rest, out=outs[0], workspace=chain, grouped=True)
         assert len(calls) == 4
         walker.run(*calls)

@@ -239,7 +239,7 @@ def test_more_rows_than_a_launch_takes_choose_by_their_own_logits() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 64])
-@pytest.mark.parametrize("card", [*GPUS.values(), B200], ids=str)
+@pytest.mark.parametrize("gpu", [*GPUS.values(), B200], ids=str)
 @pytest.mark.parametrize("quantised", [True, False])
 def test_plans_fit_their_gpu(rows: int, gpu: Gpu, quantised: bool) -> None:
     """A block an SM, since all must be there at once; the lists and the threads are those of both plans, and

@@ -68,7 +68,7 @@ class Case:
             given: dict[str, Any] = {
                 "activated": self.activated[:, :, start:stop].contiguous(), "expert_ids": self.ids, "out": out,
                 "expert_weights": self.shares, "experts": of_columns(self.experts, start, stop),
-                "bias": None if number else self.experts.bias, "workspace": Poisoned(), "card": small_gpu(3),
+                "bias": None if number else self.experts.bias, "workspace": Poisoned(), "gpu": small_gpu(3),
             }  # fmt: skip
             with walkable(
                 walker := Walker(late=number % 2 == 0, may_leave=prefill), *(PREFILL if prefill else DECODE)

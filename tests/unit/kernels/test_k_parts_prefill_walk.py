@@ -61,7 +61,7 @@ def multiplied(
         plan = min(every, key=lambda plan: (plan.rows > 128, plan.stages, (plan.rows + number) % 3))
         partials = torch.full((count if plan.apart else 0, rows, width), torch.nan)
         given: Any = {"x": x, "weight": weight, "bias": bias, "columns": columns, "arranged": arranged}
-        given |= {"partials": partials, "parts": parts, "card": TWO_BLOCKS, "plan": plan}
+        given |= {"partials": partials, "parts": parts, "gpu": TWO_BLOCKS, "plan": plan}
         walker.run(*module.prefill_gemm(**given, out=out))
     return out
 

@@ -126,7 +126,7 @@ def test_ranks_add_up_parts_as_they_multiply(ranks: int) -> None:
     abort, ends = torch.zeros(1, dtype=torch.int64), [64 * end for end in bounds(steps, ranks, 1)]
     with walkable(walker := Walker(), *WALKED) as modules:
         thin: Any = modules[-1]
-        given: dict[str, Any] = {"residual": residual, "card": SMALL}
+        given: dict[str, Any] = {"residual": residual, "gpu": SMALL}
         walker.run(*thin.decode_gemm(x=x, weight=pack(weight), bias=bias, out=one, parts=KParts(8, 1), **given))
         outs, streams = [torch.empty_like(one) for _ in range(ranks)], []
         for rank, (start, stop) in enumerate(itertools.pairwise(ends)):
@@ -138,7 +138,7 @@ def test_ranks_add_up_parts_as_they_multiply(ranks: int) -> None:
 
 
 def test_what_is_not_summed_in_parts_is_refused() -> None:
-    good = {"x": random(1, 512), "weight": pack(random(48, 512)), "out": torch.empty(1, 48), "card": SMALL}
+    good = {"x": random(1, 512), "weight": pack(random(48, 512)), "out": torch.empty(1, 48), "gpu": SMALL}
     with pytest.raises(ShapeError, match="1, 2, 4 or 8 parts"):
         decode_gemm(**good, parts=KParts(16, 1))  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="not with silu"):

@@ -38,7 +38,7 @@ def walked(
     keys, values = (torch.full(room, torch.nan).bfloat16() for _ in range(2))
     room_of_rows = arranged_shape(size, q[0].numel()) if arranged else q.shape
     out, lengths = torch.full(room_of_rows, torch.nan).bfloat16(), torch.zeros(2, 2, dtype=torch.int32)
-    given = {"sinks": sinks, "out": out, "scale": slot.scale, "card": H200, "groups": groups, "arranged": arranged}
+    given = {"sinks": sinks, "out": out, "scale": slot.scale, "gpu": H200, "groups": groups, "arranged": arranged}
     gathering = {"k_cache": slot.caches[0], "v_cache": slot.caches[1], "block_table": slot.table, "size": size}
     with walkable_softmax(walker := Walker(), *NAMES) as modules:
         gather, flash = modules[-3], modules[-1]
@@ -106,7 +106,7 @@ def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(
 def test_what_does_not_fit_is_refused() -> None:
     q, tiles = torch.zeros(8, 4, 64).bfloat16(), torch.zeros(tiles_shape(8, 2, 64)).bfloat16()
     given: dict[str, Any] = {"q": q, "keys": tiles, "values": tiles, "chunk": torch.zeros(2).int(), "out": q.clone()}
-    given |= {"scale": 1.0, "card": H200}
+    given |= {"scale": 1.0, "gpu": H200}
     assert len(prefill_flash(**given)) == 1
     assert not has_prefill_flash(Gpu(108, 163 * 1024, (8, 0)), 64) and not has_prefill_flash(H200, 96)
     for changed in (

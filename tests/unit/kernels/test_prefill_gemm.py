@@ -160,7 +160,7 @@ def test_gated_products_walked(
         monkeypatch.setattr(module, "cut_of", lambda *_: (1, 2))
         plan = plans.PrefillGemmPlan(*cut, packed.tile_format.step_bytes)
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
-        given = {"arranged": arranged, "weight": packed, "bias": bias[order], "card": TWO_BLOCKS}
+        given = {"arranged": arranged, "weight": packed, "bias": bias[order], "gpu": TWO_BLOCKS}
         walker.run(*module.arranged_prefill_gemm(**given, columns=runs_of(order), out=product, plan=plan))
         walker.run(*module.gated_prefill_gemm(**given, row_live=row_live, out=out, plan=plan))
     gate, up = product.split(inner, 1)
@@ -219,7 +219,7 @@ def test_segments_know_no_gpu_and_no_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "depth", "card", "message"),
+    ("rows", "width", "depth", "gpu", "message"),
     [
         (32, 64, 64, H200, "multiple of 64 rows"),
         (4160, 64, 64, H200, "up to 4096"),
@@ -242,7 +242,7 @@ def arguments(rows: int = 64, width: int = 4096, depth: int = 4096, **changes: A
         "arranged": torch.empty(arranged_shape(rows, depth), **bf16),
         "partials": torch.empty(segments_of(width, depth)[0], rows, width, device="meta"),
         "out": torch.empty(rows, width, device="meta"),
-        "card": H200,
+        "gpu": H200,
         **changes,
     }
 
@@ -259,7 +259,7 @@ def arguments(rows: int = 64, width: int = 4096, depth: int = 4096, **changes: A
         ("bias", torch.empty(8), "bias must have shape"),
         ("columns", torch.empty(8), "columns must have shape"),
         ("plan", plan_prefill_gemm(128, 4096, 4096, H200), "no plan for 64 rows"),
-        ("card", B200, "capability 9.0"),
+        ("gpu", B200, "capability 9.0"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(name: str, value: Any, message: str) -> None:
