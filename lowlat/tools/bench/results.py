@@ -168,7 +168,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     torch: str
     cuda: str
-    gpu: str
+    gpu: str = msgspec.field(name="card")
     driver: str
     processor: str
     cores: int
