@@ -331,7 +331,7 @@ def test_random_noise_alone_is_rarely_a_regression() -> None:
 def test_results_of_other_conditions_are_not_compared() -> None:
     old, new = result(row(PLAIN)), result(row(PLAIN))
     new.environment = environment(gpu="Another")
-    with pytest.raises(ConfigError, match="GPU: 'A GPU', 'Another'"):
+    with pytest.raises(ConfigError, match="gpu: 'A GPU', 'Another'"):
         compare_results({"a": old}, {"a": new}, tolerance=0.0)
     assert compare_results({"a": old}, {"a": new}, tolerance=0.0, force=True)
     with pytest.raises(ConfigError, match="nothing to compare"):

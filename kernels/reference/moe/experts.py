@@ -2,7 +2,7 @@
 
 Experts' matrices [E, out, in] come as the parts of their format (`kernels.formats`); gate_up has all gate rows, then
 all up rows. Each expert that any row chose is expanded once a call.
-Source: gpt-oss model GPU, arXiv 2508.10925, section 2, and the reference implementation's clamped SwiGLU; Qwen3,
+Source: gpt-oss model card, arXiv 2508.10925, section 2, and the reference implementation's clamped SwiGLU; Qwen3,
 arXiv 2505.09388, with plain SwiGLU and no biases.
 """
 

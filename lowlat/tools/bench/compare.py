@@ -18,7 +18,7 @@ from lowlat.tools.bench.scenarios import Case
 __all__ = ["METRICS", "Difference", "check_comparable", "compare_results"]
 
 STANDARD_ERRORS = 3.0
-SAME = ("card", "processor", "executor", "device_loop", "dtype", "model", "speculator", "prompts", "temperature")
+SAME = ("gpu", "processor", "executor", "device_loop", "dtype", "model", "speculator", "prompts", "temperature")
 Judgement = Literal["regression", "improvement", "same"]
 
 

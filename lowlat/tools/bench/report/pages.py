@@ -40,7 +40,7 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     """A file of `lowlat profile --json`, as far as the report needs it."""
 
     model: str
-    gpu: str
+    gpu: str = msgspec.field(name="card")
     batch: int
     num_speculative_tokens: int
     contexts: tuple[int, ...]
