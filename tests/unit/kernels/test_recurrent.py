@@ -96,7 +96,8 @@ def test_drafted_rows_have_the_bits_of_single_steps(dtype: torch.dtype) -> None:
     """Texts grow by rows of which some are rejected, next to neighbours; then once more, by a row a step."""
     net, alone = Net(dtype, 8), Net(dtype, 8)
     texts = {slot: drawn(60) for slot in (0, 2)}
-    done, outputs, chance = {0: 5, 2: 3}, {0: [], 2: []}, random.Random(2)
+    done, chance = {0: 5, 2: 3}, random.Random(2)
+    outputs: dict[int, list[torch.Tensor]] = {0: [], 2: []}
     for slot, text in texts.items():
         outputs[slot].append(net.prefill(slot, 0, text[: done[slot]], padding=slot))
     while done:
