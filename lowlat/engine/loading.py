@@ -233,7 +233,8 @@ def make_scheduler(ladder: StepLadder, geometry: StepGeometry, options: RuntimeC
     """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
     sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
     books = [WindowBook(pool, geometry.prefill_chunk) for pool in geometry.window_pools]
-    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded, books=books)
+    reuse = options.prefix_reuse and all(state.resumes_from_blocks for state in geometry.sequence_states)
+    kvcache = KVCache(*sizes, reuse=reuse, share_decoded=options.share_decoded, books=books)
     return Scheduler(
         ladder, kvcache, options.max_batch, options.max_queue, geometry.prefill_chunk,
         max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=options.max_stall_ms,
@@ -350,6 +351,7 @@ def make_geometry(
     Raises ConfigError for a tree that asks for more tokens after one than the draft model has.
     """
     _check_choices(speculator, topologies)
+    _check_recurrent(config, topologies, speculative)
     max_rows = max(topology.num_nodes for topology in topologies.values())
     num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
     simulated = speculative if speculator is not None else None
@@ -390,6 +392,24 @@ def make_geometry(
     per_chunk, num_requests = options.prefill_chunk // options.block_size, max(options.max_batch, num_blocks // worst)
     pools = [pool.default_blocks(worst, per_chunk, num_requests) for pool in geometry.window_pools]
     return replace(geometry, window_blocks=tuple(pools))
+
+
+def _check_recurrent(
+    config: ModelConfig, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
+) -> None:
+    """Raise ConfigError for what a target with recurrent states does not run: it verifies chains, over all its text."""
+    if not config.deltas:
+        return
+    if speculative is not None and speculative.enable_specpv:
+        raise ConfigError(
+            "enable_specpv is not implemented for targets with gated delta nets, whose states are rewound by length "
+            "alone; leave it out"
+        )
+    if any(not topology.is_chain for topology in topologies.values()):
+        raise ConfigError(
+            "trees of drafts are not implemented for targets with gated delta nets, whose states follow one chain; "
+            "leave out tree and dynamic_tree_max_topk"
+        )
 
 
 def _checks(options: RuntimeConfig, *, has_partial: bool) -> CheckedKinds | None:

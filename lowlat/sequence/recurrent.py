@@ -52,6 +52,11 @@ class RecurrentState(SequenceState):
         return specs
 
     @property
+    def resumes_from_blocks(self) -> bool:
+        """No: a prompt goes on from a snapshot of the states at a chunk's end, see `snapshot_bytes`."""
+        return False
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
         return self.num_bytes // self.max_batch
