@@ -56,10 +56,9 @@ class RecurrentState(SequenceState):
         """No: a prompt goes on from a snapshot of the states at a chunk's end, see `snapshot_bytes`."""
         return False
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot."""
-        return self.num_bytes // self.max_batch
+    def slot_bytes(self) -> dict[str, int]:
+        """Bytes of a slot, pending rows included, and of a snapshot of it."""
+        return {"state_bytes_per_slot": self.num_bytes // self.max_batch, "snapshot_bytes": self.snapshot_bytes}
 
     @property
     def snapshot_bytes(self) -> int:

@@ -234,6 +234,7 @@ def test_the_state_of_a_slot_and_the_plan_of_weights(tmp_path: Path) -> None:
     pending = 4 * 5 * (channels + 2 * 12 + 6 * 20 + 6)
     assert state.snapshot_bytes == 2 * kept and state.num_bytes == 3 * (2 * (kept + pending) + 4)
     assert not state.resumes_from_blocks
+    assert state.slot_bytes() == {"state_bytes_per_slot": 2 * (kept + pending) + 4, "snapshot_bytes": 2 * kept}
     plan, found = weight_plan(target.config), target.weights.loaded()
     assert {name: (tuple(x.shape), x.dtype) for name, x in found.items()} == dict(plan)
     assert found["layers.0.delta_a.weight"].dtype == torch.float32
