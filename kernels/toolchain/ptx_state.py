@@ -25,7 +25,7 @@ __all__ = [
 COLUMNS = 2  # of a lane
 WORDS = 4  # of an access of 16 bytes
 
-# a number into the shared memory of the block with this place in the cluster, at the same address: address, place, number
+# a number into the shared memory of the block with this place in the cluster, at the same address
 store_shared_of_peer = instruction(
     "{ .reg .b32 t; mapa.shared::cluster.u32 t, $0, $1; st.shared::cluster.f32 [t], $2; }", None, (u32, u32, f32)
 )
@@ -87,7 +87,7 @@ def _offsets(pieces: int, stride: int) -> Sequence[int]:
 def tile_sums(rows: int) -> Any:
     """An intrinsic: the products of a tile's columns with two vectors, each summed over the tile's rows in order.
 
-    It takes a tile of `rows` rows and the vectors as words, and gives the columns' sums with the first, then the others.
+    It takes a tile of `rows` rows and the vectors as words; the columns' sums with the first vector come first.
     """
 
     @intrinsic
@@ -112,7 +112,7 @@ def tile_sums(rows: int) -> Any:
 
 
 def update_tile(rows: int) -> Any:
-    """An intrinsic: a tile after a row of the recurrence, every number s of row i and column j fma(k[i], d[j], decay s).
+    """An intrinsic: a tile after a row of the recurrence; its number s of row i, column j is fma(k[i], d[j], decay s).
 
     It takes the tile, k as words, the decay, and d of each column.
     """
