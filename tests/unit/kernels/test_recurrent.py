@@ -39,10 +39,10 @@ class Net:
         poisoned = float("nan")
         self.conv = torch.full((SLOTS, TAPS - 1 + self.width, len(self.kept)), poisoned, dtype=self.dtype)
         self.states = {
-            "state": torch.full((SLOTS, count, KEY_DIM, VALUE_DIM), poisoned),
-            "pending_k": torch.full((SLOTS, self.width, keys, KEY_DIM), poisoned),
-            "pending_d": torch.full((SLOTS, self.width, count, VALUE_DIM), poisoned),
-            "pending_g": torch.full((SLOTS, self.width, count), poisoned),
+            "state": torch.full((SLOTS, count, VALUE_DIM, KEY_DIM), poisoned),
+            "pending_k": torch.full((SLOTS, 2 * self.width, keys, KEY_DIM), poisoned),
+            "pending_d": torch.full((SLOTS, 2 * self.width, count, VALUE_DIM), poisoned),
+            "pending_g": torch.full((SLOTS, 2 * self.width, count), poisoned),
         }
         self.state_lens = torch.full((SLOTS,), -7, dtype=torch.int32)
 
