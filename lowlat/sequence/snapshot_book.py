@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.prefix_index import PrefixIndex
 
-__all__ = ["MAX_KEPT", "OWN_ROW", "PREFILL_STATES", "SnapshotBook"]
+__all__ = ["MAX_KEPT", "NO_SNAPSHOTS", "OWN_ROW", "PREFILL_STATES", "SnapshotBook"]
 
 PREFILL_STATES = "prefill_states"  # the command buffer: the row to begin with, then pairs of a row and when it is kept
 OWN_ROW = -1  # in it: the slot's own row; of a pair: nothing is kept
 MAX_KEPT = 2  # snapshots that one part of a prompt may leave
+NO_SNAPSHOTS = (OWN_ROW, *(OWN_ROW, 0) * MAX_KEPT)  # a part that begins with the slot's own row and leaves none
 
 
 @dataclass(eq=False, slots=True)
