@@ -19,14 +19,14 @@ from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, linear, linear_block
 from lowlat.kernels.reference.row_blocks import sigmoid
 from lowlat.kernels.reference.shapes import check_shape, live_rows
 
-__all__ = ["experts_down", "experts_gate_up", "router"]
+__all__ = ["add_gated", "experts_down", "experts_gate_up", "router"]
 
 FORMS = (("weight",), ("blocks", "scales"))  # plain, or MXFP4
 
 
 @operation("""
     read    x               compute  [M, N]
-    weight  weight          float    [E, N]
+    weight  weight          float    [E, N]    with a shared expert, its row is the last
     weight  bias            float    [E]       absent: none
     read    row_live        uint8    flat [M]  absent: all live
     write   expert_ids      int32    [M, k]    largest logit first, the lowest id among equals; -1 in dead rows
@@ -41,25 +41,32 @@ def router(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     over_all: bool = False,
+    shared: bool = False,
     row_block: int = ROW_BLOCK,
 ) -> None:
     """Choose each row's experts, and their shares by softmax over the chosen (that over all, renormalised to sum to 1).
 
     over_all  shares are those of the softmax over all experts, and sum to less
+    shared    the last of the E experts is every row's last one, with the sigmoid of its logit as its share; a row
+              chooses k - 1 of the others, whose softmax leaves it out
     Logits are float32, never rounded to the compute dtype. Raises ShapeError for shapes that do not fit.
     """
     rows, top_k = expert_ids.shape
-    if top_k > weight.shape[0]:
-        raise ShapeError(f"{top_k} experts a token of {weight.shape[0]} experts")
+    if top_k > weight.shape[0] or top_k <= shared:
+        raise ShapeError(f"{top_k} experts a token of {weight.shape[0]} experts{', one of them shared' * shared}")
     check_shape("expert_weights", expert_weights, x.shape[0], top_k)
+    routed, chosen = weight.shape[0] - shared, top_k - shared
     logits = torch.empty(rows, weight.shape[0], dtype=torch.float32, device=x.device)
     linear(x, weight, bias, out=logits, row_block=row_block)
     for index, alive in enumerate(live_rows(row_live, rows)):
         if alive:
-            order = torch.argsort(logits[index], descending=True, stable=True)[:top_k]
-            expert_ids[index] = order
-            chosen = logits[index][order]
-            expert_weights[index] = torch.softmax(logits[index], 0)[order] if over_all else torch.softmax(chosen, 0)
+            own = logits[index, :routed]
+            order = torch.argsort(own, descending=True, stable=True)[:chosen]
+            expert_ids[index, :chosen] = order
+            expert_weights[index, :chosen] = torch.softmax(own, 0)[order] if over_all else torch.softmax(own[order], 0)
+            if shared:
+                expert_ids[index, chosen] = routed
+                expert_weights[index, chosen] = sigmoid(logits[index, routed:])[0]
         else:
             expert_ids[index] = -1
             expert_weights[index] = 0.0
@@ -218,3 +225,17 @@ def experts_down(
             share = torch.where(expert_ids[:, k] >= 0, expert_weights[:, k], 0.0)
             sums[-1] += share[:, None] * of_part[:, k]
     out.copy_(tree_sum(sums))
+
+
+@operation("""
+    read    routed  float32  [M, N]
+    read    shared  float32  [M, N]
+    read    gate    float32  [M, 1]
+    write   out     float32  [M, N]
+""")
+def add_gated(routed: torch.Tensor, shared: torch.Tensor, gate: torch.Tensor, *, out: torch.Tensor) -> None:
+    """The sum of a row's experts and of a shared FFN times the sigmoid of its gate: routed + sigmoid(gate) * shared.
+
+    The sigmoid, the product and the sum are each rounded by themselves.
+    """
+    out.copy_(routed + sigmoid(gate) * shared)
