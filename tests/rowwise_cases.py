@@ -114,7 +114,7 @@ class Lab:
 
 
 def check_elementwise(lab: Lab, rows: int, width: int) -> None:
-    """identity, cast, add, silu_mul; the first three bit for bit."""
+    """identity, cast, add, silu_mul, add_gated; the first three bit for bit."""
     check_identity(lab, rows * width)
     x, a = torch.randn(rows, width) * 30, (torch.randn(rows, width) * 30).to(BF16)
     found = lab.both("cast", elementwise.cast, {"out": poison(rows, width)}, x=x)
@@ -125,6 +125,9 @@ def check_elementwise(lab: Lab, rows: int, width: int) -> None:
     for count, first in ((8, 20), (40, 0)):
         taken = {"out": poison(rows, count, dtype=torch.float32)}
         lab.both("take_columns", elementwise.take_columns, taken, x=torch.randn(rows, 40), first=first)
+    both = {name: torch.randn(rows, width) * 30 for name in ("routed", "shared")}
+    outs = {"out": poison(rows, width, dtype=torch.float32)}
+    lab.both("add_gated", elementwise.add_gated, outs, gate=torch.randn(rows, 1) * 5, **both)
     gate_up = torch.randn(rows, 2 * width) * 5
     for live in (None, flags(rows)):
         lab.both("silu_mul", elementwise.silu_mul, {"out": poison(rows, width)}, gate_up=gate_up, row_live=live)

@@ -29,7 +29,7 @@ HEAD_SIZES = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 WIDTHS_OF, MAX_WIDTH = 8, 65536
 MAX_VOCABULARY = 262144
-MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH = 256, 8, 6144
+MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH = 512, 10, 6144
 
 
 def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 32) -> str | None:
