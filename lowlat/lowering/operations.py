@@ -232,7 +232,8 @@ def _choose_draft_length(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 _BY_NAME = (
-    *(
+    *(accept, accept_simulated, add, add_gated, apply_commands, assign_drafts, bias_rows, block_rows, cast),
+    choose_drafts,
         accept,
         accept_simulated,
         add,
