@@ -125,12 +125,12 @@ def check_elementwise(lab: Lab, rows: int, width: int) -> None:
     for count, first in ((8, 20), (40, 0)):
         taken = {"out": poison(rows, count, dtype=torch.float32)}
         lab.both("take_columns", elementwise.take_columns, taken, x=torch.randn(rows, 40), first=first)
-    both = {name: torch.randn(rows, width) * 30 for name in ("routed", "shared")}
-    outs = {"out": poison(rows, width, dtype=torch.float32)}
-    lab.both("add_gated", elementwise.add_gated, outs, gate=torch.randn(rows, 1) * 5, **both)
     gate_up = torch.randn(rows, 2 * width) * 5
     for live in (None, flags(rows)):
         lab.both("silu_mul", elementwise.silu_mul, {"out": poison(rows, width)}, gate_up=gate_up, row_live=live)
+        gated = {"a": torch.randn(rows, width) * 30, "b": torch.randn(rows, width), "gate": torch.randn(rows, 1) * 5}
+        outs = {"out": poison(rows, width, dtype=torch.float32)}
+        lab.both("add_gated", elementwise.add_gated, outs, row_live=live, **gated)
 
 
 def check_markov_heads(lab: Lab, wide: int, width: int, rank: int) -> None:

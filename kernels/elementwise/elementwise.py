@@ -85,31 +85,30 @@ def _make_add(wide_a: bool, wide_b: bool) -> Kernel:
 def _make_add_gated(width: int) -> Kernel:
     """Grid (M, chunks of a row of N = width elements / THREADS)."""
 
-    def add_gated(routed: Any, shared: Any, gate: Any, out: Any) -> None:
+    def add_gated(a: Any, b: Any, gate: Any, row_live: Any, out: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         row = int64(cuda.blockIdx.x)
         chunk = uint32(uint32(cuda.blockIdx.y) * uint32(THREADS) + uint32(cuda.threadIdx.x))
         if chunk < uint32(width // CHUNK):
             share, at = sigmoid(ptx.load_global_f32(gate + row * int64(4))), row * int64(4 * width)
-            v, w = chunk_values(routed + at, chunk, True), chunk_values(shared + at, chunk, True)
+            v, w = chunk_values(a + at, chunk, True), chunk_values(b + at, chunk, True)
+            p = ptx.bits_of_float(ptx.add_rn(v[0], ptx.mul_rn(share, w[0])))
+            q = ptx.bits_of_float(ptx.add_rn(v[1], ptx.mul_rn(share, w[1])))
+            r = ptx.bits_of_float(ptx.add_rn(v[2], ptx.mul_rn(share, w[2])))
+            s = ptx.bits_of_float(ptx.add_rn(v[3], ptx.mul_rn(share, w[3])))
+            p4 = ptx.bits_of_float(ptx.add_rn(v[4], ptx.mul_rn(share, w[4])))
+            q4 = ptx.bits_of_float(ptx.add_rn(v[5], ptx.mul_rn(share, w[5])))
+            r4 = ptx.bits_of_float(ptx.add_rn(v[6], ptx.mul_rn(share, w[6])))
+            s4 = ptx.bits_of_float(ptx.add_rn(v[7], ptx.mul_rn(share, w[7])))
+            if not is_live(row_live, row):
+                p, q, r, s = uint32(0), uint32(0), uint32(0), uint32(0)
+                p4, q4, r4, s4 = uint32(0), uint32(0), uint32(0), uint32(0)
             place = out + at + int64(chunk) * int64(4 * CHUNK)
-            ptx.store_global_128(
-                place,
-                ptx.bits_of_float(ptx.add_rn(v[0], ptx.mul_rn(share, w[0]))),
-                ptx.bits_of_float(ptx.add_rn(v[1], ptx.mul_rn(share, w[1]))),
-                ptx.bits_of_float(ptx.add_rn(v[2], ptx.mul_rn(share, w[2]))),
-                ptx.bits_of_float(ptx.add_rn(v[3], ptx.mul_rn(share, w[3]))),
-            )
-            ptx.store_global_128(
-                place + int64(16),
-                ptx.bits_of_float(ptx.add_rn(v[4], ptx.mul_rn(share, w[4]))),
-                ptx.bits_of_float(ptx.add_rn(v[5], ptx.mul_rn(share, w[5]))),
-                ptx.bits_of_float(ptx.add_rn(v[6], ptx.mul_rn(share, w[6]))),
-                ptx.bits_of_float(ptx.add_rn(v[7], ptx.mul_rn(share, w[7]))),
-            )
+            ptx.store_global_128(place, p, q, r, s)
+            ptx.store_global_128(place + int64(16), p4, q4, r4, s4)
 
-    return Kernel(f"add_gated_{width}", add_gated, (types.int64,) * 4, THREADS)
+    return Kernel(f"add_gated_{width}", add_gated, (types.int64,) * 5, THREADS)
 
 
 @cache
@@ -223,23 +222,28 @@ def add(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> list[KernelCa
     return [KernelCall(kernel, (-(-chunks // THREADS), 1, 1), (a, b, out, chunks))]
 
 
-def add_gated(routed: torch.Tensor, shared: torch.Tensor, gate: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
-    """routed + sigmoid(gate) * shared in float32, the sigmoid, the product and the sum each rounded by itself.
+def add_gated(
+    a: torch.Tensor, b: torch.Tensor, gate: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor
+) -> list[KernelCall]:
+    """a + b * sigmoid(gate) in float32, the sigmoid, the product and the sum each rounded by itself.
 
-    routed, shared  [M, N]  float32
-    gate            [M, 1]  float32
-    out             [M, N]  float32  out
+    a, b      [M, N]  float32
+    gate      [M, 1]  float32
+    row_live  [M]     uint8; None: all rows are live
+    out       [M, N]  float32  out: zero in dead rows
     One launch. Raises ShapeError unless the shapes agree and N is a multiple of 8.
     """
     rows, width = out.shape
-    check_shape("routed", routed, rows, width)
-    check_shape("shared", shared, rows, width)
+    check_shape("a", a, rows, width)
+    check_shape("b", b, rows, width)
     check_shape("gate", gate, rows, 1)
-    check_dtype(torch.float32, routed=routed, shared=shared, gate=gate, out=out)
+    check_row_live(row_live, rows)
+    check_dtype(torch.float32, a=a, b=b, gate=gate, out=out)
     if width % CHUNK:
         raise ShapeError(f"out must have a multiple of {CHUNK} columns, got {width}")
     grid = (rows, -(-(width // CHUNK) // THREADS), 1)
-    return [KernelCall(_make_add_gated(width), grid, (routed, shared, gate, out))]
+    live = 0 if row_live is None else row_live
+    return [KernelCall(_make_add_gated(width), grid, (a, b, gate, live, out))]
 
 
 def silu_mul(gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor) -> list[KernelCall]:

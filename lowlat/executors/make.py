@@ -81,8 +81,6 @@ def _uncovered_layer(part: Decoder, layer: LayerSpec) -> tuple[str, str] | None:
         return "attention without an output gate", "has one"
     if attention.rotary_dims not in (None, attention.head_dim):
         return "RoPE over whole heads", f"turns {attention.rotary_dims} of {attention.head_dim} dimensions"
-    if isinstance(ffn, ExpertsSpec) and (ffn.shared or ffn.shared_ffn is not None):
-        return "experts without a shared one", "has a shared expert"
     experts = _uncovered_experts(part, ffn) if isinstance(ffn, ExpertsSpec) else None
     if experts is not None:
         return experts

@@ -26,7 +26,7 @@ def test_extreme_gates(lab: Lab) -> None:
 def test_extreme_gates_of_a_shared_expert(lab: Lab) -> None:
     gate = torch.tensor([[0.0], [-0.0], [-87.0], [-200.0], [88.0], [1e30], [float("inf")], [-torch.inf], [torch.nan]])
     one, outs = torch.ones(9, 8), {"out": poison(9, 8, dtype=torch.float32)}
-    found = lab.launch(add_gated, outs, routed=one * 0, shared=one, gate=gate)["out"].cpu()
+    found = lab.launch(add_gated, outs, a=one * 0, b=one, gate=gate)["out"].cpu()
     torch.testing.assert_close(found, torch.sigmoid(gate).expand(9, 8), rtol=1e-6, atol=1e-37, equal_nan=True)
 
 

@@ -19,7 +19,7 @@ from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, linear, linear_block
 from lowlat.kernels.reference.row_blocks import sigmoid
 from lowlat.kernels.reference.shapes import check_shape, live_rows
 
-__all__ = ["add_gated", "experts_down", "experts_gate_up", "router"]
+__all__ = ["experts_down", "experts_gate_up", "router"]
 
 FORMS = (("weight",), ("blocks", "scales"))  # plain, or MXFP4
 
@@ -225,17 +225,3 @@ def experts_down(
             share = torch.where(expert_ids[:, k] >= 0, expert_weights[:, k], 0.0)
             sums[-1] += share[:, None] * of_part[:, k]
     out.copy_(tree_sum(sums))
-
-
-@operation("""
-    read    routed  float32  [M, N]
-    read    shared  float32  [M, N]
-    read    gate    float32  [M, 1]
-    write   out     float32  [M, N]
-""")
-def add_gated(routed: torch.Tensor, shared: torch.Tensor, gate: torch.Tensor, *, out: torch.Tensor) -> None:
-    """The sum of a row's experts and of a shared FFN times the sigmoid of its gate: routed + sigmoid(gate) * shared.
-
-    The sigmoid, the product and the sum are each rounded by themselves.
-    """
-    out.copy_(routed + sigmoid(gate) * shared)

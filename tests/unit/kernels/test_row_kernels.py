@@ -92,7 +92,7 @@ def test_dtypes_are_checked() -> None:
         elementwise.cast(x, out=wide)
     with pytest.raises(ShapeError, match="gate_up must be"):
         elementwise.silu_mul(tensor(3, 128), out=x)
-    with pytest.raises(ShapeError, match="shared must be"):
+    with pytest.raises(ShapeError, match="b must be"):
         elementwise.add_gated(wide, x, tensor(3, 1, dtype=torch.float32), out=wide)
 
 

@@ -6,7 +6,8 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.elementwise.elementwise import silu_mul
 from lowlat.kernels.reference.gemm.linear import linear
-from lowlat.kernels.reference.moe.experts import add_gated, experts_down, experts_gate_up, router
+from lowlat.kernels.reference.moe.experts import experts_down, experts_gate_up, router
+from lowlat.kernels.reference.recurrent.gates import add_gated
 
 EXPERTS, CHOSEN, HIDDEN, INNER, ROWS = 12, 3, 40, 24, 19
 
