@@ -80,8 +80,8 @@ def settled(options: SpeculativeConfig, directory: Path | None) -> SpeculativeCo
     found = next((each for each in _CLASSES if directory is not None and each.is_in(directory)), None)
     if found is None:
         raise ConfigError(
-            f"method 'auto' finds nothing to draft with: the target's files ({directory}) have no MTP layer, mtp.*, and "
-            "no draft model is given (model)"
+            f"method 'auto' finds nothing to draft with: the target's files ({directory}) have no MTP layer (mtp.*), "
+            "and no draft model is given (model)"
         )
     return replace(options, method=found.method)
 
