@@ -34,7 +34,7 @@ _TREES = (*_STATIC, *_DYNAMIC)
 _VOCABULARY = ("draft_vocab", "draft_vocab_size")
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "eagle3": ("model", "draft_quantize", "capture_layers", "draft_window", "text_drafts", *_VOCABULARY, *_TREES),
-    "mtp": ("draft_quantize", "draft_window", "text_drafts", *_VOCABULARY, *_TREES),
+    "mtp": ("draft_quantize", "capture_layers", "draft_window", "text_drafts", *_VOCABULARY, *_TREES),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob"),
     "peagle": ("model", "draft_quantize", "capture_layers", "draft_window", *_VOCABULARY, *_TREES),

@@ -5,7 +5,7 @@ or in `text_config`. Names begin with `mtp.` whatever wraps the model.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def open_files(directory: Path) -> Checkpoint | None:
 
 
 def has_layer(directory: Path) -> bool:
-    """Whether a target's files have an MTP layer; where there are no weights yet, its config says. Raises ConfigError."""
+    """Whether a target's files have an MTP layer; without weights, what its config says. Raises ConfigError."""
     checkpoint = open_files(directory)
     return bool(_stated(directory)) if checkpoint is None else _is_there(checkpoint.entries)
 
@@ -54,18 +54,24 @@ def _stated(directory: Path) -> int | None:
     return None
 
 
-def parse_mtp(target: ModelConfig, directory: Path, checkpoint: Checkpoint | None) -> MtpConfig:
+def parse_mtp(
+    target: ModelConfig,
+    directory: Path,
+    checkpoint: Checkpoint | None,
+    capture_layers: Sequence[int] | None = None,
+) -> MtpConfig:
     """The geometry of a target's MTP layer; of the weights only headers are read.
 
     checkpoint  the target's; None: there are no weights yet, and config.json alone says that there is a layer
+    capture_layers  see `mtp_config`
     Raises ConfigError where there is none, or several, and for one that is not like the target's layers.
     """
     stated, entries = _stated(directory), {} if checkpoint is None else checkpoint.entries
     if not (_is_there(entries) if checkpoint is not None else stated):
         why = "" if not stated else f", though its config states {stated}: whoever made this checkpoint left it out"
         raise ConfigError(
-            f"{directory}: method 'mtp' drafts with a layer in the target's files, and they have none: tensor {FC!r} is "
-            f"missing{why}; take a draft model (method 'eagle3', 'dflash', ..), or a checkpoint that has it"
+            f"{directory}: method 'mtp' drafts with a layer in the target's files, and they have none: tensor "
+            f"{FC!r} is missing{why}; take a draft model (method 'eagle3', 'dflash', ..), or files that have it"
         )
     found = {int(match[1]) for name in entries if (match := LAYER.match(name))} or {0}
     count = max(len(found), stated or 0)
@@ -73,10 +79,7 @@ def parse_mtp(target: ModelConfig, directory: Path, checkpoint: Checkpoint | Non
         raise ConfigError(
             f"{directory}: {count} MTP layers (mtp.layers, {' or '.join(COUNT_KEYS)}) are not implemented; one is"
         )
-    try:
-        config = mtp_config(target, _ffn(target, directory, entries))
-    except ValueError as error:
-        raise ConfigError(f"{directory}: {error}") from error
+    config = mtp_config(target, _ffn(target, directory, entries), capture_layers)
     return replace(config, quantisation=_as_found(target.quantisation, entries))
 
 

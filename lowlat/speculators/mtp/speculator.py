@@ -39,7 +39,10 @@ class MtpSpeculator(Eagle3Speculator):
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
         """The geometry alone, from the target's config and headers. Raises ConfigError."""
-        config = mtp_config(target) if directory is None else parse_mtp(target, directory, open_files(directory))
+        if directory is None:
+            config = mtp_config(target, capture_layers=options.capture_layers)
+        else:
+            config = parse_mtp(target, directory, open_files(directory), options.capture_layers)
         check_draft_window(config, options.draft_window)
         return cls(config, options.draft_window)
 
@@ -49,7 +52,7 @@ class MtpSpeculator(Eagle3Speculator):
         checkpoint = None if directory is None else open_files(directory)
         if directory is None or checkpoint is None:
             raise ConfigError(f"{directory}: method 'mtp' reads weights of the target's files, and there are none")
-        config = parse_mtp(target, directory, checkpoint)
+        config = parse_mtp(target, directory, checkpoint, options.capture_layers)
         check_draft_window(config, options.draft_window)
         weights = load_mtp(config, checkpoint, TORCH_DTYPES[target.dtype])
         return LoadedSpeculator(cls(config, options.draft_window), weights, directory)
