@@ -221,7 +221,7 @@ def _emit_experts(emitter: Emitter, layer: Layer, experts: ExpertsSpec, normed: 
         **one_more,
     )
     parts = (*FORMATS[experts.weight_format].parts, *biases)
-    activated = emitter.scratch("activated", count, chosen, experts.inner_size)
+    activated = emitter.scratch("experts.activated", count, chosen, experts.inner_size)
     emitter.emit(
         "experts_gate_up",
         {"x": normed, "expert_ids": ids},
