@@ -1,8 +1,8 @@
 """The gated delta rule over a chunk of a prompt: the recurrence of a step's kernel, row after row.
 
 Columns of a state do not depend on each other, so a block takes up to 32 columns of a head and walks the chunk's rows;
-each warp goes its own way within a tile of rows. A launch before has made what rows bring: unit queries and keys, decays
-and betas. Tiles of them are copied to shared memory two ahead, and the next row is loaded while one is reckoned.
+each warp goes its own way within a tile of rows. A launch before makes what rows bring: unit queries, keys, gates.
+Tiles of them are copied to shared memory two ahead, and the next row is loaded while one is reckoned.
 """
 
 from functools import cache
