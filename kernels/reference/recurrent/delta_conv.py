@@ -6,7 +6,7 @@ Source: Gated Delta Networks, arXiv 2412.06464, section 3.4; Qwen3-Next and Qwen
 import torch
 
 from lowlat.graphs.schema import operation
-from lowlat.kernels.reference.recurrent.pending import ring_places, rounded_silu, slot_rows
+from lowlat.kernels.reference.recurrent.pending import prefill_rows, ring_places, rounded_silu, slot_rows
 
 __all__ = ["delta_conv", "prefill_delta_conv"]
 
@@ -35,7 +35,7 @@ def _convolve(inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> 
     read    dense_lens  int32    [B]            the root's position
     read    state_lens  int32    [max_B]
     read    row_live    uint8    flat [M]
-    update  conv_state  compute  [max_B, I, C]  a ring: position p's input is at p mod I
+    update  conv_state  compute  [R, I, C]      a ring: position p's input is at p mod I
     write   out         compute  [M, C]         dead rows zero
 """)
 def delta_conv(
@@ -70,7 +70,8 @@ def delta_conv(
     weight  weight      float    [C, taps]
     read    slot        int32    [1]
     read    chunk       int32    [2]            start, live rows
-    update  conv_state  compute  [max_B, I, C]  the last taps - 1 inputs are written
+    read    snapshots   int32    [1, W]         see `pending`; absent: there are none
+    update  conv_state  compute  [R, I, C]      the last taps - 1 inputs are written
     write   out         compute  [c, C]         dead rows zero
 """)
 def prefill_delta_conv(
@@ -78,15 +79,20 @@ def prefill_delta_conv(
     weight: torch.Tensor,
     slot: torch.Tensor,
     chunk: torch.Tensor,
+    snapshots: torch.Tensor | None = None,
     *,
     conv_state: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     """`delta_conv` of a chunk of one slot, which leaves no pending rows. Inputs before position 0 are zero."""
     (start, count), kept = chunk.tolist(), weight.shape[1] - 1
+    begin, left = prefill_rows(slot, chunk, snapshots)
     fresh = x[:count, : weight.shape[0]].to(conv_state.dtype)
-    inputs = torch.cat((_inputs(conv_state, int(slot), start, kept), fresh))
+    inputs = torch.cat((_inputs(conv_state, begin, start, kept), fresh))
     out.zero_()
     _convolve(inputs, weight, out[:count])
-    last = min(count, kept)
-    conv_state[int(slot), ring_places(start + count - last, last, conv_state.shape[1])] = fresh[count - last :]
+    for row, after in left:
+        last = min(start + after, kept)
+        conv_state[row, ring_places(start + after - last, last, conv_state.shape[1])] = inputs[
+            after + kept - last : after + kept
+        ]

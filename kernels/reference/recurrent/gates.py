@@ -38,7 +38,7 @@ def delta_norm(
     both = torch.cat((x.float(), gates[:, gates.shape[1] - width :]), 1)
 
     def gated(row: torch.Tensor) -> torch.Tensor:
-        heads, z = row.view(2, -1, dim)
+        heads, z = row.view(2, -1, dim).unbind()
         mean = sum_by_halves(heads * heads, 1) / dim
         normed = (heads * without_tail(torch.rsqrt, mean + eps)[:, None]).to(out.dtype).float()
         weighted = (normed * weight.float()).to(out.dtype).float()
@@ -61,7 +61,8 @@ def output_gate(
 
     def gated(row: torch.Tensor) -> torch.Tensor:
         value, chosen = row.chunk(2)
-        return value * sigmoid(chosen.contiguous()).to(out.dtype).float()
+        share = sigmoid(chosen.contiguous()).to(out.dtype)
+        return value * share.float()
 
     map_rows(gated, both, _live(x, row_live), out)
 

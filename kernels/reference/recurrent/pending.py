@@ -10,7 +10,9 @@ reads, and rewinding moves nothing. A ring of pending rows has two places for ea
 
 The live rows of a slot are a prefix of its T rows: a chain. After the last layer `advance_states` sets the lengths.
 A chunk of prefill has no pending rows: it begins with zero at position 0, else with the slot's states, and leaves its
-end's.
+end's. The states have R rows: one a slot, then snapshots. A chunk is told by `snapshots` which row it begins with, -1
+for the slot's own, and which rows it leaves besides: pairs of a row, -1 for none, and the number of its positions after
+which that state is taken.
 """
 
 from collections.abc import Iterator
@@ -22,7 +24,15 @@ from lowlat.errors import DeviceError
 from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.row_blocks import sigmoid
 
-__all__ = ["SlotRows", "advance_states", "prefill_advance_states", "ring_places", "rounded_silu", "slot_rows"]
+__all__ = [
+    "SlotRows",
+    "advance_states",
+    "prefill_advance_states",
+    "prefill_rows",
+    "ring_places",
+    "rounded_silu",
+    "slot_rows",
+]
 
 
 class SlotRows(NamedTuple):
@@ -65,6 +75,18 @@ def slot_rows(
             )
         first = index * lives.shape[1]
         yield SlotRows(slot, range(first, first + count), dense, pending)
+
+
+def prefill_rows(
+    slot: torch.Tensor, chunk: torch.Tensor, snapshots: torch.Tensor | None
+) -> tuple[int, list[tuple[int, int]]]:
+    """The row of the states that a chunk begins with; the rows that it leaves, each with how many rows it follows."""
+    own, count = int(slot), int(chunk[1])
+    if snapshots is None:
+        return own, [(own, count)]
+    begin, *pairs = snapshots.reshape(-1).tolist()
+    kept = [(row, after) for row, after in zip(pairs[::2], pairs[1::2], strict=True) if row >= 0]
+    return own if begin < 0 else begin, [*kept, (own, count)]
 
 
 def rounded_silu(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
