@@ -8,9 +8,9 @@ import math
 from typing import Any
 
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32
-from lowlat.kernels.toolchain.ptx import add_rn, exp2_approx_ftz, mul_rn, rcp_approx_ftz
+from lowlat.kernels.toolchain.ptx import add_rn, div_rn, exp2_approx, exp2_approx_ftz, mul_rn, rcp_approx_ftz
 
-__all__ = ["clamped_swiglu", "logistic", "silu_times"]
+__all__ = ["clamped_swiglu", "logistic", "sigmoid", "silu_times"]
 
 MINUS_LOG2_E = -1 / math.log(2)
 
@@ -19,6 +19,12 @@ MINUS_LOG2_E = -1 / math.log(2)
 def logistic(value: Any) -> Any:
     """1 / (1 + exp(-value)): zero below -87."""
     return rcp_approx_ftz(add_rn(float32(1.0), exp2_approx_ftz(mul_rn(value, float32(MINUS_LOG2_E)))))
+
+
+@device_function
+def sigmoid(value: Any) -> Any:
+    """1 / (1 + exp(-value)) where it stays float32: the quotient is rounded once; zero below -88."""
+    return div_rn(float32(1.0), add_rn(float32(1.0), exp2_approx(mul_rn(value, float32(MINUS_LOG2_E)))))
 
 
 @device_function
