@@ -5,12 +5,12 @@ each warp goes its own way within a tile of rows. A launch before makes what row
 Tiles of them are copied to shared memory two ahead, and the next row is loaded while one is reckoned.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import divide, int_at
 from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.elementwise.norm import check_dtype
@@ -30,7 +30,7 @@ from lowlat.kernels.toolchain import ptx, ptx_state
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace, WorkspaceShape
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["examples", "prefill_delta_rule", "workspaces"]
+__all__ = ["examples", "heads_of", "prefill_delta_rule", "row_workspaces"]
 
 TILE_BYTES = 16 << 10  # of queries and keys, at most
 STAGES = 3
@@ -291,7 +291,13 @@ def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
     return Kernel(name, prefill_gated_delta, (types.int64,) * 9, threads, shared_bytes=shared, settles=True)
 
 
-def workspaces(heads: HeadSizes, rows: int) -> tuple[WorkspaceShape, WorkspaceShape]:
+def heads_of(state: Sequence[int], channels: int) -> HeadSizes:
+    """The sizes of heads, of the shape of their states [R, Hv, Dv, Dk] and the columns of queries, keys and values."""
+    _, value_heads, value_dim, key_dim = state
+    return HeadSizes(max(channels - value_heads * value_dim, 0) // (2 * key_dim), value_heads, key_dim, value_dim)
+
+
+def row_workspaces(heads: HeadSizes, rows: int) -> tuple[WorkspaceShape, WorkspaceShape]:
     """What rows bring: unit queries and keys [Hk, c, 2, Dk], and gates [Hv, c, 4]."""
     return (
         ("delta.vectors", (heads.key_heads, rows, 2, heads.key_dim), torch.float32),
@@ -317,9 +323,8 @@ def prefill_delta_rule(
     Two launches. Time: some 200 cycles a row, whatever the number of heads, as long as a head's blocks find an SM.
     Captured: yes. Raises ShapeError for shapes or dtypes that do not fit.
     """
-    (slots, value_heads, value_dim, key_dim), rows = state.shape, mixed.shape[0]
-    keys = mixed.shape[1] - value_heads * value_dim
-    heads = HeadSizes(max(keys, 0) // (2 * key_dim), value_heads, key_dim, value_dim)
+    rows, heads = mixed.shape[0], heads_of(state.shape, mixed.shape[1])
+    value_heads, value_dim = heads.value_heads, heads.value_dim
     check_heads(heads)
     check_shape("mixed", mixed, rows, heads.channels)
     check_shape("ba", ba, rows, 2 * value_heads)
@@ -330,9 +335,7 @@ def prefill_delta_rule(
     check_shape("out", out, rows, value_heads * value_dim)
     check_dtype(torch.bfloat16, mixed=mixed, out=out)
     check_dtype(torch.float32, ba=ba, a_log=a_log, dt_bias=dt_bias, state=state)
-    if slots < 1:
-        raise ShapeError("state has no slots")
-    vectors, gates = (workspace(*each) for each in workspaces(heads, rows))
+    vectors, gates = (workspace(*each) for each in row_workspaces(heads, rows))
     grid = (rows, -(-heads.key_heads // WARPS), 1)
     return [
         KernelCall(_make_rows(heads), grid, (mixed, ba, a_log, dt_bias, chunk, vectors, gates, rows)),
