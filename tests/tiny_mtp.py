@@ -28,8 +28,9 @@ def add_mtp(
     prefix = last.partition("self_attn.")[0]
     generator = torch.Generator().manual_seed(seed)
     like = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
-    split = _split(like, by_expert)
-    made = {f"mtp.layers.0.{name}": _random(name, tensor, generator) for name, tensor in split.items()}
+    made = {
+        f"mtp.layers.0.{name}": _random(name, tensor, generator) for name, tensor in _split(like, by_expert).items()
+    }
     embedding = next(tensor for name, tensor in stored.items() if name.endswith("embed_tokens.weight"))
     width = embedding.shape[1]
     norm = next(tensor for name, tensor in stored.items() if name.endswith("model.norm.weight"))
