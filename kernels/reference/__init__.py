@@ -11,6 +11,7 @@ from lowlat.kernels.reference.collectives import ranks
 from lowlat.kernels.reference.elementwise import elementwise, rope
 from lowlat.kernels.reference.gemm import linear
 from lowlat.kernels.reference.moe import experts
+from lowlat.kernels.reference.recurrent import delta_conv, delta_rule, gates, pending
 from lowlat.kernels.reference.sampling import logprobs, prompt_logprobs, sample
 from lowlat.kernels.reference.speculation import (
     accept,
@@ -36,6 +37,8 @@ OPERATIONS = operations_of(
     accept,
     attention,
     checks,
+    delta_conv,
+    delta_rule,
     draft_block,
     draft_rows,
     choose_drafts,
@@ -43,6 +46,7 @@ OPERATIONS = operations_of(
     draft_topk,
     elementwise,
     experts,
+    gates,
     grow,
     hand_over,
     kv,
@@ -51,6 +55,7 @@ OPERATIONS = operations_of(
     markov,
     ngram_draft,
     partial,
+    pending,
     prompt_logprobs,
     publish,
     ranks,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["map_rows", "sigmoid", "tanh"]
+__all__ = ["map_rows", "sigmoid", "tanh", "without_tail"]
 
 VECTOR = 32  # numbers that a vectorised loop takes at once, at most
 
@@ -42,15 +42,16 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
     The tail of a vectorised loop takes another sigmoid than its body: here there is none.
     """
-    return _without_tail(torch.sigmoid, x)
+    return without_tail(torch.sigmoid, x)
 
 
 def tanh(x: torch.Tensor) -> torch.Tensor:
     """The hyperbolic tangent of rows [..., N], as `sigmoid`."""
-    return _without_tail(torch.tanh, x)
+    return without_tail(torch.tanh, x)
 
 
-def _without_tail(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def without_tail(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """An elementwise function of rows [..., N], a number's bits the same at any place and in any N."""
     width = x.shape[-1]
     tail = -width % VECTOR
     return function(torch.nn.functional.pad(x, (0, tail)))[..., :width] if tail else function(x)

@@ -16,7 +16,7 @@ from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
-from lowlat.models.layer_spec import DenseSpec, ExpertsSpec, LayerSpec
+from lowlat.models.layer_spec import DeltaSpec, DenseSpec, ExpertsSpec, LayerSpec
 from lowlat.models.shard import PARTS, STEP
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig
@@ -75,6 +75,14 @@ def _uncovered_part(part: Decoder) -> tuple[str, str] | None:
 def _uncovered_layer(part: Decoder, layer: LayerSpec) -> tuple[str, str] | None:
     """The first requirement of the kernels that a layer misses."""
     attention, ffn = layer.mixer, layer.ffn
+    if isinstance(attention, DeltaSpec):
+        return "layers with attention", "has gated delta nets"
+    if attention.gated:
+        return "attention without an output gate", "has one"
+    if attention.rotary_dims not in (None, attention.head_dim):
+        return "RoPE over whole heads", f"turns {attention.rotary_dims} of {attention.head_dim} dimensions"
+    if isinstance(ffn, ExpertsSpec) and (ffn.shared or ffn.shared_ffn is not None):
+        return "experts without a shared one", "has a shared expert"
     experts = _uncovered_experts(part, ffn) if isinstance(ffn, ExpertsSpec) else None
     if experts is not None:
         return experts

@@ -4,12 +4,15 @@ from dataclasses import replace
 
 from lowlat.graphs.program import ProgramBuilder, Stage
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.layer_spec import DeltaSpec
 from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows
 from lowlat.models.walk import (
     Layer,
     Tables,
     emit_attended,
+    emit_delta,
     emit_ffn,
+    emit_gated,
     emit_heads,
     emit_output,
     emit_projection,
@@ -28,34 +31,43 @@ def emit_decoder(
     tokens: str,
     tables: Tables,
     stage: Stage,
-    num_layers: int | None = None,
     last: str = "",
 ) -> list[str]:
     """Append the layers' operations; return the residual stream at boundaries 0 to L, as buffer names.
 
-    tokens  [M] int32; tables: cos and sin of each of the layers' rotations, [C, D / 2] float32. The KV cache must be
-    declared. `num_layers` stops early, where nobody needs the rest. `last` is a buffer for the last boundary; "": one
-    of the rows' own.
+    tokens  [M] int32; tables: cos and sin of each of the layers' rotations, [C, D / 2] float32. The KV cache and
+    recurrent states must be declared; the latter's lengths are set after the last layer. `last` is a buffer for the
+    last boundary; "": one of the rows' own.
     """
     emitter = Emitter(builder, rows, TORCH_DTYPES[config.dtype], stage)
     scale = config.embedding_scale
     boundaries = [emitter.embed(tokens, "embed.weight", config.hidden_size, "residual.0", scale=scale)]
-    for number in range(config.num_layers if num_layers is None else num_layers):
+    for number in range(config.num_layers):
         layer = layer_of(config, number, f"layers.{number}", (f"k_cache.{number}", f"v_cache.{number}"))
         normed = emitter.norm(boundaries[-1], f"{layer.name}.attn_norm.weight", layer.eps, "normed")
-        attended = emit_output(emitter, layer, _emit_attention(emitter, layer, number, normed, tables))
-        attended = emit_sandwich(emitter, layer, attended, "post_attn")
-        middle = emitter.add(boundaries[-1], attended, "residual.middle")
+        mixed = emit_sandwich(emitter, layer, _emit_mixer(emitter, layer, number, normed, tables), "post_attn")
+        middle = emitter.add(boundaries[-1], mixed, "residual.middle")
         normed = emitter.norm(middle, f"{layer.name}.ffn_norm.weight", layer.eps, "normed")
         output = emit_sandwich(emitter, layer, emit_ffn(emitter, layer, normed), "post_ffn")
         out = last if number + 1 == config.num_layers else ""
         boundaries.append(emitter.add(middle, output, f"residual.{number + 1}", out))
+    if config.deltas:
+        form = "prefill_" if rows.chunk else ""
+        emitter.emit(f"{form}advance_states", dict(rows.recurrent), {"state_lens": "state_lens"})
     return boundaries
+
+
+def _emit_mixer(emitter: Emitter, layer: Layer, number: int, normed: str, tables: Tables) -> str:
+    """What a layer's mixer gives for normed rows [M, N], its output projection included: [M, N] float32."""
+    if isinstance(layer.spec.mixer, DeltaSpec):
+        return emit_delta(emitter, layer, layer.spec.mixer, number, normed)
+    attended = _emit_attention(emitter, layer, number, normed, tables)
+    return emit_output(emitter, layer, emit_gated(emitter, layer, normed, attended))
 
 
 def _emit_attention(emitter: Emitter, layer: Layer, number: int, normed: str, tables: Tables) -> str:
     """Attention of these rows, [M, H * D]: over all of the cache, or over their slots' lists of blocks."""
-    attention = layer.spec.mixer
+    attention = layer.attention
     product = emit_projection(emitter, layer, normed, "qkv", "qkv")
     query = emit_heads(emitter, layer, product, "qkv", tables)["q"]
     partial = emitter.rows.partial if attention.window is None else None

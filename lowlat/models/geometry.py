@@ -12,7 +12,7 @@ from lowlat.checkpoint.formats import Quantisation
 from lowlat.checkpoint.kv_scales import LayerScales
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.errors import ConfigError
-from lowlat.models.layer_spec import FFN, AttentionSpec, ExpertsSpec, LayerSpec, Rotation
+from lowlat.models.layer_spec import FFN, AttentionSpec, DeltaSpec, ExpertsSpec, LayerSpec, Rotation
 from lowlat.models.shard import Shard
 
 __all__ = ["CodedKV", "Decoder", "DraftConfig", "ModelConfig"]
@@ -60,7 +60,14 @@ class Decoder:
     @property
     def attentions(self) -> Mapping[int, AttentionSpec]:
         """The layers whose mixer is attention, by number: those that keep keys and values."""
-        return {number: layer.mixer for number, layer in enumerate(self.layers)}
+        found = ((number, layer.mixer) for number, layer in enumerate(self.layers))
+        return {number: mixer for number, mixer in found if isinstance(mixer, AttentionSpec)}
+
+    @property
+    def deltas(self) -> Mapping[int, DeltaSpec]:
+        """The layers whose mixer is a gated delta net, by number: those that keep a recurrent state."""
+        found = ((number, layer.mixer) for number, layer in enumerate(self.layers))
+        return {number: mixer for number, mixer in found if isinstance(mixer, DeltaSpec)}
 
     @property
     def windows(self) -> tuple[int | None, ...]:

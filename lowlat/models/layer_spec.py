@@ -15,6 +15,7 @@ __all__ = [
     "Activation",
     "AttentionSpec",
     "AttentionWidths",
+    "DeltaSpec",
     "DenseSpec",
     "ExpertsSpec",
     "LayerSpec",
@@ -77,7 +78,9 @@ class AttentionWidths:
 class AttentionSpec(AttentionWidths):
     """Softmax attention over a KV cache.
 
-    rope      of queries and keys, over whole heads
+    rope      of queries and keys
+    rotary_dims  dimensions of a head that turn, its first; None: all
+    gated     whether what it gives is multiplied by sigmoids of a projection of its own, before the output projection
     qk_norm   whether the query and key heads are normed, each by head, before RoPE
     sinks     whether each head has one more score, of no value
     window    positions that a row sees, its own included; None: all before it
@@ -96,6 +99,8 @@ class AttentionSpec(AttentionWidths):
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
+    rotary_dims: int | None = None
+    gated: bool = False
 
     @property
     def score_scale(self) -> float:
@@ -105,7 +110,34 @@ class AttentionSpec(AttentionWidths):
     @property
     def rotation(self) -> Rotation:
         """The facts that fix its RoPE tables."""
-        return Rotation(self.rope, self.head_dim)
+        return Rotation(self.rope, self.head_dim if self.rotary_dims is None else self.rotary_dims)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSpec:
+    """A gated delta net: a convolution over a few last inputs, then a state that decays and is corrected by each row.
+
+    num_key_heads    of queries and of keys
+    num_value_heads  of values, of states and of gates; consecutive ones share a key head
+    key_dim, value_dim  of their heads
+    conv_size        inputs that the convolution sees, the row's own included
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int = 4
+
+    @property
+    def value_size(self) -> int:
+        """Width of the values, of the gates and of the output."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: those of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.value_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +162,9 @@ class ExpertsSpec:
     weight_format  of the experts' matrices: a name in the table of `lowlat.kernels.formats`
     biased         whether router and experts have biases
     shares_of_all  whether an expert's share is of the softmax over all experts; else over those chosen
+    shared         whether there is one more expert, numbered after the others, that every token takes with the share
+                   sigmoid of its own row of the router
+    shared_ffn     the same as an FFN of its own, where its size or format is another; None: there is none
     """
 
     inner_size: int
@@ -140,9 +175,21 @@ class ExpertsSpec:
     weight_format: str = "bf16"
     biased: bool = False
     shares_of_all: bool = False
+    shared: bool = False
+    shared_ffn: DenseSpec | None = None
+
+    @property
+    def num_matrices(self) -> int:
+        """Experts whose matrices lie together, the shared one among them."""
+        return self.num_experts + self.shared
+
+    @property
+    def num_taken(self) -> int:
+        """Experts that a token takes of these."""
+        return self.num_experts_per_token + self.shared
 
 
-Mixer: TypeAlias = AttentionSpec
+Mixer: TypeAlias = AttentionSpec | DeltaSpec
 FFN: TypeAlias = DenseSpec | ExpertsSpec
 
 

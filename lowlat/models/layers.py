@@ -3,7 +3,7 @@
 GEMMs give float32; an operation that reads one rounds it once, to the dtype of the buffer it writes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class Rows:
                of rows whose keys and values are in the cache. Layers of a window may have another block_table
     chunk      positions of a chunk of prefill, of which there may be several; None: no prefill
     partial    SpecPV's sizes, where a step's rows may attend to a part of the cache; None: they attend to all of it
+    recurrent  buffers of the rows of operations over recurrent states: slots, dense_lens, row_live; or slot and chunk,
+               for prefill
     refresh    the rows are a refresh's, which choose the blocks of their slot's lists
     """
 
@@ -54,6 +56,7 @@ class Rows:
     chunk: int | None = None
     partial: PartialKV | None = None
     refresh: bool = False
+    recurrent: dict[str, str] = field(default_factory=dict)
 
     @property
     def chooses(self) -> bool:

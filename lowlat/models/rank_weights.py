@@ -19,10 +19,20 @@ __all__ = ["RankCuts", "cut_stream", "rank_weights"]
 
 LAYER = re.compile(
     r"(?P<draft>head\.)?(layers\.(?P<number>\d+)\.)?"
-    r"(?P<layer>qkv|q|kv|context\.kv|o|gate_up|down|experts\.gate_up|experts\.down|lm_head|sinks)(\.(?P<part>\w+))?"
+    r"(?P<layer>qkv|q|kv|context\.kv|o|gate|gate_up|down|(experts|shared)\.(gate_up|down)|lm_head|sinks"
+    r"|delta_(in|ba|conv|a|dt|out))(\.(?P<part>\w+))?"
 )
 LM_HEAD = "lm_head."
-PROJECTIONS = ("qkv", "q", "kv")
+PROJECTIONS = {  # letters of the heads whose rows a weight has, in order; z, b and a: as values' of a delta net
+    **{letters: letters for letters in ("qkv", "q", "kv")},
+    "gate": "q",
+    "delta_in": "qkvz",
+    "delta_conv": "qkv",
+    "delta_ba": "ba",
+    "delta_a": "a",
+    "delta_dt": "a",
+}
+OUTPUTS = ("o", "delta_out")  # projections that read heads
 CONTEXT = "context.kv"  # keys' and values' projections of a draft model's layers, one layer's after the other's
 BLOCKS = "blocks"  # MXFP4's, whose numbers take two dimensions
 Span = tuple[int, int]
@@ -57,16 +67,20 @@ class RankCuts:
         if layer == "sinks":
             return _rows(tensor, [own.heads], 0)
         if layer in PROJECTIONS:
-            return _rows(tensor, _head_rows([(own, letter) for letter in layer]), 0)
+            rows = _delta_rows if layer.startswith("delta") else _head_rows
+            return _rows(tensor, rows([(own, letter) for letter in PROJECTIONS[layer]]), 0)
+        is_shared = layer.startswith("shared.")
         if layer.endswith("gate_up"):
-            (start, stop), whole = own.inner, own.inner_size
+            (start, stop), whole = (own.shared_inner, own.shared_size) if is_shared else (own.inner, own.inner_size)
             return _rows(tensor, [(start, stop), (whole + start, whole + stop)], int(layer.startswith("experts.")))
         if part == "bias":
             return None if shard.rank else tensor
         size = own.head_dim
-        is_output = layer == "o"
-        span = (own.heads[0] * size, own.heads[1] * size) if is_output else own.inner
-        depth = own.num_heads * size if is_output else own.inner_size
+        span, depth = own.inner, own.inner_size
+        if layer in OUTPUTS:
+            span, depth = (own.heads[0] * size, own.heads[1] * size), own.num_heads * size
+        elif is_shared:
+            span, depth = own.shared_inner, own.shared_size
         return _columns(name, tensor, span, depth, 2 if part == BLOCKS else 1)
 
 
@@ -77,6 +91,18 @@ def _head_rows(made: Iterable[tuple[LayerShard, str]]) -> list[Span]:
         start, stop = own.heads if letter == "q" else own.kv_heads
         spans.append((first + start * own.head_dim, first + stop * own.head_dim))
         first += (own.num_heads if letter == "q" else own.num_kv_heads) * own.head_dim
+    return spans
+
+
+def _delta_rows(made: Iterable[tuple[LayerShard, str]]) -> list[Span]:
+    """The same of a delta net: queries and keys by key heads, values and gates z by value heads, b and a one a head."""
+    spans, first = [], 0
+    for own, letter in made:
+        is_key = letter in "qk"
+        start, stop = own.kv_heads if is_key else own.heads
+        size = own.key_dim if is_key else own.head_dim if letter in "vz" else 1
+        spans.append((first + start * size, first + stop * size))
+        first += (own.num_kv_heads if is_key else own.num_heads) * size
     return spans
 
 

@@ -1,7 +1,8 @@
 """The part of a target that one of several ranks runs: its geometry, and which pieces of weights it has.
 
-Attention is cut by heads, FFNs and experts by their inner width, the LM head by the vocabulary. Embedding, norms and
-routers are whole on every rank. A draft model is cut alike, or whole on every rank. It reads no weight.
+Attention is cut by heads, delta nets by value heads, FFNs and experts by their inner width, the LM head by the
+vocabulary. Embedding, norms and routers are whole on every rank. A draft model is cut alike, or whole on every rank.
+It reads no weight.
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import FORMATS, MatrixFormat
 from lowlat.kernels.reference.collectives.cuts import bounds
-from lowlat.models.layer_spec import ExpertsSpec, LayerSpec
+from lowlat.models.layer_spec import DeltaSpec, ExpertsSpec, LayerSpec, Mixer
 
 if TYPE_CHECKING:
     from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
@@ -67,7 +68,10 @@ class LayerShard(Place):
     unit         columns of the inner width that stay together: a format's block, at least; with `invariant` whole
                  steps of the kernels, if it has some for each part
     output_unit  the same of the output projection's inputs, which are cut by heads
-    num_heads, num_kv_heads, head_dim, inner_size  of the whole layer
+    num_heads, num_kv_heads, head_dim, inner_size  of the whole layer; of a delta net value heads, key heads, and the
+                 size of a value head
+    key_dim      the size of a delta net's key heads; of attention 0: it is head_dim
+    shared_size  the inner width of a shared expert that is an FFN of its own; 0: there is none
     """
 
     unit: int
@@ -76,6 +80,8 @@ class LayerShard(Place):
     num_kv_heads: int
     head_dim: int
     inner_size: int
+    key_dim: int = 0
+    shared_size: int = 0
 
     @property
     def group(self) -> int:
@@ -98,6 +104,11 @@ class LayerShard(Place):
         """Its columns of the FFN's, or of each expert's, inner width."""
         return span(self.inner_size, self.size, self.rank, self.unit)
 
+    @property
+    def shared_inner(self) -> tuple[int, int]:
+        """Its columns of the inner width of a shared expert that is an FFN of its own."""
+        return span(self.shared_size, self.size, self.rank, self.unit)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shard(Place):
@@ -119,6 +130,18 @@ def span(total: int, size: int, rank: int, unit: int = 1) -> tuple[int, int]:
     """The part of an extent that a rank has, see `bounds`."""
     ends = bounds(total, size, unit)
     return ends[rank], ends[rank + 1]
+
+
+def _heads(mixer: Mixer) -> tuple[int, int, int]:
+    """Heads that are shared out, heads that several of them read, and the size of the former."""
+    if isinstance(mixer, DeltaSpec):
+        return mixer.num_value_heads, mixer.num_key_heads, mixer.value_dim
+    return mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+
+
+def _shared_size(layer: LayerSpec) -> int:
+    shared = layer.ffn.shared_ffn if isinstance(layer.ffn, ExpertsSpec) else None
+    return 0 if shared is None else shared.inner_size
 
 
 def head_unit(num_heads: int, num_kv_heads: int) -> int:
@@ -170,29 +193,41 @@ def _part(config: Config, rank: int, size: int, invariant: bool) -> Config:
 
 def _layer_shard(config: "Decoder", layer: LayerSpec, place: dict[str, Any]) -> LayerShard:
     unit, output_unit = _units(config, layer, place["invariant"])
+    num_heads, num_kv_heads, head_dim = _heads(layer.mixer)
     return LayerShard(
         **place,
         unit=unit,
         output_unit=output_unit,
-        num_heads=layer.mixer.num_heads,
-        num_kv_heads=layer.mixer.num_kv_heads,
-        head_dim=layer.mixer.head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         inner_size=layer.ffn.inner_size,
+        key_dim=layer.mixer.key_dim if isinstance(layer.mixer, DeltaSpec) else 0,
+        shared_size=_shared_size(layer),
     )
 
 
 def _layer_part(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
     """A layer with the heads and the inner width of a rank."""
-    heads, kv_heads, inner = shard.heads, shard.kv_heads, shard.inner
-    mixer = replace(layer.mixer, num_heads=heads[1] - heads[0], num_kv_heads=kv_heads[1] - kv_heads[0])
-    return replace(layer, mixer=mixer, ffn=replace(layer.ffn, inner_size=inner[1] - inner[0]))
+    counts = [stop - start for start, stop in (shard.heads, shard.kv_heads)]
+    mixer: Mixer
+    if isinstance(layer.mixer, DeltaSpec):
+        mixer = replace(layer.mixer, num_value_heads=counts[0], num_key_heads=counts[1])
+    else:
+        mixer = replace(layer.mixer, num_heads=counts[0], num_kv_heads=counts[1])
+    start, stop = shard.inner
+    ffn = replace(layer.ffn, inner_size=stop - start)
+    if isinstance(ffn, ExpertsSpec) and ffn.shared_ffn is not None:
+        start, stop = shard.shared_inner
+        ffn = replace(ffn, shared_ffn=replace(ffn.shared_ffn, inner_size=stop - start))
+    return replace(layer, mixer=mixer, ffn=ffn)
 
 
 def _coded_part(part: "ModelConfig") -> "ModelConfig":
     """A rank's part with the scales of its own key-value heads, where the cache holds codes."""
     if part.coded_kv is None or part.shard is None:
         return part
-    spans = [shard.kv_heads for shard in part.shard.layers]
+    spans = [part.shard.layers[number].kv_heads for number in part.attentions]
     scales = tuple(
         (keys[first:last], values[first:last])
         for (keys, values), (first, last) in zip(part.coded_kv.scales, spans, strict=True)
@@ -213,21 +248,21 @@ def _check(config: "Decoder", size: int, owner: str, vocab_size: int, invariant:
 
 def _layer_problem(config: "Decoder", layer: LayerSpec, size: int, invariant: bool) -> str | None:
     """Why a layer cannot be cut; None where it can."""
-    heads, kv_heads, (unit, output_unit) = (
-        layer.mixer.num_heads,
-        layer.mixer.num_kv_heads,
-        _units(config, layer, invariant),
-    )
+    (heads, kv_heads, head_dim), (unit, output_unit) = _heads(layer.mixer), _units(config, layer, invariant)
     most = heads // head_unit(heads, kv_heads)
-    least = heads // size * layer.mixer.head_dim if most == PARTS else output_unit
+    least = heads // size * head_dim if most == PARTS else output_unit
     together = math.lcm(WIDTH, _dense_block(config))
     inner = layer.ffn.inner_size
     if size > most:
-        return f"is more than {most}, the parts of num_attention_heads {heads} with num_key_value_heads {kv_heads}"
+        names = ("num_attention_heads", "num_key_value_heads")
+        if isinstance(layer.mixer, DeltaSpec):
+            names = ("linear_num_value_heads", "linear_num_key_heads")
+        return f"is more than {most}, the parts of {names[0]} {heads} with {names[1]} {kv_heads}"
     if least % together:
         return f"cuts inputs of output projections at multiples of {least}, and {together} are held together"
-    if inner % unit or inner < size * unit:
-        return f"cuts intermediate_size {inner} into parts of multiples of {unit}, which it has not"
+    for width in (inner, *([_shared_size(layer)] if _shared_size(layer) else [])):
+        if width % unit or width < size * unit:
+            return f"cuts intermediate_size {width} into parts of multiples of {unit}, which it has not"
     return None
 
 
@@ -238,10 +273,13 @@ def _units(config: "Decoder", layer: LayerSpec, invariant: bool) -> tuple[int, i
     The latter are a multiple of what formats hold together where so many ranks are allowed, see `_check`.
     """
     experts = FORMATS[layer.ffn.weight_format].block if isinstance(layer.ffn, ExpertsSpec) else 1
-    output = layer.mixer.head_dim * head_unit(layer.mixer.num_heads, layer.mixer.num_kv_heads)
+    num_heads, num_kv_heads, head_dim = _heads(layer.mixer)
+    output = head_dim * head_unit(num_heads, num_kv_heads)
     unit = math.lcm(WIDTH, experts, _dense_block(config))
-    whole, inner = math.lcm(unit, STEP), layer.ffn.inner_size
-    return whole if invariant and inner % whole == 0 and inner >= PARTS * whole else unit, output
+    whole = math.lcm(unit, STEP)
+    widths = (layer.ffn.inner_size, _shared_size(layer) or layer.ffn.inner_size)
+    has_steps = all(width % whole == 0 and width >= PARTS * whole for width in widths)
+    return whole if invariant and has_steps else unit, output
 
 
 def _dense_block(config: "Decoder") -> int:

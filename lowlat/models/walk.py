@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from lowlat.errors import ConfigError
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import Decoder
-from lowlat.models.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, Rotation
+from lowlat.models.layer_spec import AttentionSpec, DeltaSpec, DenseSpec, ExpertsSpec, LayerSpec, Rotation
 from lowlat.models.layers import Emitter
 from lowlat.models.shard import LayerShard
 
@@ -20,7 +21,9 @@ __all__ = [
     "Layer",
     "Tables",
     "emit_attended",
+    "emit_delta",
     "emit_ffn",
+    "emit_gated",
     "emit_heads",
     "emit_output",
     "emit_projection",
@@ -37,7 +40,7 @@ class Layer:
     """A layer, and the names by which a program knows it.
 
     name    the beginning of its weights' canonical names
-    caches  the buffers of its keys and values
+    caches  the buffers of its keys and values, where it has attention
     shard   the part of it that a rank has; None: all of it
     kv_window  positions in which all lies that its rows ever see; None: they may see everything before them
     """
@@ -51,9 +54,16 @@ class Layer:
     kv_window: int | None
 
     @property
+    def attention(self) -> AttentionSpec:
+        """Its mixer. Raises ConfigError where that is no attention."""
+        if not isinstance(self.spec.mixer, AttentionSpec):
+            raise ConfigError(f"{self.name}: expected a layer with attention, found {self.spec.mixer}")
+        return self.spec.mixer
+
+    @property
     def head_counts(self) -> dict[str, int]:
         """Heads of queries, keys and values."""
-        attention = self.spec.mixer
+        attention = self.attention
         return {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}
 
 
@@ -61,7 +71,8 @@ def layer_of(config: Decoder, number: int, name: str, caches: tuple[str, str]) -
     """A layer of a target or of a draft model."""
     shard = None if config.shard is None else config.shard.layers[number]
     spec = config.layers[number]
-    return Layer(spec, name, caches, config.hidden_size, config.rms_norm_eps, shard, spec.mixer.window)
+    window = spec.mixer.window if isinstance(spec.mixer, AttentionSpec) else None
+    return Layer(spec, name, caches, config.hidden_size, config.rms_norm_eps, shard, window)
 
 
 def emit_heads(
@@ -80,7 +91,7 @@ def emit_heads(
     normed   the buffer of normed heads
     write    whether keys and values are stored
     """
-    attention, counts = layer.spec.mixer, layer.head_counts
+    attention, counts = layer.attention, layer.head_counts
     if attention.qk_norm:
         heads = (counts["q"] if "q" in letters else 0, counts["k"] if "k" in letters else 0)
         product = emitter.qk_norm(product, layer.name, heads, attention.head_dim, layer.eps, normed)
@@ -93,7 +104,7 @@ def emit_heads(
 
 def emit_projection(emitter: Emitter, layer: Layer, x: str, letters: str, name: str) -> str:
     """The product [M, ...] of the projections of some heads, float32."""
-    attention, counts = layer.spec.mixer, layer.head_counts
+    attention, counts = layer.attention, layer.head_counts
     width = sum(counts[letter] for letter in letters) * attention.head_dim
     return emitter.linear(x, f"{layer.name}.{letters}", width, name, bias=attention.qkv_bias)
 
@@ -103,10 +114,50 @@ def emit_attended(emitter: Emitter, layer: Layer, query: str, **seen: Any) -> st
 
     seen  what rows see, where it is not what the spec says: `window`, `first`, `keep_first`
     """
-    attention = layer.spec.mixer
+    attention = layer.attention
     params = {**score_params(attention), **seen}
     sinks = f"{layer.name}.sinks" if attention.sinks else None
     return emitter.attention(query, layer.caches, attention.query_size, sinks=sinks, shard=layer.shard, **params)
+
+
+def emit_gated(emitter: Emitter, layer: Layer, normed: str, attended: str) -> str:
+    """What attention gives, [M, H * D], times its output gate, where the layer has one.
+
+    normed  the layer's input, [M, N]
+    """
+    if not layer.attention.gated:
+        return attended
+    width = layer.attention.query_size
+    gate = emitter.linear(normed, f"{layer.name}.gate", width, "gate")
+    out = emitter.scratch("gated", emitter.rows.count, width)
+    emitter.emit("output_gate", {"x": attended, "gate": gate, **emitter.live()}, {"out": out})
+    return out
+
+
+def emit_delta(emitter: Emitter, layer: Layer, delta: DeltaSpec, number: int, normed: str) -> str:
+    """A gated delta net over normed rows [M, N], its output projection included: [M, N] float32.
+
+    The layer's states must be declared, see `lowlat.sequence.recurrent`.
+    """
+    name, count = layer.name, emitter.rows.count
+    channels, width, form = delta.num_channels, delta.value_size, "prefill_" if emitter.rows.chunk else ""
+    product = emitter.linear(normed, f"{name}.delta_in", channels + width, "delta_in")
+    ba = emitter.linear(normed, f"{name}.delta_ba", 2 * delta.num_value_heads, "delta_ba")
+    mixed = emitter.scratch("delta_mixed", count, channels)
+    given = emitter.rows.recurrent | ({} if form else {"state_lens": "state_lens"})
+    weights = {"weight": f"{name}.delta_conv.weight"}
+    states = {"conv_state": f"conv_state.{number}"}
+    emitter.emit(f"{form}delta_conv", {"x": product, **given}, {**states, "out": mixed}, weights=weights)
+    output = emitter.scratch("delta_rule", count, width)
+    kept = ("state",) if form else ("state", "pending_k", "pending_d", "pending_g")
+    states = {each: f"delta_{each}.{number}" for each in kept}
+    weights = {"a_log": f"{name}.delta_a.weight", "dt_bias": f"{name}.delta_dt.weight"}
+    reads = {"mixed": mixed, "ba": ba, **given}
+    emitter.emit(f"{form}delta_rule", reads, {**states, "out": output}, weights=weights)
+    gated = emitter.scratch("delta_norm", count, width)
+    reads, weights = {"x": output, "gates": product, **emitter.live()}, {"weight": f"{name}.delta_norm.weight"}
+    emitter.emit("delta_norm", reads, {"out": gated}, weights=weights, eps=layer.eps)
+    return emitter.output(gated, f"{name}.delta_out", layer.hidden_size, layer.shard)
 
 
 def score_params(attention: AttentionSpec) -> dict[str, Any]:
@@ -117,7 +168,7 @@ def score_params(attention: AttentionSpec) -> dict[str, Any]:
 
 def emit_output(emitter: Emitter, layer: Layer, attended: str) -> str:
     """The output projection, summed over ranks: [M, N] float32."""
-    bias = layer.spec.mixer.output_bias
+    bias = layer.attention.output_bias
     return emitter.output(attended, f"{layer.name}.o", layer.hidden_size, layer.shard, bias=bias)
 
 
@@ -126,7 +177,8 @@ def emit_ffn(emitter: Emitter, layer: Layer, normed: str) -> str:
     ffn = layer.spec.ffn
     if isinstance(ffn, ExpertsSpec):
         return _emit_experts(emitter, layer, ffn, normed)
-    return _emit_dense(emitter, layer, ffn, normed)
+    unit = 1 if layer.shard is None else layer.shard.unit
+    return _emit_dense(emitter, layer, layer.name, ffn, normed, unit)
 
 
 def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str:
@@ -140,18 +192,23 @@ def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str
     return emitter.norm(rounded, f"{layer.name}.{norm}_norm.weight", layer.eps, f"{norm}.normed")
 
 
-def _emit_dense(emitter: Emitter, layer: Layer, ffn: DenseSpec, normed: str) -> str:
-    name, shard = layer.name, layer.shard
-    product = emitter.linear(normed, f"{name}.gate_up", 2 * ffn.inner_size, "gate_up", bias=ffn.bias)
-    activated = emitter.scratch("activated", emitter.rows.count, ffn.inner_size)
+def _emit_dense(
+    emitter: Emitter, layer: Layer, name: str, ffn: DenseSpec, normed: str, unit: int, prefix: str = ""
+) -> str:
+    """A dense FFN; name: the beginning of its weights' names, prefix: of its buffers'."""
+    shard = layer.shard
+    product = emitter.linear(normed, f"{name}.gate_up", 2 * ffn.inner_size, f"{prefix}gate_up", bias=ffn.bias)
+    activated = emitter.scratch(f"{prefix}activated", emitter.rows.count, ffn.inner_size)
     own = {} if ffn.activation == "silu" else {"activation": ffn.activation}
     emitter.emit("silu_mul", {"gate_up": product, **emitter.live()}, {"out": activated}, **own)
-    unit = 1 if shard is None else shard.unit
-    return emitter.summed_linear(activated, f"{name}.down", layer.hidden_size, "down", shard, unit=unit, bias=ffn.bias)
+    return emitter.summed_linear(
+        activated, f"{name}.down", layer.hidden_size, f"{prefix}down", shard, unit=unit, bias=ffn.bias
+    )
 
 
 def _emit_experts(emitter: Emitter, layer: Layer, experts: ExpertsSpec, normed: str) -> str:
-    name, count, chosen = layer.name, emitter.rows.count, experts.num_experts_per_token
+    name, count, chosen = layer.name, emitter.rows.count, experts.num_taken
+    one_more = {"shared": True} if experts.shared else {}
     ids = emitter.scratch("expert_ids", count, chosen, dtype=torch.int32)
     shares = emitter.scratch("expert_weights", count, chosen, dtype=torch.float32)
     biases = ("bias",) if experts.biased else ()
@@ -161,6 +218,7 @@ def _emit_experts(emitter: Emitter, layer: Layer, experts: ExpertsSpec, normed: 
         {"expert_ids": ids, "expert_weights": shares},
         weights={part: f"{name}.router.{part}" for part in ("weight", *biases)},
         over_all=experts.shares_of_all,
+        **one_more,
     )
     parts = (*FORMATS[experts.weight_format].parts, *biases)
     activated = emitter.scratch("activated", count, chosen, experts.inner_size)
@@ -185,4 +243,12 @@ def _emit_experts(emitter: Emitter, layer: Layer, experts: ExpertsSpec, normed: 
         weights={part: f"{name}.experts.down.{part}" for part in parts},
         **own,
     )
-    return emitter.sum_ranks(output, "down", shard)
+    summed = emitter.sum_ranks(output, "down", shard)
+    if experts.shared_ffn is None:
+        return summed
+    unit = 1 if shard is None else shard.unit
+    shared = _emit_dense(emitter, layer, f"{name}.shared", experts.shared_ffn, normed, unit, "shared.")
+    gate = emitter.linear(normed, f"{name}.shared_gate", 1, "shared.gate")
+    out = emitter.scratch("ffn", count, layer.hidden_size, dtype=torch.float32)
+    emitter.emit("add_gated", {"a": summed, "b": shared, "gate": gate, **emitter.live()}, {"out": out})
+    return out

@@ -6,7 +6,7 @@ import torch
 
 from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.graphs.program import Stage
-from lowlat.models.layer_spec import DenseSpec, LayerSpec
+from lowlat.models.layer_spec import AttentionSpec, DenseSpec, LayerSpec
 from lowlat.models.layers import Emitter
 from lowlat.speculators.base import StepScope
 
@@ -39,8 +39,8 @@ def layer_recipes(
     """
     name, own = names
     attention, ffn = spec.mixer, spec.ffn
-    if not isinstance(ffn, DenseSpec):
-        raise ValueError(f"files of draft models have dense FFNs, found {ffn}")
+    if not isinstance(ffn, DenseSpec) or not isinstance(attention, AttentionSpec):
+        raise ValueError(f"files of draft models have attention and dense FFNs, found {spec}")
     inner = ffn.inner_size
     rows = {"q": attention.query_size, "k": attention.kv_size, "v": attention.kv_size}
 

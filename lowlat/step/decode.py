@@ -139,6 +139,7 @@ class StepBuilder:
             attention={**common, "dense_lens": "dense_lens", "row_masks": "row_masks"},
             write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
             partial=self.partial,
+            recurrent={name: name for name in ("slots", "dense_lens", "row_live")},
         )
         stage, config = Stage.VERIFY, self.geometry.config
         if self.is_first_token:

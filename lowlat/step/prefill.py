@@ -57,7 +57,8 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
     write = {"row_live": "prefill_live", **common}
     chunk, partial = geometry.prefill_chunk, geometry.partial
-    rows = Rows("prefill.", size, None, "prefill_positions", common, write, chunk, partial, refresh)
+    recurrent = {"slot": "prefill_slot", "chunk": "prefill_chunk"}
+    rows = Rows("prefill.", size, None, "prefill_positions", common, write, chunk, partial, refresh, recurrent)
     if partial is not None:
         builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
     boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables, stage, last=leaves)

@@ -24,6 +24,7 @@ from lowlat.models.partial_kv import PartialKV
 from lowlat.models.rope import rope_tables
 from lowlat.models.walk import Tables
 from lowlat.sequence.paged_kv import PagedKV, kv_dtype
+from lowlat.sequence.recurrent import RecurrentState
 from lowlat.sequence.sparse_lists import SparseLists
 from lowlat.sequence.state import SequenceState
 from lowlat.sequence.window_pool import WindowPool, kept_windows
@@ -137,6 +138,8 @@ class StepGeometry:
     def sequence_states(self) -> tuple[SequenceState, ...]:
         """The state that the target's layers keep for a slot between steps."""
         kv = PagedKV(self.config, self.num_blocks, self.block_size, self._blocks_by_window)
+        if self.config.deltas:
+            return kv, RecurrentState(self.config, self.max_batch, self.max_rows)
         if self.partial is None:
             return (kv,)
         sizes = (self.num_blocks, self.block_size, self.max_batch, self.table_width)

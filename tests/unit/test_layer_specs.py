@@ -70,7 +70,7 @@ def test_ranks_cut_each_layer_by_its_own_sizes(size: int, invariant: bool) -> No
         expected = {name: shape for name, (shape, _) in weight_plan(part).items()}
         expected["lm_head.weight"] = (128 // size, 64)
         assert found == expected
-    queries = [sum(part.layers[layer].mixer.num_heads for part in parts) for layer in range(3)]
+    queries = [sum(part.attentions[layer].num_heads for part in parts) for layer in range(3)]
     assert queries == [8, 16, 8]
 
 
@@ -78,7 +78,7 @@ def test_ranks_cut_each_layer_by_its_own_sizes(size: int, invariant: bool) -> No
 def test_speculation_and_ranks_change_no_token_of_layers_that_differ(directory: Path, further: dict[str, Any]) -> None:
     target = open_target(directory, dtype="float32")
     config = with_changes(target.config, softcap=3.0, scale=0.2, ffn=GELU, embedding_scale=2.0, logit_softcap=4.0)
-    last = replace(config.layers[1], mixer=replace(config.layers[1].mixer, rope=RopeConfig(1e6), window=16))
+    last = replace(config.layers[1], mixer=replace(config.attentions[1], rope=RopeConfig(1e6), window=16))
     target = replace(target, config=replace(config, layers=(config.layers[0], last)))
     prompt = torch.randint(0, 128, (41,), generator=torch.Generator().manual_seed(0)).tolist()
     found = []

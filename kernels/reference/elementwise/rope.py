@@ -8,14 +8,15 @@ __all__ = ["rope"]
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    pairs = cos.shape[-1]
+    low, high, rest = x.split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
 
 
 @operation("""
     read    qkv        float32  [M, (H + K + V) * D]  the parts that are asked for alone, in this order
     read    positions  int32    flat [M]              below C; dead rows hold 0
-    read    cos, sin   float32  [C, D / 2]
+    read    cos, sin   float32  [C, R]                at most D / 2: the first 2 R dimensions of a head turn
     write   q          compute  [M, H, D]
     write   k          compute  [M, K, D]
     write   v          compute  [M, V, D]
@@ -30,7 +31,7 @@ def rope(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
 ) -> None:
-    """Rotate queries and keys by their positions, halves of a head paired (Hugging Face's order)."""
+    """Rotate queries and keys by their positions, halves of what turns paired (Hugging Face's order)."""
     at = positions.reshape(-1).long()
     parts = [part for part in (q, k, v) if part is not None]
     heads = qkv.reshape(qkv.shape[0], -1, parts[0].shape[2])

@@ -26,7 +26,7 @@ FORMS = (("weight",), ("blocks", "scales"))  # plain, or MXFP4
 
 @operation("""
     read    x               compute  [M, N]
-    weight  weight          float    [E, N]
+    weight  weight          float    [E, N]    E: all experts, the shared one among them, as the last
     weight  bias            float    [E]       absent: none
     read    row_live        uint8    flat [M]  absent: all live
     write   expert_ids      int32    [M, k]    largest logit first, the lowest id among equals; -1 in dead rows
@@ -41,25 +41,31 @@ def router(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     over_all: bool = False,
+    shared: bool = False,
     row_block: int = ROW_BLOCK,
 ) -> None:
     """Choose each row's experts, and their shares by softmax over the chosen (that over all, renormalised to sum to 1).
 
     over_all  shares are those of the softmax over all experts, and sum to less
+    shared    the last expert is not chosen: every row takes it as its last, with the share sigmoid(logit)
     Logits are float32, never rounded to the compute dtype. Raises ShapeError for shapes that do not fit.
     """
-    rows, top_k = expert_ids.shape
-    if top_k > weight.shape[0]:
-        raise ShapeError(f"{top_k} experts a token of {weight.shape[0]} experts")
-    check_shape("expert_weights", expert_weights, x.shape[0], top_k)
+    rows, taken = expert_ids.shape
+    count, top_k = weight.shape[0] - shared, taken - shared
+    if top_k > count:
+        raise ShapeError(f"{top_k} experts a token of {count} experts")
+    check_shape("expert_weights", expert_weights, x.shape[0], taken)
     logits = torch.empty(rows, weight.shape[0], dtype=torch.float32, device=x.device)
     linear(x, weight, bias, out=logits, row_block=row_block)
     for index, alive in enumerate(live_rows(row_live, rows)):
         if alive:
-            order = torch.argsort(logits[index], descending=True, stable=True)[:top_k]
-            expert_ids[index] = order
-            chosen = logits[index][order]
-            expert_weights[index] = torch.softmax(logits[index], 0)[order] if over_all else torch.softmax(chosen, 0)
+            own = logits[index, :count]
+            order = torch.argsort(own, descending=True, stable=True)[:top_k]
+            expert_ids[index, :top_k] = order
+            expert_weights[index, :top_k] = torch.softmax(own, 0)[order] if over_all else torch.softmax(own[order], 0)
+            if shared:
+                expert_ids[index, top_k] = count
+                expert_weights[index, top_k] = sigmoid(logits[index, count:])[0]
         else:
             expert_ids[index] = -1
             expert_weights[index] = 0.0

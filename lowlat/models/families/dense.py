@@ -176,7 +176,7 @@ def outer_recipes(config: ModelConfig) -> list[Recipe]:
 
 def attention_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
     """Norms, fused projections, biases, query and key norms, and sinks of one layer."""
-    dtype, spec = TORCH_DTYPES[config.dtype], config.layers[layer].mixer
+    dtype, spec = TORCH_DTYPES[config.dtype], config.attentions[layer]
     stored, canonical = f"model.layers.{layer}", f"layers.{layer}"
     hidden, rows = config.hidden_size, {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
     attention = f"{stored}.self_attn"

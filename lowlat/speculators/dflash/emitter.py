@@ -93,7 +93,7 @@ class DflashEmitter:
         if emitter.stage is not Stage.PREFILL:
             emitter.stage = Stage.DRAFT_ATTENTION_FMHA
         normed = emitter.norm(hidden, "head.hidden_norm.weight", draft.rms_norm_eps, "context")
-        widths = [2 * layer.spec.mixer.kv_size for layer in self.layers]
+        widths = [2 * layer.attention.kv_size for layer in self.layers]
         bias = draft.attention.qkv_bias
         product, first = emitter.linear(normed, "head.context.kv", sum(widths), "kv", bias=bias), 0
         for layer, width in zip(self.layers, widths, strict=True):

@@ -140,7 +140,7 @@ class Eagle3Emitter:
 
     def _attend(self, emitter: Emitter, query: str, residual: str, number: int) -> str:
         layer = self.layers[number]
-        window, keep_first = effective_window(layer.spec.mixer.window, self.draft_window)
+        window, keep_first = effective_window(layer.attention.window, self.draft_window)
         seen: dict[str, Any] = {"first": 1, "window": window}
         if emitter.rows.chunk is None:
             seen["keep_first"] = keep_first

@@ -123,7 +123,7 @@ class PlainDraftModel:
         return {**found, "pre_head_hidden": normed, "logits": logits}, stream
 
     def _attend(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        config, count, own = self.config.layers[layer].mixer, x.shape[0], f"layers.{layer}.self_attn"
+        config, count, own = self.config.attentions[layer], x.shape[0], f"layers.{layer}.self_attn"
         q = self._linear(x, f"{own}.q_proj").view(count, config.num_heads, config.head_dim)
         k = self._linear(x, f"{own}.k_proj").view(count, config.num_kv_heads, config.head_dim)
         v = self._linear(x, f"{own}.v_proj").view(count, config.num_kv_heads, config.head_dim)

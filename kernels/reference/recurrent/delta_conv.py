@@ -1,0 +1,83 @@
+"""The causal convolution before a gated delta rule, of each channel by itself, over a few last inputs.
+
+Source: Gated Delta Networks, arXiv 2412.06464, section 3.4; Qwen3-Next and Qwen3.5, transformers 5.23.
+"""
+
+import torch
+
+from lowlat.graphs.schema import operation
+from lowlat.kernels.reference.recurrent.pending import rounded_silu, slot_rows
+
+__all__ = ["delta_conv", "prefill_delta_conv"]
+
+
+def _convolve(inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Rows [n, C] of the outputs of inputs [taps - 1 + n, C], each row by itself."""
+    taps = weight.float().unbind(1)
+    for index in range(out.shape[0]):
+        total = taps[0] * inputs[index].float()
+        for place, tap in enumerate(taps[1:], 1):
+            total = total + tap * inputs[index + place].float()
+        out[index] = rounded_silu(total, out.dtype)
+
+
+@operation("""
+    read    x           float32  [M, W]         a GEMM's output, rounded once; the first C columns are q, k, v
+    weight  weight      float    [C, taps]      the last tap is the row's own
+    read    slots       int32    [B]            -1 pads
+    read    dense_lens  int32    [B]            the root's position
+    read    state_lens  int32    [max_B]
+    read    row_live    uint8    flat [M]
+    update  conv_state  compute  [max_B, I, C]  taps - 1 inputs before state_lens, then those of the pending rows
+    write   out         compute  [M, C]         dead rows zero
+""")
+def delta_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    slots: torch.Tensor,
+    dense_lens: torch.Tensor,
+    state_lens: torch.Tensor,
+    row_live: torch.Tensor,
+    *,
+    conv_state: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """silu of the sum over a channel's last inputs, for a step's rows; see `pending`.
+
+    out = silu(round(sum_j w_j x_{t - taps + 1 + j})), products and sums in float32, in order of j; the sum is rounded
+    to the compute dtype before silu. I is taps - 1 + the most rows a slot.
+    """
+    kept, channels = weight.shape[1] - 1, weight.shape[0]
+    out.zero_()
+    for slot, rows, pending in slot_rows(slots, dense_lens, state_lens, row_live, conv_state.shape[1] - kept):
+        fresh = x[rows.start : rows.stop, :channels].to(conv_state.dtype)
+        inputs = torch.cat((conv_state[slot, pending : pending + kept], fresh))
+        conv_state[slot, : inputs.shape[0]] = inputs
+        _convolve(inputs, weight, out[rows.start : rows.stop])
+
+
+@operation("""
+    read    x           float32  [c, W]         as in `delta_conv`
+    weight  weight      float    [C, taps]
+    read    slot        int32    [1]
+    read    chunk       int32    [2]            start, live rows
+    update  conv_state  compute  [max_B, I, C]  the slot's first taps - 1 rows: the last inputs
+    write   out         compute  [c, C]         dead rows zero
+""")
+def prefill_delta_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    slot: torch.Tensor,
+    chunk: torch.Tensor,
+    *,
+    conv_state: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """`delta_conv` of a chunk of one slot, which leaves no pending rows. Inputs before position 0 are zero."""
+    (start, count), kept = chunk.tolist(), weight.shape[1] - 1
+    known = conv_state[int(slot), :kept]
+    before = known if start else torch.zeros_like(known)
+    inputs = torch.cat((before, x[:count, : weight.shape[0]].to(conv_state.dtype)))
+    out.zero_()
+    _convolve(inputs, weight, out[:count])
+    known.copy_(inputs[count:].clone())

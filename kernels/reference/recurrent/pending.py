@@ -1,0 +1,89 @@
+"""Pending rows: how a recurrent state is rewound without losing a bit.
+
+`state_lens[slot]` is the number of tokens that a slot's states contain. A step of rows at positions dense + t first
+applies the dense - state_lens rows that the step before kept and that were accepted, writes the states once, and goes
+on through its own rows, which it keeps as the new pending ones. So the states never hold a row that may be rejected,
+rewinding is a length, and T rows have the bits of T single steps: replay and step are one helper.
+
+The live rows of a slot are a prefix of its T rows: a chain. After the last layer `advance_states` sets the lengths.
+A chunk of prefill has no pending rows: it begins with zero at position 0, else with the slot's states, and leaves its
+end's.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from lowlat.errors import DeviceError
+from lowlat.graphs.schema import operation
+from lowlat.kernels.reference.row_blocks import sigmoid
+
+__all__ = ["SlotRows", "advance_states", "prefill_advance_states", "rounded_silu", "slot_rows"]
+
+
+class SlotRows(NamedTuple):
+    """The live rows of one slot in a step.
+
+    slot         its number
+    rows         its live rows of the step's M
+    num_pending  rows of the step before that were accepted, and that its states do not contain yet
+    """
+
+    slot: int
+    rows: range
+    num_pending: int
+
+
+def slot_rows(
+    slots: torch.Tensor, dense_lens: torch.Tensor, state_lens: torch.Tensor, row_live: torch.Tensor, most: int
+) -> Iterator[SlotRows]:
+    """The slots of a step that have live rows. Arguments as of the operations; most: pending rows that are kept.
+
+    Raises DeviceError where a slot has more pending rows than were kept, or fewer than none.
+    """
+    lives = row_live.reshape(slots.shape[0], -1)
+    for index, (slot, dense) in enumerate(zip(slots.tolist(), dense_lens.tolist(), strict=True)):
+        count = int(lives[index].sum()) if slot >= 0 else 0
+        if not count:
+            continue
+        pending = dense - int(state_lens[slot])
+        if not 0 <= pending <= most:
+            raise DeviceError(
+                f"slot {slot} goes on at position {dense}, its recurrent states are of {int(state_lens[slot])} tokens, "
+                f"and {most} rows are kept"
+            )
+        first = index * lives.shape[1]
+        yield SlotRows(slot, range(first, first + count), pending)
+
+
+def rounded_silu(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """silu of numbers [..., N] that are rounded to a dtype first, in float32; no number's bits depend on N."""
+    rounded = x.to(dtype).float()
+    return rounded * sigmoid(rounded)
+
+
+@operation("""
+    read    slots       int32  [B]         -1 pads
+    read    dense_lens  int32  [B]         the root's position
+    read    row_live    uint8  flat [B * R]
+    update  state_lens  int32  [max_B]     of slots whose root is live
+""")
+def advance_states(
+    slots: torch.Tensor, dense_lens: torch.Tensor, row_live: torch.Tensor, *, state_lens: torch.Tensor
+) -> None:
+    """The slots' states contain what lies before the step's rows: once a step, after the last layer."""
+    roots = row_live.reshape(slots.shape[0], -1)[:, 0]
+    for slot, dense, live in zip(slots.tolist(), dense_lens.tolist(), roots.tolist(), strict=True):
+        if slot >= 0 and live:
+            state_lens[slot] = dense
+
+
+@operation("""
+    read    slot        int32  [1]
+    read    chunk       int32  [2]      start, live rows
+    update  state_lens  int32  [max_B]
+""")
+def prefill_advance_states(slot: torch.Tensor, chunk: torch.Tensor, *, state_lens: torch.Tensor) -> None:
+    """The slot's states contain the chunk's rows: once a chunk, after the last layer."""
+    state_lens[int(slot)] = int(chunk.sum())
