@@ -122,7 +122,7 @@ def test_splits_and_their_sum_are_the_reference_s(rows: str, late: bool) -> None
 def test_heads_of_256_are_the_reference_s(
     lengths: list[int], rows: str, window: int | None, coded: bool, gpu: Gpu
 ) -> None:
-    """Query rows of half a tile, of one, of two; one stage and several; windows that a block takes whole, and others."""
+    """Query rows of half a tile, of one, of two; one stage, and several; windows that a block takes whole, or not."""
     masks = {"one": [1], "dead": chain(2), "chain": chain(3), "tree": tree(3, 2)}[rows]
     case = Case(
         lengths, [masks] * len(lengths), head_dim=256, group=8 if window is None else 3, kv_heads=1, block=16,
