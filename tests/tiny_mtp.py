@@ -13,7 +13,9 @@ __all__ = ["add_mtp"]
 NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 
 
-def add_mtp(directory: Path, *, seed: int = 0, copies: bool = False, by_expert: bool = False) -> dict[str, torch.Tensor]:
+def add_mtp(
+    directory: Path, *, seed: int = 0, copies: bool = False, by_expert: bool = False
+) -> dict[str, torch.Tensor]:
     """Add a random MTP layer, like the target's last layer, to its only file and its config; return its tensors.
 
     copies     it answers mostly what the target's embedding and LM head alone would: a good part of its drafts is
@@ -26,7 +28,9 @@ def add_mtp(directory: Path, *, seed: int = 0, copies: bool = False, by_expert: 
     prefix = last.partition("self_attn.")[0]
     generator = torch.Generator().manual_seed(seed)
     like = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
-    made = {f"mtp.layers.0.{name}": _random(name, tensor, generator) for name, tensor in _split(like, by_expert).items()}
+    made = {
+        f"mtp.layers.0.{name}": _random(name, tensor, generator) for name, tensor in _split(like, by_expert).items()
+    }
     embedding = next(tensor for name, tensor in stored.items() if name.endswith("embed_tokens.weight"))
     width = embedding.shape[1]
     norm = next(tensor for name, tensor in stored.items() if name.endswith("model.norm.weight"))
