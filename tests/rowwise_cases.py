@@ -114,7 +114,7 @@ class Lab:
 
 
 def check_elementwise(lab: Lab, rows: int, width: int) -> None:
-    """identity, cast, add, silu_mul; the first three bit for bit."""
+    """identity, cast, add, silu_mul, add_gated; the first three bit for bit."""
     check_identity(lab, rows * width)
     x, a = torch.randn(rows, width) * 30, (torch.randn(rows, width) * 30).to(BF16)
     found = lab.both("cast", elementwise.cast, {"out": poison(rows, width)}, x=x)
@@ -128,6 +128,9 @@ def check_elementwise(lab: Lab, rows: int, width: int) -> None:
     gate_up = torch.randn(rows, 2 * width) * 5
     for live in (None, flags(rows)):
         lab.both("silu_mul", elementwise.silu_mul, {"out": poison(rows, width)}, gate_up=gate_up, row_live=live)
+        gated = {"a": torch.randn(rows, width) * 30, "b": torch.randn(rows, width), "gate": torch.randn(rows, 1) * 5}
+        outs = {"out": poison(rows, width, dtype=torch.float32)}
+        lab.both("add_gated", elementwise.add_gated, outs, row_live=live, **gated)
 
 
 def check_markov_heads(lab: Lab, wide: int, width: int, rank: int) -> None:

@@ -51,6 +51,7 @@ def router(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     over_all: bool = False,
+    shared: bool = False,
     norm: RouterNorm | None = None,
     workspace: Workspace,
     gpu: Gpu = H200,
@@ -63,6 +64,7 @@ def router(
     expert_ids      [M, k]  int32    out: largest logit first, the lowest id among equals; -1 in dead rows
     expert_weights  [M, k]  float32  out: shares; 0 in dead rows
     over_all        shares are those of the softmax over all logits; else they sum to 1
+    shared          the last of the E experts is every row's last one, as `TopKRouting` has it
     norm            rows are normed first; None: they are normed already
     workspace       is asked for `router_workspace`
     Bits: those of `router_logits` and of the routing of `experts_mlp`, with a norm and without.
@@ -70,7 +72,7 @@ def router(
     """
     logits = workspace(*router_workspace(x.shape[0], weight.shape[0]))
     calls = router_logits(x, weight, bias, norm=norm, logits=logits, gpu=gpu)
-    routing = TopKRouting(logits, row_live, over_all)
+    routing = TopKRouting(logits, row_live, over_all, shared)
     return calls + route_top_k(routing=routing, expert_ids=expert_ids, expert_weights=expert_weights)
 
 

@@ -38,6 +38,9 @@ from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_targe
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.sequence.kvcache import KVCache
+from lowlat.sequence.pool_book import PoolBook
+from lowlat.sequence.recurrent import RecurrentState
+from lowlat.sequence.snapshot_book import SnapshotBook
 from lowlat.sequence.window_book import WindowBook
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator, settled
@@ -67,6 +70,7 @@ __all__ = [
 
 logger = logging.getLogger("lowlat")
 Progress = Callable[[int, int], None]
+MAX_SNAPSHOTS = 32  # a slot: more are seldom found again
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,10 @@ def make_ladder(
 def make_scheduler(ladder: StepLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
     """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
     sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
-    books = [WindowBook(pool, geometry.prefill_chunk) for pool in geometry.window_pools]
+    books: list[PoolBook] = [WindowBook(pool, geometry.prefill_chunk) for pool in geometry.window_pools]
+    if geometry.config.deltas:
+        interval = -(-options.state_interval // geometry.prefill_chunk) * geometry.prefill_chunk
+        books.append(SnapshotBook(geometry.max_batch, geometry.num_snapshots, geometry.prefill_chunk, interval))
     kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded, books=books)
     return Scheduler(
         ladder, kvcache, options.max_batch, options.max_queue, geometry.prefill_chunk,
@@ -400,7 +407,16 @@ def make_geometry(
     )
     per_chunk, num_requests = options.prefill_chunk // options.block_size, max(options.max_batch, num_blocks // worst)
     pools = [pool.default_blocks(worst, per_chunk, num_requests) for pool in geometry.window_pools]
-    return replace(geometry, window_blocks=tuple(pools))
+    return replace(geometry, window_blocks=tuple(pools), num_snapshots=_num_snapshots(geometry, options))
+
+
+def _num_snapshots(geometry: StepGeometry, options: RuntimeConfig) -> int:
+    """Snapshots of recurrent states that the memory for them holds, no more than MAX_SNAPSHOTS a slot."""
+    states = [each for each in geometry.sequence_states if isinstance(each, RecurrentState)]
+    if not states or not options.prefix_reuse:
+        return 0
+    size = sum(each.snapshot_bytes for each in states)
+    return min(int(options.state_cache_gib * (1 << 30)) // size, MAX_SNAPSHOTS * options.max_batch)
 
 
 def _checks(options: RuntimeConfig, *, has_partial: bool) -> CheckedKinds | None:

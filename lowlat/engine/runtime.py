@@ -202,10 +202,9 @@ class Runtime:
         }
 
     def _kv_summary(self) -> dict[str, Any]:
-        """Blocks of the KV cache by state; those of layers of windows apart, where there are any."""
-        windows = self.kvcache.pool_stats()
+        """Blocks of the KV cache by state; those of other pools apart, by kind, where there are any."""
         found = {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype}
-        return {**found, "windows": windows} if windows else found
+        return found | self.kvcache.pool_stats()
 
     def slots(self) -> list[dict[str, Any]]:
         """The requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, and their bound."""

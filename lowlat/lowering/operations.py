@@ -20,7 +20,7 @@ from lowlat.kernels.attention.partial.block_summary import summarise_blocks
 from lowlat.kernels.attention.place_table import place_table
 from lowlat.kernels.collectives.all_reduce import gather_ranks
 from lowlat.kernels.collectives.parts import all_gather, sum_ranks
-from lowlat.kernels.elementwise.elementwise import add, cast, identity, silu_mul, take_columns
+from lowlat.kernels.elementwise.elementwise import add, add_gated, cast, identity, silu_mul, take_columns
 from lowlat.kernels.elementwise.embed import embed
 from lowlat.kernels.elementwise.norm import rms_norm, split_norms
 from lowlat.kernels.elementwise.qk_norm import qk_norm
@@ -232,7 +232,8 @@ def _choose_draft_length(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 _BY_NAME = (
-    *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
+    *(accept, accept_simulated, add, add_gated, apply_commands, assign_drafts, bias_rows, block_rows, cast),
+    choose_drafts,
     *(check_accepted, check_commit, check_rows, check_slots),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),

@@ -478,6 +478,20 @@ class RuntimeConfig:
     prefix_reuse: bool = declare(
         True, "Share the KV of complete prefill chunks between requests with equal prefixes.", rare=True
     )
+    state_cache_gib: float = declare(
+        2.0,
+        "Memory for snapshots of recurrent states, GiB: prompts that share a prefix go on from one.",
+        0.0,
+        4096.0,
+        rare=True,
+    )
+    state_interval: int = declare(
+        8192,
+        "Keep a snapshot at every so many positions of a prompt, besides its end and where prompts part; 0: no more.",
+        0,
+        1 << 24,
+        rare=True,
+    )
     share_decoded: bool = declare(
         False, "Also share what decoding wrote: a later request's bits may then differ from a cold start.", rare=True
     )
