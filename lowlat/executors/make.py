@@ -29,7 +29,7 @@ HEAD_SIZES = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 WIDTHS_OF, MAX_WIDTH = 8, 65536
 MAX_VOCABULARY = 262144
-MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH = 256, 8, 6144
+MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH = 512, 10, 6144
 
 
 def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 32) -> str | None:
@@ -81,8 +81,6 @@ def _uncovered_layer(part: Decoder, layer: LayerSpec) -> tuple[str, str] | None:
         return "attention without an output gate", "has one"
     if attention.rotary_dims not in (None, attention.head_dim):
         return "RoPE over whole heads", f"turns {attention.rotary_dims} of {attention.head_dim} dimensions"
-    if isinstance(ffn, ExpertsSpec) and (ffn.shared or ffn.shared_ffn is not None):
-        return "experts without a shared one", "has a shared expert"
     experts = _uncovered_experts(part, ffn) if isinstance(ffn, ExpertsSpec) else None
     if experts is not None:
         return experts

@@ -22,19 +22,11 @@ class SequenceState(ABC):
         """The buffers that hold it: by position or by block of a pool, by slot, or the host's orders about them."""
 
     @property
-    def resumes_from_blocks(self) -> bool:
-        """Whether a prompt can go on after chunks of which it shares the blocks: they hold all of this state there.
-
-        State of which they do not needs more at a hit, such as a snapshot; its book says which hits have that.
-        """
-        return True
-
-    @property
     def num_bytes(self) -> int:
         """Its share of the memory plan."""
         return sum(spec.num_bytes for spec in self.specs())
 
-    def slot_bytes(self) -> dict[str, int]:
+    def slot_sizes(self) -> dict[str, int]:
         """What each slot takes for good, however long its text: of reports, by name. Of paged state nothing."""
         return {}
 

@@ -219,7 +219,7 @@ def test_a_case_is_profiled_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         scenario = Scenario((30,), (1,), (3,), steps=40)
         figures = CaseRun(runtime, case, scenario, Prompts.random(4096), wall_gb_per_s=4000.0).profile(2)
         assert not runtime.busy
-    found = msgspec.convert({**figures, "model": "m", "gpu": "A GPU"}, StageProfile)
+    found = msgspec.convert({**figures, "model": "m", "card": "A GPU"}, StageProfile)
     assert found.step_us == pytest.approx(sum(stage.time_us or 0.0 for stage in found.stages))
     assert "BASE_DECODE_STEP" in [stage.stage for stage in found.stages if stage.share_of_wall]
 
@@ -351,7 +351,7 @@ def results(tmp_path: Path) -> Path:
     write_struct(tmp_path / "single.json", result(*rows, forced=True))
     stages = '[{"stage": "PUBLISH", "time_us": 3.0, "share": 0.1, "share_of_wall": 0.5}]'
     (tmp_path / "profile.json").write_text(
-        '{"model": "m", "GPU": "A GPU", "batch": 1, "num_speculative_tokens": 3, "contexts": [8192], '
+        '{"model": "m", "card": "A GPU", "batch": 1, "num_speculative_tokens": 3, "contexts": [8192], '
         f'"step_us": 30.0, "stages": {stages}}}'
     )
     (tmp_path / "other.json").write_text("[1]")

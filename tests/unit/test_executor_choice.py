@@ -51,11 +51,11 @@ def changed(
     ("target", "head", "problem"),
     [
         ({"dtype": "float32"}, {}, "the kernels compute in bfloat16 and dtype is float32"),
-        ({"ffn": replace(EXPERTS, num_experts=257)}, None, "at most 256 experts and the target's layers have 257"),
+        ({"ffn": replace(EXPERTS, num_experts=513)}, None, "at most 512 experts and the target's layers have 513"),
         (
-            {"ffn": replace(EXPERTS, num_experts=32, num_experts_per_token=9)},
+            {"ffn": replace(EXPERTS, num_experts=32, num_experts_per_token=11)},
             {},
-            "at most 8 experts a token and the target's tokens choose 9",
+            "at most 10 experts a token and the target's tokens choose 11",
         ),
         ({"ffn": EXPERTS, "hidden_size": 6176}, None, "a hidden size of at most 6144 where experts are chosen"),
         ({"ffn": EXPERTS, "inner_size": 72}, {}, "multiples of 32 as widths of MXFP4"),

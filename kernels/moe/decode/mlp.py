@@ -122,7 +122,7 @@ def experts_mlp(
             *((0,) * NUM_ARGUMENTS if peers is None else peers.arguments),
             *(limit or 0.0, alpha or 0.0),
         )
-        kernel = _make(chosen, routing.num_experts, routing.over_all, gpus)
+        kernel = _make(chosen, routing.num_experts, routing.over_all, gpus, routing.shared)
         calls.append(KernelCall(kernel, (chosen.up_plan.num_blocks, 1, 1), arguments, planned=planned))
     return calls
 
@@ -151,21 +151,21 @@ def _check_weights(
 
 
 @cache
-def _make(plan: MlpPlan, num_experts: int, over_all: bool = False, gpus: int = 1) -> Kernel:
+def _make(plan: MlpPlan, num_experts: int, over_all: bool = False, gpus: int = 1, shared: bool = False) -> Kernel:
     up, down, first, second = plan.up, plan.down, plan.up_plan, plan.down_plan
     name = (
         f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.top_k}_"
         f"{up.label}{down.label}_"
         f"{first.columns}x{first.capacity}x{first.warps}x{second.warps}x{first.finishing}x{first.part}x{second.part}"
         f"x{first.stages}{'' if plan.overlaps else '_apart'}{'' if first.suspends else '_awake'}_e{num_experts}"
-        f"{'_over_all' if over_all else ''}{f'_gpus{gpus}' if gpus > 1 else ''}"
+        f"{'_over_all' if over_all else ''}{'_shared' if shared else ''}{f'_gpus{gpus}' if gpus > 1 else ''}"
     )
     signature = (*(types.int64,) * (19 + NUM_ARGUMENTS), types.float32, types.float32)
-    function, shared_bytes = _kernel(plan, num_experts, over_all, gpus), plan.places[-1]
+    function, shared_bytes = _kernel(plan, num_experts, over_all, gpus, shared), plan.places[-1]
     return Kernel(name, function, signature, plan.whole.threads, 1, shared_bytes, most_blocks=1)
 
 
-def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, gpus: int) -> Callable[..., None]:
+def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, gpus: int, shared: bool) -> Callable[..., None]:
     up, down, first, second, whole = plan.up, plan.down, plan.up_plan, plan.down_plan, plan.whole
     up_tiles, down_tiles, warps, stages = up.tiles, down.tiles, plan.warps, first.stages
     up_areas_at, down_areas_at, lists_at, barriers_at, _ = plan.places
@@ -181,7 +181,7 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, gpus: int) -> Calla
     finish_up = make_finishing(up, first, swiglu, up_sums, warps * 32)
     finish_down = make_finishing(down, second, weighing, down_sums, warps * 32)
     clear_up, clear_down, begin_up, begin_down = swiglu.clear, weighing.clear, up_sums.begin, down_sums.begin
-    route, publish = make_route(whole, up.top_k, num_experts, over_all), make_publish(whole)
+    route, publish = make_route(whole, up.top_k, num_experts, over_all, shared), make_publish(whole)
     list_units, wait_for_all = make_list_units(whole), ptx.copies_wait(0)
     up_warps, down_warps, top_k = first.warps, second.warps, up.top_k
     sum_rows = make_sum_rows(down.rows, top_k, first.finishing, gpus)

@@ -22,7 +22,7 @@ __all__ = ["command"]
 
 SHOWN_KERNELS = 12
 STAGE_COLUMNS = ("stage", "us a step", "share", "launches", "bytes", "GB/s", "of the wall", "")
-GPU_COLUMNS = ("card", "us a step", "all-reduces alone, us", "products that exchange, us", "idle")
+GPU_COLUMNS = ("GPU", "us a step", "all-reduces alone, us", "products that exchange, us", "idle")
 KERNEL_COLUMNS = ("kernel", "stage", "us a step", "share", "launches", "us each, overlaps included", "of the wall")
 
 
