@@ -32,6 +32,7 @@ from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.make import make_executor
 from lowlat.graphs import Bucket, Paging
+from lowlat.sequence.snapshot_book import NO_SNAPSHOTS, PREFILL_STATES
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
@@ -121,12 +122,14 @@ def _prompt(executor: Executor, shapes: StepGeometry, length: int, at_once: int)
     mailbox = Mailbox(executor.state, shapes.max_rows - 1)
     tokens = torch.randint(shapes.config.vocab_size, (length,)).tolist()
     table, most = list(range(1, shapes.table_width + 1)), at_once * shapes.prefill_chunk
-    windows = {pool.suffix: table for pool in shapes.window_pools}
+    names = ("", *(pool.suffix for pool in shapes.window_pools))
+    commands: dict[str, Sequence[int]] = {f"prefill_table{name}": table for name in names}
+    commands |= {PREFILL_STATES: NO_SNAPSHOTS}
 
     def run() -> None:
         for start in range(0, length, most):
             chunk = tokens[start : start + most]
-            mailbox.write_chunk(0, chunk, start, table, windows)
+            mailbox.write_chunk(0, chunk, start, commands)
             executor.prefill(shapes.prefill_size(len(chunk)))
 
     return run

@@ -21,10 +21,16 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.logging import disable_progress_bar
@@ -36,7 +42,11 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
 }
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 DISTINCT_FAMILIES = ("llama", "qwen3", "gpt_oss")  # the others' programs differ from these by biases alone
 # the same as cases of a test: what lies between the plainest and the richest comes in the second stage
 STAGED_FAMILIES = ("llama", later("qwen3"), "gpt_oss")
@@ -69,7 +79,23 @@ GPT_OSS: dict[str, Any] = {
     },
 }
 QWEN3_MOE: dict[str, Any] = {"num_local_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True}
+HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+HYBRID_MOE: dict[str, Any] = {**HYBRID, "num_experts": 5, "num_experts_per_tok": 3} | {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": HYBRID_MOE,
+    "qwen3_next": HYBRID_MOE,
     "gpt_oss": GPT_OSS,
     "qwen3_moe": QWEN3_MOE,
     "mistral": {"sliding_window": None},
@@ -105,6 +131,8 @@ def _random_values(name: str, like: torch.Tensor, gain: float) -> torch.Tensor:
     noise: torch.Tensor = torch.randn_like(like)
     if "norm" in name:
         return 1 + 0.2 * noise
+    if name.endswith(("A_log", "dt_bias", "conv1d.weight")):
+        return noise
     if name.endswith("sinks"):
         return noise
     if name.endswith("bias"):

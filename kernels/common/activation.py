@@ -10,13 +10,13 @@ from typing import Any
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32
 from lowlat.kernels.toolchain.ptx import add_rn, div_rn, exp2_approx, exp2_approx_ftz, mul_rn, rcp_approx_ftz
 
-__all__ = ["clamped_swiglu", "sigmoid", "silu_times"]
+__all__ = ["clamped_swiglu", "logistic", "sigmoid", "silu_times"]
 
 MINUS_LOG2_E = -1 / math.log(2)
 
 
 @device_function
-def _logistic(value: Any) -> Any:
+def logistic(value: Any) -> Any:
     """1 / (1 + exp(-value)): zero below -87."""
     return rcp_approx_ftz(add_rn(float32(1.0), exp2_approx_ftz(mul_rn(value, float32(MINUS_LOG2_E)))))
 
@@ -30,7 +30,7 @@ def sigmoid(value: Any) -> Any:
 @device_function
 def silu_times(gate: Any, up: Any) -> Any:
     """gate / (1 + exp(-gate)) * up in float32, every product rounded once."""
-    return mul_rn(mul_rn(gate, _logistic(gate)), up)
+    return mul_rn(mul_rn(gate, logistic(gate)), up)
 
 
 @device_function
@@ -42,4 +42,4 @@ def clamped_swiglu(gate: Any, up: Any, limit: Any, alpha: Any) -> Any:
     gate = limit if gate > limit else gate
     up = limit if up > limit else up
     up = -limit if up < -limit else up
-    return mul_rn(add_rn(up, float32(1)), mul_rn(gate, _logistic(mul_rn(gate, alpha))))
+    return mul_rn(add_rn(up, float32(1)), mul_rn(gate, logistic(mul_rn(gate, alpha))))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.elementwise.norm import check_dtype, check_row_live, check_width
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_width
 from lowlat.kernels.moe.router_kernel import EXPERTS, MOST_AWAITED, make_router, min_blocks_of, rows_at_once
 from lowlat.kernels.moe.router_rows import blocks_of, make_rows_router, takes_rows
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
@@ -118,7 +118,8 @@ def router_logits(
     none = MOST_AWAITED - len(awaited)
     filled: tuple[Argument, ...] = (*awaited, *(0,) * none, *map(_chunks, awaited), *(0,) * none)
     eps, biased = None if norm is None else norm.eps, bias is not None
-    kernel = make_router(width, experts, held, min_blocks_of(width, held, gpu), eps, biased)
+    wide = norm is not None and are_wide(norm.weight)
+    kernel = make_router(width, experts, held, min_blocks_of(width, held, gpu), eps, biased, wide)
     given: tuple[Argument, ...] = (x, norm_weight, live, weight, 0 if bias is None else bias, normed, logits, rows)
     return [KernelCall(kernel, grid, (*given, *filled))]
 
@@ -127,7 +128,7 @@ def _norm_arguments(norm: RouterNorm, rows: int, width: int) -> tuple[Argument, 
     check_row_live(norm.row_live, rows)
     check_shape("norm.weight", norm.weight, width)
     check_shape("norm.out", norm.out, rows, width)
-    check_dtype(torch.bfloat16, norm_weight=norm.weight, norm_out=norm.out)
+    check_dtype(torch.bfloat16, norm_out=norm.out)
     return norm.weight, 0 if norm.row_live is None else norm.row_live, norm.out
 
 

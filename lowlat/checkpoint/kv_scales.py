@@ -19,9 +19,12 @@ __all__ = ["LayerScales", "kv_scale_names", "read_kv_scales"]
 LayerScales = tuple[tuple[float, ...], tuple[float, ...]]  # of keys and of values, by KV head
 
 
-def kv_scale_names(layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names that the scales of a layer's keys, and of its values, may have; the first that is there holds."""
-    owner = f"model.layers.{layer}.self_attn"
+def kv_scale_names(layer: int, stem: str = "model") -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names that the scales of a layer's keys, and of its values, may have; the first that is there holds.
+
+    stem  the beginning of the decoder's names
+    """
+    owner = f"{stem}.layers.{layer}.self_attn"
     keys, values = (
         (f"{owner}.{p}_scale", f"{owner}.{p}_proj.{p}_scale", f"{owner}.kv_scale", f"{owner}.{p}_proj.output_scale")
         for p in "kv"
@@ -29,17 +32,20 @@ def kv_scale_names(layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return keys, values
 
 
-def read_kv_scales(checkpoint: Checkpoint | None, kv_heads: Mapping[int, int]) -> tuple[LayerScales, ...]:
+def read_kv_scales(
+    checkpoint: Checkpoint | None, kv_heads: Mapping[int, int], stem: str = "model"
+) -> tuple[LayerScales, ...]:
     """The scales of every layer with a cache, rounded to bfloat16; 1 where the checkpoint has none, or None is given.
 
     kv_heads  key-value heads by the layer's number
+    stem      the beginning of the decoder's names
     Raises ConfigError for a dtype, a shape or a value that no scale of so many heads has, naming file and tensor.
     """
     entries = {} if checkpoint is None else checkpoint.entries
     wanted = [
         (next((name for name in names if name in entries), None), heads)
         for layer, heads in kv_heads.items()
-        for names in kv_scale_names(layer)
+        for names in kv_scale_names(layer, stem)
     ]
     found: dict[str, tuple[float, ...]] = {}
     if checkpoint is not None:

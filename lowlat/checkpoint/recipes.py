@@ -16,11 +16,12 @@ from lowlat.checkpoint.tensors import DTYPES, FLOAT_NAMES, Checkpoint, TensorEnt
 from lowlat.errors import ConfigError
 
 __all__ = [
-    "Arrange", "Conversion", "Piece", "Progress", "Recipe", "check_recipes", "check_values", "place_rows",
-    "placed_rows",
+    "Arrange", "Conversion", "Piece", "Progress", "Recipe", "Span", "check_recipes", "check_values", "chosen_recipes",
+    "picked_piece", "place_rows", "placed_rows", "reshaped_piece",
 ]  # fmt: skip
 
 Arrange = Literal["rows", "deinterleave", "transpose", "transpose_deinterleave"]
+Span = tuple[int, int]
 Progress = Callable[[int, int], None]
 
 FLOATS = tuple(FLOAT_NAMES)
@@ -28,11 +29,15 @@ FLOATS = tuple(FLOAT_NAMES)
 
 @dataclass(frozen=True)
 class Piece:
-    """One stored tensor: its name, the shape that the config implies, and its conversion to rows where it needs one."""
+    """One stored tensor: its name, the shape that the config implies, and its conversion to rows where it needs one.
+
+    spans  rows of a stored matrix that it becomes, see `picked_piece`; None: all
+    """
 
     name: str
     shape: tuple[int, ...]
     conversion: "Conversion | None" = None
+    spans: tuple[Span, ...] | None = None
 
     @property
     def made(self) -> tuple[int, ...]:
@@ -73,6 +78,7 @@ class Recipe:
     transpose               [E, in, out] -> [E, out, in]
     transpose_deinterleave  [E, N, 2I] -> [E, 2I, N], gate rows first
     count                   matrices that the rows, stacked, make: [E * N, ...] -> [E, N, ...]; None: they stay rows
+    other                   the same weight of other tensors, for files that do not have these; see `chosen_recipes`
     """
 
     weight: str
@@ -80,6 +86,7 @@ class Recipe:
     dtype: torch.dtype
     arrange: Arrange = "rows"
     count: int | None = None
+    other: "Recipe | None" = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,6 +109,39 @@ class Recipe:
         if piece.conversion is not None:
             return piece.conversion.dtypes
         return FLOATS if self.dtype.is_floating_point else ("U8",)
+
+
+def picked_piece(piece: Piece, spans: tuple[Span, ...]) -> Piece:
+    """Some rows of what a piece becomes, span after span."""
+    inner = piece.conversion
+
+    def pick(label: str, stored: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+        rows = stored if inner is None else inner.make(label, stored, *beside)
+        return torch.cat([rows[start:stop] for start, stop in spans])
+
+    shape = (sum(stop - start for start, stop in spans), *piece.made[1:])
+    if inner is None:
+        return Piece(piece.name, piece.shape, Conversion(shape, FLOATS, pick), spans)
+    return Piece(piece.name, piece.shape, Conversion(shape, inner.dtypes, pick, inner.also, inner.beside), spans)
+
+
+def reshaped_piece(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
+    """A stored tensor of numbers that has another shape in its weight."""
+    return Piece(name, stored, Conversion(shape, FLOATS, lambda _label, tensor: tensor.reshape(shape)))
+
+
+def chosen_recipes(recipes: Sequence[Recipe], names: Collection[str] | None, *, others: bool) -> list[Recipe]:
+    """The recipes, those with another form in the form that the files have.
+
+    names   of stored tensors; None: they are not known
+    others  whether the other form is taken then
+    """
+
+    def chosen(recipe: Recipe) -> Recipe:
+        has_own = not others if names is None else all(piece.name in names for piece in recipe.pieces)
+        return recipe if recipe.other is None or has_own else recipe.other
+
+    return [chosen(recipe) for recipe in recipes]
 
 
 def check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe], ignored: Collection[str] = ()) -> None:

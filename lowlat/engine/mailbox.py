@@ -6,7 +6,6 @@ is written and read through numpy, whose scalars cost a tenth of torch's: all of
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +44,7 @@ from lowlat.kernels.reference.step.slot_record import (
 )
 from lowlat.kernels.reference.step.slots import CANCEL, JOIN, NO_SOURCE, REWIND, SET_DRAFT_LIMIT
 from lowlat.options.request import FinishReason, SamplingParams, TokenLogprobs
+from lowlat.sequence.snapshot_book import PREFILL_STATES
 from lowlat.step.state import PASS_ROWS
 
 __all__ = ["NEVER", "Entry", "Mailbox", "SlotPublication"]
@@ -53,7 +53,7 @@ FINISH_REASONS: dict[int, FinishReason] = {FINISH_STOP: "stop", FINISH_LENGTH: "
 STAGED = tuple(
     f"staged_{part}" for part in ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
 )
-PREFILL = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")
+PREFILL = ("tokens", "chunk", "live", "draft_live", "positions", "draft_positions", "slot", "count")
 PARTIAL = ("prefill_span", "prefill_shifts", "prefill_start")  # with SpecPV
 ASKED = ("prompt_targets", "prompt_ints")  # where requests may ask for the logprobs of their prompts
 ANSWERED = ("prompt_logprob_values", "prompt_logprob_ids", "prompt_ranks")
@@ -115,8 +115,8 @@ class Mailbox:
         self._partial = tuple(name for name in PARTIAL if name in state)
         optional = (*ASKED, *ANSWERED, "length_bounds", CHECKS)
         held = (*WRITTEN, *READ, *ROWS, *self._partial, *(name for name in optional if name in state))
-        self._window_tables = tuple(name for name in state if name.startswith("prefill_table."))
-        held = (*held, *self._window_tables)
+        self._chunk_commands = tuple(name for name in state if name.startswith(("prefill_table", PREFILL_STATES)))
+        held = (*held, *self._chunk_commands)
         self._host = _HostView({name: state[name] for name in held})
         self._arrays = self._host.arrays
         self._head, self._records = self._arrays["ring_head"], self._arrays["ring_records"]
@@ -292,19 +292,17 @@ class Mailbox:
         slot: int,
         tokens: Sequence[int],
         start: int,
-        table: Sequence[int],
-        windows: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        commands: Mapping[str, Sequence[int]],
     ) -> None:
         """Write what prefill reads: `tokens` from position `start` on, all of which are live rows.
 
-        windows  the tables of layers of windows, by the endings of their names; steps of the slot go on with them
+        commands  what the books of the slot's states say of it, by buffer; steps of the slot go on with the tables
         """
         arrays, count = self._arrays, len(tokens)
-        for name in self._window_tables:
-            _fill(arrays[name][0], windows[name.removeprefix("prefill_table")], 0)
-        self._host.send(self._window_tables)
+        for name in self._chunk_commands:
+            _fill(arrays[name][0], commands[name], 0)
+        self._host.send(self._chunk_commands)
         _fill(arrays["prefill_tokens"], tokens, 0)
-        _fill(arrays["prefill_table"][0], table, 0)
         arrays["prefill_chunk"][:] = (start, count)
         arrays["prefill_slot"][0], arrays["prefill_count"][0] = slot, count
         rows = np.arange(len(arrays["prefill_tokens"]))

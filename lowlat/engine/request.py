@@ -52,7 +52,7 @@ class Request:
         self.grammar: GrammarState | None = None
         self.slot = -1
         self.table: Sequence[int] = ()
-        self.window_tables: Mapping[str, Sequence[int]] = {}
+        self.commands: Mapping[str, Sequence[int]] = {}
         self.committed = list(prompt)
         self.num_written = 0  # positions before the last step's: that step may not have extended the draft model's KV
         self.first_entry = 0

@@ -152,9 +152,9 @@ class Steps:
         if problem is not None:
             self.end(request, "error", error=problem, code="grammar")
             return ()
-        request.window_tables = self._kvcache.tables(request.request_id)
+        request.commands = self._kvcache.commands(request.request_id)
         self._clear_blocks()  # some of its own may have been a failed request's
-        self.mailbox.write_chunk(request.slot, tokens, chunk.start, request.table, request.window_tables)
+        self.mailbox.write_chunk(request.slot, tokens, chunk.start, request.commands)
         self.proposer.prefill(request, chunk.start, len(tokens))
         if chunk.last:
             self._join(request)

@@ -23,6 +23,7 @@ __all__ = [
     "is_quantised",
     "max_positions",
     "parse_rope",
+    "partial_rotary_dims",
     "read_config",
     "refuse_windows",
     "resolve_dtype",
@@ -34,6 +35,8 @@ __all__ = [
 MAX_VOCABULARY = 1 << 24
 MAX_EOS_TOKENS = 64
 
+WRAPPERS = ("qwen3_5", "qwen3_5_moe")  # vision-language models whose text runs here
+OUTER_KEYS = ("model_type", "architectures", "tie_word_embeddings")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 DTYPES = ("auto", "bfloat16", "float32")
 
@@ -50,7 +53,17 @@ def read_config(directory: Path) -> Fields:
     if not path.exists() and (why := foreign_directory(directory)) is not None:
         raise ConfigError(f"{directory}: no config.json: {why}")
     # other families' configs hold Infinity, which must not hide their model_type; numbers are checked as they are read
-    return Fields(read_object(path, take_infinity=True), str(path))
+    return Fields(_of_text(read_object(path, take_infinity=True)), str(path))
+
+
+def _of_text(values: dict[str, Any]) -> dict[str, Any]:
+    """The config of a vision-language model's text, where its keys stand in `text_config`: what is next to it holds,
+    too, where that has no such key; of model_type and tie_word_embeddings the outer ones hold."""
+    inner = values.get("text_config")
+    if values.get("model_type") not in WRAPPERS or not isinstance(inner, dict):
+        return values
+    outer = {key: value for key, value in values.items() if key != "text_config" and value is not None}
+    return {**outer, **inner, **{key: outer[key] for key in OUTER_KEYS if key in outer}}
 
 
 def check_architecture(fields: Fields, allowed: tuple[str, ...]) -> None:
@@ -192,17 +205,29 @@ def _rope_fields(fields: Fields, absent: dict[str, Any]) -> Fields:
 
 
 def parse_rope(
-    fields: Fields, *, max_position: int, default_theta: float = 10000.0, absent: dict[str, Any] | None = None
+    fields: Fields,
+    *,
+    max_position: int,
+    default_theta: float = 10000.0,
+    absent: dict[str, Any] | None = None,
+    partial: bool = False,
 ) -> RopeConfig:
     """RoPE from either spelling: rope_theta with rope_scaling, or rope_parameters.
 
-    absent is what a config without either means. A base inside rope_parameters wins over one next to it, as in
-    transformers. Raises ConfigError for kinds and keys that are not implemented.
+    absent is what a config without either means; partial: heads may turn in part, see `partial_rotary_dims`. A base
+    inside rope_parameters wins over one next to it, as in transformers. Raises ConfigError for kinds and keys that are
+    not implemented.
     Source: transformers modeling_rope_utils; YaRN, arXiv 2309.00071; Llama 3.1.
     """
     rope = _rope_fields(fields, absent or {})
     for place in (fields, rope):
-        place.refuse_unless("partial_rotary_factor", (1.0, 1), "RoPE covers whole heads")
+        if partial:
+            place.raw("partial_rotary_factor")
+        else:
+            place.refuse_unless("partial_rotary_factor", (1.0, 1), "RoPE covers whole heads")
+    if partial:
+        for key in ("mrope_section", "mrope_interleaved"):  # how positions of images are turned: of text all are alike
+            rope.raw(key)
     outer = fields.number("rope_theta", 1.001, 1e15, default=default_theta)
     theta = rope.number("rope_theta", 1.001, 1e15, default=outer)
     kind = rope.optional_string("rope_type")
@@ -222,6 +247,19 @@ def parse_rope(
         result = _yarn(rope, theta, max_position)
     rope.refuse_unknown(())
     return result
+
+
+def partial_rotary_dims(fields: Fields, head_dim: int, *, default: float) -> int:
+    """The dimensions of a head that turn, by partial_rotary_factor in either place. Raises ConfigError."""
+    outer = fields.number("partial_rotary_factor", 0.0, 1.0, default=default)
+    rope = _rope_fields(fields, {})
+    dims = int(head_dim * rope.number("partial_rotary_factor", 0.0, 1.0, default=outer))
+    if dims < 2 or dims % 2:
+        raise ConfigError(
+            f"{fields.label}: partial_rotary_factor turns {dims} of {head_dim} dimensions; "
+            "expected an even number from 2"
+        )
+    return dims
 
 
 def _llama3(rope: Fields, theta: float, max_position: int) -> RopeConfig:

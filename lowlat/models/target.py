@@ -4,7 +4,7 @@ Families say how their weights are made of stored tensors, formats how quantised
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from lowlat.checkpoint.formats import narrowed, part_groups
 from lowlat.checkpoint.json_file import shown
 from lowlat.checkpoint.kv_scales import kv_scale_names, read_kv_scales
 from lowlat.checkpoint.quantising import QuantisedWeights, Quantiser
-from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes
+from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes, chosen_recipes
 from lowlat.checkpoint.source import WeightSource
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
@@ -125,19 +125,26 @@ def fetch_target(model: str | Path, *, dtype: str = "auto", progress: Progress |
     return hub.fetch(model, check=check, progress=progress)
 
 
-def target_recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a target is made of its checkpoint's tensors."""
+def target_recipes(config: ModelConfig, names: Collection[str] | None = None) -> list[Recipe]:
+    """How every canonical weight of a target is made of its checkpoint's tensors.
+
+    names  of these; None: they are not known, and weights that files have in two forms are in the usual one
+    """
     recipes = FAMILIES[config.family].recipes(config)
+    recipes = chosen_recipes(recipes, names, others=config.quantisation is not None)
     return recipes if config.quantisation is None else config.quantisation.apply(recipes)
 
 
 def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
-    """Buffers that old versions of transformers stored, scales of the KV cache, and the copy of a tied embedding."""
+    """Buffers that old versions of transformers stored, scales of the KV cache, the copy of a tied embedding, and what
+    is no part of the target."""
+    family = FAMILIES[config.family]
     ignored = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers)}
-    ignored |= {name for layer in range(config.num_layers) for names in kv_scale_names(layer) for name in names}
+    ignored |= {name for layer in config.attentions for names in kv_scale_names(layer, family.stem) for name in names}
     ignored.add("model.rotary_emb.inv_freq")
     if config.tie_embeddings:
         ignored.add("lm_head.weight")
+    ignored |= {name for name in checkpoint.entries if name.startswith(family.skipped)}
     if config.quantisation is not None:
         ignored |= config.quantisation.unused(checkpoint)
     return ignored & set(checkpoint.entries)
@@ -171,7 +178,7 @@ def target_groups(config: ModelConfig, checkpoint: Checkpoint | None = None) -> 
 
     Without a checkpoint nothing is checked, and the groups tell sizes alone. Raises ConfigError.
     """
-    recipes = target_recipes(config)
+    recipes = target_recipes(config, None if checkpoint is None else checkpoint.entries)
     if checkpoint is None:
         return part_groups(recipes, {})
     check_recipes(checkpoint, recipes, _ignored(config, checkpoint))
@@ -197,6 +204,9 @@ def open_target(directory: str | Path, *, dtype: str = "auto", progress: Progres
     directory = Path(directory)
     config = read_model_config(directory, dtype=dtype)
     checkpoint = Checkpoint.open(directory)
+    if FAMILIES[config.family].ties_by_files:
+        has_own = any(name.startswith("lm_head.") for name in checkpoint.entries)
+        config = replace(config, tie_embeddings=not has_own)
     if dtype == "auto" and stored_dtype(read_config(directory), directory)[0] == "float16":
         logger.warning(
             "%s is stored in float16 next to quantised weights, and runs in bfloat16; --dtype float32 keeps every bit",
@@ -226,7 +236,7 @@ def code_kv(target: OpenedTarget) -> OpenedTarget:
 def coded(config: ModelConfig, checkpoint: Checkpoint | None = None) -> ModelConfig:
     """The geometry of a model whose KV cache holds codes; without a checkpoint all scales are 1."""
     heads = {layer: spec.num_kv_heads for layer, spec in config.attentions.items()}
-    return replace(config, coded_kv=CodedKV(read_kv_scales(checkpoint, heads)))
+    return replace(config, coded_kv=CodedKV(read_kv_scales(checkpoint, heads, FAMILIES[config.family].stem)))
 
 
 def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
@@ -238,6 +248,7 @@ def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
         )
     widths = {config.hidden_size, getattr(config, "target_hidden_size", 0)}
     widths |= {spec.query_size for spec in config.attentions.values()}
+    widths |= {spec.value_size for spec in config.deltas.values()}
     widths |= {layer.ffn.inner_size for layer in config.layers}
     return replace(config, quantiser=quantiser.fitted(*widths))
 

@@ -144,7 +144,7 @@ def emit_delta(emitter: Emitter, layer: Layer, delta: DeltaSpec, number: int, no
     product = emitter.linear(normed, f"{name}.delta_in", channels + width, "delta_in")
     ba = emitter.linear(normed, f"{name}.delta_ba", 2 * delta.num_value_heads, "delta_ba")
     mixed = emitter.scratch("delta_mixed", count, channels)
-    given = emitter.rows.recurrent | ({} if form else {"state_lens": "state_lens"})
+    given = emitter.rows.recurrent | ({"snapshots": "prefill_states"} if form else {"state_lens": "state_lens"})
     weights = {"weight": f"{name}.delta_conv.weight"}
     states = {"conv_state": f"conv_state.{number}"}
     emitter.emit(f"{form}delta_conv", {"x": product, **given}, {**states, "out": mixed}, weights=weights)
@@ -221,7 +221,7 @@ def _emit_experts(emitter: Emitter, layer: Layer, experts: ExpertsSpec, normed: 
         **one_more,
     )
     parts = (*FORMATS[experts.weight_format].parts, *biases)
-    activated = emitter.scratch("activated", count, chosen, experts.inner_size)
+    activated = emitter.scratch("experts.activated", count, chosen, experts.inner_size)
     emitter.emit(
         "experts_gate_up",
         {"x": normed, "expert_ids": ids},

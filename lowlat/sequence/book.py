@@ -93,11 +93,14 @@ class SequenceBook(ABC):
 
     @abstractmethod
     def append(self, request_id: str, start: int, stop: int) -> None:
-        """Say that the prompt's positions [start, stop) are prefilled next; `tables` then has their places."""
+        """Say that the prompt's positions [start, stop) are prefilled next; `commands` then has their places."""
 
     @abstractmethod
-    def tables(self, request_id: str) -> Mapping[str, Sequence[int]]:
-        """A request's blocks by position, as its next part of prefill, or its steps, find them; by pool."""
+    def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
+        """What the next part of a request's prompt reads of what it holds: contents of command buffers [1, n], by name.
+
+        "prefill_table" has its blocks by position; so have the tables of other pools, by which its steps go on.
+        """
 
     @abstractmethod
     def mark_prefilled(self, request_id: str, num_tokens: int) -> None:
@@ -123,8 +126,8 @@ class SequenceBook(ABC):
         """The same of other pools, by name; those may be in use again, by what is launched next."""
 
     @abstractmethod
-    def pool_stats(self) -> list[dict[str, int]]:
-        """Counts of the blocks of other pools, as JSON."""
+    def pool_stats(self) -> dict[str, list[dict[str, int]]]:
+        """Counts of other pools, as JSON, by their kind."""
 
     @abstractmethod
     def max_total_tokens(self, num_overprovision: int) -> int:

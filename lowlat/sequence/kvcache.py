@@ -133,6 +133,7 @@ class KVCache(SequenceBook):
         self.check(request_id, max_total_tokens, num_overprovision)
         root = self._index.root(salt)
         digests, hits = self._lookup(prompt_token_ids, root) if reads else ([], [])
+        num_found = len(digests)
         count = self._num_hits(digests)
         digests, hits = digests[:count], hits[:count]
         shared = [block for chunk in hits for block in chunk.blocks]
@@ -142,7 +143,7 @@ class KVCache(SequenceBook):
         if not all(book.fits(total, digests) for book in self._books):
             return None
         for book in self._books:
-            book.admit(request_id, total, len(prompt_token_ids), digests)
+            book.admit(request_id, total, len(prompt_token_ids), digests, num_found)
         for chunk in hits:
             self._index.acquire(chunk)
         table = shared + self._take(total - len(shared))
@@ -164,10 +165,12 @@ class KVCache(SequenceBook):
         for book in self._books:
             book.append(request_id, start, stop)
 
-    def tables(self, request_id: str) -> dict[str, list[int]]:
-        """The request's blocks by position, by pool. Raises RequestError for an unknown id."""
-        entry = self._entry(request_id)
-        return {"": list(entry.table)} | {book.name: list(book.table(request_id)) for book in self._books}
+    def commands(self, request_id: str) -> dict[str, Sequence[int]]:
+        """What the next part of a request's prompt reads, by command buffer. Raises RequestError for an unknown id."""
+        found: dict[str, Sequence[int]] = {"prefill_table": list(self._entry(request_id).table)}
+        for book in self._books:
+            found |= book.commands(request_id)
+        return found
 
     def mark_prefilled(self, request_id: str, num_tokens: int) -> None:
         """Say that prefill wrote (or the stream will have written) the KV of the prompt's first num_tokens.
@@ -261,9 +264,12 @@ class KVCache(SequenceBook):
             hit_tokens=self._hit_tokens,
         )
 
-    def pool_stats(self) -> list[dict[str, int]]:
-        """Counts of the blocks of each other pool, as JSON."""
-        return [book.stats() for book in self._books]
+    def pool_stats(self) -> dict[str, list[dict[str, int]]]:
+        """Counts of each other pool, as JSON, by their kind."""
+        found: dict[str, list[dict[str, int]]] = {}
+        for book in self._books:
+            found.setdefault(book.kind, []).append(book.stats())
+        return found
 
     def invariants(self) -> None:
         """Check that everything balances. Raises InvariantError naming what does not. Time: all blocks."""

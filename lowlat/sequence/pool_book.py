@@ -1,12 +1,12 @@
 """The interface of a book next to the first pool's: of a kind of state with blocks, and needs at a hit, of its own.
 
 `lowlat.sequence.kvcache` finds the chunks of a prompt that are there; it asks each of these books whether its state can
-go on after them, and tells it what becomes of chunks. Layers of a sliding window have one (`WindowBook`); for state
-that is kept as a snapshot after a chunk, a block is a snapshot, and only the last chunk's is needed.
+go on after them, and tells it what becomes of chunks. Layers of a sliding window have one (`WindowBook`), and states
+that are kept as snapshots after chunks (`SnapshotBook`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from lowlat.sequence.prefix_index import PrefixIndex
 
@@ -16,10 +16,12 @@ __all__ = ["PoolBook"]
 class PoolBook(ABC):
     """Which block of one pool holds what. A request is admitted where every book says that it fits.
 
-    name  the pool's: the ending of the names of its tables
+    name  the pool's
+    kind  of pools, in figures
     """
 
     name: str
+    kind: str
 
     @abstractmethod
     def check(self, request_id: str, num_blocks: int) -> None:
@@ -34,8 +36,13 @@ class PoolBook(ABC):
         """Whether a request with a table of so many blocks fits now, that goes on after these chunks."""
 
     @abstractmethod
-    def admit(self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes]) -> None:
-        """Reserve what a request with a prompt of so many positions needs; `fits` must have said that it fits."""
+    def admit(
+        self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_found: int
+    ) -> None:
+        """Reserve what a request with a prompt of so many positions needs; `fits` must have said that it fits.
+
+        num_found  chunks of the prompt that are listed in the first pool: it goes on after `digests`, the first of them
+        """
 
     @abstractmethod
     def append(self, request_id: str, start: int, stop: int) -> None:
@@ -46,8 +53,8 @@ class PoolBook(ABC):
         """The prompt's last positions are launched."""
 
     @abstractmethod
-    def table(self, request_id: str) -> Sequence[int]:
-        """A request's blocks by position: 0 where no row of it reads."""
+    def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
+        """What the next part of a request's prompt reads: contents of command buffers [1, n], by their names."""
 
     @abstractmethod
     def attach(self, request_id: str, k: int, digest: bytes) -> None:

@@ -4,13 +4,14 @@ What they hold and when: `lowlat.kernels.reference.recurrent.pending`. A slot's 
 first chunk reads nothing of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from lowlat.graphs import BufferSpec, Role
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.sequence.snapshot_book import MAX_KEPT, PREFILL_STATES
 from lowlat.sequence.state import SequenceState
 
 __all__ = ["RecurrentState"]
@@ -18,32 +19,38 @@ __all__ = ["RecurrentState"]
 
 @dataclass(frozen=True)
 class RecurrentState(SequenceState):
-    """The states of the target's gated delta nets, a row a slot: of each such layer
+    """The states of the target's gated delta nets, R rows: one a slot, then snapshots. Of each such layer
 
-    conv_state.LAYER       [max_B, conv_size - 1 + T, C]  compute  last inputs of the convolution, then of pending rows
-    delta_state.LAYER      [max_B, Hv, Dk, Dv]            float32  S
-    delta_pending_k.LAYER  [max_B, T, Hk, Dk]             float32  normed keys of pending rows
-    delta_pending_d.LAYER  [max_B, T, Hv, Dv]             float32  their corrections of S
-    delta_pending_g.LAYER  [max_B, T, Hv]                 float32  their decays
+    conv_state.LAYER       [R, conv_size - 1 + T, C]  compute  a ring of the convolution's last inputs
+    delta_state.LAYER      [R, Hv, Dv, Dk]            float32  S transposed
+    delta_pending_k.LAYER  [max_B, 2 T, Hk, Dk]       float32  a ring of pending rows' normed keys
+    delta_pending_d.LAYER  [max_B, 2 T, Hv, Dv]       float32  their corrections of S
+    delta_pending_g.LAYER  [max_B, 2 T, Hv]           float32  their decays
 
-    state_lens             [max_B]                        int32    tokens that a slot's states contain, of all layers
+    state_lens             [max_B]                    int32    tokens that a slot's states contain, of all layers
+    prefill_states         [1, 1 + 2 * MAX_KEPT]      int32    the host's: see `SnapshotBook`
     """
 
     config: ModelConfig
     max_batch: int
     max_rows: int
+    num_snapshots: int = 0
 
     def specs(self) -> list[BufferSpec]:
         """State of all layers."""
-        batch, rows, compute = self.max_batch, self.max_rows, TORCH_DTYPES[self.config.dtype]
-        specs = [BufferSpec("state_lens", (batch,), torch.int32, Role.STATE)]
+        batch, compute = self.max_batch, TORCH_DTYPES[self.config.dtype]
+        ring, rows = 2 * self.max_rows, batch + self.num_snapshots
+        specs = [
+            BufferSpec("state_lens", (batch,), torch.int32, Role.STATE),
+            BufferSpec(PREFILL_STATES, (1, 1 + 2 * MAX_KEPT), torch.int32, Role.COMMAND),
+        ]
         for layer, spec in self.config.deltas.items():
-            inputs = (batch, spec.conv_size - 1 + rows, spec.num_channels)
+            inputs = (rows, spec.conv_size - 1 + self.max_rows, spec.num_channels)
             floats = {
-                "state": (batch, spec.num_value_heads, spec.key_dim, spec.value_dim),
-                "pending_k": (batch, rows, spec.num_key_heads, spec.key_dim),
-                "pending_d": (batch, rows, spec.num_value_heads, spec.value_dim),
-                "pending_g": (batch, rows, spec.num_value_heads),
+                "state": (rows, spec.num_value_heads, spec.value_dim, spec.key_dim),
+                "pending_k": (batch, ring, spec.num_key_heads, spec.key_dim),
+                "pending_d": (batch, ring, spec.num_value_heads, spec.value_dim),
+                "pending_g": (batch, ring, spec.num_value_heads),
             }
             specs.append(BufferSpec(f"conv_state.{layer}", inputs, compute, Role.STATE))
             specs += [
@@ -54,14 +61,9 @@ class RecurrentState(SequenceState):
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
-        return self.num_bytes // self.max_batch
+        return replace(self, max_batch=1, num_snapshots=0).num_bytes
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of a slot's states without pending rows: S, and the last inputs of the convolutions."""
-        compute = TORCH_DTYPES[self.config.dtype].itemsize
-        return sum(
-            4 * spec.num_value_heads * spec.key_dim * spec.value_dim
-            + compute * (spec.conv_size - 1) * spec.num_channels
-            for spec in self.config.deltas.values()
-        )
+        """Bytes of one snapshot."""
+        return replace(self, num_snapshots=1).num_bytes - replace(self, num_snapshots=0).num_bytes

@@ -6,7 +6,7 @@ it runs; those of a complete chunk of a prompt stay listed until somebody needs 
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lowlat.errors import RequestError
@@ -53,6 +53,8 @@ class _Holding:
 class WindowBook(PoolBook):
     """The book of one window's pool. Every block is free, held by a table, listed without a user, or to be cleared."""
 
+    kind = "windows"
+
     def __init__(self, pool: WindowPool, prefill_chunk: int) -> None:
         self.pool, self.name = pool, pool.suffix
         self.per_chunk = prefill_chunk // pool.block_size
@@ -95,7 +97,9 @@ class WindowBook(PoolBook):
         available = len(self._free) + (len(self._unused) - pinned) * self.per_chunk - self._num_outstanding()
         return needed - len(hits) * self.per_chunk <= available
 
-    def admit(self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes]) -> None:
+    def admit(
+        self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_found: int
+    ) -> None:
         """Reserve what a request needs; `fits` must have said that it fits."""
         hits = self._seen_after(digests)
         needed, is_whole = self._need(num_blocks, len(digests))
@@ -136,9 +140,9 @@ class WindowBook(PoolBook):
             self._forget(holding, holding.num_prompt)
             holding.num_reserved = holding.num_held
 
-    def table(self, request_id: str) -> Sequence[int]:
+    def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
         """A request's blocks by position: 0 where no row of it reads."""
-        return self._holdings[request_id].table
+        return {f"prefill_table{self.name}": list(self._holdings[request_id].table)}
 
     def attach(self, request_id: str, k: int, digest: bytes) -> None:
         """List a request's blocks of chunk k under its digest, where it has all of them and nobody's are listed.

@@ -59,6 +59,7 @@ class StepGeometry:
     path_width   nodes of the longest path, root included
     num_blocks   KV blocks, the null block included
     window_blocks       the same of the pool of each window that has one, ascending; (): num_blocks in each
+    num_snapshots       snapshots of recurrent states
     prefill_chunk       positions of a chunk of prefill
     max_prefill_chunks  chunks of a prompt that run at once, at most
     num_drafted_rows    rows of a draft model after a slot's last token
@@ -90,6 +91,7 @@ class StepGeometry:
     prompt_logprobs: bool = False
     checks: CheckedKinds | None = None
     window_blocks: tuple[int, ...] = ()
+    num_snapshots: int = 0
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -139,7 +141,7 @@ class StepGeometry:
         """The state that the target's layers keep for a slot between steps."""
         kv = PagedKV(self.config, self.num_blocks, self.block_size, self._blocks_by_window)
         if self.config.deltas:
-            return kv, RecurrentState(self.config, self.max_batch, self.max_rows)
+            return kv, RecurrentState(self.config, self.max_batch, self.max_rows, self.num_snapshots)
         if self.partial is None:
             return (kv,)
         sizes = (self.num_blocks, self.block_size, self.max_batch, self.table_width)

@@ -146,7 +146,8 @@ def _read(
     if speculative is None or not speculative.enabled:
         return config, None
     if speculative.model != PRESET_DRAFT_MODEL:
-        return config, plan_speculator(speculative, config)
+        preset = str(model) in read_geometries()
+        return config, plan_speculator(speculative, config, None if preset else model)
     return config, _preset_speculator(read_geometries()[str(model)], config, speculative)
 
 

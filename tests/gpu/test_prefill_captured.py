@@ -62,10 +62,10 @@ def test_captured_chunks_have_the_bits_of_launched_ones(name: str, tmp_path: Pat
     assert_same_state(state_of(captured.buffers), before)
     tokens = torch.randint(0, 97, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
     table = list(range(1, 1 + -(-CONTEXT // 16)))
-    windows = {each.suffix: table for each in pair.geometry.window_pools}
+    commands = {f"prefill_table{suffix}": table for suffix in ("", *(e.suffix for e in pair.geometry.window_pools))}
     for start in range(0, CONTEXT, CHUNK):
         for prefill in (launched, captured):
-            Mailbox(prefill.buffers, 7).write_chunk(1, tokens[start : start + CHUNK], start, table, windows)
+            Mailbox(prefill.buffers, 7).write_chunk(1, tokens[start : start + CHUNK], start, commands)
             with torch.cuda.stream(stream):
                 prefill.arguments.send()
                 graph.launch(launcher.stream()) if prefill is captured else prefill.run()

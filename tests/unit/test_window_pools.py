@@ -1,5 +1,6 @@
 """Pools of sliding windows against a naive model that knows the content of every block."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -33,6 +34,11 @@ def prefill(cache: KVCache, name: str, prompt: list[int], start: int = 0) -> Non
         cache.invariants()
 
 
+def tables_of(cache: KVCache, name: str) -> dict[str, Sequence[int]]:
+    """A request's tables by the ending of the pool's name."""
+    return {each.removeprefix("prefill_table"): table for each, table in cache.commands(name).items()}
+
+
 def text(*chunks: int) -> list[int]:
     """A prompt of whole chunks and a position more."""
     return [value for value in chunks for _ in range(CHUNK)] + [0]
@@ -48,17 +54,17 @@ def test_a_long_request_holds_few_blocks_and_shares_its_prefix() -> None:
     cache, prompt = make(301, sizes), text(*range(20))
     assert cache.admit("a", prompt, len(prompt) + 2000, AHEAD) is not None
     prefill(cache, "a", prompt)
-    table = cache.tables("a")[".w40"]
+    table = cache.commands("a")["prefill_table.w40"]
     held = set(table) - {0}
-    assert len(table) == len(cache.tables("a")[""]) == -(-(len(prompt) + 2003) // BLOCK)
+    assert len(table) == len(cache.commands("a")["prefill_table"]) == -(-(len(prompt) + 2003) // BLOCK)
     assert len(held) <= sizes.most_blocks(2) == 20 and not any(table[: sizes.first_block(len(prompt)) // 2 * 2])
-    stats = cache.pool_stats()[0]
+    stats = cache.pool_stats()["windows"][0]
     assert stats["num_used"] == len(held) and stats["num_evictable"] > 0
     cache.release("a")
     again = cache.admit("b", [*prompt, 1, 1], len(prompt) + 2000, AHEAD)
     assert again is not None and again.num_cached_tokens == 20 * CHUNK
     cache.invariants()
-    found = cache.tables("b")[".w40"]
+    found = cache.commands("b")["prefill_table.w40"]
     first = sizes.first_block(20 * CHUNK) // 2 * 2
     assert found[first : 20 * 2] == table[first : 20 * 2] and not any(found[:first])
 
@@ -154,15 +160,15 @@ class WindowMachine(RuleBasedStateMachine):
 
     def check(self, name: str, position: int) -> None:
         """What rows at a position see, in every pool."""
-        request, tables = self.live[name], self.cache.tables(name)
+        request, tables = self.live[name], tables_of(self.cache, name)
         for suffix, window in self.windows.items():
             for seen in range(max(0, position - window), position):
                 block = tables[suffix][seen // BLOCK]
                 assert block and self.content[suffix, block, seen % BLOCK] == request.keys[seen]
 
     def write(self, name: str, start: int, stop: int, *, rejected: bool = False) -> None:
-        request, tables = self.live[name], self.cache.tables(name)
-        others = {other: self.cache.tables(other) for other in self.live if other != name}
+        request, tables = self.live[name], tables_of(self.cache, name)
+        others = {other: tables_of(self.cache, other) for other in self.live if other != name}
         for suffix in self.windows:
             blocks = {tables[suffix][position // BLOCK] for position in range(start, stop)}
             assert 0 not in blocks
@@ -209,7 +215,7 @@ class WindowMachine(RuleBasedStateMachine):
         request = self.live.pop(name)
         if poisoned:
             for suffix, block in request.wrote:
-                used = {each for other in self.live for each in self.cache.tables(other)[suffix]}
+                used = {each for other in self.live for each in tables_of(self.cache, other)[suffix]}
                 if block not in used and not self.is_listed(suffix, block):
                     self.content[suffix, block, 0] = "nan"
 
@@ -229,8 +235,8 @@ class WindowMachine(RuleBasedStateMachine):
     def balanced(self) -> None:
         if hasattr(self, "cache"):
             self.cache.invariants()
-            for stats, sizes in zip(self.cache.pool_stats(), self.pools, strict=True):
-                tables = [self.cache.tables(name)[sizes.suffix] for name in self.live]
+            for stats, sizes in zip(self.cache.pool_stats().get("windows", []), self.pools, strict=True):
+                tables = [tables_of(self.cache, name)[sizes.suffix] for name in self.live]
                 assert stats["num_used"] == len({block for table in tables for block in table} - {0})
 
     def teardown(self) -> None:
@@ -239,7 +245,7 @@ class WindowMachine(RuleBasedStateMachine):
                 self.cache.release(name)
             self.clear_all()
             self.cache.invariants()
-            assert all(stats["num_used"] == 0 for stats in self.cache.pool_stats())
+            assert all(stats["num_used"] == 0 for stats in self.cache.pool_stats().get("windows", []))
 
 
 TestWindowMachine = WindowMachine.TestCase

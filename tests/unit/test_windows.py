@@ -98,7 +98,7 @@ def test_a_text_of_many_windows_has_the_tokens_of_one_pool(
             runtime.kvcache.invariants()
         assert tokens == expected[420][0]
         assert runtime.kvcache.stats().hit_tokens - hits >= 384
-        assert all(stats["num_used"] == 0 for stats in runtime.kvcache.pool_stats())
+        assert all(stats["num_used"] == 0 for stats in runtime.kvcache.pool_stats()["windows"])
 
 
 @pytest.mark.parametrize("method", [later("chain"), "widths"])
@@ -150,14 +150,14 @@ def test_a_failed_request_s_blocks_are_cleared_in_every_pool(pair: PairPaths) ->
         while not runtime.slots() or runtime.slots()[0]["phase"] != "decoding":
             runtime.step()
         session = next(iter(runtime._requests.values()))
-        held = sorted(set(runtime.kvcache.tables(session.request_id)[".w16"]) - {0})
+        held = sorted(set(runtime.kvcache.commands(session.request_id)["prefill_table.w16"]) - {0})
         runtime.executor.state["v_cache.0"][held] = torch.nan
         outputs = []
         while runtime.busy:
             outputs += runtime.step()
         assert outputs[-1].finish_reason == "error"
         assert not runtime.executor.state["v_cache.0"].isnan().any()
-        assert runtime.kvcache.pool_stats()[0]["num_to_clear"] == 0
+        assert runtime.kvcache.pool_stats()["windows"][0]["num_to_clear"] == 0
         runtime.kvcache.invariants()
 
 

@@ -18,8 +18,9 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.collectives.peers.rows import NUM_ARGUMENTS, PeerRows
+from lowlat.kernels.common.norm_row import weights_label
 from lowlat.kernels.common.pipeline import BARRIER_BYTES, make_pipeline
-from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
 from lowlat.kernels.gemm.decode.epilogue import make_finishing
 from lowlat.kernels.gemm.decode.mainloop import make_fill, make_multiplying
 from lowlat.kernels.gemm.decode.norm_prologue import make_norm
@@ -132,7 +133,10 @@ def decode_gemm(
         kept = None if best is None else _argmax_shape(best, count, epilogue)
         live, scattered = (silu or beside is not None) and row_live is not None, columns is not None
         shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
-    shape = replace(shape, weights=weight.tile_format, ranks=1 if peers is None else peers.size, parts=parts)
+    wide_norm = norm is not None and are_wide(norm.weight)
+    shape = replace(
+        shape, wide_norm=wide_norm, weights=weight.tile_format, ranks=1 if peers is None else peers.size, parts=parts
+    )
     shape = replace(shape, block=_block_shape(beside, count, shape))
     _check_together(shape, columns)
     calls = []
@@ -267,7 +271,7 @@ def _norm_eps(norm: NormPrologue, x: torch.Tensor) -> float:
     rows, depth = x.shape
     check_shape("norm.weight", norm.weight, depth)
     check_row_live(norm.row_live, rows)
-    check_dtype(torch.bfloat16, x=x, weight=norm.weight)
+    check_dtype(torch.bfloat16, x=x)
     return norm.eps
 
 
@@ -279,7 +283,7 @@ def _norm_arguments(norm: NormPrologue) -> tuple[Argument, ...]:
 def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     flags = "".join(letter for letter, on in (("b", shape.bias), ("l", shape.live), ("s", shape.scattered)) if on)
     heads = "" if shape.heads is None else "_" + "x".join(str(int(each)) for each in astuple(shape.heads))
-    norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}"
+    norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}{weights_label(shape.wide_norm)}"
     best = "" if shape.best is None else f"_best{shape.best.blocks}x{shape.best.limit:x}"
     ranks = f"_ranks{shape.ranks}" if shape.ranks > 1 else ""
     kind = "" if shape.weights == BF16_TILES else f"{shape.weights.label}_"

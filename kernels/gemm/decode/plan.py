@@ -208,6 +208,7 @@ class DecodeGemmShape:
     scattered  with FLOAT32 and BFLOAT16 alone: columns are written where they lay before the weight was permuted
     weights    how the weight is held
     ranks      that add up their sums; more than one with EXCHANGE alone
+    wide_norm  the norm's weight is float32
     parts      of K, of which each is a warp's; with FLOAT32, BFLOAT16, ADD and EXCHANGE alone. None: warps take turns
     """
 
@@ -224,6 +225,7 @@ class DecodeGemmShape:
     ranks: int = 1
     parts: KParts | None = None
     block: BlockShape | None = None
+    wide_norm: bool = False
 
     @property
     def scales_at(self) -> int:

@@ -6,9 +6,16 @@ Source: Gated Delta Networks, arXiv 2412.06464, section 3.4; Qwen3-Next and Qwen
 import torch
 
 from lowlat.graphs.schema import operation
-from lowlat.kernels.reference.recurrent.pending import rounded_silu, slot_rows
+from lowlat.kernels.reference.recurrent.pending import prefill_rows, ring_places, rounded_silu, slot_rows
 
 __all__ = ["delta_conv", "prefill_delta_conv"]
+
+
+def _inputs(conv_state: torch.Tensor, slot: int, start: int, kept: int) -> torch.Tensor:
+    """The `kept` inputs before a position; before position 0 they are zero, and nothing is read."""
+    known = conv_state[slot, ring_places(start - kept, kept, conv_state.shape[1])]
+    known[: max(kept - start, 0)] = 0
+    return known
 
 
 def _convolve(inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -28,7 +35,7 @@ def _convolve(inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> 
     read    dense_lens  int32    [B]            the root's position
     read    state_lens  int32    [max_B]
     read    row_live    uint8    flat [M]
-    update  conv_state  compute  [max_B, I, C]  taps - 1 inputs before state_lens, then those of the pending rows
+    update  conv_state  compute  [R, I, C]      a ring: position p's input is at p mod I
     write   out         compute  [M, C]         dead rows zero
 """)
 def delta_conv(
@@ -45,14 +52,16 @@ def delta_conv(
     """silu of the sum over a channel's last inputs, for a step's rows; see `pending`.
 
     out = silu(round(sum_j w_j x_{t - taps + 1 + j})), products and sums in float32, in order of j; the sum is rounded
-    to the compute dtype before silu. I is taps - 1 + the most rows a slot.
+    to the compute dtype before silu. Inputs before position 0 are zero. I is taps - 1 + the most rows a slot, at least:
+    what is written are other places than those that are read, and what a rewind goes back to stays.
     """
     kept, channels = weight.shape[1] - 1, weight.shape[0]
     out.zero_()
-    for slot, rows, pending in slot_rows(slots, dense_lens, state_lens, row_live, conv_state.shape[1] - kept):
+    for each in slot_rows(slots, dense_lens, state_lens, row_live, conv_state.shape[1] - kept):
+        slot, rows = each.slot, each.rows
         fresh = x[rows.start : rows.stop, :channels].to(conv_state.dtype)
-        inputs = torch.cat((conv_state[slot, pending : pending + kept], fresh))
-        conv_state[slot, : inputs.shape[0]] = inputs
+        inputs = torch.cat((_inputs(conv_state, slot, each.start, kept), fresh))
+        conv_state[slot, ring_places(each.start, len(rows), conv_state.shape[1])] = fresh
         _convolve(inputs, weight, out[rows.start : rows.stop])
 
 
@@ -61,7 +70,8 @@ def delta_conv(
     weight  weight      float    [C, taps]
     read    slot        int32    [1]
     read    chunk       int32    [2]            start, live rows
-    update  conv_state  compute  [max_B, I, C]  the slot's first taps - 1 rows: the last inputs
+    read    snapshots   int32    [1, K]         see `pending`; absent: there are none
+    update  conv_state  compute  [R, I, C]      the last taps - 1 inputs are written
     write   out         compute  [c, C]         dead rows zero
 """)
 def prefill_delta_conv(
@@ -69,15 +79,20 @@ def prefill_delta_conv(
     weight: torch.Tensor,
     slot: torch.Tensor,
     chunk: torch.Tensor,
+    snapshots: torch.Tensor | None = None,
     *,
     conv_state: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     """`delta_conv` of a chunk of one slot, which leaves no pending rows. Inputs before position 0 are zero."""
     (start, count), kept = chunk.tolist(), weight.shape[1] - 1
-    known = conv_state[int(slot), :kept]
-    before = known if start else torch.zeros_like(known)
-    inputs = torch.cat((before, x[:count, : weight.shape[0]].to(conv_state.dtype)))
+    begin, left = prefill_rows(slot, chunk, snapshots)
+    fresh = x[:count, : weight.shape[0]].to(conv_state.dtype)
+    inputs = torch.cat((_inputs(conv_state, begin, start, kept), fresh))
     out.zero_()
     _convolve(inputs, weight, out[:count])
-    known.copy_(inputs[count:].clone())
+    for row, after in left:
+        last = min(start + after, kept)
+        conv_state[row, ring_places(start + after - last, last, conv_state.shape[1])] = inputs[
+            after + kept - last : after + kept
+        ]

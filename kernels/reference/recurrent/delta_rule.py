@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from lowlat.graphs.schema import operation
-from lowlat.kernels.reference.recurrent.pending import slot_rows
+from lowlat.kernels.reference.recurrent.pending import prefill_rows, ring_places, slot_rows
 from lowlat.kernels.reference.row_blocks import sigmoid, without_tail
 
 __all__ = ["delta_rule", "prefill_delta_rule", "sum_by_halves"]
@@ -93,10 +93,10 @@ def _step(state: torch.Tensor, row: _Row) -> tuple[torch.Tensor, torch.Tensor, t
     read    dense_lens  int32    [B]                         the root's position
     read    state_lens  int32    [max_B]
     read    row_live    uint8    flat [M]
-    update  state       float32  [max_B, Hv, Dk, Dv]
-    update  pending_k   float32  [max_B, R, Hk, Dk]          and below: of the rows of the last step, from its root on
-    update  pending_d   float32  [max_B, R, Hv, Dv]
-    update  pending_g   float32  [max_B, R, Hv]              the decay
+    update  state       float32  [R, Hv, Dv, Dk]             S transposed
+    update  pending_k   float32  [max_B, P, Hk, Dk]          and below: rings, position p's row is at p mod P
+    update  pending_d   float32  [max_B, P, Hv, Dv]
+    update  pending_g   float32  [max_B, P, Hv]              the decay
     write   out         compute  [M, Hv * Dv]                dead rows zero
 """)
 def delta_rule(
@@ -119,17 +119,18 @@ def delta_rule(
 
     q and k are by head divided by their l2 norms, q also by sqrt(Dk); b and a are rounded to the compute dtype first,
     and beta = sigmoid(b) after; decay = exp(-exp(a_log) softplus(a + dt_bias)). Value heads Hv / Hk in a row share a
-    key head. The output is rounded once.
+    key head. The output is rounded once. P is twice the most rows a slot.
     """
     extents = (*pending_k.shape[2:], *pending_d.shape[2:])
     out.zero_()
-    for slot, rows, pending in slot_rows(slots, dense_lens, state_lens, row_live, pending_k.shape[1]):
-        current = state[slot]
-        for place in range(pending):
+    size = pending_k.shape[1]
+    for slot, rows, start, pending in slot_rows(slots, dense_lens, state_lens, row_live, size // 2):
+        current = state[slot].mT
+        for place in ring_places(start - pending, pending, size):
             decayed = _decayed(current, pending_g[slot, place])
             current = _corrected(decayed, pending_k[slot, place], pending_d[slot, place])
-        state[slot] = current
-        for place, index in enumerate(rows):
+        state[slot] = current.mT
+        for place, index in zip(ring_places(start, len(rows), size), rows, strict=True):
             row = _row(mixed[index], ba[index], a_log, dt_bias, extents)
             current, d, o = _step(current, row)
             pending_k[slot, place], pending_d[slot, place], pending_g[slot, place] = row.k, d, row.decay
@@ -141,10 +142,11 @@ def delta_rule(
     read    ba       float32  [c, 2 * Hv]
     weight  a_log    float    [Hv]
     weight  dt_bias  float    [Hv]
-    read    slot     int32    [1]
-    read    chunk    int32    [2]                         start, live rows
-    update  state    float32  [max_B, Hv, Dk, Dv]
-    write   out      compute  [c, Hv * Dv]                dead rows zero
+    read    slot       int32    [1]
+    read    chunk      int32    [2]                         start, live rows
+    read    snapshots  int32    [1, K]                      see `pending`; absent: there are none
+    update  state      float32  [R, Hv, Dv, Dk]             S transposed
+    write   out        compute  [c, Hv * Dv]                dead rows zero
 """)
 def prefill_delta_rule(
     mixed: torch.Tensor,
@@ -153,20 +155,25 @@ def prefill_delta_rule(
     dt_bias: torch.Tensor,
     slot: torch.Tensor,
     chunk: torch.Tensor,
+    snapshots: torch.Tensor | None = None,
     *,
     state: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     """The same recurrence over a chunk of one slot, which leaves no pending rows.
 
-    A chunk that starts at position 0 begins with zero and reads nothing of the state; others begin with the slot's.
+    A chunk that starts at position 0 begins with zero and reads nothing of the state; others begin with the slot's, or
+    with a snapshot.
     """
-    (start, count), own = chunk.tolist(), state[int(slot)]
-    heads, key_dim, value_dim = own.shape
+    start, count = chunk.tolist()
+    begin, left = prefill_rows(slot, chunk, snapshots)
+    heads, value_dim, key_dim = state.shape[1:]
     extents = ((mixed.shape[1] - heads * value_dim) // (2 * key_dim), key_dim, heads, value_dim)
-    current = own if start else torch.zeros_like(own)
+    current = state[begin].mT if start else torch.zeros_like(state[begin].mT)
     out.zero_()
     for index in range(count):
         current, _, o = _step(current, _row(mixed[index], ba[index], a_log, dt_bias, extents))
         out[index] = o.reshape(-1)
-    own.copy_(current)
+        for row, after in left:
+            if after == index + 1:
+                state[row] = current.mT

@@ -5,9 +5,14 @@ applies the dense - state_lens rows that the step before kept and that were acce
 on through its own rows, which it keeps as the new pending ones. So the states never hold a row that may be rejected,
 rewinding is a length, and T rows have the bits of T single steps: replay and step are one helper.
 
+Pending rows and the convolution's inputs are kept in rings, by position: a step writes none of the places that it
+reads, and rewinding moves nothing. A ring of pending rows has two places for each row that a slot may have in a step.
+
 The live rows of a slot are a prefix of its T rows: a chain. After the last layer `advance_states` sets the lengths.
 A chunk of prefill has no pending rows: it begins with zero at position 0, else with the slot's states, and leaves its
-end's.
+end's. The states have R rows: one a slot, then snapshots. A chunk is told by `snapshots` which row it begins with, -1
+for the slot's own, and which rows it leaves besides: pairs of a row, -1 for none, and the number of its positions after
+which that state is taken.
 """
 
 from collections.abc import Iterator
@@ -19,7 +24,15 @@ from lowlat.errors import DeviceError
 from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.row_blocks import sigmoid
 
-__all__ = ["SlotRows", "advance_states", "prefill_advance_states", "rounded_silu", "slot_rows"]
+__all__ = [
+    "SlotRows",
+    "advance_states",
+    "prefill_advance_states",
+    "prefill_rows",
+    "ring_places",
+    "rounded_silu",
+    "slot_rows",
+]
 
 
 class SlotRows(NamedTuple):
@@ -27,12 +40,19 @@ class SlotRows(NamedTuple):
 
     slot         its number
     rows         its live rows of the step's M
+    start        the position of the first
     num_pending  rows of the step before that were accepted, and that its states do not contain yet
     """
 
     slot: int
     rows: range
+    start: int
     num_pending: int
+
+
+def ring_places(start: int, count: int, size: int) -> list[int]:
+    """Where a ring of a size keeps so many positions from one on."""
+    return [position % size for position in range(start, start + count)]
 
 
 def slot_rows(
@@ -54,7 +74,19 @@ def slot_rows(
                 f"and {most} rows are kept"
             )
         first = index * lives.shape[1]
-        yield SlotRows(slot, range(first, first + count), pending)
+        yield SlotRows(slot, range(first, first + count), dense, pending)
+
+
+def prefill_rows(
+    slot: torch.Tensor, chunk: torch.Tensor, snapshots: torch.Tensor | None
+) -> tuple[int, list[tuple[int, int]]]:
+    """The row of the states that a chunk begins with; the rows that it leaves, each with how many rows it follows."""
+    own, count = int(slot), int(chunk[1])
+    if snapshots is None:
+        return own, [(own, count)]
+    begin, *pairs = snapshots.reshape(-1).tolist()
+    kept = [(row, after) for row, after in zip(pairs[::2], pairs[1::2], strict=True) if row >= 0]
+    return own if begin < 0 else begin, [*kept, (own, count)]
 
 
 def rounded_silu(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from lowlat.checkpoint.formats.linear import StoredLinear
-from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.checkpoint.recipes import Piece, Recipe, Span, picked_piece
 from lowlat.checkpoint.tensors import Checkpoint, TensorEntry
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import MatrixFormat
@@ -20,7 +20,7 @@ from lowlat.kernels.formats import MatrixFormat
 __all__ = ["Names", "Quantisation", "Rule", "narrowed", "part_recipes", "renamed"]
 
 LAYER_CLASS = "Linear"
-PLAIN = ("embed", "router")  # canonical weights that no GEMM of a linear layer reads
+PLAIN = ("embed", "router", "shared_gate")  # canonical weights that no GEMM of a linear layer reads
 SUFFIX, BIAS = ".weight", ".bias"
 SCALES = (".int4_scales", ".fp8_scales")  # not those of NVFP4, which are bytes
 # tensors of quantised activations and caches; these are no weights, see `lowlat.checkpoint.kv_scales`
@@ -137,7 +137,8 @@ class Quantisation:
                 f"{stored.packed.block}"
             )
         pieces = [
-            stored.pieces(module, piece.shape[0], columns) for module, piece in zip(modules, recipe.pieces, strict=True)
+            _picked(stored.pieces(module, piece.shape[0], columns), piece.spans)
+            for module, piece in zip(modules, recipe.pieces, strict=True)
         ]
         return [replace(made, count=recipe.count) for made in part_recipes(owner, stored.packed, pieces, recipe.dtype)]
 
@@ -150,6 +151,11 @@ class Quantisation:
     def _may_be_spare(self, bias: str) -> bool:
         stored = self.stored(bias.removesuffix(BIAS))
         return stored is not None and stored.spare_biases
+
+
+def _picked(parts: dict[str, Piece], spans: tuple[Span, ...] | None) -> dict[str, Piece]:
+    """The parts of some rows of a layer: each part has a row for each of the layer's."""
+    return parts if spans is None else {part: picked_piece(piece, spans) for part, piece in parts.items()}
 
 
 def part_recipes(

@@ -142,7 +142,7 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
     speculator = None
     topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}
     if speculative is not None:
-        speculator, topologies = plan_speculator(speculative, config), make_topologies(speculative)
+        speculator, topologies = plan_speculator(speculative, config, target), make_topologies(speculative)
         weights.update(_without_content(speculator.weight_plan(config.dtype)))
     geometry = make_geometry(config, speculator, topologies, options, speculative)
     ranks = tuple(rank_geometries(geometry, options, speculative))

@@ -41,7 +41,7 @@ class Refreshes(Proposer):
             if self.slots.is_due(slot, length):
                 request, found = self._requests[slot], self.slots.refresh(slot, length)
                 tokens = request.committed[found.start : found.start + found.count]
-                self._mailbox.write_chunk(slot, tokens, found.start, request.table, request.window_tables)
+                self._mailbox.write_chunk(slot, tokens, found.start, request.commands)
                 span = found.span, found.start + found.count
                 self._mailbox.write_partial(span, self.slots.shifts, found.start)
                 self._launches.prefill(self._geometry.refresh_size, None)

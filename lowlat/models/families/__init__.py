@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Recipe
-from lowlat.models.families import gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+from lowlat.models.families import gpt_oss, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
 from lowlat.models.families.dense import decoder_recipes
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 
@@ -19,10 +19,22 @@ __all__ = ["FAMILIES", "Family"]
 
 @dataclass(frozen=True)
 class Family:
-    """A family: how its config.json is read, and how its canonical weights are made of stored tensors."""
+    """A family: how its config.json is read, and how its canonical weights are made of stored tensors.
+
+    stem           the beginning of its decoder's names in files
+    skipped        beginnings of the names of tensors that are no part of the target
+    ties_by_files  whether the LM head is the embedding says not the config but whether files have one
+    """
 
     parse: Callable[[Fields, Path, ComputeDtype], ModelConfig]
     recipes: Callable[[ModelConfig], list[Recipe]] = decoder_recipes
+    stem: str = "model"
+    skipped: tuple[str, ...] = ()
+    ties_by_files: bool = False
+
+
+def _hybrid(stem: str = "model") -> Family:
+    return Family(qwen3_5.parse, qwen3_5.recipes, stem, qwen3_5.SKIPPED, ties_by_files=True)
 
 
 FAMILIES: dict[str, Family] = {
@@ -31,5 +43,10 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(qwen2.parse),
     "qwen3": Family(qwen3.parse),
     "qwen3_moe": Family(qwen3_moe.parse, qwen3_moe.recipes),
+    "qwen3_5": _hybrid("model.language_model"),
+    "qwen3_5_text": _hybrid(),
+    "qwen3_5_moe": _hybrid("model.language_model"),
+    "qwen3_5_moe_text": _hybrid(),
+    "qwen3_next": _hybrid(),
     "gpt_oss": Family(gpt_oss.parse, gpt_oss.recipes),
 }

@@ -74,6 +74,7 @@ def parse_sizes(
     fields: Fields,
     *,
     default_head_dim: int | None = None,
+    default_inner_size: int | None = None,
     default_vocab_size: int | None = None,
     default_max_position: int | None = None,
 ) -> Sizes:
@@ -89,7 +90,7 @@ def parse_sizes(
     check_head_counts(fields, num_heads, num_kv_heads, head_dim)
     return Sizes(
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH, default=default_inner_size),
         num_layers=fields.integer("num_hidden_layers", 1, MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -161,13 +162,13 @@ def plus_one_norm(weight: str, tensor: str, size: int) -> Recipe:
     return Recipe(weight, (Piece(tensor, (size,), added),), torch.float32)
 
 
-def outer_recipes(config: ModelConfig) -> list[Recipe]:
-    """Embedding, final norm, and the LM head unless it is the embedding."""
+def outer_recipes(config: ModelConfig, stem: str = "model") -> list[Recipe]:
+    """Embedding, final norm, and the LM head unless it is the embedding; stem: the beginning of the decoder's names."""
     dtype = TORCH_DTYPES[config.dtype]
     table = (config.vocab_size, config.hidden_size)
     recipes = [
-        Recipe("embed.weight", (Piece("model.embed_tokens.weight", table),), dtype),
-        Recipe("norm.weight", (Piece("model.norm.weight", (config.hidden_size,)),), dtype),
+        Recipe("embed.weight", (Piece(f"{stem}.embed_tokens.weight", table),), dtype),
+        Recipe("norm.weight", (Piece(f"{stem}.norm.weight", (config.hidden_size,)),), dtype),
     ]
     if not config.tie_embeddings:
         recipes.append(Recipe("lm_head.weight", (Piece("lm_head.weight", table),), dtype))
@@ -203,12 +204,12 @@ def attention_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
     return recipes
 
 
-def dense_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
-    """The gated FFN of one layer; none where the layer has another."""
+def dense_recipes(config: ModelConfig, layer: int, stem: str = "model") -> list[Recipe]:
+    """The gated FFN of one layer; none where the layer has another; stem: the beginning of the decoder's names."""
     dtype, ffn = TORCH_DTYPES[config.dtype], config.layers[layer].ffn
     if not isinstance(ffn, DenseSpec):
         return []
-    stored, canonical = f"model.layers.{layer}.mlp", f"layers.{layer}"
+    stored, canonical = f"{stem}.layers.{layer}.mlp", f"layers.{layer}"
     hidden, inner = config.hidden_size, ffn.inner_size
     gates = tuple(Piece(f"{stored}.{part}_proj.weight", (inner, hidden)) for part in ("gate", "up"))
     recipes = [

@@ -41,15 +41,17 @@ SETTLED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def check_settled(fields: Fields, *, qk_norm: bool) -> None:
+def check_settled(fields: Fields, *, qk_norm: bool, shared_expert: bool = False) -> None:
     """Refuse, by name, a key whose value asks for another forward pass than all families here have.
 
-    qk_norm  whether the family norms queries and keys
+    qk_norm        whether the family norms queries and keys
+    shared_expert  whether its MoE layers have one
     `false` and `null` do not always mean off: of `is_causal` both let each token see those after it. Raises
     ConfigError.
     """
     for key, (allowed, why) in SETTLED.items():
-        fields.refuse_unless(key, allowed, why)
+        if not (shared_expert and key.startswith("shared_expert")):
+            fields.refuse_unless(key, allowed, why)
     for key in ("use_qk_norm", "qk_norm"):
         kind = "normed" if qk_norm else "not normed"
         fields.refuse_unless(key, (qk_norm,), f"queries and keys that are {kind}, as the family's are")

@@ -39,22 +39,25 @@ class Net:
         poisoned = float("nan")
         self.conv = torch.full((SLOTS, TAPS - 1 + self.width, len(self.kept)), poisoned, dtype=self.dtype)
         self.states = {
-            "state": torch.full((SLOTS, count, KEY_DIM, VALUE_DIM), poisoned),
-            "pending_k": torch.full((SLOTS, self.width, keys, KEY_DIM), poisoned),
-            "pending_d": torch.full((SLOTS, self.width, count, VALUE_DIM), poisoned),
-            "pending_g": torch.full((SLOTS, self.width, count), poisoned),
+            "state": torch.full((SLOTS, count, VALUE_DIM, KEY_DIM), poisoned),
+            "pending_k": torch.full((SLOTS, 2 * self.width, keys, KEY_DIM), poisoned),
+            "pending_d": torch.full((SLOTS, 2 * self.width, count, VALUE_DIM), poisoned),
+            "pending_g": torch.full((SLOTS, 2 * self.width, count), poisoned),
         }
         self.state_lens = torch.full((SLOTS,), -7, dtype=torch.int32)
 
-    def prefill(self, slot: int, start: int, inputs: torch.Tensor, padding: int = 0) -> torch.Tensor:
+    def prefill(
+        self, slot: int, start: int, inputs: torch.Tensor, padding: int = 0, snapshots: tuple[int, ...] = (-1, -1, 0)
+    ) -> torch.Tensor:
         """A chunk's outputs [rows, Hv * Dv]; rows of `inputs` are x and ba."""
         x, ba = self._split(functional.pad(inputs, (0, 0, 0, padding), value=float("nan")))
         own = {"slot": torch.tensor([slot]).int(), "chunk": torch.tensor([start, len(inputs)]).int()}
         mixed, out = torch.empty(len(x), len(self.kept), dtype=self.dtype), torch.empty(len(x), 0)
         out = torch.full((len(x), self.a_log.shape[0] * VALUE_DIM), float("nan"), dtype=self.dtype)
-        OPERATIONS["prefill_delta_conv"](x, self.taps, **own, conv_state=self.conv, out=mixed)
+        told = {**own, "snapshots": torch.tensor([snapshots]).int()}
+        OPERATIONS["prefill_delta_conv"](x, self.taps, **told, conv_state=self.conv, out=mixed)
         weights = (self.a_log, self.dt_bias)
-        OPERATIONS["prefill_delta_rule"](mixed, ba, *weights, **own, state=self.states["state"], out=out)
+        OPERATIONS["prefill_delta_rule"](mixed, ba, *weights, **told, state=self.states["state"], out=out)
         OPERATIONS["prefill_advance_states"](**own, state_lens=self.state_lens)
         assert not out[len(inputs) :].any()
         return out[: len(inputs)]
@@ -184,3 +187,13 @@ def test_gates(dtype: torch.dtype) -> None:
 def test_sums_by_halves() -> None:
     x = torch.randn(5, 13, 2)
     torch.testing.assert_close(sum_by_halves(x, 1), x.sum(1))
+
+
+@pytest.mark.parametrize("after", [1, 2, 9, 30])
+def test_a_text_that_begins_with_a_snapshot_has_the_bits_of_one_that_does_not(after: int) -> None:
+    net, alone, text = Net(torch.bfloat16, 4), Net(torch.bfloat16, 4), drawn(40)
+    wanted = torch.cat([alone.prefill(0, 0, text[:36]), alone.step({0: (36, text[36:])}, 4)[0]])
+    net.prefill(0, 0, text[:30], snapshots=(-1, 2, after, -1, 0))
+    found = [net.prefill(1, after, text[after : after + 1], snapshots=(2, -1, 0, -1, 0))]
+    found += [net.prefill(1, after + 1, text[after + 1 : 36]), net.step({1: (36, text[36:])}, 4)[1]]
+    assert torch.equal(torch.cat(found), wanted[after:])

@@ -1,0 +1,210 @@
+"""Which row of the recurrent states holds whose snapshot: the state after a chunk of a prompt, for prompts that go on.
+
+`lowlat.sequence.kvcache` calls it next to its own book. A prompt goes on after the longest prefix of which both the
+keys and values and a snapshot are there. Snapshots are large, so few are kept: at the end of a prompt's last whole
+chunk, where another prompt was found to part from this one (the end of a system prompt), and at every so many
+positions. Those used longest ago go first. The device copies nothing by itself: a part of prefill begins with the row
+that it is told, and leaves its states in the rows that it is told.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lowlat.sequence.pool_book import PoolBook
+from lowlat.sequence.prefix_index import PrefixIndex
+
+__all__ = ["MAX_KEPT", "NO_SNAPSHOTS", "OWN_ROW", "PREFILL_STATES", "SnapshotBook"]
+
+PREFILL_STATES = "prefill_states"  # the command buffer: the row to begin with, then pairs of a row and when it is kept
+OWN_ROW = -1  # in it: the slot's own row; of a pair: nothing is kept
+MAX_KEPT = 2  # snapshots that one part of a prompt may leave
+NO_SNAPSHOTS = (OWN_ROW, *(OWN_ROW, 0) * MAX_KEPT)  # a part that begins with the slot's own row and leaves none
+
+
+@dataclass(eq=False, slots=True)
+class _Snapshot:
+    """A row with the state after a chunk. One that was dropped while a request begins with it goes when that has begun.
+
+    num_users  requests that will begin with it
+    """
+
+    digest: bytes
+    row: int
+    num_users: int = 0
+    listed: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class _Holding:
+    """One request: the snapshot that it begins with, the positions whose states are worth a row, the best first.
+
+    pending   rows that the part under way leaves, by the number of the chunk that they follow
+    own       digests of the snapshots that it has left
+    command   contents of the command buffer for the part under way
+    """
+
+    begins: _Snapshot | None
+    first: int
+    wanted: list[int]
+    often: frozenset[int]
+    pending: dict[int, int] = field(default_factory=dict)
+    own: list[bytes] = field(default_factory=list)
+    command: list[int] = field(default_factory=list)
+
+
+class SnapshotBook(PoolBook):
+    """The book of snapshots: rows `first_row` to `first_row` + `num_snapshots` - 1 of the recurrent states.
+
+    prefill_chunk  positions of a chunk: snapshots lie at multiples of it
+    interval       positions between the snapshots that are kept for no other reason, a multiple of it; 0: none are
+    """
+
+    name, kind = ".states", "snapshots"
+
+    def __init__(self, first_row: int, num_snapshots: int, prefill_chunk: int, interval: int = 0) -> None:
+        self.num_snapshots, self._chunk, self._interval = num_snapshots, prefill_chunk, interval
+        self._first_row = first_row
+        self._free = list(range(first_row + num_snapshots - 1, first_row - 1, -1))
+        self._listed: OrderedDict[bytes, _Snapshot] = OrderedDict()  # the first to go first
+        self._dropped: list[_Snapshot] = []  # not listed any more, but somebody begins with them
+        self._holdings: dict[str, _Holding] = {}
+        self._num_found = 0
+
+    def check(self, request_id: str, num_blocks: int) -> None:
+        """Every request fits: it needs no snapshot."""
+
+    def num_hits(self, digests: Sequence[bytes], most: int) -> int:
+        """The first chunks, `most` at the most, the last of which has a snapshot."""
+        return next((count for count in range(most, 0, -1) if digests[count - 1] in self._listed), 0)
+
+    def fits(self, num_blocks: int, digests: Sequence[bytes]) -> bool:
+        """Every request fits."""
+        return True
+
+    def admit(
+        self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_found: int
+    ) -> None:
+        """Hold the snapshot that a request begins with, and settle where it leaves some."""
+        begins = None
+        if digests:
+            begins = self._listed[digests[-1]]
+            begins.num_users += 1
+            self._listed.move_to_end(begins.digest)
+            self._num_found += 1
+        first = len(digests) * self._chunk
+        ends = num_prompt // self._chunk * self._chunk, (num_prompt - 1) // self._chunk * self._chunk
+        often = range(self._interval, ends[0], self._interval) if self._interval else ()
+        wanted = dict.fromkeys((*ends, num_found * self._chunk, *often))
+        kept = frozenset(often) - {*ends, num_found * self._chunk}
+        self._holdings[request_id] = _Holding(begins, first, [each for each in wanted if each > first], kept)
+
+    def append(self, request_id: str, start: int, stop: int) -> None:
+        """Take rows for the snapshots that the prompt's positions [start, stop) leave, as far as there are rows."""
+        holding = self._holdings[request_id]
+        self._forget_pending(holding)
+        begins = holding.begins
+        row = OWN_ROW if begins is None else begins.row
+        for position in [each for each in holding.wanted if start < each <= stop][:MAX_KEPT]:
+            kept = self._take()
+            if kept is not None:
+                holding.pending[position // self._chunk - 1] = kept
+        if begins is not None:  # what is launched later may write to its row
+            holding.begins = None
+            self._let_go(begins)
+        pairs = [(kept, (k + 1) * self._chunk - start) for k, kept in holding.pending.items()]
+        pairs += [(OWN_ROW, 0)] * (MAX_KEPT - len(pairs))
+        holding.command = [row, *(value for pair in pairs for value in pair)]
+
+    def mark_prefilled(self, request_id: str) -> None:
+        """Nothing is reserved for the steps of a request."""
+
+    def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
+        """The row that the part under way begins with, and MAX_KEPT pairs: a row, and after how many positions."""
+        return {PREFILL_STATES: self._holdings[request_id].command}
+
+    def attach(self, request_id: str, k: int, digest: bytes) -> None:
+        """List the snapshot after chunk k under its digest, where the request left one and nobody's is listed."""
+        holding = self._holdings[request_id]
+        row = holding.pending.pop(k, None)
+        if row is None:
+            return
+        if digest in self._listed:
+            self._free.append(row)
+            return
+        self._listed[digest] = _Snapshot(digest, row)
+        self._listed.move_to_end(digest, last=(k + 1) * self._chunk not in holding.often)
+        holding.own.append(digest)
+
+    def drop(self, digest: bytes, *, poisoned: bool = False) -> None:
+        """Unlist the snapshot of a digest. Its row is written whole before it is read again, so nothing is cleared."""
+        snapshot = self._listed.pop(digest, None)
+        if snapshot is None:
+            return
+        snapshot.listed = False
+        if snapshot.num_users:
+            self._dropped.append(snapshot)
+        else:
+            self._free.append(snapshot.row)
+
+    def distrust(self, request_id: str) -> None:
+        """A request failed with NaN: none of its snapshots is listed any more."""
+        for digest in self._holdings[request_id].own:
+            self.drop(digest, poisoned=True)
+
+    def release(self, request_id: str) -> None:
+        """Take back what a request holds; its snapshots stay, and the last of them goes after all others."""
+        holding = self._holdings.pop(request_id)
+        self._forget_pending(holding)
+        if holding.begins is not None:
+            self._let_go(holding.begins)
+        if holding.own and holding.own[-1] in self._listed:
+            self._listed.move_to_end(holding.own[-1])
+
+    def take_blocks_to_clear(self) -> list[int]:
+        """Nothing: a snapshot is written whole before it is read."""
+        return []
+
+    def stats(self) -> dict[str, int]:
+        """Snapshots by state, and requests that began with one, as JSON."""
+        return {
+            "num_snapshots": self.num_snapshots,
+            "num_free": len(self._free),
+            "num_listed": len(self._listed),
+            "num_found": self._num_found,
+        }
+
+    def problems(self, requests: Collection[str], index: PrefixIndex) -> Iterator[str]:
+        """Faults of the book, in words; nothing when it is sound."""
+        if set(requests) != set(self._holdings):
+            yield f"snapshots: {len(self._holdings)} requests are known, and {len(requests)} hold blocks"
+        if lost := [digest for digest in self._listed if index.get(digest) is None]:
+            yield f"snapshots: {len(lost)} are listed that no prompt finds"
+        rows = [*self._free, *(each.row for each in (*self._listed.values(), *self._dropped))]
+        rows += [row for holding in self._holdings.values() for row in holding.pending.values()]
+        if sorted(rows) != list(range(self._first_row, self._first_row + self.num_snapshots)):
+            yield f"snapshots: rows {sorted(rows)} are accounted for, of {self.num_snapshots} from {self._first_row} on"
+        users = [id(each.begins) for each in self._holdings.values() if each.begins is not None]
+        for snapshot in (*self._listed.values(), *self._dropped):
+            if snapshot.num_users != (count := users.count(id(snapshot))):
+                yield f"snapshot of row {snapshot.row} has {count} users, and counts {snapshot.num_users}"
+
+    def _take(self) -> int | None:
+        """A row: a free one, or that of the snapshot used longest ago; None where all are about to be read."""
+        if not self._free:
+            unused = next((each for each in self._listed.values() if not each.num_users), None)
+            if unused is None:
+                return None
+            self.drop(unused.digest)
+        return self._free.pop()
+
+    def _let_go(self, snapshot: _Snapshot) -> None:
+        snapshot.num_users -= 1
+        if not snapshot.listed and not snapshot.num_users:
+            self._dropped.remove(snapshot)
+            self._free.append(snapshot.row)
+
+    def _forget_pending(self, holding: _Holding) -> None:
+        """Give back the rows of a part whose chunks were not listed."""
+        self._free.extend(holding.pending.values())
+        holding.pending.clear()

@@ -1,0 +1,142 @@
+"""Snapshots of recurrent states: which row a prompt begins with, which rows it leaves, and what becomes of them."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lowlat.sequence.kvcache import KVCache
+from lowlat.sequence.snapshot_book import MAX_KEPT, OWN_ROW, PREFILL_STATES, SnapshotBook
+
+BLOCK, CHUNK, FIRST_ROW = 8, 16, 2
+MOST = 4 * CHUNK  # positions of a prompt that are written at once
+
+
+def make(num_snapshots: int, *, interval: int = 0, num_blocks: int = 400) -> KVCache:
+    book = SnapshotBook(FIRST_ROW, num_snapshots, CHUNK, interval)
+    return KVCache(num_blocks, BLOCK, CHUNK, reuse=True, share_decoded=False, books=[book])
+
+
+def text(*chunks: int, more: int = 1) -> list[int]:
+    """A prompt of whole chunks and some positions more."""
+    return [value for value in chunks for _ in range(CHUNK)] + [0] * more
+
+
+class Device:
+    """What rows of the states hold: the tokens that they have seen."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, tuple[int, ...]] = {}
+        self.own: dict[str, tuple[int, ...]] = {}
+
+    def prefill(self, cache: KVCache, name: str, prompt: list[int], start: int, stop: int) -> None:
+        """Run a part as the programs do: begin with a row or the slot's own, leave rows on the way."""
+        cache.append(name, start, stop)
+        begin, *pairs = cache.commands(name)[PREFILL_STATES]
+        seen = () if not start else self.own[name] if begin == OWN_ROW else self.rows[begin]
+        assert seen == tuple(prompt[:start])
+        assert len(pairs) == 2 * MAX_KEPT
+        for row, count in zip(pairs[::2], pairs[1::2], strict=True):
+            if row != OWN_ROW:
+                assert 0 < count <= stop - start and (start + count) % CHUNK == 0
+                self.rows[row] = tuple(prompt[: start + count])
+        self.own[name] = tuple(prompt[:stop])
+        cache.mark_prefilled(name, stop)
+
+    def run(self, cache: KVCache, name: str, prompt: list[int]) -> int:
+        """Admit and prefill a prompt whole; returns its cached tokens."""
+        allocation = cache.admit(name, prompt, len(prompt) + 8, 1)
+        assert allocation is not None
+        for start in range(allocation.num_cached_tokens, len(prompt), MOST):
+            self.prefill(cache, name, prompt, start, min(start + MOST, len(prompt)))
+            cache.invariants()
+        return allocation.num_cached_tokens
+
+
+def test_a_turn_goes_on_where_the_last_one_s_prompt_ended() -> None:
+    cache, device, prompt = make(4), Device(), text(*range(10), more=5)
+    assert device.run(cache, "0", prompt) == 0
+    cache.release("0")
+    for turn in range(1, 6):
+        longer = [*prompt, *range(50)]
+        assert device.run(cache, str(turn), longer) == len(prompt) // CHUNK * CHUNK
+        cache.release(str(turn))
+        prompt = longer
+
+
+def test_prompts_part_at_a_snapshot_from_the_third_on() -> None:
+    cache, device = make(8), Device()
+    system = [1] * (6 * CHUNK)
+    found = [device.run(cache, str(n), [*system, *[10 + n] * 40]) for n in range(4)]
+    assert found == [0, 0, 6 * CHUNK, 6 * CHUNK]  # the second shows where they part
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_same_prompt_goes_on_at_its_last_chunk(more: int) -> None:
+    cache, device, prompt = make(4), Device(), text(*range(9), more=more)
+    device.run(cache, "a", prompt)
+    assert device.run(cache, "b", prompt) == (len(prompt) - 1) // CHUNK * CHUNK
+
+
+def test_intervals_go_first_and_without_rows_nothing_is_found() -> None:
+    cache, device = make(3, interval=2 * CHUNK), Device()
+    device.run(cache, "a", text(*range(20)))
+    cache.release("a")
+    assert cache.pool_stats()["snapshots"] == [{"num_snapshots": 3, "num_free": 0, "num_listed": 3, "num_found": 0}]
+    assert device.run(cache, "b", text(*range(21))) == 20 * CHUNK
+    none = make(0)
+    device.run(none, "a", text(*range(5)))
+    assert device.run(none, "b", text(*range(5))) == 0
+
+
+def test_a_failed_request_leaves_no_snapshot() -> None:
+    cache, device, prompt = make(4), Device(), text(*range(9))
+    device.run(cache, "a", prompt)
+    cache.release("a", poisoned=True)
+    cache.take_blocks_to_clear()
+    cache.invariants()
+    assert device.run(cache, "b", prompt) == 0
+
+
+class Machine(RuleBasedStateMachine):
+    """Prompts of a few words that come, are read a part at a time, end and fail, over few rows and blocks."""
+
+    @initialize(num=st.integers(0, 4), interval=st.sampled_from([0, 2 * CHUNK]), blocks=st.integers(60, 150))
+    def begin(self, num: int, interval: int, blocks: int) -> None:
+        self.cache, self.device = make(num, interval=interval, num_blocks=blocks), Device()
+        self.live: dict[str, tuple[list[int], int]] = {}
+        self.count = 0
+
+    @rule(words=st.lists(st.integers(0, 1), min_size=1, max_size=9), more=st.integers(0, CHUNK - 1))
+    def admit(self, words: list[int], more: int) -> None:
+        prompt, name = text(*words, more=more), str(self.count)
+        self.count += 1
+        if (found := self.cache.admit(name, prompt, len(prompt) + 8, 1)) is not None:
+            self.live[name] = prompt, found.num_cached_tokens
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), chunks=st.integers(1, 4))
+    def prefill(self, data: st.DataObject, chunks: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        prompt, start = self.live[name]
+        if start < len(prompt):
+            stop = min(len(prompt), start + chunks * CHUNK)
+            self.device.prefill(self.cache, name, prompt, start, stop)
+            self.live[name] = prompt, stop
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), poisoned=st.sampled_from([False, False, True]))
+    def release(self, data: st.DataObject, poisoned: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        self.cache.release(name, poisoned=poisoned)
+        self.cache.take_blocks_to_clear()
+        del self.live[name]
+
+    @invariant()
+    def balanced(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.invariants()
+
+
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSnapshots = Machine.TestCase
