@@ -232,6 +232,7 @@ def test_the_state_of_a_slot_and_the_plan_of_weights(tmp_path: Path) -> None:
     channels = 2 * 2 * 12 + 6 * 20
     row, pending = 4 * 6 * 12 * 20 + 4 * (3 + 5) * channels, 4 * 10 * (2 * 12 + 6 * 20 + 6)
     assert state.snapshot_bytes == 2 * row and state.num_bytes == 3 * (2 * (row + pending) + 4) + 20
+    assert state.slot_bytes() == {"state_bytes_per_slot": 2 * (row + pending) + 24, "snapshot_bytes": 2 * row}
     plan, found = weight_plan(target.config), target.weights.loaded()
     assert {name: (tuple(x.shape), x.dtype) for name, x in found.items()} == dict(plan)
     assert found["layers.0.delta_a.weight"].dtype == torch.float32
