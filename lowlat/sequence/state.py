@@ -26,7 +26,7 @@ class SequenceState(ABC):
         """Its share of the memory plan."""
         return sum(spec.num_bytes for spec in self.specs())
 
-    def slot_sizes(self) -> dict[str, int]:
+    def slot_bytes(self) -> dict[str, int]:
         """What each slot takes for good, however long its text: of reports, by name. Of paged state nothing."""
         return {}
 

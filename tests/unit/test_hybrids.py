@@ -19,7 +19,6 @@ from lowlat.errors import ConfigError
 from lowlat.models.target import load_target, open_target
 from lowlat.models.weight_plan import weight_plan
 from lowlat.sequence.recurrent import RecurrentState
-from lowlat.sequence.snapshot_book import MAX_KEPT
 
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 8, "prefill_chunk": 16} | {
     "device": "cpu",
@@ -131,7 +130,7 @@ def test_nan_in_a_state_ends_its_request_alone(tmp_path: Path) -> None:
         assert runtime.executor.state["delta_state.0"].isfinite().all()
 
 
-def test_cancelled_requests_leave_nothing_to_the_next(tmp_path: Path) -> None:
+def test_cancelled_requests_leave_nothing_and_prefixes_give_hits(tmp_path: Path) -> None:
     make_target(tmp_path, "qwen3_5_text")
     prompt = prompt_of(50)
     with Runtime.load(tmp_path, NGRAM, **{**OPTIONS, "max_batch": 1}) as runtime:
@@ -143,7 +142,7 @@ def test_cancelled_requests_leave_nothing_to_the_next(tmp_path: Path) -> None:
             runtime.cancel(name)
             run_all(runtime)
             assert run_one(runtime, prompt, SAMPLED) == truth
-        assert runtime.kvcache.stats().hit_tokens > 0  # from snapshots, which change nothing
+        assert runtime.kvcache.stats().hit_tokens > 0
 
 
 @pytest.mark.parametrize(
@@ -231,11 +230,9 @@ def test_the_state_of_a_slot_and_the_plan_of_weights(tmp_path: Path) -> None:
     target = open_target(tmp_path, dtype="float32")
     state = RecurrentState(target.config, 3, 5)
     channels = 2 * 2 * 12 + 6 * 20
-    kept = 4 * (6 * 12 * 20 + (3 + 5) * channels)
-    pending = 4 * 2 * 5 * (2 * 12 + 6 * 20 + 6)
-    told = 4 * (1 + 1 + 2 * MAX_KEPT)  # a length; the host's
-    assert state.slot_sizes() == {"state_bytes_per_slot": 2 * (kept + pending) + told, "snapshot_bytes": 2 * kept}
-    assert state.num_bytes == 3 * 2 * (kept + pending) + told + 2 * 4
+    row, pending = 4 * 6 * 12 * 20 + 4 * (3 + 5) * channels, 4 * 10 * (2 * 12 + 6 * 20 + 6)
+    assert state.snapshot_bytes == 2 * row and state.num_bytes == 3 * (2 * (row + pending) + 4) + 20
+    assert state.slot_bytes() == {"state_bytes_per_slot": 2 * (row + pending) + 24, "snapshot_bytes": 2 * row}
     plan, found = weight_plan(target.config), target.weights.loaded()
     assert {name: (tuple(x.shape), x.dtype) for name, x in found.items()} == dict(plan)
     assert found["layers.0.delta_a.weight"].dtype == torch.float32

@@ -133,7 +133,7 @@ def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, Any]:
         "block_size": options.block_size,
         "num_blocks": plan.geometry.num_blocks,
         "bytes": sum(spec.num_bytes for spec in caches),
-        **{name: size for state in plan.geometry.sequence_states for name, size in state.slot_sizes().items()},
+        **{name: size for state in plan.geometry.sequence_states for name, size in state.slot_bytes().items()},
         **({"windows": windows} if windows else {}),
     }
 
