@@ -128,6 +128,8 @@ def check_elementwise(lab: Lab, rows: int, width: int) -> None:
     gate_up = torch.randn(rows, 2 * width) * 5
     for live in (None, flags(rows)):
         lab.both("silu_mul", elementwise.silu_mul, {"out": poison(rows, width)}, gate_up=gate_up, row_live=live)
+        gated = {"x": a, "gate": x / 10, "row_live": live}
+        lab.both("output_gate", elementwise.output_gate, {"out": poison(rows, width)}, **gated)
         gated = {"a": torch.randn(rows, width) * 30, "b": torch.randn(rows, width), "gate": torch.randn(rows, 1) * 5}
         outs = {"out": poison(rows, width, dtype=torch.float32)}
         lab.both("add_gated", elementwise.add_gated, outs, row_live=live, **gated)

@@ -20,7 +20,7 @@ from lowlat.kernels.attention.partial.block_summary import summarise_blocks
 from lowlat.kernels.attention.place_table import place_table
 from lowlat.kernels.collectives.all_reduce import gather_ranks
 from lowlat.kernels.collectives.parts import all_gather, sum_ranks
-from lowlat.kernels.elementwise.elementwise import add, add_gated, cast, identity, silu_mul, take_columns
+from lowlat.kernels.elementwise.elementwise import add, add_gated, cast, identity, output_gate, silu_mul, take_columns
 from lowlat.kernels.elementwise.embed import embed
 from lowlat.kernels.elementwise.norm import rms_norm, split_norms
 from lowlat.kernels.elementwise.qk_norm import qk_norm
@@ -245,7 +245,7 @@ _BY_NAME = (
     *(gather_rows, identity, join_features, join_lengths, keep_features, kv_write, learn_draft_lengths),
     list_active_slots,
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, place_table, prefill_kv_write, publish_rows),
-    *(qk_norm, rms_norm),
+    *(output_gate, qk_norm, rms_norm),
     *(
         silu_mul,
         split_norms,
