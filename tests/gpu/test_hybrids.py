@@ -1,4 +1,4 @@
-"""Hybrids of gated delta nets and attention on a GPU: captured steps rewind without losing a bit, and near the reference."""
+"""Hybrids of gated delta nets on a GPU: captured steps rewind without losing a bit, and near the reference."""
 
 from collections.abc import Iterator
 from pathlib import Path
