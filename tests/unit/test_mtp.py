@@ -103,9 +103,7 @@ def _without(path: Path, *gone: str) -> None:
 
 def test_what_is_missing_is_refused_by_name(tmp_path: Path) -> None:
     make_target(tmp_path, "qwen3_5_text")
-    with pytest.raises(
-        ConfigError, match=r"they have none: tensor 'mtp.fc.weight' is missing; take a draft"
-    ):
+    with pytest.raises(ConfigError, match=r"they have none: tensor 'mtp.fc.weight' is missing; take a draft"):
         Runtime.load(tmp_path, mtp(), **OPTIONS)
     made = add_mtp(tmp_path)
     with pytest.raises(ConfigError, match=r"capture_layers must be one boundary from 0 to the target's 3 layers"):
