@@ -5,12 +5,12 @@ each warp goes its own way within a tile of rows. A launch before makes what row
 Tiles of them are copied to shared memory two ahead, and the next row is loaded while one is reckoned.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import divide, int_at
 from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.elementwise.norm import check_dtype
@@ -23,17 +23,18 @@ from lowlat.kernels.recurrent.delta_math import (
     tile_sum,
     unit_heads,
 )
-from lowlat.kernels.recurrent.delta_rule import check_heads
+from lowlat.kernels.recurrent.delta_rule import check_heads, snapshot_pairs
 from lowlat.kernels.recurrent.delta_step import WARP_COLUMNS, HeadSizes
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_state
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace, WorkspaceShape
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["examples", "prefill_delta_rule", "workspaces"]
+__all__ = ["examples", "heads_of", "prefill_delta_rule", "row_workspaces"]
 
 TILE_BYTES = 16 << 10  # of queries and keys, at most
 STAGES = 3
+NEVER = 1 << 40  # more rows than a chunk has
 WARPS = 4  # of a block that makes what rows bring
 
 
@@ -101,8 +102,8 @@ def _make_rows(heads: HeadSizes) -> Kernel:
 
 
 @cache
-def _make_walk(heads: HeadSizes) -> Kernel:
-    """Grid (Hv * blocks of a head,)."""
+def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
+    """Grid (Hv * blocks of a head,). pairs: of a row of the states and a number of rows; -1: no snapshots are given."""
     value_heads, key_dim, value_dim = heads.value_heads, heads.key_dim, heads.value_dim
     columns, parts, group, channels = heads.columns, heads.parts, heads.group, heads.channels
     threads = columns // WARP_COLUMNS * 32
@@ -185,8 +186,38 @@ def _make_walk(heads: HeadSizes) -> Kernel:
             ptx.store_shared_f32(at + uint32(16), rounded(ptx.fma_rn(d1, product, ptx.mul_rn(decay, read1))))
         return update_tile(tile, k, decay, d0, d1)
 
+    @device_function
+    def next_stop(snapshots: Any, done: Any) -> Any:
+        """After how many rows, more than are done, the next snapshot is due."""
+        stop = int64(NEVER)
+        for pair in range(pairs):
+            row, after = int_at(snapshots, int64(2 * pair + 1)), int_at(snapshots, int64(2 * pair + 2))
+            if row >= int64(0) and after > done and after < stop:
+                stop = after
+        return stop
+
+    @device_function
+    def keep_tile(snapshots: Any, done: Any, origin: Any, tile: Any) -> Any:
+        """Store a lane's part of the snapshots that are due after so many rows, and give the next stop.
+
+        origin  where the part is in the first row of the states
+        """
+        for pair in range(pairs):
+            row, after = int_at(snapshots, int64(2 * pair + 1)), int_at(snapshots, int64(2 * pair + 2))
+            if row >= int64(0) and after == done:
+                store_tile(origin + row * int64(4 * value_heads * value_dim * key_dim), tile)
+        return next_stop(snapshots, done)
+
     def prefill_gated_delta(
-        mixed: Any, slot: Any, chunk: Any, vectors: Any, gates: Any, state: Any, out: Any, count: Any
+        mixed: Any,
+        slot: Any,
+        chunk: Any,
+        snapshots: Any,
+        vectors: Any,
+        gates: Any,
+        state: Any,
+        out: Any,
+        count: Any,
     ) -> None:
         base = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         thread = int64(cuda.threadIdx.x)
@@ -200,13 +231,19 @@ def _make_walk(heads: HeadSizes) -> Kernel:
         in_eight = uint32(lane & int64(7))
         own_column = warp * int64(WARP_COLUMNS) + (lane >> int64(3))
         lines = uint32(in_eight * uint32(16))
-        place = (int_at(slot, int64(0)) * int64(value_heads * value_dim) + column + own_column) * int64(4 * key_dim)
-        place = state + place + int64(in_eight) * int64(16)
+        origin = state + (column + own_column) * int64(4 * key_dim) + int64(in_eight) * int64(16)
+        row_bytes = int64(4 * value_heads * value_dim * key_dim)
+        own = int_at(slot, int64(0))
+        begin, stop = own, int64(NEVER)
+        if pairs >= 0:
+            begin = int_at(snapshots, int64(0))
+            begin = own if begin < int64(0) else begin
+            stop = next_stop(snapshots, int64(0))
         for number in range(STAGES - 1):
             copy_tile(base, thread, int64(number), live, count, key_head, head, column, mixed, vectors, gates)
         tile = no_state()
         if start > int64(0):
-            tile = load_tile(place)
+            tile = load_tile(origin + begin * row_bytes)
         num_tiles = divide(live + int64(tile_size - 1), tile_size)[0]
         for number in range(num_tiles):
             await_tile()
@@ -226,16 +263,21 @@ def _make_walk(heads: HeadSizes) -> Kernel:
                 at = uint32(stage + lines + uint32(min(row + int64(1), rows - int64(1)) * int64(8 * key_dim)))
                 next_q, next_k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
                 tile = walk_row(tile, q, k, stage, target, row, own_column, in_eight)
+                done = number * int64(tile_size) + row + int64(1)
+                if done == stop:
+                    stop = keep_tile(snapshots, done, origin, tile)
                 at = uint32(stage + lines + uint32(min(row + int64(2), rows - int64(1)) * int64(8 * key_dim)))
                 q, k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
                 if row + int64(1) < rows:
                     tile = walk_row(tile, next_q, next_k, stage, target, row + int64(1), own_column, in_eight)
+                    if done + int64(1) == stop:
+                        stop = keep_tile(snapshots, done + int64(1), origin, tile)
                 row += int64(2)
         await_all()
         cuda.syncthreads()
         if live > int64(0):
             write_tile(base, thread, num_tiles - int64(1), live, column, out)
-            store_tile(place, tile)
+            store_tile(origin + own * row_bytes, tile)
         place = live * int64(value_fours) + thread
         while place < count * int64(value_fours):
             row, piece = divide(place, value_fours)
@@ -244,11 +286,18 @@ def _make_walk(heads: HeadSizes) -> Kernel:
             place += int64(threads)
 
     name = f"prefill_gated_delta_{heads.key_heads}_{value_heads}_{key_dim}_{value_dim}"
+    name += f"_kept{pairs}" if pairs >= 0 else ""
     shared = outputs + 2 * output_bytes
-    return Kernel(name, prefill_gated_delta, (types.int64,) * 8, threads, shared_bytes=shared, settles=True)
+    return Kernel(name, prefill_gated_delta, (types.int64,) * 9, threads, shared_bytes=shared, settles=True)
 
 
-def workspaces(heads: HeadSizes, rows: int) -> tuple[WorkspaceShape, WorkspaceShape]:
+def heads_of(state: Sequence[int], channels: int) -> HeadSizes:
+    """The sizes of heads, of the shape of their states [R, Hv, Dv, Dk] and the columns of queries, keys and values."""
+    _, value_heads, value_dim, key_dim = state
+    return HeadSizes(max(channels - value_heads * value_dim, 0) // (2 * key_dim), value_heads, key_dim, value_dim)
+
+
+def row_workspaces(heads: HeadSizes, rows: int) -> tuple[WorkspaceShape, WorkspaceShape]:
     """What rows bring: unit queries and keys [Hk, c, 2, Dk], and gates [Hv, c, 4]."""
     return (
         ("delta.vectors", (heads.key_heads, rows, 2, heads.key_dim), torch.float32),
@@ -263,6 +312,7 @@ def prefill_delta_rule(
     dt_bias: torch.Tensor,
     slot: torch.Tensor,
     chunk: torch.Tensor,
+    snapshots: torch.Tensor | None = None,
     *,
     state: torch.Tensor,
     out: torch.Tensor,
@@ -273,9 +323,8 @@ def prefill_delta_rule(
     Two launches. Time: some 200 cycles a row, whatever the number of heads, as long as a head's blocks find an SM.
     Captured: yes. Raises ShapeError for shapes or dtypes that do not fit.
     """
-    (slots, value_heads, value_dim, key_dim), rows = state.shape, mixed.shape[0]
-    keys = mixed.shape[1] - value_heads * value_dim
-    heads = HeadSizes(max(keys, 0) // (2 * key_dim), value_heads, key_dim, value_dim)
+    rows, heads = mixed.shape[0], heads_of(state.shape, mixed.shape[1])
+    value_heads, value_dim = heads.value_heads, heads.value_dim
     check_heads(heads)
     check_shape("mixed", mixed, rows, heads.channels)
     check_shape("ba", ba, rows, 2 * value_heads)
@@ -286,14 +335,14 @@ def prefill_delta_rule(
     check_shape("out", out, rows, value_heads * value_dim)
     check_dtype(torch.bfloat16, mixed=mixed, out=out)
     check_dtype(torch.float32, ba=ba, a_log=a_log, dt_bias=dt_bias, state=state)
-    if slots < 1:
-        raise ShapeError("state has no slots")
-    vectors, gates = (workspace(*each) for each in workspaces(heads, rows))
+    vectors, gates = (workspace(*each) for each in row_workspaces(heads, rows))
     grid = (rows, -(-heads.key_heads // WARPS), 1)
     return [
         KernelCall(_make_rows(heads), grid, (mixed, ba, a_log, dt_bias, chunk, vectors, gates, rows)),
         KernelCall(
-            _make_walk(heads), (value_heads * heads.parts, 1, 1), (mixed, slot, chunk, vectors, gates, state, out, rows)
+            _make_walk(heads, snapshot_pairs(snapshots)),
+            (value_heads * heads.parts, 1, 1),
+            (mixed, slot, chunk, 0 if snapshots is None else snapshots, vectors, gates, state, out, rows),
         ),
     ]
 
@@ -301,4 +350,4 @@ def prefill_delta_rule(
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles: 35B-A3B's heads, and the widest."""
     moe, widest = HeadSizes(16, 32, 128, 128), HeadSizes(4, 8, 256, 256)
-    return [_make_rows(moe), _make_walk(moe), _make_walk(widest)]
+    return [_make_rows(moe), _make_walk(moe, 4), _make_walk(moe, -1), _make_walk(widest, -1)]

@@ -11,7 +11,16 @@ from lowlat.kernels.recurrent.delta_step import HeadSizes, StepSizes, make_step
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelCall
 
-__all__ = ["check_heads", "check_norm_weight", "check_taps", "delta_rule", "examples", "gated_delta", "joins_blocks"]
+__all__ = [
+    "check_heads",
+    "check_norm_weight",
+    "check_taps",
+    "delta_rule",
+    "examples",
+    "gated_delta",
+    "joins_blocks",
+    "snapshot_pairs",
+]
 
 MAX_DIM = 256
 LANE_ROWS = 32  # rows of the state of which the lanes of a warp have four each
@@ -48,6 +57,20 @@ def check_norm_weight(weight: torch.Tensor, dim: int) -> bool:
     if weight.dtype != torch.float32:
         check_dtype(torch.bfloat16, weight=weight)
     return weight.dtype == torch.float32
+
+
+def snapshot_pairs(snapshots: torch.Tensor | None) -> int:
+    """How many rows of the states a chunk of prefill may leave besides the slot's; -1: it is told of no snapshots.
+
+    Raises ShapeError unless they are [1, 1 + 2 pairs].
+    """
+    if snapshots is None:
+        return -1
+    check_shape("snapshots", snapshots, 1, snapshots.shape[-1])
+    check_dtype(torch.int32, snapshots=snapshots)
+    if snapshots.shape[1] % 2 == 0:
+        raise ShapeError(f"snapshots must be a row and pairs, got {snapshots.shape[1]} numbers")
+    return snapshots.shape[1] // 2
 
 
 def delta_rule(
@@ -113,7 +136,7 @@ def gated_delta(
     check_shape("x", x, out.shape[0], x.shape[1])
     check_dtype(torch.float32, x=x)
     check_taps(weight, heads.channels)
-    check_shape("conv_state", conv_state, state.shape[0], conv_state.shape[1], heads.channels)
+    check_shape("conv_state", conv_state, *conv_state.shape[:2], heads.channels)
     check_dtype(torch.bfloat16, conv_state=conv_state)
     wide = False
     if norm_weight is not None and eps is not None:
@@ -144,7 +167,7 @@ def _check(
 ) -> tuple[HeadSizes, int]:
     """The heads' sizes, and the rows of a slot. Raises ShapeError."""
     state, pending_k, pending_d, pending_g = states
-    (slot_count, value_heads, value_dim, key_dim), (_, places, key_heads, _) = state.shape, pending_k.shape
+    (_, value_heads, value_dim, key_dim), (slot_count, places, key_heads, _) = state.shape, pending_k.shape
     heads = HeadSizes(key_heads, value_heads, key_dim, value_dim)
     check_heads(heads)
     rows = out.shape[0] // slots.shape[0]
