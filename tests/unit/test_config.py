@@ -399,7 +399,5 @@ def test_mtp_and_auto_need_no_model() -> None:
         SpeculativeConfig(method="mtp", model="head")
     with pytest.raises(ConfigError, match=r"^prompt_lookup_max is an option of method 'ngram', and method is 'auto'$"):
         SpeculativeConfig(method="auto", prompt_lookup_max=3)
-    with pytest.raises(
-        ConfigError, match=r"^draft_vocab_size 8 is of the tokens of a file, and draft_vocab names"
-    ):
+    with pytest.raises(ConfigError, match=r"^draft_vocab_size 8 is of the tokens of a file, and draft_vocab names"):
         SpeculativeConfig(method="mtp", draft_vocab_size=8)
