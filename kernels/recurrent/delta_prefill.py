@@ -255,24 +255,25 @@ def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
                 write_tile(base, thread, number - int64(1), live, column, out)
             stage = uint32(base + uint32(divide(number, STAGES)[1] * int64(stage_bytes)))
             target = uint32(base + uint32(int64(outputs) + (number & int64(1)) * int64(output_bytes)))
-            rows = min(live - number * int64(tile_size), int64(tile_size))
-            at = uint32(stage + lines)
-            q, k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
+            first = number * int64(tile_size)
+            rows = min(live - first, int64(tile_size))
             row = int64(0)
-            while row < rows:  # two rows a turn, so that what was loaded ahead need not be moved
-                at = uint32(stage + lines + uint32(min(row + int64(1), rows - int64(1)) * int64(8 * key_dim)))
-                next_q, next_k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
-                tile = walk_row(tile, q, k, stage, target, row, own_column, in_eight)
-                done = number * int64(tile_size) + row + int64(1)
-                if done == stop:
-                    stop = keep_tile(snapshots, done, origin, tile)
-                at = uint32(stage + lines + uint32(min(row + int64(2), rows - int64(1)) * int64(8 * key_dim)))
+            while row < rows:  # up to the tile's end or the next snapshot
+                end = min(rows, stop - first)
+                at = uint32(stage + lines + uint32(row * int64(8 * key_dim)))
                 q, k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
-                if row + int64(1) < rows:
-                    tile = walk_row(tile, next_q, next_k, stage, target, row + int64(1), own_column, in_eight)
-                    if done + int64(1) == stop:
-                        stop = keep_tile(snapshots, done + int64(1), origin, tile)
-                row += int64(2)
+                while row < end:  # two rows a turn, so that what was loaded ahead need not be moved
+                    at = uint32(stage + lines + uint32(min(row + int64(1), end - int64(1)) * int64(8 * key_dim)))
+                    next_q, next_k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
+                    tile = walk_row(tile, q, k, stage, target, row, own_column, in_eight)
+                    at = uint32(stage + lines + uint32(min(row + int64(2), end - int64(1)) * int64(8 * key_dim)))
+                    q, k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
+                    if row + int64(1) < end:
+                        tile = walk_row(tile, next_q, next_k, stage, target, row + int64(1), own_column, in_eight)
+                    row += int64(2)
+                row = end
+                if first + end == stop:
+                    stop = keep_tile(snapshots, stop, origin, tile)
         await_all()
         cuda.syncthreads()
         if live > int64(0):
@@ -349,5 +350,5 @@ def prefill_delta_rule(
 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles: 35B-A3B's heads, and the widest."""
-    moe, widest = HeadSizes(16, 32, 128, 128), HeadSizes(4, 8, 256, 256)
-    return [_make_rows(moe), _make_walk(moe, 4), _make_walk(moe, -1), _make_walk(widest, -1)]
+    moe, widest = HeadSizes(16, 32, 128, 128), HeadSizes(4, 8, 128, 256)
+    return [_make_rows(moe), _make_walk(moe, 2), _make_walk(moe, -1), _make_walk(widest, -1)]
