@@ -45,6 +45,7 @@ RUNTIME_BOUNDS = {
     "kv_blocks": (2, (1 << 31) - 1),
     "max_queue": (0, 1 << 20),
     "tensor_parallel_size": (1, 8),
+    "state_interval": (0, 1 << 24),
 }
 NO_INT: list[Any] = [True, False, 1.0, "1", [1], math.nan]
 
@@ -83,7 +84,7 @@ def test_every_option_is_covered_here() -> None:
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head", "prompt_logits"}
     others |= {"prompt_logprobs", "check", "on_failed_check", "count_tiles"}
-    others |= {"kv_cache_dtype", "max_stall_ms", "devices", "tp_invariant"}
+    others |= {"kv_cache_dtype", "max_stall_ms", "devices", "tp_invariant", "state_cache_gib"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
     assert all(hasattr(module, name) for name in module.__all__)
 
