@@ -75,7 +75,7 @@ class Layer:
             drawn_weight(heads.value_heads).to(device),
         )
         self.norm_weight = (drawn_weight(heads.value_dim) / 4 + 1).bfloat16().to(device)
-        poisoned = {"fill_value": float("nan"), "device": device}
+        poisoned: dict[str, Any] = {"fill_value": float("nan"), "device": device}
         self.conv = torch.full((SLOTS + SNAPSHOTS, TAPS - 1 + most, heads.channels), **poisoned, dtype=torch.bfloat16)
         self.states = {
             "state": torch.full((SLOTS + SNAPSHOTS, heads.value_heads, heads.value_dim, heads.key_dim), **poisoned),

@@ -141,8 +141,8 @@ def _chunks(awaited: torch.Tensor) -> int:
 
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
-    """Specialisations, as a GPU has them: gpt-oss-120b with 1, 2 and 4 rows at once, the largest, a small, and two of
-    rows that are normed already."""
+    """Specialisations, as a GPU has them: gpt-oss-120b with 1, 2 and 4 rows at once, the widest, a small, two of rows
+    that are normed already, and the most experts."""
     shapes: tuple[tuple[int, int, int, float | None], ...] = (
         (2880, 128, 1, 1e-5),
         (2880, 128, 2, 1e-5),
@@ -151,6 +151,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (64, 5, 4, 1e-5),
         (2880, 128, 4, None),
         (MAX_WIDTH, 256, 1, None),
+        (2048, 513, 1, 1e-6),
     )
     many = [make_rows_router(2880, 128)] if takes_rows(MAX_WIDTH, 2880, gpu) else []
     return many + [
