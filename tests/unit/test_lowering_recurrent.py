@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kernel_inventory import GPUS, examples, family
 from lowered import Lowered, Pair
-from lowering_cases import kinds_of, reached
+from lowering_cases import check_early_reads, kinds_of, reached
 from tiny_models import make_target
 from tiny_mtp import add_mtp
 
@@ -62,7 +62,10 @@ def delta_kinds(made: Lowered, stage: Stage = Stage.VERIFY) -> list[str]:
 def test_a_step_s_delta_net_is_one_launch(batch: int, pairs: Mapping[bool, Pair]) -> None:
     made = step_of(pairs[True], batch)
     assert delta_kinds(made) == ["gated_delta", "gated_delta", "advance_states"]
-    assert delta_kinds(step_of(pairs[False], batch)) == [*ALONE, *ALONE, "advance_states"]
+    alone = step_of(pairs[False], batch)
+    assert delta_kinds(alone) == [*ALONE, *ALONE, "advance_states"]
+    for each in (made, alone):
+        check_early_reads(each)
     for group in made.groups:
         if group.name == "gated_delta+norm":
             (call,) = group.kernel_calls
