@@ -18,6 +18,7 @@ from lowlat.kernels.common.norm_math import (
     inverse_rms,
     lane_sum,
     low_value,
+    normalised_pair,
 )
 from lowlat.kernels.common.norm_row import is_live, make_norm_functions, weights_label
 from lowlat.kernels.common.sentinels import MISSING
@@ -280,8 +281,17 @@ def _make_normalise(width: int, held: int, wide: bool) -> Any:
                 kept = kept_weights(uint32(base + uint32(held * 2 * width)), chunk)
                 for row in range(held):
                     at, inverse = 4 * (row * own + part), inverses[row]
-                    own_words = words[at], words[at + 1], words[at + 2], words[at + 3]
-                    a, b, c, d = scale(own_words, inverse, kept)
+                    if wide:
+                        a, b, c, d = scale((words[at], words[at + 1], words[at + 2], words[at + 3]), inverse, kept)
+                    else:
+                        a, b = (
+                            normalised_pair(words[at], inverse, kept[0]),
+                            normalised_pair(words[at + 1], inverse, kept[1]),
+                        )
+                        c, d = (
+                            normalised_pair(words[at + 2], inverse, kept[2]),
+                            normalised_pair(words[at + 3], inverse, kept[3]),
+                        )
                     if inverse == float32(DEAD):
                         a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
                     ptx.store_shared_128(uint32(base + uint32(row * 2 * width) + chunk * uint32(16)), a, b, c, d)
