@@ -32,6 +32,7 @@ __all__ = ["EXPERTS", "MOST_AWAITED", "make_router", "min_blocks_of", "rows_at_o
 EXPERTS = 4  # of a block
 QUARTERS = WARPS // EXPERTS  # warps that share an expert
 MOST_AWAITED = 3
+MOST_HELD_BYTES = 47 * 1024  # of 48 that a kernel may declare
 DEAD = -1.0  # no row has such an inverse
 
 
@@ -40,9 +41,15 @@ def min_blocks_of(width: int, held: int, gpu: Gpu) -> int:
     return 2 if held < 4 and width <= CHUNK * THREADS and gpu.capability == H200.capability else 1
 
 
-def rows_at_once(rows: int, width: int) -> int:
-    """The rows that a block holds at a time: 1, 2 or 4, as registers and shared memory allow; no bit depends on it."""
-    return min(4 if width <= CHUNK * THREADS else 1, 4 if rows > 2 else rows)
+def rows_at_once(rows: int, width: int, wide: bool = False) -> int:
+    """The rows that a block holds at a time: 1, 2 or 4, as registers and shared memory allow; no bit depends on it.
+
+    wide  a norm's weight of float32, which takes two rows' places, is held with them
+    """
+    most = 4 if width <= CHUNK * THREADS else 1
+    if wide and (most + 2) * 2 * width > MOST_HELD_BYTES:
+        most = min(most, 2)
+    return min(most, 4 if rows > 2 else rows)
 
 
 @cache
