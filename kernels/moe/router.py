@@ -112,13 +112,13 @@ def router_logits(
         arguments = (x, weight, 0 if bias is None else bias, logits, rows)
         return [KernelCall(kernel, blocks_of(rows, experts, gpu), arguments)]
     norm_weight, live, normed = (0, 0, 0) if norm is None else _norm_arguments(norm, rows, width)
-    held = rows_at_once(rows, width)
+    wide = norm is not None and are_wide(norm.weight)
+    held = rows_at_once(rows, width, wide)
     blocks, turns = -(-experts // EXPERTS), -(-rows // held)
     grid = (blocks, min(turns, max(1, 2 * gpu.num_multiprocessors // blocks)), 1)
     none = MOST_AWAITED - len(awaited)
     filled: tuple[Argument, ...] = (*awaited, *(0,) * none, *map(_chunks, awaited), *(0,) * none)
     eps, biased = None if norm is None else norm.eps, bias is not None
-    wide = norm is not None and are_wide(norm.weight)
     kernel = make_router(width, experts, held, min_blocks_of(width, held, gpu), eps, biased, wide)
     given: tuple[Argument, ...] = (x, norm_weight, live, weight, 0 if bias is None else bias, normed, logits, rows)
     return [KernelCall(kernel, grid, (*given, *filled))]

@@ -18,6 +18,7 @@ from lowlat.kernels.common.norm_math import (
     inverse_rms,
     lane_sum,
     low_value,
+    normalised_pair,
 )
 from lowlat.kernels.common.norm_row import is_live, make_norm_functions, weights_label
 from lowlat.kernels.common.sentinels import MISSING
@@ -31,6 +32,7 @@ __all__ = ["EXPERTS", "MOST_AWAITED", "make_router", "min_blocks_of", "rows_at_o
 EXPERTS = 4  # of a block
 QUARTERS = WARPS // EXPERTS  # warps that share an expert
 MOST_AWAITED = 3
+MOST_HELD_BYTES = 47 * 1024  # of 48 that a kernel may declare
 DEAD = -1.0  # no row has such an inverse
 
 
@@ -39,9 +41,15 @@ def min_blocks_of(width: int, held: int, gpu: Gpu) -> int:
     return 2 if held < 4 and width <= CHUNK * THREADS and gpu.capability == H200.capability else 1
 
 
-def rows_at_once(rows: int, width: int) -> int:
-    """The rows that a block holds at a time: 1, 2 or 4, as registers and shared memory allow; no bit depends on it."""
-    return min(4 if width <= CHUNK * THREADS else 1, 4 if rows > 2 else rows)
+def rows_at_once(rows: int, width: int, wide: bool = False) -> int:
+    """The rows that a block holds at a time: 1, 2 or 4, as registers and shared memory allow; no bit depends on it.
+
+    wide  a norm's weight of float32, which takes two rows' places, is held with them
+    """
+    most = 4 if width <= CHUNK * THREADS else 1
+    if wide and (most + 2) * 2 * width > MOST_HELD_BYTES:
+        most = min(most, 2)
+    return min(most, 4 if rows > 2 else rows)
 
 
 @cache
@@ -280,8 +288,17 @@ def _make_normalise(width: int, held: int, wide: bool) -> Any:
                 kept = kept_weights(uint32(base + uint32(held * 2 * width)), chunk)
                 for row in range(held):
                     at, inverse = 4 * (row * own + part), inverses[row]
-                    own_words = words[at], words[at + 1], words[at + 2], words[at + 3]
-                    a, b, c, d = scale(own_words, inverse, kept)
+                    if wide:
+                        a, b, c, d = scale((words[at], words[at + 1], words[at + 2], words[at + 3]), inverse, kept)
+                    else:
+                        a, b = (
+                            normalised_pair(words[at], inverse, kept[0]),
+                            normalised_pair(words[at + 1], inverse, kept[1]),
+                        )
+                        c, d = (
+                            normalised_pair(words[at + 2], inverse, kept[2]),
+                            normalised_pair(words[at + 3], inverse, kept[3]),
+                        )
                     if inverse == float32(DEAD):
                         a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
                     ptx.store_shared_128(uint32(base + uint32(row * 2 * width) + chunk * uint32(16)), a, b, c, d)

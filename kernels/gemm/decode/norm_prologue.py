@@ -81,8 +81,19 @@ def _make_load_scales(shape: DecodeGemmShape, own: int, functions: NormFunctions
     load_weights, no_weights = functions.load_weights, functions.no_weights
 
     @device_function
-    def load_scales(scales: Any, weight: Any, thread: Any) -> None:
+    def load_narrow(scales: Any, weight: Any, thread: Any) -> None:
         """A thread's chunks of the norm's weight; zeros past its end."""
+        for part in range(own):
+            chunk = uint32(thread + uint32(part * THREADS))
+            a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+            if chunk < uint32(chunks):
+                a, b, c, d = load_weights(weight, chunk)
+            at = 4 * part
+            scales[at], scales[at + 1], scales[at + 2], scales[at + 3] = a, b, c, d
+
+    @device_function
+    def load_wide(scales: Any, weight: Any, thread: Any) -> None:
+        """The same of a weight of float32."""
         for part in range(own):
             chunk = uint32(thread + uint32(part * THREADS))
             weights = no_weights()
@@ -91,7 +102,7 @@ def _make_load_scales(shape: DecodeGemmShape, own: int, functions: NormFunctions
             for word in range(size):
                 scales[size * part + word] = weights[word]
 
-    return load_scales
+    return load_wide if shape.wide_norm else load_narrow
 
 
 def _make_load_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int) -> Any:
