@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import lowlat
-from bench.clock import percentile
+from bench.lib.clock import percentile
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
 from lowlat.engine.loading import Loaded, load
 from lowlat.graphs import Bucket, BufferSet

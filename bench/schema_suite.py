@@ -25,7 +25,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from bench.conditions import write_json
+from bench.lib.conditions import write_json
 from lowlat.errors import GrammarError, RequestError
 from lowlat.text.grammar.state import GrammarState
 from lowlat.tools.bench.machine import commit_at

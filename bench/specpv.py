@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from bench import specpv_agreement
-from bench.conditions import release, stamps_of, write_json
+from bench.lib.conditions import release, stamps_of, write_json
 from bench.specpv_agreement import DEMO, bundled_text
 from bench.specpv_rows import COLUMNS, Case, Run, cycle, memory, row, table
 from lowlat import Runtime, SamplingParams, SpeculativeConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.clock import percentile
+from bench.lib.clock import percentile
 from bench.specpv_agreement import agreement
 from lowlat import Runtime
 from lowlat.models.partial_kv import PartialKV, cycle_gain

@@ -1,8 +1,8 @@
 """The bytes that a decode step must read, from its Program: what any executor would have to move.
 
 Every weight counts once each time that an operation uses it, in the format that the checkpoint has; of an MoE layer the
-experts that rows chose; keys and values before the last token. Left out, because they are small next to them:
-embedding rows, activations, what the step writes.
+experts that rows chose; keys and values before the last token; recurrent states, which a step reads and writes. Left
+out, because they are small next to them: embedding rows, activations, what else the step writes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from lowlat.graphs import Bucket
 from lowlat.graphs.program import Op, Program
 from lowlat.kernels.formats import matrix_name, matrix_parts
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.weight_plan import WeightPlan, weight_plan
@@ -25,7 +26,9 @@ __all__ = [
     "cache_bytes",
     "listed",
     "part_sizes",
+    "plan_sizes",
     "program_bytes",
+    "state_bytes",
     "step_bytes",
     "weight_bytes",
     "weight_sizes",
@@ -45,8 +48,9 @@ def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], disti
     sizes = weight_sizes(config, runtime.rank_config)
     if speculator is not None:
         sizes |= part_sizes(speculator.weight_plan(config.dtype), runtime.rank_config)
-    share = 1.0 if config.experts is None else (distinct_experts or 0.0) / config.experts.num_experts
-    return program_bytes(runtime.executor.program(bucket), sizes, lengths, share, runtime.geometry.partial)
+    share = 1.0 if config.experts is None else (distinct_experts or 0.0) / config.experts.num_matrices
+    read = program_bytes(runtime.executor.program(bucket), sizes, lengths, share, runtime.geometry.partial)
+    return read + state_bytes(runtime.rank_config, len(lengths))
 
 
 def program_bytes(
@@ -64,6 +68,16 @@ def program_bytes(
     """
     weights = sum(weight_bytes(op, sizes, experts_share) for op in program.ops)
     return round(weights + sum(cache_bytes(program, op, lengths, partial) for op in program.ops))
+
+
+def state_bytes(config: ModelConfig, batch: int) -> int:
+    """Bytes of the recurrent states of so many requests, each read and written once in a step: S and the inputs of the
+    convolution."""
+    total = 0
+    for spec in config.deltas.values():
+        state = spec.num_value_heads * spec.key_dim * spec.value_dim * torch.float32.itemsize
+        total += state + (spec.conv_size - 1) * spec.num_channels * TORCH_DTYPES[config.dtype].itemsize
+    return 2 * batch * total
 
 
 def weight_bytes(op: Op, sizes: Mapping[str, int], experts_share: float) -> float:
@@ -120,12 +134,12 @@ def weight_sizes(config: ModelConfig, rank: ModelConfig | None = None) -> dict[s
     plan = dict(weight_plan(config))
     if not matrix_parts("lm_head.weight", plan):
         plan["lm_head.weight"] = plan["embed.weight"]  # tied
-    return _by_matrix(plan if rank is None else _part(plan, rank))
+    return plan_sizes(plan if rank is None else _part(plan, rank))
 
 
 def part_sizes(plan: WeightPlan, rank: ModelConfig) -> dict[str, int]:
     """Bytes of a rank's part of planned weights, as operations name them."""
-    return _by_matrix(_part(plan, rank))
+    return plan_sizes(_part(plan, rank))
 
 
 def _part(plan: WeightPlan, rank: ModelConfig) -> WeightPlan:
@@ -133,7 +147,8 @@ def _part(plan: WeightPlan, rank: ModelConfig) -> WeightPlan:
     return {name: (tuple(part.shape), part.dtype) for name, part in rank_weights(whole, rank).items()}
 
 
-def _by_matrix(plan: WeightPlan) -> dict[str, int]:
+def plan_sizes(plan: WeightPlan) -> dict[str, int]:
+    """Bytes of planned weights, as operations name them: of a quantised matrix those of all its parts."""
     sizes: dict[str, int] = {}
     for name, (shape, dtype) in plan.items():
         matrix = matrix_name(name) or name
