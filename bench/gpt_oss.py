@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from bench.lib.bytes import expected_experts, step_bytes
+from bench.lib.bytes import step_bytes
 from bench.lib.case import Case
 from bench.lib.clock import Timed, own_stream, round_robin
 from bench.lib.conditions import add_timing_options, release, stamps_of, summary_of, write_json
@@ -207,14 +207,15 @@ def _measure(
 
 def _described(case: OssCase) -> dict[str, Any]:
     config, drafts = case.model.config, case.step.num_speculative_tokens > 0
-    expected = expected_experts(config, 1 if case.alike else case.step.batch * case.step.rows)
+    rows = 1 if case.alike else case.step.batch * case.step.rows
+    expected = 0.0 if config.experts is None else config.experts.expected_distinct(rows)
     return {
         "case": case.name,
         "model": case.size,
         **asdict(case.step),
         "draft_vocab_size": case.draft_vocab_size if drafts else None,
         "experts": "alike" if case.alike else "random",
-        "expected_experts": round(expected or 0.0, 3),
+        "expected_experts": round(expected, 3),
     }
 
 

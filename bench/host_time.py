@@ -128,19 +128,19 @@ def config_of(device: str) -> RuntimeConfig:
     return RuntimeConfig(device=device, max_batch=4, max_context=CONTEXT)
 
 
-def loaded_demo(config: RuntimeConfig) -> tuple[Loaded, SpeculativeConfig]:
+def loaded_demo(config: RuntimeConfig) -> Loaded:
     """The bundled pair."""
     speculative = SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=DEPTH, strict=True)
-    return load(DEMO / "target", speculative, config), speculative
+    return load(DEMO / "target", speculative, config)
 
 
 def measure_host(num_slots: int, steps: int, *, asynchronous: bool) -> dict[str, Any]:
     """us of `Runtime.step` over a step that costs nothing; in turn, also us from a step's end to the next launch."""
     config = config_of("cpu")
-    loaded, speculative = loaded_demo(config)
+    loaded = loaded_demo(config)
     free = FreeExecutor(loaded.executor, asynchronous=asynchronous)
     watch = Stopwatch(free)
-    with Runtime(replace(loaded, executor=free), config, speculative) as runtime:  # type: ignore[arg-type]
+    with Runtime(replace(loaded, executor=free), config) as runtime:  # type: ignore[arg-type]
         params = SamplingParams(max_tokens=CONTEXT - len(PROMPT), ignore_eos=True)
         for _ in range(num_slots):
             runtime.submit(PROMPT, params)
@@ -160,9 +160,9 @@ def measure_host(num_slots: int, steps: int, *, asynchronous: bool) -> dict[str,
 def measure_launch(steps: int) -> dict[str, Any]:
     """us to launch a captured step of the bundled pair."""
     config = replace(config_of("cuda"), executor="graph", max_batch=1, dtype="bfloat16")
-    loaded, speculative = loaded_demo(config)
+    loaded = loaded_demo(config)
     watch = Stopwatch(loaded.executor)
-    with Runtime(loaded, config, speculative) as runtime:
+    with Runtime(loaded, config) as runtime:
         params = SamplingParams(max_tokens=CONTEXT - len(PROMPT), ignore_eos=True, temperature=1.0, seed=1)
         while len(watch.launches_us) < steps:
             runtime.submit(PROMPT, params)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.lib.bytes import expected_experts, step_bytes
+from bench.lib.bytes import step_bytes
 from bench.lib.case import Case
 from bench.lib.clock import Timed, own_stream, percentile, round_robin
 from bench.lib.conditions import add_timing_options, release, stamps_of, write_json
@@ -211,7 +211,8 @@ def _measure_step(
         ms: list[float] = []
         while len(ms) < options.replays:
             ms += step.times(min(options.turn, options.replays - len(ms)))
-        experts = expected_experts(model.config, case.step.batch * case.step.rows)
+        spec, num_rows = model.config.experts, case.step.batch * case.step.rows
+        experts = None if spec is None else spec.expected_distinct(num_rows)
         plan = model.plan(drafts=case.step.num_speculative_tokens > 0)
         ranks = [each.config for each in case.rank_shapes(step.shapes)]
         moved = step_bytes(step.program, plan, model.config, case.step, experts, ranks=ranks).total

@@ -235,7 +235,7 @@ def load_fake(
     config = RuntimeConfig(device="cpu", **options)
     loaded = load(target, speculative, config)
     device = FakeDevice(loaded.executor, seed=seed, lead=lead, fail_at=fail_at)
-    runtime = Runtime(replace(loaded, executor=device), replace(config, device_loop=device_loop), speculative)
+    runtime = Runtime(replace(loaded, executor=device), replace(config, device_loop=device_loop))
     mailbox = runtime._steps.mailbox
     device.num_read = lambda: mailbox.num_seen - mailbox.num_unread
     assert isinstance(device.state["ring_head"], torch.Tensor)

@@ -164,17 +164,23 @@ def logits_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.zeros(ids.shape[0], num_experts, device=ids.device).scatter_(1, ids.long(), 9 - top_k / 4)
 
 
-def make_topk_routing(kind: str, rows: int, top_k: int, num_experts: int, device: str = "cpu") -> TopKRouting:
+def make_topk_routing(
+    kind: str, rows: int, top_k: int, num_experts: int, device: str = "cpu", *, shared: bool = False
+) -> TopKRouting:
     """By logits as `make_logits` has them; random ones, where a third of the rows is live ("dead") or no row ("none");
-    or such that choose as many different experts as there are ("apart")."""
+    or such that choose as many different experts as there are ("apart").
+
+    shared  the last of the experts is every row's last one
+    """
     live = None
     if kind in ("dead", "none"):
         live = ((torch.arange(rows) % 3 == 1) & (kind == "dead")).to(torch.uint8).view(1, rows).to(device)
     if kind == "apart":
-        logits = logits_of(choices("apart", rows, top_k, num_experts), num_experts)
+        others = choices("apart", rows, top_k - shared, num_experts - shared)
+        logits = torch.cat([logits_of(others, num_experts - shared), torch.randn(rows, int(shared))], 1)
     else:
         logits = make_logits("random" if live is not None else kind, rows, num_experts)
-    return TopKRouting(logits.to(device), live)
+    return TopKRouting(logits.to(device), live, shared=shared)
 
 
 def want_routing(routing: TopKRouting, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,7 +192,10 @@ def want_routing(routing: TopKRouting, top_k: int) -> tuple[torch.Tensor, torch.
     for row in range(rows):
         part = slice(row, row + 1)
         live = None if flags is None else flags[part]
-        reference.router(*nothing, logits[row], live, expert_ids=ids[part], expert_weights=shares[part])
+        reference.router(
+            *nothing, logits[row], live, expert_ids=ids[part], expert_weights=shares[part],
+            over_all=routing.over_all, shared=routing.shared,
+        )  # fmt: skip
     return ids, shares
 
 
@@ -197,15 +206,19 @@ def awaited(*shape: int, dtype: torch.dtype, device: str | torch.device = "cpu")
     return memory
 
 
-def exact_shares(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The shares [M, k] of chosen experts, every step rounded as `experts_choice` promises; 0 where dead."""
+def exact_shares(logits: torch.Tensor, ids: torch.Tensor, *, shared: bool = False) -> torch.Tensor:
+    """The shares [M, k] of chosen experts, every step rounded as `route_top_k` promises; 0 where dead."""
     found = torch.zeros(ids.shape)
     for row in (ids[:, 0] >= 0).nonzero()[:, 0].tolist():
         values = logits[row, ids[row].long()].numpy()
         with np.errstate(all="ignore"):
+            if shared:
+                gate, values = values[-1], values[:-1]
+                own = np.float32(1) + np.exp2((np.float32(0) - gate) * np.float32(math.log2(math.e)))
+                found[row, -1] = float(np.float32(1) / own)
             powers = np.exp2((values - values[0]) * np.float32(math.log2(math.e)))
             total = np.float32(0)
             for power in powers:
                 total = total + power
-            found[row] = torch.from_numpy(powers / total)
+            found[row, : len(values)] = torch.from_numpy(powers / total)
     return found

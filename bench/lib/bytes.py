@@ -17,9 +17,9 @@ from bench.lib.weights import Plan
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_name
 from lowlat.models.geometry import ModelConfig
-from lowlat.tools.bench.step_bytes import cache_bytes, part_sizes, plan_sizes, program_bytes, state_bytes, weight_bytes
+from lowlat.tools.bench.step_bytes import cache_bytes, part_sizes, plan_sizes, program_bytes, weight_bytes
 
-__all__ = ["StepBytes", "expected_experts", "experts_share", "step_bytes"]
+__all__ = ["StepBytes", "step_bytes"]
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,24 @@ def step_bytes(
 
     program           of the step
     plan              the weights, of the draft model, too, where the case drafts
-    distinct_experts  a layer, of an MoE layer: a shared one among them
+    distinct_experts  a layer, of an MoE layer, a shared one left out
     ranks             the geometry of each rank; (): there is one
     """
-    share = experts_share(config, distinct_experts)
+    experts = config.experts
+    share = 1.0 if experts is None else experts.share_read(distinct_experts or 0.0)
     stored = {name: (part.shape, part.dtype) for name, part in plan.items()}
     if config.tie_embeddings and "lm_head.weight" not in stored:
         stored["lm_head.weight"] = stored["embed.weight"]
-    found = []
+    states = (op for op in program.ops if op.kind == "delta_rule")
+    state, found = round(sum(cache_bytes(program, op, [0.0] * case.batch) for op in states)), []
     for rank in ranks or (config,):
-        sizes, state = part_sizes(stored, rank) if ranks else plan_sizes(stored), state_bytes(rank, case.batch)
+        sizes = part_sizes(stored, rank) if ranks else plan_sizes(stored)
         if matrices_only:
             read = _matrices_and_cache(program, _matrices(plan, sizes), case, share)
         else:
             read = program_bytes(program, sizes, [float(case.context)] * case.batch, share)
-        found.append(StepBytes(read + state, state))
-    return max(found, key=lambda each: each.total)
+        found.append(read)
+    return StepBytes(max(found), state)
 
 
 def _matrices_and_cache(program: Program, sizes: Mapping[str, int], case: Case, share: float) -> int:
@@ -75,20 +77,3 @@ def _matrices(plan: Plan, sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes of matrices alone."""
     wide = {matrix_name(name) or name for name, part in plan.items() if len(part.shape) > 1}
     return {name: size for name, size in sizes.items() if name in wide and not name.endswith("bias")}
-
-
-def experts_share(config: ModelConfig, distinct_experts: float | None) -> float:
-    """The share of a layer's experts that so many are; 1 without an MoE layer."""
-    return 1.0 if config.experts is None else (distinct_experts or 0.0) / config.experts.num_matrices
-
-
-def expected_experts(config: ModelConfig, rows: int) -> float | None:
-    """Distinct experts of a layer where every row draws its own at random, a shared one among them.
-
-    None without an MoE layer.
-    """
-    experts = config.experts
-    if experts is None:
-        return None
-    left_out = (1 - experts.num_experts_per_token / experts.num_experts) ** rows
-    return experts.num_experts * (1 - left_out) + experts.shared

@@ -34,7 +34,7 @@ from lowlat.tools.profile.times import CallSite, attribute
 
 __all__ = ["Step", "devices_of", "executor_of", "show_kernels"]
 
-LENGTHS = {"lengths": 0, "checked_lengths": 0, "state_lens": -1}  # tokens of a slot; of its states without its last
+LENGTHS = {"lengths": 0, "checked_lengths": 0, "state_lens": -2}  # of states the row before the root is pending
 SHOWN = 16  # kernels of a profile
 
 
@@ -159,7 +159,8 @@ class Step:
         return list(zip(states, sound if len(sound) == len(states) else sound * len(states), strict=True))
 
     def distinct_experts(self) -> list[int]:
-        """The experts that the rows of each layer chose in one step, which is run operation by operation.
+        """The experts that the rows of each layer chose in one step, which is run operation by operation; a shared one
+        is left out.
 
         [] without an MoE layer. Of one device.
         """
@@ -178,7 +179,7 @@ class Step:
                     launch.issue(stream)
                 if any(op.kind == "router" for op in group.ops):
                     executor.stream.synchronize()
-                    counts.append(_distinct(ids))
+                    counts.append(self._distinct(ids))
             executor.stream.synchronize()
         return counts
 
@@ -187,7 +188,7 @@ class Step:
 
         def count(op: Op, arguments: Mapping[str, Any]) -> None:
             if op.kind == "router":
-                counts.append(_distinct(arguments["expert_ids"]))
+                counts.append(self._distinct(arguments["expert_ids"]))
 
         executor: Any = self.executor
         executor.set_hook(count)
@@ -196,6 +197,10 @@ class Step:
         finally:
             executor.set_hook(None)
         return counts
+
+    def _distinct(self, ids: torch.Tensor) -> int:
+        experts = self.shapes.config.experts
+        return sum(0 <= each < experts.num_experts for each in set(ids.flatten().tolist())) if experts else 0
 
     def sites(self, num_experts: float = 0.0) -> Sequence[CallSite]:
         """The first device's launches of a step at the case's context, with the bytes that each must read.
@@ -221,10 +226,6 @@ class Step:
     def close(self) -> None:
         """Release graphs and memory of all devices."""
         self.executor.close()
-
-
-def _distinct(ids: torch.Tensor) -> int:
-    return len(set(ids.flatten().tolist()) - {-1})
 
 
 def fill_state(state: BufferSet, shapes: StepGeometry, case: Case, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""`python -m bench.lib.wall` prints the memory wall of this GPU as JSON; `lowlat.tools.profile.wall` tells what it is."""
+"""`python -m bench.lib.wall` prints the memory wall of this GPU as JSON; see `lowlat.tools.profile.wall`."""
 
 import argparse
 import json

@@ -95,7 +95,7 @@ def attention(
 ) -> list[KernelCall]:
     """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
 
-    q                 [B * R, H, D]        bf16; D 64 or 128
+    q                 [B * R, H, D]        bf16; D 64, 128 or 256
     k_cache, v_cache  [P, G, block, D]     bf16, or with kv_scales uint8; block a power of two from 16 to 256
     block_table       [max B, C / block]   int32; with `parts` above 0 lists, see `partial_attention`
     slots             [B]                  int32; -1 pads
@@ -253,7 +253,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
 
 def _check_sizes(batch: int, rows: int, heads: int, kv_heads: int, head_dim: int, block: int) -> None:
     limits = (
-        (head_dim in TILE_BYTES, f"the head size must be 64 or 128, got {head_dim}"),
+        (head_dim in TILE_BYTES, f"the head size must be one of {tuple(TILE_BYTES)}, got {head_dim}"),
         (block in (16, 32, 64, 128, 256), f"the cache's block must be a power of two from 16 to 256, got {block}"),
         (heads % kv_heads == 0, f"{heads} query heads do not divide among {kv_heads} key-value heads"),
         (kv_heads <= 1024, f"at most 1024 key-value heads, got {kv_heads}"),

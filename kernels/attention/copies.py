@@ -141,13 +141,19 @@ def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
     piece_shift, values_at = pieces.bit_length() - 1, 16 * pitch
 
     @device_function
+    def swizzle_of(copy: Any) -> Any:
+        """What a copy's first row adds to a lane's place: copies of a single row have odd ones, too."""
+        first = copy * rows_a_copy
+        return uint32((((first & 1) << 2) | ((first >> 1) & 3)) << 4)
+
+    @device_function
     def copy_run(target: Any, k_cache: Any, v_cache: Any, row: Any, lane: Any) -> None:
         offset = int64(row) * pitch + int64(lane) * 16
         for copy in range(copies):
-            swizzled = (target ^ uint32((((copy * rows_a_copy) >> 1) & 3) << 4)) + uint32(copy * 512)
+            swizzled = (target ^ swizzle_of(copy)) + uint32(copy * 512)
             ptx.copy_async_16_once(swizzled, k_cache + offset + copy * 512)
         for copy in range(copies):
-            swizzled = (target ^ uint32((((copy * rows_a_copy) >> 1) & 3) << 4)) + uint32(copy * 512 + values_at)
+            swizzled = (target ^ swizzle_of(copy)) + uint32(copy * 512 + values_at)
             ptx.copy_async_16_once(swizzled, v_cache + offset + copy * 512)
 
     @device_function
@@ -157,7 +163,7 @@ def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
             mine = cuda.shfl_sync(FULL_WARP, row, int32(uint32(copy * rows_a_copy) + (lane >> uint32(piece_shift))))
             size = uint32(16) if mine >= 0 else uint32(0)
             offset = int64(max(mine, int32(0))) * pitch + piece
-            swizzled = (target ^ uint32((((copy * rows_a_copy) >> 1) & 3) << 4)) + uint32(copy * 512)
+            swizzled = (target ^ swizzle_of(copy)) + uint32(copy * 512)
             ptx.copy_async_16_or_zero(swizzled, k_cache + offset, size)
             ptx.copy_async_16_or_zero(swizzled + uint32(values_at), v_cache + offset, size)
 

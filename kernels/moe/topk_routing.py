@@ -33,7 +33,8 @@ __all__ = [
     "route_top_k",
 ]
 
-MAX_EXPERTS, MAX_CHOSEN = 256, 8
+MAX_EXPERTS, MAX_CHOSEN = 512, 10  # next to which there may be a shared one
+CHAIN = 8  # logits a lane, of which a chain of comparisons finds the largest as soon as a tree does
 EVERY_LANE = 0xFFFFFFFF
 SIGN = 0x80000000
 ROWS = 4  # of a block of `route_top_k`
@@ -47,6 +48,8 @@ class TopKRouting:
     logits    [M, E]  float32
     row_live  [M] or [B, T]  uint8; None: all rows are live
     over_all  shares are those of the softmax over all logits
+    shared    the last expert is every row's last one, with the sigmoid of its logit as its share; the others are chosen
+              and weighed without it
     Of equal logits the lowest id comes first. A NaN counts as the largest, and makes the row's shares NaN. A dead row
     has ids of -1 and shares of 0.
     """
@@ -54,17 +57,20 @@ class TopKRouting:
     logits: torch.Tensor
     row_live: torch.Tensor | None = None
     over_all: bool = False
+    shared: bool = False
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """E, the shared one among them."""
         return self.logits.shape[1]
 
     def check(self, rows: int, top_k: int, num_experts: int) -> None:
         """Raise ShapeError unless M rows can choose so many of E experts each by these logits."""
-        if not 1 <= top_k <= min(num_experts, MAX_CHOSEN) or num_experts > MAX_EXPERTS:
+        chosen, routed = top_k - self.shared, num_experts - self.shared
+        if not 1 <= chosen <= min(routed, MAX_CHOSEN) or routed > MAX_EXPERTS:
             raise ShapeError(
-                f"a row chooses at most {MAX_CHOSEN} experts of at most {MAX_EXPERTS}, got {top_k} of {num_experts}"
+                f"a row chooses at most {MAX_CHOSEN} experts of at most {MAX_EXPERTS}"
+                f"{' next to a shared one' * self.shared}, got {chosen} of {routed}"
             )
         check_shape("logits", self.logits, rows, num_experts)
         check_dtype(torch.float32, logits=self.logits)
@@ -99,12 +105,13 @@ def route_top_k(*, routing: TopKRouting, expert_ids: torch.Tensor, expert_weight
     check_dtype(torch.float32, expert_weights=expert_weights)
     grid = (-(-rows // ROWS), 1, 1)
     arguments = (*routing.of(slice(None)), expert_ids, expert_weights, rows)
-    return [KernelCall(_make(routing.num_experts, top_k, routing.over_all), grid, arguments)]
+    kernel = _make(routing.num_experts, top_k, routing.over_all, routing.shared)
+    return [KernelCall(kernel, grid, arguments)]
 
 
-def make_route(plan: RoutingArea, top_k: int, num_experts: int, over_all: bool = False) -> Any:
+def make_route(plan: RoutingArea, top_k: int, num_experts: int, over_all: bool = False, shared: bool = False) -> Any:
     """A function of all threads: route the rows of `count` pairs, ids and shares to `area`; one barrier."""
-    route_row, warps = _make_route_row(plan, top_k, num_experts, over_all), plan.threads // 32
+    route_row, warps = _make_route_row(plan, top_k, num_experts, over_all, shared), plan.threads // 32
 
     @device_function
     def route(area: Any, logits: Any, row_live: Any, count: Any, thread: Any) -> None:
@@ -117,8 +124,59 @@ def make_route(plan: RoutingArea, top_k: int, num_experts: int, over_all: bool =
     return route
 
 
-def _make_route_row(plan: RoutingArea, top_k: int, num_experts: int, over_all: bool) -> Any:
-    own, shares_at = -(-num_experts // 32), plan.shares_at
+def _make_largest(first: int, count: int) -> Any:
+    """A function: the largest of some keys, as a tree."""
+    if count == 1:
+
+        @device_function
+        def only(keys: Any) -> Any:
+            return keys[first]
+
+        return only
+    left, right = _make_largest(first, count // 2), _make_largest(first + count // 2, count - count // 2)
+
+    @device_function
+    def largest(keys: Any) -> Any:
+        return max(left(keys), right(keys))
+
+    return largest
+
+
+def _make_lowest(first: int, count: int) -> Any:
+    """A function: the lowest expert of a lane's whose key is a given one, else EVERY_LANE; as a tree."""
+    if count == 1:
+
+        @device_function
+        def only(keys: Any, key: Any, lane: Any) -> Any:
+            return uint32(lane + uint32(32 * first)) if keys[first] == key else uint32(EVERY_LANE)
+
+        return only
+    left, right = _make_lowest(first, count // 2), _make_lowest(first + count // 2, count - count // 2)
+
+    @device_function
+    def lowest(keys: Any, key: Any, lane: Any) -> Any:
+        return min(left(keys, key, lane), right(keys, key, lane))
+
+    return lowest
+
+
+def _make_find_by_tree(own: int) -> Any:
+    """A function of a warp: the largest key of all lanes' and the lowest expert that has it; some key is not 0."""
+    largest, lowest = _make_largest(0, own), _make_lowest(0, own)
+
+    @device_function
+    def find_by_tree(keys: Any, lane: Any) -> Any:
+        top = ptx.warp_max(largest(keys))
+        low = uint32(uint32(EVERY_LANE) - lowest(keys, top, lane))
+        return top, uint32(uint32(EVERY_LANE) - ptx.warp_max(low))
+
+    return find_by_tree
+
+
+def _make_route_row(plan: RoutingArea, top_k: int, num_experts: int, over_all: bool, shared: bool) -> Any:
+    routed, chosen, shares_at = num_experts - shared, top_k - shared, plan.shares_at
+    own = -(-routed // 32)
+    by_tree, find_by_tree = own > CHAIN, _make_find_by_tree(own)
 
     @device_function
     def power_of(value: Any, peak: Any) -> Any:
@@ -129,28 +187,37 @@ def _make_route_row(plan: RoutingArea, top_k: int, num_experts: int, over_all: b
         """Find a row's largest logits and their softmax, by one warp, once the logits are there (see `sentinels`)."""
         values, keys = cuda.local.array(own, float32), cuda.local.array(own, uint32)
         waits, turns = True, uint32(0)
+        if shared:
+            gate = float32(0)
         while waits:
             turns = next_turn(turns)
             for part in range(own):  # all loads are under way before anything waits for one
-                expert = min(uint32(lane + uint32(32 * part)), uint32(num_experts - 1))
+                expert = min(uint32(lane + uint32(32 * part)), uint32(routed - 1))
                 values[part] = ptx.load_relaxed_gpu_f32(logits + int64(expert) * int64(4))
+            if shared:
+                gate = ptx.load_relaxed_gpu_f32(logits + int64(4 * routed))
             waits = False
             for part in range(own):
                 waits = waits or is_missing(ptx.bits_of_float(values[part]))
+            if shared:
+                waits = waits or is_missing(ptx.bits_of_float(gate))
         live = is_live(row_live, row)
         for part in range(own):
-            there = uint32(lane + uint32(32 * part)) < uint32(num_experts)
+            there = uint32(lane + uint32(32 * part)) < uint32(routed)
             keys[part] = _key(values[part]) if there else uint32(0)
         mine, mine_id = float32(0), uint32(0)
         peak, total = float32(0), float32(0)
-        for k in range(top_k):
-            best, place = uint32(0), uint32(0)
-            for part in range(own):
-                if keys[part] > best:
-                    best, place = keys[part], uint32(lane + uint32(32 * part))
-            top = ptx.warp_max(best)
-            low = uint32(EVERY_LANE) - place if best == top else uint32(0)
-            found = uint32(uint32(EVERY_LANE) - ptx.warp_max(uint32(low)))
+        for k in range(chosen):
+            if by_tree:
+                top, found = find_by_tree(keys, lane)
+            else:
+                best, place = uint32(0), uint32(0)
+                for part in range(own):
+                    if keys[part] > best:
+                        best, place = keys[part], uint32(lane + uint32(32 * part))
+                top = ptx.warp_max(best)
+                low = uint32(EVERY_LANE) - place if best == top else uint32(0)
+                found = uint32(uint32(EVERY_LANE) - ptx.warp_max(uint32(low)))
             for part in range(own):
                 if found == uint32(lane + uint32(32 * part)):
                     keys[part] = uint32(0)
@@ -163,9 +230,11 @@ def _make_route_row(plan: RoutingArea, top_k: int, num_experts: int, over_all: b
         if over_all:
             total = float32(0)
             for part in range(own):
-                if uint32(lane + uint32(32 * part)) < uint32(num_experts):
+                if uint32(lane + uint32(32 * part)) < uint32(routed):
                     total = ptx.add_rn(total, power_of(values[part], peak))
             total = lane_sum(total)
+        if shared and lane == uint32(chosen):
+            mine, mine_id, total = float32(1), uint32(routed), ptx.add_rn(float32(1), power_of(float32(0), gate))
         if lane < uint32(top_k):
             at = uint32(area + (row * uint32(top_k) + lane) * uint32(4))
             ptx.store_shared_u32(at, mine_id if live else uint32(EVERY_LANE))
@@ -218,10 +287,10 @@ class _Block:
 
 
 @cache
-def _make(num_experts: int, top_k: int, over_all: bool = False) -> Kernel:
+def _make(num_experts: int, top_k: int, over_all: bool = False, shared: bool = False) -> Kernel:
     pairs, threads = ROWS * top_k, 32 * ROWS
     shares_at = 4 * pairs
-    route = make_route(_Block(threads, shares_at), top_k, num_experts, over_all)
+    route = make_route(_Block(threads, shares_at), top_k, num_experts, over_all, shared)
 
     def route_top_k(logits: Any, row_live: Any, ids: Any, shares: Any, rows: Any) -> None:
         area = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
@@ -239,10 +308,11 @@ def _make(num_experts: int, top_k: int, over_all: bool = False) -> Kernel:
             ptx.store_global_f32(shares + at, ptx.load_shared_f32(uint32(own + uint32(shares_at))))
 
     signature = (*(types.int64,) * 5,)
-    name = f"route_top_k_{num_experts}x{top_k}{'_over_all' if over_all else ''}"
+    name = f"route_top_k_{num_experts}x{top_k}{'_over_all' if over_all else ''}{'_shared' if shared else ''}"
     return Kernel(name, route_top_k, signature, threads, 1, 2 * shares_at)
 
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make(128, 4), _make(128, 8, over_all=True)]
+    shared = [_make(257, 9, shared=True), _make(MAX_EXPERTS + 1, MAX_CHOSEN + 1, over_all=True, shared=True)]
+    return [_make(128, 4), _make(128, 8, over_all=True), *shared]

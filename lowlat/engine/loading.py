@@ -43,7 +43,7 @@ from lowlat.sequence.recurrent import RecurrentState
 from lowlat.sequence.snapshot_book import SnapshotBook
 from lowlat.sequence.window_book import WindowBook
 from lowlat.speculators.base import LoadedSpeculator, Speculator
-from lowlat.speculators.methods import fetch_speculator, load_speculator
+from lowlat.speculators.methods import fetch_speculator, load_speculator, settled
 from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.adaptive import build_adaptive
@@ -78,6 +78,7 @@ class Loaded:
     """Everything that a Runtime drives; `speculation_error` says why speculation that was asked for is not in use.
 
     codec        the tokenizer; None where the directory has none
+    speculative  the options of the speculator, their method settled; None: there is none
     rank_config  the geometry of the first rank's part; the target's own where there is one rank
     memory       of each device
     """
@@ -85,6 +86,7 @@ class Loaded:
     target: OpenedTarget
     codec: TextCodec | None
     speculator: LoadedSpeculator | None
+    speculative: SpeculativeConfig | None
     geometry: StepGeometry
     ladder: StepLadder
     topologies: dict[int, Topology]
@@ -114,8 +116,10 @@ class Loaded:
             return ends
         return (*ends, own)
 
-    def speculation_limits(self, used: SpeculativeConfig | None) -> dict[str, Any]:
+    @property
+    def speculation_limits(self) -> dict[str, Any]:
         """The sizes of speculation, by option; empty where there is none."""
+        used = self.speculative
         if used is None:
             return {}
         draft = None if self.geometry.speculator is None else self.geometry.speculator.draft_config
@@ -167,7 +171,9 @@ def load(
         target = quantise_target(target, Quantiser(options.quantize, options.quantize_lm_head))
     target.config.check_context(options.max_context, target.directory / "config.json")
     codec = TextCodec.load(target.directory)
-    loaded, topologies, error = _load_speculation(target, speculative, downloaded, must_fit=options.is_strict)
+    speculative, loaded, topologies, error = _load_speculation(
+        target, speculative, downloaded, must_fit=options.is_strict
+    )
     speculator = None if loaded is None else loaded.speculator
     _say_where_drafts_fail(speculator, options.max_context)
     geometry = make_geometry(target.config, speculator, topologies, options, speculative)
@@ -194,20 +200,23 @@ def load(
     weights = JoinedWeights(target.weights, own)
     devices = rank_devices(choice, len(ranks), options.devices)
     needs = _check_memory(ranks, weights, choice, devices)
+    used = None if loaded is None else speculative
     watchdog = options.watchdog_factor, options.watchdog_min_s
     executor = make_executor(
         choice, programs, prefills, weights, captured, ranks=ranks, devices=devices, device_loop=options.device_loop,
         fuse=options.fuse, hooks=not options.is_strict, watchdog=watchdog,
     )  # fmt: skip
     try:
-        check_launches(options, executor.counts, None if loaded is None else speculative)
+        check_launches(options, executor.counts, used)
         if geometry.max_width is not None:
             set_costs(executor, ladder, geometries[0], programs, weights.shapes(), fuse=options.fuse)
     except LowlatError:
         executor.close()
         raise
     rank_config, memory = ranks[0].config, held_memory(needs, devices)
-    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error, rank_config, memory)
+    return Loaded(
+        target, codec, loaded, used, geometry, ladder, topologies, executor, choice, error, rank_config, memory
+    )
 
 
 def _check_call(model: object, speculative: object, *told: object) -> None:
@@ -289,21 +298,23 @@ def _say(choice: DeviceChoice) -> None:
 
 def _load_speculation(
     target: OpenedTarget, speculative: SpeculativeConfig | None, downloaded: Progress | None, *, must_fit: bool
-) -> tuple[LoadedSpeculator | None, dict[int, Topology], str | None]:
+) -> tuple[SpeculativeConfig | None, LoadedSpeculator | None, dict[int, Topology], str | None]:
+    """The options with their method settled, the speculator, what it drafts by draft length, and why there is none."""
     baseline: dict[int, Topology] = {0: TreeTopology.chain(0)}
     if speculative is None or not speculative.enabled:
-        return None, baseline, None
+        return speculative, None, baseline, None
     topologies = make_topologies(speculative)
     try:
-        loaded = load_speculator(fetch_speculator(speculative, target.config, downloaded), target.config)
+        speculative = settled(speculative, target.directory)
+        loaded = load_speculator(fetch_speculator(speculative, target.config, downloaded), target.config, target)
     except ConfigError as error:
         if speculative.strict or must_fit:
             raise
         logger.warning("speculation is off, decoding goes on without it: %s", error)
-        return None, baseline, str(error)
+        return speculative, None, baseline, str(error)
     for note in loaded.notes:
         logger.info("draft model %s: %s", loaded.directory, note)
-    return loaded, topologies, None
+    return speculative, loaded, topologies, None
 
 
 def _say_where_drafts_fail(speculator: Speculator | None, max_context: int) -> None:
@@ -357,6 +368,7 @@ def make_geometry(
     Raises ConfigError for a tree that asks for more tokens after one than the draft model has.
     """
     _check_choices(speculator, topologies)
+    _check_recurrent(config, topologies, speculative)
     max_rows = max(topology.num_nodes for topology in topologies.values())
     num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
     simulated = speculative if speculator is not None else None
@@ -406,6 +418,24 @@ def _num_snapshots(geometry: StepGeometry, options: RuntimeConfig) -> int:
         return 0
     size = sum(each.snapshot_bytes for each in states)
     return min(int(options.state_cache_gib * (1 << 30)) // size, MAX_SNAPSHOTS * options.max_batch)
+
+
+def _check_recurrent(
+    config: ModelConfig, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
+) -> None:
+    """Raise ConfigError for what a target with recurrent states does not run: it verifies chains, over all its text."""
+    if not config.deltas:
+        return
+    if speculative is not None and speculative.enable_specpv:
+        raise ConfigError(
+            "enable_specpv is not implemented for targets with gated delta nets, whose states are rewound by length "
+            "alone; leave it out"
+        )
+    if any(not topology.is_chain for topology in topologies.values()):
+        raise ConfigError(
+            "trees of drafts are not implemented for targets with gated delta nets, whose states follow one chain; "
+            "leave out tree and dynamic_tree_max_topk"
+        )
 
 
 def _checks(options: RuntimeConfig, *, has_partial: bool) -> CheckedKinds | None:

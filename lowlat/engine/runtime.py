@@ -41,7 +41,7 @@ class Runtime:
     `grammars`, which compiles theirs.
     """
 
-    def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
+    def __init__(self, loaded: Loaded, config: RuntimeConfig) -> None:
         self.config = config
         self.directory = loaded.target.directory
         self.model_config, self.rank_config = loaded.target.config, loaded.rank_config
@@ -52,10 +52,10 @@ class Runtime:
         self.speculator = loaded.geometry.speculator
         self.draft_config = None if self.speculator is None else self.speculator.draft_config
         self.codec = loaded.codec
-        used = None if self.speculator is None else speculative
+        used = loaded.speculative
         self.num_speculative_tokens = depth = 0 if used is None else used.num_speculative_tokens
         self.simulated = self.geometry.simulated_acceptance is not None
-        self.speculation_limits = loaded.speculation_limits(used)
+        self.speculation_limits = loaded.speculation_limits
         self.scheduler = make_scheduler(self.ladder, self.geometry, config)
         self.kvcache = self.scheduler.kvcache
         self._requests = Requests(loaded, config, self.scheduler, speculates=depth > 0)
@@ -88,7 +88,7 @@ class Runtime:
         config = options_from(options)
         loaded = load(model, speculative, config, progress, captured, downloaded)
         try:
-            runtime = cls(loaded, config, speculative)
+            runtime = cls(loaded, config)
         except BaseException:
             loaded.close()
             raise

@@ -68,7 +68,8 @@ def _moe(binding: Binding, run: Run) -> Sequence[Call]:
     size = (-(-rows * num_experts // 4) * 4,)  # in whole 16 bytes
     own, following = (binding.workspace(LOGITS[(number + k) % 2], size, torch.float32) for k in range(2))
     logits = own[: rows * num_experts].view(rows, num_experts)
-    routing = TopKRouting(logits, routed.get("row_live"), routed["over_all"])
+    shared = routed.get("shared", False)
+    routing = TopKRouting(logits, routed.get("row_live"), routed["over_all"], shared)
     top_k, width = first["out"].shape[1], second["out"].shape[1]
     partials = binding.workspace(*partials_workspace(rows, top_k, width))
     calls = router_logits(

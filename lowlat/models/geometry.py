@@ -17,7 +17,7 @@ from lowlat.models.shard import Shard
 
 __all__ = ["CodedKV", "Decoder", "DraftConfig", "ModelConfig"]
 
-DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab"]
+DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab", "target"]
 ComputeDtype = Literal["bfloat16", "float32"]
 Spec = TypeVar("Spec")
 
@@ -156,13 +156,16 @@ class DraftConfig(Decoder):
     """The common part of all draft models' geometries; each method has a record of its own.
 
     method              the method of speculation that it is for
-    layout              who writes files of this form
+    layout              who writes files of this form; "target": its weights lie in the target's files
     target_hidden_size  of the target
     draft_vocab_size    tokens that it drafts
     capture_boundaries  the target's residual streams that it reads. Boundary b is the stream entering layer b, 0 to L
                         (L: after the last layer, before the final norm)
     own_embedding, own_lm_head  whether the checkpoint carries them; else they are the target's
     own_draft_map       whether the checkpoint carries d2t; else draft ids are the target's
+    is_cut              whether its LM head is rows of a larger one, gathered at load: own_lm_head and own_draft_map are
+                        then true, and files have neither
+    coverage            of a cut LM head, the share of its tokens in a text that it was not chosen by; None: unknown
     """
 
     method: ClassVar[str]
@@ -173,6 +176,8 @@ class DraftConfig(Decoder):
     own_embedding: bool = False
     own_lm_head: bool = True
     own_draft_map: bool = True
+    is_cut: bool = False
+    coverage: float | None = None
 
     @property
     def further_widths(self) -> Mapping[str, int]:

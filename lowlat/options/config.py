@@ -15,7 +15,10 @@ from lowlat.options.checks import parse_checks
 from lowlat.options.declaration import check_integer, check_options, declare, documented, options_of
 from lowlat.options.limits import LimitCheck, compare_limits
 
-__all__ = ["MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "RuntimeConfig", "SpeculativeConfig", "TraceConfig"]
+__all__ = [
+    "AUTO_METHOD", "MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "NEEDS_MODEL", "RuntimeConfig", "SpeculativeConfig",
+    "TraceConfig",
+]  # fmt: skip
 
 MAX_SPECULATIVE_TOKENS = 7
 MAX_DECODING_TOKENS = 64
@@ -28,14 +31,19 @@ MAX_DEPTH = 32
 _DYNAMIC = ("dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens")
 _STATIC = ("tree", "max_path_len", "max_non_leaves_per_layer")
 _TREES = (*_STATIC, *_DYNAMIC)
+_VOCABULARY = ("draft_vocab", "draft_vocab_size")
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
-    "eagle3": ("model", "draft_quantize", "capture_layers", "draft_window", "text_drafts", *_TREES),
+    "eagle3": ("model", "draft_quantize", "capture_layers", "draft_window", "text_drafts", *_VOCABULARY, *_TREES),
+    "mtp": ("draft_quantize", "capture_layers", "draft_window", "text_drafts", *_VOCABULARY, *_TREES),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob"),
-    "peagle": ("model", "draft_quantize", "capture_layers", "draft_window", *_TREES),
-    "dflash": ("model", "draft_quantize", "capture_layers", *_TREES),
+    "peagle": ("model", "draft_quantize", "capture_layers", "draft_window", *_VOCABULARY, *_TREES),
+    "dflash": ("model", "draft_quantize", "capture_layers", *_VOCABULARY, *_TREES),
     "dspark": ("model", "draft_quantize", "capture_layers", *_STATIC),
 }
+NEEDS_MODEL = frozenset(method for method, names in METHOD_OPTIONS.items() if "model" in names)
+AUTO_METHOD = "auto"  # stands for a method that models' files name: it is settled at load
+_AUTO_OPTIONS = tuple(dict.fromkeys(name for method in (*NEEDS_MODEL, "mtp") for name in METHOD_OPTIONS[method]))
 
 
 _SIZES = frozenset({"num_speculative_tokens", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer"})
@@ -55,7 +63,9 @@ class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
     `method` is "eagle3", "peagle", "dflash" or "dspark", with a draft model of that kind, `model`, a directory or
-    `ORG/NAME[@REVISION]`; or "ngram", which needs none: it drafts what followed the longest suffix of the text,
+    `ORG/NAME[@REVISION]`; or "mtp", with the target's own multi-token prediction layer, which is in its files. "auto"
+    is the method that `model` is for or, where none is given, "mtp". "ngram" drafts what followed the longest suffix of
+    the text,
     `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
     followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts next to it: each step
     verifies, by slot, those of which more should be accepted.
@@ -81,7 +91,11 @@ class SpeculativeConfig:
         metavar="MODEL",
     )
     method: str = declare(
-        "eagle3", "How drafts are made; ngram and suffix need no draft model.", kind="choice", choices=METHOD_OPTIONS
+        "eagle3",
+        "How drafts are made; mtp, ngram and suffix need no draft model. auto: as the draft model says; without one, "
+        "by the target's MTP layer.",
+        kind="choice",
+        choices=(*METHOD_OPTIONS, AUTO_METHOD),
     )
     num_speculative_tokens: int = declare(
         3,
@@ -153,6 +167,19 @@ class SpeculativeConfig:
     )
     draft_quantize: Literal["fp8", "int4"] | None = declare(
         None, "Round a plain draft model's linear layers at load, as quantize does a target's."
+    )
+    draft_vocab: str | Path | None = declare(
+        None,
+        "Draft only the tokens that occur in a file: a text, or token ids (.json). Drafts then read fewer rows of the "
+        "LM head, and tokens stay the target's.",
+        metavar="FILE",
+    )
+    draft_vocab_size: int | None = declare(
+        None,
+        "Tokens of draft_vocab that are drafted: those that occur most.",
+        1,
+        1 << 20,
+        otherwise="all that occur",
     )
     draft_window: int | None = declare(
         None, "The draft model attends to the first 4 and the last N rows only.", 1, 1 << 20
@@ -336,7 +363,8 @@ class SpeculativeConfig:
 
     def _check_method(self) -> None:
         """The options of the method, and that none of another method was given."""
-        own = METHOD_OPTIONS[self.method] + (() if self.text_drafts is None else METHOD_OPTIONS[self.text_drafts])
+        own = _AUTO_OPTIONS if self.method == AUTO_METHOD else METHOD_OPTIONS[self.method]
+        own += () if self.text_drafts is None else METHOD_OPTIONS[self.text_drafts]
         for method, names in METHOD_OPTIONS.items():
             for name in names:
                 if name not in own and getattr(self, name) != getattr(SpeculativeConfig, name):
@@ -345,7 +373,12 @@ class SpeculativeConfig:
             for name in ("tree", "dynamic_tree_max_topk"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"text_drafts {self.text_drafts!r} goes with a chain, and {name} asks for more")
-        if "model" in METHOD_OPTIONS[self.method] and not (isinstance(self.model, (str, Path)) and str(self.model)):
+        if self.draft_vocab_size is not None and self.draft_vocab is None:
+            raise ConfigError(
+                f"draft_vocab_size {self.draft_vocab_size} is of the tokens of a file, and draft_vocab names none"
+            )
+        given = isinstance(self.model, (str, Path)) and str(self.model)
+        if not given and (self.method in NEEDS_MODEL or self.model is not None):
             raise ConfigError(
                 f"model must be the path of a draft model's directory for method {self.method!r}, "
                 f"got {self.model!r:.80}"

@@ -15,7 +15,7 @@ from lowlat.checkpoint.files import read_text
 from lowlat.errors import ConfigError
 from lowlat.ipc.endpoint import Endpoint, default_endpoint, parse_endpoint
 from lowlat.ipc.limits import Limits
-from lowlat.options.config import METHOD_OPTIONS, RuntimeConfig, SpeculativeConfig
+from lowlat.options.config import AUTO_METHOD, NEEDS_MODEL, RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import KINDS, Option, declare, options_of
 from lowlat.options.model_names import find_repository
 
@@ -180,8 +180,9 @@ def speculative_config(
     Raises ConfigError for values out of range, and for settings that need a draft model.
     """
     values = {option.name: given[option.key] for option in GROUPS["speculation"] if option.key in given}
-    needs_model = "model" in METHOD_OPTIONS[given.get("method", SpeculativeConfig.method)]
-    if needs_model:
+    method = given.get("method", SpeculativeConfig.method)
+    needs_model = method in NEEDS_MODEL
+    if needs_model or method == AUTO_METHOD:
         values.setdefault("model", default_draft_model)
     if needs_model and values["model"] is None:
         if values.get("num_speculative_tokens") == 0:

@@ -169,13 +169,24 @@ class Speculator(ABC):
 
     @classmethod
     @abstractmethod
-    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
-        """The speculator of these options, without reading a weight. Raises ConfigError where it cannot draft."""
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
+        """The speculator of these options, without reading a weight.
+
+        directory  the target's, of a method whose weights lie in the target's files; None: the target has no files, and
+                   the speculator's geometry is what the target's implies
+        Raises ConfigError where it cannot draft.
+        """
 
     @classmethod
     @abstractmethod
-    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> "LoadedSpeculator":
-        """The speculator of these options with its weights, checked against the target. Raises ConfigError."""
+    def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> "LoadedSpeculator":
+        """The speculator of these options with its weights, of its own files or of the target's, checked against the
+        target. Raises ConfigError."""
+
+    @classmethod
+    def is_in(cls, directory: Path) -> bool:
+        """Whether a target's own files have what it drafts with: method "auto" then takes it. Raises ConfigError."""
+        return False
 
     @property
     def draft_config(self) -> DraftConfig | None:

@@ -1,23 +1,48 @@
 """Parts that draft models of all methods share: weights of a layer, rows of accepted tokens, drafts put into nodes."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.graphs.program import Stage
+from lowlat.models.geometry import DraftConfig
 from lowlat.models.layer_spec import AttentionSpec, DenseSpec, LayerSpec
 from lowlat.models.layers import Emitter
 from lowlat.speculators.base import StepScope
 
-__all__ = ["BY_SLOT", "assign_drafts", "emit_accepted_rows", "layer_recipes", "one_piece"]
+__all__ = [
+    "BY_SLOT",
+    "DRAFT_MAP",
+    "LM_HEAD",
+    "assign_drafts",
+    "cut_head_plan",
+    "emit_accepted_rows",
+    "layer_recipes",
+    "one_piece",
+    "vocabulary_report",
+]
 
+DRAFT_MAP = "head.draft_to_target"
+LM_HEAD = "head.lm_head.weight"
 BY_SLOT = {"slots": "slots", "block_table": "block_table"}
 
 
 def one_piece(weight: str, tensor: str, dtype: torch.dtype, *shape: int) -> Recipe:
     """A canonical weight that is one stored tensor."""
     return Recipe(weight, (Piece(tensor, shape),), dtype)
+
+
+def cut_head_plan(config: DraftConfig, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> (shape, dtype) of an LM head that is rows of a larger one, made at load; empty where there is none."""
+    return {LM_HEAD: ((config.draft_vocab_size, config.hidden_size), dtype)} if config.is_cut else {}
+
+
+def vocabulary_report(config: DraftConfig) -> dict[str, Any]:
+    """The size of the draft vocabulary and, where the caller chose it, what share of a text it covers."""
+    size = {"draft_vocab_size": config.draft_vocab_size}
+    return {**size, "draft_vocab_coverage": config.coverage} if config.is_cut else size
 
 
 def layer_recipes(

@@ -8,27 +8,39 @@ from typing import Literal
 
 from lowlat.checkpoint import hub
 from lowlat.checkpoint.quantising import Quantiser, quantised
+from lowlat.errors import ConfigError
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import read_config
-from lowlat.models.target import rounding
-from lowlat.options.config import SpeculativeConfig
+from lowlat.models.target import OpenedTarget, rounding
+from lowlat.options.config import AUTO_METHOD, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.dspark.config import DEEPSPEC
 from lowlat.speculators.dspark.speculator import DsparkSpeculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
+from lowlat.speculators.mtp.speculator import MtpSpeculator
 from lowlat.speculators.ngram.speculator import NgramSpeculator
 from lowlat.speculators.peagle.config import MASK_KEYS
 from lowlat.speculators.peagle.speculator import PeagleSpeculator
 from lowlat.speculators.suffix.beside import TextBeside
 from lowlat.speculators.suffix.speculator import SuffixSpeculator
+from lowlat.speculators.vocabulary import cut_loaded, cut_speculator, read_vocabulary
 
-__all__ = ["METHODS", "draft_method", "fetch_speculator", "load_speculator", "plan_speculator", "rounded_speculator"]
+__all__ = [
+    "METHODS",
+    "draft_method",
+    "fetch_speculator",
+    "load_speculator",
+    "plan_speculator",
+    "rounded_speculator",
+    "settled",
+]
 
 _CLASSES: tuple[type[Speculator], ...] = (
     DflashSpeculator,
     DsparkSpeculator,
     Eagle3Speculator,
+    MtpSpeculator,
     NgramSpeculator,
     PeagleSpeculator,
     SuffixSpeculator,
@@ -55,9 +67,34 @@ def draft_method(model: str | Path) -> str:
     return "peagle" if any(config.get(key) is not None for key in MASK_KEYS) else "eagle3"
 
 
-def plan_speculator(options: SpeculativeConfig, target: ModelConfig) -> Speculator:
-    """The speculator that the options ask for, no weight read. Raises ConfigError where it does not fit the target."""
-    planned = rounded_speculator(METHODS[options.method].plan(options, target), options.draft_quantize)
+def settled(options: SpeculativeConfig, directory: Path | None) -> SpeculativeConfig:
+    """The options with a method in place of "auto": what their draft model is for or, where they name none, what the
+    target's own files have.
+
+    directory  the target's. Raises ConfigError where neither has a way of drafting.
+    """
+    if options.method != AUTO_METHOD:
+        return options
+    if options.model is not None:
+        return replace(options, method=draft_method(options.model))
+    found = next((each for each in _CLASSES if directory is not None and each.is_in(directory)), None)
+    if found is None:
+        raise ConfigError(
+            f"method 'auto' finds nothing to draft with: the target's files ({directory}) have no MTP layer (mtp.*), "
+            "and no draft model is given (model)"
+        )
+    return replace(options, method=found.method)
+
+
+def plan_speculator(options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Speculator:
+    """The speculator that the options ask for, no weight read.
+
+    directory  the target's; None: it has no files. Raises ConfigError where the speculator does not fit the target.
+    """
+    options = settled(options, directory)
+    planned = METHODS[options.method].plan(options, target, directory)
+    planned = cut_speculator(planned, read_vocabulary(options, target, directory))
+    planned = rounded_speculator(planned, options.draft_quantize)
     return TextBeside.beside(planned, options, target)
 
 
@@ -74,13 +111,22 @@ def fetch_speculator(
         found_options = replace(options, model=found.directory)
         if found.download is None:
             return found_options
-        plan_speculator(found_options, target)
+        plan_speculator(replace(found_options, draft_vocab=None, draft_vocab_size=None), target)
     return replace(options, model=hub.fetch(options.model, progress=progress))
 
 
-def load_speculator(options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
-    """The speculator that the options ask for, with its weights. Raises ConfigError where it does not fit."""
-    found = METHODS[options.method].load(options, target)
+def load_speculator(
+    options: SpeculativeConfig, target: ModelConfig, source: OpenedTarget | None = None
+) -> LoadedSpeculator:
+    """The speculator that the options ask for, with its weights.
+
+    source  the target, for what a speculator takes of its files or weights; None: nothing
+    Raises ConfigError where it does not fit.
+    """
+    directory = None if source is None else source.directory
+    options = settled(options, directory)
+    found = METHODS[options.method].load(options, target, directory)
+    found = cut_loaded(found, read_vocabulary(options, target, directory), target, source)
     speculator = rounded_speculator(found.speculator, options.draft_quantize)
     config, weights = speculator.draft_config, found.weights
     if config is not None and config.quantiser is not None:

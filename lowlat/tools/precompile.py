@@ -45,7 +45,7 @@ def kernels_of(
     topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}
     speculator = None
     if speculative is not None and speculative.enabled:
-        speculator, topologies = plan_speculator(speculative, config), make_topologies(speculative)
+        speculator, topologies = plan_speculator(speculative, config, target), make_topologies(speculative)
     pair = rounded_pair(Pair(target.resolve().name, config, speculator), options)
     geometry = make_geometry(pair.config, pair.speculator, topologies, options, speculative)
     check_positions(geometry, invariant=options.tp_invariant)

@@ -30,11 +30,11 @@ class Periodic(Speculator):
     method: ClassVar[str] = "periodic"
 
     @classmethod
-    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
         return cls()
 
     @classmethod
-    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+    def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
         return LoadedSpeculator(cls(), {})
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:

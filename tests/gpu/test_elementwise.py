@@ -1,10 +1,10 @@
-"""cast, add and silu_mul on a GPU, against the reference on the CPU."""
+"""cast, add, silu_mul and add_gated on a GPU, against the reference on the CPU."""
 
 import pytest
 import torch
 from rowwise_cases import Lab, check_elementwise, check_markov_heads, poison, same_bits
 
-from lowlat.kernels.elementwise.elementwise import silu_mul
+from lowlat.kernels.elementwise.elementwise import add_gated, silu_mul
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 1032), (5, 14336), (64, 2880)])
@@ -21,6 +21,13 @@ def test_extreme_gates(lab: Lab) -> None:
     expected = (gates.double() * torch.sigmoid(gates.double()) * 2).float()
     assert torch.equal(found.isnan(), torch.isnan(gates) | (gates == -torch.inf))
     torch.testing.assert_close(found[:9], expected[:9], rtol=1e-2, atol=1e-35)
+
+
+def test_extreme_gates_of_a_shared_expert(lab: Lab) -> None:
+    gate = torch.tensor([[0.0], [-0.0], [-87.0], [-200.0], [88.0], [1e30], [float("inf")], [-torch.inf], [torch.nan]])
+    one, outs = torch.ones(9, 8), {"out": poison(9, 8, dtype=torch.float32)}
+    found = lab.launch(add_gated, outs, a=one * 0, b=one, gate=gate)["out"].cpu()
+    torch.testing.assert_close(found, torch.sigmoid(gate).expand(9, 8), rtol=1e-6, atol=1e-37, equal_nan=True)
 
 
 def test_a_row_alone_has_the_same_bits(lab: Lab) -> None:

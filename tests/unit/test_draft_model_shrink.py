@@ -19,7 +19,8 @@ from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError
 from lowlat.speculators.eagle3.weights import load_draft_model
 from lowlat.text import TextCodec
-from lowlat.tools.draft_model import count_text, count_token_ids, shrink_draft_model
+from lowlat.text.counts import count_text, count_token_ids
+from lowlat.tools.draft_model import shrink_draft_model
 
 TARGET = target_geometry()
 COUNTS = torch.zeros(40, dtype=torch.int64)

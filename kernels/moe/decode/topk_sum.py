@@ -15,7 +15,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 
 __all__ = ["make_sum_rows"]
 
-TOGETHER = 4  # experts of a row whose loads are under way at once
+TOGETHER, MOST_TURNS = 4, 2  # experts of a row whose loads are under way at once; more, where they took more turns
 
 
 def make_sum_rows(width: int, top_k: int, warps: int, gpus: int = 1) -> Any:
@@ -51,12 +51,13 @@ def make_sum_rows(width: int, top_k: int, warps: int, gpus: int = 1) -> Any:
 
 def _make_add_experts(width: int, top_k: int, gpus: int) -> Any:
     """A function: 8 columns of a row's residual plus what its experts add, as four words."""
-    num_values, begin, add_chunk = 8 * TOGETHER, make_begin(gpus, width), make_add_chunk(gpus)
+    together = max(TOGETHER, -(-top_k // MOST_TURNS))
+    num_values, begin, add_chunk = 8 * together, make_begin(gpus, width), make_add_chunk(gpus)
 
     @device_function
     def load_experts(words: Any, place: Any, start: Any) -> None:
-        """Load the outputs of TOGETHER experts from one on, all loads under way at once."""
-        for k in range(TOGETHER):
+        """Load the outputs of a few experts from one on, all loads under way at once."""
+        for k in range(together):
             if start + k < top_k:
                 at = place + int64((start + k) * 4 * width)
                 for half in range(2):
@@ -67,7 +68,7 @@ def _make_add_experts(width: int, top_k: int, gpus: int) -> Any:
     @device_function
     def lacks_one(words: Any, start: Any) -> Any:
         lacks = False
-        for k in range(TOGETHER):
+        for k in range(together):
             if start + k < top_k:
                 for value in range(8):
                     lacks = lacks or is_missing(words[8 * k + value])
@@ -80,13 +81,13 @@ def _make_add_experts(width: int, top_k: int, gpus: int) -> Any:
             begun = begin(peers, row, column)
         for value in range(8):
             sums[value] = float32(0)
-        for start in range(0, top_k, TOGETHER):
+        for start in range(0, top_k, together):
             load_experts(words, place, start)
             turns = uint32(0)
             while lacks_one(words, start):
                 turns = next_turn(turns)
                 load_experts(words, place, start)
-            for k in range(TOGETHER):
+            for k in range(together):
                 if start + k < top_k:
                     for value in range(8):
                         sums[value] = ptx.add_rn(sums[value], ptx.float_of_bits(words[8 * k + value]))

@@ -20,7 +20,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 
 __all__ = ["examples", "group_pairs"]
 
-MAX_EXPERTS = 512  # whose counts, of every warp, fit the shared memory of a block of any GPU
+MAX_EXPERTS = 513  # with a shared one, whose counts, of every warp, fit the shared memory of a block of any GPU
 MAX_WARPS = 32
 FULL_WARP = 0xFFFFFFFF
 
@@ -37,7 +37,7 @@ def group_pairs(
                         pairs, zero; in order of experts; no pairs in tiles after the last. As few of an expert as can
                         be, and these as equal as multiples of 8 pairs are
     One block: some microseconds for some thousand pairs. Captured: yes.
-    Raises ShapeError for shapes that do not fit, or more than 512 experts.
+    Raises ShapeError for shapes that do not fit, or more than 513 experts.
     """
     num_pairs = expert_ids.numel()
     check_shape("order", order, num_pairs)
@@ -171,4 +171,4 @@ def _make(warps: int, num_experts: int) -> Kernel:
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make(MAX_WARPS, 128)]
+    return [_make(MAX_WARPS, 128), _make(MAX_WARPS, MAX_EXPERTS)]

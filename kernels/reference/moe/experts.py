@@ -26,7 +26,7 @@ FORMS = (("weight",), ("blocks", "scales"))  # plain, or MXFP4
 
 @operation("""
     read    x               compute  [M, N]
-    weight  weight          float    [E, N]    E: all experts, the shared one among them, as the last
+    weight  weight          float    [E, N]    with a shared expert, its row is the last
     weight  bias            float    [E]       absent: none
     read    row_live        uint8    flat [M]  absent: all live
     write   expert_ids      int32    [M, k]    largest logit first, the lowest id among equals; -1 in dead rows
@@ -47,25 +47,26 @@ def router(
     """Choose each row's experts, and their shares by softmax over the chosen (that over all, renormalised to sum to 1).
 
     over_all  shares are those of the softmax over all experts, and sum to less
-    shared    the last expert is not chosen: every row takes it as its last, with the share sigmoid(logit)
+    shared    the last of the E experts is every row's last one, with the sigmoid of its logit as its share; a row
+              chooses k - 1 of the others, whose softmax leaves it out
     Logits are float32, never rounded to the compute dtype. Raises ShapeError for shapes that do not fit.
     """
-    rows, taken = expert_ids.shape
-    count, top_k = weight.shape[0] - shared, taken - shared
-    if top_k > count:
-        raise ShapeError(f"{top_k} experts a token of {count} experts")
-    check_shape("expert_weights", expert_weights, x.shape[0], taken)
+    rows, top_k = expert_ids.shape
+    if top_k > weight.shape[0] or top_k <= shared:
+        raise ShapeError(f"{top_k} experts a token of {weight.shape[0]} experts{', one of them shared' * shared}")
+    check_shape("expert_weights", expert_weights, x.shape[0], top_k)
+    routed, chosen = weight.shape[0] - shared, top_k - shared
     logits = torch.empty(rows, weight.shape[0], dtype=torch.float32, device=x.device)
     linear(x, weight, bias, out=logits, row_block=row_block)
     for index, alive in enumerate(live_rows(row_live, rows)):
         if alive:
-            own = logits[index, :count]
-            order = torch.argsort(own, descending=True, stable=True)[:top_k]
-            expert_ids[index, :top_k] = order
-            expert_weights[index, :top_k] = torch.softmax(own, 0)[order] if over_all else torch.softmax(own[order], 0)
+            own = logits[index, :routed]
+            order = torch.argsort(own, descending=True, stable=True)[:chosen]
+            expert_ids[index, :chosen] = order
+            expert_weights[index, :chosen] = torch.softmax(own, 0)[order] if over_all else torch.softmax(own[order], 0)
             if shared:
-                expert_ids[index, top_k] = count
-                expert_weights[index, top_k] = sigmoid(logits[index, count:])[0]
+                expert_ids[index, chosen] = routed
+                expert_weights[index, chosen] = sigmoid(logits[index, routed:])[0]
         else:
             expert_ids[index] = -1
             expert_weights[index] = 0.0

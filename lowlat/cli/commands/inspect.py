@@ -123,6 +123,11 @@ def _print_model(report: dict[str, Any]) -> None:
         ["KV blocks", kv["num_blocks"]],
         *([f"KV blocks, window of {each['window']}", each["num_blocks"]] for each in kv.get("windows", ())),
         ["block size", kv["block_size"]],
+        *(
+            [f"recurrent state, bytes of a {what}", kv[name]]
+            for name, what in (("state_bytes_per_slot", "slot"), ("snapshot_bytes", "snapshot"))
+            if name in kv
+        ),
     ]
     print_table("KV cache", ("what", "count"), rows)
     gpus = report.get("cards", [memory])

@@ -17,7 +17,8 @@ from lowlat.models.target import read_model_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
 from lowlat.text import TextCodec
-from lowlat.tools.draft_model import count_text, count_token_ids, shrink_draft_model
+from lowlat.text.counts import count_text, count_token_ids
+from lowlat.tools.draft_model import shrink_draft_model
 from lowlat.tools.draft_model.shrink import head_vocabulary
 
 __all__ = ["measure", "shrink_report"]

@@ -27,6 +27,7 @@ from lowlat.speculators.dflash.config import parse_dflash
 from lowlat.speculators.dflash.emitter import DflashEmitter, dflash_kv_specs
 from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.dflash.weights import dflash_weight_plan, load_dflash
+from lowlat.speculators.draft_parts import vocabulary_report
 
 __all__ = ["DflashSpeculator", "check_depth"]
 
@@ -44,14 +45,14 @@ class DflashSpeculator(Speculator):
     config: DflashConfig
 
     @classmethod
-    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
         """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
         config, _ = cls.parse_files(Path(draft_model_of(options)), target, options.capture_layers)
         check_depth(config, options)
         return cls(config)
 
     @classmethod
-    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+    def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
         """The draft model with its weights. Raises ConfigError."""
         found = cls.load_files(draft_model_of(options), target, capture_layers=options.capture_layers)
         check_depth(found.config, options)
@@ -91,7 +92,7 @@ class DflashSpeculator(Speculator):
         return {
             "method": self.method,
             "capture_boundaries": list(self.config.capture_boundaries),
-            "draft_vocab_size": self.config.draft_vocab_size,
+            **vocabulary_report(self.config),
             "draft_layers": self.config.num_layers,
             "draft_block_size": self.config.block_size,
         }

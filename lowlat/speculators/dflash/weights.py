@@ -18,9 +18,9 @@ from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.weight_plan import rounded_plan
 from lowlat.speculators.dflash.config import parse_dflash
 from lowlat.speculators.dflash.geometry import DflashConfig
-from lowlat.speculators.draft_parts import layer_recipes, one_piece
+from lowlat.speculators.draft_parts import DRAFT_MAP, cut_head_plan, layer_recipes, one_piece
 from lowlat.speculators.eagle3.tensors import DraftTensors
-from lowlat.speculators.eagle3.weights import DRAFT_MAP, LoadedDraftModel, read_draft_map, stored_recipe, unused_tensors
+from lowlat.speculators.eagle3.weights import LoadedDraftModel, read_draft_map, stored_recipe, unused_tensors
 
 __all__ = ["dflash_recipes", "dflash_weight_plan", "load_block_model", "load_dflash"]
 
@@ -49,7 +49,7 @@ def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
     ]
     if config.own_embedding:
         made.append(one("embed.weight", "embed_tokens.weight", config.vocab_size, hidden))
-    if config.own_lm_head:
+    if config.own_lm_head and not config.is_cut:
         made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
     return made if config.quantisation is None else config.quantisation.apply(made)
 
@@ -67,6 +67,7 @@ def _context(config: DflashConfig, dtype: torch.dtype, part: str, *width: int) -
 def dflash_weight_plan(config: DflashConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype."""
     plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in dflash_recipes(config, TORCH_DTYPES[dtype])}
+    plan |= cut_head_plan(config, TORCH_DTYPES[dtype])
     plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
     return MappingProxyType(rounded_plan(plan, config.quantiser))
 

@@ -18,6 +18,7 @@ from lowlat.models.walk import (
     Tables,
     emit_attended,
     emit_ffn,
+    emit_gated,
     emit_heads,
     emit_output,
     emit_projection,
@@ -122,7 +123,7 @@ class Eagle3Emitter:
         for number, layer in enumerate(self.layers[:-1]):
             product = emit_projection(emitter, layer, x, "qkv", "qkv")
             query = emit_heads(emitter, layer, product, "qkv", self.tables)["q"]
-            middle = self._attend(emitter, query, residual, number)
+            middle = self._attend(emitter, x, query, residual, number)
             _move(emitter, Stage.DRAFT_FFN)
             residual = self.emit_ffn(emitter, middle, number)
             _move(emitter, Stage.DRAFT_ATTENTION_FMHA)
@@ -136,15 +137,17 @@ class Eagle3Emitter:
         layer = self.layers[-1]
         product = emit_projection(emitter, layer, x, "q", "query")
         query = emit_heads(emitter, layer, product, "q", self.tables, normed="q_normed")["q"]
-        return self._attend(emitter, query, residual, self.last)
+        return self._attend(emitter, x, query, residual, self.last)
 
-    def _attend(self, emitter: Emitter, query: str, residual: str, number: int) -> str:
+    def _attend(self, emitter: Emitter, x: str, query: str, residual: str, number: int) -> str:
+        """Attention of queries made of the input x, and the residual sum [M, H]."""
         layer = self.layers[number]
         window, keep_first = effective_window(layer.attention.window, self.draft_window)
         seen: dict[str, Any] = {"first": 1, "window": window}
         if emitter.rows.chunk is None:
             seen["keep_first"] = keep_first
-        output = emit_output(emitter, layer, emit_attended(emitter, layer, query, **seen))
+        attended = emit_attended(emitter, layer, query, **seen)
+        output = emit_output(emitter, layer, emit_gated(emitter, layer, x, attended))
         return emitter.add(residual, output, self._stream("middle", number))
 
     def emit_ffn(self, emitter: Emitter, middle: str, number: int) -> str:

@@ -5,6 +5,7 @@ Source: EAGLE-3, arXiv 2503.01840.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -23,6 +24,7 @@ from lowlat.speculators.base import (
     StepScope,
     draft_model_of,
 )
+from lowlat.speculators.draft_parts import vocabulary_report
 from lowlat.speculators.eagle3.config import EAGLE3, DraftKind, read_draft_config
 from lowlat.speculators.eagle3.draft import Drafter
 from lowlat.speculators.eagle3.dynamic import DynamicDrafter
@@ -52,6 +54,7 @@ class Eagle3Speculator(Speculator):
     """Drafts with an EAGLE3 model.
 
     kind    how its draft models are told and read
+    emitter  appends their operations
     config  the draft model's geometry and flags
     window  the draft's attention keeps to the first 4 and the last so many rows, or to a layer's own window where that
             is smaller; None: to all, or to a layer's own window
@@ -59,11 +62,12 @@ class Eagle3Speculator(Speculator):
 
     method: ClassVar[str] = Eagle3Config.method
     kind: ClassVar[DraftKind] = EAGLE3
+    emitter: ClassVar[type[Eagle3Emitter]] = Eagle3Emitter
     config: Eagle3Config
     window: int | None = None
 
     @classmethod
-    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
         """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
         config = read_draft_config(
             draft_model_of(options), target, capture_layers=options.capture_layers, kind=cls.kind
@@ -72,7 +76,7 @@ class Eagle3Speculator(Speculator):
         return cls(config, options.draft_window)
 
     @classmethod
-    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+    def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
         """The draft model with its weights, read whole: one that is damaged must be known in time to go on without."""
         found = load_draft_model(draft_model_of(options), target, capture_layers=options.capture_layers, kind=cls.kind)
         check_draft_window(found.config, options.draft_window)
@@ -122,7 +126,7 @@ class Eagle3Speculator(Speculator):
         return {
             "method": self.method,
             "capture_boundaries": list(self.config.capture_boundaries),
-            "draft_vocab_size": self.config.draft_vocab_size,
+            **vocabulary_report(self.config),
             "draft_layers": self.config.num_layers,
             "draft_window": self.window,
         }
@@ -145,4 +149,4 @@ class Eagle3Speculator(Speculator):
         return kind(scope, self._emitter(scope))
 
     def _emitter(self, scope: Scope) -> Eagle3Emitter:
-        return Eagle3Emitter(scope.config, self.config, scope.tables, self.window)
+        return self.emitter(scope.config, self.config, scope.tables, self.window)

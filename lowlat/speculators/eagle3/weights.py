@@ -18,7 +18,7 @@ from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.weight_plan import rounded_plan
-from lowlat.speculators.draft_parts import layer_recipes
+from lowlat.speculators.draft_parts import DRAFT_MAP, cut_head_plan, layer_recipes
 from lowlat.speculators.eagle3.config import EAGLE3, DraftKind, parse_draft
 from lowlat.speculators.eagle3.emitter import layer_name
 from lowlat.speculators.eagle3.geometry import Eagle3Config
@@ -29,7 +29,6 @@ __all__ = [
     "stored_recipe", "unused_tensors",
 ]  # fmt: skip
 
-DRAFT_MAP = "head.draft_to_target"
 Config = TypeVar("Config", bound=DraftConfig)
 
 
@@ -60,7 +59,7 @@ def draft_recipes(config: Eagle3Config, dtype: torch.dtype) -> list[Recipe]:
         made += [one(f"fc_norm.{k}.weight", f"fc_norm.{k}.weight", width) for k in range(features)]
     if config.own_embedding:
         made.append(one("embed.weight", "embed_tokens.weight", config.vocab_size, hidden))
-    if config.own_lm_head:
+    if config.own_lm_head and not config.is_cut:
         made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
     return made if config.quantisation is None else config.quantisation.apply(made)
 
@@ -89,6 +88,7 @@ def draft_weight_plan(
     if dtype not in TORCH_DTYPES:
         raise ConfigError(f"dtype must be 'bfloat16' or 'float32', got {dtype!r}")
     plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in draft_recipes(config, TORCH_DTYPES[dtype])}
+    plan |= cut_head_plan(config, TORCH_DTYPES[dtype])
     plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
     return MappingProxyType(rounded_plan(plan, config.quantiser))
 

@@ -5,6 +5,7 @@ Source: prompt lookup decoding (A. Saxena, 2023), here on the device.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from lowlat.graphs.program import Stage
@@ -24,14 +25,14 @@ class NgramSpeculator(Speculator):
     max_match: int
 
     @classmethod
-    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
         """The speculator of these options; it fits every target."""
         return cls(options.prompt_lookup_min, options.prompt_lookup_max)
 
     @classmethod
-    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+    def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
         """The same: there is nothing to read."""
-        return LoadedSpeculator(cls.plan(options, target), {})
+        return LoadedSpeculator(cls.plan(options, target, directory), {})
 
     @property
     def waiting_boundaries(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Source: P-EAGLE (Amazon, 2026), as vllm-project/speculators' `models/peagle` tra
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -31,9 +32,9 @@ class PeagleSpeculator(Eagle3Speculator):
     kind: ClassVar[DraftKind] = PEAGLE
 
     @classmethod
-    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+    def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
         """The draft model with its weights, and the state that stands in for features. Raises ConfigError."""
-        found = super().load(options, target)
+        found = super().load(options, target, directory)
         if found.directory is None or not isinstance(found.speculator, cls):
             raise ValueError("a P-EAGLE draft model is read from a directory")
         state = mask_state(found.directory, found.speculator.config, found.weights)

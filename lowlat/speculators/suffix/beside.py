@@ -5,6 +5,7 @@ It knows the model's speculator by the interface alone. A proposal of each is ma
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -31,12 +32,12 @@ class TextBeside(Speculator):
     text: SuffixSpeculator
 
     @classmethod
-    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
         """Always raises ConfigError: no option names it, `beside` makes it from a planned speculator."""
         raise ConfigError("text_drafts is an option next to a method, and no method of its own")
 
     @classmethod
-    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+    def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
         """Always raises ConfigError, see `plan`."""
         raise ConfigError("text_drafts is an option next to a method, and no method of its own")
 

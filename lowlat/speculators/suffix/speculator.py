@@ -5,6 +5,7 @@ Source: SuffixDecoding, G. Oliaro and others, arXiv 2411.04975; here on the devi
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -27,14 +28,14 @@ class SuffixSpeculator(Speculator):
     min_token_prob: float
 
     @classmethod
-    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
         """The speculator of these options; it fits every target."""
         return cls(options.suffix_cache_max_depth, float(options.max_spec_factor), float(options.min_token_prob))
 
     @classmethod
-    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+    def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
         """The same: there is nothing to read."""
-        return LoadedSpeculator(cls.plan(options, target), {})
+        return LoadedSpeculator(cls.plan(options, target, directory), {})
 
     @property
     def waiting_boundaries(self) -> tuple[int, ...]:

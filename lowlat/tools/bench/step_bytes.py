@@ -1,8 +1,8 @@
 """The bytes that a decode step must read, from its Program: what any executor would have to move.
 
 Every weight counts once each time that an operation uses it, in the format that the checkpoint has; of an MoE layer the
-experts that rows chose; keys and values before the last token; recurrent states, which a step reads and writes. Left
-out, because they are small next to them: embedding rows, activations, what else the step writes.
+experts that rows chose; keys and values before the last token; recurrent states, read and written. Left out, because
+they are small next to them: embedding rows, activations, new keys and values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,6 @@ from lowlat.graphs import Bucket
 from lowlat.graphs.program import Op, Program
 from lowlat.kernels.formats import matrix_name, matrix_parts
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.weight_plan import WeightPlan, weight_plan
@@ -28,7 +27,6 @@ __all__ = [
     "part_sizes",
     "plan_sizes",
     "program_bytes",
-    "state_bytes",
     "step_bytes",
     "weight_bytes",
     "weight_sizes",
@@ -48,9 +46,8 @@ def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], disti
     sizes = weight_sizes(config, runtime.rank_config)
     if speculator is not None:
         sizes |= part_sizes(speculator.weight_plan(config.dtype), runtime.rank_config)
-    share = 1.0 if config.experts is None else (distinct_experts or 0.0) / config.experts.num_matrices
-    read = program_bytes(runtime.executor.program(bucket), sizes, lengths, share, runtime.geometry.partial)
-    return read + state_bytes(runtime.rank_config, len(lengths))
+    share = 1.0 if config.experts is None else config.experts.share_read(distinct_experts or 0.0)
+    return program_bytes(runtime.executor.program(bucket), sizes, lengths, share, runtime.geometry.partial)
 
 
 def program_bytes(
@@ -70,16 +67,6 @@ def program_bytes(
     return round(weights + sum(cache_bytes(program, op, lengths, partial) for op in program.ops))
 
 
-def state_bytes(config: ModelConfig, batch: int) -> int:
-    """Bytes of the recurrent states of so many requests, each read and written once in a step: S and the inputs of the
-    convolution."""
-    total = 0
-    for spec in config.deltas.values():
-        state = spec.num_value_heads * spec.key_dim * spec.value_dim * torch.float32.itemsize
-        total += state + (spec.conv_size - 1) * spec.num_channels * TORCH_DTYPES[config.dtype].itemsize
-    return 2 * batch * total
-
-
 def weight_bytes(op: Op, sizes: Mapping[str, int], experts_share: float) -> float:
     """Bytes of the weights that an operation reads; arguments as `program_bytes` has them."""
     if op.kind in FEW_ROWS:
@@ -89,7 +76,13 @@ def weight_bytes(op: Op, sizes: Mapping[str, int], experts_share: float) -> floa
 
 
 def cache_bytes(program: Program, op: Op, lengths: Sequence[float], partial: PartialKV | None = None) -> float:
-    """Bytes of keys and values that a step's operation reads; arguments as `program_bytes` has them."""
+    """Bytes of keys and values that a step's operation reads, or of recurrent states that it reads and writes.
+
+    Arguments as `program_bytes` has them.
+    """
+    if op.kind == "delta_rule":
+        state = program.buffers[op.writes["state"]]
+        return 2.0 * len(lengths) * state.num_bytes / state.shape[0]
     if op.kind == "attention":
         return _cache_bytes(program, op, [attended(length, **_limits(op)) for length in lengths])
     if op.kind == "partial_attention":

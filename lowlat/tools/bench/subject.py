@@ -77,7 +77,8 @@ class Subject:
         draft = None
         if self.speculation is not None and choice.has_kernels:
             speculative = self.speculative(1)
-            draft = None if speculative is None else plan_speculator(speculative, self.config).draft_config
+            files = self.target.directory if isinstance(self.target, OpenedTarget) else self.target
+            draft = None if speculative is None else plan_speculator(speculative, self.config, files).draft_config
         return settle_executor(choice, asked, self.config, draft)
 
     def environment(self, commit: str = "") -> Environment:

@@ -25,6 +25,7 @@ from lowlat.speculators.base import Speculator
 from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.dflash.weights import dflash_recipes
+from lowlat.speculators.draft_parts import DRAFT_MAP
 from lowlat.speculators.dspark.config import DEEPSPEC
 from lowlat.speculators.dspark.geometry import DsparkConfig
 from lowlat.speculators.dspark.speculator import DsparkSpeculator
@@ -32,7 +33,7 @@ from lowlat.speculators.dspark.weights import dspark_recipes
 from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN
-from lowlat.speculators.eagle3.weights import DRAFT_MAP, draft_recipes
+from lowlat.speculators.eagle3.weights import draft_recipes
 from lowlat.speculators.peagle.geometry import PeagleConfig
 from lowlat.speculators.peagle.speculator import PeagleSpeculator
 from lowlat.tools.bench.geometry import Geometry, Head, Noise

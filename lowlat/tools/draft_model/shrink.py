@@ -24,6 +24,7 @@ from lowlat.models.hf_config import MAX_VOCABULARY
 from lowlat.models.target import read_model_config
 from lowlat.speculators.eagle3.tensors import DraftTensors, open_draft_model
 from lowlat.speculators.eagle3.weights import load_draft_model, read_draft_map
+from lowlat.text.counts import most_frequent
 
 __all__ = ["Shrunk", "head_vocabulary", "shrink_draft_model"]
 
@@ -141,10 +142,8 @@ def _chosen_rows(
     kept = [row_of[token] for token in wanted if token in row_of]
     if len(kept) > draft_vocab:
         raise ConfigError(f"draft_vocab {draft_vocab} has no room for the {len(kept)} ids that must stay")
-    weight = counts[old_ids].clone()
-    weight[kept] = torch.iinfo(torch.int64).max
-    order = torch.argsort(weight, descending=True, stable=True)
-    return order[:draft_vocab].sort().values, tuple(token for token in wanted if token not in row_of)
+    rows = most_frequent(counts[old_ids], draft_vocab, kept)
+    return rows, tuple(token for token in wanted if token not in row_of)
 
 
 def _write(

@@ -284,7 +284,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         for name in names:
             with pytest.raises(ShapeError, match=r"must have shape"):
                 function(**(fine | {name: fine[name][:1]}))
-    with pytest.raises(ShapeError, match="513 experts; pairs are grouped by at most 512"):
-        group_pairs(**(grouping | {"num_experts": 513, "tiles": torch.zeros(6, 4, dtype=torch.int32)}))
+    with pytest.raises(ShapeError, match="514 experts; pairs are grouped by at most 513"):
+        group_pairs(**(grouping | {"num_experts": 514, "tiles": torch.zeros(6, 4, dtype=torch.int32)}))
     with pytest.raises(ShapeError, match="multiple of 4 wide, got 6"):
         add_topk(partials=torch.zeros(3, 2, 6), expert_ids=ids, out=torch.zeros(3, 6))

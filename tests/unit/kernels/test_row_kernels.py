@@ -92,6 +92,16 @@ def test_dtypes_are_checked() -> None:
         elementwise.cast(x, out=wide)
     with pytest.raises(ShapeError, match="gate_up must be"):
         elementwise.silu_mul(tensor(3, 128), out=x)
+    with pytest.raises(ShapeError, match="b must be"):
+        elementwise.add_gated(wide, x, tensor(3, 1, dtype=torch.float32), out=wide)
+
+
+def test_a_shared_expert_is_added_by_one_gate_a_row() -> None:
+    wide, odd = tensor(3, 64, dtype=torch.float32), tensor(3, 60, dtype=torch.float32)
+    with pytest.raises(ShapeError, match="gate must have shape"):
+        elementwise.add_gated(wide, wide, wide, out=wide)
+    with pytest.raises(ShapeError, match="multiple of 8 columns, got 60"):
+        elementwise.add_gated(odd, odd, tensor(3, 1, dtype=torch.float32), out=odd)
 
 
 def test_embeddings_refuse_what_does_not_fit() -> None:

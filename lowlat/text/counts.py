@@ -4,7 +4,7 @@ Every tenth piece of the file is held out, so that both parts have all that is i
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,9 @@ import torch
 
 from lowlat.checkpoint.files import read_json
 from lowlat.errors import ConfigError
-from lowlat.text import TextCodec
+from lowlat.text.codec import TextCodec
 
-__all__ = ["TokenCounts", "count_text", "count_token_ids"]
+__all__ = ["TokenCounts", "count_text", "count_token_ids", "most_frequent"]
 
 HELD_OUT_EVERY = 10
 MIN_PIECE, MAX_PIECE = 256, 1 << 18  # characters; a piece ends with a line
@@ -54,6 +54,16 @@ def count_token_ids(path: str | Path, vocab_size: int) -> TokenCounts:
     """
     path = Path(path)
     return _count(path, _json_pieces(path) if path.suffix == ".json" else _number_pieces(path), vocab_size)
+
+
+def most_frequent(counts: torch.Tensor, size: int, keep: Sequence[int] = ()) -> torch.Tensor:
+    """The places of the `size` largest counts, ascending [size] int64; ties go to the lower place.
+
+    counts  [N] int64; keep: places that are among them whatever their count
+    """
+    weight = counts.clone()
+    weight[list(keep)] = torch.iinfo(torch.int64).max
+    return torch.argsort(weight, descending=True, stable=True)[:size].sort().values
 
 
 def _count(path: Path, pieces: Iterable[list[int]], vocab_size: int) -> TokenCounts:

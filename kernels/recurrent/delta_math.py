@@ -1,0 +1,169 @@
+"""Device functions of gated delta nets: the convolution's sum, gates, l2 norms, the gated norm.
+
+A step's kernels and those of prompts call the same ones: a row's bits do not depend on which of them it meets. Results
+of rounding to bf16 are float32 here. Four neighbouring numbers of a head are a lane's; sums over a head add a lane's
+squares by fused multiply-adds in order, then the lanes by a butterfly.
+"""
+
+import math
+from typing import Any
+
+from lowlat.kernels.common.activation import logistic, silu_times
+from lowlat.kernels.common.norm_math import EVERY_LANE, inverse_rms, lane_sum, low_value
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, uint32
+
+__all__ = [
+    "NORM_EPS",
+    "TAPS",
+    "beta_of",
+    "convolved",
+    "decay_of",
+    "four_numbers",
+    "gated",
+    "head_inverse",
+    "lane_squares",
+    "part_columns",
+    "part_sum",
+    "rounded",
+    "store_four",
+    "tile_sum",
+    "unit_heads",
+]
+
+TAPS = 4
+NORM_EPS = 1e-6  # of the l2 norms, in every model
+PART = 32  # columns of a head that a block has, at most
+
+
+def part_columns(value_dim: int) -> int:
+    """The columns of a head that one block has and whose squares are summed first: the most that divide a head."""
+    return next(columns for columns in (PART, 16, 8, 1) if value_dim % columns == 0)
+
+
+@device_function
+def rounded(value: Any) -> Any:
+    """A float32 rounded to bf16."""
+    return low_value(ptx.bf16_bits(value))
+
+
+@device_function
+def convolved(x0: Any, x1: Any, x2: Any, x3: Any, w0: Any, w1: Any, w2: Any, w3: Any) -> Any:
+    """The convolution's output, rounded, of inputs and taps that are numbers of bf16, the oldest first."""
+    total = ptx.fma_rn(x3, w3, ptx.fma_rn(x2, w2, ptx.fma_rn(x1, w1, ptx.mul_rn(x0, w0))))
+    return rounded(silu_times(rounded(total), float32(1.0)))
+
+
+@device_function
+def beta_of(b: Any) -> Any:
+    """The share of a row's correction that is taken, of a GEMM's output b."""
+    return rounded(logistic(rounded(b)))
+
+
+@device_function
+def decay_of(a: Any, a_log: Any, dt_bias: Any) -> Any:
+    """What a row leaves of the state, of a GEMM's output a: exp(-exp(a_log) softplus(a + dt_bias))."""
+    x = ptx.add_rn(rounded(a), dt_bias)
+    small = float32(math.log1p(float32(math.exp(-abs(x)))))
+    softplus = ptx.add_rn(x, small) if x > float32(0.0) else small
+    return float32(math.exp(-ptx.mul_rn(float32(math.exp(a_log)), softplus)))
+
+
+@device_function
+def four_numbers(words: Any) -> Any:
+    """Four words as float32."""
+    return (
+        ptx.float_of_bits(words[0]),
+        ptx.float_of_bits(words[1]),
+        ptx.float_of_bits(words[2]),
+        ptx.float_of_bits(words[3]),
+    )
+
+
+@device_function
+def store_four(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+    """Four float32 to shared memory."""
+    ptx.store_shared_128(
+        address, ptx.bits_of_float(a), ptx.bits_of_float(b), ptx.bits_of_float(c), ptx.bits_of_float(d)
+    )
+
+
+@device_function
+def _unit_factor(squares: Any) -> Any:
+    return float32(1.0) / float32(math.sqrt(ptx.add_rn(squares, float32(NORM_EPS))))
+
+
+@device_function
+def unit_heads(q: Any, k: Any, lane: Any, dim: Any, scale: Any) -> Any:
+    """Divide a query and a key in shared memory by their l2 norms, scale the query, and give their product.
+
+    q, k  addresses of dim float32 each. All lanes of a warp must come here; a lane reads and writes its own numbers.
+    """
+    query_squares, key_squares, product = float32(0.0), float32(0.0), float32(0.0)
+    piece = lane
+    while piece < uint32(dim // 4):
+        x, y = (
+            four_numbers(ptx.load_shared_128(q + piece * uint32(16))),
+            four_numbers(ptx.load_shared_128(k + piece * uint32(16))),
+        )
+        for place in range(4):
+            query_squares = ptx.fma_rn(x[place], x[place], query_squares)
+            key_squares = ptx.fma_rn(y[place], y[place], key_squares)
+        piece = uint32(piece + uint32(32))
+    query_factor, key_factor = _unit_factor(lane_sum(query_squares)), _unit_factor(lane_sum(key_squares))
+    piece = lane
+    while piece < uint32(dim // 4):
+        at = uint32(piece * uint32(16))
+        x, y = four_numbers(ptx.load_shared_128(q + at)), four_numbers(ptx.load_shared_128(k + at))
+        a, e = ptx.mul_rn(ptx.mul_rn(x[0], query_factor), float32(scale)), ptx.mul_rn(y[0], key_factor)
+        b, f = ptx.mul_rn(ptx.mul_rn(x[1], query_factor), float32(scale)), ptx.mul_rn(y[1], key_factor)
+        c, g = ptx.mul_rn(ptx.mul_rn(x[2], query_factor), float32(scale)), ptx.mul_rn(y[2], key_factor)
+        d, h = ptx.mul_rn(ptx.mul_rn(x[3], query_factor), float32(scale)), ptx.mul_rn(y[3], key_factor)
+        product = ptx.fma_rn(d, h, ptx.fma_rn(c, g, ptx.fma_rn(b, f, ptx.fma_rn(a, e, product))))
+        store_four(q + at, a, b, c, d)
+        store_four(k + at, e, f, g, h)
+        piece = uint32(piece + uint32(32))
+    return lane_sum(product)
+
+
+@device_function
+def tile_sum(value: Any) -> Any:
+    """The sum over the 8 lanes that share a tile's columns, the same bits in each."""
+    for offset in (4, 2, 1):
+        value = ptx.add_rn(value, cuda.shfl_xor_sync(EVERY_LANE, value, offset))
+    return value
+
+
+@device_function
+def lane_squares(x: Any) -> Any:
+    """The squares of four numbers added up in order."""
+    total = ptx.mul_rn(x[0], x[0])
+    for place in range(1, 4):
+        total = ptx.fma_rn(x[place], x[place], total)
+    return total
+
+
+@device_function
+def part_sum(value: Any, lanes: Any) -> Any:
+    """The sum over so many neighbouring lanes, 2, 4 or 8, the same bits in each."""
+    if lanes == 8:
+        value = ptx.add_rn(value, cuda.shfl_xor_sync(EVERY_LANE, value, 4))
+    if lanes >= 4:
+        value = ptx.add_rn(value, cuda.shfl_xor_sync(EVERY_LANE, value, 2))
+    return ptx.add_rn(value, cuda.shfl_xor_sync(EVERY_LANE, value, 1))
+
+
+@device_function
+def gated(x: Any, inverse: Any, weight: Any, z: Any) -> Any:
+    """One element of the gated norm, before it is rounded; inverse: 1 / rms of its head."""
+    weighted = rounded(ptx.mul_rn(rounded(ptx.mul_rn(x, inverse)), weight))
+    return ptx.mul_rn(weighted, silu_times(rounded(z), float32(1.0)))
+
+
+@device_function
+def head_inverse(sums: Any, parts: Any, dim: Any, eps: Any) -> Any:
+    """1 / rms of a head, of the sums of its parts' squares at an address in shared memory, added up in order."""
+    total = ptx.load_shared_f32(sums)
+    for part in range(1, parts):
+        total = ptx.add_rn(total, ptx.load_shared_f32(sums + uint32(4) * uint32(part)))
+    return inverse_rms(total, dim, eps)

@@ -1,0 +1,27 @@
+"""The MTP layer as operations: EAGLE3's, but for the way in.
+
+A row takes the embedding of x_{t+1} and the target's normed state h_t; where the target has not run, the layer's own
+normed output stands for h_t. Both are normed, laid side by side, embedding first, and fc makes the layer's input of
+them, which is the residual stream. RoPE turns the row by t, as vLLM does; transformers takes t + 1, which differs by
+rounding alone.
+"""
+
+from lowlat.graphs.program import Stage
+from lowlat.models.layers import Emitter
+from lowlat.speculators.eagle3.emitter import Eagle3Emitter
+
+__all__ = ["MtpEmitter"]
+
+
+class MtpEmitter(Eagle3Emitter):
+    """Appends the MTP layer's operations."""
+
+    def emit_input(self, emitter: Emitter, tokens: str, hidden: str) -> tuple[str, str]:
+        """The layer's normed input [M, H], and the residual [M, H], which fc makes of both inputs."""
+        draft, stage = self.draft, emitter.stage
+        both, _ = super().emit_input(emitter, tokens, hidden)
+        if emitter.rows.chunk is None:
+            emitter.stage = Stage.DRAFT_FC
+        joined = emitter.cast(emitter.linear(both, "head.fc", draft.hidden_size, "fc"), "joined")
+        emitter.stage = stage
+        return emitter.norm(joined, "head.attn_norm.weight", draft.rms_norm_eps, "input.normed"), joined

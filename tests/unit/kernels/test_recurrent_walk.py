@@ -1,0 +1,93 @@
+"""Kernels of gated delta nets, walked thread by thread: their meaning, and the bits of rows in any company."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from kernel_walk import Walker
+from recurrent_cases import MODULES, Layer, Run, assert_near, by_kernels, by_reference, by_single_steps, grown
+from stages import later
+from walked_state import walkable_states
+
+from lowlat.kernels.recurrent.delta_step import HeadSizes
+
+COMMON = ("common.activation", "common.memory", "common.norm_math", "common.norm_row")
+CPU = torch.device("cpu")
+HEADS = [
+    HeadSizes(1, 2, 32, 16),
+    pytest.param(HeadSizes(2, 2, 32, 8), marks=pytest.mark.second),
+    pytest.param(HeadSizes(1, 3, 64, 64), marks=pytest.mark.second),
+]
+
+
+@contextmanager
+def walked(*, late: bool = True) -> Iterator[Run]:
+    """Operations by walked kernels."""
+    walker = Walker(late)
+    with walkable_states(walker, *COMMON, *(f"recurrent.{name}" for name in MODULES)) as modules:
+        found = dict(zip(MODULES, modules[len(COMMON) :], strict=True))
+        yield by_kernels(found, walker.run, CPU)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("heads", HEADS)
+def test_drafted_rows_mean_what_the_reference_says_and_have_the_bits_of_single_steps(
+    heads: HeadSizes, fused: bool
+) -> None:
+    torch.manual_seed(1)
+    reference = Layer(heads, 3, by_reference)
+    texts, prompts = {0: reference.drawn(9), 2: reference.drawn(7)}, {0: 5, 2: 1}
+    with walked() as run:
+        layer = Layer(heads, 3, run, fused=fused, early=fused)
+        found = grown(layer, texts, prompts, 3)
+        layer.check_untouched()
+        alone = by_single_steps(Layer(heads, 3, run, fused=not fused), 2, texts[2])
+    assert torch.equal(found[2], alone)
+    for slot, wanted in grown(reference, texts, prompts, 3).items():
+        assert_near(found[slot], wanted)
+
+
+@pytest.mark.parametrize("late", [True, later(False)])
+def test_chunks_are_the_steps_of_their_rows_and_begin_with_snapshots(late: bool) -> None:
+    """A prompt in one chunk, in two, from a snapshot that another slot's chunk left in its midst, and row by row."""
+    heads = HeadSizes(1, 1, 32, 8)
+    torch.manual_seed(4)
+    reference = Layer(heads, 2, by_reference)
+    text = reference.drawn(53)
+    with walked(late=late) as run:
+        layer = Layer(heads, 2, run)
+        whole = layer.prefill(0, 0, text, padding=3, kept=[(3, 35), (4, 2)])
+        parts = torch.cat((layer.prefill(2, 0, text[:34]), layer.prefill(2, 34, text[34:36], padding=1)))
+        state = layer.states["state"][2].clone()
+        layer.check_untouched()
+        others = [layer.prefill(2, 35, text[35:50], padding=1, begin=3)]
+        steps = [layer.step({2: (place, text[place : place + 1])}, 2)[2] for place in range(50, 53)]
+        early = layer.prefill(2, 2, text[2:3], padding=2, begin=4)
+        after = layer.prefill(2, 3, text[3:6])
+    assert torch.equal(parts, whole[:36])
+    assert torch.equal(torch.cat((*others, *steps)), whole[35:])
+    assert torch.equal(torch.cat((early, after)), whole[2:6])
+    assert_near(whole, reference.prefill(0, 0, text, padding=3))
+    reference.prefill(2, 0, text[:36])
+    torch.testing.assert_close(state, reference.states["state"][2], rtol=1e-3, atol=1e-4)
+
+
+def test_a_broken_state_ends_its_slot_alone() -> None:
+    """A slot whose state is not that before its rows, and one with NaN in it: the others' rows have the same bits."""
+    heads = HeadSizes(1, 1, 32, 8)
+    torch.manual_seed(6)
+    with walked() as run:
+        layer = Layer(heads, 2, run, fused=True)
+        texts = {slot: layer.drawn(6) for slot in range(3)}
+        for slot, text in texts.items():
+            layer.prefill(slot, 0, text[:3])
+        layer.states["state"][1, 0, 5, 7] = float("nan")
+        states = [each.clone() for each in (layer.conv, layer.state_lens, *layer.states.values())]
+        alone = layer.step({0: (3, texts[0][3:5])}, 2)[0]
+        for each, was in zip((layer.conv, layer.state_lens, *layer.states.values()), states, strict=True):
+            each.copy_(was)
+        layer.state_lens[2] = 0  # three rows behind, where two are kept
+        found = layer.step({slot: (3, text[3:5]) for slot, text in texts.items()}, 2)
+    assert torch.equal(found[0], alone)
+    assert bool(found[1].isnan().any()) and bool(found[2].isnan().all())
