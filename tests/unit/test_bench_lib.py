@@ -68,19 +68,22 @@ def test_bytes_of_committed_rows_of_formats(repository: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_of_committed_rows_of_several_gpus(repository: Path, size: int) -> None:
-    known: dict[tuple[Any, ...], int] = {}
+    known: dict[ParallelCase, int] = {}
     for row in rows_of(repository, f"h200x{size}/parallel.json"):
         if "prompts" in row:
             continue
         case, model = case_of(row), Model(row["model"])
-        cut = ParallelCase(row["model"], row["tensor_parallel_size"], case, row.get("draft_tensor_parallel_size", 1))
+        drafts_on = row.get("draft_tensor_parallel_size") or 1
+        cut = ParallelCase(row["model"], row["tensor_parallel_size"], case, drafts_on)
         spec = model.config.experts
         experts = None if spec is None else spec.expected_distinct(case.batch * case.rows)
         assert experts == row["expected_experts"]
         if cut not in known:
-            ranks = [each.config for each in cut.rank_shapes(cut.shapes())]
-            known[cut] = counted(model, case, experts, ranks=ranks)  # type: ignore[index]
-        assert known[cut] == row["bytes_of_a_card"], row  # type: ignore[index]
+            ranks, chain = cut.rank_shapes(cut.shapes()), TreeTopology.chain(case.num_speculative_tokens)
+            program, plan = build_step(ranks[0], bucket_of(case, chain), chain), model.plan(drafts=chain.depth > 0)
+            configs = [each.config for each in ranks]
+            known[cut] = step_bytes(program, plan, model.config, case, experts, ranks=configs).total
+        assert known[cut] == row["bytes_of_a_card"], row
 
 
 def test_recurrent_states_are_read_and_written_once() -> None:
