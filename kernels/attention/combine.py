@@ -249,4 +249,5 @@ def examples() -> list[Kernel]:
     return [
         _make(AttentionShape(128, 4, 8, 32, 0, None, 0, 1, 3, False, True)),
         _make(AttentionShape(64, 8, 8, 32, 0, None, 0, 1, 4, True, True)),
+        _make(AttentionShape(256, 8, 2, 32, 0, None, 0, 1, 1, False, True)),
     ]

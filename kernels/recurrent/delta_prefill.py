@@ -163,27 +163,31 @@ def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
             place += int64(threads)
 
     @device_function
-    def value_of(stage: Any, row: Any, column: Any) -> Any:
-        """A number of bf16 of a tile's values."""
-        at = uint32(stage + uint32(int64(values_at) + (row * int64(columns) + (column & int64(-2))) * int64(2)))
-        word = ptx.load_shared_u32(at)
-        return high_value(word) if column & int64(1) else low_value(word)
+    def value_at(address: Any, is_odd: Any) -> Any:
+        """A number of bf16, the second of a word where `is_odd`."""
+        word = ptx.load_shared_u32(address)
+        return high_value(word) if is_odd else low_value(word)
 
     @device_function
-    def walk_row(tile: Any, q: Any, k: Any, stage: Any, target: Any, row: Any, own_column: Any, in_eight: Any) -> Any:
-        """The state after a row; its outputs are stored."""
-        decay, beta, product, _ = four_numbers(
-            ptx.load_shared_128(uint32(stage + uint32(int64(gates_at) + row * int64(16))))
-        )
+    def walk_row(
+        tile: Any, q: Any, k: Any, row: Any, decays: Any, values: Any, is_odd: Any, results: Any, writes: Any
+    ) -> Any:
+        """The state after a row of a tile; its outputs are stored by the lane that `writes`.
+
+        decays, values, results  addresses of the first row's gates, of its values and outputs in the lane's column
+        """
+        decay, beta, product, _ = four_numbers(ptx.load_shared_128(uint32(decays + row * uint32(16))))
+        at = uint32(values + row * uint32(2 * columns))
+        value0, value1 = value_at(at, is_odd), value_at(uint32(at + uint32(8)), is_odd)
         sums = tile_sums(tile, k, q)
         seen0, seen1 = tile_sum(sums[0]), tile_sum(sums[1])
         read0, read1 = tile_sum(sums[2]), tile_sum(sums[3])
-        d0 = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen0, value_of(stage, row, own_column)))
-        d1 = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen1, value_of(stage, row, own_column + int64(4))))
-        if in_eight == uint32(0):
-            at = uint32(target + uint32((row * int64(columns) + own_column) * int64(4)))
+        d0 = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen0, value0))
+        d1 = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen1, value1))
+        if writes:
+            at = uint32(results + row * uint32(4 * columns))
             ptx.store_shared_f32(at, rounded(ptx.fma_rn(d0, product, ptx.mul_rn(decay, read0))))
-            ptx.store_shared_f32(at + uint32(16), rounded(ptx.fma_rn(d1, product, ptx.mul_rn(decay, read1))))
+            ptx.store_shared_f32(uint32(at + uint32(16)), rounded(ptx.fma_rn(d1, product, ptx.mul_rn(decay, read1))))
         return update_tile(tile, k, decay, d0, d1)
 
     @device_function
@@ -230,7 +234,13 @@ def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
         lane, warp = thread & int64(31), thread >> int64(5)
         in_eight = uint32(lane & int64(7))
         own_column = warp * int64(WARP_COLUMNS) + (lane >> int64(3))
-        lines = uint32(in_eight * uint32(16))
+        lines, writes, is_odd = (
+            uint32(in_eight * uint32(16)),
+            in_eight == uint32(0),
+            (own_column & int64(1)) == int64(1),
+        )
+        value_offset = uint32(int64(values_at) + (own_column & int64(-2)) * int64(2))
+        out_offset = uint32(own_column * int64(4))
         origin = state + (column + own_column) * int64(4 * key_dim) + int64(in_eight) * int64(16)
         row_bytes = int64(4 * value_heads * value_dim * key_dim)
         own = int_at(slot, int64(0))
@@ -254,25 +264,29 @@ def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
             if number > 0:
                 write_tile(base, thread, number - int64(1), live, column, out)
             stage = uint32(base + uint32(divide(number, STAGES)[1] * int64(stage_bytes)))
-            target = uint32(base + uint32(int64(outputs) + (number & int64(1)) * int64(output_bytes)))
+            results = uint32(base + uint32(int64(outputs) + (number & int64(1)) * int64(output_bytes)) + out_offset)
+            decays, values = uint32(stage + uint32(gates_at)), uint32(stage + value_offset)
             first = number * int64(tile_size)
-            rows = min(live - first, int64(tile_size))
-            row = int64(0)
+            rows, row = uint32(min(live - first, int64(tile_size))), uint32(0)
             while row < rows:  # up to the tile's end or the next snapshot
-                end = min(rows, stop - first)
-                at = uint32(stage + lines + uint32(row * int64(8 * key_dim)))
+                end = rows
+                if stop - first < int64(rows):
+                    end = uint32(stop - first)
+                last, vectors_at = uint32(end - uint32(1)), uint32(stage + lines)
+                at = uint32(vectors_at + row * uint32(8 * key_dim))
                 q, k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
                 while row < end:  # two rows a turn, so that what was loaded ahead need not be moved
-                    at = uint32(stage + lines + uint32(min(row + int64(1), end - int64(1)) * int64(8 * key_dim)))
+                    after = uint32(row + uint32(1))
+                    at = uint32(vectors_at + min(after, last) * uint32(8 * key_dim))
                     next_q, next_k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
-                    tile = walk_row(tile, q, k, stage, target, row, own_column, in_eight)
-                    at = uint32(stage + lines + uint32(min(row + int64(2), end - int64(1)) * int64(8 * key_dim)))
+                    tile = walk_row(tile, q, k, row, decays, values, is_odd, results, writes)
+                    at = uint32(vectors_at + min(uint32(row + uint32(2)), last) * uint32(8 * key_dim))
                     q, k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
-                    if row + int64(1) < end:
-                        tile = walk_row(tile, next_q, next_k, stage, target, row + int64(1), own_column, in_eight)
-                    row += int64(2)
+                    if after < end:
+                        tile = walk_row(tile, next_q, next_k, after, decays, values, is_odd, results, writes)
+                    row = uint32(row + uint32(2))
                 row = end
-                if first + end == stop:
+                if first + int64(end) == stop:
                     stop = keep_tile(snapshots, stop, origin, tile)
         await_all()
         cuda.syncthreads()

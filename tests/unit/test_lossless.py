@@ -341,6 +341,8 @@ class Crowd:
         later("qwen3", "eagle3", "dynamic", 6),
         later("gpt_oss", "eagle3", "bushy", 1),
         later("gpt_oss", "eagle3+", None, 5),
+        ("qwen3_5_moe_text", "eagle3+", None, 7),
+        later("qwen3_5_moe_text", "suffix", None, 8),
     ],
 )
 def test_no_neighbour_changes_anything(
@@ -423,7 +425,14 @@ def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairP
 
 
 @pytest.mark.parametrize(
-    ("family", "tree"), [("llama", None), ("llama", "bushy"), later("qwen3", "bushy"), later("gpt_oss", None)]
+    ("family", "tree"),
+    [
+        ("llama", None),
+        ("llama", "bushy"),
+        later("qwen3", "bushy"),
+        later("gpt_oss", None),
+        later("qwen3_5_moe_text", None),
+    ],
 )
 def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[str, PairPaths]) -> None:
     """Past the first tile of keys, and over its end: rows that see the same keys add them in the same order."""

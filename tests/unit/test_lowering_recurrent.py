@@ -3,14 +3,16 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 from kernel_inventory import GPUS, examples, family
 from lowered import Lowered, Pair
-from lowering_cases import kinds_of, reached
+from lowering_cases import check_early_reads, kinds_of, reached
 from tiny_models import make_target
+from tiny_mtp import add_mtp
 
 from lowlat.graphs import Role
 from lowlat.graphs.program import Op, Program, Stage
@@ -60,7 +62,10 @@ def delta_kinds(made: Lowered, stage: Stage = Stage.VERIFY) -> list[str]:
 def test_a_step_s_delta_net_is_one_launch(batch: int, pairs: Mapping[bool, Pair]) -> None:
     made = step_of(pairs[True], batch)
     assert delta_kinds(made) == ["gated_delta", "gated_delta", "advance_states"]
-    assert delta_kinds(step_of(pairs[False], batch)) == [*ALONE, *ALONE, "advance_states"]
+    alone = step_of(pairs[False], batch)
+    assert delta_kinds(alone) == [*ALONE, *ALONE, "advance_states"]
+    for each in (made, alone):
+        check_early_reads(each)
     for group in made.groups:
         if group.name == "gated_delta+norm":
             (call,) = group.kernel_calls
@@ -131,3 +136,16 @@ def test_every_kernel_has_an_example(pairs: Mapping[bool, Pair]) -> None:
     for pair in pairs.values():
         for made in (step_of(pair, 2), pair.lower_program(nets_of(build_prefill(pair.geometry)))):
             assert {family(call.kernel) for call in made.calls} <= known
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_an_mtp_layer_lowers(fuse: bool, tmp_path: Path) -> None:
+    """Every draft is fc, one layer and the LM head; with fusions its input is one launch, and its gate a GEMM's end."""
+    make_target(tmp_path, "qwen3_5_text", **SIZES)
+    add_mtp(tmp_path)
+    pair = Pair(tmp_path, fuse=fuse, method="mtp", num_speculative_tokens=3)
+    made = pair.lower_program(pair.program(3, 1))
+    kinds = [kind for stage in Stage if stage.startswith("DRAFT") for kind in kinds_of(made, stage)]
+    assert kinds.count("draft_level_input") == (2 if fuse else 0)
+    assert kinds.count("decode_gemm_gate") == (3 if fuse else 0) and kinds.count("output_gate") == (0 if fuse else 3)
+    assert kinds.count("attention") == 3

@@ -60,7 +60,9 @@ def command() -> None:
 @command.command("model")
 @click.argument("directory", type=MODEL, required=False)
 @record_options(
-    SpeculativeConfig, "head", "num_speculative_tokens", "tree", "dynamic_tree_max_topk", "max_total_draft_tokens"
+    SpeculativeConfig,
+    *("head", "method", "num_speculative_tokens", "draft_vocab", "draft_vocab_size"),
+    *("tree", "dynamic_tree_max_topk", "max_total_draft_tokens"),
 )
 @click.option("--context", type=int, metavar="N", help="Tokens of a request.  [default: 2048, or the model's if less]")
 @click.option("--batch", type=int, default=RuntimeConfig.max_batch, show_default=True, metavar="N", help="Slots.")
