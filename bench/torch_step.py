@@ -108,7 +108,7 @@ class TorchStep:
         self.glue = EAGER
         self.glue_ms: dict[str, float | str] = {}
         self.case, self.weights, self.device = case, weights, device
-        self.config, self.boundaries = model.config, model.geometry.head.boundaries
+        self.config, self.boundaries = model.config, model.geometry.drafter("eagle3").boundaries
         self.dtype = weights["embed.weight"].dtype
         generator = torch.Generator(device).manual_seed(seed)
         depth, first = case.num_speculative_tokens, case.context + case.rows

@@ -63,7 +63,9 @@ class Model:
             own["draft_vocab_size"] = self.draft_vocab_size
         if self.num_layers is not None:
             own["boundaries"] = (1, self.num_layers // 2, self.num_layers - 1)
-        return msgspec.structs.replace(found, head=msgspec.structs.replace(found.head, **own)) if own else found
+        if found.head is None or not own:
+            return found
+        return msgspec.structs.replace(found, head=msgspec.structs.replace(found.head, **own))
 
     @cached_property
     def config(self) -> ModelConfig:

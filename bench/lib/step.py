@@ -169,17 +169,17 @@ class Step:
         return self._launched_experts() if self._is_one_gpu else self._referred_experts()
 
     def _launched_experts(self) -> list[int]:
-        executor, counts = self.executor, []
-        ids = executor.scratch(self.bucket)["expert_ids"]
+        executor, counts, scratch = self.executor, list[int](), self.executor.scratch(self.bucket)
         self._wait()
         with torch.cuda.stream(executor.stream):
             stream = executor.launcher.stream()
             for group, launches in executor.prepare(self.bucket):
                 for launch in launches:
                     launch.issue(stream)
-                if any(op.kind == "router" for op in group.ops):
-                    executor.stream.synchronize()
-                    counts.append(self._distinct(ids))
+                for op in group.ops:
+                    if op.kind == "router":
+                        executor.stream.synchronize()
+                        counts.append(self._distinct(scratch[op.writes["expert_ids"]]))
             executor.stream.synchronize()
         return counts
 

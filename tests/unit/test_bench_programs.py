@@ -10,6 +10,7 @@ from benches import bench
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.models.partial_kv import PartialKV
 from lowlat.text.grammar import compiler
+from lowlat.tools.bench.geometry import Geometry
 
 first_token = bench("first_token")
 specpv = bench("specpv")
@@ -181,3 +182,34 @@ def test_a_row_for_each_case_with_its_floor_and_what_is_predicted(tmp_path: Path
     assert weights.main([*TIMES, *listed, "--limit-s", "-1", "--out", str(out)]) == 0
     found = [(row["model"], row["weights"], row["batch"], row["skipped"]) for row in json.loads(out.read_text())]
     assert found == [("qwen3-8b", "fp8", batch, "-1 s were over") for batch in (1, 4)]
+
+
+HYBRID = Geometry(
+    {
+        "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 64,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "full_attention_interval": 4, "vocab_size": 160, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": False, "mtp_num_hidden_layers": 1, "torch_dtype": "bfloat16",
+    }
+)  # fmt: skip
+
+
+@pytest.mark.second
+def test_steps_of_hybrids_have_rows_and_draft_by_mtp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench("lib.model"), "known_geometry", lambda name: HYBRID)
+    out, given = (
+        tmp_path / "rows.json",
+        ["--geometry", "a-small-hybrid", "--method", "mtp", "--weights", "bf16", "int4"],
+    )
+    assert weights.main([*TIMES, *given, "--case", "1x40x0", "2x40x2", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [(row["weights"], row.get("method")) for row in rows] == [
+        *(("bf16", None), ("bf16", "mtp")),
+        *(("int4", None), ("int4", "mtp")),
+    ]
+    state = 3 * 4 * 16 * 16 * 4  # of three layers, a request
+    assert [row["state_bytes"] for row in rows] == [2 * state, 4 * state] * 2
+    assert all(row["bytes"] > row["state_bytes"] and 2 <= row["distinct_experts"] <= 8 for row in rows)
