@@ -13,9 +13,9 @@ from lowlat.text.grammar import compiler
 from lowlat.tools.bench.geometry import Geometry
 
 first_token = bench("first_token")
-specpv = bench("specpv")
+specpv = bench("experiments.specpv")
 start = bench("start")
-schema_suite = bench("schema_suite")
+schema_suite = bench("experiments.schema_suite")
 prompts = bench("prompts")
 dense, gpt_oss, parallel, weights = bench("dense"), bench("gpt_oss"), bench("parallel"), bench("weights")
 TIMES = ["--small", "--device", "cpu", "--replays", "1", "--turn", "1", "--commit", "c0ffee1"]

@@ -1,6 +1,6 @@
 """The host's own work in a step: microseconds of `Runtime.step` over a step that costs nothing.
 
-    python -m bench.host_time
+    python -m bench.experiments.host_time
 
 A device's step must take longer than this: then the next step is always launched in time (`ahead`), and the device
 never waits for the host. `in_turn` is an executor whose steps have ended when they return; there `gap_us` passes
