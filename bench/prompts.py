@@ -41,6 +41,7 @@ __all__ = ["Prompts", "main"]
 WARM_UP = 2
 LLAMA, QWEN3_MOE = "llama-8b", "qwen3-30b-a3b"
 MODELS = {"120b": Model("gpt-oss-120b"), "20b": Model("gpt-oss-20b"), LLAMA: Model(LLAMA), QWEN3_MOE: Model(QWEN3_MOE)}
+MODELS |= {name: Model(name) for name in ("qwen3.6-35b-a3b", "qwen3.5-27b")}
 MODELS |= {f"{name}-{kind}": Model(name, kind) for name in (LLAMA, QWEN3_MOE) for kind in ("fp8", "int4")}
 
 

@@ -110,6 +110,8 @@ def _uncovered_experts(config: Decoder, experts: ExpertsSpec) -> tuple[str, str]
         return f"at most {MAX_CHOSEN} experts a token", f"tokens choose {experts.num_experts_per_token}"
     if config.hidden_size > MAX_ROUTED_WIDTH:
         return f"a hidden size of at most {MAX_ROUTED_WIDTH} where experts are chosen", f"is {config.hidden_size}"
+    if experts.shared_ffn is not None and experts.shared_ffn.inner_size % WIDTHS_OF:
+        return f"multiples of {WIDTHS_OF} as widths", f"shared expert's width is {experts.shared_ffn.inner_size}"
     weight_format = FORMATS[experts.weight_format]
     for name, size in (("hidden size", config.hidden_size), ("FFN's width", experts.inner_size)):
         if size % weight_format.block:

@@ -1,5 +1,7 @@
 """RoPE on a GPU with the norm of heads before it and the KV write after it."""
 
+from typing import Any
+
 import pytest
 import torch
 from rotation_cases import check_chunk_write, check_layers, check_rotate
@@ -24,7 +26,7 @@ def test_against_the_reference(lab: Lab, heads: tuple[int, int, int], eps: float
 def test_the_first_elements_turn_and_weights_are_wide(
     lab: Lab, heads: tuple[int, int, int], turning: int, eps: float | None
 ) -> None:
-    wide = {"turning": turning, "dtype": torch.float32}
+    wide: dict[str, Any] = {"turning": turning, "dtype": torch.float32}
     check_rotate(lab, heads, eps, batch=3, rows=4, block=16, **wide)
     check_layers(lab, 2, heads[1:], eps, **wide)
     for coded in (False, True):

@@ -15,10 +15,12 @@ from tiny_models import make_pair, make_target, transformers_logits
 
 import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.checkpoint.quantising import Quantiser
 from lowlat.errors import ConfigError
 from lowlat.models.target import load_target, open_target
 from lowlat.models.weight_plan import weight_plan
 from lowlat.sequence.recurrent import RecurrentState
+from lowlat.tools.quantize import quantise_checkpoint
 
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 8, "prefill_chunk": 16} | {
     "device": "cpu",
@@ -201,6 +203,18 @@ def test_formats_lose_no_token_to_drafts(options: dict[str, Any], tmp_path: Path
     for draft in (None, NGRAM):
         with Runtime.load(tmp_path, draft, **{**OPTIONS, "dtype": "bfloat16"}, **options) as runtime:
             found.append([run_one(runtime, prompt_of(4) * 6, SAMPLED), run_one(runtime, prompt_of(19), SAMPLED)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.second
+def test_files_that_are_written_rounded_are_those_rounded_at_load(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "linear_num_value_heads": 8, "linear_value_head_dim": 16}
+    make_target(tmp_path / "plain", "qwen3_5_moe_text", **sizes, moe_intermediate_size=64)
+    quantise_checkpoint(tmp_path / "plain", tmp_path / "fp8", Quantiser("fp8"))
+    found, ways = [], list[tuple[str, Any]]([("fp8", {}), ("plain", {"quantize": "fp8"})])
+    for name, options in ways:
+        with Runtime.load(tmp_path / name, **OPTIONS, **options) as runtime:
+            found.append(run_one(runtime, prompt_of(19), SAMPLED))
     assert found[0] == found[1]
 
 

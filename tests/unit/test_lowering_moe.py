@@ -61,8 +61,13 @@ def test_experts_without_biases(name: str, depth: int, batch: int, lowered: Lowe
 
 def with_shared(directory: Path, inner: int) -> Pair:
     """A target whose tokens choose 8 of 20 experts of 96, with a shared one; norms are bf16."""
-    sizes = {"hidden_size": 64, "head_dim": 64, "moe_intermediate_size": 96, "shared_expert_intermediate_size": inner}
-    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "head_dim": 64,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": inner,
+    }
+    layers: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     make_target(directory, "qwen3_5_moe_text", num_experts=20, num_experts_per_tok=8, **sizes, **layers)
     pair = Pair(directory)
     pair.source.update({name: each.bfloat16() for name, each in pair.source.items() if "norm" in name})

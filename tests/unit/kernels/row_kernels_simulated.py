@@ -97,7 +97,7 @@ def simulate_router() -> None:
 
 def check_wide_weights(lab: cases.Lab) -> None:
     """Weights of norms in float32; heads of which only the first elements turn."""
-    wide = {"dtype": torch.float32}
+    wide: dict[str, Any] = {"dtype": torch.float32}
     cases.check_norms(lab, 2, 24, **wide)
     cases.check_norms(lab, 1, 4096 + 40, **wide)
     cases.check_split_norms(lab, 1, 5, 16, **wide)

@@ -3,6 +3,8 @@
 Small sizes; the walker checks every address, and copies arrive both as late and as early as they can.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from decode_gemm_walk import product, random, run, walked
@@ -169,8 +171,9 @@ def test_a_product_is_the_gate_of_rows(rows: int, has_bias: bool) -> None:
 
 
 def test_a_gate_stands_alone() -> None:
-    given = {"x": random(2, 64), "weight": pack(random(48, 64)), "gated": random(2, 48)}
-    for more in ({"residual": random(2, 48)}, {"silu": True}):
+    given: Any = {"x": random(2, 64), "weight": pack(random(48, 64)), "gated": random(2, 48)}
+    others: Any = ({"residual": random(2, 48)}, {"silu": True})
+    for more in others:
         out = torch.empty(2, 24 if "silu" in more else 48).bfloat16()
         with pytest.raises(ShapeError, match="a gate has no residual"):
             decode_gemm(**given, **more, out=out)
