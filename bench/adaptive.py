@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from bench.acceptance import given_prompt, read_prompts
-from bench.conditions import stamps_of, write_json
-from bench.subjects import DEMO, open_subject
+from bench.lib.conditions import stamps_of, write_json
+from bench.lib.subjects import DEMO, open_subject
 from lowlat import Runtime, SamplingParams
 from lowlat.options.acceptance import acceptance_for
 from lowlat.tools.bench.scenarios import Case

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.client_recorder import Recorder, recorded
-from bench.conditions import stamps_of, write_json
+from bench.lib.conditions import stamps_of, write_json
 from bench.ready_process import ready_process
 from lowlat.cli.commands.demo import chat_model
 

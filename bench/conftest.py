@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.lib.subjects import open_subject
 from bench.stage import Stage, describe_machine, suite_cases
-from bench.subjects import open_subject
 from lowlat.tools.bench.scenarios import Case
 
 

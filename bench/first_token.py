@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.clock import percentile
-from bench.conditions import stamps_of, write_json
-from bench.dense_cases import LLAMA_8B, TINY
+from bench.lib.clock import percentile
+from bench.lib.conditions import stamps_of, write_json
+from bench.lib.model import Model
 from bench.ready_process import ready_process
 from bench.start import write_checkpoint
 
@@ -45,20 +45,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every prompt at every depth, in the process and through a socket; print the rows and write them."""
     options = _options(arguments)
     target, head = options.directory / "target", options.directory / "head"
-    geometry = TINY if options.tiny else LLAMA_8B
+    model = Model("tiny" if options.tiny else "llama-8b")
     if not (head / "config.json").is_file():
-        write_checkpoint(geometry, options.directory, torch.device(options.device))
+        write_checkpoint(model, options.directory, torch.device(options.device))
     rows = []
     for depth in options.depth:
         for through, ways in (("process", _in_process), ("socket", _by_socket)):
             with ways(target, head if depth else None, depth, options) as ask:
                 for length in options.prompt:
                     row = {"through": through, "prompt": length, "num_speculative_tokens": depth}
-                    rows.append({**row, **_measure(ask, geometry.vocab_size, length, options.runs)})
+                    rows.append({**row, **_measure(ask, model.config.vocab_size, length, options.runs)})
                     print(json.dumps(rows[-1]), flush=True)
     if options.out is not None:
         stamps = stamps_of(torch.device(options.device), options.commit)
-        conditions = {**stamps, "cores": os.cpu_count(), "geometry": geometry.name, "weights": "random"}
+        conditions = {**stamps, "cores": os.cpu_count(), "geometry": model.name, "weights": "random"}
         write_json(options.out, {**conditions, "rows": rows})
 
 

@@ -107,8 +107,8 @@ def serve(options: argparse.Namespace, *, slots: int, step_s: float) -> int:
 
 
 def _model_engine(options: argparse.Namespace, slots: int, facts: dict[str, Any]) -> "RuntimeEngine":
-    from bench.conditions import release
-    from bench.dense_cases import LLAMA_8B
+    from bench.lib.conditions import release
+    from bench.lib.model import Model
     from bench.start import write_checkpoint
     from lowlat import Runtime, SpeculativeConfig
     from lowlat.cli.options import bundled
@@ -122,7 +122,7 @@ def _model_engine(options: argparse.Namespace, slots: int, facts: dict[str, Any]
             import torch
 
             device = torch.device(options.device or "cuda:0")
-            write_checkpoint(LLAMA_8B, target, device)
+            write_checkpoint(Model("llama-8b"), target, device)
             release(device)
         target, draft = target / "target", target / "head"
     speculative = None if draft is None else SpeculativeConfig(model=draft, num_speculative_tokens=DEPTH, strict=True)
@@ -135,7 +135,7 @@ def _model_engine(options: argparse.Namespace, slots: int, facts: dict[str, Any]
 
         gpu = torch.cuda.get_device_name(used)
     facts.update(
-        model=LLAMA_8B.name if options.write_llama else options.model,
+        model="llama-8b" if options.write_llama else options.model,
         weights="random" if options.write_llama else "published",
         device=str(used),
         gpu=gpu,

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.clock import Timed, own_stream, percentile, round_robin
-from bench.conditions import stamps_of, write_json
+from bench.lib.clock import Timed, own_stream, percentile, round_robin
+from bench.lib.conditions import stamps_of, write_json
 from lowlat.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -162,9 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise ConfigError("bench.micro times kernels of an NVIDIA GPU, and there is none")
+    from bench.lib.wall import measure_wall
     from bench.micro_entries import CASE, chain, check_needed, tree
     from bench.micro_moe import SIZES, moe_layers
-    from bench.wall import measure_wall
     from lowlat.executors.launcher import Launcher
 
     device = torch.device(options.device)

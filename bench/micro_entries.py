@@ -7,12 +7,14 @@ turn, and with 20 replays none reaches its limit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from bench.dense_cases import LLAMA_8B, Case, make_weights
-from bench.lowlat_step import GraphStep, step_geometry
+from bench.lib.case import Case
+from bench.lib.model import Model
+from bench.lib.step import Step
+from bench.lib.weights import RandomParts
 from bench.micro import Entry
 from bench.micro_state import agree, buffer_bytes, copied_positions, drafts_of_slots
 from lowlat.errors import LowlatError
@@ -24,7 +26,7 @@ from lowlat.tools.profile.sites import moved_bytes
 
 __all__ = ["CASE", "NEEDED", "chain", "check_needed", "group_name", "groups_by_name", "tree"]
 
-GEOMETRY = replace(LLAMA_8B, num_layers=4, capture_boundaries=(1, 2, 3))
+MODEL = Model("llama-8b", num_layers=4)
 CASE = Case(4, 1024, 3)
 COPIES = 8
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
@@ -41,7 +43,7 @@ NEEDED = {
     "compaction of keys and values": ("tree: ", "kv_compact"),
     "packing of a tree's masks": ("tree: ", "tree_masks"),
 }
-_kept: list[GraphStep] = []  # entries know calls alone; the step owns the buffers
+_kept: list[Step] = []  # entries know calls alone; the step owns the buffers
 
 
 def check_needed(names: Iterable[str]) -> None:
@@ -104,7 +106,7 @@ class _Prepared:
     drafts  that acceptance is to take of each slot
     """
 
-    step: GraphStep
+    step: Step
     drafts: Sequence[int]
 
     @property
@@ -129,9 +131,9 @@ def _entries(
     launcher: Launcher, topology: Topology | None, prefix: str, own: Sequence[str] | None = None
 ) -> list[Entry]:
     """The entries of a step; own: of groups alone that have one of these operations."""
-    drafted = TreeTopology.chain(CASE.num_speculative_tokens) if topology is None else topology
-    shapes = replace(step_geometry(GEOMETRY, CASE, drafted), simulated_acceptance=None)
-    step = GraphStep(GEOMETRY, CASE, make_weights(GEOMETRY, launcher.device), launcher.device, topology, shapes)
+    shapes = MODEL.shapes(CASE, topology, simulated_acceptance=None)
+    weights = RandomParts(MODEL.plan(drafts=True), MODEL.config, launcher.device)
+    step = Step(shapes, CASE, weights, launcher.device, topology)
     _kept.append(step)
     torch.cuda.synchronize(launcher.device)
     prepared = _Prepared(step, drafts_of_slots(CASE.batch, CASE.num_speculative_tokens))

@@ -16,27 +16,36 @@ between them; it measures nothing. Run it from the root of a checkout.
 """
 
 import argparse
-import json
 import math
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.clock import Timed, own_stream, percentile, round_robin
-from bench.conditions import release, stamps_of, write_json
-from bench.dense_cases import Case
-from bench.parallel_step import ParallelModel, ParallelPrompts, ParallelStep, alone_step, devices_of
+from bench.lib.bytes import step_bytes
+from bench.lib.case import Case
+from bench.lib.clock import Timed, own_stream, percentile, round_robin
+from bench.lib.conditions import add_timing_options, release, stamps_of, write_json
+from bench.lib.model import Model
+from bench.lib.run import Work, run_all, wall_of
+from bench.lib.step import Step, devices_of, show_kernels
+from bench.lib.weights import RandomParts, planned
+from bench.prompts import Prompts
 from bench.soak import soak
-from bench.wall import Wall, measure_wall
+from lowlat.engine.loading import rank_geometries
+from lowlat.models.weight_plan import weight_plan
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.step.state import StepGeometry
 
 __all__ = ["CASES", "PROMPTS", "ParallelCase", "main", "table"]
 
+PROFILED_STEPS = 10
+CHUNKS_AT_ONCE = 16
 OTHERS = "vllm_two_cards_ms"
 VLLM_STEPS = {("llama-8b", 1, 8192, 0): 3.65, ("llama-8b", 4, 16384, 0): 4.52, ("llama-70b", 1, 8192, 0): 21.0,
               ("gpt-oss-120b", 1, 4096, 0): 3.94}  # fmt: skip
@@ -64,6 +73,26 @@ class ParallelCase:
         draft = f", draft on {self.draft_size}" if self.step.num_speculative_tokens and self.size > 1 else ""
         kind = ", tp_invariant" if self.invariant else ""
         return f"{self.model}, {self.step.name}, {self.size} GPUs{draft}{kind}"
+
+    def shapes(self, **options: Any) -> StepGeometry:
+        """The shapes of the whole model's programs."""
+        return Model(self.model).shapes(self.step, **options)
+
+    def rank_shapes(self, shapes: StepGeometry) -> list[StepGeometry]:
+        """The shapes of each rank's programs."""
+        options = RuntimeConfig(tensor_parallel_size=self.size, tp_invariant=self.invariant)
+        draft = SpeculativeConfig(method="eagle3", model="random", draft_tensor_parallel_size=self.draft_size)
+        return rank_geometries(shapes, options, draft if shapes.speculator is not None else None)
+
+    def weights(self, device: torch.device) -> RandomParts:
+        """Random weights of the whole model, drawn on a device."""
+        model = Model(self.model)
+        return RandomParts(model.plan(drafts=self.step.num_speculative_tokens > 0), model.config, device)
+
+    def make_step(self, device: torch.device, **options: Any) -> Step:
+        """The step on all its devices; options: fields of its shapes."""
+        shapes, devices = self.shapes(**options), devices_of(device, self.size)
+        return Step(shapes, self.step, self.weights(devices[0]), devices, ranks=self.rank_shapes(shapes))
 
 
 def _cases(*given: tuple[str, Case, tuple[int, ...]], invariant: bool = False) -> tuple[ParallelCase, ...]:
@@ -104,33 +133,19 @@ SMALL_PROMPTS = (("tiny", (1, 2), (300,)),)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every case and write the rows after each; returns 1 if a case failed."""
-    options, begin = _options(arguments), time.perf_counter()
+    options = _options(arguments)
     device = torch.device(options.device)
     if options.soak:
-        stamps, work = {"asked_steps": options.soak, "weights": "random"}, _soaks(options, device)
+        stamps, works = {"asked_steps": options.soak, "weights": "random"}, _soaks(options, device)
     else:
-        wall = _wall(device)
+        with own_stream(device):
+            wall = wall_of(device)
         stamps = {"replays": options.replays, "weights": "random", "wall_gb_per_s": round(wall.gb_per_s, 1)}
-        work = _work(options, device, wall)
+        works = _works(options, device, wall.gb_per_s)
+    works = [work for work in works if not options.only or any(part in work.name for part in options.only)]
     stamps |= stamps_of(device, options.commit)
-    rows: list[dict[str, Any]] = []
-    for name, row, measure in work:
-        start = time.perf_counter()
-        if options.only and not any(part in name for part in options.only):
-            continue
-        if start - begin > options.limit_s:
-            row["skipped"] = f"{options.limit_s:g} s were over"
-        else:
-            try:
-                row |= measure()
-            except Exception as error:  # the other cases are still worth measuring
-                traceback.print_exc()
-                row["error"] = f"{type(error).__name__}: {error}"
-        rows.append({**row, **stamps, "measured_in_s": round(time.perf_counter() - start, 1)})
-        print(json.dumps(rows[-1]), flush=True)
-        write_json(options.out, rows)
-        for each in devices_of(device, options.gpus):
-            release(each)
+    devices = devices_of(device, options.gpus)
+    rows = run_all(works, stamps, partial(write_json, options.out), devices, limit_s=options.limit_s)
     return int(any("error" in row or row.get("problems") for row in rows))
 
 
@@ -138,32 +153,22 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", action="append", default=[], help="a part of a case's name; may repeat")
-    parser.add_argument("--cards", type=int, default=8, help="GPUs at most; cases of more are left out")
+    parser.add_argument("--gpus", "--cards", type=int, default=8, help="GPUs at most; cases of more are left out")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no case after so many seconds")
-    parser.add_argument("--replays", type=int, default=300)
-    parser.add_argument("--turn", type=int, default=50, help="replays between resets")
+    add_timing_options(parser, replays=300, turn=50)
     parser.add_argument("--runs", type=int, default=5, help="of a prompt")
     parser.add_argument("--kernels", type=int, default=0, help="kernels to list for each step, those that take most")
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="run N steps of each case with checks")
     parser.add_argument("--small", action="store_true", help="tiny models, to try everything")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--device", default="cuda:0")
     given = parser.parse_args(arguments)
     if torch.device(given.device).type == "cuda":
         given.gpus = min(given.gpus, torch.cuda.device_count())
     return given
 
 
-def _wall(device: torch.device) -> Wall:
-    if device.type != "cuda":
-        return Wall(100.0, 0, 0, {})
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        return measure_wall(device)
-
-
-def _work(options: argparse.Namespace, device: torch.device, wall: Wall) -> list[tuple[str, dict[str, Any], Any]]:
-    """The name, the described row and the measurement of every case."""
-    found: list[tuple[str, dict[str, Any], Any]] = []
+def _works(options: argparse.Namespace, device: torch.device, gb_per_s: float) -> list[Work]:
+    """The measurement of every case."""
+    found: list[Work] = []
     for case in SMALL_CASES if options.small else CASES:
         if case.size <= options.gpus:
             row = {"model": case.model, "tensor_parallel_size": case.size, **asdict(case.step)}
@@ -174,56 +179,54 @@ def _work(options: argparse.Namespace, device: torch.device, wall: Wall) -> list
             key = case.model, *asdict(case.step).values()
             if case.size == 2 and key in VLLM_STEPS:
                 row[OTHERS] = VLLM_STEPS[key]
-            found.append((case.name, row, lambda case=case: _measure_step(options, case, device, wall)))
+            found.append(Work(case.name, row, partial(_measure_step, options, case, device, gb_per_s)))
     for model, sizes, lengths in SMALL_PROMPTS if options.small else PROMPTS:
         for size in sizes:
             if size <= options.gpus:
                 row = {"model": model, "tensor_parallel_size": size, "prompts": list(lengths)}
-                measure: Any = lambda model=model, size=size, lengths=lengths: _measure_prompts(  # noqa: E731
-                    options, model, size, lengths, device
-                )
-                found.append((f"{model}, prompts, {size} GPUs", row, measure))
+                measure = partial(_measure_prompts, options, model, size, lengths, device)
+                found.append(Work(f"{model}, prompts, {size} GPUs", row, measure))
     return found
 
 
-def _soaks(options: argparse.Namespace, device: torch.device) -> list[tuple[str, dict[str, Any], Any]]:
-    """The name, the described row and the run of every soak, on all GPUs."""
-    found: list[tuple[str, dict[str, Any], Any]] = []
+def _soaks(options: argparse.Namespace, device: torch.device) -> list[Work]:
+    """The run of every soak, on all GPUs."""
+    found: list[Work] = []
     for case in SMALL_SOAKS if options.small else SOAKS:
         if case.size <= options.gpus:
             row = {"model": case.model, "tensor_parallel_size": case.size, **asdict(case.step)}
             row |= {"draft_tensor_parallel_size": case.draft_size, "tp_invariant": case.invariant}
-            found.append((case.name, row, lambda case=case: _soak(options, case, device)))
+            make = partial(case.make_step, device, simulated_acceptance=None)
+            found.append(Work(case.name, row, partial(soak, make, options.soak)))
     return found
 
 
-def _soak(options: argparse.Namespace, case: ParallelCase, device: torch.device) -> dict[str, Any]:
-    model = ParallelModel(case.model, devices_of(device, case.size), case.draft_size, case.invariant)
-    return soak(lambda: ParallelStep(model, case.step, imposed=False), options.soak)
-
-
-def _measure_step(options: argparse.Namespace, case: ParallelCase, device: torch.device, wall: Wall) -> dict[str, Any]:
-    begin = time.perf_counter()
-    model = ParallelModel(case.model, devices_of(device, case.size), case.draft_size, case.invariant)
-    step = ParallelStep(model, case.step)
+def _measure_step(
+    options: argparse.Namespace, case: ParallelCase, device: torch.device, gb_per_s: float
+) -> dict[str, Any]:
+    begin, model = time.perf_counter(), Model(case.model)
+    step = case.make_step(device)
     made_in = time.perf_counter() - begin
     try:
         ms: list[float] = []
         while len(ms) < options.replays:
             ms += step.times(min(options.turn, options.replays - len(ms)))
-        experts = step.expected_experts()
-        moved = step.bytes(experts)
-        all_reduces = step.num_all_reduces
+        spec, num_rows = model.config.experts, case.step.batch * case.step.rows
+        experts = None if spec is None else spec.expected_distinct(num_rows)
+        plan = model.plan(drafts=case.step.num_speculative_tokens > 0)
+        ranks = [each.config for each in case.rank_shapes(step.shapes)]
+        moved = step_bytes(step.program, plan, model.config, case.step, experts, ranks=ranks).total
+        all_reduces = sum(op.kind == "gather_ranks" for op in step.program.ops)
         if options.kernels and device.type == "cuda":
-            print("\n".join(step.list_kernels(options.kernels, wall.gb_per_s)), flush=True)
+            show_kernels(case.name, step.profile(PROFILED_STEPS, gb_per_s), options.kernels)
     finally:
         step.close()
     compared = all_reduces and not case.invariant  # a model of one rank's widths has no parts of K
-    alone = _alone(options, model, case, device) if compared else {}
+    alone = _alone(options, case, device) if compared else {}
     if compared:
         alone["exchanges"] = all_reduces
         alone["exchange_us"] = round(1e3 * (percentile(ms, 50) - alone["alone_ms_p50"]) / all_reduces, 3)
-    floor = moved / wall.gb_per_s / 1e6
+    floor = moved / gb_per_s / 1e6
     return {
         "ms_p50": round(percentile(ms, 50), 4),
         "ms_p99": round(percentile(ms, 99), 4),
@@ -275,13 +278,11 @@ def _figure(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _alone(
-    options: argparse.Namespace, model: ParallelModel, case: ParallelCase, device: torch.device
-) -> dict[str, Any]:
+def _alone(options: argparse.Namespace, case: ParallelCase, device: torch.device) -> dict[str, Any]:
     """What a rank's work takes without exchanges."""
-    for each in model.devices:
+    for each in devices_of(device, case.size):
         release(each)
-    step = alone_step(model, case.step)
+    step = _alone_step(case, devices_of(device, case.size)[0])
     try:
         timed = Timed(case.name, step.replay, step.reset)
         with own_stream(device):
@@ -291,12 +292,37 @@ def _alone(
     return {"alone_ms_p50": round(timed.median, 4)}
 
 
+def _alone_step(case: ParallelCase, device: torch.device) -> Step:
+    """The first rank's work as a step of one device that exchanges nothing: a model of its heads, widths and ids."""
+    shapes = case.rank_shapes(case.shapes())[0]
+    shard, speculator = shapes.config.shard, shapes.speculator
+    if shard is None:
+        raise ValueError("one device has the whole target")
+    first, last = shard.vocabulary(Model(case.model).config.vocab_size)
+    own = replace(shapes.config, shard=None, vocab_size=last - first)
+    plain = dict(weight_plan(own))
+    if speculator is not None and speculator.draft_config is not None:
+        draft = replace(speculator.draft_config, shard=None, vocab_size=last - first)
+        if shard.draft is not None:
+            start, stop = shard.draft.vocabulary(draft.draft_vocab_size)
+            draft = replace(draft, draft_vocab_size=stop - start)
+        speculator = speculator.with_config(draft)
+        plain |= speculator.weight_plan(own.dtype)
+    shapes = replace(shapes, config=own, speculator=speculator)
+    weights = RandomParts(planned(plain, lambda name: "bf16"), own, device)
+    return Step(shapes, case.step, weights, device)
+
+
 def _measure_prompts(
     options: argparse.Namespace, model: str, size: int, lengths: Sequence[int], device: torch.device
 ) -> dict[str, Any]:
-    prompts = ParallelPrompts(ParallelModel(model, devices_of(device, size), 1), max(lengths))
+    case = ParallelCase(model, size, Case(1, max(lengths), 0))
+    shapes, devices = case.shapes(), devices_of(device, size)
+    at_once = min(CHUNKS_AT_ONCE, -(-max(lengths) // shapes.prefill_chunk))
+    shapes = replace(shapes, max_prefill_chunks=at_once)
+    prompts = Prompts(shapes, case.weights(devices[0]), devices, ranks=case.rank_shapes(shapes))
     try:
-        found = {str(length): prompts.times(length, options.runs) for length in lengths}
+        found = {str(length): prompts.times(length, at_once, options.runs) for length in lengths}
     finally:
         prompts.close()
     others = {str(length): VLLM_PROMPTS[model, length] for length in lengths if (model, length) in VLLM_PROMPTS}

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from bench.clock import percentile
-from bench.conditions import stamps_of, write_json
-from bench.subjects import known_geometry
+from bench.lib.clock import percentile
+from bench.lib.conditions import stamps_of, write_json
+from bench.lib.subjects import known_geometry
 from lowlat import Runtime, SamplingParams
 from lowlat.tools.bench.geometry import random_target
 

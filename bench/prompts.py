@@ -17,44 +17,45 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.clock import percentile
-from bench.conditions import stamps_of, write_json
-from bench.targets import BY_NAME, small_model, target_shapes, target_weights
+from bench.lib.case import Case
+from bench.lib.clock import percentile
+from bench.lib.conditions import stamps_of, write_json
+from bench.lib.model import Model
+from bench.lib.step import executor_of
+from bench.lib.weights import RandomParts
 from lowlat.engine.mailbox import Mailbox
-from lowlat.executors import Executor
-from lowlat.executors.devices import DeviceChoice
-from lowlat.executors.graph import GraphExecutor
-from lowlat.executors.make import make_executor
-from lowlat.graphs import Bucket, Paging
+from lowlat.executors.distributed.parallel import ParallelExecutor
+from lowlat.graphs import Paging
 from lowlat.sequence.snapshot_book import NO_SNAPSHOTS, PREFILL_STATES
 from lowlat.speculators.tree.topology import TreeTopology
-from lowlat.step.decode import build_step
-from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
 from lowlat.tools.profile.recording import OURS
 
-__all__ = ["main", "measure_prompt"]
+__all__ = ["Prompts", "main"]
 
 WARM_UP = 2
+LLAMA, QWEN3_MOE = "llama-8b", "qwen3-30b-a3b"
+MODELS = {"120b": Model("gpt-oss-120b"), "20b": Model("gpt-oss-20b"), LLAMA: Model(LLAMA), QWEN3_MOE: Model(QWEN3_MOE)}
+MODELS |= {name: Model(name) for name in ("qwen3.6-35b-a3b", "qwen3.5-27b")}
+MODELS |= {f"{name}-{kind}": Model(name, kind) for name in (LLAMA, QWEN3_MOE) for kind in ("fp8", "int4")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every prompt, print its row, and write the rows where that is asked for."""
     options = _options(arguments)
     device = torch.device(options.device)
-    model = small_model(options.model) if options.small else BY_NAME[options.model]
-    shapes = replace(target_shapes(model, max(options.prompt)), max_prefill_chunks=max(options.at_once))
-    executor = _executor(shapes, target_weights(model, device), device)
+    model = Model("tiny", MODELS[options.model].weights) if options.small else MODELS[options.model]
+    shapes = model.shapes(Case(1, max(options.prompt), 0), max_prefill_chunks=max(options.at_once))
+    prompts = Prompts(shapes, RandomParts(model.plan(drafts=False), model.config, device), [device])
     stamps, rows = stamps_of(device, options.commit), []
     for length in options.prompt:
         for at_once in options.at_once:
-            ms = measure_prompt(executor, shapes, length, at_once, options.runs)
+            ms = prompts.times(length, at_once, options.runs)
             row: dict[str, Any] = {
                 "model": "tiny" if options.small else options.model,
                 "prompt": length,
@@ -67,10 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             rows.append({**row, "weights": "random", **stamps})
             print(json.dumps(row), flush=True)
-            if options.kernels and isinstance(executor, GraphExecutor):
-                for line in list_kernels(executor, shapes, length, at_once)[: options.kernels]:
-                    print(line, flush=True)
-    executor.close()
+            if options.kernels and device.type == "cuda":
+                print("\n".join(prompts.list_kernels(length, at_once)[: options.kernels]), flush=True)
+    prompts.close()
     if options.out is not None:
         write_json(options.out, rows)
     return 0
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(BY_NAME), default="llama-8b")
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama-8b")
     parser.add_argument("--small", action="store_true", help="a tiny model in its format, to try everything")
     parser.add_argument("--prompt", type=int, nargs="+", default=[64, 128, 512, 2048, 8192, 32768], help="tokens")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4], help="chunks, see above")
@@ -93,83 +93,96 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _executor(shapes: StepGeometry, weights: Mapping[str, Any], device: torch.device) -> Executor:
-    bucket = Bucket(1, 1, 0)
-    programs = {bucket: build_step(shapes, bucket, TreeTopology.chain(0))}
-    kind = "graph" if device.type == "cuda" else "reference"
-    choice = DeviceChoice(device, kind, "a benchmark")
-    executor = make_executor(choice, programs, build_prefills(shapes), weights)
-    for name, spec in executor.state.specs.items():
-        if spec.paging is Paging.POSITIONS:
-            executor.state[name].zero_()
-    return executor
+class Prompts:
+    """Prompts that are prefilled by a model whose step drafts nothing, on one device or several.
 
-
-def measure_prompt(executor: Executor, shapes: StepGeometry, length: int, at_once: int, runs: int) -> list[float]:
-    """Milliseconds of each of `runs` prefills of a prompt of so many random tokens."""
-    run, found = _prompt(executor, shapes, length, at_once), []
-    for _ in range(WARM_UP + runs):
-        executor.synchronize()
-        begin = time.perf_counter()
-        run()
-        executor.synchronize()
-        found.append(1e3 * (time.perf_counter() - begin))
-    return found[WARM_UP:]
-
-
-def _prompt(executor: Executor, shapes: StepGeometry, length: int, at_once: int) -> Callable[[], None]:
-    """A function that prefills a prompt of so many random tokens."""
-    mailbox = Mailbox(executor.state, shapes.max_rows - 1)
-    tokens = torch.randint(shapes.config.vocab_size, (length,)).tolist()
-    table, most = list(range(1, shapes.table_width + 1)), at_once * shapes.prefill_chunk
-    names = ("", *(pool.suffix for pool in shapes.window_pools))
-    commands: dict[str, Sequence[int]] = {f"prefill_table{name}": table for name in names}
-    commands |= {PREFILL_STATES: NO_SNAPSHOTS}
-
-    def run() -> None:
-        for start in range(0, length, most):
-            chunk = tokens[start : start + most]
-            mailbox.write_chunk(0, chunk, start, commands)
-            executor.prefill(shapes.prefill_size(len(chunk)))
-
-    return run
-
-
-def list_kernels(executor: GraphExecutor, shapes: StepGeometry, length: int, at_once: int) -> list[str]:
-    """Where a prompt's time goes: milliseconds, share, launches and name of its kernels, the longest first.
-
-    What no kernel fills is "(no kernel runs)"; kernels that overlap count twice, so that it may be less than zero.
+    shapes   of the programs; its context is the longest prompt's
+    weights  of the target
+    ranks    the shapes of each of several devices; (): there is one
     """
-    from torch.profiler import ProfilerActivity, profile
 
-    run, most = _prompt(executor, shapes, length, at_once), at_once * shapes.prefill_chunk
-    run()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+    def __init__(
+        self,
+        shapes: StepGeometry,
+        weights: Mapping[str, Any],
+        devices: Sequence[torch.device],
+        ranks: Sequence[StepGeometry] = (),
+    ) -> None:
+        self._shapes = shapes
+        self._executor = executor_of(ranks or (shapes,), Case(1, 0, 0), weights, devices, TreeTopology.chain(0))
+        of_ranks = self._executor.ranks if isinstance(self._executor, ParallelExecutor) else [self._executor]
+        for rank in of_ranks:
+            for name, spec in rank.state.specs.items():
+                if spec.paging is Paging.POSITIONS:
+                    rank.state[name].zero_()
+
+    def times(self, length: int, at_once: int, runs: int) -> list[float]:
+        """Milliseconds of each of `runs` prefills of a prompt of so many random tokens, so many chunks at once."""
+        run, found = self._prompt(length, at_once), []
+        for _ in range(WARM_UP + runs):
+            self._executor.synchronize()
+            begin = time.perf_counter()
+            run()
+            self._executor.synchronize()
+            found.append(1e3 * (time.perf_counter() - begin))
+        return found[WARM_UP:]
+
+    def _prompt(self, length: int, at_once: int) -> Callable[[], None]:
+        """A function that prefills a prompt of so many random tokens."""
+        shapes, executor = self._shapes, self._executor
+        mailbox = Mailbox(executor.state, shapes.max_rows - 1)
+        tokens = torch.randint(shapes.config.vocab_size, (length,)).tolist()
+        table, most = list(range(1, shapes.table_width + 1)), at_once * shapes.prefill_chunk
+        names = ("", *(pool.suffix for pool in shapes.window_pools))
+        commands: dict[str, Sequence[int]] = {f"prefill_table{name}": table for name in names}
+        commands |= {PREFILL_STATES: NO_SNAPSHOTS}
+
+        def run() -> None:
+            for start in range(0, length, most):
+                chunk = tokens[start : start + most]
+                mailbox.write_chunk(0, chunk, start, commands)
+                executor.prefill(shapes.prefill_size(len(chunk)))
+
+        return run
+
+    def list_kernels(self, length: int, at_once: int) -> list[str]:
+        """Where a prompt's time goes on one GPU: milliseconds, share, launches and name of kernels, the longest first.
+
+        What no kernel fills is "(no kernel runs)"; kernels that overlap count twice, so that it may be less than zero.
+        """
+        from torch.profiler import ProfilerActivity, profile
+
+        run, most = self._prompt(length, at_once), at_once * self._shapes.prefill_chunk
         run()
-        executor.synchronize()
-    events = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
-    events.sort(key=lambda event: event.time_range.start)
-    names = _launched(executor, shapes, length, most)
-    total_us, counts = defaultdict[str, float](float), defaultdict[str, int](int)
-    for event in events:
-        known = next(names, event.name) if all(part in event.name for part in OURS) else event.name
-        label = re.sub(r"<.*|\(.*", "", known)
-        total_us[label] += event.time_range.end - event.time_range.start
-        counts[label] += 1
-    whole = events[-1].time_range.end - events[0].time_range.start
-    total_us["(no kernel runs)"] = whole - sum(total_us.values())
-    return [
-        f"{length:6} by {most:5} {time_us / 1e3:9.3f} ms {time_us / whole:6.1%} {counts[label]:5} {label}"
-        for label, time_us in sorted(total_us.items(), key=lambda item: -item[1])
-    ]
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            run()
+            self._executor.synchronize()
+        events = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
+        events.sort(key=lambda event: event.time_range.start)
+        names = self._launched(length, most)
+        total_us, counts = defaultdict[str, float](float), defaultdict[str, int](int)
+        for event in events:
+            known = next(names, event.name) if all(part in event.name for part in OURS) else event.name
+            label = re.sub(r"<.*|\(.*", "", known)
+            total_us[label] += event.time_range.end - event.time_range.start
+            counts[label] += 1
+        whole = events[-1].time_range.end - events[0].time_range.start
+        total_us["(no kernel runs)"] = whole - sum(total_us.values())
+        return [
+            f"{length:6} by {most:5} {time_us / 1e3:9.3f} ms {time_us / whole:6.1%} {counts[label]:5} {label}"
+            for label, time_us in sorted(total_us.items(), key=lambda item: -item[1])
+        ]
 
+    def _launched(self, length: int, most: int) -> Iterator[str]:
+        """The names of our kernels with their constants, in the order in which a prompt launches them."""
+        for start in range(0, length, most):
+            for group in self._executor.groups(self._shapes.prefill_size(min(most, length - start))):
+                for call in group.kernel_calls:
+                    yield call.kernel.name
 
-def _launched(executor: GraphExecutor, shapes: StepGeometry, length: int, most: int) -> Iterator[str]:
-    """The names of our kernels with their constants, in the order in which a prompt launches them."""
-    for start in range(0, length, most):
-        for group in executor.groups(shapes.prefill_size(min(most, length - start))):
-            for call in group.kernel_calls:
-                yield call.kernel.name
+    def close(self) -> None:
+        """Release graphs and memory of all devices."""
+        self._executor.close()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from bench.clock import own_stream
-from bench.conditions import stamps_of, write_json
+from bench.lib.clock import own_stream
+from bench.lib.conditions import stamps_of, write_json
 from bench.micro import Entry, time_entries
 from lowlat.errors import ConfigError
 from lowlat.kernels.recurrent.delta_conv import prefill_delta_conv
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise ConfigError("bench.recurrent times kernels of an NVIDIA GPU, and there is none")
-    from bench.wall import measure_wall
+    from bench.lib.wall import measure_wall
     from lowlat.executors.launcher import Launcher
 
     device = torch.device(options.device)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.clock import percentile
+from bench.lib.clock import percentile
 
 __all__ = ["MEASURED", "measured_time", "record", "share_of_wall"]
 

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
-from bench.dense_cases import Case
-from bench.lowlat_step import ROOM
+from bench.lib.case import Case
+from bench.lib.model import ROOM
 from lowlat.engine.failed_checks import FailedCheck
 from lowlat.kernels.reference.step.checks import CODE
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.conditions import stamps_of
+from bench.lib.conditions import stamps_of
 from lowlat.engine.runtime import Runtime
 from lowlat.executors.devices import leave_a_core
 from lowlat.tools.bench.machine import processor

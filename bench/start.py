@@ -24,8 +24,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.conditions import stamps_of, write_json
-from bench.dense_cases import LLAMA_8B, TINY, DenseGeometry, make_weights
+from bench.lib.conditions import stamps_of, write_json
+from bench.lib.model import Model
+from bench.lib.weights import hold
+from lowlat.models.layer_spec import AttentionSpec
+from lowlat.tools.draft_model.random_models import write_draft_model
 
 __all__ = ["main", "start_once", "write_checkpoint"]
 
@@ -33,32 +36,26 @@ LAYERS_A_SHARD = 8
 DEPTH = 3
 
 
-def write_checkpoint(geometry: DenseGeometry, directory: Path, device: torch.device) -> tuple[Path, Path]:
+def write_checkpoint(model: Model, directory: Path, device: torch.device) -> tuple[Path, Path]:
     """Write a random target and its head in the layouts of Hugging Face and SpecForge; return their directories."""
-    weights = make_weights(geometry, device)
+    weights: Mapping[str, Any] = hold(model.plan(drafts=False), model.config, device)
     target, head = directory / "target", directory / "head"
     target.mkdir(parents=True, exist_ok=True)
-    head.mkdir(exist_ok=True)
     outer = {"model.embed_tokens.weight": "embed.weight", "model.norm.weight": "norm.weight"}
     _save({name: weights[own] for name, own in (outer | {"lm_head.weight": "lm_head.weight"}).items()}, target, 0)
-    for start in range(0, geometry.num_layers, LAYERS_A_SHARD):
+    mixers = model.config.attentions
+    for start in range(0, len(mixers), LAYERS_A_SHARD):
         shard: dict[str, torch.Tensor] = {}
-        for layer in range(start, min(start + LAYERS_A_SHARD, geometry.num_layers)):
-            shard |= _layer(geometry, weights, f"layers.{layer}", f"model.layers.{layer}")
+        for layer in range(start, min(start + LAYERS_A_SHARD, len(mixers))):
+            shard |= _layer(mixers[layer], weights, f"layers.{layer}", f"model.layers.{layer}")
         _save(shard, target, 1 + start // LAYERS_A_SHARD)
     _index(target)
-    (target / "config.json").write_text(json.dumps(_config(geometry, "LlamaForCausalLM", geometry.num_layers)))
-    save_file({name: tensor.cpu() for name, tensor in _head(geometry, weights).items()}, head / "model.safetensors")
-    extra = {
-        "draft_vocab_size": geometry.draft_vocab_size,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [b - 1 for b in geometry.capture_boundaries]},
-    }
-    (head / "config.json").write_text(json.dumps(_config(geometry, "LlamaForCausalLMEagle3", 1) | extra))
-    return target, head
+    (target / "config.json").write_text(json.dumps(model.geometry.target))
+    return target, write_draft_model(model.geometry, model.config, head)
 
 
-def _layer(geometry: DenseGeometry, weights: Mapping[str, torch.Tensor], own: str, name: str) -> dict[str, Any]:
-    q, k, v = weights[f"{own}.qkv.weight"].split((geometry.query_size, geometry.kv_size, geometry.kv_size))
+def _layer(mixer: AttentionSpec, weights: Mapping[str, torch.Tensor], own: str, name: str) -> dict[str, Any]:
+    q, k, v = weights[f"{own}.qkv.weight"].split((mixer.query_size, mixer.kv_size, mixer.kv_size))
     gate, up = weights[f"{own}.gate_up.weight"].chunk(2)
     return {
         f"{name}.input_layernorm.weight": weights[f"{own}.attn_norm.weight"],
@@ -70,51 +67,6 @@ def _layer(geometry: DenseGeometry, weights: Mapping[str, torch.Tensor], own: st
         f"{name}.mlp.gate_proj.weight": gate,
         f"{name}.mlp.up_proj.weight": up,
         f"{name}.mlp.down_proj.weight": weights[f"{own}.down.weight"],
-    }
-
-
-def _head(geometry: DenseGeometry, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    k, v = weights["head.kv.weight"].chunk(2)
-    gate, up = weights["head.gate_up.weight"].chunk(2)
-    chosen = weights["head.draft_to_target"].long()
-    kept = torch.zeros(geometry.vocab_size, dtype=torch.bool, device=chosen.device)
-    kept[chosen] = True
-    return {
-        "midlayer.input_layernorm.weight": weights["head.embed_norm.weight"],
-        "midlayer.hidden_norm.weight": weights["head.hidden_norm.weight"],
-        "midlayer.self_attn.q_proj.weight": weights["head.q.weight"],
-        "midlayer.self_attn.k_proj.weight": k.contiguous(),
-        "midlayer.self_attn.v_proj.weight": v.contiguous(),
-        "midlayer.self_attn.o_proj.weight": weights["head.o.weight"],
-        "midlayer.post_attention_layernorm.weight": weights["head.ffn_norm.weight"],
-        "midlayer.mlp.gate_proj.weight": gate.contiguous(),
-        "midlayer.mlp.up_proj.weight": up.contiguous(),
-        "midlayer.mlp.down_proj.weight": weights["head.down.weight"],
-        "fc.weight": weights["head.fc.weight"],
-        "norm.weight": weights["head.norm.weight"],
-        "lm_head.weight": weights["head.lm_head.weight"],
-        "d2t": chosen - torch.arange(len(chosen), device=chosen.device),
-        "t2d": kept,
-    }
-
-
-def _config(geometry: DenseGeometry, architecture: str, num_layers: int) -> dict[str, Any]:
-    return {
-        "architectures": [architecture],
-        "model_type": "llama",
-        "hidden_size": geometry.hidden_size,
-        "intermediate_size": geometry.intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": geometry.num_heads,
-        "num_key_value_heads": geometry.num_kv_heads,
-        "head_dim": geometry.head_dim,
-        "hidden_act": "silu",
-        "vocab_size": geometry.vocab_size,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": geometry.rms_norm_eps,
-        "rope_theta": geometry.rope_theta,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
     }
 
 
@@ -190,9 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.start is not None:
         print(json.dumps(start_once(target, head, loading, options.start)))
         return
-    geometry = TINY if options.tiny else LLAMA_8B
+    model = Model("tiny" if options.tiny else "llama-8b")
     if not (head / "config.json").is_file():
-        write_checkpoint(geometry, options.directory, torch.device(options.device))
+        write_checkpoint(model, options.directory, torch.device(options.device))
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         for number in range(1 + options.warm):
@@ -206,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             **stamps,
             "cores": os.cpu_count(),
             "simulated": "weights",
-            "geometry": geometry.name,
+            "geometry": model.name,
             "checkpoint_bytes": size,
             **loading,
         }

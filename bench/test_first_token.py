@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.clock import percentile
 from bench.first_token import MAX_TOKENS, ask_often, asking, asking_server
+from bench.lib.clock import percentile
 from bench.samples import MEASURED, record
 from bench.stage import Stage, suite_cases
 from lowlat.tools.bench.scenarios import Case

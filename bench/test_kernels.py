@@ -11,11 +11,11 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.clock import own_stream, percentile, time_replays
+from bench.lib.clock import own_stream, percentile, time_replays
+from bench.lib.wall import measure_wall
 from bench.micro import Entry, capture
 from bench.micro_entries import chain, tree
 from bench.samples import MEASURED, record, share_of_wall
-from bench.wall import measure_wall
 from lowlat.executors.launcher import Launcher
 
 REPLAYS = 20  # with more, some slot would reach its limit

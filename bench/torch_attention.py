@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.clock import Timed, round_robin
+from bench.lib.clock import Timed, round_robin
 from bench.micro import capture_torch
 
 __all__ = ["CAPACITY_STEP", "WAYS", "AttentionShape", "Choice", "choose", "compile_fixed", "naive", "padded"]

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.clock import Timed, round_robin
-from bench.dense_cases import Case, DenseGeometry
+from bench.lib.case import Case
+from bench.lib.clock import Timed, round_robin
+from bench.lib.model import Model
 from bench.torch_attention import WAYS, AttentionShape, Choice, choose, compile_fixed, padded
+from lowlat.models.geometry import ModelConfig
 
 __all__ = ["GLUES", "TorchStep", "rope_rows"]
 
@@ -32,9 +34,10 @@ def rope_rows(theta: float, head_dim: int, positions: torch.Tensor, dtype: torch
 class _Layers:
     """The row-wise and product parts of a layer; eager ones work in place, compiled ones leave fusion to torch."""
 
-    def __init__(self, geometry: DenseGeometry, glue: str) -> None:
-        self.heads, self.kv_heads, self.head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
-        self.eps, self.compiled = geometry.rms_norm_eps, glue == COMPILED
+    def __init__(self, config: ModelConfig, glue: str) -> None:
+        mixer = config.attention
+        self.heads, self.kv_heads, self.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+        self.eps, self.compiled = config.rms_norm_eps, glue == COMPILED
         parts: tuple[Callable[..., Any], ...] = (self._enter, self._leave, self._join)
         self.enter, self.leave, self.join = map(compile_fixed, parts) if self.compiled else parts
 
@@ -82,7 +85,7 @@ class _Layers:
 
 
 class TorchStep:
-    """One captured step of torch's operations; a `StepUnderTest`.
+    """One captured step of torch's operations.
 
     weights    canonical, row-major; used where they lie, but for the head's fused q, k and v
     attention  ways of `bench.torch_attention` to choose from; None: all
@@ -92,7 +95,7 @@ class TorchStep:
 
     def __init__(
         self,
-        geometry: DenseGeometry,
+        model: Model,
         case: Case,
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
@@ -104,19 +107,22 @@ class TorchStep:
         self.num_launches = 0
         self.glue = EAGER
         self.glue_ms: dict[str, float | str] = {}
-        self.geometry, self.case, self.weights, self.device = geometry, case, weights, device
+        self.case, self.weights, self.device = case, weights, device
+        self.config, self.boundaries = model.config, model.geometry.drafter("eagle3").boundaries
         self.dtype = weights["embed.weight"].dtype
         generator = torch.Generator(device).manual_seed(seed)
         depth, first = case.num_speculative_tokens, case.context + case.rows
         self.capacity = padded(first + depth)
         self.caches = self._fill_caches(generator)
         shape = (case.batch, case.rows)
-        self.tokens = torch.randint(geometry.vocab_size, shape, generator=generator, device=device, dtype=torch.int32)
+        self.tokens = torch.randint(
+            self.config.vocab_size, shape, generator=generator, device=device, dtype=torch.int32
+        )
         self.logits = torch.empty(0, device=device)  # of the last run, [B * T, V]
         self.draft_logits: list[torch.Tensor] = []  # of each draft step, [B, Vd]
-        self._layers = _Layers(geometry, EAGER)
-        positions = torch.arange(self.capacity, device=device)
-        self._turns = rope_rows(geometry.rope_theta, geometry.head_dim, positions, self.dtype)
+        self._layers = _Layers(self.config, EAGER)
+        positions, mixer = torch.arange(self.capacity, device=device), self.config.attention
+        self._turns = rope_rows(mixer.rope.theta, mixer.head_dim, positions, self.dtype)
         spans = [(case.context, first), *((first + level, first + level + 1) for level in range(depth))]
         self._positions = [positions[begin:end].repeat(case.batch) for begin, end in spans]
         self._fused = torch.cat((weights["head.q.weight"], weights["head.kv.weight"])) if depth else None
@@ -130,16 +136,16 @@ class TorchStep:
             self._head_attend = [WAYS[self.head_attention.name](shape, device, self.dtype) for shape in shapes]
 
     def _fill_caches(self, generator: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        g = self.geometry
+        g = self.config.attention
         shape = (self.case.batch, g.num_kv_heads, self.capacity, g.head_dim)
 
         def filled() -> torch.Tensor:
             return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(generator=generator)
 
-        return [(filled(), filled()) for _ in range(g.num_layers + 1)]
+        return [(filled(), filled()) for _ in range(self.config.num_layers + 1)]
 
     def _shape(self, rows: int, length: int) -> AttentionShape:
-        g = self.geometry
+        g = self.config.attention
         return AttentionShape(self.case.batch, g.num_heads, g.num_kv_heads, g.head_dim, rows, length, self.capacity)
 
     def capture(self, glues: Sequence[str] = GLUES, replays: int = 20) -> None:
@@ -165,7 +171,7 @@ class TorchStep:
         self._replay = graphs[self.glue].replay
 
     def _capture(self, glue: str) -> torch.cuda.CUDAGraph:
-        self._layers = _Layers(self.geometry, glue)
+        self._layers = _Layers(self.config, glue)
         current, stream = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -183,8 +189,18 @@ class TorchStep:
         """Launch one step on torch's current stream."""
         self._replay()
 
-    def reset(self) -> None:
-        """Nothing to do: lengths stay where they are."""
+    def described(self) -> dict[str, Any]:
+        """The fields of a row that say how it was made."""
+        head = self.head_attention
+        return {
+            "torch_attention": self.attention.name,
+            "torch_attention_us": self.attention.microseconds,
+            "torch_head_attention": None if head is None else head.name,
+            "torch_head_attention_us": None if head is None else head.microseconds,
+            "torch_glue": self.glue,
+            "torch_glue_ms": self.glue_ms,
+            "torch_launches": self.num_launches,
+        }
 
     @torch.no_grad()
     def run(self) -> None:
@@ -198,7 +214,7 @@ class TorchStep:
 
     def _target(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Captured residual streams and the normed last one, each [M, H]."""
-        g, weights, context, rows = self.geometry, self.weights, self.case.context, self.case.rows
+        g, weights, context, rows = self.config, self.weights, self.case.context, self.case.rows
         turns, own = self._turns[:, self._positions[0]], slice(context, context + rows)
         norms = [weights[f"layers.{layer}.attn_norm.weight"] for layer in range(g.num_layers)]
         residual = F.embedding(self.tokens.view(-1), weights["embed.weight"])
@@ -214,7 +230,7 @@ class TorchStep:
 
     def _keep(self, captured: list[torch.Tensor], boundary: int, residual: torch.Tensor) -> None:
         """Add a residual stream that the head needs; it may be changed in place afterwards."""
-        if self.case.num_speculative_tokens and boundary in self.geometry.capture_boundaries:
+        if self.case.num_speculative_tokens and boundary in self.boundaries:
             captured.append(residual.clone())
 
     def _leave(

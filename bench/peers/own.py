@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from bench.lib.subjects import open_subject
 from bench.peers.engine import Found, Job, Mark, Measured, without_draft_model
 from bench.stage import Stage
-from bench.subjects import open_subject
 from lowlat import __version__
 
 __all__ = ["Own"]

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import msgspec
 
+from bench.lib.subjects import DEMO, known_geometry, open_subject
 from bench.peers.engine import Job
 from bench.peers.engines import ENGINES
 from bench.peers.gguf_file import FAMILIES, write_gguf
 from bench.peers.results import NotCompared, PeerResult, PeerRow
 from bench.peers.worker import COMMAND
-from bench.subjects import DEMO, known_geometry, open_subject
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.models.target import OpenedTarget, open_target
 from lowlat.tools.bench.geometry import random_target

@@ -6,8 +6,8 @@ where that fails, the dynamic one.
 
 from typing import Any
 
+from bench.lib.subjects import known_geometry
 from bench.peers.engine import Arrivals, Found, Job, Mark, Measured, found_package, prompts_of
-from bench.subjects import known_geometry
 from lowlat.tools.bench.measure import Samples
 
 __all__ = ["Transformers"]

@@ -10,13 +10,15 @@ from benches import bench
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.models.partial_kv import PartialKV
 from lowlat.text.grammar import compiler
+from lowlat.tools.bench.geometry import Geometry
 
 first_token = bench("first_token")
-specpv = bench("specpv")
-cases, start = bench("dense_cases"), bench("start")
-schema_suite = bench("schema_suite")
-prompts, targets = bench("prompts"), bench("targets")
-weights = bench("weights")
+specpv = bench("experiments.specpv")
+start = bench("start")
+schema_suite = bench("experiments.schema_suite")
+prompts = bench("prompts")
+dense, gpt_oss, parallel, weights = bench("dense"), bench("gpt_oss"), bench("parallel"), bench("weights")
+TIMES = ["--small", "--device", "cpu", "--replays", "1", "--turn", "1", "--commit", "c0ffee1"]
 
 
 @pytest.mark.second
@@ -128,32 +130,86 @@ def test_a_row_for_each_prompt_and_number_of_chunks(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.second
+def test_a_dense_step_has_a_row_next_to_torchs(tmp_path: Path) -> None:
+    out = tmp_path / "results" / "dense.json"
+    assert dense.main([*TIMES, "--case", "2x24x1", "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())
+    assert row["case"] == "2 x 24, S=1" and row["tokens_per_s_is_simulated"] and row["torch_graph_ms_p50"] > 0
+    assert row["floor_ms"] == pytest.approx(row["bytes"] / row["wall_gb_per_s"] / 1e6, abs=5e-5)
+
+
+@pytest.mark.second
+def test_a_step_of_experts_has_a_row_and_a_soak(tmp_path: Path) -> None:
+    out, soaked = tmp_path / "oss.json", tmp_path / "soak.json"
+    assert gpt_oss.main([*TIMES, "--case", "small, 1 x 320, S=0", "--no-plot", "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())
+    assert row["distinct_experts"] == row["expected_experts"] == 2.0 and row["bound_speedup"] is None
+    assert "small, 1 x 320, S=0" in out.with_suffix(".md").read_text()
+    command = ["--soak", "3", "--context", "64", "--drafts", "0", "--out", str(soaked)]
+    assert gpt_oss.main([*TIMES, *command]) == 0
+    (row,) = json.loads(soaked.read_text())
+    assert (row["steps"], row["passes"], row["tokens_a_step"], row["problems"]) == (3, 1, 1.0, [])
+    with pytest.raises(SystemExit):
+        gpt_oss.main([*TIMES, "--out", str(out), "--case", "unknown"])
+
+
+@pytest.mark.second
+def test_steps_of_several_gpus_have_rows_and_soaks(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    assert parallel.main([*TIMES, "--only", "tiny, 1 x", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    kinds = [(row["tensor_parallel_size"], row.get("tp_invariant", False)) for row in rows]
+    assert kinds == [(1, False), (2, False), (2, True)]
+    assert ["exchange_us" in row for row in rows] == [False, True, False]
+    assert parallel.main([*TIMES, "--only", "tiny, 1 x", "--soak", "6", "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())
+    assert (row["steps"], row["tokens_a_step"], row["problems"], row["tp_invariant"]) == (6, 1.0, [], True)
+
+
+@pytest.mark.second
 def test_a_row_for_each_case_with_its_floor_and_what_is_predicted(tmp_path: Path) -> None:
     """Also what no time was left for has a row."""
-    out, given = tmp_path / "rows.json", ["--small", "--device", "cpu", "--replays", "1", "--turn", "1"]
-    names = ["tiny bf16, LM head bf16, KV bf16", "tiny int4_32, LM head", "tiny fp8, LM head fp8, KV bf16, draft fp8"]
-    only = [word for name in names for word in ("--only", name)]
-    assert weights.main([*given, *only, "--commit", "c0ffee1", "--out", str(out)]) == 0
-    rows = {(row["weights"], row["num_speculative_tokens"], row["batch"]): row for row in json.loads(out.read_text())}
-    assert set(rows) == {
-        ("bf16", 0, 1),
-        ("int4_32", 0, 1),
-        ("bf16", 3, 1),
-        ("fp8", 3, 1),
-        ("bf16", 0, 2),
-        ("int4_32", 0, 2),
-    }
-    for (kind, depth, batch), row in rows.items():
-        plain = rows["bf16", depth, batch]
-        assert (
-            row["commit"] == "c0ffee1"
-            and row["ms_p50"] > 0
-            and row["floor_ms"] == pytest.approx(row["bytes"] / 1e8, abs=1e-4)
-        )
-        beyond = plain["ms_p50"] - plain["floor_ms"]
+    out = tmp_path / "rows.json"
+    assert weights.main([*TIMES, "--only", "KV bf16, 2 x", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["weights"] for row in rows] == ["bf16", "fp8", "int4_32"]
+    beyond = rows[0]["ms_p50"] - rows[0]["floor_ms"]
+    for row in rows:
+        assert row["floor_ms"] == pytest.approx(row["bytes"] / 1e8, abs=1e-4) and row["state_bytes"] == 0
         assert row["predicted_ms"] == pytest.approx(row["floor_ms"] + beyond, abs=2e-4)
-        assert row["bytes"] <= (1.0 if kind == "bf16" else 0.6) * plain["bytes"]
+        assert row["bytes"] <= (1.0 if row["weights"] == "bf16" else 0.7) * rows[0]["bytes"]
     listed = ["--geometry", "qwen3-8b", "--case", "1x64x0", "4x64x0", "--weights", "fp8"]
-    assert weights.main([*given, *listed, "--limit-s", "0", "--out", str(out)]) == 0
+    assert weights.main([*TIMES, *listed, "--limit-s", "-1", "--out", str(out)]) == 0
     found = [(row["model"], row["weights"], row["batch"], row["skipped"]) for row in json.loads(out.read_text())]
-    assert found == [("qwen3-8b", "fp8", batch, "0 s were over") for batch in (1, 4)]
+    assert found == [("qwen3-8b", "fp8", batch, "-1 s were over") for batch in (1, 4)]
+
+
+HYBRID = Geometry(
+    {
+        "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 64,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "full_attention_interval": 4, "vocab_size": 160, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": False, "mtp_num_hidden_layers": 1, "torch_dtype": "bfloat16",
+    }
+)  # fmt: skip
+
+
+@pytest.mark.second
+def test_steps_of_hybrids_have_rows_and_draft_by_mtp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench("lib.model"), "known_geometry", lambda name: HYBRID)
+    out, given = (
+        tmp_path / "rows.json",
+        ["--geometry", "a-small-hybrid", "--method", "mtp", "--weights", "bf16", "int4"],
+    )
+    assert weights.main([*TIMES, *given, "--case", "1x40x0", "2x40x2", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [(row["weights"], row.get("method")) for row in rows] == [
+        *(("bf16", None), ("bf16", "mtp")),
+        *(("int4", None), ("int4", "mtp")),
+    ]
+    state = 3 * 4 * 16 * 16 * 4  # of three layers, a request
+    assert [row["state_bytes"] for row in rows] == [2 * state, 4 * state] * 2
+    assert all(row["bytes"] > row["state_bytes"] and 2 <= row["distinct_experts"] <= 8 for row in rows)

@@ -10,16 +10,12 @@ import msgspec
 import pytest
 import torch
 from bench_cases import environment, result, row
-from benches import bench
 from profiling_cases import cover, record_of
 
 from lowlat.cli.options import bundled
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
-from lowlat.graphs import Bucket
 from lowlat.options.config import SpeculativeConfig
-from lowlat.speculators.tree.topology import TreeTopology
-from lowlat.step.decode import build_step
 from lowlat.tools.bench.compare import compare_results
 from lowlat.tools.bench.gates import GateRun, GateState, Verdict, check_gates, judge, standing
 from lowlat.tools.bench.geometry import RandomWeights, random_target, read_geometries
@@ -29,7 +25,7 @@ from lowlat.tools.bench.report.pages import StageProfile, make_report
 from lowlat.tools.bench.report.plots import plain_svg
 from lowlat.tools.bench.results import read_results, write_struct
 from lowlat.tools.bench.scenarios import Case, Gate, Scenario, read_plan
-from lowlat.tools.bench.step_bytes import attended, program_bytes, step_bytes, weight_sizes
+from lowlat.tools.bench.step_bytes import attended
 from lowlat.tools.draft_model.random_models import write_draft_model
 from lowlat.tools.profile import recording
 
@@ -137,31 +133,6 @@ def test_every_geometry_parses_and_its_bytes_are_the_published_ones(tmp_path: Pa
     assert sizes["qwen3.6-35b-a3b"] == pytest.approx(69.32, abs=0.01)
     assert sizes["qwen3-coder-next"] == pytest.approx(159.35, abs=0.01)
     assert sizes["qwen3-30b-a3b"] == pytest.approx(61.06, abs=0.01)
-
-
-@pytest.mark.parametrize(("weights", "giga"), [("bf16", 6.889), ("fp8", 4.178), ("int4", 2.855)])
-def test_bytes_of_a_moe_in_any_format(weights: str, giga: float) -> None:
-    """Qwen3-30B-A3B at 8192 tokens: dense layers and LM head, 8 of 128 experts, keys and values."""
-    made, case = bench("table_step").TableModel("qwen3-30b-a3b", weights), bench("dense_cases").Case(1, 8192, 0)
-    shapes, drafted = bench("table_step").table_shapes(made, case), TreeTopology.chain(0)
-    program = build_step(shapes, Bucket(1, 1, 0), drafted)
-    assert program_bytes(program, weight_sizes(made.config), [8192.0], 8 / 128) / 1e9 == pytest.approx(giga, abs=1e-3)
-
-
-def test_a_table_s_weights_are_rounded_in_the_groups_that_its_layers_allow() -> None:
-    made = bench("table_step").TableModel("gpt-oss-20b", "int4")
-    weights = bench("table_step").table_weights(made, torch.device("cpu"))
-    shape = next(part.shape for name, part in weights.shapes().items() if name == "layers.0.qkv.int4_scales")
-    assert made.config.quantiser.group == 64 and shape[1] == 2880 // 64
-
-
-@pytest.mark.parametrize("depth", [0, 3])
-def test_bytes_of_a_step_are_those_of_the_dense_benchmark(tiny: tuple[Runtime, Runtime], depth: int) -> None:
-    cases = bench("dense_cases")
-    runtime = tiny[bool(depth)]
-    found = step_bytes(runtime, runtime.ladder.choose(2, depth), [200.0, 200.0], None)
-    expected = cases.step_bytes(cases.TINY, cases.Case(2, 200, depth))
-    assert expected < found < 1.04 * expected + 3000  # norms, which that one leaves out
 
 
 @pytest.mark.parametrize(

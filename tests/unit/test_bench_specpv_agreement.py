@@ -13,7 +13,7 @@ from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 
-agreement = bench("specpv_agreement")
+agreement = bench("experiments.specpv_agreement")
 SPECPV: dict[str, Any] = {
     "enable_specpv": True,
     "specpv_block_size": 2,
@@ -87,7 +87,7 @@ def test_tokens_agree_by_place() -> None:
 def test_rows_are_contexts_and_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.json"
     sizes = ["--context", "328", "248", "--retrieval", "1", "8", "--limit", "1", "--max-tokens", "8", "--device", "cpu"]
-    assert bench("specpv").main(["agreement", *sizes, "--out", str(out), "--commit", "c0ffee1"]) == 0
+    assert bench("experiments.specpv").main(["agreement", *sizes, "--out", str(out), "--commit", "c0ffee1"]) == 0
     found = json.loads(out.read_text())
     assert found["conditions"]["commit"] == "c0ffee1" and found["left_out"] == []
     assert [(row["context"], row["listed_positions"]) for row in found["rows"]] == [

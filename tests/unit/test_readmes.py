@@ -120,7 +120,7 @@ def specpv(repository: Path) -> dict[str, Any]:
 
 
 def test_the_tables_of_specpv_are_their_files_own(specpv: dict[str, Any], measured: str) -> None:
-    page, report = measured, bench("specpv_report")
+    page, report = measured, bench("experiments.specpv_report")
     assert all(row["simulated"] and row["commit"] in page for row in specpv["lossy"])
     assert all(f"specpv_{name}.json" in page for name in specpv)
     assert all(specpv[name]["conditions"]["commit"] in page for name in SPECPV_PAIRS)

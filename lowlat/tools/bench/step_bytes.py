@@ -25,6 +25,7 @@ __all__ = [
     "cache_bytes",
     "listed",
     "part_sizes",
+    "plan_sizes",
     "program_bytes",
     "step_bytes",
     "weight_bytes",
@@ -126,12 +127,12 @@ def weight_sizes(config: ModelConfig, rank: ModelConfig | None = None) -> dict[s
     plan = dict(weight_plan(config))
     if not matrix_parts("lm_head.weight", plan):
         plan["lm_head.weight"] = plan["embed.weight"]  # tied
-    return _by_matrix(plan if rank is None else _part(plan, rank))
+    return plan_sizes(plan if rank is None else _part(plan, rank))
 
 
 def part_sizes(plan: WeightPlan, rank: ModelConfig) -> dict[str, int]:
     """Bytes of a rank's part of planned weights, as operations name them."""
-    return _by_matrix(_part(plan, rank))
+    return plan_sizes(_part(plan, rank))
 
 
 def _part(plan: WeightPlan, rank: ModelConfig) -> WeightPlan:
@@ -139,7 +140,8 @@ def _part(plan: WeightPlan, rank: ModelConfig) -> WeightPlan:
     return {name: (tuple(part.shape), part.dtype) for name, part in rank_weights(whole, rank).items()}
 
 
-def _by_matrix(plan: WeightPlan) -> dict[str, int]:
+def plan_sizes(plan: WeightPlan) -> dict[str, int]:
+    """Bytes of planned weights, as operations name them: of a quantised matrix those of all its parts."""
     sizes: dict[str, int] = {}
     for name, (shape, dtype) in plan.items():
         matrix = matrix_name(name) or name

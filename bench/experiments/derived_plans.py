@@ -1,6 +1,6 @@
 """Whole decode steps with a GPU's tuning table and without it, next to each other.
 
-    python -m bench.derived_plans --out bench/results/h200/derived_plans.json
+    python -m bench.experiments.derived_plans --out bench/results/h200/derived_plans.json
 
 Both steps have the same random weights and are replayed in turns; they differ in the plans of their launches alone, and
 no plan changes a bit: what they commit is compared. A row has both times, their ratio and the launches whose plans
@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 
-from bench.clock import Timed, own_stream, round_robin
-from bench.conditions import add_timing_options, release, stamps_of, summary_of, write_json
-from bench.dense_cases import LLAMA_8B, Case, make_weights
-from bench.gpt_oss_cases import MODELS, OssCase
-from bench.gpt_oss_step import OssStep
-from bench.gpt_oss_step import make_weights as make_oss_weights
-from bench.lowlat_step import ExecutorStep, GraphStep
-from bench.wall import measure_wall
+from bench.lib.case import Case
+from bench.lib.clock import Timed, own_stream, round_robin
+from bench.lib.conditions import add_timing_options, release, stamps_of, summary_of, write_json
+from bench.lib.model import Model
+from bench.lib.step import Step
+from bench.lib.wall import measure_wall
+from bench.lib.weights import Weights, hold
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.lowering.lower import LoweredGroup
 
@@ -36,7 +35,7 @@ __all__ = ["differing", "summary", "tables"]
 
 TUNING = "LOWLAT_TUNING"
 LIMIT = 1.10
-NAMES = ("llama-8b", *MODELS)
+MODELS = {"llama-8b": Model("llama-8b"), "120b": Model("gpt-oss-120b"), "20b": Model("gpt-oss-20b")}
 
 
 @contextmanager
@@ -96,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all cases; return 1 where a case failed or the derived steps are beyond the limit."""
     options = _options(arguments)
     if not torch.cuda.is_available():
-        raise ConfigError("bench.derived_plans compares plans of an NVIDIA GPU, and there is none")
+        raise ConfigError("bench.experiments.derived_plans compares plans of an NVIDIA GPU, and there is none")
     device = torch.device(options.device)
     with own_stream(device):
         return _measure_all(options, device)
@@ -105,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--model", nargs="+", choices=NAMES, default=["llama-8b", "20b"], help="shapes")
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama-8b", "20b"], help="shapes")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--drafts", nargs="+", type=int, default=[0, 3], help="S")
     parser.add_argument("--context", type=int, default=8192)
@@ -121,12 +120,7 @@ def _measure_all(options: argparse.Namespace, device: torch.device) -> int:
         "rows": rows,
     }  # fmt: skip
     for name in options.model:
-        vocabulary = OssCase("20b", Case(1, 1, 0)).draft_vocab_size
-        weights: Any = (
-            make_weights(LLAMA_8B, device)
-            if name == "llama-8b"
-            else make_oss_weights(MODELS[name], device, alike=False, draft_vocab_size=vocabulary)
-        )
+        weights = hold(MODELS[name].plan(drafts=True), MODELS[name].config, device)
         for depth in options.drafts:
             for batch in options.batch:
                 start, case = time.perf_counter(), Case(batch, options.context, depth)
@@ -146,14 +140,16 @@ def _measure_all(options: argparse.Namespace, device: torch.device) -> int:
     return int(content["total_ratio"] > LIMIT or content["median_ratio"] > LIMIT)
 
 
-def _measure(options: argparse.Namespace, name: str, case: Case, weights: Any, device: torch.device) -> dict[str, Any]:
+def _measure(
+    options: argparse.Namespace, name: str, case: Case, weights: Weights, device: torch.device
+) -> dict[str, Any]:
     """A row of both steps. Raises LowlatError where the GPU has no table, or tokens differ."""
-    steps: dict[str, ExecutorStep] = {}
+    steps: dict[str, Step] = {}
     try:
         for kind in ("tabled", "derived"):
             torch.manual_seed(0)  # of keys and values
             with tables(are_used=kind == "tabled"):
-                steps[kind] = _step(name, case, weights, device)
+                steps[kind] = Step(MODELS[name].shapes(case), case, weights, device)
         plans = differing(*(step.executor.groups(step.bucket) for step in steps.values()))
         if not plans["tabled_launches"]:
             raise LowlatError(
@@ -173,19 +169,13 @@ def _measure(options: argparse.Namespace, name: str, case: Case, weights: Any, d
             step.close()
 
 
-def _step(name: str, case: Case, weights: Any, device: torch.device) -> ExecutorStep:
-    if name == "llama-8b":
-        return GraphStep(LLAMA_8B, case, weights, device)
-    return OssStep(MODELS[name], OssCase(name, case), weights, device)
-
-
-def _tokens(step: ExecutorStep) -> torch.Tensor:
+def _tokens(step: Step) -> torch.Tensor:
     """What the slots have committed after their first steps."""
     step.executor.synchronize()
     return step.executor.state["tokens"].clone()
 
 
-def _logits(step: ExecutorStep) -> torch.Tensor:
+def _logits(step: Step) -> torch.Tensor:
     """The bits that lie where the last step's logits were, which later operations of the step may have taken."""
     return step.executor.scratch(step.bucket)["target.logits"].clone().view(torch.int32)
 

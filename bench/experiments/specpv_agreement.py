@@ -1,7 +1,7 @@
 """SpecPV's tokens and distributions next to those of full attention, on texts, by context and budget.
 
-    python -m bench.specpv agreement --texts held_out.json.xz --context 512 1024 2048 --retrieval 8 16 32 --out FILE
-    python -m bench.specpv agreement --pair chat --target DIR --draft-model lowlat/demo/chat_head --chat \\
+    python -m bench.experiments.specpv agreement --texts held_out.json.xz --context 512 1024 --retrieval 8 16 --out FILE
+    python -m bench.experiments.specpv agreement --pair chat --target DIR --draft-model lowlat/demo/chat_head --chat \\
         --texts held_out.json.xz --context 1024 2048 --retrieval 8 24 64 --limit 3 --out FILE
 
 A text is continued twice from the same prompt, by full attention and by SpecPV. `equal_share` is the share of tokens
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from bench.acceptance import conditions_of, given_prompt, runs_on, text_loops, write_result
-from bench.specpv_report import agreement_table
+from bench.experiments.specpv_report import agreement_table
 from bench.training.long_texts import read_texts, spread
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.graphs.program import Op
@@ -40,7 +40,7 @@ from lowlat.tools.quality import Sums
 
 __all__ = ["DEMO", "Budget", "Drawn", "agreement", "bundled_text", "draw", "main"]
 
-DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
+DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
 QUESTION = "What is this text about? Answer in a few sentences."
 
 
@@ -207,7 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.specpv agreement", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench.experiments.specpv agreement",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--pair", default="bundled", help="the name that rows bear")
     parser.add_argument("--target", type=Path, default=DEMO / "target")

@@ -1,4 +1,4 @@
-"""The rows of `bench.specpv`: times of steps, memory, and what cycles of lossless SpecPV take."""
+"""The rows of `bench.experiments.specpv`: times of steps, memory, and what cycles of lossless SpecPV take."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.clock import percentile
-from bench.specpv_agreement import agreement
+from bench.experiments.specpv_agreement import agreement
+from bench.lib.clock import percentile
 from lowlat import Runtime
 from lowlat.models.partial_kv import PartialKV, cycle_gain
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.clock import Timed, percentile, time_waited
+from bench.lib.clock import Timed, percentile, time_waited
 from lowlat.tools.bench.machine import commit_at, driver, processor
 
 __all__ = ["SUMMARY", "add_timing_options", "release", "stamps_of", "summary_of", "write_json"]
@@ -17,10 +17,10 @@ WAITED_REPLAYS = 100
 SUMMARY = ("ms_p50", "ms_p99", "ms_least", "host_ms_p50", "host_ms_p99")
 
 
-def add_timing_options(parser: argparse.ArgumentParser, *, replays: int) -> None:
-    """Add the options that all timings of whole steps have; replays: the default."""
+def add_timing_options(parser: argparse.ArgumentParser, *, replays: int, turn: int = 20) -> None:
+    """Add the options that all timings of whole steps have; replays, turn: the defaults."""
     parser.add_argument("--replays", type=int, default=replays)
-    parser.add_argument("--turn", type=int, default=20, help="replays between resets, and of a turn")
+    parser.add_argument("--turn", type=int, default=turn, help="replays between resets, and of a turn")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--device", default="cuda:0")
 

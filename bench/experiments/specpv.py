@@ -1,9 +1,9 @@
 """SpecPV next to full attention: time of steps, tokens/s over a whole schedule, memory, and how long the tokens agree.
 
-    python -m bench.specpv --model gpt-oss-120b llama-8b --context 16384 32768 65536 --depth 3 5 --batch 1 4 --out FILE
-    python -m bench.specpv --model bundled --context 512 1024 --retrieval 4 8 16 --refresh 8 --threshold 64 --out FILE
-    python -m bench.specpv --model llama-8b --context 65536 98304 131072 --threshold 8192 --lossless --out specpv.json
-    python -m bench.specpv agreement --texts held_out.json.xz --out agreement.json        see bench/specpv_agreement.py
+    python -m bench.experiments.specpv --model gpt-oss-120b llama-8b --context 16384 65536 --depth 3 5 --out FILE
+    python -m bench.experiments.specpv --model bundled --context 512 --retrieval 4 8 16 --refresh 8 --out FILE
+    python -m bench.experiments.specpv --model llama-8b --context 65536 131072 --lossless --out specpv.json
+    python -m bench.experiments.specpv agreement --texts held_out.json.xz --out FILE      see `specpv_agreement`
 
 SpecPV is lossy, except with `--lossless`, where a step is a cycle of proposals and their verification. `bundled` is the
 bundled pair, greedy, on its own texts: rows give the share of tokens that equal those of full attention at the same
@@ -37,10 +37,10 @@ from typing import Any
 
 import torch
 
-from bench import specpv_agreement
-from bench.conditions import release, stamps_of, write_json
-from bench.specpv_agreement import DEMO, bundled_text
-from bench.specpv_rows import COLUMNS, Case, Run, cycle, memory, row, table
+from bench.experiments import specpv_agreement
+from bench.experiments.specpv_agreement import DEMO, bundled_text
+from bench.experiments.specpv_rows import COLUMNS, Case, Run, cycle, memory, row, table
+from bench.lib.conditions import release, stamps_of, write_json
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import ConfigError
 from lowlat.models.target import OpenedTarget

@@ -1,6 +1,6 @@
 """The host's own work in a step: microseconds of `Runtime.step` over a step that costs nothing.
 
-    python -m bench.host_time
+    python -m bench.experiments.host_time
 
 A device's step must take longer than this: then the next step is always launched in time (`ahead`), and the device
 never waits for the host. `in_turn` is an executor whose steps have ended when they return; there `gap_us` passes
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import lowlat
-from bench.clock import percentile
+from bench.lib.clock import percentile
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
 from lowlat.engine.loading import Loaded, load
 from lowlat.graphs import Bucket, BufferSet

@@ -1,4 +1,4 @@
-"""`python -m bench.wall` prints the memory wall of this GPU as JSON; `lowlat.tools.profile.wall` tells what it is."""
+"""`python -m bench.lib.wall` prints the memory wall of this GPU as JSON; see `lowlat.tools.profile.wall`."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import torch
 
-from bench.clock import own_stream
+from bench.lib.clock import own_stream
 from lowlat.tools.profile.wall import GIBIBYTE, Wall, exclusive_or, measure_wall
 
 __all__ = ["Wall", "exclusive_or", "measure_wall"]

@@ -1,6 +1,6 @@
-"""Tables in Markdown of what `bench.specpv` and `bench.specpv agreement` have written of lossy SpecPV.
+"""Tables in Markdown of what `bench.experiments.specpv` and its `agreement` have written of lossy SpecPV.
 
-    python -m bench.specpv_report specpv.json --agreement agreement.json agreement_long.json
+    python -m bench.experiments.specpv_report specpv.json --agreement agreement.json agreement_long.json
 
 The first is a line for each model, number of requests and context, and has full attention next to SpecPV's default
 budget. The second is a line for each pair, context and budget; budgets that never left anything out are not in it.
@@ -59,8 +59,8 @@ def _beside(full: Mapping[str, Any], partial: Mapping[str, Any]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table of a result file, and of those of agreement that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", type=Path, help="what bench.specpv wrote, of one budget")
-    parser.add_argument("--agreement", type=Path, nargs="+", default=[], help="what bench.specpv agreement wrote")
+    parser.add_argument("figures", type=Path, help="what bench.experiments.specpv wrote, of one budget")
+    parser.add_argument("--agreement", type=Path, nargs="+", default=[], help="what its agreement wrote")
     options = parser.parse_args(arguments)
     print("\n".join(figures_table(json.loads(options.figures.read_text(encoding="utf-8")))))
     results = [json.loads(file.read_text(encoding="utf-8")) for file in options.agreement]

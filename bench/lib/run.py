@@ -1,0 +1,83 @@
+"""The run of a benchmark's cases: one row each, written as it ends, with what failed and what no time was left for."""
+
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.lib.conditions import release
+from bench.lib.wall import Wall, measure_wall
+
+__all__ = ["Work", "conditions_path", "read_results", "run_all", "tokens_per_s", "wall_of"]
+
+Row = dict[str, Any]
+NO_WALL = Wall(100.0, 0, 0, {})  # where there is no GPU: figures mean nothing
+
+
+@dataclass(frozen=True)
+class Work:
+    """One case: its name, the part of its row that describes it, and what completes the row."""
+
+    name: str
+    described: Row
+    measure: Callable[[], Row]
+
+
+def run_all(
+    works: Iterable[Work],
+    stamps: Mapping[str, Any],
+    write: Callable[[list[Row]], None],
+    devices: Sequence[torch.device],
+    *,
+    limit_s: float = math.inf,
+    shown: Callable[[Row], Row] = lambda row: row,
+) -> list[Row]:
+    """Measure every case; a failed one has `error` in its row, one that the time is over for `skipped`.
+
+    write  called with all rows after each case
+    shown  a row as it is printed
+    """
+    begin, rows = time.perf_counter(), list[Row]()
+    for work in works:
+        start, row = time.perf_counter(), dict(work.described)
+        if start - begin > limit_s:
+            row["skipped"] = f"{limit_s:g} s were over"
+        else:
+            try:
+                row |= work.measure()
+            except Exception as error:  # the other cases are still worth measuring
+                traceback.print_exc()
+                row["error"] = f"{type(error).__name__}: {error}"
+        rows.append({**row, **stamps, "measured_in_s": round(time.perf_counter() - start, 1)})
+        write(rows)
+        print(json.dumps(shown(rows[-1])), flush=True)
+        for device in devices:
+            release(device)
+    return rows
+
+
+def wall_of(device: torch.device) -> Wall:
+    """The memory wall of a GPU; of another device one that means nothing."""
+    return measure_wall(device) if device.type == "cuda" else NO_WALL
+
+
+def tokens_per_s(batch: int, ms: float, length: float | None) -> float:
+    """Tokens/s of so many slots at tokens a step; None: one."""
+    return round(1e3 * batch * (length or 1.0) / ms, 1)
+
+
+def conditions_path(results: Path) -> Path:
+    """Where the conditions lie that all rows of a results file share."""
+    return results.with_suffix(".conditions.json")
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The rows of a results file, and their conditions."""
+    conditions = json.loads(conditions_path(path).read_text(encoding="utf-8"))
+    return {"conditions": conditions, "rows": json.loads(path.read_text(encoding="utf-8"))}

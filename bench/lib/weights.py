@@ -1,0 +1,211 @@
+"""Random weights of a model, drawn on the device in the very parts of their formats.
+
+A step's time does not depend on their values, but for an MoE layer's choice of experts: random routers spread their
+rows. Codes are random bits, all of which are numbers, and scales keep activations at their size. No two matrices are
+alike, so the L2 helps no more than it does with real ones. Weights are drawn in an order that the model fixes, by one
+generator: a seed gives the same ones whenever they are drawn.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from lowlat.checkpoint.quantising import LAYERS
+from lowlat.checkpoint.source import Named, WeightSource
+from lowlat.errors import ConfigError
+from lowlat.kernels.formats import MATRIX_FORMATS
+from lowlat.kernels.formats.mxfp4 import MXFP4, SCALE_OFFSET
+from lowlat.kernels.gemm.packing import gate_up_permutation
+from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.layer_spec import ExpertsSpec
+from lowlat.models.weight_plan import WeightPlan
+
+__all__ = ["Part", "Plan", "RandomParts", "Weights", "hold", "planned"]
+
+MXFP4_SCALES = (119, 121)  # 2 ** -8 and 2 ** -7: uniform codes have deviation 2.9, and 2880 columns want 1 / 54
+DEVIATIONS = {"fp8": 60.0, "fp8_block": 60.0, "nvfp4": 30.0}  # of random codes, about
+INT4_DEVIATION = 4.6
+NVFP4_ONE = 0x38  # the scale 1.0
+
+Weights = dict[str, torch.Tensor | PackedExperts]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A weight, or a part of a matrix that is held by several.
+
+    scale  that its format's scales have, so that the matrix keeps activations at their size; 0 of a plain weight
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    scale: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+Plan = Mapping[str, Part]  # canonical name -> what it is
+
+
+def planned(plain: WeightPlan, format_of: Callable[[str], str]) -> Plan:
+    """A plan of plain weights with their linear layers, experts' among them, in formats by canonical name.
+
+    Raises ConfigError for a format that is not known, or that does not hold a matrix of that shape.
+    """
+    plan: dict[str, Part] = {}
+    for name, (shape, dtype) in plain.items():
+        kind = format_of(name) if _is_linear(name) else "bf16"
+        if kind == "bf16":
+            plan[name] = Part(shape, dtype)
+            continue
+        if kind not in MATRIX_FORMATS:
+            raise ConfigError(f"weights {kind!r:.40} are no format; there are {', '.join(MATRIX_FORMATS)}")
+        *outer, rows, columns = shape
+        if columns % MATRIX_FORMATS[kind].block:
+            raise ConfigError(f"{name} has {columns} columns, no multiple of {kind}'s {MATRIX_FORMATS[kind].block}")
+        scale = columns**-0.5 / DEVIATIONS.get(kind, INT4_DEVIATION)
+        for part, (own, held) in MATRIX_FORMATS[kind].specs(rows, columns, torch.bfloat16).items():
+            stored = torch.bfloat16 if part == "int4_scales" else held
+            plan[f"{name.removesuffix('.weight')}.{part}"] = Part((*outer, *own), stored, scale)
+    return plan
+
+
+def _is_linear(name: str) -> bool:
+    owner, _, part = name.rpartition(".")
+    return part == "weight" and owner.rpartition(".")[2] in (*LAYERS, "lm_head")
+
+
+class RandomParts(WeightSource):
+    """A plan's weights, made on the device one at a time as they are streamed.
+
+    vocab_size  of the target, from which the ids of a draft model's tokens are chosen
+    tied        the LM head is the embedding
+    alike       routers ignore their rows: a layer's bias alone chooses, another choice in each layer
+    """
+
+    def __init__(
+        self, plan: Plan, config: ModelConfig, device: torch.device, *, alike: bool = False, seed: int = 0
+    ) -> None:
+        self._plan, self._device, self._alike, self._seed = plan, device, alike, seed
+        self._vocab_size = config.vocab_size
+        tied = config.tie_embeddings and "lm_head.weight" not in plan and "embed.weight" in plan
+        self._aliases = {"lm_head.weight": "embed.weight"} if tied else {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        own = self._aliases.get(name, name)
+        for drawn, tensor in self.draw(self._generator()):
+            if drawn == own:
+                return tensor
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._plan
+        yield from self._aliases
+
+    def __len__(self) -> int:
+        return len(self._plan) + len(self._aliases)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._plan or name in self._aliases
+
+    def stream(self, arena: torch.Tensor | None = None) -> Generator[Named, None, None]:
+        """See `WeightSource.stream`; every tensor has memory of its own, on the device."""
+        second = {own: name for name, own in self._aliases.items()}
+        for name, tensor in self.draw(self._generator()):
+            yield (name, second[name]) if name in second else (name,), tensor
+
+    def shapes(self) -> dict[str, torch.Tensor]:
+        """See `WeightSource.shapes`."""
+        found = {name: torch.empty(part.shape, dtype=part.dtype, device="meta") for name, part in self._plan.items()}
+        return found | {name: found[own] for name, own in self._aliases.items()}
+
+    @property
+    def arena_bytes(self) -> int:
+        """None is needed: nothing is read."""
+        return 0
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self._device).manual_seed(self._seed)
+
+    def draw(self, generator: torch.Generator, *, experts: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in the plan's order; experts: with the codes of experts in MXFP4."""
+        for name, part in self._plan.items():
+            if experts or not _is_mxfp4(name):
+                yield name, self._drawn(name, part, generator)
+
+    def _drawn(self, name: str, part: Part, generator: torch.Generator) -> torch.Tensor:
+        if part.dtype == torch.int32 and not part.scale:  # the ids of a draft model's tokens
+            chosen = torch.randperm(self._vocab_size, generator=generator, device=self._device)[: part.shape[0]]
+            return chosen.sort().values.to(torch.int32)
+        made = torch.empty(part.shape, dtype=part.dtype, device=self._device)
+        if _is_mxfp4(name):
+            low, high = MXFP4_SCALES if name.endswith("scales") else (0, 256)
+            return made.random_(low, high, generator=generator)
+        if not part.scale:
+            return made.normal_(*_spread(name, part.shape, self._alike), generator=generator)
+        kind = name.rpartition(".")[2]
+        if part.dtype in (torch.float32, torch.bfloat16):
+            return made.copy_(torch.tensor(part.scale).bfloat16())
+        if kind == "nvfp4_scales":
+            return made.fill_(NVFP4_ONE)
+        made.random_(0, 16 if kind.endswith("zeros") else 256, generator=generator)
+        return made.bitwise_and_(0xF7) if kind == "fp8" else made  # no NaN
+
+
+def hold(plan: Plan, config: ModelConfig, device: torch.device, *, alike: bool = False, seed: int = 0) -> Weights:
+    """A plan's weights on the device, all at once, for several steps: matrices row-major, on a GPU experts in MXFP4
+    packed."""
+    source, packs = RandomParts(plan, config, device, alike=alike, seed=seed), device.type == "cuda"
+    generator = torch.Generator(device).manual_seed(seed)
+    weights: Weights = dict(source.draw(generator, experts=not packs))
+    for name in source:
+        if name not in plan:
+            weights[name] = weights["embed.weight"]
+    if not packs:
+        return weights
+    layers = (int(name.split(".")[1]) for name in plan if _is_mxfp4(name))
+    for layer, _ in groupby(layers):
+        ffn = config.layers[layer].ffn
+        if isinstance(ffn, ExpertsSpec):
+            weights.update(_packed_experts(ffn, config.hidden_size, layer, device, generator))
+    return weights
+
+
+def _packed_experts(
+    experts: ExpertsSpec, hidden: int, layer: int, device: torch.device, generator: torch.Generator
+) -> Iterator[tuple[str, PackedExperts]]:
+    inner = experts.inner_size
+    shapes = {"gate_up": (2 * inner, hidden, gate_up_permutation(inner)), "down": (hidden, inner, None)}
+    for part, (rows, columns, order) in shapes.items():
+        packed = allocate_experts(
+            MXFP4, num_experts=experts.num_matrices, rows=rows, columns=columns, order=order, device=device
+        )
+        packed.words.random_(-(1 << 31), 1 << 31, generator=generator)
+        if packed.scales is not None:
+            packed.scales.random_(*(scale + SCALE_OFFSET for scale in MXFP4_SCALES), generator=generator)
+        yield f"layers.{layer}.experts.{part}", packed
+
+
+def _is_mxfp4(name: str) -> bool:
+    return name.endswith((".blocks", ".scales"))
+
+
+def _spread(name: str, shape: tuple[int, ...], alike: bool) -> tuple[float, float]:
+    """Mean and deviation of a weight, so that activations keep their size and routers spread their rows."""
+    if "router" in name:
+        if alike:
+            return 0.0, float(name.endswith("bias"))
+        return 0.0, 0.0 if name.endswith("bias") else shape[-1] ** -0.5
+    if "norm" in name:
+        return 1.0, 0.1
+    if name.endswith("bias"):
+        return 0.0, 0.02
+    if name.endswith(("sinks", "embed.weight")):
+        return 0.0, 1.0
+    return 0.0, shape[-1] ** -0.5

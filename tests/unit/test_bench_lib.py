@@ -1,0 +1,255 @@
+"""What programs of bench/ share: bytes against committed rows, weights, steps, soaks, rows and reports."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from benches import bench
+
+from bench.lib.bytes import step_bytes
+from bench.lib.case import Case
+from bench.lib.model import Model, bucket_of
+from bench.lib.step import Step
+from bench.lib.weights import RandomParts, hold
+from bench.parallel import ParallelCase
+from bench.soak import Soaked, check_state, soak
+from lowlat.engine.memory.plan import memory_need
+from lowlat.errors import ConfigError, ShapeError
+from lowlat.graphs import Bucket, Role
+from lowlat.kernels.gemm.prefill.plan import segments_of
+from lowlat.kernels.reference.step import checks
+from lowlat.models.weight_plan import weight_plan
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.checks import CheckedKinds
+from lowlat.step.decode import build_step
+from lowlat.step.prefill import build_prefill
+
+CPU = torch.device("cpu")
+clock, micro, report, run = bench("lib.clock"), bench("micro"), bench("report"), bench("lib.run")
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    return Case(row["batch"], row["context"], row["num_speculative_tokens"])
+
+
+def counted(model: Model, case: Case, experts: float | None = None, **options: Any) -> int:
+    chain = TreeTopology.chain(case.num_speculative_tokens)
+    program = build_step(model.shapes(case), bucket_of(case, chain), chain)
+    plan = model.plan(drafts=case.num_speculative_tokens > 0)
+    return step_bytes(program, plan, model.config, case, experts, **options).total
+
+
+def rows_of(repository: Path, name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((repository / "bench" / "results" / name).read_text())
+    return rows
+
+
+def test_bytes_of_committed_rows_of_whole_models(repository: Path) -> None:
+    for row in rows_of(repository, "h200/dense.json"):
+        assert counted(Model("llama-8b"), case_of(row), matrices_only=True) == row["bytes"]
+    for row in rows_of(repository, "h200/gpt_oss.json"):
+        model, experts = Model(f"gpt-oss-{row['model']}"), fmean(row["distinct_experts_a_layer"])
+        assert counted(model, case_of(row), experts, matrices_only=True) == row["bytes"]
+
+
+def test_bytes_of_committed_rows_of_formats(repository: Path) -> None:
+    for row in rows_of(repository, "h200/weights.json"):
+        weights = "bf16" if row["weights"] == "mxfp4" else row["weights"]
+        model = Model(row["model"], weights, row["lm_head"], row["kv"], row["draft"])
+        experts = model.config.experts
+        chosen = None if experts is None else experts.num_experts_per_token
+        only = not row["model"].startswith("qwen3")
+        assert counted(model, case_of(row), chosen, matrices_only=only) == row["bytes"], row
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_of_committed_rows_of_several_gpus(repository: Path, size: int) -> None:
+    known: dict[ParallelCase, int] = {}
+    for row in rows_of(repository, f"h200x{size}/parallel.json"):
+        if "prompts" in row:
+            continue
+        case, model = case_of(row), Model(row["model"])
+        drafts_on = row.get("draft_tensor_parallel_size") or 1
+        cut = ParallelCase(row["model"], row["tensor_parallel_size"], case, drafts_on)
+        spec = model.config.experts
+        experts = None if spec is None else spec.expected_distinct(case.batch * case.rows)
+        assert experts == row["expected_experts"]
+        if cut not in known:
+            ranks, chain = cut.rank_shapes(cut.shapes()), TreeTopology.chain(case.num_speculative_tokens)
+            program, plan = build_step(ranks[0], bucket_of(case, chain), chain), model.plan(drafts=chain.depth > 0)
+            configs = [each.config for each in ranks]
+            known[cut] = step_bytes(program, plan, model.config, case, experts, ranks=configs).total
+        rounded = 0 if spec is None else 1e-5 * known[cut]  # vectors of gpt-oss that those rows left out
+        assert known[cut] == pytest.approx(row["bytes_of_a_card"], rel=0, abs=rounded), row
+
+
+def test_recurrent_states_are_read_and_written_once() -> None:
+    model, case = Model("qwen3.5-27b"), Case(2, 8192, 0)
+    config = model.config
+    (spec,) = set(config.deltas.values())
+    state = 2 * 2 * len(config.deltas) * 4 * spec.num_value_heads * spec.key_dim * spec.value_dim
+    chain = TreeTopology.chain(0)
+    program = build_step(model.shapes(case), bucket_of(case, chain), chain)
+    found = step_bytes(program, model.plan(drafts=False), config, case)
+    kept = 2 * 2 * 2 * case.context * config.attention.kv_size * len(config.attentions)
+    weights = sum(part.num_bytes for name, part in model.plan(drafts=False).items() if name != "embed.weight")
+    assert found.state == state > 0
+    assert found.total == pytest.approx(weights + kept + found.state, rel=1e-3)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4", "int4_32_zeros", "nvfp4"])
+def test_weights_are_those_of_their_plan_each_time(weights: str) -> None:
+    model = Model("tiny-experts" if weights == "bf16" else "tiny", weights, draft=weights)
+    plan = model.plan(drafts=True)
+    held, source = hold(plan, model.config, CPU), RandomParts(plan, model.config, CPU)
+    streamed = {names[0]: tensor for names, tensor in source.stream()}
+    assert list(streamed) == list(held) == list(plan) == list(source)
+    for name, part in plan.items():
+        assert (streamed[name].shape, streamed[name].dtype) == (torch.Size(part.shape), part.dtype)
+        assert torch.equal(streamed[name], held[name])  # type: ignore[arg-type]
+    assert streamed["head.draft_to_target"].diff().min() > 0
+    with pytest.raises(ConfigError, match="'int3' are no format"):
+        Model("tiny", "int3").plan(drafts=False)
+
+
+def test_the_groups_of_int4_are_those_that_all_layers_allow() -> None:
+    part = Model("gpt-oss-20b", "int4").plan(drafts=False)["layers.0.qkv.int4_scales"]
+    assert part.shape[1] == 2880 // 64
+
+
+def test_percentiles_and_turns() -> None:
+    assert clock.percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert clock.percentile([float(k) for k in range(300)], 99) == 296.0
+    with pytest.raises(ValueError, match="no values"):
+        clock.percentile([], 50)
+    order: list[str] = []
+    entries = [
+        clock.Timed(name, lambda name=name: order.append(name), lambda name=name: order.append(name.upper()))
+        for name in "ab"
+    ]
+    clock.round_robin(entries, 5, 3, CPU)
+    assert "".join(order) == "AaaaaaBbbbbbAaaaaBbbbb"  # a reset, two replays untimed, then at most three timed
+    assert [len(entry.ms) for entry in entries] == [5, 5]
+
+
+def test_a_case_that_fails_and_one_without_time_have_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> dict[str, Any]:
+        raise ShapeError("no")
+
+    written: list[int] = []
+    works = [run.Work("a", {"case": "a"}, fail), run.Work("b", {"case": "b"}, lambda: {"ms_p50": 1.0})]
+    rows = run.run_all(works, {"commit": "abc"}, lambda rows: written.append(len(rows)), [CPU])
+    assert rows[0]["error"] == "ShapeError: no" and rows[1]["ms_p50"] == 1.0 and written == [1, 2]
+    (late,) = run.run_all(works[1:], {}, lambda rows: None, [CPU], limit_s=-1.0)
+    assert late["skipped"] == "-1 s were over" and "ms_p50" not in late
+
+
+@pytest.mark.parametrize("name", ["dense", "gpt_oss"])
+def test_reports_are_those_of_their_rows(repository: Path, name: str) -> None:
+    path = repository / "bench" / "results" / "h200" / f"{name}.json"
+    result = run.read_results(path)
+    assert f"{report.table(result['rows'])}\n\n{report.caption(result)}\n" == path.with_suffix(".md").read_text()
+
+
+def test_rows_of_single_kernels() -> None:
+    entry = micro.Entry("copy", lambda copy: [], copies=10, moved_bytes=4_000_000)
+    row = micro.describe(entry, [0.02, 0.01, 0.03], 4e3)
+    assert (row["us_p50"], row["us_p99"], row["gb_per_s"], row["share_of_wall"]) == (2.0, 3.0, 2000.0, 0.5)
+
+
+def test_a_soak_sees_what_is_wrong() -> None:
+    case = Case(2, 192, 3)
+    state = {
+        "lengths": torch.tensor([192 + 10, 192 + 40]),
+        "active": torch.tensor([1, 1]),
+        "num_drafts": torch.tensor([3, 0]),
+    }
+    fine = torch.ones(2, 4, dtype=torch.uint8)
+    assert check_state(state, fine, case, 10) == []
+    assert "slot 0 has 202 tokens 11 steps" in check_state(state, fine, case, 11)[0]
+    assert "not finite" in check_state(state, fine * 0, case, 10)[0]
+    state["active"][1], state["num_drafts"][0] = 0, 4
+    assert len(check_state(state, fine, case, 10)) == 2
+    state["ring_checks"] = torch.zeros(64, 3, checks.WIDTH, dtype=torch.int64)
+    state["ring_checks"][7, 1, :4] = torch.tensor([checks.MASK_DEAD, 3, 9, 0])
+    assert check_state(state, fine, case, 10)[2] == "a check failed within 10 steps: dead row 3 has mask 0x9"
+
+
+def test_a_checked_step_is_put_into_the_middle_of_a_context() -> None:
+    """Nothing fails of a step whose slots did not join, nor when it begins again."""
+    model, case = Model("tiny"), Case(2, 192, 3)
+    every = CheckedKinds(masks=True, spans=True, lengths=True, falls_back=False)
+    shapes = model.shapes(case, checks=every, simulated_acceptance=None)
+    step = Step(shapes, case, hold(model.plan(drafts=True), model.config, CPU), CPU)
+    try:
+        for _ in range(2):
+            step.reset()
+            for number in range(1, 4):
+                step.replay()
+                ((state, sound),) = step.looks()
+                assert check_state(state, sound, case, number) == []
+        state["tree_masks"][0, 1] = 1
+        step.replay()
+        problems = check_state(*step.looks()[0], case, 3)
+        assert any("row 1 has mask 0x1, which lacks its own bit 0x2" in each for each in problems)
+    finally:
+        step.close()
+
+
+class Ranks(Soaked):
+    """Two ranks in place of a step, of which the second has one token of its own."""
+
+    case = Case(1, 24, 0)
+
+    def __init__(self) -> None:
+        names = ("tokens", "lengths", "active", "num_drafts", "block_table")
+        self._states = [{name: torch.zeros(1, 64, dtype=torch.int32) for name in names} for _ in range(2)]
+        self._states[1]["tokens"][0, 3] = 1
+
+    def reset(self) -> None:
+        for state in self._states:
+            state["lengths"], state["active"], state["num_drafts"] = map(torch.tensor, ([24], [1], [0]))
+
+    def replay(self) -> None:
+        for state in self._states:
+            state["lengths"] += 1
+
+    def looks(self) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        return [(state, torch.ones(1, dtype=torch.bool)) for state in self._states]
+
+    def close(self) -> None:
+        self._states.clear()
+
+
+def test_a_rank_that_differs_is_found() -> None:
+    assert soak(Ranks, 5)["problems"] == ["rank 1: tokens differs from the first rank's after 5 steps"]
+
+
+@pytest.mark.parametrize("chunk", [128, 2048])
+def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk: int) -> None:
+    """What experts add to each row, logits, lists of pairs and tiles, keys and values; nothing where torch's operations
+    run."""
+    model = Model("gpt-oss-120b")
+    config, spec = model.config, model.config.experts
+    assert spec is not None
+    hidden, inner, mixer = config.hidden_size, spec.inner_size, config.attention
+    plan = weight_plan(config)
+    weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
+    shapes = replace(model.shapes(Case(1, 4096, 0)), prefill_chunk=chunk)
+    prefill, step = build_prefill(shapes), build_step(shapes, Bucket(1, 1, 0), TreeTopology.chain(0))
+    scratch = sum(spec.num_bytes for spec in prefill.specs(Role.SCRATCH))
+    pairs, tiles = 4 * chunk, 4 * chunk // 16 + 128  # of the least pairs that a plan may have
+    keys = -(-(shapes.max_context - 1 + chunk) // 128) * 128 * mixer.kv_size * 2  # whole tiles
+    apart = min(chunk, 1024)  # rows whose segments may be apart, of this program or of a smaller one
+    sums = max(count * apart * n if (count := segments_of(n, k)[0]) > 1 else 0 for n, k in ((5120, 2880), (2880, 4096)))
+    by_place = pairs + 8 * spec.num_experts if pairs >= 48 * spec.num_experts else 0  # rows of the warpgroups' GEMMs
+    arranged = (4 * pairs, 2 * by_place * inner) if by_place else ()
+    experts = (4 * pairs, 16 * tiles, 4 * (by_place or pairs) * hidden, 4 * chunk * spec.num_experts)
+    parts = (*experts, *arranged, keys, keys, 16, 2 * chunk * 4096, 4 * sums)
+    need = memory_need((step, prefill), weights, CPU, has_kernels=True)
+    assert need.scratch_bytes == scratch + sum(parts)
+    assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch
