@@ -37,7 +37,7 @@ from lowlat import (
 from lowlat.tools.bench.machine import commit_at, driver, processor
 
 DEMO = Path(__file__).parent.parent / "lowlat" / "demo"
-METHODS = ("eagle3", "eagle3+suffix", "ngram", "suffix", "peagle", "dflash", "dspark")
+METHODS = ("eagle3", "eagle3+suffix", "mtp", "mtp+suffix", "ngram", "suffix", "peagle", "dflash", "dspark")
 PARALLEL = ("peagle", "dflash", "dspark")
 TEXTS = ("plain", "repeating", "copying")
 LOOP = 8  # a text loops when some run of 8 tokens stands in it more than twice

@@ -127,6 +127,8 @@ def start_slots(state: Mapping[str, torch.Tensor], case: Case) -> None:
     for name in ("lengths", "checked_lengths"):
         if name in state:
             state[name].fill_(case.context)
+    if "state_lens" in state:  # the row before the root waits, as in a step that follows one without drafts
+        state["state_lens"].fill_(case.context - 2)
     state["active"].fill_(1)
 
 

@@ -3,8 +3,9 @@
     python -m bench.micro --out bench/results/h200/micro.json
 
 times the kernels of a step (`bench.micro_entries`): acceptance, the rewind of lengths, keys and values moved into
-place, masks and active slots packed, and all others. It fails where one of those is missing or cannot be timed, or
-where acceptance takes other drafts than those that the target agrees with.
+place, masks and active slots packed, and all others; with `--moe` the layers of `bench.micro_moe` instead. It fails
+where one of those is missing or cannot be timed, or where acceptance takes other drafts than those that the target
+agrees with.
 
 Copies work on buffers of their own, so that what they read has left the L2 by the time it is read again, as it has in
 a step; an entry whose buffers are small in the step, too, makes the same calls for every copy.
@@ -157,10 +158,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--moe", action="store_true", help="MoE layers with a shared expert, and no step")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise ConfigError("bench.micro times kernels of an NVIDIA GPU, and there is none")
     from bench.micro_entries import CASE, chain, check_needed, tree
+    from bench.micro_moe import SIZES, moe_layers
     from bench.wall import measure_wall
     from lowlat.executors.launcher import Launcher
 
@@ -168,16 +171,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with own_stream(device):
         wall = measure_wall(device).gb_per_s
         launcher = Launcher(device)
-        entries = [*chain(launcher), *tree(launcher)]
-        check_needed(entry.name for entry in entries)
-        rows = time_entries(launcher, entries, REPLAYS, wall)
+        if options.moe:
+            rows = []
+            for size in SIZES:  # weights of one at a time
+                rows += time_entries(launcher, moe_layers(size, device, launcher.gpu), REPLAYS, wall)
+        else:
+            entries = [*chain(launcher), *tree(launcher)]
+            check_needed(entry.name for entry in entries)
+            rows = time_entries(launcher, entries, REPLAYS, wall)
     failed = [row["name"] for row in rows if "error" in row]
     write_json(
         options.out,
         {
             **stamps_of(device, options.commit), "wall_gb_per_s": wall, "replays": REPLAYS,
-            "shapes": f"Llama-3.1-8B's width, 4 layers, {CASE.name}; a row has its slots, context and rows",
-            "simulated": "random weights; the target's tokens are written so that slots accept 0 to 3 drafts",
+            "shapes": "MoE layers, the router with its norm and the experts; a row has its rows" if options.moe else
+            f"Llama-3.1-8B's width, 4 layers, {CASE.name}; a row has its slots, context and rows",
+            "simulated": "random weights and rows" if options.moe else
+            "random weights; the target's tokens are written so that slots accept 0 to 3 drafts",
             "complete": not failed, "rows": rows,
         },
     )  # fmt: skip

@@ -192,13 +192,12 @@ class ParallelStep:
         if experts is None:
             return None
         rows = self.case.batch * self.case.rows
-        share = 1 - experts.num_experts_per_token / experts.num_experts
-        return float(experts.num_experts * (1 - share**rows))
+        return float(experts.expected_distinct(rows))
 
     def bytes(self, distinct_experts: float | None) -> int:
         """Bytes that a step must read on the GPU that reads most."""
         experts, lengths = self.config.experts, [float(self.case.context)] * self.case.batch
-        share = 1.0 if experts is None else (distinct_experts or 0.0) / experts.num_experts
+        share = 1.0 if experts is None else experts.share_read(distinct_experts or 0.0)
         program, found = self.executor.program(self.bucket), 0
         for config in self._configs:
             sizes = weight_sizes(self.config, config)

@@ -89,5 +89,5 @@ class TableStep(ExecutorStep):
     def bytes(self, distinct_experts: float | None) -> int:
         """Bytes that a step must read, of an MoE layer those of so many experts a layer."""
         experts, lengths = self.model.config.experts, [float(self.case.context)] * self.case.batch
-        share = 1.0 if experts is None else (distinct_experts or 0.0) / experts.num_experts
+        share = 1.0 if experts is None else experts.share_read(distinct_experts or 0.0)
         return program_bytes(self.executor.program(self.bucket), weight_sizes(self.model.config), lengths, share)

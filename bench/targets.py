@@ -18,7 +18,9 @@ __all__ = ["BY_NAME", "Model", "small_model", "target_shapes", "target_weights"]
 
 Model = OssModel | DenseGeometry | TableModel
 LLAMA, QWEN3_MOE = "llama-8b", "qwen3-30b-a3b"
+HYBRIDS = ("qwen3.6-35b-a3b", "qwen3.5-27b")
 BY_NAME: dict[str, Model] = {**MODELS, LLAMA: LLAMA_8B, QWEN3_MOE: TableModel(QWEN3_MOE)}
+BY_NAME |= {name: TableModel(name) for name in HYBRIDS}
 BY_NAME |= {
     f"{name}-{weights}": TableModel(name, weights) for name in (LLAMA, QWEN3_MOE) for weights in ("fp8", "int4")
 }

@@ -15,7 +15,9 @@ from lowlat.kernels.speculation import draft_input as draft_input
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 
-def check_draft_input(lab: Lab, batch: int, rows: int, width: int, *, packed: bool, block: int = 12) -> None:
+def check_draft_input(
+    lab: Lab, batch: int, rows: int, width: int, *, packed: bool, block: int = 12, dtype: torch.dtype = BF16
+) -> None:
     """Embedding and norms of a head's rows, with the kept block ends."""
     count, vocabulary, blocks = batch * rows, 20, 6
     table, hidden = torch.randn(vocabulary, width).to(BF16), torch.randn(count, width).to(BF16)
@@ -25,8 +27,8 @@ def check_draft_input(lab: Lab, batch: int, rows: int, width: int, *, packed: bo
     options: dict[str, Any] = {
         "hidden": hidden,
         "row_live": live,
-        "embed_weight": weights(width),
-        "hidden_weight": weights(width),
+        "embed_weight": weights(width, dtype),
+        "hidden_weight": weights(width, dtype),
         "eps": EPS,
     }
     outs = {"out": poison(count, 2 * width), "normed_hidden": poison(count, width)}
@@ -107,7 +109,9 @@ def check_block_input(
     assert all(same_bits(found[name], alone[name]) for name in halves)
 
 
-def check_chain_level(lab: Lab, batch: int, width: int, *, packed: bool, masked: bool) -> None:
+def check_chain_level(
+    lab: Lab, batch: int, width: int, *, packed: bool, masked: bool, dtype: torch.dtype = BF16
+) -> None:
     """A chain's deeper level, with the drafts that it takes; of a broken row, a dead one, and a slot that is dead."""
     vocabulary, num_nodes, depth = 40, 5, 3
     table, logits = torch.randn(vocabulary, width).to(BF16), torch.randn(batch, 30)
@@ -133,7 +137,8 @@ def check_chain_level(lab: Lab, batch: int, width: int, *, packed: bool, masked:
     OPERATIONS["assign_drafts"](drafted, one, zero, zero, draft_nodes=nodes)
     OPERATIONS["gather_level"](**reads, draft_nodes=nodes, **level, depth=depth)
     OPERATIONS["embed"](level["tokens"], table, out=(embedded := poison(batch, width)))
-    norms: dict[str, Any] = {"embed_weight": weights(width), "hidden_weight": weights(width), "eps": EPS}
+    norms: dict[str, Any] = {"embed_weight": weights(width, dtype), "hidden_weight": weights(width, dtype)}
+    norms["eps"] = EPS
     halves = {name: want[name] for name in ("out", "normed_hidden")}
     OPERATIONS["concat_norms"](embedded, level["hidden"], row_live=level["row_live"], **norms, **halves)
     assert (int(drafted[0]) == -1) == (batch > 1) and (batch < 3 or int(drafted[2]) >= 0 > int(level["tokens"][2]))

@@ -6,6 +6,7 @@ from typing import Any
 from quantised_layers import quantise_target
 from tiny_dflash import dflash_draft_model
 from tiny_models import copying_draft_model, make_target, mxfp4_target
+from tiny_mtp import add_mtp
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -14,6 +15,13 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
+}
+HYBRID: dict[str, Any] = SIZES | {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 CUT: dict[str, Any] = {"intermediate_size": 64, "num_hidden_layers": 2}
 STORED = {"awq": "awq", "nvfp4": "nvfp4"}  # of weight formats, the layout that holds them
@@ -27,9 +35,19 @@ class DraftingModels:
         self._folder = folder
         self._models: dict[str, tuple[Path, Any]] = {}
 
-    def target(self, weights: str) -> Path:
-        """A target whose files hold these weights; formats that are made at load have a plain one's."""
-        return self._made(weights)[0]
+    def target(self, weights: str, method: str = "none") -> Path:
+        """A target whose files hold these weights; formats that are made at load have a plain one's. MTP's has a layer
+        to draft with in its files, which is often right where they are plain."""
+        return self._made(weights)[0] if method != "mtp" else self._hybrid(weights)
+
+    def _hybrid(self, weights: str) -> Path:
+        path = self._folder / "hybrid" / (weights if weights in STORED else "plain")
+        if not path.exists():
+            make_target(path, "qwen3_5_text", gain=GAIN, **HYBRID)
+            add_mtp(path, copies=weights not in STORED)
+            if weights in STORED:
+                quantise_target(path, STORED[weights], None)
+        return path
 
     def draft_model(self, weights: str, method: str) -> Path:
         """A draft model that is often right about a target, of its tokens but a few."""

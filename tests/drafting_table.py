@@ -12,7 +12,7 @@ from itertools import combinations, product
 Case = Mapping[str, str]
 
 FACTORS: Mapping[str, tuple[str, ...]] = {
-    "method": ("eagle3", "peagle", "dflash", "dspark", "ngram", "suffix", "beside", "none"),
+    "method": ("eagle3", "peagle", "dflash", "dspark", "mtp", "ngram", "suffix", "beside", "none"),
     "shape": ("chain", "static", "dynamic", "adaptive"),
     "partial": ("whole", "lossy", "lossless"),
     "weights": ("float32", "bfloat16", "fp8", "int4", "awq", "nvfp4", "mxfp4"),
@@ -26,7 +26,7 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "event": ("none", "cancel", "limit", "full"),
 }
 SIMPLEST: Case = {name: values[0] for name, values in FACTORS.items()}
-MODELS = ("eagle3", "peagle", "dflash", "dspark", "beside")  # methods that have a draft model
+MODELS = ("eagle3", "peagle", "dflash", "dspark", "beside")  # methods that have a draft model of its own files
 TEXT = ("ngram", "suffix", "none")
 TREES = ("static", "dynamic")
 ADAPTIVE = ("adaptive",)
@@ -60,6 +60,10 @@ RULES = (
     Rule(
         {"method": ("beside",), "shape": ADAPTIVE}, "is not implemented for method 'eagle3' with text_drafts 'suffix'"
     ),
+    Rule({"method": ("mtp",), "shape": TREES}, "trees of drafts are not implemented for targets with gated delta nets"),
+    Rule({"method": ("mtp",), "partial": ("lossy", "lossless")}, "enable_specpv is not implemented for targets with"),
+    Rule({"method": ("mtp",), "weights": ("mxfp4",)}, None),  # no hybrid has such experts
+    Rule({"method": ("mtp",), "weights": ("awq", "nvfp4"), "drafts": ("fp8",)}, "is stored in .* is for plain weights"),
     Rule({"partial": ("lossy", "lossless"), "shape": ADAPTIVE}, "enable_specpv goes with a fixed number of drafts"),
     Rule({"partial": ("lossless",), "shape": TREES}, "specpv_lossless goes with chains"),
     Rule({"partial": ("lossy", "lossless"), "ranks": ("2",)}, "enable_specpv is not implemented for tensor_parallel"),

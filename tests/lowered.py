@@ -24,7 +24,7 @@ from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.memory import workspaces_of
 from lowlat.lowering.weight_parts import expert_parts, gemm_weights
-from lowlat.models.target import LoadedTarget, coded, load_target
+from lowlat.models.target import LoadedTarget, coded, load_target, open_target
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator
 from lowlat.speculators.methods import draft_method, load_speculator
@@ -81,7 +81,7 @@ class Pair:
             if head is not None:
                 speculation = {"method": draft_method(head), **speculation}
             self.config = SpeculativeConfig(model=head, **{"num_speculative_tokens": 7, **speculation})
-            self.speculator = load_speculator(self.config, self.target.config)
+            self.speculator = load_speculator(self.config, self.target.config, open_target(target, dtype=dtype))
             self.topologies = make_topologies(self.config)
 
     @cached_property

@@ -18,6 +18,8 @@ from lowlat.lowering import operations
 
 # attention's first launch: sinks, read early, but for the rows, whole
 ATTENTION = re.compile(r"attention_\d.*_\d+x\d+x\d+(s?)(e?)(r?)w?\dx\d+(_.*)?")
+# the rule's launch that reads lengths and states early
+RULE = re.compile(r"gated_delta_\d.*_True")
 DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
@@ -170,6 +172,8 @@ def check_early_reads(step: Lowered) -> None:
 def _read_early(op: Op, kernel: str) -> tuple[str, ...]:
     """The arguments that an operation's first kernel reads before it waits; attention's name says which."""
     found = ATTENTION.fullmatch(kernel)
+    if op.kind in ("delta_conv", "delta_rule") and RULE.fullmatch(kernel):
+        return ("slots", "dense_lens", "state_lens", "row_live")
     if op.kind not in ("attention", "partial_attention") or found is None:
         return operations.EARLY.get(op.kind, ())
     tables = ("slots", "block_table", "block_lists", "dense_lens")

@@ -175,7 +175,7 @@ LAYOUTS: Mapping[str, tuple[dict[str, Any], Make]] = {
     ),
     "nvfp4-modelopt": (MODELOPT, partial(nvfp4, names=("weight", "weight_scale_2"), divides=False)),
 }
-ROUTERS = (".mlp.gate.",)  # stay as they are
+ROUTERS = (".mlp.gate.", ".shared_expert_gate.")  # stay as they are
 LAYOUTS["w4a16-zeros"][0]["config_groups"]["group_0"]["weights"]["symmetric"] = False
 
 

@@ -1,7 +1,7 @@
 """A gated delta net's layer on kernels or references: texts that grow by drafted rows, of which some are rejected."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +13,7 @@ from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 EPS = 1e-6
-SLOTS, TAPS = 3, 4
+SLOTS, SNAPSHOTS, TAPS = 3, 2, 4
 MODULES = ("delta_math", "delta_step", "delta_rule", "delta_conv", "delta_norm", "delta_prefill", "state_lens")
 Run = Callable[..., None]
 Build = Callable[..., list[KernelCall]]
@@ -75,10 +75,10 @@ class Layer:
             drawn_weight(heads.value_heads).to(device),
         )
         self.norm_weight = (drawn_weight(heads.value_dim) / 4 + 1).bfloat16().to(device)
-        poisoned = {"fill_value": float("nan"), "device": device}
-        self.conv = torch.full((SLOTS, TAPS - 1 + most, heads.channels), **poisoned, dtype=torch.bfloat16)
+        poisoned: dict[str, Any] = {"fill_value": float("nan"), "device": device}
+        self.conv = torch.full((SLOTS + SNAPSHOTS, TAPS - 1 + most, heads.channels), **poisoned, dtype=torch.bfloat16)
         self.states = {
-            "state": torch.full((SLOTS, heads.value_heads, heads.value_dim, heads.key_dim), **poisoned),
+            "state": torch.full((SLOTS + SNAPSHOTS, heads.value_heads, heads.value_dim, heads.key_dim), **poisoned),
             "pending_k": torch.full((SLOTS, 2 * most, heads.key_heads, heads.key_dim), **poisoned),
             "pending_d": torch.full((SLOTS, 2 * most, heads.value_heads, heads.value_dim), **poisoned),
             "pending_g": torch.full((SLOTS, 2 * most, heads.value_heads), **poisoned),
@@ -89,14 +89,24 @@ class Layer:
         """The inputs of a text's positions: x with z, then b and a."""
         return torch.randn(count, self.width + 2 * self.heads.value_heads)
 
-    def prefill(self, slot: int, start: int, inputs: torch.Tensor, padding: int = 0) -> torch.Tensor:
-        """A chunk's outputs."""
+    def prefill(
+        self,
+        slot: int,
+        start: int,
+        inputs: torch.Tensor,
+        padding: int = 0,
+        begin: int = -1,
+        kept: Sequence[tuple[int, int]] = (),
+    ) -> torch.Tensor:
+        """A chunk's outputs; with padding it is told which snapshot it begins with, and of those it leaves."""
         x, ba = self._split(functional.pad(inputs, (0, 0, 0, padding), value=float("nan")))
         own = {"slot": self._ints([slot]), "chunk": self._ints([start, len(inputs)])}
+        pairs = [number for pair in (*kept, *[(-1, 0)] * (2 - len(kept))) for number in pair]
+        given = own | ({"snapshots": self._ints([begin, *pairs])[None]} if padding else {})
         mixed, made, out = self._rows(len(x), self.heads.channels), *(self._rows(len(x), self.values) for _ in range(2))
-        self.run("prefill_delta_conv", x=x, weight=self.taps, **own, conv_state=self.conv, out=mixed)
+        self.run("prefill_delta_conv", x=x, weight=self.taps, **given, conv_state=self.conv, out=mixed)
         weights = {"a_log": self.a_log, "dt_bias": self.dt_bias}
-        self.run("prefill_delta_rule", mixed=mixed, ba=ba, **weights, **own, state=self.states["state"], out=made)
+        self.run("prefill_delta_rule", mixed=mixed, ba=ba, **weights, **given, state=self.states["state"], out=made)
         self.run("delta_norm", x=made, gates=x.nan_to_num(), weight=self.norm_weight, out=out, eps=EPS)
         self.run("prefill_advance_states", **own, state_lens=self.state_lens)
         assert not mixed[len(inputs) :].any() and not made[len(inputs) :].any()

@@ -14,21 +14,33 @@ from lowlat.kernels.toolchain.kernel import KernelCall
 
 
 def check_rotate(
-    lab: Lab, heads: tuple[int, int, int], eps: float | None, *, batch: int = 2, rows: int = 2, block: int = 12
+    lab: Lab,
+    heads: tuple[int, int, int],
+    eps: float | None,
+    *,
+    batch: int = 2,
+    rows: int = 2,
+    block: int = 12,
+    turning: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Queries, KV heads and their size; buffers, then caches. The norm and the rotation alone have the bits of both."""
+    """Queries, KV heads and their size; buffers, then caches. The norm and the rotation alone have the bits of both.
+
+    turning  elements of a head that turn; 0: all
+    dtype    of the norm's weights
+    """
     queries, groups, dim = heads
     count, contexts, live = batch * rows, 64, flags(batch * rows).view(batch, rows)
     live[-1] = 1
     if batch > 2:
         live[1] = 0  # a slot that pads
-    qkv, angles = torch.randn(count, (queries + 2 * groups) * dim), torch.rand(contexts, dim // 2) * 6
+    qkv, angles = torch.randn(count, (queries + 2 * groups) * dim), torch.rand(contexts, (turning or dim) // 2) * 6
     options: dict[str, Any] = {
         "positions": torch.where(live != 0, torch.randint(0, contexts, (batch, rows)), 0).int(),
         "cos": angles.cos(),
         "sin": angles.sin(),
     }
-    norms = {"q_weight": weights(dim), "k_weight": weights(dim), "row_live": live}
+    norms = {"q_weight": weights(dim, dtype), "k_weight": weights(dim, dtype), "row_live": live}
     outs = {"q": poison(count, queries, dim)} if queries else {}
     if groups:
         outs |= {"k": poison(count, groups, dim), "v": poison(count, groups, dim)}
@@ -80,7 +92,15 @@ def check_write(lab: Lab, outs: Arrays, found: Arrays, block: int, **options: An
 
 
 def check_layers(
-    lab: Lab, layers: int, heads: tuple[int, int], eps: float | None, *, chunk: bool = False, coded: bool = False
+    lab: Lab,
+    layers: int,
+    heads: tuple[int, int],
+    eps: float | None,
+    *,
+    chunk: bool = False,
+    coded: bool = False,
+    turning: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Keys and values of layers side by side have the bits of each layer's alone, of a step's rows and of a chunk's."""
     (groups, dim), contexts = heads, 64
@@ -99,10 +119,10 @@ def check_layers(
             "offsets": torch.tensor([1, 0]).int(),
         }
         write["row_live"][1] = 0
-    qkv, angles = torch.randn(rows, layers, 2 * groups * dim), torch.rand(contexts, dim // 2) * 6
+    qkv, angles = torch.randn(rows, layers, 2 * groups * dim), torch.rand(contexts, (turning or dim) // 2) * 6
     shared = {"positions": torch.randint(0, contexts, (rows,)).int(), "cos": angles.cos(), "sin": angles.sin(), **write}
     empty = torch.zeros(shape, dtype=torch.uint8) if coded else poison(*shape)
-    own = [{} if eps is None else {"k_weight": weights(dim)} for _ in range(layers)]
+    own = [{} if eps is None else {"k_weight": weights(dim, dtype)} for _ in range(layers)]
     for each in own:
         each |= {"kv_scales": torch.rand(2, groups).bfloat16().float() + 2**-9} if coded else {}
     want = [
@@ -132,7 +152,14 @@ def check_layers(
 
 
 def check_chunk_write(
-    lab: Lab, heads: tuple[int, int, int], eps: float | None, chunk: tuple[int, int, int], *, coded: bool = False
+    lab: Lab,
+    heads: tuple[int, int, int],
+    eps: float | None,
+    chunk: tuple[int, int, int],
+    *,
+    coded: bool = False,
+    turning: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """A chunk of prefill has the bits of norm, rotation and KV write one by one, dead rows' queries too.
 
@@ -143,11 +170,11 @@ def check_chunk_write(
     write = Chunk(*chunk, heads=groups, block=8, dim=dim, coded=coded).arrays()
     caches = {key: write.pop(key) for key in ("k_cache", "v_cache")}
     del write["k"], write["v"]
-    qkv, angles = torch.randn(rows, (queries + 2 * groups) * dim), torch.rand(contexts, dim // 2) * 6
+    qkv, angles = torch.randn(rows, (queries + 2 * groups) * dim), torch.rand(contexts, (turning or dim) // 2) * 6
     options: dict[str, Any] = {
         "positions": torch.randint(0, contexts, (rows,)).int(), "cos": angles.cos(), "sin": angles.sin()
     }  # fmt: skip
-    norms, product = {"q_weight": weights(dim), "k_weight": weights(dim)}, qkv
+    norms, product = {"q_weight": weights(dim, dtype), "k_weight": weights(dim, dtype)}, qkv
     if eps is not None:
         sizes: dict[str, Any] = {"num_heads": queries, "num_kv_heads": groups, "head_dim": dim, "eps": eps}
         wide = {"out": poison(*qkv.shape, dtype=torch.float32)}

@@ -33,9 +33,9 @@ def flags(rows: int) -> torch.Tensor:
     return (torch.arange(rows) % 3 != 1).to(torch.uint8)
 
 
-def weights(width: int) -> torch.Tensor:
-    """A norm's weight."""
-    return (torch.rand(width) + 0.5).to(BF16)
+def weights(width: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """A norm's weight; of float32 one that bf16 does not hold."""
+    return (torch.rand(width) + 0.5).to(dtype)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -128,6 +128,8 @@ def check_elementwise(lab: Lab, rows: int, width: int) -> None:
     gate_up = torch.randn(rows, 2 * width) * 5
     for live in (None, flags(rows)):
         lab.both("silu_mul", elementwise.silu_mul, {"out": poison(rows, width)}, gate_up=gate_up, row_live=live)
+        gated = {"x": a, "gate": x / 10, "row_live": live}
+        lab.both("output_gate", elementwise.output_gate, {"out": poison(rows, width)}, **gated)
         gated = {"a": torch.randn(rows, width) * 30, "b": torch.randn(rows, width), "gate": torch.randn(rows, 1) * 5}
         outs = {"out": poison(rows, width, dtype=torch.float32)}
         lab.both("add_gated", elementwise.add_gated, outs, row_live=live, **gated)
@@ -156,9 +158,9 @@ def check_identity(lab: Lab, count: int) -> None:
     assert torch.equal(found, torch.cat((around[:1], inside, around[-2:])))
 
 
-def check_norms(lab: Lab, rows: int, width: int) -> None:
-    """rms_norm in its promised order, whatever the scale of a row."""
-    x, weight = (torch.randn(rows, width) * torch.logspace(-3, 3, rows)[:, None]).to(BF16), weights(width)
+def check_norms(lab: Lab, rows: int, width: int, dtype: torch.dtype = BF16) -> None:
+    """rms_norm in its promised order, whatever the scale of a row and the dtype of the weight."""
+    x, weight = (torch.randn(rows, width) * torch.logspace(-3, 3, rows)[:, None]).to(BF16), weights(width, dtype)
     live, normed = flags(rows), canonical_norm(x, weight, EPS)
     outs = {"out": poison(rows, width)}
     found = lab.both("rms_norm", norm.rms_norm, outs, x=x, weight=weight, row_live=live, eps=EPS)["out"]
@@ -179,17 +181,17 @@ def check_permutation(lab: Lab, width: int) -> None:
     assert same_bits(found, canonical_norm(x, weight, eps))
 
 
-def check_split_norms(lab: Lab, rows: int, parts: int, width: int) -> None:
+def check_split_norms(lab: Lab, rows: int, parts: int, width: int, dtype: torch.dtype = BF16) -> None:
     """More parts than one launch takes, too."""
-    named = {f"weight{part}": weights(width) for part in range(parts)}
+    named = {f"weight{part}": weights(width, dtype) for part in range(parts)}
     x, outs = torch.randn(rows, parts * width).to(BF16), {"out": poison(rows, parts * width)}
     lab.both("split_norms", norm.split_norms, outs, x=x, row_live=flags(rows), eps=EPS, **named)
 
 
-def check_add_norm(lab: Lab, rows: int, width: int, dtype: torch.dtype) -> None:
+def check_add_norm(lab: Lab, rows: int, width: int, dtype: torch.dtype, weight_dtype: torch.dtype = BF16) -> None:
     """A residual sum bit for bit, and its norm."""
     a, b = torch.randn(rows, width).to(BF16), torch.randn(rows, width).to(dtype)
-    weight, live = weights(width), flags(rows)
+    weight, live = weights(width, weight_dtype), flags(rows)
     outs = {"total": poison(rows, width), "out": poison(rows, width)}
     expected = {key: tensor.clone() for key, tensor in outs.items()}
     OPERATIONS["add"](a, b, out=expected["total"])
@@ -240,18 +242,18 @@ def normed_logits(
     return router.router_logits(norm=router.RouterNorm(norm_weight, EPS, normed, row_live), **more)
 
 
-def router_inputs(rows: int, width: int, experts: int) -> Arrays:
+def router_inputs(rows: int, width: int, experts: int, dtype: torch.dtype = BF16) -> Arrays:
     """Random rows, some dead, and a router two of whose experts are alike where it has as many."""
     weight, bias = (torch.randn(experts, width) / width**0.5 * 3).to(BF16), torch.randn(experts).to(BF16)
     weight[-1], bias[-1] = weight[experts // 2], bias[experts // 2]
     x = (torch.randn(rows, width) * torch.logspace(-2, 2, rows)[:, None]).to(BF16)
-    norm_weight = weights(width)
+    norm_weight = weights(width, dtype)
     return {"x": x, "norm_weight": norm_weight, "weight": weight, "bias": bias, "row_live": flags(rows)}
 
 
-def check_router(lab: Lab, rows: int, width: int, experts: int) -> None:
+def check_router(lab: Lab, rows: int, width: int, experts: int, dtype: torch.dtype = BF16) -> None:
     """The norm and the logits bit for bit, and the logits close to the exact ones; of a dead row they are the bias."""
-    options = router_inputs(rows, width, experts)
+    options = router_inputs(rows, width, experts, dtype)
     normed, live = canonical_norm(options["x"], options["norm_weight"], EPS), options["row_live"]
     alive = torch.where(live[:, None] != 0, normed, 0)
     for flags_or_none, want in ((live, alive), (None, normed)):
@@ -296,11 +298,11 @@ def check_router_fills(lab: Lab, rows: int, width: int, experts: int, chunks: in
         assert torch.equal(filled[[0, -1]], before[[0, -1]])
 
 
-def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int) -> None:
+def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int, dtype: torch.dtype = BF16) -> None:
     """Both layouts, dead rows, the norm after."""
     table, tokens = torch.randn(vocabulary, width).to(BF16), torch.randint(-1, vocabulary, (1, rows)).int()
     tokens[0, 0], tokens[0, -1] = vocabulary - 1, -1
-    weight, live = weights(width), flags(rows)
+    weight, live = weights(width, dtype), flags(rows)
     expected = {"out": poison(rows, width), "normed": poison(rows, width)}
     outs = {key: tensor.clone() for key, tensor in expected.items()}
     OPERATIONS["embed"](tokens, table, out=expected["out"])

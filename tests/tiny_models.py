@@ -47,7 +47,12 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
 }
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-DISTINCT_FAMILIES = ("llama", "qwen3", "gpt_oss")  # the others' programs differ from these by biases alone
+DISTINCT_FAMILIES = (
+    "llama",
+    "qwen3",
+    "gpt_oss",
+    "qwen3_5_moe_text",
+)  # the others' programs differ from these by biases alone
 # the same as cases of a test: what lies between the plainest and the richest comes in the second stage
 STAGED_FAMILIES = ("llama", later("qwen3"), "gpt_oss")
 COMMON: dict[str, Any] = {
@@ -85,7 +90,7 @@ HYBRID: dict[str, Any] = {
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "full_attention_interval": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
 HYBRID_MOE: dict[str, Any] = {**HYBRID, "num_experts": 5, "num_experts_per_tok": 3} | {
@@ -119,7 +124,7 @@ def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.
     model = make_model(make_config(**fields)).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_random_values(name, parameter, gain))
+            parameter.copy_(_random_values(name, parameter, gain, added_norms=family in HYBRIDS))
     model.requires_grad_(False)
     model.save_pretrained(directory)
     if legacy:
@@ -127,10 +132,10 @@ def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.
     return model
 
 
-def _random_values(name: str, like: torch.Tensor, gain: float) -> torch.Tensor:
+def _random_values(name: str, like: torch.Tensor, gain: float, *, added_norms: bool) -> torch.Tensor:
     noise: torch.Tensor = torch.randn_like(like)
     if "norm" in name:
-        return 1 + 0.2 * noise
+        return 0.2 * noise if added_norms and "linear_attn" not in name else 1 + 0.2 * noise
     if name.endswith(("A_log", "dt_bias", "conv1d.weight")):
         return noise
     if name.endswith("sinks"):
@@ -342,7 +347,8 @@ def copying_draft_model(
         tensors[f"layers.{layer}.mlp.down_proj.weight"] *= 0.1
         if layer:
             tensors[f"layers.{layer}.self_attn.o_proj.weight"] *= 0.1
-    tensors["norm.weight"] = target.model.norm.weight.clone()
+    added = 1.0 if target.config.model_type in HYBRIDS else 0.0  # whose norms multiply by 1 + w
+    tensors["norm.weight"] = added + target.model.norm.weight
     kept = torch.arange(vocab)[tensors["t2d"]] if "t2d" in tensors else torch.arange(vocab)
     tensors["lm_head.weight"] = target.lm_head.weight[kept].clone()
     write_draft_model(directory, config, tensors)

@@ -95,7 +95,7 @@ def attention(
 ) -> list[KernelCall]:
     """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
 
-    q                 [B * R, H, D]        bf16; D 64 or 128
+    q                 [B * R, H, D]        bf16; D 64, 128 or 256
     k_cache, v_cache  [P, G, block, D]     bf16, or with kv_scales uint8; block a power of two from 16 to 256
     block_table       [max B, C / block]   int32; with `parts` above 0 lists, see `partial_attention`
     slots             [B]                  int32; -1 pads
@@ -224,8 +224,8 @@ def attention_bytes(
 
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
-    """Specialisations, as a GPU has them: Llama, gpt-oss with and without a window, heads with windows, and plans that
-    only a table chooses."""
+    """Specialisations, as a GPU has them: Llama, gpt-oss with and without a window, heads with windows, plans that
+    only a table chooses, and heads of 256."""
     llama, oss = AttentionWork(1, 4, 4, 8, 128, None, 0, 256), AttentionWork(1, 4, 8, 8, 64, None, 0, 256)
     short = AttentionWork(1, 1, 4, 2, 128, 100, 0, 256)
     cases = (
@@ -246,6 +246,10 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         shapes.append(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, work.head_dim == 64, True))
     drafts = examples_for(gpu, [_shape_of(short, candidate_plans(short, gpu)[0], gpu, 16, 1, False, True)], 0)
     shapes += [replace(shape, late_rows=True) for shape in drafts]
+    hybrid = AttentionWork(1, 1, 8, 2, 256, None, 0, 128)
+    hybrids = [replace(hybrid, rows=rows, coded=coded) for rows in (1, 4) for coded in (False, True)]
+    for work in examples_for(gpu, hybrids, 0):
+        shapes.append(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, False, True))
     lists = examples_for(gpu, [_shape_of(llama, candidate_plans(llama, gpu)[0], gpu, 32, 0, False, True)], 0)
     shapes += [replace(shape, parts=2) for shape in lists]
     return [_make(shape) for shape in shapes]
@@ -253,7 +257,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
 
 def _check_sizes(batch: int, rows: int, heads: int, kv_heads: int, head_dim: int, block: int) -> None:
     limits = (
-        (head_dim in TILE_BYTES, f"the head size must be 64 or 128, got {head_dim}"),
+        (head_dim in TILE_BYTES, f"the head size must be one of {tuple(TILE_BYTES)}, got {head_dim}"),
         (block in (16, 32, 64, 128, 256), f"the cache's block must be a power of two from 16 to 256, got {block}"),
         (heads % kv_heads == 0, f"{heads} query heads do not divide among {kv_heads} key-value heads"),
         (kv_heads <= 1024, f"at most 1024 key-value heads, got {kv_heads}"),

@@ -27,8 +27,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 __all__ = ["combine_splits", "examples"]
 
 CLASSES = 4
-THREADS = 128
-ALL_REDUCED = 5 * THREADS
+LEAST_THREADS = 128
 UNROLL = 8  # splits whose loads are under way together in a class
 MAX_SPLITS = 1024
 MINUS_INFINITY = -math.inf
@@ -63,7 +62,7 @@ def combine_splits(
     shape = replace(  # nothing here depends on these
         shape, row_tiles=1, stages=1, blocks=0, coded=False, few=False, converts=True, late_rows=False
     )
-    rows_a_block = THREADS // (CLASSES * shape.head_dim // 4)
+    rows_a_block = _threads_of(shape) // (CLASSES * shape.head_dim // 4)
     grid = -(-count // rows_a_block)
     tensors = (partials, sums, slots, dense_lens, row_live, 0 if sinks is None else sinks, out)
     return KernelCall(_make(shape), (grid, 1, 1), (*tensors, count, rows, tail, capacity))
@@ -72,14 +71,19 @@ def combine_splits(
 @cache
 def _make(shape: AttentionShape) -> Kernel:
     kinds = (*(types.int64,) * 7, *(types.int32,) * 4)
-    return Kernel(shape.name.replace("attention", "attention_combine"), _kernel(shape), kinds, THREADS)
+    return Kernel(shape.name.replace("attention", "attention_combine"), _kernel(shape), kinds, _threads_of(shape))
+
+
+def _threads_of(shape: AttentionShape) -> int:
+    """Threads of a block: of one row of the widest heads, or of several."""
+    return max(LEAST_THREADS, CLASSES * shape.head_dim // 4)
 
 
 def _kernel(shape: AttentionShape) -> Callable[..., None]:
     head_dim, heads = shape.head_dim, shape.group * shape.kv_heads
     lanes = head_dim // 4
-    row_threads = CLASSES * lanes
-    rows_a_block, row_bytes = THREADS // row_threads, 4 * head_dim
+    row_threads, threads = CLASSES * lanes, _threads_of(shape)
+    rows_a_block, row_bytes, all_reduced = threads // row_threads, 4 * head_dim, 5 * threads
     locate, finish = _make_locate(shape), _make_finish(shape)
     early, has_sinks, count_splits = shape.early, shape.sinks, make_count_splits(shape)
     floats = rows_a_block * MAX_SPLITS
@@ -89,7 +93,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         rows: Any, tail: Any, capacity: Any,
     ) -> None:  # fmt: skip
         factors, norms = cuda.shared.array(floats, float32), cuda.shared.array(floats, float32)
-        exchanged = cuda.shared.array(ALL_REDUCED, float32)
+        exchanged = cuda.shared.array(all_reduced, float32)
         ptx.let_next_kernel_start()
         if not early:
             ptx.wait_for_previous_kernel()
@@ -147,9 +151,9 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             loaded = following
         a, b, c, d, norm = totals
         # whoever read the peaks that were exchanged has met all others since
-        exchanged[thread], exchanged[THREADS + thread] = a, b
-        exchanged[2 * THREADS + thread], exchanged[3 * THREADS + thread] = c, d
-        exchanged[4 * THREADS + thread] = norm
+        exchanged[thread], exchanged[threads + thread] = a, b
+        exchanged[2 * threads + thread], exchanged[3 * threads + thread] = c, d
+        exchanged[4 * threads + thread] = norm
         cuda.syncthreads()
         if member == 0 and int32(int32(cuda.blockIdx.x) * rows_a_block + mine) < count:
             finish(exchanged, thread, largest, live, number, lane, sink, out)
@@ -213,7 +217,7 @@ def _make_locate(shape: AttentionShape) -> Any:
 
 def _make_finish(shape: AttentionShape) -> Any:
     """Add the classes in order, the sink, divide, and store four columns of a row."""
-    head_dim, has_sinks = shape.head_dim, shape.sinks
+    head_dim, has_sinks, threads = shape.head_dim, shape.sinks, _threads_of(shape)
     lanes = head_dim // 4
 
     @device_function
@@ -222,9 +226,9 @@ def _make_finish(shape: AttentionShape) -> Any:
     ) -> None:
         totals = cuda.local.array(5, float32)
         for part in range(5):
-            total = exchanged[part * THREADS + thread]
+            total = exchanged[part * threads + thread]
             for other in range(1, CLASSES):
-                total = ptx.add_rn(total, exchanged[part * THREADS + thread + other * lanes])
+                total = ptx.add_rn(total, exchanged[part * threads + thread + other * lanes])
             totals[part] = total
         factor, norm = float32(1), totals[4]
         if has_sinks:
@@ -245,4 +249,5 @@ def examples() -> list[Kernel]:
     return [
         _make(AttentionShape(128, 4, 8, 32, 0, None, 0, 1, 3, False, True)),
         _make(AttentionShape(64, 8, 8, 32, 0, None, 0, 1, 4, True, True)),
+        _make(AttentionShape(256, 8, 2, 32, 0, None, 0, 1, 1, False, True)),
     ]

@@ -38,6 +38,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, in
 __all__ = ["make_is_early", "make_issue", "make_lane_offset", "make_look_up", "make_swizzle"]
 
 FULL_WARP = 0xFFFFFFFF
+COPY_BYTES = 32 * 16  # of a warp at once
 
 
 def make_swizzle(shape: AttentionShape) -> Any:
@@ -164,6 +165,35 @@ def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
     return copy_run, copy_rows
 
 
+def _make_copy_wide_rows(shape: AttentionShape) -> tuple[Any, Any]:
+    """`copy_run` and `copy_rows` where a row is as wide as a warp's copy: odd rows are copies' first ones, too."""
+    pitch = shape.row_bytes
+    values_at = 16 * pitch
+
+    @device_function
+    def place_of(target: Any, copy: Any) -> Any:
+        return (target ^ uint32((((copy & 1) << 2) | ((copy >> 1) & 3)) << 4)) + uint32(copy * pitch)
+
+    @device_function
+    def copy_run(target: Any, k_cache: Any, v_cache: Any, row: Any, lane: Any) -> None:
+        offset = int64(row) * pitch + int64(lane) * 16
+        for copy in range(16):
+            ptx.copy_async_16_once(place_of(target, copy), k_cache + offset + copy * pitch)
+        for copy in range(16):
+            ptx.copy_async_16_once(place_of(target, copy) + uint32(values_at), v_cache + offset + copy * pitch)
+
+    @device_function
+    def copy_rows(target: Any, k_cache: Any, v_cache: Any, row: Any, lane: Any) -> None:
+        for copy in range(16):
+            mine = cuda.shfl_sync(FULL_WARP, row, copy)
+            size = uint32(16) if mine >= 0 else uint32(0)
+            offset = int64(max(mine, int32(0))) * pitch + int64(lane) * 16
+            ptx.copy_async_16_or_zero(place_of(target, copy), k_cache + offset, size)
+            ptx.copy_async_16_or_zero(place_of(target, copy) + uint32(values_at), v_cache + offset, size)
+
+    return copy_run, copy_rows
+
+
 def make_lane_offset(shape: AttentionShape) -> Any:
     """A function: where a lane's first piece goes in its warp's stage."""
     pitch, row_swizzle = shape.row_bytes, make_swizzle(shape)
@@ -222,7 +252,8 @@ def make_issue(shape: AttentionShape) -> Any:
     """A function that starts the copies of the cursor's step, describes them and moves the cursor on."""
     group, tile_rows, block, kv_heads = shape.group, 16 * shape.row_tiles, shape.block, shape.kv_heads
     listed, (_, row_in_part) = shape.parts > 0, _make_in_list(shape)
-    row_of_cache, (copy_run, copy_rows) = _make_row_of_cache(shape), _make_copy_rows(shape)
+    make_copy = _make_copy_wide_rows if shape.row_bytes == COPY_BYTES else _make_copy_rows
+    row_of_cache, (copy_run, copy_rows) = _make_row_of_cache(shape), make_copy(shape)
     move_on, is_early = advance(shape), make_is_early(shape)
 
     @device_function

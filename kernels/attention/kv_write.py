@@ -171,5 +171,11 @@ def _codes(first: Any, second: Any, scale: Any) -> Any:
 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles: Llama-8B's and gpt-oss's caches, one of a single head, a step's rows, codes."""
-    plain = [_make(8, 32, 16, 0, 0), _make(8, 64, 8, 0, 0), _make(1, 16, 16, 0, 0), _make(8, 32, 16, 4, 1028)]
+    plain = [
+        _make(8, 32, 16, 0, 0),
+        _make(8, 64, 8, 0, 0),
+        _make(1, 16, 16, 0, 0),
+        _make(8, 32, 16, 4, 1028),
+        _make(2, 32, 32, 0, 0),
+    ]
     return [*plain, _make(8, 32, 16, 0, 0, True)]

@@ -7,7 +7,7 @@ and belong to no plan.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import chain, product
 
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
@@ -28,14 +28,15 @@ __all__ = [
 ]
 
 KIND = "attention"
-TILE_BYTES = {64: 16 * 1024, 128: 32 * 1024}  # keys and values of 64 positions; of codes half as many
-TEAMS = {64: 3, 128: 2}  # of four warps, side by side, over a whole window: one of 128 spans three tiles
+TILE_BYTES = {64: 16 * 1024, 128: 32 * 1024, 256: 64 * 1024}  # keys and values of 64 positions; half for codes
+TEAMS = {64: 3, 128: 2, 256: 1}  # of four warps, side by side, over a whole window: one of 128 spans three tiles
 DESCRIPTOR_WORDS = 4  # of a stage and warp: place and flags, tile of positions, row of the tree
 ALIGNMENT = 128  # of the stages: pieces of rows are permuted within 128 bytes
 STATIC_BYTES = 5 * 1024  # at most, of shared memory that the kernel declares itself
 WHOLE_WINDOW = 256
 QUERY_ROWS = 16  # of a tile
-DERIVED_STAGES = {64: 4, 128: 3}
+DERIVED_STAGES = {64: 4, 128: 3, 256: 3}
+ALONE_STAGES = {64: 2, 128: 2, 256: 3}  # at most, where no two blocks fit an SM; fewer where these do not fit
 LEAST_STAGES = 2
 MOST_STAGES = 8  # of codes twice as many, as of those that are derived
 MOST_BLOCKS = 3  # but of codes and few query rows, which have fewer sums
@@ -146,7 +147,8 @@ def _split_plans(
 ) -> tuple[AttentionPlan, ...]:
     """Two blocks an SM are derived, of as many stages as pay and fit, else one. Two tiles of query rows
     share keys and values where there are registers: heads of 128 have just enough, on 9.0 and without a window. One
-    stage fewer is faster there (an H200, 8 rows at 8K: 17.2 us with 2, 19.3 with 3; without sharing 20.9).
+    stage fewer is faster there (an H200, 8 rows at 8K: 17.2 us with 2, 19.3 with 3; without sharing 20.9). Heads of 256
+    have registers for one tile, and shared memory for two blocks of codes alone.
 
     blocks  that are derived of codes, where registers last: they are bound by instructions' latency. One more for few
             query rows, and one for long splits, of which there are many (an H200, heads of 128, 4 slots at 16K: 36.1
@@ -168,12 +170,13 @@ def _split_plans(
         return max((s for s in range(1, narrow * MOST_STAGES + 1) if fits(AttentionPlan(1, s, blocks))), default=0)
 
     several, most = query_tiles > 1, narrow * DERIVED_STAGES[head_dim]
-    shares = several and (head_dim == 64 or (gpu.capability == HOPPER and not windowed))
+    shares = several and (head_dim == 64 or (head_dim == 128 and gpu.capability == HOPPER and not windowed))
     row_tiles, most = (2, most if head_dim == 64 else most - 1) if shares else (1, most)
     most_usual = min(blocks, most_blocks(row_tiles))
     cuts = product(range(most_usual, 1, -1), range(most, LEAST_STAGES - 1, -1))
     usual = (AttentionPlan(row_tiles, stages, count) for count, stages in cuts)
-    derived = next(filter(fits, usual), AttentionPlan(row_tiles, LEAST_STAGES, 1))
+    alone = (AttentionPlan(row_tiles, stages, 1) for stages in range(ALONE_STAGES[head_dim], 0, -1))
+    derived = next(filter(fits, chain(usual, alone)))
     other = 3 - row_tiles if shares else row_tiles
 
     def found() -> Iterator[AttentionPlan]:

@@ -110,7 +110,9 @@ def _make_add_coded_scores(shape: AttentionShape) -> Any:
         base = uint32(stage + row * uint32(pitch) + ((quad ^ row_swizzle(row)) << uint32(4)))
         for read in range(pitch // 64):
             for half in range(2):
-                keys = ptx.load_shared_128((base ^ uint32((read & 1) << 6)) + uint32(half * 8 * pitch))
+                keys = ptx.load_shared_128(
+                    (base ^ uint32((read & 1) << 6)) + uint32((read >> 1) * 128 + half * 8 * pitch)
+                )
                 for column in range(4):
                     low, high = in_order(keys[column])
                     for tile in range(row_tiles):

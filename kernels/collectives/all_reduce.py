@@ -17,8 +17,8 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.collectives.peers.chunk import added, bits_of, floats_of, store_wide
 from lowlat.kernels.collectives.peers.words import MAX_RANKS, WORD_BYTES, area_of, await_chunk, check_rank, push_chunk
 from lowlat.kernels.common.norm_math import CHUNK, THREADS, WARPS
-from lowlat.kernels.common.norm_row import chunk_values, finish_norm, is_live, load_first_weights
-from lowlat.kernels.elementwise.norm import check_dtype, check_row_live, check_width
+from lowlat.kernels.common.norm_row import chunk_values, is_live, make_norm_functions, weights_label
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_width
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
@@ -210,12 +210,15 @@ def _make_push(ranks: int, stride: int, columns: int) -> Any:
 
 @cache
 def _make_all_reduce(
-    width: int, ranks: int, mode: str, whole: bool, early: bool, eps: float = 0.0, columns: int = 0
+    width: int, ranks: int, mode: str, whole: bool, early: bool, eps: float = 0.0, columns: int = 0, wide: bool = False
 ) -> Kernel:
     """The exchange of rows: grid (parts of a row, M).
 
     columns  of this rank's own part, where it is narrower than the rows; 0: it is not
+    wide     the norm's weight is float32
     """
+    functions = make_norm_functions(wide)
+    no_weights, load_first_weights, finish_norm = functions.no_weights, functions.load_first, functions.finish
     chunks, row_bytes, segments = width // CHUNK, width * WORD_BYTES, _segments(width, whole)
     stride, threads = chunks * 16, THREADS if whole else SEGMENT_THREADS
     own = columns or width
@@ -230,7 +233,7 @@ def _make_all_reduce(
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
         thread, row = uint32(cuda.threadIdx.x), int64(cuda.blockIdx.y)
         segment, areas = uint32(cuda.blockIdx.x), (a0, a1, a2, a3, a4, a5, a6, a7)
-        weights = (uint32(0), uint32(0), uint32(0), uint32(0))
+        weights = no_weights()
         if normed:
             weights = load_first_weights(weight, width)
         ptx.wait_for_previous_kernel()
@@ -278,7 +281,8 @@ def _make_all_reduce(
 
     name = f"all_reduce_{mode}_n{width}_ranks{ranks}{'_rows' if whole else ''}{'' if early else '_late'}"
     name += f"_own{columns}" if columns else ""
-    return Kernel(f"{name}_eps{eps!r}" if normed else name, all_reduce, (types.int64,) * (11 + MAX_RANKS), threads)
+    name = f"{name}_eps{eps!r}{weights_label(wide)}" if normed else name
+    return Kernel(name, all_reduce, (types.int64,) * (11 + MAX_RANKS), threads)
 
 
 def _calls(
@@ -294,7 +298,8 @@ def _calls(
     if mode != GATHER:
         for name, tensor in rows.items():
             check_shape(name, tensor, count, width)
-    kernel = _make_all_reduce(width, len(channel.areas), mode, channel.whole, channel.early, eps, columns)
+    wide = isinstance(weight, torch.Tensor) and are_wide(weight)
+    kernel = _make_all_reduce(width, len(channel.areas), mode, channel.whole, channel.early, eps, columns, wide)
     areas: list[Argument] = [*channel.areas, *[0] * (MAX_RANKS - len(channel.areas))]
     apart, calls = count * width * 4, []
     for start in range(0, count, channel.rows):
@@ -356,7 +361,7 @@ def all_reduce_add_norm(
         raise ShapeError("the norm of a row needs a channel whose blocks have whole rows")
     check_shape("weight", weight, x.shape[1])
     check_row_live(row_live, x.shape[0])
-    check_dtype(torch.bfloat16, a=a, weight=weight, total=total, out=out)
+    check_dtype(torch.bfloat16, a=a, total=total, out=out)
     return _calls(NORM, x, channel, {"a": a, "total": total, "out": out}, weight, row_live, eps)
 
 

@@ -20,8 +20,8 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.collectives.peers.chunk import added, bits_of, floats_of
 from lowlat.kernels.collectives.peers.words import MAX_RANKS, MISSING_BITS, WORD_BYTES, area_of, await_word, check_rank
 from lowlat.kernels.common.norm_math import CHUNK, THREADS, WARPS
-from lowlat.kernels.common.norm_row import chunk_values, finish_norm, is_live, load_first_weights
-from lowlat.kernels.elementwise.norm import check_dtype, check_row_live, check_width
+from lowlat.kernels.common.norm_row import chunk_values, is_live, make_norm_functions, weights_label
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_width
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
@@ -170,7 +170,9 @@ def _make_add_parts(width: int, ranks: int, shares: int) -> Any:
 
 
 @cache
-def _make(width: int, ranks: int, rows: int, normed: bool, eps: float = 0.0) -> Kernel:
+def _make(width: int, ranks: int, rows: int, normed: bool, eps: float = 0.0, wide: bool = False) -> Kernel:
+    functions = make_norm_functions(wide)
+    no_weights, load_first_weights, finish_norm = functions.no_weights, functions.load_first, functions.finish
     chunks, shares = width // CHUNK, -(-rows // ranks)
     parts_at, sums_at = _parts_at(ranks, rows), _sums_at(ranks, rows, width)
     push_part, take_sum, add_parts = (
@@ -186,7 +188,7 @@ def _make(width: int, ranks: int, rows: int, normed: bool, eps: float = 0.0) -> 
         sums, failed = cuda.shared.array(shape=WARPS, dtype=float32), cuda.shared.array(shape=1, dtype=uint32)
         thread, row = uint32(cuda.threadIdx.x), int64(cuda.blockIdx.x)
         areas, offset = (a0, a1, a2, a3, a4, a5, a6, a7), row * int64(width * 2)
-        weights = (uint32(0), uint32(0), uint32(0), uint32(0))
+        weights = no_weights()
         if normed:
             weights = load_first_weights(weight, width)
         ptx.wait_for_previous_kernel()
@@ -231,7 +233,7 @@ def _make(width: int, ranks: int, rows: int, normed: bool, eps: float = 0.0) -> 
             live = is_live(row_live, row)
             finish_norm(first, weights, total + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
 
-    name = f"share_rows_n{width}_ranks{ranks}_m{rows}{f'_norm_eps{eps!r}' if normed else ''}"
+    name = f"share_rows_n{width}_ranks{ranks}_m{rows}{f'_norm_eps{eps!r}' if normed else ''}{weights_label(wide)}"
     return Kernel(name, share_rows, (types.int64,) * (8 + MAX_RANKS), THREADS)
 
 
@@ -245,9 +247,10 @@ def _calls(
     check_dtype(torch.bfloat16, a=a, total=total)
     for name, tensor in (("a", a), ("total", total)):
         check_shape(name, tensor, count, width)
-    kernel, calls = _make(width, len(shares.areas), shares.rows, bool(norm), eps), []
     areas: list[Argument] = [*shares.areas, *[0] * (MAX_RANKS - len(shares.areas))]
     weight, row_live, out = norm or (0, 0, 0)
+    wide = isinstance(weight, torch.Tensor) and are_wide(weight)
+    kernel, calls = _make(width, len(shares.areas), shares.rows, bool(norm), eps, wide), []
     for start in range(0, count, shares.rows):
         part = slice(start, min(start + shares.rows, count))
         live = row_live.reshape(-1)[part] if isinstance(row_live, torch.Tensor) else 0
@@ -273,18 +276,19 @@ def share_add_norm(
 ) -> list[KernelCall]:  # fmt: skip
     """The same sum, and its RMS norm, bit for bit what `rms_norm` gives of it.
 
-    weight    [N]     bf16
+    weight    [N]     bf16 or float32
     row_live  [M]     uint8; None: all rows are live; dead ones are normed to zeros
     out       [M, N]  bf16  out
     Launches and errors as `share_add` has them.
     """
     check_shape("weight", weight, x.shape[1])
     check_shape("out", out, *x.shape)
-    check_dtype(torch.bfloat16, weight=weight, out=out)
+    check_dtype(torch.bfloat16, out=out)
     check_row_live(row_live, x.shape[0])
     return _calls(x, a, shares, total, (weight, 0 if row_live is None else row_live, out), eps)
 
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make(4096, 2, 2048, False), _make(8192, 8, 2048, True, 1e-5), _make(2880, 2, 4096, True, 1e-5)]
+    made = [_make(4096, 2, 2048, False), _make(8192, 8, 2048, True, 1e-5), _make(2880, 2, 4096, True, 1e-5)]
+    return [*made, _make(5120, 4, 2048, True, 1e-6, True)]

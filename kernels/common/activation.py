@@ -7,10 +7,19 @@ are rounded to bf16, whose ulp is 65,536 times as large, and an epilogue has lit
 import math
 from typing import Any
 
-from lowlat.kernels.toolchain.numba_cuda import device_function, float32
-from lowlat.kernels.toolchain.ptx import add_rn, div_rn, exp2_approx, exp2_approx_ftz, mul_rn, rcp_approx_ftz
+from lowlat.kernels.toolchain.numba_cuda import device_function, float32, uint32
+from lowlat.kernels.toolchain.ptx import (
+    add_rn,
+    bf16_bits,
+    div_rn,
+    exp2_approx,
+    exp2_approx_ftz,
+    float_of_bits,
+    mul_rn,
+    rcp_approx_ftz,
+)
 
-__all__ = ["clamped_swiglu", "logistic", "sigmoid", "silu_times"]
+__all__ = ["clamped_swiglu", "gate_times", "logistic", "sigmoid", "silu_times"]
 
 MINUS_LOG2_E = -1 / math.log(2)
 
@@ -25,6 +34,13 @@ def logistic(value: Any) -> Any:
 def sigmoid(value: Any) -> Any:
     """1 / (1 + exp(-value)) where it stays float32: the quotient is rounded once; zero below -88."""
     return div_rn(float32(1.0), add_rn(float32(1.0), exp2_approx(mul_rn(value, float32(MINUS_LOG2_E)))))
+
+
+@device_function
+def gate_times(value: Any, gate: Any) -> Any:
+    """value * sigmoid(gate), the gate and the sigmoid rounded to bf16 first; the product is not."""
+    share = sigmoid(float_of_bits(uint32(uint32(bf16_bits(gate)) << uint32(16))))
+    return mul_rn(value, float_of_bits(uint32(uint32(bf16_bits(share)) << uint32(16))))
 
 
 @device_function

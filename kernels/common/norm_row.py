@@ -4,6 +4,7 @@ A block of `norm_math.THREADS` threads has a row; thread t has its chunks t, t +
 registers, so a row of up to 8 * THREADS elements is read once.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from lowlat.kernels.common.norm_math import (
@@ -13,6 +14,7 @@ from lowlat.kernels.common.norm_math import (
     high_value,
     inverse_rms,
     low_value,
+    normalised,
     normalised_pair,
 )
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
@@ -27,17 +29,18 @@ from lowlat.kernels.toolchain.ptx import (
 )
 
 __all__ = [
+    "NormFunctions",
     "add_row",
     "chunk_address",
     "chunk_values",
-    "finish_norm",
     "gather_chunk",
     "is_live",
     "load_first",
-    "load_first_weights",
+    "make_norm_functions",
     "row_inverse",
     "store_row",
     "table_row",
+    "weights_label",
 ]
 
 TILE_BYTES = 2048  # 16 weight rows by 64 columns, see `packing`
@@ -89,16 +92,6 @@ def load_first(row: Any, width: Any, tiled: Any) -> Any:
     words = (uint32(0), uint32(0), uint32(0), uint32(0))
     if thread < uint32(width // 8):
         words = load_global_128(chunk_address(row, thread, tiled))
-    return words
-
-
-@device_function
-def load_first_weights(weight: Any, width: Any) -> Any:
-    """This thread's first chunk of a norm's weight, which may be read before the kernel before has ended."""
-    thread = uint32(cuda.threadIdx.x)
-    words = (uint32(0), uint32(0), uint32(0), uint32(0))
-    if thread < uint32(width // 8):
-        words = load_global_nc_128(weight + int64(thread) * int64(16))
     return words
 
 
@@ -189,41 +182,145 @@ def row_inverse(first: Any, source: Any, tiled: Any, sums: Any, width: Any, eps:
     return inverse_rms(block_sum(total, sums), width, eps)
 
 
-@device_function
-def finish_norm(
-    first: Any,
-    first_weights: Any,
-    source: Any,
-    tiled: Any,
-    weight: Any,
-    target: Any,
-    copy: Any,
-    live: Any,
-    sums: Any,
-    width: Any,
-    eps: Any,
-) -> None:
-    """The RMS norm of a row whose first chunks are held, with the row's other chunks read from `source`.
+@dataclass(frozen=True)
+class NormFunctions:
+    """Device functions of a norm whose weight is bf16, or float32.
 
-    target, copy  addresses of the result and of a second one, 0 for none; zeros for a dead row
-    sums          [WARPS] float32, shared; all threads of the block must come here, once
+    load_weights  a chunk of the weight, by its address and the chunk's number: `size` words
+    no_weights    as many zeros
+    held          a chunk's weights, from an array where its words begin at a place
+    scale         a chunk's four words by 1 / rms and the chunk's weights, packed again
+    load_first    this thread's first chunk of the weight, which may be read before the kernel before has ended
+    finish        `finish_norm`
     """
-    chunk, chunks = uint32(cuda.threadIdx.x), uint32(width // 8)
-    more = width > 8 * THREADS  # a constant: rows of one chunk a thread compile without the loads below
-    inverse = row_inverse(first, source, tiled, sums, width, eps)
-    words, weights = first, first_weights
-    while chunk < chunks:
-        a = normalised_pair(words[0], inverse, weights[0])
-        b = normalised_pair(words[1], inverse, weights[1])
-        c = normalised_pair(words[2], inverse, weights[2])
-        d = normalised_pair(words[3], inverse, weights[3])
-        if not live:
-            a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
-        offset = int64(chunk) * int64(16)
-        store_global_128(target + offset, a, b, c, d)
-        if copy != int64(0):
-            store_global_128(copy + offset, a, b, c, d)
-        chunk = uint32(chunk + uint32(THREADS))
-        if more and chunk < chunks:
-            words = load_global_128(chunk_address(source, chunk, tiled))
-            weights = load_global_nc_128(weight + int64(chunk) * int64(16))
+
+    size: int
+    load_weights: Any
+    no_weights: Any
+    held: Any
+    scale: Any
+    load_first: Any
+    finish: Any
+
+
+def weights_label(wide: bool) -> str:
+    """What the name of a kernel ends with, by the dtype of a norm's weight."""
+    return "_w32" if wide else ""
+
+
+def make_norm_functions(wide: bool) -> NormFunctions:
+    """The functions for a weight of float32 (wide), or of bf16."""
+    load_weights, no_weights, held, scale = (
+        (_load_wide, _no_wide, _held_wide, _scale_wide)
+        if wide
+        else (_load_narrow, _no_narrow, _held_narrow, _scale_narrow)
+    )
+
+    @device_function
+    def load_first_weights(weight: Any, width: Any) -> Any:
+        thread = uint32(cuda.threadIdx.x)
+        words = no_weights()
+        if thread < uint32(width // 8):
+            words = load_weights(weight, thread)
+        return words
+
+    @device_function
+    def finish_norm(
+        first: Any,
+        first_weights: Any,
+        source: Any,
+        tiled: Any,
+        weight: Any,
+        target: Any,
+        copy: Any,
+        live: Any,
+        sums: Any,
+        width: Any,
+        eps: Any,
+    ) -> None:
+        """The RMS norm of a row whose first chunks are held, with the row's other chunks read from `source`.
+
+        target, copy  addresses of the result and of a second one, 0 for none; zeros for a dead row
+        sums          [WARPS] float32, shared; all threads of the block must come here, once
+        """
+        chunk, chunks = uint32(cuda.threadIdx.x), uint32(width // 8)
+        more = width > 8 * THREADS  # a constant: rows of one chunk a thread compile without the loads below
+        inverse = row_inverse(first, source, tiled, sums, width, eps)
+        words, weights = first, first_weights
+        while chunk < chunks:
+            a, b, c, d = scale(words, inverse, weights)
+            if not live:
+                a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+            offset = int64(chunk) * int64(16)
+            store_global_128(target + offset, a, b, c, d)
+            if copy != int64(0):
+                store_global_128(copy + offset, a, b, c, d)
+            chunk = uint32(chunk + uint32(THREADS))
+            if more and chunk < chunks:
+                words = load_global_128(chunk_address(source, chunk, tiled))
+                weights = load_weights(weight, chunk)
+
+    size = 8 if wide else 4
+    return NormFunctions(size, load_weights, no_weights, held, scale, load_first_weights, finish_norm)
+
+
+@device_function
+def _load_narrow(weight: Any, chunk: Any) -> Any:
+    return load_global_nc_128(weight + int64(chunk) * int64(16))
+
+
+@device_function
+def _load_wide(weight: Any, chunk: Any) -> Any:
+    a, b, c, d = load_global_nc_128(weight + int64(chunk) * int64(32))
+    e, f, g, h = load_global_nc_128(weight + int64(chunk) * int64(32) + int64(16))
+    return a, b, c, d, e, f, g, h
+
+
+@device_function
+def _no_narrow() -> Any:
+    return uint32(0), uint32(0), uint32(0), uint32(0)
+
+
+@device_function
+def _no_wide() -> Any:
+    return uint32(0), uint32(0), uint32(0), uint32(0), uint32(0), uint32(0), uint32(0), uint32(0)
+
+
+@device_function
+def _held_narrow(words: Any, at: Any) -> Any:
+    return words[at], words[at + 1], words[at + 2], words[at + 3]
+
+
+@device_function
+def _held_wide(words: Any, at: Any) -> Any:
+    first, second = _held_narrow(words, at), _held_narrow(words, at + 4)
+    return first[0], first[1], first[2], first[3], second[0], second[1], second[2], second[3]
+
+
+@device_function
+def _scale_narrow(words: Any, inverse: Any, weights: Any) -> Any:
+    return (
+        normalised_pair(words[0], inverse, weights[0]),
+        normalised_pair(words[1], inverse, weights[1]),
+        normalised_pair(words[2], inverse, weights[2]),
+        normalised_pair(words[3], inverse, weights[3]),
+    )
+
+
+@device_function
+def _scale_wide(words: Any, inverse: Any, weights: Any) -> Any:
+    return (
+        _wide_pair(words[0], inverse, weights[0], weights[1]),
+        _wide_pair(words[1], inverse, weights[2], weights[3]),
+        _wide_pair(words[2], inverse, weights[4], weights[5]),
+        _wide_pair(words[3], inverse, weights[6], weights[7]),
+    )
+
+
+@device_function
+def _wide_pair(word: Any, inverse: Any, low: Any, high: Any) -> Any:
+    """Two packed bf16 elements normalised by the bits of two float32 weights, packed again."""
+    return bf16_pair(
+        normalised(low_value(word), inverse, float_of_bits(low)),
+        normalised(high_value(word), inverse, float_of_bits(high)),
+    )

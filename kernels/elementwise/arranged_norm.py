@@ -9,9 +9,17 @@ from typing import Any
 
 import torch
 
-from lowlat.kernels.common.norm_math import THREADS, WARPS, normalised_pair
-from lowlat.kernels.common.norm_row import add_row, is_live, load_first, load_first_weights, row_inverse
-from lowlat.kernels.elementwise.norm import check_dtype, check_row_live, check_sum, check_width
+from lowlat.kernels.common.norm_math import THREADS, WARPS
+from lowlat.kernels.common.norm_row import (
+    NormFunctions,
+    add_row,
+    is_live,
+    load_first,
+    make_norm_functions,
+    row_inverse,
+    weights_label,
+)
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_sum, check_width
 from lowlat.kernels.gemm.prefill.activation_layout import STEP, arranged_shape, piece_address, transposed
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
@@ -23,40 +31,45 @@ __all__ = ["arranged_add_norm", "arranged_rms_norm", "examples"]
 WHOLE_WARPS = 0xFFFFFFE0
 
 
-@device_function
-def _finish(
-    first: Any, first_weights: Any, source: Any, weight: Any, out: Any, rows: Any, live: Any, sums: Any, width: Any,
-    eps: Any,
-) -> None:  # fmt: skip
-    """Norm a row whose first chunks are held, and store it arranged; zeros past its end, and for a dead row.
+def _make_finish(functions: NormFunctions) -> Any:
+    """A function of a block, see its docstring."""
+    scale, load_weights = functions.scale, functions.load_weights
 
-    out   of all rows
-    sums  [WARPS] float32, shared; all threads of the block must come here, once
-    """
-    thread, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
-    chunks, pieces = uint32(width // 8), uint32((width + STEP - 1) // STEP * 8)
-    more = width > 8 * THREADS  # a constant: rows of one chunk a thread compile without the loads below
-    inverse = row_inverse(first, source, False, sums, width, eps)
-    words, weights, chunk = first, first_weights, thread
-    while uint32(chunk & uint32(WHOLE_WARPS)) < pieces:  # of all lanes of a warp, as they exchange
-        a = normalised_pair(words[0], inverse, weights[0])
-        b = normalised_pair(words[1], inverse, weights[1])
-        c = normalised_pair(words[2], inverse, weights[2])
-        d = normalised_pair(words[3], inverse, weights[3])
-        if not live or chunk >= chunks:
-            a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
-        a, b, c, d = transposed((a, b, c, d), thread)
-        if chunk < pieces:
-            ptx.store_global_128(piece_address(out, row, rows, chunk), a, b, c, d)
-        chunk = uint32(chunk + uint32(THREADS))
-        if more and chunk < chunks:
-            words = ptx.load_global_128(source + int64(chunk) * int64(16))
-            weights = ptx.load_global_nc_128(weight + int64(chunk) * int64(16))
+    @device_function
+    def finish(
+        first: Any, first_weights: Any, source: Any, weight: Any, out: Any, rows: Any, live: Any, sums: Any, width: Any,
+        eps: Any,
+    ) -> None:  # fmt: skip
+        """Norm a row whose first chunks are held, and store it arranged; zeros past its end, and for a dead row.
+
+        out   of all rows
+        sums  [WARPS] float32, shared; all threads of the block must come here, once
+        """
+        thread, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
+        chunks, pieces = uint32(width // 8), uint32((width + STEP - 1) // STEP * 8)
+        more = width > 8 * THREADS  # a constant: rows of one chunk a thread compile without the loads below
+        inverse = row_inverse(first, source, False, sums, width, eps)
+        words, weights, chunk = first, first_weights, thread
+        while uint32(chunk & uint32(WHOLE_WARPS)) < pieces:  # of all lanes of a warp, as they exchange
+            a, b, c, d = scale(words, inverse, weights)
+            if not live or chunk >= chunks:
+                a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+            a, b, c, d = transposed((a, b, c, d), thread)
+            if chunk < pieces:
+                ptx.store_global_128(piece_address(out, row, rows, chunk), a, b, c, d)
+            chunk = uint32(chunk + uint32(THREADS))
+            if more and chunk < chunks:
+                words = ptx.load_global_128(source + int64(chunk) * int64(16))
+                weights = load_weights(weight, chunk)
+
+    return finish
 
 
 @cache
-def _make_norm(width: int, eps: float) -> Kernel:
+def _make_norm(width: int, eps: float, wide_weights: bool = False) -> Kernel:
     """A norm: grid (M,)."""
+    functions = make_norm_functions(wide_weights)
+    load_first_weights, finish = functions.load_first, _make_finish(functions)
 
     def arranged_norm(x: Any, weight: Any, row_live: Any, out: Any, rows: Any) -> None:
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
@@ -66,14 +79,17 @@ def _make_norm(width: int, eps: float) -> Kernel:
         ptx.let_next_kernel_start()
         source = x + row * int64(width * 2)
         words = load_first(source, width, False)
-        _finish(words, weights, source, weight, out, rows, is_live(row_live, row), sums, width, eps)
+        finish(words, weights, source, weight, out, rows, is_live(row_live, row), sums, width, eps)
 
-    return Kernel(f"arranged_norm_n{width}_eps{eps!r}", arranged_norm, (types.int64,) * 5, THREADS)
+    name = f"arranged_norm_n{width}_eps{eps!r}{weights_label(wide_weights)}"
+    return Kernel(name, arranged_norm, (types.int64,) * 5, THREADS)
 
 
 @cache
-def _make_add_norm(width: int, eps: float, wide: bool) -> Kernel:
+def _make_add_norm(width: int, eps: float, wide: bool, wide_weights: bool = False) -> Kernel:
     """A residual sum and its norm: grid (M,)."""
+    functions = make_norm_functions(wide_weights)
+    load_first_weights, finish = functions.load_first, _make_finish(functions)
 
     def arranged_add_norm(a: Any, b: Any, weight: Any, row_live: Any, total: Any, out: Any, rows: Any) -> None:
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
@@ -85,9 +101,9 @@ def _make_add_norm(width: int, eps: float, wide: bool) -> Kernel:
         other = row * int64(width * (4 if wide else 2))
         live = is_live(row_live, row)
         first = add_row(a + offset, b + other, wide, total + offset, width)
-        _finish(first, weights, total + offset, weight, out, rows, live, sums, width, eps)
+        finish(first, weights, total + offset, weight, out, rows, live, sums, width, eps)
 
-    name = f"arranged_add_norm_n{width}_{'f32' if wide else 'bf16'}_eps{eps!r}"
+    name = f"arranged_add_norm_n{width}_{'f32' if wide else 'bf16'}_eps{eps!r}{weights_label(wide_weights)}"
     return Kernel(name, arranged_add_norm, (types.int64,) * 7, THREADS)
 
 
@@ -97,7 +113,7 @@ def arranged_rms_norm(
     """The rows of `norm.rms_norm` as `arrange` leaves them, in one launch.
 
     x         [M, N]               bf16
-    weight    [N]                  bf16
+    weight    [N]                  bf16 or float32
     row_live  [M]                  uint8; None: all rows are live
     out       [ceil(N/64), M, 64]  bf16  out; zeros past N, and for dead rows
     Raises ShapeError for shapes or dtypes that do not fit, or N that is no multiple of 8 or above MAX_WIDTH.
@@ -107,9 +123,9 @@ def arranged_rms_norm(
     check_row_live(row_live, rows)
     check_shape("weight", weight, width)
     check_shape("out", out, *arranged_shape(rows, width))
-    check_dtype(torch.bfloat16, x=x, weight=weight, out=out)
+    check_dtype(torch.bfloat16, x=x, out=out)
     live = 0 if row_live is None else row_live
-    return [KernelCall(_make_norm(width, eps), (rows, 1, 1), (x, weight, live, out, rows))]
+    return [KernelCall(_make_norm(width, eps, are_wide(weight)), (rows, 1, 1), (x, weight, live, out, rows))]
 
 
 def arranged_add_norm(
@@ -126,16 +142,16 @@ def arranged_add_norm(
 
     a         [M, N]               bf16           the residual stream
     b         [M, N]               float32, bf16  what is added
-    weight    [N]                  bf16
+    weight    [N]                  bf16 or float32
     row_live  [M]                  uint8; None: all rows are live
     total     [M, N]               bf16  out: row by row
     out       [ceil(N/64), M, 64]  bf16  out; zeros past N, and for dead rows
     Raises ShapeError as `arranged_rms_norm` does.
     """
-    rows, width = check_sum(a, b, weight, row_live, total)
+    rows, width, wide_weights = check_sum(a, b, weight, row_live, total)
     check_shape("out", out, *arranged_shape(rows, width))
     check_dtype(torch.bfloat16, out=out)
-    kernel = _make_add_norm(width, eps, b.dtype == torch.float32)
+    kernel = _make_add_norm(width, eps, b.dtype == torch.float32, wide_weights)
     live = 0 if row_live is None else row_live
     return [KernelCall(kernel, (rows, 1, 1), (a, b, weight, live, total, out, rows))]
 
@@ -148,4 +164,6 @@ def examples() -> list[Kernel]:
         _make_add_norm(4096, 1e-5, True),
         _make_add_norm(2880, 1e-5, False),
         _make_add_norm(12296, 1e-5, True),
+        _make_norm(2048, 1e-6, True),
+        _make_add_norm(5120, 1e-6, True, True),
     ]

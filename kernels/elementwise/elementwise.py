@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.activation import sigmoid, silu_times
+from lowlat.kernels.common.activation import gate_times, sigmoid, silu_times
 from lowlat.kernels.common.memory import WIDE
 from lowlat.kernels.common.norm_row import chunk_values, is_live
 from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
@@ -18,7 +18,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types, uint32
 
-__all__ = ["add", "add_gated", "cast", "examples", "identity", "silu_mul"]
+__all__ = ["add", "add_gated", "cast", "examples", "identity", "output_gate", "silu_mul"]
 
 THREADS = 128
 CHUNK = 8
@@ -133,6 +133,29 @@ def _make_silu_mul(width: int) -> Kernel:
             ptx.store_global_128(out + row * int64(2 * width) + int64(chunk) * int64(16), a, b, c, d)
 
     return Kernel(f"silu_mul_i{width}", silu_mul, (types.int64,) * 3, THREADS)
+
+
+@cache
+def _make_output_gate(width: int) -> Kernel:
+    """Grid (M, chunks of a row of N = width elements / THREADS)."""
+
+    def output_gate(x: Any, gate: Any, row_live: Any, out: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        row = int64(cuda.blockIdx.x)
+        chunk = uint32(uint32(cuda.blockIdx.y) * uint32(THREADS) + uint32(cuda.threadIdx.x))
+        if chunk < uint32(width // CHUNK):
+            g = chunk_values(gate + row * int64(4 * width), chunk, True)
+            v = chunk_values(x + row * int64(2 * width), chunk, False)
+            a = ptx.bf16_pair(gate_times(v[0], g[0]), gate_times(v[1], g[1]))
+            b = ptx.bf16_pair(gate_times(v[2], g[2]), gate_times(v[3], g[3]))
+            c = ptx.bf16_pair(gate_times(v[4], g[4]), gate_times(v[5], g[5]))
+            d = ptx.bf16_pair(gate_times(v[6], g[6]), gate_times(v[7], g[7]))
+            if not is_live(row_live, row):
+                a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+            ptx.store_global_128(out + row * int64(2 * width) + int64(chunk) * int64(16), a, b, c, d)
+
+    return Kernel(f"output_gate_n{width}", output_gate, (types.int64,) * 4, THREADS)
 
 
 @cache
@@ -266,8 +289,32 @@ def silu_mul(gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out
     return [KernelCall(_make_silu_mul(width), grid, (gate_up, live, out))]
 
 
+def output_gate(
+    x: torch.Tensor, gate: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor
+) -> list[KernelCall]:
+    """x * sigmoid(gate), gate and sigmoid rounded to bf16 before the product; dead rows give zero.
+
+    x         [M, N]  bf16     attention's output
+    gate      [M, N]  float32  a GEMM's output
+    row_live  [M]     uint8    None: all rows are live
+    out       [M, N]  bf16     out
+    One launch. Raises ShapeError unless the shapes agree and N is a multiple of 8.
+    """
+    rows, width = out.shape
+    for name, tensor in (("x", x), ("gate", gate)):
+        check_shape(name, tensor, rows, width)
+    check_row_live(row_live, rows)
+    check_dtype(torch.float32, gate=gate)
+    check_dtype(torch.bfloat16, x=x, out=out)
+    if width % CHUNK:
+        raise ShapeError(f"out must have a multiple of {CHUNK} columns, got {width}")
+    grid = (rows, -(-(width // CHUNK) // THREADS), 1)
+    live = 0 if row_live is None else row_live
+    return [KernelCall(_make_output_gate(width), grid, (x, gate, live, out))]
+
+
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
     sums = [_make_add(False, True), _make_add(False, False)]
-    rows = [_make_silu_mul(14336), _make_take(10240, 2048), _make_add_gated(2048)]
+    rows = [_make_silu_mul(14336), _make_take(10240, 2048), _make_add_gated(2048), _make_output_gate(4096)]
     return [_make_identity(), _make_cast(True), *sums, *rows]

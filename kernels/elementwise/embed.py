@@ -11,15 +11,15 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.norm_math import THREADS, WARPS
 from lowlat.kernels.common.norm_row import (
-    finish_norm,
     gather_chunk,
     is_live,
     load_first,
-    load_first_weights,
+    make_norm_functions,
     store_row,
     table_row,
+    weights_label,
 )
-from lowlat.kernels.elementwise.norm import check_dtype, check_row_live, check_width
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_width
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
@@ -66,8 +66,10 @@ def _make_embed(width: int, tiled: bool) -> Kernel:
 
 
 @cache
-def _make_embed_norm(width: int, tiled: bool, eps: float) -> Kernel:
-    """A block a row: grid (M,)."""
+def _make_embed_norm(width: int, tiled: bool, eps: float, wide: bool = False) -> Kernel:
+    """A block a row: grid (M,). wide: the norm's weight is float32."""
+    functions = make_norm_functions(wide)
+    load_first_weights, finish_norm = functions.load_first, functions.finish
 
     def embed_norm(tokens: Any, table: Any, weight: Any, row_live: Any, out: Any, normed: Any) -> None:
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
@@ -84,7 +86,7 @@ def _make_embed_norm(width: int, tiled: bool, eps: float) -> Kernel:
         store_row(words, source, tiled, out + offset, known, width)
         finish_norm(words, weights, source, tiled, weight, normed + offset, int64(0), live, sums, width, eps)
 
-    name = f"embed_norm_n{width}_{'packed' if tiled else 'rows'}_eps{eps!r}"
+    name = f"embed_norm_n{width}_{'packed' if tiled else 'rows'}_eps{eps!r}{weights_label(wide)}"
     return Kernel(name, embed_norm, (types.int64,) * 6, THREADS, settles=True)
 
 
@@ -118,7 +120,7 @@ def embed_norm(
 ) -> list[KernelCall]:
     """Embedding rows and their RMS norm, see `embed` and `norm.rms_norm`.
 
-    norm_weight  [N]     bf16
+    norm_weight  [N]     bf16 or float32
     row_live     [M]     uint8; None: all rows are live. The norm of a dead row is zero, its embedding is not
     out, normed  [M, N]  bf16  out
     One launch. Raises ShapeError as `embed` does.
@@ -129,11 +131,11 @@ def embed_norm(
     check_shape("out", out, rows, width)
     check_shape("normed", normed, rows, width)
     check_shape("norm_weight", norm_weight, width)
-    check_dtype(torch.bfloat16, out=out, normed=normed, norm_weight=norm_weight)
+    check_dtype(torch.bfloat16, out=out, normed=normed)
     check_dtype(torch.int32, tokens=tokens)
     table, tiled = check_table(weight, width)
     live = 0 if row_live is None else row_live
-    kernel = _make_embed_norm(width, tiled, eps)
+    kernel = _make_embed_norm(width, tiled, eps, are_wide(norm_weight))
     return [KernelCall(kernel, (rows, 1, 1), (tokens, table, norm_weight, live, out, normed))]
 
 
@@ -145,4 +147,5 @@ def examples() -> list[Kernel]:
         _make_embed_norm(4096, False, 1e-5),
         _make_embed_norm(2880, True, 1e-5),
         _make_embed_norm(8192, True, 1e-5),
+        _make_embed_norm(5120, True, 1e-6, True),
     ]

@@ -13,10 +13,10 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.norm_math import THREADS, WARPS
 from lowlat.kernels.common.norm_row import (
     add_row,
-    finish_norm,
     is_live,
     load_first,
-    load_first_weights,
+    make_norm_functions,
+    weights_label,
 )
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
@@ -26,6 +26,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int64, types
 __all__ = [
     "MAX_WIDTH",
     "add_norm",
+    "are_wide",
     "check_dtype",
     "check_row_live",
     "check_sum",
@@ -52,6 +53,17 @@ def check_dtype(dtype: torch.dtype, **tensors: torch.Tensor | None) -> None:
             raise ShapeError(f"{name} must be {dtype}, got {tensor.dtype}")
 
 
+def are_wide(*weights: torch.Tensor) -> bool:
+    """Whether norm weights are float32. Raises ShapeError unless all are, or all are bf16."""
+    for weight in weights:
+        if weight.dtype not in (torch.bfloat16, torch.float32) or weight.dtype != weights[0].dtype:
+            raise ShapeError(
+                f"weights of norms must be all torch.bfloat16 or all torch.float32, got "
+                f"{', '.join(str(each.dtype) for each in weights)}"
+            )
+    return weights[0].dtype == torch.float32
+
+
 def check_row_live(row_live: torch.Tensor | None, rows: int) -> None:
     """Raise ShapeError unless there is a flag for each row, or no flags at all."""
     if row_live is not None and row_live.numel() != rows:
@@ -60,23 +72,26 @@ def check_row_live(row_live: torch.Tensor | None, rows: int) -> None:
 
 def check_sum(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, row_live: torch.Tensor | None, total: torch.Tensor
-) -> tuple[int, int]:
-    """The rows and the width of a residual sum whose norm is taken. Raises ShapeError for what does not fit."""
+) -> tuple[int, int, bool]:
+    """The rows and the width of a residual sum whose norm is taken, and whether the norm's weight is float32. Raises
+    ShapeError for what does not fit."""
     rows, width = a.shape
     check_width(width)
     check_row_live(row_live, rows)
     for name, tensor in (("b", b), ("total", total)):
         check_shape(name, tensor, rows, width)
     check_shape("weight", weight, width)
-    check_dtype(torch.bfloat16, a=a, weight=weight, total=total)
+    check_dtype(torch.bfloat16, a=a, total=total)
     if b.dtype != torch.float32:
         check_dtype(torch.bfloat16, b=b)
-    return rows, width
+    return rows, width, are_wide(weight)
 
 
 @cache
-def _make_norms(width: int, parts: int, eps: float) -> Kernel:
+def _make_norms(width: int, parts: int, eps: float, wide_weights: bool = False) -> Kernel:
     """Norms of up to PARTS of the `parts` parts of each row, from part `start` on: grid (M, parts here)."""
+    functions = make_norm_functions(wide_weights)
+    load_first_weights, finish_norm = functions.load_first, functions.finish
 
     def norms(x: Any, row_live: Any, out: Any, start: Any, w0: Any, w1: Any, w2: Any, w3: Any) -> None:
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
@@ -97,12 +112,15 @@ def _make_norms(width: int, parts: int, eps: float) -> Kernel:
         finish_norm(words, weights, x + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
 
     signature = (types.int64,) * 8
-    return Kernel(f"norms_n{width}_parts{parts}_eps{eps!r}", norms, signature, THREADS, settles=True)
+    name = f"norms_n{width}_parts{parts}_eps{eps!r}{weights_label(wide_weights)}"
+    return Kernel(name, norms, signature, THREADS, settles=True)
 
 
 @cache
-def _make_add_norm(width: int, eps: float, wide: bool) -> Kernel:
+def _make_add_norm(width: int, eps: float, wide: bool, wide_weights: bool = False) -> Kernel:
     """A residual sum and its norm: grid (M,)."""
+    functions = make_norm_functions(wide_weights)
+    load_first_weights, finish_norm = functions.load_first, functions.finish
 
     def add_norm(a: Any, b: Any, weight: Any, row_live: Any, total: Any, out: Any) -> None:
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
@@ -117,9 +135,8 @@ def _make_add_norm(width: int, eps: float, wide: bool) -> Kernel:
         finish_norm(first, weights, total + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
 
     signature = (types.int64,) * 6
-    return Kernel(
-        f"add_norm_n{width}_{'f32' if wide else 'bf16'}_eps{eps!r}", add_norm, signature, THREADS, settles=True
-    )
+    name = f"add_norm_n{width}_{'f32' if wide else 'bf16'}_eps{eps!r}{weights_label(wide_weights)}"
+    return Kernel(name, add_norm, signature, THREADS, settles=True)
 
 
 def rms_norm(
@@ -128,7 +145,7 @@ def rms_norm(
     """x / rms(x) * weight in float32, rounded once; dead rows give zero.
 
     x         [M, N]  bf16
-    weight    [N]     bf16
+    weight    [N]     bf16 or float32
     row_live  [M]     uint8; None: all rows are live
     out       [M, N]  bf16  out
     One launch. Raises ShapeError for shapes that do not fit, or N that is no multiple of 8 or above MAX_WIDTH.
@@ -142,7 +159,7 @@ def split_norms(
     """RMS norm of each of the F parts of every row on its own, as `rms_norm` of that part gives it.
 
     x, out     [M, F * Ht]  bf16
-    weight0..  [Ht]         bf16
+    weight0..  [Ht]         bf16, or all float32
     One launch for every PARTS parts. Raises ShapeError as `rms_norm` does.
     """
     rows, parts = x.shape[0], len(weights)
@@ -153,11 +170,11 @@ def split_norms(
     check_row_live(row_live, rows)
     check_shape("x", x, rows, parts * width)
     check_shape("out", out, rows, parts * width)
-    check_dtype(torch.bfloat16, x=x, out=out, **weights)
+    check_dtype(torch.bfloat16, x=x, out=out)
     ordered = [weights[f"weight{part}"] for part in range(parts)]
     for part, weight in enumerate(ordered):
         check_shape(f"weight{part}", weight, width)
-    kernel = _make_norms(width, parts, eps)
+    kernel = _make_norms(width, parts, eps, are_wide(*ordered))
     live = 0 if row_live is None else row_live
     calls = []
     for start in range(0, parts, PARTS):
@@ -181,16 +198,16 @@ def add_norm(
 
     a         [M, N]  bf16           the residual stream
     b         [M, N]  float32, bf16  what is added
-    weight    [N]     bf16
+    weight    [N]     bf16 or float32
     row_live  [M]     uint8; None: all rows are live
     total     [M, N]  bf16  out
     out       [M, N]  bf16  out
     One launch. Raises ShapeError as `rms_norm` does.
     """
-    rows, width = check_sum(a, b, weight, row_live, total)
+    rows, width, wide_weights = check_sum(a, b, weight, row_live, total)
     check_shape("out", out, rows, width)
     check_dtype(torch.bfloat16, out=out)
-    kernel = _make_add_norm(width, eps, b.dtype == torch.float32)
+    kernel = _make_add_norm(width, eps, b.dtype == torch.float32, wide_weights)
     live = 0 if row_live is None else row_live
     return [KernelCall(kernel, (rows, 1, 1), (a, b, weight, live, total, out))]
 
@@ -205,4 +222,6 @@ def examples() -> list[Kernel]:
         _make_add_norm(4096, 1e-5, True),
         _make_add_norm(2880, 1e-5, False),
         _make_add_norm(12288, 1e-5, True),
+        _make_norms(8192, 1, 1e-6, True),
+        _make_add_norm(5120, 1e-6, True, True),
     ]

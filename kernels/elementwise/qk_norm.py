@@ -12,8 +12,8 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.norm_math import high_value, inverse_rms, lane_sum, low_value, normalised
-from lowlat.kernels.common.norm_row import is_live
-from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
+from lowlat.kernels.common.norm_row import is_live, weights_label
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
@@ -27,9 +27,9 @@ __all__ = [
     "examples",
     "head_weights",
     "load_four",
-    "load_weights",
     "normed_head",
     "qk_norm",
+    "weights_loader",
 ]
 
 WARPS = 4
@@ -50,8 +50,9 @@ def head_weights(
     queries: int,
     groups: int,
     dim: int,
-) -> tuple[Argument, Argument]:
-    """The weights of the norm of heads that are there, 0 for the others'. Raises ShapeError."""
+) -> tuple[Argument, Argument, bool]:
+    """The weights of the norm of heads that are there, 0 for the others', and whether they are float32. Raises
+    ShapeError."""
     found: list[Argument] = []
     for name, weight, heads in (("q_weight", q_weight, queries), ("k_weight", k_weight, groups)):
         if eps is None or not heads:
@@ -60,9 +61,9 @@ def head_weights(
             raise ShapeError(f"a norm of the heads needs {name}")
         else:
             check_shape(name, weight, dim)
-            check_dtype(torch.bfloat16, **{name: weight})
             found.append(weight)
-    return found[0], found[1]
+    there = [weight for weight in found if isinstance(weight, torch.Tensor)]
+    return found[0], found[1], bool(there) and are_wide(*there)
 
 
 @device_function
@@ -79,8 +80,13 @@ def load_four(address: Any, active: Any) -> Any:
     )
 
 
+def weights_loader(wide: bool) -> tuple[Any, int]:
+    """A function: four weights of a head as float32, by their address; and their bytes. wide: they are float32."""
+    return (load_four, 16) if wide else (_load_narrow, 8)
+
+
 @device_function
-def load_weights(address: Any, active: Any) -> Any:
+def _load_narrow(address: Any, active: Any) -> Any:
     """Four bf16 as float32; zeros in a lane past the head's end."""
     words = (uint32(0), uint32(0))
     if active:
@@ -122,18 +128,19 @@ def normed_head(low: Any, high: Any, low_weights: Any, high_weights: Any, live: 
 
 
 @cache
-def _make_qk_norm(queries: int, keys: int, dim: int, eps: float) -> Kernel:
-    """Grid (M, heads of a row / WARPS)."""
-    count, num_normed = queries + 2 * keys, queries + keys
+def _make_qk_norm(queries: int, keys: int, dim: int, eps: float, wide: bool = False) -> Kernel:
+    """Grid (M, heads of a row / WARPS). wide: weights are float32."""
+    count, num_normed, (load_weights, step) = queries + 2 * keys, queries + keys, weights_loader(wide)
+    half_bytes = dim // 8 * step
 
     def qk_norm(qkv: Any, q_weight: Any, k_weight: Any, row_live: Any, out: Any) -> None:
         thread = uint32(cuda.threadIdx.x)
         lane, row = int64(thread & uint32(31)), int64(cuda.blockIdx.x)
         head = int64(cuda.blockIdx.y) * int64(WARPS) + int64(thread >> uint32(5))
         active, normed = lane < int64(dim // 8) and head < int64(count), head < int64(num_normed)
-        weight = (q_weight if head < int64(queries) else k_weight) + lane * int64(8)
+        weight = (q_weight if head < int64(queries) else k_weight) + lane * int64(step)
         low_weights = load_weights(weight, active and normed)
-        high_weights = load_weights(weight + int64(dim), active and normed)
+        high_weights = load_weights(weight + int64(half_bytes), active and normed)
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         place = (row * int64(count) + head) * int64(4 * dim) + lane * int64(16)
@@ -144,7 +151,8 @@ def _make_qk_norm(queries: int, keys: int, dim: int, eps: float) -> Kernel:
             _store_four(out + place, low)
             _store_four(out + place + int64(2 * dim), high)
 
-    return Kernel(f"qk_norm_q{queries}_k{keys}_d{dim}_eps{eps!r}", qk_norm, (types.int64,) * 5, THREADS)
+    name = f"qk_norm_q{queries}_k{keys}_d{dim}_eps{eps!r}{weights_label(wide)}"
+    return Kernel(name, qk_norm, (types.int64,) * 5, THREADS)
 
 
 def qk_norm(
@@ -162,7 +170,7 @@ def qk_norm(
     """RMS norm of every query and key head, with the bits that `rotate` gives it; values pass through.
 
     qkv                 [M, (H + 2G) * D]  float32; H or G may be 0
-    q_weight, k_weight  [D]                bf16; of heads that are not there anything
+    q_weight, k_weight  [D]                bf16 or both float32; of heads that are not there anything
     row_live            [M]                uint8; None: all rows are live. Queries and keys of a dead row are zero
     out                 as qkv             float32  out
     One launch. Raises ShapeError for shapes or dtypes that do not fit, and for D that is no multiple of 8 or above
@@ -174,12 +182,12 @@ def qk_norm(
     check_shape("out", out, rows, count * head_dim)
     check_row_live(row_live, rows)
     check_dtype(torch.float32, qkv=qkv, out=out)
-    weights = head_weights(eps, q_weight, k_weight, num_heads, num_kv_heads, head_dim)
-    kernel = _make_qk_norm(num_heads, num_kv_heads, head_dim, eps)
+    *weights, wide = head_weights(eps, q_weight, k_weight, num_heads, num_kv_heads, head_dim)
+    kernel = _make_qk_norm(num_heads, num_kv_heads, head_dim, eps, wide)
     live = 0 if row_live is None else row_live
     return [KernelCall(kernel, (rows, -(-count // WARPS), 1), (qkv, *weights, live, out))]
 
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make_qk_norm(32, 8, 128, 1e-6), _make_qk_norm(6, 2, 40, 1e-5)]
+    return [_make_qk_norm(32, 8, 128, 1e-6), _make_qk_norm(6, 2, 40, 1e-5), _make_qk_norm(16, 2, 256, 1e-6, True)]

@@ -1,7 +1,8 @@
 """Rotary embedding of a GEMM's heads, with Qwen3's norm of each head before it and the KV write after it.
 
-Lanes have a head's elements as `qk_norm` says, so that a lane's elements are each other's partners. The rotation is two
-products and a sum, each rounded, as torch does it. So a row's bits depend on the row alone.
+Lanes have a head's elements as `qk_norm` says, so that a lane's elements are each other's partners; where only the
+first elements of a head turn, lanes exchange them. The rotation is two products and a sum, each rounded, as torch does
+it. So a row's bits depend on the row alone.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.kv_codes import four_codes, load_scale
 from lowlat.kernels.common.memory import long_at
-from lowlat.kernels.common.norm_row import is_live
+from lowlat.kernels.common.norm_math import EVERY_LANE
+from lowlat.kernels.common.norm_row import is_live, weights_label
 from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
 from lowlat.kernels.elementwise.qk_norm import (
     THREADS,
@@ -22,13 +24,13 @@ from lowlat.kernels.elementwise.qk_norm import (
     check_head_dim,
     head_weights,
     load_four,
-    load_weights,
     normed_head,
+    weights_loader,
 )
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall, Workspace
-from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
 __all__ = ["LayerKV", "examples", "rotate", "rotate_layers"]
 
@@ -46,6 +48,8 @@ class _Heads:
                            values go to buffers
     coded                  keys and values go to caches of e4m3 codes
     layers                 whose heads stand side by side in a row, each with caches and weights of its own; 0: one
+    turning                elements of a head that turn, its first; 0: all
+    wide                   weights of the norm are float32
     """
 
     queries: int
@@ -57,6 +61,8 @@ class _Heads:
     block_size: int
     coded: bool = False
     layers: int = 0
+    turning: int = 0
+    wide: bool = False
 
     @property
     def count(self) -> int:
@@ -68,6 +74,8 @@ class _Heads:
         cached = f"_rows{self.rows}" if self.rows else "_chunk"
         cached = f"{cached}_block{self.block_size}" if self.block_size else ""
         cached += ("_coded" if self.coded else "") + (f"_layers{self.layers}" if self.layers else "")
+        cached += f"_turning{self.turning}" if self.turning else ""
+        cached += weights_label(self.wide)
         return f"rotate_q{self.queries}_k{self.keys}_v{self.values}_d{self.dim}{normed}{cached}"
 
 
@@ -95,6 +103,49 @@ def _turned(x: Any, cos: Any, y: Any, sin: Any) -> Any:
 @device_function
 def _negative(x: Any) -> Any:
     return -x[0], -x[1], -x[2], -x[3]
+
+
+def _make_turn_some(dim: int, turning: int) -> Any:
+    """A function of a warp: turn the first `turning` elements of a head, halves of them paired.
+
+    A head's elements come in groups of four: lane i has groups i and i + dim / 8. A group's partner may be in another
+    lane, and where more than half of a head turns in either of its groups.
+    """
+    lanes, half, reaches_high = dim // 8, turning // 8, 2 * turning > dim
+
+    @device_function
+    def of_lane(x: Any, lane: Any) -> Any:
+        return (
+            cuda.shfl_sync(EVERY_LANE, x[0], lane),
+            cuda.shfl_sync(EVERY_LANE, x[1], lane),
+            cuda.shfl_sync(EVERY_LANE, x[2], lane),
+            cuda.shfl_sync(EVERY_LANE, x[3], lane),
+        )
+
+    @device_function
+    def turn_group(group: Any, own: Any, low: Any, high: Any, cos: Any, sin: Any, active: Any) -> Any:
+        first, turns = group < half, group < 2 * half
+        place = group if first else int32(group - half)
+        other = int32(group + half) if first else place
+        other = other if turns else int32(0)
+        partner = of_lane(low, other if other < lanes else int32(other - lanes))
+        if reaches_high:
+            above = of_lane(high, other if other < lanes else int32(other - lanes))
+            partner = partner if other < lanes else above
+        active = active and turns
+        c, s = load_four(cos + int64(place) * 16, active), load_four(sin + int64(place) * 16, active)
+        turned = _turned(own, c, _negative(partner) if first else partner, s)
+        return turned if turns else own
+
+    @device_function
+    def turn_some(low: Any, high: Any, cos: Any, sin: Any, position: Any, lane: Any, active: Any) -> Any:
+        angle, group = position * int64(2 * turning), int32(lane)
+        turned = turn_group(group, low, low, high, cos + angle, sin + angle, active)
+        if reaches_high:
+            high = turn_group(int32(group + lanes), high, low, high, cos + angle, sin + angle, active)
+        return turned, high
+
+    return turn_some
 
 
 @device_function
@@ -135,6 +186,9 @@ def _make_rotate(heads: _Heads) -> Kernel:
     queries, keys, count, dim = heads.queries, heads.keys, heads.count, heads.dim
     rows, block_size, layers = heads.rows, heads.block_size, heads.layers
     rotated, normed, eps, coded = queries + keys, heads.eps is not None, heads.eps or 0.0, heads.coded
+    some, turn_some = heads.turning > 0, _make_turn_some(dim, heads.turning or dim)
+    load_weights, step = weights_loader(heads.wide)
+    half_bytes = dim // 8 * step
     norms_all = block_size > 0 and rows == 0  # of a chunk dead rows are no other ones until they are written
 
     def rotate(
@@ -169,8 +223,8 @@ def _make_rotate(heads: _Heads) -> Kernel:
         turns = head < int64(rotated)
         low_weights = high_weights = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
         if normed and turns:
-            weight = (q_weight if head < int64(queries) else k_weight) + lane * int64(8)
-            low_weights, high_weights = load_weights(weight, active), load_weights(weight + int64(dim), active)
+            weight = (q_weight if head < int64(queries) else k_weight) + lane * int64(step)
+            low_weights, high_weights = load_weights(weight, active), load_weights(weight + int64(half_bytes), active)
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         source = qkv + (place * int64(count) + head) * int64(4 * dim) + lane * int64(16)
@@ -189,11 +243,16 @@ def _make_rotate(heads: _Heads) -> Kernel:
             )
             at, written = (block * group_count + group) * int64(block_size) + inside, active and live
         if turns:
-            angle = position * int64(2 * dim) + lane * int64(16)
-            c, s = load_four(cos + angle, active), load_four(sin + angle, active)
-            if normed:
-                low, high = normed_head(low, high, low_weights, high_weights, live or norms_all, dim, eps)
-            low, high = _turned(low, c, _negative(high), s), _turned(high, c, low, s)
+            if some:
+                if normed:
+                    low, high = normed_head(low, high, low_weights, high_weights, live or norms_all, dim, eps)
+                low, high = turn_some(low, high, cos, sin, position, lane, active)
+            else:
+                angle = position * int64(2 * dim) + lane * int64(16)
+                c, s = load_four(cos + angle, active), load_four(sin + angle, active)
+                if normed:
+                    low, high = normed_head(low, high, low_weights, high_weights, live or norms_all, dim, eps)
+                low, high = _turned(low, c, _negative(high), s), _turned(high, c, low, s)
         if coded and head >= int64(queries):
             if written:
                 scale = load_scale(kv_scales, head - int64(queries))  # values' heads stand after keys', as scales do
@@ -236,8 +295,8 @@ def rotate(
 
     qkv                 [M, (H + 2G) * D]   float32: queries, keys, values, as far as they are asked for
     positions           [M] or [B, T]       int32, below C
-    cos, sin            [C, D / 2]          float32
-    q_weight, k_weight  [D]                 bf16, with eps, for the parts that are there
+    cos, sin            [C, R]              float32: the first 2 R elements of a head turn, at most D of them
+    q_weight, k_weight  [D]                 bf16 or both float32, with eps, for the parts that are there
     row_live            [M]                 uint8: with eps dead rows' queries and keys are zero (None: all are live);
                                             with the caches, which need it, dead rows write no keys and values;
                                             with chunk that is all that it means
@@ -248,8 +307,8 @@ def rotate(
     k, v                [M, G, D]           bf16   out, in place of the caches
     kv_scales           [2, G]              float32  the caches are uint8, for codes; None: they are bf16
     k_cache, v_cache    [P, G, block, D]    bf16   updated: live rows at write_lens[slot] + offsets[row]
-    One launch. Raises ShapeError for shapes that do not fit, parts that do not go together, or D that is no multiple
-    of 8 or above `qk_norm.MAX_HEAD_DIM`.
+    One launch. Raises ShapeError for shapes that do not fit, parts that do not go together, or D or 2 R that
+    is no multiple of 8, and D above `qk_norm.MAX_HEAD_DIM`.
     """
     caches = _pair("k_cache", k_cache, v_cache)
     buffers = _pair("k", k, v)
@@ -261,7 +320,7 @@ def rotate(
         raise ShapeError("nothing to rotate: neither q nor k and v nor caches")
     rows, dim = positions.numel(), some.shape[-1]
     queries, groups = 0 if q is None else q.shape[1], kept[0].shape[1] if kept else 0
-    _check_rows(qkv, cos, sin, row_live, rows, queries + 2 * groups, dim)
+    turning = _check_rows(qkv, cos, sin, row_live, rows, queries + 2 * groups, dim)
     check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets, chunk=chunk)
     check_dtype(torch.bfloat16, q=q, k=k, v=v)
     check_dtype(torch.bfloat16 if kv_scales is None else torch.uint8, k_cache=k_cache, v_cache=v_cache)
@@ -271,13 +330,18 @@ def rotate(
         check_shape("q", q, rows, queries, dim)
     for name, buffer in zip(("k", "v"), buffers, strict=False):
         check_shape(name, buffer, rows, groups, dim)
-    weights = head_weights(eps, q_weight if queries else None, k_weight if groups else None, queries, groups, dim)
+    *weights, wide = head_weights(
+        eps, q_weight if queries else None, k_weight if groups else None, queries, groups, dim
+    )
     per_slot, block_size, write = 0, 0, (0, 0, 0, 0, 0)
     if caches:
         per_slot, block_size, write = _write_arguments(  # type: ignore[assignment]
             rows, caches, row_live, block_table, slots, write_lens, offsets, chunk
         )
-    kernel = _make_rotate(_Heads(queries, groups, groups, dim, eps, per_slot, block_size, kv_scales is not None))
+    coded = kv_scales is not None
+    kernel = _make_rotate(
+        _Heads(queries, groups, groups, dim, eps, per_slot, block_size, coded, turning=turning, wide=wide)
+    )
     targets = (0 if q is None else q, *(kept or (0, 0)))
     live = 0 if row_live is None else row_live
     scales = 0 if kv_scales is None else kv_scales
@@ -319,11 +383,14 @@ def rotate_layers(
     """
     first, (_, groups, _, dim) = layers[0], layers[0].k_cache.shape
     rows, coded = positions.numel(), first.kv_scales is not None
-    _check_rows(qkv, cos, sin, row_live, rows, len(layers) * 2 * groups, dim)
+    turning = _check_rows(qkv, cos, sin, row_live, rows, len(layers) * 2 * groups, dim)
     check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets, chunk=chunk)
-    listed: list[int] = []
+    listed, wide = list[int](), False
     for each in layers:
-        _, weight = head_weights(eps, None, each.k_weight, 0, groups, dim)
+        _, weight, is_wide = head_weights(eps, None, each.k_weight, 0, groups, dim)
+        if each is not first and is_wide != wide:
+            raise ShapeError("all layers' norm weights are float32, or all are bf16")
+        wide = is_wide
         check_dtype(torch.uint8 if coded else torch.bfloat16, k_cache=each.k_cache, v_cache=each.v_cache)
         check_shape("k_cache", each.k_cache, *first.k_cache.shape)
         check_shape("v_cache", each.v_cache, *first.k_cache.shape)
@@ -339,7 +406,7 @@ def rotate_layers(
     )
     kept = workspace("rotate_layers.addresses", (len(listed),), torch.int64)
     kept.copy_(torch.tensor(listed, dtype=torch.int64))
-    kernel = _make_rotate(_Heads(0, groups, groups, dim, eps, per_slot, block_size, coded, len(layers)))
+    kernel = _make_rotate(_Heads(0, groups, groups, dim, eps, per_slot, block_size, coded, len(layers), turning, wide))
     arguments = (qkv, positions, cos, sin, 0, 0, row_live, 0, 0, 0, *write, 0, kept)
     return [KernelCall(kernel, (rows, -(-2 * groups // WARPS), len(layers)), arguments)]
 
@@ -347,14 +414,18 @@ def rotate_layers(
 def _check_rows(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, row_live: torch.Tensor | None, rows: int, heads: int,
     dim: int,
-) -> None:  # fmt: skip
-    """Raise ShapeError unless rows have so many heads, and the tables their angles."""
+) -> int:  # fmt: skip
+    """The elements of a head that turn, 0 for all. Raises ShapeError unless rows have so many heads, and the tables
+    their angles."""
     check_head_dim(dim)
     check_shape("qkv", qkv, rows, heads * dim)
-    check_shape("cos", cos, cos.shape[0], dim // 2)
-    check_shape("sin", sin, cos.shape[0], dim // 2)
+    turning = 2 * cos.shape[1]
+    if turning > dim or turning % 8 or not turning:
+        raise ShapeError(f"cos has angles of {turning} elements of a head of {dim}, not of a multiple of 8 up to them")
+    check_shape("sin", sin, *cos.shape)
     check_row_live(row_live, rows)
     check_dtype(torch.float32, qkv=qkv, cos=cos, sin=sin)
+    return turning if turning < dim else 0
 
 
 def _pair(name: str, first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -409,4 +480,6 @@ def examples() -> list[Kernel]:
         _make_rotate(_Heads(0, 8, 8, 64, None, 0, 16, True)),
         _make_rotate(_Heads(0, 8, 8, 128, 1e-6, 8, 32, layers=5)),
         _make_rotate(_Heads(0, 8, 8, 64, None, 0, 16, True, 2)),
+        _make_rotate(_Heads(16, 2, 2, 256, 1e-6, 4, 32, turning=64, wide=True)),
+        _make_rotate(_Heads(6, 2, 2, 40, 1e-5, 0, 0, turning=32)),
     ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.elementwise.norm import check_dtype, check_row_live, check_width
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_width
 from lowlat.kernels.moe.router_kernel import EXPERTS, MOST_AWAITED, make_router, min_blocks_of, rows_at_once
 from lowlat.kernels.moe.router_rows import blocks_of, make_rows_router, takes_rows
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
@@ -118,7 +118,8 @@ def router_logits(
     none = MOST_AWAITED - len(awaited)
     filled: tuple[Argument, ...] = (*awaited, *(0,) * none, *map(_chunks, awaited), *(0,) * none)
     eps, biased = None if norm is None else norm.eps, bias is not None
-    kernel = make_router(width, experts, held, min_blocks_of(width, held, gpu), eps, biased)
+    wide = norm is not None and are_wide(norm.weight)
+    kernel = make_router(width, experts, held, min_blocks_of(width, held, gpu), eps, biased, wide)
     given: tuple[Argument, ...] = (x, norm_weight, live, weight, 0 if bias is None else bias, normed, logits, rows)
     return [KernelCall(kernel, grid, (*given, *filled))]
 
@@ -127,7 +128,7 @@ def _norm_arguments(norm: RouterNorm, rows: int, width: int) -> tuple[Argument, 
     check_row_live(norm.row_live, rows)
     check_shape("norm.weight", norm.weight, width)
     check_shape("norm.out", norm.out, rows, width)
-    check_dtype(torch.bfloat16, norm_weight=norm.weight, norm_out=norm.out)
+    check_dtype(torch.bfloat16, norm_out=norm.out)
     return norm.weight, 0 if norm.row_live is None else norm.row_live, norm.out
 
 
@@ -140,8 +141,8 @@ def _chunks(awaited: torch.Tensor) -> int:
 
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
-    """Specialisations, as a GPU has them: gpt-oss-120b with 1, 2 and 4 rows at once, the largest, a small, and two of
-    rows that are normed already."""
+    """Specialisations, as a GPU has them: gpt-oss-120b with 1, 2 and 4 rows at once, the widest, a small, two of rows
+    that are normed already, and the most experts."""
     shapes: tuple[tuple[int, int, int, float | None], ...] = (
         (2880, 128, 1, 1e-5),
         (2880, 128, 2, 1e-5),
@@ -150,6 +151,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (64, 5, 4, 1e-5),
         (2880, 128, 4, None),
         (MAX_WIDTH, 256, 1, None),
+        (2048, 513, 1, 1e-6),
     )
     many = [make_rows_router(2880, 128)] if takes_rows(MAX_WIDTH, 2880, gpu) else []
     return many + [

@@ -18,9 +18,8 @@ from lowlat.kernels.common.norm_math import (
     inverse_rms,
     lane_sum,
     low_value,
-    normalised_pair,
 )
-from lowlat.kernels.common.norm_row import is_live
+from lowlat.kernels.common.norm_row import is_live, make_norm_functions, weights_label
 from lowlat.kernels.common.sentinels import MISSING
 from lowlat.kernels.sampling.select import copies_wait_all
 from lowlat.kernels.toolchain import ptx
@@ -46,22 +45,26 @@ def rows_at_once(rows: int, width: int) -> int:
 
 
 @cache
-def make_router(width: int, experts: int, held: int, min_blocks: int, eps: float | None, biased: bool = True) -> Kernel:
+def make_router(
+    width: int, experts: int, held: int, min_blocks: int, eps: float | None, biased: bool = True, wide: bool = False
+) -> Kernel:
     """The kernel for E experts and rows [.., N]. Grid (blocks of EXPERTS experts, groups of rows).
 
     held        rows that a block holds at a time, as `rows_at_once` has it
     min_blocks  as `min_blocks_of` has it
     eps         of the norm; None: rows are normed already, and the norm's arguments are not used
     biased      logits have a bias
+    wide        the norm's weight is float32
     """
     normed_here = eps is not None
-    load_weights, keep_norm = _make_load_weights(width, experts), _make_keep_norm(width)
+    load_weights, keep_norm = _make_load_weights(width, experts), _make_keep_norm(width, wide)
     load_rows, store_rows = _make_load_rows(width, held), _make_store_rows(width, held)
     add_row_squares, invert = _make_row_squares(width, held), _make_invert(width, 0.0 if eps is None else eps)
-    normalise, multiply = _make_normalise(width, held), _make_multiply(width, held)
+    normalise, multiply = _make_normalise(width, held, wide), _make_multiply(width, held)
     steps, own = _steps(width), _chunks_a_thread(width)
     weight_words, row_words = 4 * steps, 4 * own * held
-    shared_words = (held + 1 if normed_here else held) * width // 2  # the norm's weight after the rows
+    weight_rows = (2 if wide else 1) if normed_here else 0  # rows' places that the norm's weight takes after the rows
+    shared_words = (held + weight_rows) * width // 2
     parts = held * WARPS
 
     def router(
@@ -123,7 +126,7 @@ def make_router(width: int, experts: int, held: int, min_blocks: int, eps: float
             first = int32(first + int32(cuda.gridDim.y) * int32(held))
 
     signature = (*(types.int64,) * 7, types.int32, *(types.int64,) * MOST_AWAITED, *(types.int32,) * MOST_AWAITED)
-    norm = f"eps{eps!r}" if normed_here else "alone"
+    norm = f"eps{eps!r}{weights_label(wide)}" if normed_here else "alone"
     name = f"router_n{width}_e{experts}_r{held}x{min_blocks}_{norm}{'' if biased else '_unbiased'}"
     return Kernel(name, router, signature, THREADS, min_blocks)
 
@@ -165,8 +168,8 @@ def _make_load_weights(width: int, experts: int) -> Any:
     return load_weights
 
 
-def _make_keep_norm(width: int) -> Any:
-    own = _chunks_a_thread(width)
+def _make_keep_norm(width: int, wide: bool) -> Any:
+    own, pieces = _chunks_a_thread(width), 2 if wide else 1
 
     @device_function
     def keep_norm(target: Any, weight: Any) -> None:
@@ -174,7 +177,9 @@ def _make_keep_norm(width: int) -> Any:
         for part in range(own):
             chunk = uint32(uint32(cuda.threadIdx.x) + uint32(part * THREADS))
             if chunk < uint32(width // 8):
-                ptx.copy_async_16(uint32(target + chunk * uint32(16)), weight + int64(chunk) * int64(16))
+                for piece in range(pieces):
+                    place = uint32(uint32(chunk * uint32(pieces)) + uint32(piece))
+                    ptx.copy_async_16(uint32(target + place * uint32(16)), weight + int64(place) * int64(16))
         ptx.copies_commit()
 
     return keep_norm
@@ -247,8 +252,24 @@ def _make_invert(width: int, eps: float) -> Any:
     return invert
 
 
-def _make_normalise(width: int, held: int) -> Any:
-    own = _chunks_a_thread(width)
+def _make_kept_weights(wide: bool) -> Any:
+    """A function: a chunk's weights, where `keep_norm` has put them."""
+
+    @device_function
+    def narrow(kept: Any, chunk: Any) -> Any:
+        return ptx.load_shared_128(uint32(kept + chunk * uint32(16)))
+
+    @device_function
+    def both(kept: Any, chunk: Any) -> Any:
+        a, b, c, d = ptx.load_shared_128(uint32(kept + chunk * uint32(32)))
+        e, f, g, h = ptx.load_shared_128(uint32(kept + chunk * uint32(32) + uint32(16)))
+        return a, b, c, d, e, f, g, h
+
+    return both if wide else narrow
+
+
+def _make_normalise(width: int, held: int, wide: bool) -> Any:
+    own, kept_weights, scale = _chunks_a_thread(width), _make_kept_weights(wide), make_norm_functions(wide).scale
 
     @device_function
     def normalise(words: Any, inverses: Any, base: Any, normed: Any, first: Any, rows: Any, writes: Any) -> None:
@@ -256,11 +277,11 @@ def _make_normalise(width: int, held: int) -> Any:
         for part in range(own):
             chunk = uint32(uint32(cuda.threadIdx.x) + uint32(part * THREADS))
             if chunk < uint32(width // 8):
-                w0, w1, w2, w3 = ptx.load_shared_128(uint32(base + uint32(held * 2 * width) + chunk * uint32(16)))
+                kept = kept_weights(uint32(base + uint32(held * 2 * width)), chunk)
                 for row in range(held):
                     at, inverse = 4 * (row * own + part), inverses[row]
-                    a, b = normalised_pair(words[at], inverse, w0), normalised_pair(words[at + 1], inverse, w1)
-                    c, d = normalised_pair(words[at + 2], inverse, w2), normalised_pair(words[at + 3], inverse, w3)
+                    own_words = words[at], words[at + 1], words[at + 2], words[at + 3]
+                    a, b, c, d = scale(own_words, inverse, kept)
                     if inverse == float32(DEAD):
                         a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
                     ptx.store_shared_128(uint32(base + uint32(row * 2 * width) + chunk * uint32(16)), a, b, c, d)

@@ -131,4 +131,4 @@ def _make(width: int, top_k: int, placed: bool = False) -> Kernel:
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make(2880, 4), _make(2880, 4, True)]
+    return [_make(2880, 4), _make(2880, 4, True), _make(2048, 11), _make(2048, 9, True)]

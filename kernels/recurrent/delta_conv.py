@@ -14,7 +14,7 @@ from lowlat.kernels.common.memory import byte_at, divide, int_at
 from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.recurrent.delta_math import TAPS, convolved, four_numbers, rounded
-from lowlat.kernels.recurrent.delta_rule import check_taps
+from lowlat.kernels.recurrent.delta_rule import check_taps, snapshot_pairs
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
@@ -49,10 +49,11 @@ def _store_four(address: Any, x: Any) -> None:
 
 
 @cache
-def _make(width: int, channels: int, ring: int, rows: int) -> Kernel:
+def _make(width: int, channels: int, ring: int, rows: int, pairs: int = 0) -> Kernel:
     """Grid (B or runs of a chunk's rows, channels / (FOUR * THREADS)).
 
-    rows  of a slot, live ones first, all of which a thread has; 0: a chunk's rows, of which it has RUN
+    rows   of a slot, live ones first, all of which a thread has; 0: a chunk's rows, of which it has RUN
+    pairs  of a row of the states and a number of the chunk's positions; -1: no snapshots are given
     """
     run = rows if rows else RUN
 
@@ -65,15 +66,41 @@ def _make(width: int, channels: int, ring: int, rows: int) -> Kernel:
         place = divide(start + row, ring)[1] if known else int64(0)
         return _kept_four(states + (place * int64(channels) + channel) * int64(2), known)
 
+    @device_function
+    def keep_last(
+        x: Any, states: Any, start: Any, after: Any, channel: Any, before: Any, middle: Any, last: Any
+    ) -> None:
+        """Store the inputs that a state after so many rows needs; of the three before row 0, those at positions."""
+        row = after - int64(KEPT)
+        while row < after:
+            if start + row >= int64(0):
+                four = last
+                if row >= int64(0):
+                    four = _rounded_four(x + (row * int64(width) + channel) * int64(4))
+                elif row == int64(-3):
+                    four = before
+                elif row == int64(-2):
+                    four = middle
+                place = divide(start + row, ring)[1]
+                _store_four(states + (place * int64(channels) + channel) * int64(2), four)
+            row += int64(1)
+
     def delta_conv_kernel(
-        x: Any, taps: Any, slots: Any, origin: Any, row_live: Any, conv_state: Any, out: Any, count: Any
+        x: Any,
+        taps: Any,
+        slots: Any,
+        origin: Any,
+        row_live: Any,
+        snapshots: Any,
+        conv_state: Any,
+        out: Any,
+        count: Any,
     ) -> None:
         owner = int64(cuda.blockIdx.x)
         channel = (int64(cuda.blockIdx.y) * int64(THREADS) + int64(cuda.threadIdx.x)) * int64(FOUR)
-        active = channel < int64(channels)
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        if not active:
+        if channel >= int64(channels):
             return
         u0, u1, v0, v1 = ptx.load_global_nc_128(taps + channel * int64(2 * TAPS))
         w0, w1, y0, y1 = ptx.load_global_nc_128(taps + channel * int64(2 * TAPS) + int64(16))
@@ -86,14 +113,19 @@ def _make(width: int, channels: int, ring: int, rows: int) -> Kernel:
         else:
             slot, start, base, first = int_at(slots, int64(0)), int_at(origin, int64(0)), int64(0), owner * int64(RUN)
             live = int_at(origin, int64(1))
+        begin = slot
+        if pairs >= 0 and rows == 0:
+            begin = int_at(snapshots, int64(0))
+            begin = slot if begin < int64(0) else begin
         own = x + base * int64(4 * width)
-        states = conv_state + slot * int64(ring * channels * 2)
+        states = conv_state + begin * int64(ring * channels * 2)
         a = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
         b, c = a, a
         if first < live:
             a = input_four(own, first - int64(3), start, channel, states)
             b = input_four(own, first - int64(2), start, channel, states)
             c = input_four(own, first - int64(1), start, channel, states)
+        before, middle, last = a, b, c
         for turn in range(run):
             row = first + int64(turn)
             target = out + ((base + row) * int64(channels) + channel) * int64(2)
@@ -107,21 +139,23 @@ def _make(width: int, channels: int, ring: int, rows: int) -> Kernel:
                 )
                 _store_four(target, made)
                 a, b, c = b, c, d
+                if rows > 0:
+                    place = divide(start + row, ring)[1]
+                    _store_four(states + (place * int64(channels) + channel) * int64(2), d)
             elif row < count:
                 ptx.store_global_64(target, uint32(0), uint32(0))
-        if first == int64(0):
-            row = int64(0)
-            if rows == 0 and live > int64(KEPT):
-                row = live - int64(KEPT)
-            while row < live:
-                place = divide(start + row, ring)[1]
-                d = _rounded_four(own + (row * int64(width) + channel) * int64(4))
-                _store_four(states + (place * int64(channels) + channel) * int64(2), d)
-                row += int64(1)
+        if rows == 0 and first == int64(0) and live > int64(0):
+            for pair in range(pairs):
+                at, after = int_at(snapshots, int64(2 * pair + 1)), int_at(snapshots, int64(2 * pair + 2))
+                if at >= int64(0):
+                    kept = conv_state + at * int64(ring * channels * 2)
+                    keep_last(own, kept, start, after, channel, before, middle, last)
+            kept = conv_state + slot * int64(ring * channels * 2)
+            keep_last(own, kept, start, live, channel, before, middle, last)
 
     kind = f"gated_delta_conv_{rows}" if rows else "prefill_gated_delta_conv"
-    name = f"{kind}_{width}_{channels}_{ring}"
-    return Kernel(name, delta_conv_kernel, (types.int64,) * 8, THREADS, settles=True)
+    name = f"{kind}_{width}_{channels}_{ring}" + (f"_kept{pairs}" if pairs >= 0 and not rows else "")
+    return Kernel(name, delta_conv_kernel, (types.int64,) * 9, THREADS, settles=True)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, conv_state: torch.Tensor, out: torch.Tensor) -> int:
@@ -161,7 +195,7 @@ def delta_conv(
         raise ShapeError(f"conv_state must have {rows + KEPT} places a slot, got {conv_state.shape[1]}")
     kernel = _make(x.shape[1], channels, conv_state.shape[1], rows)
     grid = (slots.shape[0], -(-channels // (FOUR * THREADS)), 1)
-    return [KernelCall(kernel, grid, (x, weight, slots, dense_lens, row_live, conv_state, out, rows))]
+    return [KernelCall(kernel, grid, (x, weight, slots, dense_lens, row_live, 0, conv_state, out, rows))]
 
 
 def prefill_delta_conv(
@@ -169,6 +203,7 @@ def prefill_delta_conv(
     weight: torch.Tensor,
     slot: torch.Tensor,
     chunk: torch.Tensor,
+    snapshots: torch.Tensor | None = None,
     *,
     conv_state: torch.Tensor,
     out: torch.Tensor,
@@ -180,11 +215,12 @@ def prefill_delta_conv(
     channels, rows = _check(x, weight, conv_state, out), x.shape[0]
     check_shape("slot", slot, 1)
     check_shape("chunk", chunk, 2)
-    kernel = _make(x.shape[1], channels, conv_state.shape[1], 0)
+    kernel = _make(x.shape[1], channels, conv_state.shape[1], 0, snapshot_pairs(snapshots))
     grid = (-(-rows // RUN), -(-channels // (FOUR * THREADS)), 1)
-    return [KernelCall(kernel, grid, (x, weight, slot, chunk, 0, conv_state, out, rows))]
+    kept = 0 if snapshots is None else snapshots
+    return [KernelCall(kernel, grid, (x, weight, slot, chunk, 0, kept, conv_state, out, rows))]
 
 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles: 35B-A3B's channels, a step's rows and a chunk's."""
-    return [_make(12288, 8192, 11, 4), _make(12288, 8192, 11, 0)]
+    return [_make(12288, 8192, 11, 4), _make(12288, 8192, 11, 0, -1), _make(12288, 8192, 11, 0, 2)]

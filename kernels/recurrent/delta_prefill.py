@@ -5,12 +5,12 @@ each warp goes its own way within a tile of rows. A launch before makes what row
 Tiles of them are copied to shared memory two ahead, and the next row is loaded while one is reckoned.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import divide, int_at
 from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.elementwise.norm import check_dtype
@@ -23,17 +23,18 @@ from lowlat.kernels.recurrent.delta_math import (
     tile_sum,
     unit_heads,
 )
-from lowlat.kernels.recurrent.delta_rule import check_heads
+from lowlat.kernels.recurrent.delta_rule import check_heads, snapshot_pairs
 from lowlat.kernels.recurrent.delta_step import WARP_COLUMNS, HeadSizes
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_state
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace, WorkspaceShape
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["examples", "prefill_delta_rule", "workspaces"]
+__all__ = ["examples", "heads_of", "prefill_delta_rule", "row_workspaces"]
 
 TILE_BYTES = 16 << 10  # of queries and keys, at most
 STAGES = 3
+NEVER = 1 << 40  # more rows than a chunk has
 WARPS = 4  # of a block that makes what rows bring
 
 
@@ -101,8 +102,8 @@ def _make_rows(heads: HeadSizes) -> Kernel:
 
 
 @cache
-def _make_walk(heads: HeadSizes) -> Kernel:
-    """Grid (Hv * blocks of a head,)."""
+def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
+    """Grid (Hv * blocks of a head,). pairs: of a row of the states and a number of rows; -1: no snapshots are given."""
     value_heads, key_dim, value_dim = heads.value_heads, heads.key_dim, heads.value_dim
     columns, parts, group, channels = heads.columns, heads.parts, heads.group, heads.channels
     threads = columns // WARP_COLUMNS * 32
@@ -162,31 +163,65 @@ def _make_walk(heads: HeadSizes) -> Kernel:
             place += int64(threads)
 
     @device_function
-    def value_of(stage: Any, row: Any, column: Any) -> Any:
-        """A number of bf16 of a tile's values."""
-        at = uint32(stage + uint32(int64(values_at) + (row * int64(columns) + (column & int64(-2))) * int64(2)))
-        word = ptx.load_shared_u32(at)
-        return high_value(word) if column & int64(1) else low_value(word)
+    def value_at(address: Any, is_odd: Any) -> Any:
+        """A number of bf16, the second of a word where `is_odd`."""
+        word = ptx.load_shared_u32(address)
+        return high_value(word) if is_odd else low_value(word)
 
     @device_function
-    def walk_row(tile: Any, q: Any, k: Any, stage: Any, target: Any, row: Any, own_column: Any, in_eight: Any) -> Any:
-        """The state after a row; its outputs are stored."""
-        decay, beta, product, _ = four_numbers(
-            ptx.load_shared_128(uint32(stage + uint32(int64(gates_at) + row * int64(16))))
-        )
+    def walk_row(
+        tile: Any, q: Any, k: Any, row: Any, decays: Any, values: Any, is_odd: Any, results: Any, writes: Any
+    ) -> Any:
+        """The state after a row of a tile; its outputs are stored by the lane that `writes`.
+
+        decays, values, results  addresses of the first row's gates, of its values and outputs in the lane's column
+        """
+        decay, beta, product, _ = four_numbers(ptx.load_shared_128(uint32(decays + row * uint32(16))))
+        at = uint32(values + row * uint32(2 * columns))
+        value0, value1 = value_at(at, is_odd), value_at(uint32(at + uint32(8)), is_odd)
         sums = tile_sums(tile, k, q)
         seen0, seen1 = tile_sum(sums[0]), tile_sum(sums[1])
         read0, read1 = tile_sum(sums[2]), tile_sum(sums[3])
-        d0 = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen0, value_of(stage, row, own_column)))
-        d1 = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen1, value_of(stage, row, own_column + int64(4))))
-        if in_eight == uint32(0):
-            at = uint32(target + uint32((row * int64(columns) + own_column) * int64(4)))
+        d0 = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen0, value0))
+        d1 = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen1, value1))
+        if writes:
+            at = uint32(results + row * uint32(4 * columns))
             ptx.store_shared_f32(at, rounded(ptx.fma_rn(d0, product, ptx.mul_rn(decay, read0))))
-            ptx.store_shared_f32(at + uint32(16), rounded(ptx.fma_rn(d1, product, ptx.mul_rn(decay, read1))))
+            ptx.store_shared_f32(uint32(at + uint32(16)), rounded(ptx.fma_rn(d1, product, ptx.mul_rn(decay, read1))))
         return update_tile(tile, k, decay, d0, d1)
 
+    @device_function
+    def next_stop(snapshots: Any, done: Any) -> Any:
+        """After how many rows, more than are done, the next snapshot is due."""
+        stop = int64(NEVER)
+        for pair in range(pairs):
+            row, after = int_at(snapshots, int64(2 * pair + 1)), int_at(snapshots, int64(2 * pair + 2))
+            if row >= int64(0) and after > done and after < stop:
+                stop = after
+        return stop
+
+    @device_function
+    def keep_tile(snapshots: Any, done: Any, origin: Any, tile: Any) -> Any:
+        """Store a lane's part of the snapshots that are due after so many rows, and give the next stop.
+
+        origin  where the part is in the first row of the states
+        """
+        for pair in range(pairs):
+            row, after = int_at(snapshots, int64(2 * pair + 1)), int_at(snapshots, int64(2 * pair + 2))
+            if row >= int64(0) and after == done:
+                store_tile(origin + row * int64(4 * value_heads * value_dim * key_dim), tile)
+        return next_stop(snapshots, done)
+
     def prefill_gated_delta(
-        mixed: Any, slot: Any, chunk: Any, vectors: Any, gates: Any, state: Any, out: Any, count: Any
+        mixed: Any,
+        slot: Any,
+        chunk: Any,
+        snapshots: Any,
+        vectors: Any,
+        gates: Any,
+        state: Any,
+        out: Any,
+        count: Any,
     ) -> None:
         base = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         thread = int64(cuda.threadIdx.x)
@@ -199,14 +234,26 @@ def _make_walk(heads: HeadSizes) -> Kernel:
         lane, warp = thread & int64(31), thread >> int64(5)
         in_eight = uint32(lane & int64(7))
         own_column = warp * int64(WARP_COLUMNS) + (lane >> int64(3))
-        lines = uint32(in_eight * uint32(16))
-        place = (int_at(slot, int64(0)) * int64(value_heads * value_dim) + column + own_column) * int64(4 * key_dim)
-        place = state + place + int64(in_eight) * int64(16)
+        lines, writes, is_odd = (
+            uint32(in_eight * uint32(16)),
+            in_eight == uint32(0),
+            (own_column & int64(1)) == int64(1),
+        )
+        value_offset = uint32(int64(values_at) + (own_column & int64(-2)) * int64(2))
+        out_offset = uint32(own_column * int64(4))
+        origin = state + (column + own_column) * int64(4 * key_dim) + int64(in_eight) * int64(16)
+        row_bytes = int64(4 * value_heads * value_dim * key_dim)
+        own = int_at(slot, int64(0))
+        begin, stop = own, int64(NEVER)
+        if pairs >= 0:
+            begin = int_at(snapshots, int64(0))
+            begin = own if begin < int64(0) else begin
+            stop = next_stop(snapshots, int64(0))
         for number in range(STAGES - 1):
             copy_tile(base, thread, int64(number), live, count, key_head, head, column, mixed, vectors, gates)
         tile = no_state()
         if start > int64(0):
-            tile = load_tile(place)
+            tile = load_tile(origin + begin * row_bytes)
         num_tiles = divide(live + int64(tile_size - 1), tile_size)[0]
         for number in range(num_tiles):
             await_tile()
@@ -217,25 +264,35 @@ def _make_walk(heads: HeadSizes) -> Kernel:
             if number > 0:
                 write_tile(base, thread, number - int64(1), live, column, out)
             stage = uint32(base + uint32(divide(number, STAGES)[1] * int64(stage_bytes)))
-            target = uint32(base + uint32(int64(outputs) + (number & int64(1)) * int64(output_bytes)))
-            rows = min(live - number * int64(tile_size), int64(tile_size))
-            at = uint32(stage + lines)
-            q, k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
-            row = int64(0)
-            while row < rows:  # two rows a turn, so that what was loaded ahead need not be moved
-                at = uint32(stage + lines + uint32(min(row + int64(1), rows - int64(1)) * int64(8 * key_dim)))
-                next_q, next_k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
-                tile = walk_row(tile, q, k, stage, target, row, own_column, in_eight)
-                at = uint32(stage + lines + uint32(min(row + int64(2), rows - int64(1)) * int64(8 * key_dim)))
+            results = uint32(base + uint32(int64(outputs) + (number & int64(1)) * int64(output_bytes)) + out_offset)
+            decays, values = uint32(stage + uint32(gates_at)), uint32(stage + value_offset)
+            first = number * int64(tile_size)
+            rows, row = uint32(min(live - first, int64(tile_size))), uint32(0)
+            while row < rows:  # up to the tile's end or the next snapshot
+                end = rows
+                if stop - first < int64(rows):
+                    end = uint32(stop - first)
+                last, vectors_at = uint32(end - uint32(1)), uint32(stage + lines)
+                at = uint32(vectors_at + row * uint32(8 * key_dim))
                 q, k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
-                if row + int64(1) < rows:
-                    tile = walk_row(tile, next_q, next_k, stage, target, row + int64(1), own_column, in_eight)
-                row += int64(2)
+                while row < end:  # two rows a turn, so that what was loaded ahead need not be moved
+                    after = uint32(row + uint32(1))
+                    at = uint32(vectors_at + min(after, last) * uint32(8 * key_dim))
+                    next_q, next_k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
+                    tile = walk_row(tile, q, k, row, decays, values, is_odd, results, writes)
+                    at = uint32(vectors_at + min(uint32(row + uint32(2)), last) * uint32(8 * key_dim))
+                    q, k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
+                    if after < end:
+                        tile = walk_row(tile, next_q, next_k, after, decays, values, is_odd, results, writes)
+                    row = uint32(row + uint32(2))
+                row = end
+                if first + int64(end) == stop:
+                    stop = keep_tile(snapshots, stop, origin, tile)
         await_all()
         cuda.syncthreads()
         if live > int64(0):
             write_tile(base, thread, num_tiles - int64(1), live, column, out)
-            store_tile(place, tile)
+            store_tile(origin + own * row_bytes, tile)
         place = live * int64(value_fours) + thread
         while place < count * int64(value_fours):
             row, piece = divide(place, value_fours)
@@ -244,11 +301,18 @@ def _make_walk(heads: HeadSizes) -> Kernel:
             place += int64(threads)
 
     name = f"prefill_gated_delta_{heads.key_heads}_{value_heads}_{key_dim}_{value_dim}"
+    name += f"_kept{pairs}" if pairs >= 0 else ""
     shared = outputs + 2 * output_bytes
-    return Kernel(name, prefill_gated_delta, (types.int64,) * 8, threads, shared_bytes=shared, settles=True)
+    return Kernel(name, prefill_gated_delta, (types.int64,) * 9, threads, shared_bytes=shared, settles=True)
 
 
-def workspaces(heads: HeadSizes, rows: int) -> tuple[WorkspaceShape, WorkspaceShape]:
+def heads_of(state: Sequence[int], channels: int) -> HeadSizes:
+    """The sizes of heads, of the shape of their states [R, Hv, Dv, Dk] and the columns of queries, keys and values."""
+    _, value_heads, value_dim, key_dim = state
+    return HeadSizes(max(channels - value_heads * value_dim, 0) // (2 * key_dim), value_heads, key_dim, value_dim)
+
+
+def row_workspaces(heads: HeadSizes, rows: int) -> tuple[WorkspaceShape, WorkspaceShape]:
     """What rows bring: unit queries and keys [Hk, c, 2, Dk], and gates [Hv, c, 4]."""
     return (
         ("delta.vectors", (heads.key_heads, rows, 2, heads.key_dim), torch.float32),
@@ -263,6 +327,7 @@ def prefill_delta_rule(
     dt_bias: torch.Tensor,
     slot: torch.Tensor,
     chunk: torch.Tensor,
+    snapshots: torch.Tensor | None = None,
     *,
     state: torch.Tensor,
     out: torch.Tensor,
@@ -273,9 +338,8 @@ def prefill_delta_rule(
     Two launches. Time: some 200 cycles a row, whatever the number of heads, as long as a head's blocks find an SM.
     Captured: yes. Raises ShapeError for shapes or dtypes that do not fit.
     """
-    (slots, value_heads, value_dim, key_dim), rows = state.shape, mixed.shape[0]
-    keys = mixed.shape[1] - value_heads * value_dim
-    heads = HeadSizes(max(keys, 0) // (2 * key_dim), value_heads, key_dim, value_dim)
+    rows, heads = mixed.shape[0], heads_of(state.shape, mixed.shape[1])
+    value_heads, value_dim = heads.value_heads, heads.value_dim
     check_heads(heads)
     check_shape("mixed", mixed, rows, heads.channels)
     check_shape("ba", ba, rows, 2 * value_heads)
@@ -286,19 +350,19 @@ def prefill_delta_rule(
     check_shape("out", out, rows, value_heads * value_dim)
     check_dtype(torch.bfloat16, mixed=mixed, out=out)
     check_dtype(torch.float32, ba=ba, a_log=a_log, dt_bias=dt_bias, state=state)
-    if slots < 1:
-        raise ShapeError("state has no slots")
-    vectors, gates = (workspace(*each) for each in workspaces(heads, rows))
+    vectors, gates = (workspace(*each) for each in row_workspaces(heads, rows))
     grid = (rows, -(-heads.key_heads // WARPS), 1)
     return [
         KernelCall(_make_rows(heads), grid, (mixed, ba, a_log, dt_bias, chunk, vectors, gates, rows)),
         KernelCall(
-            _make_walk(heads), (value_heads * heads.parts, 1, 1), (mixed, slot, chunk, vectors, gates, state, out, rows)
+            _make_walk(heads, snapshot_pairs(snapshots)),
+            (value_heads * heads.parts, 1, 1),
+            (mixed, slot, chunk, 0 if snapshots is None else snapshots, vectors, gates, state, out, rows),
         ),
     ]
 
 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles: 35B-A3B's heads, and the widest."""
-    moe, widest = HeadSizes(16, 32, 128, 128), HeadSizes(4, 8, 256, 256)
-    return [_make_rows(moe), _make_walk(moe), _make_walk(widest)]
+    moe, widest = HeadSizes(16, 32, 128, 128), HeadSizes(4, 8, 128, 256)
+    return [_make_rows(moe), _make_walk(moe, 2), _make_walk(moe, -1), _make_walk(widest, -1)]

@@ -11,9 +11,18 @@ from lowlat.kernels.recurrent.delta_step import HeadSizes, StepSizes, make_step
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelCall
 
-__all__ = ["check_heads", "check_norm_weight", "check_taps", "delta_rule", "examples", "gated_delta", "joins_blocks"]
+__all__ = [
+    "check_heads",
+    "check_norm_weight",
+    "check_taps",
+    "delta_rule",
+    "examples",
+    "gated_delta",
+    "joins_blocks",
+    "snapshot_pairs",
+]
 
-MAX_DIM = 256
+MAX_KEY_DIM, MAX_VALUE_DIM = 128, 256
 LANE_ROWS = 32  # rows of the state of which the lanes of a warp have four each
 MAX_ROWS = 32  # a slot
 CLUSTERS = (9, 0)  # the capability that brought them
@@ -23,11 +32,11 @@ def check_heads(heads: HeadSizes) -> None:
     """Raise ShapeError unless the lanes of warps hold the heads' states."""
     if heads.key_heads < 1 or heads.value_heads % heads.key_heads:
         raise ShapeError(f"{heads.value_heads} value heads are no multiple of {heads.key_heads} key heads")
-    if heads.key_dim % LANE_ROWS or not LANE_ROWS <= heads.key_dim <= MAX_DIM:
-        raise ShapeError(f"Dk must be a multiple of {LANE_ROWS}, at most {MAX_DIM}, got {heads.key_dim}")
-    if heads.columns < 8 or heads.value_dim > MAX_DIM or heads.parts > 8:
+    if heads.key_dim % LANE_ROWS or not LANE_ROWS <= heads.key_dim <= MAX_KEY_DIM:
+        raise ShapeError(f"Dk must be a multiple of {LANE_ROWS}, at most {MAX_KEY_DIM}, got {heads.key_dim}")
+    if heads.columns < 8 or heads.value_dim > MAX_VALUE_DIM or heads.parts > 8:
         raise ShapeError(
-            f"Dv must be a multiple of 8, at most {MAX_DIM} and 8 times 8, 16 or 32, got {heads.value_dim}"
+            f"Dv must be a multiple of 8, at most {MAX_VALUE_DIM} and 8 times 8, 16 or 32, got {heads.value_dim}"
         )
 
 
@@ -48,6 +57,20 @@ def check_norm_weight(weight: torch.Tensor, dim: int) -> bool:
     if weight.dtype != torch.float32:
         check_dtype(torch.bfloat16, weight=weight)
     return weight.dtype == torch.float32
+
+
+def snapshot_pairs(snapshots: torch.Tensor | None) -> int:
+    """How many rows of the states a chunk of prefill may leave besides the slot's; -1: it is told of no snapshots.
+
+    Raises ShapeError unless they are [1, 1 + 2 pairs].
+    """
+    if snapshots is None:
+        return -1
+    check_shape("snapshots", snapshots, 1, snapshots.shape[-1])
+    check_dtype(torch.int32, snapshots=snapshots)
+    if snapshots.shape[1] % 2 == 0:
+        raise ShapeError(f"snapshots must be a row and pairs, got {snapshots.shape[1]} numbers")
+    return snapshots.shape[1] // 2
 
 
 def delta_rule(
@@ -113,7 +136,7 @@ def gated_delta(
     check_shape("x", x, out.shape[0], x.shape[1])
     check_dtype(torch.float32, x=x)
     check_taps(weight, heads.channels)
-    check_shape("conv_state", conv_state, state.shape[0], conv_state.shape[1], heads.channels)
+    check_shape("conv_state", conv_state, *conv_state.shape[:2], heads.channels)
     check_dtype(torch.bfloat16, conv_state=conv_state)
     wide = False
     if norm_weight is not None and eps is not None:
@@ -144,7 +167,7 @@ def _check(
 ) -> tuple[HeadSizes, int]:
     """The heads' sizes, and the rows of a slot. Raises ShapeError."""
     state, pending_k, pending_d, pending_g = states
-    (slot_count, value_heads, value_dim, key_dim), (_, places, key_heads, _) = state.shape, pending_k.shape
+    (_, value_heads, value_dim, key_dim), (slot_count, places, key_heads, _) = state.shape, pending_k.shape
     heads = HeadSizes(key_heads, value_heads, key_dim, value_dim)
     check_heads(heads)
     rows = out.shape[0] // slots.shape[0]

@@ -125,7 +125,7 @@ def make_step(sizes: StepSizes) -> Kernel:
     pieces, stride, tile_rows = key_dim // 32, 4 * key_dim * 4, key_dim // 8
     load_tile, store_tile = ptx_state.load_tile(pieces, stride), ptx_state.store_tile(pieces, stride)
     tile_sums, update_tile = ptx_state.tile_sums(tile_rows), ptx_state.update_tile(tile_rows)
-    load_vector = ptx.load_shared_tiles(pieces, 128)
+    load_vector, no_state = ptx.load_shared_tiles(pieces, 128), ptx.zeros(ptx_state.COLUMNS * tile_rows)
     await_known, await_all = ptx.copies_wait(1), ptx.copies_wait(0)
 
     @device_function
@@ -395,33 +395,32 @@ def make_step(sizes: StepSizes) -> Kernel:
             ptx.let_next_kernel_start()
         slot = int_at(slots, owner)
         count = live_rows(row_live, first, slot)
-        if count == int64(0):
-            if early:
-                ptx.wait_for_previous_kernel()
-                ptx.let_next_kernel_start()
-            write_out(base, thread, first, count, column, weights, out)
-            return
-        position = int_at(dense_lens, owner)
-        num_pending = position - int_at(state_lens, slot)
-        broken = num_pending < int64(0) or num_pending > int64(most)
-        if broken:
-            num_pending = int64(0)
-        copy_pending(
-            base, thread, slot, position - num_pending, num_pending, key_head, head, column, pending_k, pending_d,
-            pending_g,
-        )  # fmt: skip
-        if convolves:
-            copy_known(base, thread, slot, position, key_head, column, taps, conv_state)
-        ptx.copies_commit()
+        position, num_pending, broken, tile = int64(0), int64(0), False, no_state()
         lane, warp = thread & int64(31), thread >> int64(5)
         rank, in_eight = lane >> int64(3), uint32(lane & int64(7))
         own_column = warp * int64(WARP_COLUMNS) + rank
         place = (slot * int64(value_heads * value_dim) + column + own_column) * int64(4 * key_dim)
         place = state + place + int64(in_eight) * int64(16)
-        tile = load_tile(place)
+        if count > int64(0):
+            position = int_at(dense_lens, owner)
+            num_pending = position - int_at(state_lens, slot)
+            broken = num_pending < int64(0) or num_pending > int64(most)
+            if broken:
+                num_pending = int64(0)
+            copy_pending(
+                base, thread, slot, position - num_pending, num_pending, key_head, head, column, pending_k, pending_d,
+                pending_g,
+            )  # fmt: skip
+            if convolves:
+                copy_known(base, thread, slot, position, key_head, column, taps, conv_state)
+            tile = load_tile(place)
+        ptx.copies_commit()
         if early:
             ptx.wait_for_previous_kernel()
             ptx.let_next_kernel_start()
+        if count == int64(0):
+            write_out(base, thread, first, count, column, weights, out)
+            return
         copy_fresh(base, thread, first, count, key_head, column, x, x)
         ptx.copies_commit()
         if thread < count:

@@ -23,9 +23,9 @@ from lowlat.kernels.common.memory import (
 )
 from lowlat.kernels.common.norm_math import THREADS as NORM_THREADS
 from lowlat.kernels.common.norm_math import WARPS as NORM_WARPS
-from lowlat.kernels.common.norm_row import finish_norm, load_first, load_first_weights, store_row, table_row
+from lowlat.kernels.common.norm_row import load_first, make_norm_functions, store_row, table_row, weights_label
 from lowlat.kernels.elementwise.embed import check_table
-from lowlat.kernels.elementwise.norm import check_dtype, check_width
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_width
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.speculation.draft_rows import block_end
@@ -230,15 +230,21 @@ def block_input(
             raise ShapeError(f"block_input: {accepted} committed rows in a block of {count}, in pages of {block_size}")
         kept = [boundary.positions, boundary.row_live, boundary.block_table, table_width, boundary.slots]
         kept.append(boundary.block_features)
-    kernel = _make_input(width, tiled, (accepted, count, drafting), block_size, eps)
+    kernel = _make_input(
+        width, tiled, (accepted, count, drafting), block_size, eps, are_wide(embed_weight, hidden_weight)
+    )
     arguments = (*reads, table, embed_weight, hidden_weight, *writes, out, normed_hidden, mask_token, *kept)
     return [KernelCall(kernel, (batch * count, 2, 1), arguments)]
 
 
 @cache
-def _make_input(width: int, tiled: bool, sizes: tuple[int, int, int], block_size: int, eps: float) -> Kernel:
+def _make_input(
+    width: int, tiled: bool, sizes: tuple[int, int, int], block_size: int, eps: float, wide: bool = False
+) -> Kernel:
     """Grid (B * R, 2): a token's embedding, and its feature or the mask's state. block_size 0: no boundary is kept."""
     accepted, count, drafting = sizes
+    functions = make_norm_functions(wide)
+    load_first_weights, finish_norm = functions.load_first, functions.finish
     token_of, note = _make_row_of(accepted, drafting)
 
     def block_input(
@@ -284,6 +290,7 @@ def _make_input(width: int, tiled: bool, sizes: tuple[int, int, int], block_size
 
     stored = f"_block{block_size}" if block_size else ""
     name = f"block_input_n{width}_{'packed' if tiled else 'rows'}_{accepted}_{count}_{drafting}{stored}_eps{eps!r}"
+    name += weights_label(wide)
     return Kernel(name, block_input, (types.int64,) * 24, NORM_THREADS, settles=True)
 
 
@@ -398,16 +405,18 @@ def mask_input(
     for name, array in (("out", out), ("normed", normed)):
         check_shape(name, array, batch * count, width)
     check_shape("norm_weight", norm_weight, width)
-    check_dtype(torch.bfloat16, out=out, normed=normed, norm_weight=norm_weight)
+    check_dtype(torch.bfloat16, out=out, normed=normed)
     table, tiled = check_table(weight, width)
-    kernel = _make_mask_input(width, tiled, accepted, count, eps)
+    kernel = _make_mask_input(width, tiled, accepted, count, eps, are_wide(norm_weight))
     arguments = (*reads, table, norm_weight, *writes, out, normed, mask_token)
     return [KernelCall(kernel, (batch * count, 1, 1), arguments)]
 
 
 @cache
-def _make_mask_input(width: int, tiled: bool, accepted: int, count: int, eps: float) -> Kernel:
-    """A block a row: grid (B * R,)."""
+def _make_mask_input(width: int, tiled: bool, accepted: int, count: int, eps: float, wide: bool = False) -> Kernel:
+    """A block a row: grid (B * R,). wide: the norm's weight is float32."""
+    functions = make_norm_functions(wide)
+    load_first_weights, finish_norm = functions.load_first, functions.finish
     token_of, note = _make_masked(accepted)
 
     def mask_input(
@@ -432,7 +441,7 @@ def _make_mask_input(width: int, tiled: bool, accepted: int, count: int, eps: fl
         store_row(words, source, tiled, out + offset, known, width)
         finish_norm(words, weights, source, tiled, weight, normed + offset, int64(0), known, sums, width, eps)
 
-    name = f"mask_input_n{width}_{'packed' if tiled else 'rows'}_{accepted}_{count}_eps{eps!r}"
+    name = f"mask_input_n{width}_{'packed' if tiled else 'rows'}_{accepted}_{count}_eps{eps!r}{weights_label(wide)}"
     return Kernel(name, mask_input, (types.int64,) * 13, NORM_THREADS, settles=True)
 
 

@@ -15,15 +15,15 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import divide
 from lowlat.kernels.common.norm_math import THREADS, WARPS
 from lowlat.kernels.common.norm_row import (
-    finish_norm,
     is_live,
     load_first,
-    load_first_weights,
+    make_norm_functions,
     store_row,
     table_row,
+    weights_label,
 )
 from lowlat.kernels.elementwise.embed import check_table
-from lowlat.kernels.elementwise.norm import check_dtype, check_row_live, check_width
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_width
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.sampling.argmax import drafted_token
@@ -52,8 +52,10 @@ class ChainDrafts:
 
 
 @cache
-def _make_concat_norms(width: int, eps: float) -> Kernel:
-    """Grid (M, 2)."""
+def _make_concat_norms(width: int, eps: float, wide: bool = False) -> Kernel:
+    """Grid (M, 2). wide: weights of norms are float32."""
+    functions = make_norm_functions(wide)
+    load_first_weights, finish_norm = functions.load_first, functions.finish
 
     def concat_norms(
         embedded: Any, hidden: Any, embed_weight: Any, hidden_weight: Any, row_live: Any, out: Any, normed_hidden: Any
@@ -72,12 +74,15 @@ def _make_concat_norms(width: int, eps: float) -> Kernel:
         target = out + (int64(2) * row + half) * int64(width * 2)
         finish_norm(words, weights, source, False, weight, target, copy, live, sums, width, eps)
 
-    return Kernel(f"concat_norms_n{width}_eps{eps!r}", concat_norms, (types.int64,) * 7, THREADS, settles=True)
+    name = f"concat_norms_n{width}_eps{eps!r}{weights_label(wide)}"
+    return Kernel(name, concat_norms, (types.int64,) * 7, THREADS, settles=True)
 
 
 @cache
-def _make_draft_input(width: int, tiled: bool, rows: int, block_size: int, eps: float) -> Kernel:
+def _make_draft_input(width: int, tiled: bool, rows: int, block_size: int, eps: float, wide: bool = False) -> Kernel:
     """Grid (M, 2). `rows` and `block_size` are 0 where no boundary is kept."""
+    functions = make_norm_functions(wide)
+    load_first_weights, finish_norm = functions.load_first, functions.finish
 
     def draft_input(
         tokens: Any,
@@ -119,7 +124,7 @@ def _make_draft_input(width: int, tiled: bool, rows: int, block_size: int, eps: 
         finish_norm(words, weights, source, packed, weight, target, copy, shown, sums, width, eps)
 
     stored = f"_rows{rows}_block{block_size}" if block_size else ""
-    name = f"draft_input_n{width}_{'packed' if tiled else 'rows'}{stored}_eps{eps!r}"
+    name = f"draft_input_n{width}_{'packed' if tiled else 'rows'}{stored}_eps{eps!r}{weights_label(wide)}"
     return Kernel(name, draft_input, (types.int64,) * 13, THREADS, settles=True)
 
 
@@ -142,9 +147,13 @@ def _make_chosen(num_nodes: int, pairs: int) -> Any:
 
 
 @cache
-def _make_level_input(width: int, tiled: bool, level: tuple[int, int, int, int], eps: float, pairs: int = 0) -> Kernel:
+def _make_level_input(
+    width: int, tiled: bool, level: tuple[int, int, int, int], eps: float, pairs: int = 0, wide_weights: bool = False
+) -> Kernel:
     """Grid (B * W, 2); level is W, nodes a slot T, rows of the level above V, depth; pairs of a row of a chain's."""
     wide, num_nodes, above, depth = level
+    functions = make_norm_functions(wide_weights)
+    load_first_weights, finish_norm = functions.load_first, functions.finish
     chosen_of = _make_chosen(num_nodes, pairs)
 
     def draft_level_input(
@@ -203,7 +212,7 @@ def _make_level_input(width: int, tiled: bool, level: tuple[int, int, int, int],
 
     shape = f"w{wide}_t{num_nodes}_v{above}_d{depth}"
     name = f"draft_level_input_n{width}_{shape}_{'packed' if tiled else 'rows'}_eps{eps!r}"
-    name = f"{name}_pairs{pairs}" if pairs else name
+    name = (f"{name}_pairs{pairs}" if pairs else name) + weights_label(wide_weights)
     address = types.int64
     flags, words = types.Array(types.uint8, 2, "C"), types.Array(types.int64, 2, "C")
     signature = (*(address,) * 12, flags, address, words, *(address,) * 6)
@@ -216,8 +225,8 @@ def _check_halves(
     hidden: torch.Tensor,
     out: torch.Tensor,
     normed_hidden: torch.Tensor,
-) -> tuple[int, int]:
-    """The rows and the width, all shapes agreeing."""
+) -> tuple[int, int, bool]:
+    """The rows and the width, all shapes agreeing, and whether weights of norms are float32."""
     rows, width = hidden.shape
     check_width(width)
     check_shape("embed_weight", embed_weight, width)
@@ -226,13 +235,11 @@ def _check_halves(
     check_shape("normed_hidden", normed_hidden, rows, width)
     check_dtype(
         torch.bfloat16,
-        embed_weight=embed_weight,
-        hidden_weight=hidden_weight,
         hidden=hidden,
         out=out,
         normed_hidden=normed_hidden,
     )
-    return rows, width
+    return rows, width, are_wide(embed_weight, hidden_weight)
 
 
 def concat_norms(
@@ -249,19 +256,19 @@ def concat_norms(
     """Normed embedding next to normed hidden state; dead rows give zero.
 
     embedded, hidden             [M, N]   bf16
-    embed_weight, hidden_weight  [N]      bf16
+    embed_weight, hidden_weight  [N]      bf16, or both float32
     row_live                     [M]      uint8; None: all rows are live
     out                          [M, 2N]  bf16  out
     normed_hidden                [M, N]   bf16  out: the right half again
     One launch. Raises ShapeError for shapes that do not fit, or N that is no multiple of 8 or above `norm.MAX_WIDTH`.
     """
-    rows, width = _check_halves(embed_weight, hidden_weight, hidden, out, normed_hidden)
+    rows, width, wide_weights = _check_halves(embed_weight, hidden_weight, hidden, out, normed_hidden)
     check_shape("embedded", embedded, rows, width)
     check_dtype(torch.bfloat16, embedded=embedded)
     check_row_live(row_live, rows)
     live = 0 if row_live is None else row_live
     arguments = (embedded, hidden, embed_weight, hidden_weight, live, out, normed_hidden)
-    return [KernelCall(_make_concat_norms(width, eps), (rows, 2, 1), arguments)]
+    return [KernelCall(_make_concat_norms(width, eps, wide_weights), (rows, 2, 1), arguments)]
 
 
 def draft_input(
@@ -291,7 +298,7 @@ def draft_input(
     The others as for `concat_norms`. One launch. Raises ShapeError as `concat_norms` does, and for a boundary
     without its positions, table, slots, flags and block size.
     """
-    rows, width = _check_halves(embed_weight, hidden_weight, hidden, out, normed_hidden)
+    rows, width, wide_weights = _check_halves(embed_weight, hidden_weight, hidden, out, normed_hidden)
     check_row_live(row_live, rows)
     if tokens.numel() != rows:
         raise ShapeError(f"tokens must have {rows} entries, got shape {list(tokens.shape)}")
@@ -300,7 +307,7 @@ def draft_input(
     check_dtype(torch.bfloat16, block_features=block_features)
     live: Argument = 0 if row_live is None else row_live
     boundary: tuple[Argument, ...] = (0, 0, 0, 0, 0)
-    kernel = _make_draft_input(width, tiled, 0, 0, eps)
+    kernel = _make_draft_input(width, tiled, 0, 0, eps, wide_weights)
     if block_features is not None:
         if positions is None or block_table is None or slots is None or row_live is None or block_size < 1:
             raise ShapeError("block_features needs positions, block_table, slots, row_live and block_size")
@@ -309,7 +316,7 @@ def draft_input(
         check_shape("hidden", hidden, slots.numel() * per_slot, width)
         check_shape("block_features", block_features, block_features.shape[0], width)
         boundary = (positions, block_table, block_table.shape[1], slots, block_features)
-        kernel = _make_draft_input(width, tiled, per_slot, block_size, eps)
+        kernel = _make_draft_input(width, tiled, per_slot, block_size, eps, wide_weights)
     arguments = (tokens, table, hidden, embed_weight, hidden_weight, live, out, normed_hidden, *boundary)
     return [KernelCall(kernel, (rows, 2, 1), arguments)]
 
@@ -350,7 +357,7 @@ def draft_level_input(
     drafts                                with V = W = 1
     One launch. Raises ShapeError as `concat_norms` does, and for drafts of a level that is no chain's.
     """
-    rows, width = _check_halves(embed_weight, hidden_weight, hidden, out, normed_hidden)
+    rows, width, wide_weights = _check_halves(embed_weight, hidden_weight, hidden, out, normed_hidden)
     batch, num_nodes = draft_nodes.shape
     wide, above = nodes.shape[0], feedback.shape[0] // batch
     check_shape("hidden", hidden, batch * wide, width)
@@ -371,7 +378,7 @@ def draft_level_input(
         check_shape(name, tensor, batch, wide)
     table, tiled = check_table(weight, width)
     pairs, given = _drafts(drafts, batch, (wide, above))
-    kernel = _make_level_input(width, tiled, (wide, num_nodes, above, depth), eps, pairs)
+    kernel = _make_level_input(width, tiled, (wide, num_nodes, above, depth), eps, pairs, wide_weights)
     reads = (feedback, draft_nodes, draft_live, draft_lens, nodes, parent_rows, masks, table, embed_weight)
     writes = (hidden, tokens, row_live, positions, row_masks, out, normed_hidden)
     return [KernelCall(kernel, (rows, 2, 1), (*reads, hidden_weight, *writes, *given))]
@@ -402,4 +409,7 @@ def examples() -> list[Kernel]:
         _make_level_input(2880, True, (6, 48, 8, 3), 1e-5),
         _make_level_input(8192, True, (3, 16, 1, 1), 1e-5),
         _make_level_input(4096, False, (1, 4, 1, 1), 1e-5, 132),
+        _make_concat_norms(2048, 1e-6, True),
+        _make_draft_input(5120, True, 0, 0, 1e-6, True),
+        _make_level_input(5120, True, (1, 4, 1, 1), 1e-6, 132, True),
     ]

@@ -34,7 +34,7 @@ sync_cluster_memory = instruction("barrier.cluster.arrive; barrier.cluster.wait;
 
 
 def load_tile(pieces: int, stride: int) -> Any:
-    """An intrinsic: from a global address, 16 bytes at each of `pieces` places 128 bytes apart, for each column.
+    """An intrinsic: past L1, 16 bytes at each of `pieces` places 128 bytes apart from an address, for each column.
 
     stride  bytes from a column to the next
     """
@@ -48,7 +48,7 @@ def load_tile(pieces: int, stride: int) -> Any:
             struct = ir.LiteralStructType([ir_type(f32)] * WORDS)
             function = ir.FunctionType(struct, [ir_type(i64)])
             for offset in _offsets(pieces, stride):
-                text = f"ld.global.v4.f32 {{$0,$1,$2,$3}}, [$4+{offset}];"
+                text = f"ld.global.cg.v4.f32 {{$0,$1,$2,$3}}, [$4+{offset}];"
                 assembly = ir.InlineAsm(function, text, "=f,=f,=f,=f,l,~{memory}", side_effect=True)
                 call = builder.call(assembly, args)
                 numbers += [builder.extract_value(call, k) for k in range(WORDS)]

@@ -6,7 +6,7 @@ It knows names, dtypes, shapes and bytes, and nothing of models. No other weight
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +29,7 @@ __all__ = [
     "TensorEntry",
     "check_finite",
     "read_header",
+    "stored_names",
 ]
 
 SINGLE_FILE = "model.safetensors"
@@ -265,10 +266,26 @@ class Checkpoint:
                 yield entry, tensor
 
 
-def _read_index(index: Path) -> dict[str, TensorEntry]:
+def stored_names(directory: Path) -> Collection[str] | None:
+    """The names of a directory's tensors, by the header of its file or by its index; None where it has neither.
+
+    Files that an index names need not be there. Raises ConfigError.
+    """
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    if single.exists():
+        return read_header(single)
+    return _weight_map(index) if index.exists() else None
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
     weight_map = read_object(index, max_bytes=MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{index}: weight_map must be an object that names tensors, found {shown(weight_map)}")
+    return weight_map
+
+
+def _read_index(index: Path) -> dict[str, TensorEntry]:
+    weight_map = _weight_map(index)
     files: dict[str, dict[str, TensorEntry]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors") or set(file) & set("/\\\0"):

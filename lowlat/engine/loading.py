@@ -368,6 +368,7 @@ def make_geometry(
     Raises ConfigError for a tree that asks for more tokens after one than the draft model has.
     """
     _check_choices(speculator, topologies)
+    _check_recurrent(config, topologies, speculative)
     max_rows = max(topology.num_nodes for topology in topologies.values())
     num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
     simulated = speculative if speculator is not None else None
@@ -417,6 +418,24 @@ def _num_snapshots(geometry: StepGeometry, options: RuntimeConfig) -> int:
         return 0
     size = sum(each.snapshot_bytes for each in states)
     return min(int(options.state_cache_gib * (1 << 30)) // size, MAX_SNAPSHOTS * options.max_batch)
+
+
+def _check_recurrent(
+    config: ModelConfig, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
+) -> None:
+    """Raise ConfigError for what a target with recurrent states does not run: it verifies chains, over all its text."""
+    if not config.deltas:
+        return
+    if speculative is not None and speculative.enable_specpv:
+        raise ConfigError(
+            "enable_specpv is not implemented for targets with gated delta nets, whose states are rewound by length "
+            "alone; leave it out"
+        )
+    if any(not topology.is_chain for topology in topologies.values()):
+        raise ConfigError(
+            "trees of drafts are not implemented for targets with gated delta nets, whose states follow one chain; "
+            "leave out tree and dynamic_tree_max_topk"
+        )
 
 
 def _checks(options: RuntimeConfig, *, has_partial: bool) -> CheckedKinds | None:

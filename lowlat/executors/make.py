@@ -16,19 +16,19 @@ from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
-from lowlat.models.layer_spec import DeltaSpec, DenseSpec, ExpertsSpec, LayerSpec
+from lowlat.models.layer_spec import AttentionSpec, DeltaSpec, DenseSpec, ExpertsSpec, LayerSpec
 from lowlat.models.shard import PARTS, STEP
-from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig
 from lowlat.step.state import StepGeometry
 
 __all__ = ["Rank", "check_positions", "make_executor", "refuse_parts", "refuse_ranks", "settle_executor", "uncovered"]
 
 # what the kernels refuse by ShapeError; repeated here, where a machine without a GPU loads no kernel
-HEAD_SIZES = (64, 128)
+HEAD_SIZES = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 WIDTHS_OF, MAX_WIDTH = 8, 65536
 MAX_VOCABULARY = 262144
+DELTA_SIZES, DELTA_TAPS = (32, 64, 128), 4
 MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH = 512, 10, 6144
 
 
@@ -48,17 +48,10 @@ def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 3
         problem = None if part is None else _uncovered_part(part)
         if problem is not None:
             return f"the kernels take {problem[0]} and the {owner}'s {problem[1]}"
-    wide = next((name for name, (_, dtype) in weight_plan(config).items() if _is_wide_norm(name, dtype)), None)
-    if wide is not None:
-        return f"the kernels take norm weights in bfloat16 and the target's {wide} is in float32"
     for name, width in ({} if head is None else head.further_widths).items():
         if width % WIDTHS_OF:
             return f"the kernels take multiples of {WIDTHS_OF} as widths and the draft model's {name} is {width}"
     return None
-
-
-def _is_wide_norm(name: str, dtype: torch.dtype) -> bool:
-    return name.endswith("norm.weight") and dtype is torch.float32
 
 
 def _uncovered_part(part: Decoder) -> tuple[str, str] | None:
@@ -74,25 +67,38 @@ def _uncovered_part(part: Decoder) -> tuple[str, str] | None:
 
 def _uncovered_layer(part: Decoder, layer: LayerSpec) -> tuple[str, str] | None:
     """The first requirement of the kernels that a layer misses."""
-    attention, ffn = layer.mixer, layer.ffn
-    if isinstance(attention, DeltaSpec):
-        return "layers with attention", "has gated delta nets"
-    if attention.gated:
-        return "attention without an output gate", "has one"
-    if attention.rotary_dims not in (None, attention.head_dim):
-        return "RoPE over whole heads", f"turns {attention.rotary_dims} of {attention.head_dim} dimensions"
-    experts = _uncovered_experts(part, ffn) if isinstance(ffn, ExpertsSpec) else None
-    if experts is not None:
-        return experts
-    if attention.head_dim not in HEAD_SIZES:
-        return "heads of 64 or 128 dimensions", f"have {attention.head_dim}"
-    if attention.softcap is not None:
-        return "attention without a softcap", f"softcap is {attention.softcap}"
+    mixer, ffn = layer.mixer, layer.ffn
+    problem = _uncovered_delta(mixer) if isinstance(mixer, DeltaSpec) else _uncovered_attention(mixer)
+    if problem is None and isinstance(ffn, ExpertsSpec):
+        problem = _uncovered_experts(part, ffn)
+    if problem is not None:
+        return problem
     if isinstance(ffn, DenseSpec) and ffn.activation != "silu":
         return "the activation silu", f"is {ffn.activation}"
     for name, size in (("hidden size", part.hidden_size), ("FFN's width", ffn.inner_size)):
         if size % WIDTHS_OF or size > MAX_WIDTH:
             return f"multiples of {WIDTHS_OF} up to {MAX_WIDTH} as widths", f"{name} is {size}"
+    return None
+
+
+def _uncovered_attention(attention: AttentionSpec) -> tuple[str, str] | None:
+    """The first requirement of the kernels that attention misses."""
+    if attention.rotary_dims is not None and attention.rotary_dims % WIDTHS_OF:
+        return f"RoPE of multiples of {WIDTHS_OF} dimensions", f"turns {attention.rotary_dims}"
+    if attention.head_dim not in HEAD_SIZES:
+        return "heads of 64, 128 or 256 dimensions", f"have {attention.head_dim}"
+    if attention.softcap is not None:
+        return "attention without a softcap", f"softcap is {attention.softcap}"
+    return None
+
+
+def _uncovered_delta(delta: DeltaSpec) -> tuple[str, str] | None:
+    """The first requirement of the kernels that a gated delta net misses."""
+    if delta.conv_size != DELTA_TAPS:
+        return f"delta nets with convolutions of {DELTA_TAPS} inputs", f"have {delta.conv_size}"
+    for name, size in (("keys", delta.key_dim), ("values", delta.value_dim)):
+        if size not in DELTA_SIZES:
+            return "delta nets with heads of 32, 64 or 128 dimensions", f"{name} have {size}"
     return None
 
 
@@ -104,6 +110,8 @@ def _uncovered_experts(config: Decoder, experts: ExpertsSpec) -> tuple[str, str]
         return f"at most {MAX_CHOSEN} experts a token", f"tokens choose {experts.num_experts_per_token}"
     if config.hidden_size > MAX_ROUTED_WIDTH:
         return f"a hidden size of at most {MAX_ROUTED_WIDTH} where experts are chosen", f"is {config.hidden_size}"
+    if experts.shared_ffn is not None and experts.shared_ffn.inner_size % WIDTHS_OF:
+        return f"multiples of {WIDTHS_OF} as widths", f"shared expert's width is {experts.shared_ffn.inner_size}"
     weight_format = FORMATS[experts.weight_format]
     for name, size in (("hidden size", config.hidden_size), ("FFN's width", experts.inner_size)):
         if size % weight_format.block:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from lowlat.errors import ConfigError
 from lowlat.graphs.program import Op
 from lowlat.lowering.binding import Binding
@@ -28,25 +26,19 @@ COVERED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "silu_mul": {"activation": "silu"},
     }
 )
-NORMS = ("rms_norm", "split_norms", "concat_norms", "qk_norm")
 
 
 def check_covered(binding: Binding) -> None:
     """Raise ConfigError for the first operation of a program that no kernel computes, naming what it asks for."""
     for op in binding.program.ops:
-        problem = _problem(binding, op)
+        problem = _problem(op)
         if problem is not None:
             raise ConfigError(f"{binding.program.name}: {op.kind} {problem}; use executor 'reference'")
 
 
-def _problem(binding: Binding, op: Op) -> str | None:
+def _problem(op: Op) -> str | None:
     for name, covered in COVERED.get(op.kind, {}).items():
         asked = op.params.get(name, covered)
         if asked != covered:
             return f"with {name} {asked!r} has no kernel, which takes {covered!r} alone"
-    if op.kind in NORMS:
-        for weight in op.weights.values():
-            dtype = binding.weights.vector(weight).dtype
-            if dtype is not torch.bfloat16:
-                return f"with {weight} in {dtype} has no kernel, which takes torch.bfloat16 alone"
     return None

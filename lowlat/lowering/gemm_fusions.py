@@ -92,6 +92,17 @@ def _with_silu(binding: Binding, run: Run) -> Sequence[Call]:
     return decode_gemm(**_prologue(binding, run), silu=True, row_live=given.get("row_live"), out=given["out"])
 
 
+def _gates(run: Run, gpu: Gpu) -> bool:
+    """Whether the product is the gate of rows that are there already; not in parts, whose sums come later."""
+    return not in_parts(run.op("linear")) and _reads_product("output_gate", "gate")(run, gpu)
+
+
+def _with_gate(binding: Binding, run: Run) -> Sequence[Call]:
+    given = binding.arguments(run.op("output_gate"))
+    operands = _prologue(binding, run) | {"gated": given["x"], "row_live": given.get("row_live")}
+    return decode_gemm(**operands, out=given["out"])
+
+
 def _with_residual(binding: Binding, run: Run) -> Sequence[Call]:
     given = binding.arguments(run.op("add"))
     return decode_gemm(**_prologue(binding, run), residual=given["a"], out=given["out"])
@@ -132,6 +143,8 @@ def _rotates(run: Run, gpu: Gpu) -> bool:
     """Whether queries alone, keys and values alone, or all three are rotated, and keys and values written after it."""
     rope, write = run.op("rope"), run.find("kv_write")
     sizes = {run.shape(name)[2] for name in rope.writes.values()}
+    if 2 * run.shape(rope.reads["cos"])[1] not in sizes:  # of partners, whose rows a tile holds, all must turn
+        return False
     if not _fits(run, gpu) or rope.reads["qkv"] != _product(run) or any(size % TILE_ROWS for size in sizes):
         return False
     if write is None:
@@ -218,6 +231,7 @@ GEMM_FUSIONS = (
         _normed_and_product, _gate_up,
     ),
     Fusion("gemm+add", "rms_norm? linear add", 1, _with_residual, _reads_product("add", "b"), _normed_and_product),
+    Fusion("gemm+output_gate", "rms_norm? linear output_gate", 1, _with_gate, _gates, _normed_and_product),
     Fusion("gemm+all_reduce", "linear gather_ranks sum_ranks add", 3, _with_all_reduce, _all_reduces, _exchanged),
     Fusion("gemm+cast", "rms_norm? linear cast", 1, _rounded, _reads_product("cast", "x"), _normed_and_product),
     Fusion("gemm+rope+kv_write", "rms_norm? linear rope kv_write?", 1, _rotated, _rotates, _rotated_hides, _heads),

@@ -14,12 +14,13 @@ from lowlat.lowering.gemm_fusions import GEMM_FUSIONS
 from lowlat.lowering.moe_fusions import MOE_FUSIONS
 from lowlat.lowering.operations import early_reads, lower_alone, operation_layouts
 from lowlat.lowering.prefill_gemm import PREFILL_FUSIONS
+from lowlat.lowering.recurrent_fusions import RECURRENT_FUSIONS
 from lowlat.lowering.row_fusions import ROW_FUSIONS
 from lowlat.lowering.step_fusions import STEP_FUSIONS
 
 __all__ = ["FUSIONS", "LoweredGroup", "lower", "weight_layouts"]
 
-FUSIONS = (*STEP_FUSIONS, *MOE_FUSIONS, *GEMM_FUSIONS, *PREFILL_FUSIONS, *ROW_FUSIONS)
+FUSIONS = (*STEP_FUSIONS, *MOE_FUSIONS, *GEMM_FUSIONS, *PREFILL_FUSIONS, *RECURRENT_FUSIONS, *ROW_FUSIONS)
 
 
 @dataclass(frozen=True)

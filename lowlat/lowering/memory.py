@@ -18,6 +18,7 @@ from lowlat.kernels.moe.plan import partials_workspace
 from lowlat.kernels.moe.prefill.experts import PARTS_ROWS, list_workspaces, parts_workspace
 from lowlat.kernels.moe.prefill.warpgroup_plan import fits_warpgroups, warpgroup_workspaces
 from lowlat.kernels.moe.router import router_workspace
+from lowlat.kernels.recurrent.delta_prefill import heads_of, row_workspaces
 from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.lowering.binding import in_parts
 from lowlat.lowering.prefill_attention import attention_workspaces, refresh_bytes
@@ -68,6 +69,9 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
         window = op.params.get("window")
         longest = program.buffers["tokens"].shape[1]
         return attention_workspaces(cache, size, longest, window if isinstance(window, int) else None)
+    if op.kind == "prefill_delta_rule":
+        rows, channels = program.buffers[op.reads["mixed"]].shape
+        return [*row_workspaces(heads_of(program.buffers[op.writes["state"]].shape, channels), rows)]
     if op.kind == "choose_blocks":
         return [scores_workspace(*program.buffers[op.writes["block_lists"]].shape[1:])]
     if op.kind in EXPERT_GEMMS:

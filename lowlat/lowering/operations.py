@@ -20,7 +20,7 @@ from lowlat.kernels.attention.partial.block_summary import summarise_blocks
 from lowlat.kernels.attention.place_table import place_table
 from lowlat.kernels.collectives.all_reduce import gather_ranks
 from lowlat.kernels.collectives.parts import all_gather, sum_ranks
-from lowlat.kernels.elementwise.elementwise import add, add_gated, cast, identity, silu_mul, take_columns
+from lowlat.kernels.elementwise.elementwise import add, add_gated, cast, identity, output_gate, silu_mul, take_columns
 from lowlat.kernels.elementwise.embed import embed
 from lowlat.kernels.elementwise.norm import rms_norm, split_norms
 from lowlat.kernels.elementwise.qk_norm import qk_norm
@@ -30,6 +30,10 @@ from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.decode.experts import experts_down, experts_gate_up
 from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
 from lowlat.kernels.moe.router import router
+from lowlat.kernels.recurrent.delta_conv import delta_conv, prefill_delta_conv
+from lowlat.kernels.recurrent.delta_norm import delta_norm
+from lowlat.kernels.recurrent.delta_prefill import prefill_delta_rule
+from lowlat.kernels.recurrent.state_lens import advance_states, prefill_advance_states
 from lowlat.kernels.sampling.logprobs.prompt import keep_prompt_logprobs, take_prompt_rows, token_ranks
 from lowlat.kernels.sampling.logprobs.tokens import logprobs
 from lowlat.kernels.sampling.row_pairs import finite
@@ -65,6 +69,7 @@ from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.lowering.binding import Binding, Call, decodes
 from lowlat.lowering.prefill_attention import prefill_attention, refresh_attention
 from lowlat.lowering.prefill_gemm import prefill_linear
+from lowlat.lowering.recurrent_fusions import rule_alone
 from lowlat.lowering.weight_parts import experts_name
 
 __all__ = [
@@ -240,7 +245,7 @@ _BY_NAME = (
     *(gather_rows, identity, join_features, join_lengths, keep_features, kv_write, learn_draft_lengths),
     list_active_slots,
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, place_table, prefill_kv_write, publish_rows),
-    *(qk_norm, rms_norm),
+    *(output_gate, qk_norm, rms_norm),
     *(
         silu_mul,
         split_norms,
@@ -252,6 +257,7 @@ _BY_NAME = (
         tree_masks,
         truncate,
     ),
+    *(advance_states, delta_conv, delta_norm, prefill_advance_states, prefill_delta_conv),
     *(all_gather, keep_prompt_logprobs, sum_ranks, take_prompt_rows, token_ranks, waiting_rows),
 )
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(
@@ -260,6 +266,7 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         "attention": _attention,
         "choose_blocks": _choose_blocks,
         "choose_draft_length": _choose_draft_length,
+        "delta_rule": rule_alone,
         "draft_topk": draft_topk_alone,
         "draft_topk_logprobs": _with_workspace(draft_topk_logprobs),
         "embed": _embed,
@@ -272,6 +279,7 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         "logprobs": _with_workspace(logprobs),
         "partial_attention": _attention,
         "prefill_attention": prefill_attention,
+        "prefill_delta_rule": _with_workspace(prefill_delta_rule),
         "publish": _publish,
         "refresh_attention": refresh_attention,
         "rope": _by_name(rotate),

@@ -188,6 +188,14 @@ class ExpertsSpec:
         """Experts that a token takes of these."""
         return self.num_experts_per_token + self.shared
 
+    def expected_distinct(self, rows: int) -> float:
+        """The experts, the shared one left out, that so many rows choose, where each is as likely as another."""
+        return self.num_experts * (1.0 - (1.0 - self.num_experts_per_token / self.num_experts) ** rows)
+
+    def share_read(self, distinct: float) -> float:
+        """The share of the matrices that is read where rows choose so many different experts."""
+        return (distinct + self.shared) / self.num_matrices
+
 
 Mixer: TypeAlias = AttentionSpec | DeltaSpec
 FFN: TypeAlias = DenseSpec | ExpertsSpec

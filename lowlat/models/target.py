@@ -21,7 +21,7 @@ from lowlat.checkpoint.quantising import QuantisedWeights, Quantiser
 from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes, chosen_recipes
 from lowlat.checkpoint.source import WeightSource
 from lowlat.checkpoint.stored import Group, StoredWeights
-from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
+from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry, stored_names
 from lowlat.errors import ConfigError
 from lowlat.models.families import FAMILIES
 from lowlat.models.geometry import CodedKV, Decoder, ModelConfig
@@ -92,6 +92,9 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
         )
     try:
         config = FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
+        names = stored_names(directory) if FAMILIES[family].ties_by_files else None
+        if names is not None:
+            config = replace(config, tie_embeddings=not any(name.startswith("lm_head.") for name in names))
         if config.quantisation is not None:
             target_recipes(config)  # a layer that its format cannot hold is known before anything is fetched
         if dtype == "auto" and is_quantised(fields, directory) and not _has_codes(config):
@@ -204,9 +207,6 @@ def open_target(directory: str | Path, *, dtype: str = "auto", progress: Progres
     directory = Path(directory)
     config = read_model_config(directory, dtype=dtype)
     checkpoint = Checkpoint.open(directory)
-    if FAMILIES[config.family].ties_by_files:
-        has_own = any(name.startswith("lm_head.") for name in checkpoint.entries)
-        config = replace(config, tie_embeddings=not has_own)
     if dtype == "auto" and stored_dtype(read_config(directory), directory)[0] == "float16":
         logger.warning(
             "%s is stored in float16 next to quantised weights, and runs in bfloat16; --dtype float32 keeps every bit",

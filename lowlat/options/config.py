@@ -43,7 +43,9 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 NEEDS_MODEL = frozenset(method for method, names in METHOD_OPTIONS.items() if "model" in names)
 AUTO_METHOD = "auto"  # stands for a method that models' files name: it is settled at load
-_AUTO_OPTIONS = tuple(dict.fromkeys(name for method in (*NEEDS_MODEL, "mtp") for name in METHOD_OPTIONS[method]))
+METHOD_OPTIONS[AUTO_METHOD] = tuple(
+    dict.fromkeys(name for method, names in METHOD_OPTIONS.items() if method in (*NEEDS_MODEL, "mtp") for name in names)
+)
 
 
 _SIZES = frozenset({"num_speculative_tokens", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer"})
@@ -95,7 +97,7 @@ class SpeculativeConfig:
         "How drafts are made; mtp, ngram and suffix need no draft model. auto: as the draft model says; without one, "
         "by the target's MTP layer.",
         kind="choice",
-        choices=(*METHOD_OPTIONS, AUTO_METHOD),
+        choices=METHOD_OPTIONS,
     )
     num_speculative_tokens: int = declare(
         3,
@@ -363,7 +365,7 @@ class SpeculativeConfig:
 
     def _check_method(self) -> None:
         """The options of the method, and that none of another method was given."""
-        own = _AUTO_OPTIONS if self.method == AUTO_METHOD else METHOD_OPTIONS[self.method]
+        own = METHOD_OPTIONS[self.method]
         own += () if self.text_drafts is None else METHOD_OPTIONS[self.text_drafts]
         for method, names in METHOD_OPTIONS.items():
             for name in names:

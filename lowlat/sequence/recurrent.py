@@ -58,10 +58,10 @@ class RecurrentState(SequenceState):
             ]
         return specs
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot."""
-        return replace(self, max_batch=1, num_snapshots=0).num_bytes
+    def slot_bytes(self) -> dict[str, int]:
+        """Bytes of a slot, pending rows included, and of a snapshot of it."""
+        one = replace(self, max_batch=1, num_snapshots=0).num_bytes
+        return {"state_bytes_per_slot": one, "snapshot_bytes": self.snapshot_bytes}
 
     @property
     def snapshot_bytes(self) -> int:

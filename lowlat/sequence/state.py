@@ -26,6 +26,10 @@ class SequenceState(ABC):
         """Its share of the memory plan."""
         return sum(spec.num_bytes for spec in self.specs())
 
+    def slot_bytes(self) -> dict[str, int]:
+        """What each slot takes for good, however long its text: of reports, by name. Of paged state nothing."""
+        return {}
+
     def saved(self) -> tuple[str, ...]:
         """The buffers whose content makes up a request's state: of paged ones its blocks, of others its slot's row."""
         return tuple(spec.name for spec in self.specs() if spec.role is Role.STATE)

@@ -39,7 +39,15 @@ from lowlat.tools.draft_model.random_models import random_speculator
 from lowlat.tools.gpus import DescribedGpu
 from lowlat.tools.tune.pairs import META, LoweredPrograms, Pair, rounded_pair
 
-__all__ = ["PRESET_DRAFT_MODEL", "LoweredProgram", "PlannedStep", "plan_step", "preset_names", "target_config"]
+__all__ = [
+    "PRESET_DRAFT_MODEL",
+    "LoweredProgram",
+    "PlannedStep",
+    "has_draft_models",
+    "plan_step",
+    "preset_names",
+    "target_config",
+]
 
 PRESET_DRAFT_MODEL = Path("preset")  # stands for a preset's draft model, which has no directory
 
@@ -78,6 +86,12 @@ class PlannedStep:
 def preset_names() -> tuple[str, ...]:
     """The published shapes that can be planned by name, without a config.json."""
     return tuple(read_geometries())
+
+
+def has_draft_models(name: str) -> bool:
+    """Whether it names a published shape that has draft models."""
+    known = read_geometries()
+    return name in known and known[name].has_draft_models
 
 
 def plan_step(

@@ -7,7 +7,7 @@ that reads compressed-tensors reads them. Weights are taken and written a file a
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lowlat.checkpoint.json_file import read_object
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Checkpoint
 from lowlat.errors import ConfigError
+from lowlat.models.families import FAMILIES
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import open_target, rounding, target_recipes
 
@@ -28,7 +29,8 @@ SHARD_BYTES = 2 << 30
 MAX_COPIED_BYTES = 64 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 SUFFIX = ".weight"
-ROUTERS = "re:.*mlp[.]gate$"
+ROUTERS = ("re:.*mlp[.]gate$", "re:.*mlp[.]shared_expert_gate$")
+SMALL = "re:.*linear_attn[.]in_proj_(b|a|ba)$"  # of delta nets: a row or two a head
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
     "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group"}),
@@ -60,7 +62,7 @@ def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Wri
         raise ConfigError(
             f"{directory}: the LM head is the embedding (tie_word_embeddings), which stays plain; leave --lm-head out"
         )
-    layers = _layers(target.config, quantiser)
+    layers = _layers(target.config, quantiser, target.weights.checkpoint.entries)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
@@ -68,7 +70,9 @@ def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Wri
         sizes = _write_shards(target.weights.checkpoint, partial, quantiser, layers)
         config = read_object(directory / "config.json")
         plain = [] if quantiser.lm_head else ["lm_head"]
-        plain += [] if target.config.experts is None else [ROUTERS]
+        plain += [] if target.config.experts is None else ROUTERS
+        plain += [SMALL] if target.config.deltas else []
+        plain += [f"re:{start.replace('.', '[.]')}.*" for start in FAMILIES[target.config.family].skipped]
         config["quantization_config"] = _quantization_config(quantiser, plain)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         open_target(partial)
@@ -80,10 +84,10 @@ def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Wri
     return Written(out, len(layers), *sizes)
 
 
-def _layers(config: ModelConfig, quantiser: Quantiser) -> frozenset[str]:
+def _layers(config: ModelConfig, quantiser: Quantiser, stored: Collection[str]) -> frozenset[str]:
     """Stored names of the matrices that are rounded. Raises ConfigError for one that the format cannot hold."""
     names: set[str] = set()
-    for recipe in target_recipes(config):
+    for recipe in target_recipes(config, stored):
         if quantiser.takes(recipe.weight):
             quantiser.specs(recipe.weight, recipe.shape)
             stacked = next((piece.name for piece in recipe.pieces if len(piece.shape) != 2), None)

@@ -51,7 +51,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("scales", [None, SCALES], ids=["numbers", "codes"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_equals_the_reference(bench: Bench, head_dim: int, shape: str, scales: torch.Tensor | None) -> None:
     """All lengths at once, as slots of ragged batches, for all groups and numbers of rows by turns."""
@@ -65,7 +65,7 @@ def test_equals_the_reference(bench: Bench, head_dim: int, shape: str, scales: t
         check(bench.run(case, num_blocks=7, early_metadata=True), want)
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4), (128, 3)])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4), (128, 3), (256, 8), (256, 6)])
 @pytest.mark.parametrize("window", [1, 64, 128, 300, 2100])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_windows_sinks_and_kept_positions(bench: Bench, head_dim: int, group: int, window: int, shape: str) -> None:
@@ -98,7 +98,7 @@ def test_extreme_sinks_at_every_edge(bench: Bench, window: int | None, sink: flo
 
 
 @pytest.mark.parametrize("scales", [None, SCALES], ids=["numbers", "codes"])
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4)])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4), (256, 8)])
 @pytest.mark.parametrize("window", [None, 100, 600])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_no_plan_changes_a_bit(
@@ -160,7 +160,7 @@ def test_extreme_scores(bench: Bench) -> None:
     check(bench.run(case), case.expected())
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4), (128, 3)])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4), (128, 3), (256, 8), (256, 6)])
 @pytest.mark.parametrize("dense", [1, 60, 63, 64, 127, 252, 255, 256, 2044, 2047, 2048, 6143])
 @pytest.mark.parametrize("option", ["plain", "window", "sinks", "short window", "long window", "codes"])
 def test_rows_of_a_chain_have_the_bits_of_rows_alone(
@@ -210,7 +210,7 @@ def test_a_broken_draft_leaves_the_rows_before_it(bench: Bench) -> None:
         assert not torch.isfinite(after[2]).any()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_bits_do_not_depend_on_the_company(bench: Bench, head_dim: int) -> None:
     """The same slot alone, in another batch, at another entry, with more rows, with another grid."""
     lengths, rows = [2047, 130, 4500, 64], 4

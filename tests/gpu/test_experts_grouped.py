@@ -89,6 +89,7 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
         (700, 4, 128, "shared"),
         (999, 2, 512, "dead"),
         (5, 4, 9, "none"),
+        (900, 11, 513, "random"),
     ],
 )
 def test_pairs_are_grouped_by_expert(launcher: Launcher, rows: int, top_k: int, num_experts: int, kind: str) -> None:

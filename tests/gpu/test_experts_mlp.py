@@ -49,14 +49,15 @@ def run(
 
 
 def compile_ahead(
-    launcher: Launcher, moe: Moe, top_k: int, sizes: tuple[int, ...], plans: tuple[MlpPlan, ...] = ()
-) -> None:
+    launcher: Launcher, moe: Moe, top_k: int, sizes: tuple[int, ...], plans: tuple[MlpPlan, ...] = (), *,
+    shared: bool = False,
+) -> None:  # fmt: skip
     """What launches over so many rows need, and over one row by such plans, on all cores."""
     calls: list[KernelCall] = []
     count = moe.up.packed.num_experts
     for rows, plan in [*((rows, None) for rows in sizes), *((1, plan) for plan in plans)]:
         routing, arguments = (
-            make_topk_routing("random", rows, top_k, count, "cuda"),
+            make_topk_routing("random", rows, top_k, count, "cuda", shared=shared),
             moe.arguments(moe.rows(rows), top_k),
         )
         calls += experts_mlp(routing=routing, gpu=launcher.gpu, plan=plan, **arguments)
@@ -137,8 +138,32 @@ def test_experts_of_dense_formats_without_biases(launcher: Launcher, name: str |
             assert torch.equal(bits(alone), bits(found[part])), (part, rows)
 
 
+@pytest.mark.parametrize(("count", "top_k"), [(257, 9), (513, 11)])
+@pytest.mark.parametrize("name", [False, True, *FORMATS])
+def test_a_shared_expert_is_one_more_of_every_row(launcher: Launcher, name: str | bool, count: int, top_k: int) -> None:
+    """Sizes of Qwen3.6-35B-A3B and Qwen3-Coder-Next: right, each GEMM alone has the same bits, and so has a row alone;
+    one list of pairs a lane, of two, and of many."""
+    moe = make_moe(count, 2048, 512, quantised=name, device="cuda", biased=False)
+    compile_ahead(launcher, moe, top_k, (1, 3, 4, 9, 40), shared=True)
+    for rows in (1, 3, 4, 9, 40):
+        for kind in ("random", "shared", "apart", "dead"):
+            routing = make_topk_routing(kind, rows, top_k, count, "cuda", shared=True)
+            found = run(launcher, moe, moe.rows(rows), routing, top_k)
+            wanted, about = want_routing(routing, top_k)
+            assert torch.equal(found["expert_ids"].cpu(), wanted), (rows, kind)
+            torch.testing.assert_close(found["expert_weights"].cpu(), about, rtol=1e-5, atol=1e-7)
+            moe.check(found)
+            for part, alone in run_alone(launcher, found).items():
+                assert torch.equal(bits(alone), bits(found[part])), (part, rows, kind)
+            flags = None if routing.row_live is None else routing.row_live[:, -1:].contiguous()
+            last = replace(routing, logits=routing.logits[-1:], row_live=flags)
+            own = run(launcher, moe, found["x"][-1:], last, top_k, residual=found["residual"][-1:].clone())
+            for part in RESULTS:
+                assert torch.equal(bits(own[part]), bits(found[part][-1:])), (part, rows, kind)
+
+
 @pytest.mark.parametrize("kind", ["random", "shared", "ties", "odd"])
-@pytest.mark.parametrize(("count", "top_k"), [(5, 2), (256, 8), (70, 5)])
+@pytest.mark.parametrize(("count", "top_k"), [(5, 2), (256, 8), (70, 5), (512, 10)])
 def test_what_logits_choose_is_the_reference_s(launcher: Launcher, kind: str, count: int, top_k: int) -> None:
     """Ids and shares, with flags and without, and a row's the same in any company."""
     moe = make_moe(count, 96, 32, device="cuda")

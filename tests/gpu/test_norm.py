@@ -20,9 +20,10 @@ from lowlat.kernels.elementwise.norm import MAX_WIDTH, add_norm, rms_norm, split
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [8, 264, 2880, 4096, 4104, 5120, 8192, 12296, MAX_WIDTH])
-def test_norms_against_the_reference(lab: Lab, width: int) -> None:
-    check_norms(lab, 5, width)
+def test_norms_against_the_reference(lab: Lab, width: int, dtype: torch.dtype) -> None:
+    check_norms(lab, 5, width, dtype)
 
 
 @pytest.mark.parametrize("width", [2880, 4096, 8192])
@@ -33,13 +34,15 @@ def test_the_promised_order(lab: Lab, width: int) -> None:
 
 @pytest.mark.parametrize(("parts", "width"), [(1, 64), (3, 2880), (3, 4096), (6, 5120)])
 def test_split_norms_against_the_reference(lab: Lab, parts: int, width: int) -> None:
-    check_split_norms(lab, 4, parts, width)
+    for dtype in (torch.bfloat16, torch.float32):
+        check_split_norms(lab, 4, parts, width, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 2880, 4096, 5120, 16384])
 def test_sums_against_the_reference(lab: Lab, width: int, dtype: torch.dtype) -> None:
-    check_add_norm(lab, 4, width, dtype)
+    for weight_dtype in (torch.bfloat16, torch.float32):
+        check_add_norm(lab, 4, width, dtype, weight_dtype)
 
 
 @pytest.mark.parametrize("width", [2880, 5120])
@@ -80,7 +83,8 @@ def test_zeros_infinities_and_nan_stay_in_their_rows(lab: Lab) -> None:
 @pytest.mark.parametrize("width", [8, 72, 200, 2880, 4096, 5120, 12296, MAX_WIDTH])
 def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(lab: Lab, width: int, rows: int) -> None:
     """Of norms and of sums, with dead rows and without; sums stay rows."""
-    x, b, weight = torch.randn(rows, width).bfloat16(), torch.randn(rows, width), weights(width)
+    x, b = torch.randn(rows, width).bfloat16(), torch.randn(rows, width)
+    weight = weights(width, torch.float32 if rows == 64 else torch.bfloat16)
     room = poison(*arranged_shape(rows, width))
     for live in (None, flags(rows)):
         normed = lab.launch(rms_norm, {"out": poison(rows, width)}, x=x, weight=weight, row_live=live, eps=EPS)["out"]

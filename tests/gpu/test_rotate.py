@@ -1,5 +1,7 @@
 """RoPE on a GPU with the norm of heads before it and the KV write after it."""
 
+from typing import Any
+
 import pytest
 import torch
 from rotation_cases import check_chunk_write, check_layers, check_rotate
@@ -15,6 +17,20 @@ HEADS = [(32, 8, 128), (64, 8, 64), (4, 2, 256), (6, 2, 40), (3, 1, 8), (32, 0, 
 def test_against_the_reference(lab: Lab, heads: tuple[int, int, int], eps: float | None) -> None:
     check_rotate(lab, heads, eps, batch=3, rows=4, block=12)
     check_rotate(lab, heads, eps, batch=1, rows=1, block=32)
+
+
+@pytest.mark.parametrize("eps", [None, 1e-6])
+@pytest.mark.parametrize(
+    ("heads", "turning"), [((16, 2, 256), 64), ((24, 4, 256), 0), ((6, 2, 40), 32), ((8, 2, 128), 64)]
+)
+def test_the_first_elements_turn_and_weights_are_wide(
+    lab: Lab, heads: tuple[int, int, int], turning: int, eps: float | None
+) -> None:
+    wide: dict[str, Any] = {"turning": turning, "dtype": torch.float32}
+    check_rotate(lab, heads, eps, batch=3, rows=4, block=16, **wide)
+    check_layers(lab, 2, heads[1:], eps, **wide)
+    for coded in (False, True):
+        check_chunk_write(lab, heads, eps, (64, 32, 17), coded=coded and heads[2] % 16 == 0, **wide)
 
 
 @pytest.mark.parametrize("coded", [False, True])

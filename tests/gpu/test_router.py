@@ -1,10 +1,11 @@
 """The logits that experts are chosen by, on a GPU: promised bits, and a row's in any company; and what is awaited."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from moe_cases import Poisoned
+from moe_cases import Poisoned, make_topk_routing, want_routing
 from rowwise_cases import (
     EPS,
     Lab,
@@ -21,13 +22,13 @@ from lowlat.kernels.moe.router import RouterNorm, router
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
 
 
-@pytest.mark.parametrize(("width", "experts"), [(2880, 128), (2880, 32), (8, 3), (6144, 256)])
+@pytest.mark.parametrize(("width", "experts"), [(2880, 128), (2880, 32), (8, 3), (6144, 256), (2048, 513)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 17, 64])
 def test_the_router_in_its_promised_order(lab: Lab, rows: int, width: int, experts: int) -> None:
     check_router(lab, rows, width, experts)
 
 
-@pytest.mark.parametrize(("width", "experts"), [(2880, 128), (8, 3), (6144, 256)])
+@pytest.mark.parametrize(("width", "experts"), [(2880, 128), (8, 3), (6144, 256), (2048, 257)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 64, 513])
 def test_a_router_of_normed_rows_has_the_bits_of_norm_and_router_together(
     lab: Lab, rows: int, width: int, experts: int
@@ -53,6 +54,28 @@ def test_a_router_of_normed_rows_has_the_bits_of_norm_and_router_together(
         found.append((ids, shares))
     for ids, shares in found[1:]:
         assert torch.equal(ids, found[0][0]) and torch.equal(shares, found[0][1])
+
+
+@pytest.mark.parametrize(("top_k", "experts"), [(9, 257), (11, 513), (2, 2)])
+@pytest.mark.parametrize("kind", ["random", "ties", "odd", "dead"])
+def test_every_row_takes_a_shared_expert_last(lab: Lab, kind: str, top_k: int, experts: int) -> None:
+    """As the reference has it; the others are chosen without it, and their shares have the same bits."""
+    for rows in (1, 4, 700):
+        for over_all in (False, True):
+            routing = make_topk_routing(kind, rows, top_k, experts, str(lab.device), shared=True)
+            routing = replace(routing, over_all=over_all)
+            alone = replace(routing, logits=routing.logits[:, :-1].contiguous(), shared=False)
+            found = []
+            for each, count in ((routing, top_k), (alone, top_k - 1)):
+                ids = torch.full((rows, count), 77, dtype=torch.int32, device=lab.device)
+                shares = torch.full((rows, count), torch.nan, device=lab.device)
+                lab.run(*route_top_k(routing=each, expert_ids=ids, expert_weights=shares))
+                found.append((ids.cpu(), shares.cpu()))
+            (ids, shares), (others, weights) = found
+            wanted, about = want_routing(routing, top_k)
+            assert torch.equal(ids, wanted)
+            torch.testing.assert_close(shares, about, rtol=1e-5, atol=1e-7, equal_nan=True)
+            assert torch.equal(ids[:, :-1], others) and same_bits(shares[:, :-1].contiguous(), weights)
 
 
 @pytest.mark.parametrize("width", [64, 2880])

@@ -132,6 +132,10 @@ def test_every_geometry_parses_and_its_bytes_are_the_published_ones(tmp_path: Pa
             assert not torch.equal(found["layers.1.qkv.weight"], found["layers.2.qkv.weight"])
     assert sizes["llama-8b"] == pytest.approx(16.06, abs=0.01)
     assert sizes["gpt-oss-120b"] == pytest.approx(65.25, abs=0.01)
+    assert sizes["qwen3.5-9b"] == pytest.approx(17.91, abs=0.01)
+    assert sizes["qwen3.5-27b"] == pytest.approx(53.79, abs=0.01)
+    assert sizes["qwen3.6-35b-a3b"] == pytest.approx(69.32, abs=0.01)
+    assert sizes["qwen3-coder-next"] == pytest.approx(159.35, abs=0.01)
     assert sizes["qwen3-30b-a3b"] == pytest.approx(61.06, abs=0.01)
 
 

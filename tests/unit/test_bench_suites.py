@@ -15,6 +15,7 @@ from lowering_cases import DEMO
 
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.kernels.reference.speculation.accept import accept
+from lowlat.kernels.toolchain.kernel import H200
 from lowlat.speculators.tree.topology import TreeTopology
 
 # Runs in one process: the suite, the suite again, and again with steps that take 16 times as long: the shortest of
@@ -67,6 +68,20 @@ def test_kernels_are_named_by_what_they_do_and_read() -> None:
     assert len(named) < len(groups) / 2 and all(len(name) < 200 for name in named)
     assert len(named["linear + rope + kv_write (qkv)"]) == len(named["attention"]) == 8  # the target's layers
     assert "attention #2" in named  # the draft model's, of other rows
+
+
+def test_moe_layers_are_timed_with_the_experts_that_rows_choose() -> None:
+    """One row reads its chosen experts and the shared one; every copy chooses for itself, and awaits the logits."""
+    entries = bench("micro_moe")
+    made = entries.moe_layers(entries.MoeSize("tiny", 12, 3, 128, 128), torch.device("cpu"), H200)
+    assert [entry.conditions["rows"] for entry in made] == [1, 4] * 4
+    one, four = made[:2]
+    assert one.conditions["distinct_experts"] == 4 < four.conditions["distinct_experts"] <= 13
+    assert one.moved_bytes == 4 * 3 * 128 * 128 * 2 + 13 * 128 * 2
+    for entry in made:
+        kernels = [call.kernel.name for copy in range(2) for call in entry.calls(copy)]
+        assert len(kernels) == 4 and kernels[0].startswith("router_n128_e13_")
+        assert all(name.endswith("_e13_shared") for name in kernels[1::2])
 
 
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]

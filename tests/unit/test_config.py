@@ -25,6 +25,7 @@ SPECULATIVE_BOUNDS = {
     "max_decoding_tokens": (1, 64),
     "max_non_leaves_per_layer": (1, 64),
     "draft_tensor_parallel_size": (1, 8),
+    "draft_vocab_size": (1, 1 << 20),
     "draft_window": (1, 1 << 20),
     "simulated_seed": (0, (1 << 63) - 1),
     "specpv_block_size": (1, 1024),
@@ -44,6 +45,7 @@ RUNTIME_BOUNDS = {
     "kv_blocks": (2, (1 << 31) - 1),
     "max_queue": (0, 1 << 20),
     "tensor_parallel_size": (1, 8),
+    "state_interval": (0, 1 << 24),
 }
 NO_INT: list[Any] = [True, False, 1.0, "1", [1], math.nan]
 
@@ -53,6 +55,8 @@ def speculative(**options: Any) -> SpeculativeConfig:
         options["enable_specpv"] = True
     if {"max_path_len", "max_decoding_tokens"} & set(options):
         options.setdefault("num_speculative_tokens", 0)  # which any limit holds
+    if "draft_vocab_size" in options:
+        options["draft_vocab"] = "ids.json"
     return SpeculativeConfig(**{"model": "head", **options})
 
 
@@ -75,12 +79,12 @@ def test_every_option_is_covered_here() -> None:
     }
     others |= {"dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens"}
     others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", "draft_quantize", *METHOD_OPTIONS["suffix"]}
-    others |= {"adaptive_length", "enable_specpv", "specpv_lossless"}
+    others |= {"adaptive_length", "enable_specpv", "specpv_lossless", "draft_vocab"}
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head", "prompt_logits"}
     others |= {"prompt_logprobs", "check", "on_failed_check", "count_tiles"}
-    others |= {"kv_cache_dtype", "max_stall_ms", "devices", "tp_invariant"}
+    others |= {"kv_cache_dtype", "max_stall_ms", "devices", "tp_invariant", "state_cache_gib"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
     assert all(hasattr(module, name) for name in module.__all__)
 
@@ -136,8 +140,8 @@ def test_the_draft_model_is_a_path(model: Any) -> None:
 
 @pytest.mark.parametrize("method", ["eagle", "EAGLE3", "", None, 3])
 def test_a_method_is_one_of_the_table(method: Any) -> None:
-    assert METHOD_OPTIONS.keys() == METHODS.keys()
-    known = "'eagle3', 'ngram', 'suffix', 'peagle', 'dflash' or 'dspark'"
+    assert METHOD_OPTIONS.keys() == METHODS.keys() | {"auto"}
+    known = "'eagle3', 'mtp', 'ngram', 'suffix', 'peagle', 'dflash', 'dspark' or 'auto'"
     with pytest.raises(ConfigError, match=f"^method must be {known}, got {method!r}$"):
         speculative(method=method)
 
@@ -386,3 +390,15 @@ def test_any_speculative_options_are_taken_or_refused(options: dict[str, Any]) -
 @given(options=st.dictionaries(st.sampled_from(RUNTIME_NAMES), ANYTHING))
 def test_any_runtime_options_are_taken_or_refused(options: dict[str, Any]) -> None:
     check_taken_or_refused(RuntimeConfig, options)
+
+
+def test_mtp_and_auto_need_no_model() -> None:
+    """MTP's weights are the target's; auto takes whatever a draft model may have, and is no method of its own."""
+    assert SpeculativeConfig(method="mtp", draft_vocab="ids.json", draft_vocab_size=8).model is None
+    assert SpeculativeConfig(method="auto", model="head", capture_layers=(1, 2, 3)).capture_layers == (1, 2, 3)
+    with pytest.raises(ConfigError, match=r"^model is an option of method 'eagle3', and method is 'mtp'$"):
+        SpeculativeConfig(method="mtp", model="head")
+    with pytest.raises(ConfigError, match=r"^prompt_lookup_max is an option of method 'ngram', and method is 'auto'$"):
+        SpeculativeConfig(method="auto", prompt_lookup_max=3)
+    with pytest.raises(ConfigError, match=r"^draft_vocab_size 8 is of the tokens of a file, and draft_vocab names"):
+        SpeculativeConfig(method="mtp", draft_vocab_size=8)

@@ -85,8 +85,8 @@ def load(case: Case, models: DraftingModels) -> Runtime:
     """A case's runtime. Raises ConfigError where it is refused."""
     given, options = speculation(case, models), runtime_options(case)
     if case["device"] == "steps":
-        return Runtime.load(models.target(case["weights"]), given, device="cpu", **options)
-    target, looping = models.target(case["weights"]), case["device"] == "loop"
+        return Runtime.load(models.target(case["weights"], case["method"]), given, device="cpu", **options)
+    target, looping = models.target(case["weights"], case["method"]), case["device"] == "loop"
     return load_fake(target, given, device_loop=looping, seed=len(named(case)), lead=2, **options)[0]
 
 
@@ -141,11 +141,10 @@ def plain(case: Case, models: DraftingModels) -> list[Answer]:
     """The answers of the same target and requests without all that may change no token."""
     decides = {name: case[name] for name in ("weights", "cache", "grammar", "sampling")}
     simple = {**{name: values[0] for name, values in FACTORS.items()}, "method": "none", **decides}
-    key = str(decides)
+    target = models.target(case["weights"], case["method"])
+    key = f"{target} {decides}"
     if key not in PLAIN:
-        with Runtime.load(
-            models.target(case["weights"]), device="cpu", prefix_reuse=False, **runtime_options(simple)
-        ) as own:
+        with Runtime.load(target, device="cpu", prefix_reuse=False, **runtime_options(simple)) as own:
             run = Run(own, simple)
             PLAIN[key] = [run.answers[name] for name in run.names]
     return PLAIN[key]
@@ -176,7 +175,7 @@ def check_run(run: Run, case: Case, expected: list[Answer]) -> None:
     assert (cached > 0) == (case["prefix"] == "reused")
     if case["method"] != "none":
         # a draft length that is chosen is often 0, and P-EAGLE's random drafts are right by chance alone
-        rarely = case["method"] in (*TEXT, "peagle") or case["shape"] in ADAPTIVE
+        rarely = case["method"] in (*TEXT, "peagle", "mtp") or case["shape"] in ADAPTIVE
         stats = runtime.summary().get("eagle_speculation", {})  # absent where nothing was drafted
         assert stats.get("num_drafts", 0) > 0 or case["shape"] in ADAPTIVE
         assert stats.get("total_accepted_tokens", 0) > 0 or rarely  # else the case would try little
@@ -184,9 +183,10 @@ def check_run(run: Run, case: Case, expected: list[Answer]) -> None:
         assert runtime.summary()["specpv"]["partial_steps"] > 0
     executor: Any = runtime.executor if case["device"] == "steps" else runtime.executor.inner  # type: ignore[attr-defined]
     assert isinstance(executor, RankedReferenceExecutor) == (case["ranks"] == "2")
-    if case["ranks"] == "2" and case["method"] in MODELS:
+    if case["ranks"] == "2" and case["method"] in (*MODELS, "mtp"):
         own = [each for name, each in executor.state.items() if name.startswith("head.k_cache")]
-        assert own and {cache.shape[1] for cache in own} == {4}  # the draft model is cut, too
+        heads = 1 if case["method"] == "mtp" else 4
+        assert own and {cache.shape[1] for cache in own} == {heads}  # the draft model is cut, too
 
 
 @pytest.mark.parametrize("case", [*CASES[:FIRST], *map(later, CASES[FIRST:])], ids=named)

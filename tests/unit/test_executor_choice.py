@@ -19,7 +19,7 @@ from lowlat.kernels.elementwise.norm import check_width
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.sampling.select import count_chunks
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.layer_spec import ExpertsSpec
+from lowlat.models.layer_spec import DenseSpec, ExpertsSpec
 from lowlat.models.target import load_target
 from lowlat.options.config import RuntimeConfig
 from lowlat.speculators.eagle3.geometry import Eagle3Config
@@ -57,10 +57,15 @@ def changed(
             {},
             "at most 10 experts a token and the target's tokens choose 11",
         ),
+        (
+            {"ffn": replace(EXPERTS, shared_ffn=DenseSpec(inner_size=44))},
+            None,
+            "multiples of 8 as widths and the target's shared expert's width is 44",
+        ),
         ({"ffn": EXPERTS, "hidden_size": 6176}, None, "a hidden size of at most 6144 where experts are chosen"),
         ({"ffn": EXPERTS, "inner_size": 72}, {}, "multiples of 32 as widths of MXFP4"),
         ({"head_dim": 8}, None, "the target's have 8"),
-        ({"head_dim": 8}, {}, "heads of 64 or 128 dimensions and the target's have 8"),
+        ({"head_dim": 8}, {}, "heads of 64, 128 or 256 dimensions and the target's have 8"),
         ({}, {"head_dim": 96}, "the draft model's have 96"),
         ({"hidden_size": 60}, {}, "multiples of 8 up to 65536 as widths and the target's hidden size is 60"),
         ({"inner_size": 65544}, {}, "the target's FFN's width is 65544"),

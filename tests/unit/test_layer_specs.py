@@ -95,7 +95,6 @@ def test_speculation_and_ranks_change_no_token_of_layers_that_differ(directory: 
         ({"ffn": GELU}, "silu_mul with activation 'gelu_tanh'"),
         ({"embedding_scale": 2.0}, r"embed with scale 2\.0"),
         ({"logit_softcap": 30.0}, r"linear with softcap 30\.0"),
-        ({}, r"rms_norm with layers\.0\.attn_norm\.weight in torch\.float32"),
     ],
 )
 def test_kernels_refuse_by_name_what_they_do_not_compute(
@@ -103,8 +102,24 @@ def test_kernels_refuse_by_name_what_they_do_not_compute(
 ) -> None:
     pair = Pair(directory)
     pair.target = replace(pair.target, config=with_changes(pair.target.config, **changes))
-    if not changes:
-        wide = {n: w.float() if n.endswith("norm.weight") else w for n, w in pair.target.weights.items()}
-        pair.target = replace(pair.target, weights=wide)
     with pytest.raises(ConfigError, match=f"{problem} has no kernel.*use executor 'reference'"):
         pair.lower(depth=0, batch=1)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_kernels_gate_attention_turn_a_part_of_heads_and_take_wide_norms(
+    directory: Path, rows: int, wide: bool
+) -> None:
+    """The gate is an epilogue of its GEMM; a rotation of a part of heads is a launch of its own, with the KV write."""
+    pair = Pair(directory)
+    config = with_changes(pair.target.config, gated=True, head_dim=256, rotary_dims=64)
+    weights = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in weight_plan(config).items()}
+    shape = (config.attentions[0].query_size, config.hidden_size)
+    weights |= {f"layers.{layer}.gate.weight": torch.zeros(shape).bfloat16() for layer in range(len(config.layers))}
+    if wide:
+        weights = {name: each.float() if name.endswith("norm.weight") else each for name, each in weights.items()}
+    pair.target = replace(pair.target, config=config, weights=weights)
+    groups = [group.name for group in pair.lower(depth=0, batch=rows).groups]
+    assert groups.count("gemm+output_gate") == groups.count("rope+kv_write") == len(config.layers)
+    assert "gemm+rope+kv_write" not in groups

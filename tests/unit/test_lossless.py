@@ -10,7 +10,15 @@ import torch
 from recording import Depth, Recorder, prompt_of, run_all
 from stages import later
 from tiny_dflash import dflash_draft_model
-from tiny_models import DISTINCT_FAMILIES, STAGED_FAMILIES, PairPaths, copying_draft_model, make_pair, make_target
+from tiny_models import (
+    DISTINCT_FAMILIES,
+    HYBRIDS,
+    STAGED_FAMILIES,
+    PairPaths,
+    copying_draft_model,
+    make_pair,
+    make_target,
+)
 
 import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -36,6 +44,9 @@ MODES: dict[str, dict[str, Any]] = {
 # them, have every value of both and not every pair; the first stage has what is plainest.
 EVERY_METHOD = [
     later("ngram", "gpt_oss", "filtered"),
+    ("suffix", "qwen3_5_moe_text", "greedy"),
+    ("ngram+", "qwen3_5_moe_text", "greedy"),
+    later("eagle3+", "qwen3_5_moe_text", "penalised"),
     ("suffix", "llama", "sampled"),
     later("beside", "qwen3", "penalised"),
     ("eagle3+", "llama", "sampled"),
@@ -114,6 +125,7 @@ def assert_same(found: Trace, expected: Trace) -> None:
         later("llama", "filtered"),
         later("qwen3", "sampled"),
         ("gpt_oss", "penalised"),
+        ("qwen3_5_moe_text", "sampled"),
     ],
 )
 def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, PairPaths]) -> None:
@@ -152,6 +164,7 @@ def test_no_depth_of_drafts_from_text_changes_anything(
         ("llama", "sampled", True),
         later("qwen3", "sampled", False),
         ("gpt_oss", "greedy", True),
+        ("qwen3_5_moe_text", "sampled", True),
     ],
 )
 def test_a_depth_that_changes_at_each_step_changes_nothing(
@@ -332,6 +345,8 @@ class Crowd:
         later("qwen3", "eagle3", "dynamic", 6),
         later("gpt_oss", "eagle3", "bushy", 1),
         later("gpt_oss", "eagle3+", None, 5),
+        ("qwen3_5_moe_text", "eagle3+", None, 7),
+        later("qwen3_5_moe_text", "suffix", None, 8),
     ],
 )
 def test_no_neighbour_changes_anything(
@@ -384,7 +399,7 @@ def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pa
             assert_same(traced(runtime, request, sampling), baseline(pair, request, sampling))
 
 
-@pytest.mark.parametrize("family", STAGED_FAMILIES)
+@pytest.mark.parametrize("family", (*STAGED_FAMILIES, "qwen3_5_moe_text"))
 def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]) -> None:
     """Room for two requests only: cached chunks are evicted, requests wait, blocks change hands."""
     pair, sampling = pairs[family], params("sampled")
@@ -396,19 +411,29 @@ def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]
     assert [tokens[name] for name in names] == expected
 
 
-@pytest.mark.parametrize(("family", "length"), [("llama", 9), later("qwen3", 8), ("gpt_oss", 1)])
+@pytest.mark.parametrize(
+    ("family", "length"), [("llama", 9), later("qwen3", 8), ("gpt_oss", 1), ("qwen3_5_moe_text", 9)]
+)
 def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairPaths]) -> None:
     """Prompts of one token, of a chunk, of one more; products add in float32 and round once, in every bucket."""
     prompt, sampling = prompt_of(length, seed=length), params("sampled")
     with Runtime.load(pairs[family].target, **{**OPTIONS, "dtype": "bfloat16"}) as runtime:
         expected = traced(runtime, prompt, sampling)
-    for depth, tree in ((7, None), (3, TREES["bushy"])):
+    shapes: list[tuple[int, Any]] = [(7, None), (3, TREES["bushy"])]
+    for depth, tree in shapes[: 1 if family in HYBRIDS else 2]:
         with load(pairs[family], depth, tree=tree, dtype="bfloat16") as runtime:
             assert_same(traced(runtime, prompt, sampling), expected)
 
 
 @pytest.mark.parametrize(
-    ("family", "tree"), [("llama", None), ("llama", "bushy"), later("qwen3", "bushy"), later("gpt_oss", None)]
+    ("family", "tree"),
+    [
+        ("llama", None),
+        ("llama", "bushy"),
+        later("qwen3", "bushy"),
+        later("gpt_oss", None),
+        later("qwen3_5_moe_text", None),
+    ],
 )
 def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[str, PairPaths]) -> None:
     """Past the first tile of keys, and over its end: rows that see the same keys add them in the same order."""
@@ -437,7 +462,7 @@ def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pai
         assert_same(trace, found[0])
 
 
-@pytest.mark.parametrize("family", STAGED_FAMILIES)
+@pytest.mark.parametrize("family", (*STAGED_FAMILIES, "qwen3_5_moe_text"))
 def test_ends_of_prompts_have_the_bits_of_whole_chunks(
     family: str, pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,20 +2,23 @@
 
 import inspect
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lowered import Lowered
+from lowered import Lowered, Pair
 from lowering_cases import MOE_LAYERS, TARGETS, LoweredPairs, kinds_of, span
+from tiny_models import make_target
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Role
-from lowlat.graphs.program import Op, Stage
+from lowlat.graphs.program import Op, Program, Stage
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.lower import LoweredGroup, lower
+from lowlat.step.prefill import build_prefills
 
 # of an MoE layer's layer; a short window needs no second launch for its attention
 MOE_HEAD, MOE_TAIL = ["decode_gemm_rotate", "attention"], ["decode_gemm_add", "router", "experts_mlp"]
@@ -54,6 +57,53 @@ def test_experts_without_biases(name: str, depth: int, batch: int, lowered: Lowe
             assert given["down_bias"] == 0 and given["limit"] == 0 and "_plain" in call.kernel.name
             assert isinstance(given["row_scales"], torch.Tensor) == name.endswith("fp8")
             assert ("over_all" in call.kernel.name) == name.endswith("fp8")
+
+
+def with_shared(directory: Path, inner: int) -> Pair:
+    """A target whose tokens choose 8 of 20 experts of 96, with a shared one; norms are bf16."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "head_dim": 64,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": inner,
+    }
+    layers: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    make_target(directory, "qwen3_5_moe_text", num_experts=20, num_experts_per_tok=8, **sizes, **layers)
+    pair = Pair(directory)
+    pair.source.update({name: each.bfloat16() for name, each in pair.source.items() if "norm" in name})
+    return pair
+
+
+def ungated(program: Program) -> Program:
+    """A program whose attention has no output gate: this is about its FFNs."""
+    ops = (
+        replace(op, kind="identity", reads={"x": op.reads["x"]}) if op.kind == "output_gate" else op
+        for op in program.ops
+    )
+    return replace(program, ops=tuple(ops))
+
+
+def test_a_shared_expert_of_the_same_size_is_one_more_expert(tmp_path: Path) -> None:
+    """It costs no launch, in a step and in a prompt."""
+    pair = with_shared(tmp_path, 96)
+    step = pair.lower_program(ungated(pair.program(0, 8)))
+    for router, layer in moe_layers_of(step):
+        assert layer["ids"].shape == layer["shares"].shape == (8, 9) and layer["words"].shape[0] == 21
+        assert router["logits"].shape == layer["logits"].shape == (8, 21)
+    names = [call.kernel.name for call in step.calls if call.kernel.name.startswith(("router", "experts"))]
+    assert len(names) == 4 and all(name.endswith("_e21_shared") for name in names[1::2])
+    prefill = ungated([*build_prefills(pair.geometry).values()][-1])
+    routed = [call.kernel.name for call in pair.lower_program(prefill).calls if "route" in call.kernel.name]
+    assert [name for name in routed if name.startswith("route_")] == ["route_top_k_21x9_shared"] * 2
+
+
+def test_a_shared_expert_of_another_size_is_an_ffn_whose_gate_is_a_product(tmp_path: Path) -> None:
+    pair = with_shared(tmp_path, 64)
+    for program in (pair.program(0, 8), [*build_prefills(pair.geometry).values()][-1]):
+        lowered = pair.lower_program(ungated(program))
+        names = [call.kernel.name for call in lowered.calls]
+        assert names.count("add_gated_64") == 2 and not any("shared" in name for name in names)
+        assert sum(name.startswith("route_top_k_20x8") for name in names) == 2
 
 
 def moe_layers_of(step: Lowered) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -11,6 +11,7 @@ from recording import check_invariants, prompt_of, run_all, run_one
 from stages import later, staged
 from tiny_dflash import PaperDflash, PaperDspark, dflash_draft_model
 from tiny_models import make_target, random_draft_model, residual_streams
+from tiny_mtp import PaperMtp, add_mtp
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.step.variants import first_token_bucket
@@ -127,6 +128,21 @@ class Pair:
         return self.paper.features([streams[boundary] for boundary in self.captures])
 
 
+class MtpPair(Pair):
+    """A random hybrid with an MTP layer in its files, and the plain implementation of the layer."""
+
+    def __init__(self, path: Path, family: str, *, by_expert: bool = False) -> None:
+        self.target_dir, self.window, self.method = path, None, "mtp"
+        self.model = make_target(path, family, seed=5)
+        self.paper: Any = PaperMtp(add_mtp(path, seed=6, by_expert=by_expert), self.model)
+        self.captures = [self.model.config.num_hidden_layers]
+
+    def load(self, depth: int, **speculative: Any) -> Runtime:
+        """A runtime that drafts with the layer."""
+        config = SpeculativeConfig(method="mtp", num_speculative_tokens=depth, strict=True, **speculative)
+        return Runtime.load(self.target_dir, config, **OPTIONS)
+
+
 def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int, first: bool) -> None:
     """What was drafted last for the only request, by a step or after its first token, equals the paper's chain, and so
     do its logits."""
@@ -140,7 +156,7 @@ def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int, fi
     scratch = runtime.executor.scratch(first_token_bucket(depth) if first else runtime.ladder.choose(1, depth))
     rank = pair.method == "dspark" and pair.paper.config["heads"]["markov_rank"]
     name = "draft.0.level.{}.logits" if rank else "draft.{}.logits"
-    if rank or pair.method == "eagle3":
+    if rank or pair.method in ("eagle3", "mtp"):
         found = torch.stack([scratch[name.format(level)][0] for level in range(depth)])
     else:
         first_row = int(not pair.paper.config.get("sample_from_anchor", True))
@@ -198,6 +214,20 @@ def test_drafts_equal_the_paper_after_every_acceptance(name: str, family: str, t
         truth = run_one(runtime, prompt_of(21), SamplingParams(max_tokens=MAX_TOKENS), depth=0)
         accepted = drive(pair, runtime, prompt, truth, depths=[3])  # its prefix is reused
     assert set(accepted) >= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("family", "by_expert"),
+    [("qwen3_5_text", False), ("qwen3_5_moe_text", False), ("qwen3_5_moe_text", True), later("qwen3_next", False)],
+)
+def test_an_mtp_layers_drafts_equal_its_equations(family: str, by_expert: bool, tmp_path: Path) -> None:
+    """After prompts that end within a chunk, every length of acceptance, and steps without drafts."""
+    pair = MtpPair(tmp_path, family, by_expert=by_expert)
+    prompt = prompt_of(21)
+    with pair.load(7) as runtime:
+        truth = run_one(runtime, prompt, SamplingParams(max_tokens=MAX_TOKENS), depth=0)
+        accepted = drive(pair, runtime, prompt, truth, depths=[3, 3, 0, 3, 3, 7])
+    assert set(accepted) >= {0, 1, 2}
 
 
 @pytest.mark.parametrize(

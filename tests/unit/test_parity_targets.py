@@ -116,7 +116,9 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_pat
     assert_close(found, expected[case.prompt - 1 : -1])
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "llama-llama3-rope", "qwen2", "qwen3", "gpt_oss", "gpt_oss-mxfp4"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "llama-llama3-rope", "qwen2", "qwen3", "qwen3_5", "qwen3_next", "gpt_oss", "gpt_oss-mxfp4"]
+)
 def test_prefill_gives_the_residual_streams_of_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = build(case, tmp_path, seed=2)

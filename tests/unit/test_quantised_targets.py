@@ -40,6 +40,11 @@ AMPERE = Gpu(108, 163 * 1024, (8, 0))
 EXPERTS = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "gptq-v1", "nvfp4")  # layouts of experts, one by one
 FAMILIES = ("llama", "qwen3", "mistral", "qwen2")  # one for each layout in turn, so that every one is met
 TREE: dict[str, Any] = {"tree": ((0,), (1,), (2,), (0, 0), (1, 0)), "num_speculative_tokens": 2}
+HYBRIDS: dict[str, dict[str, Any]] = dict.fromkeys(
+    ("qwen3_5_moe_text", "qwen3_next"),
+    {"linear_num_value_heads": 8, "linear_value_head_dim": 16, "moe_intermediate_size": 64}
+    | {"shared_expert_intermediate_size": 64, "full_attention_interval": 2},
+)
 Trace = tuple[list[int], torch.Tensor]
 
 
@@ -55,20 +60,21 @@ def traced(runtime: Runtime, prompt: list[int], params: SamplingParams, depth: D
 CASES = [
     *zip(itertools.cycle(FAMILIES), LAYOUTS, strict=False),
     *(("qwen3_moe", layout) for layout in EXPERTS),
+    *((family, layout) for family in HYBRIDS for layout in EXPERTS),
 ]
-FIRST = [
-    case for case in CASES if case[0] != "qwen3_moe" and case[1] in ("fp8-block", "w4a16-zeros", "nvfp4", "gptq-v1")
-]
+FIRST = [case for case in CASES if case[0] in FAMILIES and case[1] in ("fp8-block", "w4a16-zeros", "nvfp4", "gptq-v1")]
 
 
 def make_quantised(directory: Path, family: str, layout: str) -> Any:
     """A target in a layout, and transformers' model of the numbers that it holds."""
-    model = make_target(directory, family, **SIZES)
+    model = make_target(directory, family, **SIZES, **HYBRIDS.get(family, {}))
     quantise_target(directory, layout, model)
     return model
 
 
-@pytest.mark.parametrize(("family", "layout"), staged(CASES, first=[*FIRST, ("qwen3_moe", "fp8-block")]))
+@pytest.mark.parametrize(
+    ("family", "layout"), staged(CASES, first=[*FIRST, ("qwen3_moe", "fp8-block"), ("qwen3_5_moe_text", "awq")])
+)
 def test_logits_are_those_of_the_dequantised_model(family: str, layout: str, tmp_path: Path) -> None:
     model = make_quantised(tmp_path, family, layout)
     prompt = prompt_of(21)

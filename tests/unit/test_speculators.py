@@ -8,11 +8,12 @@ import pytest
 
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "prefill_chunk": 8, "device": "cpu"}
 IMPLEMENTATIONS = tuple(
-    f"lowlat.speculators.{name}" for name in ("dflash", "dspark", "eagle3", "ngram", "peagle", "suffix")
+    f"lowlat.speculators.{name}" for name in ("dflash", "dspark", "eagle3", "mtp", "ngram", "peagle", "suffix")
 )
 BUILDS_ON: dict[str, set[str]] = {
     "lowlat.speculators.dflash": {"lowlat.speculators.eagle3"},
     "lowlat.speculators.dspark": {"lowlat.speculators.dflash", "lowlat.speculators.eagle3"},
+    "lowlat.speculators.mtp": {"lowlat.speculators.eagle3"},
     "lowlat.speculators.peagle": {"lowlat.speculators.eagle3"},
 }
 ABOVE = ("lowlat.step", "lowlat.executors", "lowlat.engine", "lowlat.serving", "lowlat.tools", "lowlat.cli")

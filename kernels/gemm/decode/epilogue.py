@@ -3,7 +3,7 @@ the warps that finish tiles by them."""
 
 from typing import Any
 
-from lowlat.kernels.common.activation import silu_times
+from lowlat.kernels.common.activation import gate_times, silu_times
 from lowlat.kernels.common.kv_codes import encode, load_scale
 from lowlat.kernels.common.pipeline import Pipeline
 from lowlat.kernels.gemm.decode.all_reduce_epilogue import make_all_reduce_epilogue
@@ -13,6 +13,7 @@ from lowlat.kernels.gemm.decode.plan import (
     ADD,
     ALL_REDUCE,
     FLOAT32,
+    GATE,
     ROTATE,
     SILU,
     WARPS,
@@ -74,7 +75,7 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pipel
 
 
 def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: Any) -> Epilogue:
-    """Bias, residual or activation; in float32, or rounded to bf16.
+    """Bias, residual, activation or the gate of rows; in float32, or rounded to bf16.
 
     keep_argmax  `Best.keep`
     With `shape.scattered` the address of `columns` takes the residual's place, with `shape.block` that of the
@@ -83,7 +84,7 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
     width, epilogue, scattered = shape.width, shape.epilogue, shape.scattered
     has_block, block = shape.block is not None, shape.block or BlockShape(1, 1)
     rows_added_to, block_rows = block.wide, block.rows
-    has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
+    has_bias, live, silu, add, gates = shape.bias, shape.live, epilogue == SILU, epilogue == ADD, epilogue == GATE
     wide, scaled = epilogue == FLOAT32, shape.weights.row_scales
     columns = 8 if silu else 16
     out_width = width // 2 if silu else width
@@ -113,7 +114,7 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
             own = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2)
         if has_bias and silu:
             other = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2 + 16)
-        if add:
+        if add or gates:
             other = ptx.load_global_bf16(residual + offset_of(tile, row, column) * 2)
         if scattered:  # the original column of the run of eight, in place of `alive`, which is of SILU
             run = tile * 2 + int64(uint32(column >> uint32(3)))
@@ -140,6 +141,8 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
             value = silu_times(value, up)
         if add or has_block:
             value = ptx.add_rn(value, other)
+        if gates:
+            value = gate_times(other, value)
         if live and alive == uint32(0):
             value = float32(0)
         if wide:

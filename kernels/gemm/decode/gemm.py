@@ -18,8 +18,9 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.collectives.peers.rows import NUM_ARGUMENTS, PeerRows
+from lowlat.kernels.common.norm_row import weights_label
 from lowlat.kernels.common.pipeline import BARRIER_BYTES, make_pipeline
-from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
 from lowlat.kernels.gemm.decode.epilogue import make_finishing
 from lowlat.kernels.gemm.decode.mainloop import make_fill, make_multiplying
 from lowlat.kernels.gemm.decode.norm_prologue import make_norm
@@ -29,6 +30,7 @@ from lowlat.kernels.gemm.decode.plan import (
     ALL_REDUCE,
     BFLOAT16,
     FLOAT32,
+    GATE,
     MAX_ROWS,
     ROTATE,
     SILU,
@@ -80,6 +82,7 @@ def decode_gemm(
     bias: torch.Tensor | None = None,
     row_live: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    gated: torch.Tensor | None = None,
     silu: bool = False,
     rotation: Rotation | None = None,
     head_dim: int = 0,
@@ -97,8 +100,9 @@ def decode_gemm(
     x            [M, K]  bf16
     weight       [N, K]  packed, in bf16 or FP8 by row; with silu in the order of `gate_up_permutation`
     bias         [N]     bf16, in the weight's order
-    row_live     [M]     uint8; with silu or next to, dead rows give zeros
+    row_live     [M]     uint8; with silu, gated or next to, dead rows give zeros
     residual     [M, N]  bf16: out is the rounded sum of it and the product
+    gated        [M, N]  bf16: out is it times the sigmoid of the product, as `output_gate` has it
     out          [M, N]  float32 or bf16; with silu [M, N / 2] bf16: silu(gate) * up; with rotation the queries
                          [M, H, D] bf16, or None where there are none
     norm         x is normed first: for so many rows, and so wide ones, as `steps_to_hold` of them is not 0
@@ -128,13 +132,19 @@ def decode_gemm(
         raise ShapeError("a GEMM without rotation needs `out`")
     else:
         check_shape("out", out, count, weight.rows // 2 if silu else weight.rows)
-        epilogue = _epilogue(out, silu, residual, peers)
+        epilogue = GATE if gated is not None else _epilogue(out, silu, residual, peers)
         kept = None if best is None else _argmax_shape(best, count, epilogue)
-        live, scattered = (silu or beside is not None) and row_live is not None, columns is not None
+        zeroes = silu or gated is not None or beside is not None
+        live, scattered = zeroes and row_live is not None, columns is not None
         shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
-    shape = replace(shape, weights=weight.tile_format, ranks=1 if peers is None else peers.size, parts=parts)
+    wide_norm = norm is not None and are_wide(norm.weight)
+    shape = replace(
+        shape, wide_norm=wide_norm, weights=weight.tile_format, ranks=1 if peers is None else peers.size, parts=parts
+    )
     shape = replace(shape, block=_block_shape(beside, count, shape))
     _check_together(shape, columns)
+    if gated is not None:
+        _check_gated(gated, out, shape, silu=silu, residual=residual)
     calls = []
     normed = (0,) * NUM_NORM if norm is None else _norm_arguments(norm)
     most = MAX_ROWS if plan else rows_at_once(gpu)
@@ -144,7 +154,9 @@ def decode_gemm(
         chosen, planned = (_given(plan, shape, held), None) if plan else choose_decode_plan(rows, shape, gpu, held)
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
-        added = residual[part] if residual is not None else columns if beside is None else beside.block[beside.row :]
+        rows_beside = residual if gated is None else gated
+        added = columns if beside is None else beside.block[beside.row :]
+        added = added if rows_beside is None else rows_beside[part]
         optional = (alive, bias, added, None if out is None else out[part], pairs)
         arguments: tuple[Argument, ...] = (weight.memory, x[part], *(0 if each is None else each for each in optional))
         arguments = (*arguments, rows, *_beside(rotation, peers, part), *normed)
@@ -240,6 +252,17 @@ def _check_together(shape: DecodeGemmShape, columns: torch.Tensor | None) -> Non
         _check_columns(columns, shape)
 
 
+def _check_gated(
+    gated: torch.Tensor, out: torch.Tensor | None, shape: DecodeGemmShape, *, silu: bool, residual: torch.Tensor | None
+) -> None:
+    alone = shape.epilogue == GATE and not (silu or residual is not None)
+    if not alone or shape.ranks > 1 or shape.best or shape.block or shape.scattered or shape.parts:
+        raise ShapeError("a gate has no residual, activation, rotation, block, columns, best pairs, parts or ranks")
+    if out is not None:
+        check_shape("gated", gated, *out.shape)
+        check_dtype(torch.bfloat16, gated=gated, out=out)
+
+
 def _check_parts(parts: KParts, shape: DecodeGemmShape) -> None:
     if shape.epilogue in (SILU, ROTATE) or shape.norm_eps is not None or shape.best is not None or shape.block:
         raise ShapeError(f"K is summed in parts without norm, block and best pairs, and not with {shape.epilogue}")
@@ -267,7 +290,7 @@ def _norm_eps(norm: NormPrologue, x: torch.Tensor) -> float:
     rows, depth = x.shape
     check_shape("norm.weight", norm.weight, depth)
     check_row_live(norm.row_live, rows)
-    check_dtype(torch.bfloat16, x=x, weight=norm.weight)
+    check_dtype(torch.bfloat16, x=x)
     return norm.eps
 
 
@@ -279,7 +302,7 @@ def _norm_arguments(norm: NormPrologue) -> tuple[Argument, ...]:
 def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     flags = "".join(letter for letter, on in (("b", shape.bias), ("l", shape.live), ("s", shape.scattered)) if on)
     heads = "" if shape.heads is None else "_" + "x".join(str(int(each)) for each in astuple(shape.heads))
-    norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}"
+    norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}{weights_label(shape.wide_norm)}"
     best = "" if shape.best is None else f"_best{shape.best.blocks}x{shape.best.limit:x}"
     ranks = f"_ranks{shape.ranks}" if shape.ranks > 1 else ""
     kind = "" if shape.weights == BF16_TILES else f"{shape.weights.label}_"
@@ -349,9 +372,10 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (8, 4096, 14336, ADD),
         (32, 4096, 14336, ADD),
         (3, 97, 200, BFLOAT16),
+        (4, 4096, 2048, GATE),
     )
     for rows, width, depth, epilogue in examples_for(gpu, products, 3):
-        shape = DecodeGemmShape(width, depth, epilogue, bias=width == 97, live=epilogue == SILU)
+        shape = DecodeGemmShape(width, depth, epilogue, bias=width == 97, live=epilogue in (SILU, GATE))
         made.append(_make(shape, plan_decode_gemm(min(rows, rows_at_once(gpu)), width, gpu)))
     chosen = DecodeGemmShape(128256, 4096, FLOAT32, False, False, best=ArgmaxShape(gpu.num_multiprocessors, FINITE))
     for rows in examples_for(gpu, (1, 16), 1):

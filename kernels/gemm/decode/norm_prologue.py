@@ -6,8 +6,8 @@ A block has as many threads as `norm_math` sums squares with, so a row has the b
 from dataclasses import dataclass
 from typing import Any
 
-from lowlat.kernels.common.norm_math import EVERY_LANE, THREADS, WARPS, add_squares, inverse_rms, normalised_pair
-from lowlat.kernels.common.norm_row import is_live
+from lowlat.kernels.common.norm_math import EVERY_LANE, THREADS, WARPS, add_squares, inverse_rms
+from lowlat.kernels.common.norm_row import NormFunctions, is_live, make_norm_functions
 from lowlat.kernels.gemm.decode.plan import DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
@@ -35,8 +35,9 @@ def make_norm(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> RowNorm:
     if shape.norm_eps is None:
         return _nothing()
     own = -(-shape.depth // (8 * THREADS))
-    load_rows, load_scales = _make_load_rows(shape, plan, own), _make_load_scales(shape, own)
-    sum_squares, scale_rows = _make_sum_squares(plan, own), _make_scale_rows(shape, plan, own)
+    functions = make_norm_functions(shape.wide_norm)
+    load_rows, load_scales = _make_load_rows(shape, plan, own), _make_load_scales(shape, own, functions)
+    sum_squares, scale_rows = _make_sum_squares(plan, own), _make_scale_rows(shape, plan, own, functions)
     depth, eps, sums_at, share = shape.depth, shape.norm_eps, plan.steps_held * plan.rows_bytes, _lanes_a_row(plan)
 
     @device_function
@@ -55,7 +56,7 @@ def make_norm(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> RowNorm:
         scale_rows(held, inverse, live, words, scales, thread)
         cuda.syncthreads()
 
-    return RowNorm(4 * own * plan.columns, 4 * own, begin, finish)
+    return RowNorm(4 * own * plan.columns, functions.size * own, begin, finish)
 
 
 def _lanes_a_row(plan: DecodeGemmPlan) -> int:
@@ -75,19 +76,20 @@ def _nothing() -> RowNorm:
     return RowNorm(1, 1, begin, finish)
 
 
-def _make_load_scales(shape: DecodeGemmShape, own: int) -> Any:
-    chunks = shape.depth // 8
+def _make_load_scales(shape: DecodeGemmShape, own: int, functions: NormFunctions) -> Any:
+    chunks, size = shape.depth // 8, functions.size
+    load_weights, no_weights = functions.load_weights, functions.no_weights
 
     @device_function
     def load_scales(scales: Any, weight: Any, thread: Any) -> None:
         """A thread's chunks of the norm's weight; zeros past its end."""
         for part in range(own):
             chunk = uint32(thread + uint32(part * THREADS))
-            a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+            weights = no_weights()
             if chunk < uint32(chunks):
-                a, b, c, d = ptx.load_global_nc_128(weight + int64(chunk) * int64(16))
-            at = 4 * part
-            scales[at], scales[at + 1], scales[at + 2], scales[at + 3] = a, b, c, d
+                weights = load_weights(weight, chunk)
+            for word in range(size):
+                scales[size * part + word] = weights[word]
 
     return load_scales
 
@@ -162,7 +164,8 @@ def _make_sum_lanes(plan: DecodeGemmPlan) -> Any:
     return sum_lanes
 
 
-def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int) -> Any:
+def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int, functions: NormFunctions) -> Any:
+    scale, size, held_weights = functions.scale, functions.size, functions.held
     columns, rows_bytes, padded, share = plan.columns, plan.rows_bytes, shape.steps * 8, _lanes_a_row(plan)
 
     @device_function
@@ -173,12 +176,10 @@ def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int) -> 
             if columns > 1:
                 inverse = cuda.shfl_sync(EVERY_LANE, lane_inverse, row * share)
             for part in range(own):
-                chunk, at, of = uint32(thread + uint32(part * THREADS)), 4 * (row * own + part), 4 * part
+                chunk, at = uint32(thread + uint32(part * THREADS)), 4 * (row * own + part)
                 if chunk < uint32(padded):
-                    a = normalised_pair(words[at], inverse, scales[of])
-                    b = normalised_pair(words[at + 1], inverse, scales[of + 1])
-                    c = normalised_pair(words[at + 2], inverse, scales[of + 2])
-                    d = normalised_pair(words[at + 3], inverse, scales[of + 3])
+                    own_words = words[at], words[at + 1], words[at + 2], words[at + 3]
+                    a, b, c, d = scale(own_words, inverse, held_weights(scales, size * part))
                     if live & uint32(1 << row * share) == uint32(0):
                         a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
                     place = held + (chunk >> uint32(3)) * uint32(rows_bytes) + uint32(row * 64)

@@ -12,13 +12,18 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, in
 
 __all__ = ["make_chosen", "make_expert_of", "make_list_units", "make_members_of", "make_pair_of", "make_share_of"]
 
+FULL_WARP = 0xFFFFFFFF
+USUAL = 8  # experts a row; where there are more, four rows have just more pairs than a warp has lanes
 
-def make_list_units(plan: ExpertPlan) -> Any:
+
+def make_list_units(plan: ExpertPlan, top_k: int) -> Any:
     """A function of all threads: list the units of `count` ids, which stand at `area`; returns how many there are.
 
     A barrier must stand between the writes of the ids and this call.
     """
-    return _make_list_few(plan) if plan.capacity <= 32 else _make_list_many(plan)
+    if plan.capacity <= 32:
+        return _make_list_few(plan)
+    return _make_list_twice(plan) if plan.capacity <= 64 and top_k > USUAL else _make_list_many(plan)
 
 
 def _make_list_few(plan: ExpertPlan) -> Any:
@@ -55,6 +60,74 @@ def _make_list_few(plan: ExpertPlan) -> Any:
         return ptx.load_shared_u32(area + uint32(leaders_at))
 
     return list_few
+
+
+def _make_list_twice(plan: ExpertPlan) -> Any:
+    """At most two pairs a lane, one of each half: the first warp compares them, as many times as the second half has
+    pairs; one barrier."""
+    capacity, columns = plan.capacity, plan.columns
+    leaders_at, units_at, pairs_at = 4 * capacity, 8 * capacity, 12 * capacity
+
+    @device_function
+    def load_id(area: Any, pair: Any, count: Any) -> Any:
+        return int32(ptx.load_shared_u32(area + pair * uint32(4))) if int64(pair) < count else int32(-1)
+
+    @device_function
+    def lowest(mask: Any) -> Any:
+        return uint32(mask & uint32(uint32(0) - mask))
+
+    @device_function
+    def leads(mine: Any, before: Any) -> Any:
+        return uint32(1) if mine >= int32(0) and before % uint32(columns) == uint32(0) else uint32(0)
+
+    @device_function
+    def store_unit(area: Any, unit: Any, mine: Any, low: Any, high: Any) -> None:
+        """A unit of the first pairs of these masks of both halves."""
+        members, place = uint32(0), area + uint32(pairs_at) + unit * uint32(4 * columns)
+        for column in range(columns):
+            if low != uint32(0):
+                bit = lowest(low)
+                ptx.store_shared_u32(place + uint32(4 * column), ptx.count_bits(uint32(bit - uint32(1))))
+                low, members = uint32(low ^ bit), uint32(members + uint32(1))
+            elif high != uint32(0):
+                bit = lowest(high)
+                pair = uint32(uint32(32) + ptx.count_bits(uint32(bit - uint32(1))))
+                ptx.store_shared_u32(place + uint32(4 * column), pair)
+                high, members = uint32(high ^ bit), uint32(members + uint32(1))
+        ptx.store_shared_u32(area + uint32(units_at) + unit * uint32(4), uint32(mine) | (members << uint32(24)))
+
+    @device_function
+    def list_twice(area: Any, count: Any, thread: Any) -> Any:
+        if thread < uint32(32):
+            first, second = load_id(area, thread, count), load_id(area, uint32(thread + uint32(32)), count)
+            same, alike = ptx.lanes_of_same(uint32(first)), ptx.lanes_of_same(uint32(second))
+            above, below = uint32(0), uint32(0)  # pairs of the other half with the same expert
+            for lane in range(uint32(max(count, int64(32)) - int64(32))):
+                equal = uint32(0)
+                if first == int32(cuda.shfl_sync(FULL_WARP, second, int32(lane))):
+                    equal = uint32(1)
+                found = ptx.ballot(equal)
+                above = uint32(above | uint32(equal << uint32(lane)))
+                if thread == uint32(lane):
+                    below = found
+            earlier = uint32(uint32(uint32(1) << thread) - uint32(1))
+            leads_first = leads(first, ptx.count_bits(uint32(same & earlier)))
+            before = uint32(ptx.count_bits(below) + ptx.count_bits(uint32(alike & earlier)))
+            leads_second = leads(second, before)
+            leaders, others = ptx.ballot(leads_first), ptx.ballot(leads_second)
+            units = ptx.count_bits(leaders)
+            if thread == uint32(0):
+                ptx.store_shared_u32(area + uint32(leaders_at), uint32(units + ptx.count_bits(others)))
+            if leads_first == uint32(1):
+                unit = ptx.count_bits(uint32(leaders & earlier))
+                store_unit(area, unit, first, uint32(same & ~earlier), above)
+            if leads_second == uint32(1):
+                unit = uint32(units + ptx.count_bits(uint32(others & earlier)))
+                store_unit(area, unit, second, uint32(0), uint32(alike & ~earlier))
+        cuda.syncthreads()
+        return ptx.load_shared_u32(area + uint32(leaders_at))
+
+    return list_twice
 
 
 def _make_list_many(plan: ExpertPlan) -> Any:

@@ -183,7 +183,11 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan) -> Callable[..., None]:
     fill, multiply_run = make_multiplying(shape, plan, pipeline, stage_bytes, nothing_prefetched)
     epilogue = make_swiglu(shape, plan) if shape.kind == GATE_UP else make_weighing(shape, plan)
     finish_run = make_finishing(shape, plan, epilogue, pipeline, warps * 32)
-    load_routing, list_units, clear = _make_load_routing(shape, plan), make_list_units(plan), epilogue.clear
+    load_routing, list_units, clear = (
+        _make_load_routing(shape, plan),
+        make_list_units(plan, shape.top_k),
+        epilogue.clear,
+    )
     begin_pipeline, wait_for_all = pipeline.begin, ptx.copies_wait(0)
 
     def experts_gemm(
@@ -232,8 +236,8 @@ def _make_load_routing(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
-    """Representative specialisations, as a GPU has them: both GEMMs of gpt-oss in MXFP4, and odd shapes in bf16
-    and in INT4 with two groups a step."""
+    """Representative specialisations, as a GPU has them: both GEMMs of gpt-oss in MXFP4, odd shapes in bf16 and
+    in INT4 with two groups a step, and four rows with more pairs than a warp has lanes."""
     grouped = tiled_format("int4_32_zeros", TileFormat("int4", 512, groups=2, wide=True, zeros=True))
     cases = (
         (1, ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4)),
@@ -242,5 +246,6 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (3, ExpertShape(DOWN, 100, 224, 1, grouped, biased=False)),
         (4, ExpertShape(DOWN, 2880, 2880, 4, MXFP4, parts=KParts(8, 1))),
         (1, ExpertShape(DOWN, 2048, 192, 8, BF16, biased=False, parts=KParts(2, 1))),
+        (4, ExpertShape(GATE_UP, 1024, 2048, 9, BF16, biased=False, clamped=False)),
     )
     return [_make(shape, plan_experts(rows, shape, gpu)) for rows, shape in examples_for(gpu, cases, 2)]

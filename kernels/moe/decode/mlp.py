@@ -182,7 +182,7 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, gpus: int, shared: 
     finish_down = make_finishing(down, second, weighing, down_sums, warps * 32)
     clear_up, clear_down, begin_up, begin_down = swiglu.clear, weighing.clear, up_sums.begin, down_sums.begin
     route, publish = make_route(whole, up.top_k, num_experts, over_all, shared), make_publish(whole)
-    list_units, wait_for_all = make_list_units(whole), ptx.copies_wait(0)
+    list_units, wait_for_all = make_list_units(whole, up.top_k), ptx.copies_wait(0)
     up_warps, down_warps, top_k = first.warps, second.warps, up.top_k
     sum_rows = make_sum_rows(down.rows, top_k, first.finishing, gpus)
 
@@ -248,16 +248,19 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, gpus: int, shared: 
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
     """Representative specialisations, as a GPU has them: gpt-oss in MXFP4, 1 and 64 rows, Qwen3-30B-A3B in FP8, an odd
-    shape in bf16."""
+    shape in bf16; and with a shared expert Qwen3-Coder-Next, 1 row, and Qwen3.6-35B-A3B, 4 rows, both in bf16."""
     made = []
-    cases: tuple[tuple[int, tuple[int, int, int], int, WeightFormat, bool, int], ...] = (
-        (64, (5760, 2880, 2880), 4, MXFP4, True, 128),
-        (1, (5760, 2880, 2880), 4, MXFP4, True, 128),
-        (4, (1536, 768, 2048), 8, tiled_format("fp8", FP8_TILES), False, 128),
-        (3, (192, 96, 104), 2, BF16, True, 5),
+    cases: tuple[tuple[int, tuple[int, int, int], int, WeightFormat, bool, bool, int], ...] = (
+        (64, (5760, 2880, 2880), 4, MXFP4, True, False, 128),
+        (1, (5760, 2880, 2880), 4, MXFP4, True, False, 128),
+        (4, (1536, 768, 2048), 8, tiled_format("fp8", FP8_TILES), False, False, 128),
+        (3, (192, 96, 104), 2, BF16, True, False, 5),
+        (1, (1024, 512, 2048), 11, BF16, False, True, 513),
+        (4, (1024, 512, 2048), 9, BF16, False, True, 257),
     )
-    for rows, (width, inner, hidden), top_k, weight_format, biased, num_experts in examples_for(gpu, cases, 1):
+    for rows, (width, inner, hidden), top_k, weight_format, biased, shared, num_experts in examples_for(gpu, cases, 1):
         up = ExpertShape(GATE_UP, width, hidden, top_k, weight_format, biased, biased)
         down = ExpertShape(DOWN, hidden, inner, top_k, weight_format, biased)
-        made.append(_make(plan_mlp(rows, up, down, gpu), num_experts, not biased, 2 if rows == 1 else 1))
+        over_all, gpus = not biased and not shared, 2 if biased and rows == 1 else 1
+        made.append(_make(plan_mlp(rows, up, down, gpu), num_experts, over_all, gpus, shared))
     return made

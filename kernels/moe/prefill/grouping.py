@@ -171,4 +171,4 @@ def _make(warps: int, num_experts: int) -> Kernel:
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make(MAX_WARPS, 128)]
+    return [_make(MAX_WARPS, 128), _make(MAX_WARPS, MAX_EXPERTS)]

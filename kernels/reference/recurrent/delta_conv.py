@@ -70,7 +70,7 @@ def delta_conv(
     weight  weight      float    [C, taps]
     read    slot        int32    [1]
     read    chunk       int32    [2]            start, live rows
-    read    snapshots   int32    [1, W]         see `pending`; absent: there are none
+    read    snapshots   int32    [1, K]         see `pending`; absent: there are none
     update  conv_state  compute  [R, I, C]      the last taps - 1 inputs are written
     write   out         compute  [c, C]         dead rows zero
 """)

@@ -144,7 +144,7 @@ def delta_rule(
     weight  dt_bias  float    [Hv]
     read    slot       int32    [1]
     read    chunk      int32    [2]                         start, live rows
-    read    snapshots  int32    [1, W]                      see `pending`; absent: there are none
+    read    snapshots  int32    [1, K]                      see `pending`; absent: there are none
     update  state      float32  [R, Hv, Dv, Dk]             S transposed
     write   out        compute  [c, Hv * Dv]                dead rows zero
 """)

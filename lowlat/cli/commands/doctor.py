@@ -20,7 +20,7 @@ __all__ = ["command"]
 
 @click.command("doctor")
 @click.option("--target", type=MODEL, metavar="MODEL", help="A target.  [default: the bundled pair]")
-@draft_model_option("Its EAGLE3 draft model.")
+@draft_model_option("Its draft model.  [default: the target's own MTP layer]")
 @click.option(
     "--prompts",
     type=FILE,
@@ -48,8 +48,8 @@ def command(
 
     Exit code 1 when another shift than 0 is best: the draft model then reads the wrong residual streams.
     """
-    if (target is None) != (head is None):
-        raise click.UsageError("--target and --draft-model go together")
+    if target is None and head is not None:
+        raise click.UsageError("--draft-model goes with its --target")
 
     from lowlat.cli.reports.environment import environment
 
@@ -63,9 +63,10 @@ def command(
         from lowlat.cli.reports.shifts import measure_shifts, read_prompts, unshifted_is_best
 
         directory = local_target(target or bundled("target"))
+        head = bundled("head") if target is None else head
         results, checks = measure_shifts(
             directory,
-            local_draft_model(head or bundled("head"), directory),
+            None if head is None else local_draft_model(head, directory),
             read_prompts(prompts or bundled("prompts.json"), num_prompts),
             max_tokens=max_tokens,
             chat=chat,

@@ -60,7 +60,9 @@ def command() -> None:
 @command.command("model")
 @click.argument("directory", type=MODEL, required=False)
 @record_options(
-    SpeculativeConfig, "head", "num_speculative_tokens", "tree", "dynamic_tree_max_topk", "max_total_draft_tokens"
+    SpeculativeConfig,
+    *("head", "method", "num_speculative_tokens", "draft_vocab", "draft_vocab_size"),
+    *("tree", "dynamic_tree_max_topk", "max_total_draft_tokens"),
 )
 @click.option("--context", type=int, metavar="N", help="Tokens of a request.  [default: 2048, or the model's if less]")
 @click.option("--batch", type=int, default=RuntimeConfig.max_batch, show_default=True, metavar="N", help="Slots.")
@@ -123,6 +125,11 @@ def _print_model(report: dict[str, Any]) -> None:
         ["KV blocks", kv["num_blocks"]],
         *([f"KV blocks, window of {each['window']}", each["num_blocks"]] for each in kv.get("windows", ())),
         ["block size", kv["block_size"]],
+        *(
+            [f"recurrent state, bytes of a {what}", kv[name]]
+            for name, what in (("state_bytes_per_slot", "slot"), ("snapshot_bytes", "snapshot"))
+            if name in kv
+        ),
     ]
     print_table("KV cache", ("what", "count"), rows)
     gpus = report.get("cards", [memory])

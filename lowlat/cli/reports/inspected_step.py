@@ -14,7 +14,7 @@ from lowlat.errors import ConfigError
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.directories import tuning_directory
 from lowlat.tools.gpus import describe_gpu
-from lowlat.tools.planned_step import PRESET_DRAFT_MODEL, plan_step, preset_names, target_config
+from lowlat.tools.planned_step import PRESET_DRAFT_MODEL, has_draft_models, plan_step, preset_names, target_config
 
 __all__ = ["inspect_step"]
 
@@ -64,7 +64,7 @@ def inspect_step(
 
 def _speculative(values: Mapping[str, Any], model: Path | None) -> SpeculativeConfig | None:
     """How to speculate; by default with the bundled draft model, or with a preset's own."""
-    own = bundled("head") if model is None else PRESET_DRAFT_MODEL if str(model) in preset_names() else None
+    own = bundled("head") if model is None else PRESET_DRAFT_MODEL if has_draft_models(str(model)) else None
     found = speculative_config(values, own)
     if found is not None and found.model is not None and Path(found.model) != PRESET_DRAFT_MODEL:
         check_model(found.model)

@@ -115,7 +115,7 @@ def _files(directory: Path, config: ModelConfig) -> dict[str, int] | None:
 def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, Any]:
     """The caches: bytes a token, and the pool that holds max_batch requests of the largest size.
 
-    `windows` has the pools of layers of windows, where there are any.
+    `windows` has the pools of layers of windows, where there are any; recurrent states have bytes a slot.
     """
     caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS]
     windows = [
@@ -133,6 +133,7 @@ def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, Any]:
         "block_size": options.block_size,
         "num_blocks": plan.geometry.num_blocks,
         "bytes": sum(spec.num_bytes for spec in caches),
+        **{name: size for state in plan.geometry.sequence_states for name, size in state.slot_bytes().items()},
         **({"windows": windows} if windows else {}),
     }
 

@@ -4,7 +4,7 @@ Being off by one layer is this field's commonest silent failure: the draft model
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from lowlat.cli.running import chat_ids, load_runtime
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.models.target import read_model_config
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.config import AUTO_METHOD, SpeculativeConfig
 from lowlat.options.limits import LimitCheck
 from lowlat.options.request import SamplingParams
-from lowlat.speculators.methods import draft_method, plan_speculator
+from lowlat.speculators.methods import plan_speculator, settled
 
 __all__ = ["SHIFTS", "ShiftResult", "measure_shifts", "read_prompts", "unshifted_is_best"]
 
@@ -74,7 +74,7 @@ def read_prompts(path: Path, limit: int) -> list[Prompt]:
 
 def measure_shifts(
     target: Path,
-    head: Path,
+    head: Path | None,
     prompts: Sequence[Prompt],
     *,
     max_tokens: int,
@@ -83,13 +83,14 @@ def measure_shifts(
 ) -> tuple[list[ShiftResult], list[LimitCheck]]:
     """Decode the prompts greedily, one draft a step, once for each shift of the draft model's capture boundaries.
 
+    head  the draft model; None: what the target's own files have
     Boundaries stay between 0 and the target's layers; where that undoes a shift, nothing is run for it. Also returns
     how the default configuration of this draft model lies next to the engine that was loaded. Raises ConfigError and
     RequestError.
     """
     config = read_model_config(target)
-    method = draft_method(head)
-    draft = plan_speculator(SpeculativeConfig(model=head, method=method, num_speculative_tokens=1), config).draft_config
+    own_options = settled(SpeculativeConfig(model=head, method=AUTO_METHOD, num_speculative_tokens=1), target)
+    draft = plan_speculator(own_options, config, target).draft_config
     own = () if draft is None else draft.capture_boundaries
     results, checks = [], list[LimitCheck]()
     for shift in SHIFTS:
@@ -97,17 +98,11 @@ def measure_shifts(
         if shift and boundaries == own:
             results.append(ShiftResult(shift, boundaries, None, 0))
             continue
-        speculative = SpeculativeConfig(
-            model=head,
-            method=method,
-            num_speculative_tokens=1,
-            capture_layers=None if not shift else boundaries,
-            strict=True,
-        )
+        speculative = replace(own_options, capture_layers=boundaries if shift else None, strict=True)
         with load_runtime(target, speculative, None, max_batch=BATCH, **options) as runtime:
             drafted, accepted = _first_position(runtime, prompts, max_tokens, chat)
             if not shift:
-                checks = SpeculativeConfig(model=head, method=method).check(runtime)
+                checks = SpeculativeConfig(model=head, method=own_options.method).check(runtime)
         results.append(ShiftResult(shift, boundaries, drafted, accepted))
     return results, checks
 

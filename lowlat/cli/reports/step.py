@@ -138,7 +138,7 @@ def _experts_share(config: ModelConfig, program: Program, ops: Sequence[Op]) -> 
     if config.experts is None:
         return 1.0
     rows = next((program.buffers[op.reads["expert_ids"]].shape[0] for op in ops if "expert_ids" in op.reads), 1)
-    return 1.0 - (1.0 - config.experts.num_experts_per_token / config.experts.num_experts) ** rows
+    return config.experts.share_read(config.experts.expected_distinct(rows))
 
 
 def _prompt_bytes(program: Program, op: Op, length: int) -> int:

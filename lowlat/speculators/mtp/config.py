@@ -1,7 +1,7 @@
 """The MTP layer in a target's files: which tensors it has, how they are stored, and the geometry that follows.
 
-Tensors decide, and config.json must agree with them: `mtp_num_hidden_layers`, or `num_nextn_predict_layers`, at the top
-or in `text_config`. Names begin with `mtp.` whatever wraps the model.
+Tensors decide, and config.json must agree with them: `mtp_num_hidden_layers`, or `num_nextn_predict_layers`. Names
+begin with `mtp.` whatever wraps the model.
 """
 
 import re
@@ -23,7 +23,9 @@ PREFIX = "mtp."
 FC = "mtp.fc.weight"
 COUNT_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 LAYER = re.compile(r"mtp\.layers\.(\d{1,9})\.")
-EXPERTS = ("mtp.layers.0.mlp.experts.", "mtp.layers.0.mlp.gate.")
+MLP = "mtp.layers.0.mlp"
+EXPERTS = f"{MLP}.experts."
+SHARED_LIKE = ("experts.0", "shared_expert")
 
 
 def open_files(directory: Path) -> Checkpoint | None:
@@ -46,12 +48,8 @@ def _is_there(entries: Mapping[str, TensorEntry]) -> bool:
 def _stated(directory: Path) -> int | None:
     """How many layers config.json states; None: it states nothing."""
     fields = read_config(directory)
-    for place in (fields, fields.optional_object("text_config")):
-        for key in COUNT_KEYS if place is not None else ():
-            found = None if place is None else place.optional_integer(key, 0, 1 << 10)
-            if found is not None:
-                return found
-    return None
+    found = (fields.optional_integer(key, 0, 1 << 10) for key in COUNT_KEYS)
+    return next((count for count in found if count is not None), None)
 
 
 def parse_mtp(
@@ -79,12 +77,19 @@ def parse_mtp(
         raise ConfigError(
             f"{directory}: {count} MTP layers (mtp.layers, {' or '.join(COUNT_KEYS)}) are not implemented; one is"
         )
-    config = mtp_config(target, _ffn(target, directory, entries), capture_layers)
-    return replace(config, quantisation=_as_found(target.quantisation, entries))
+    quantisation = _as_found(target.quantisation, entries)
+    config = mtp_config(target, _ffn(target, directory, entries, quantisation), capture_layers)
+    fused = not any(name.startswith(f"{EXPERTS}0.") for name in entries)
+    return replace(config, quantisation=quantisation, fused_experts=fused)
 
 
-def _ffn(target: ModelConfig, directory: Path, entries: Mapping[str, TensorEntry]) -> FFN | None:
-    """The layer's FFN, as the tensors say, of the sizes that the target's layers have; None: as its last layer's."""
+def _ffn(
+    target: ModelConfig, directory: Path, entries: Mapping[str, TensorEntry], quantisation: Quantisation | None
+) -> FFN | None:
+    """The layer's FFN, as the tensors say, of the sizes that the target's layers have; None: as its last layer's.
+
+    A shared expert that is stored otherwise than the experts stands alone, whatever it does in the target's layers.
+    """
     if not entries:
         return None
     is_moe = any(name.startswith(EXPERTS) for name in entries)
@@ -93,6 +98,11 @@ def _ffn(target: ModelConfig, directory: Path, entries: Mapping[str, TensorEntry
     if found is None:
         said = "experts" if is_moe else "a dense FFN"
         raise ConfigError(f"{directory}: the MTP layer has {said}, and no layer of the target has: its size is unknown")
+    if isinstance(found, ExpertsSpec) and found.shared and quantisation is not None:
+        parts = [f"{part}_proj" for part in ("gate", "up", "down")]
+        one, other = ([quantisation.stored(f"{MLP}.{of}.{part}") for part in parts] for of in SHARED_LIKE)
+        if one != other:
+            return replace(found, shared=False, shared_ffn=DenseSpec(inner_size=found.inner_size))
     return found
 
 

@@ -18,11 +18,13 @@ class MtpConfig(Eagle3Config):
 
     The feature is the target's state after its final norm, and deeper drafts are fed the layer's own normed output.
     Embedding and LM head are the target's.
-    family  the target's, which says how the layer's weights are made of stored tensors
+    family         the target's, which says how the layer's weights are made of stored tensors
+    fused_experts  whether files have its experts in one tensor; else one by one
     """
 
     method: ClassVar[str] = "mtp"
     family: str
+    fused_experts: bool = True
 
 
 def mtp_config(target: ModelConfig, ffn: FFN | None = None, capture_layers: Sequence[int] | None = None) -> MtpConfig:

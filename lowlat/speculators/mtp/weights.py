@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 
 from lowlat.checkpoint.formats import narrowed, part_groups
-from lowlat.checkpoint.recipes import Piece, Recipe, check_recipes
+from lowlat.checkpoint.recipes import Piece, Recipe, check_recipes, chosen_recipes
 from lowlat.checkpoint.stored import StoredWeights
 from lowlat.checkpoint.tensors import Checkpoint
 from lowlat.models.families import FAMILIES
@@ -41,7 +41,8 @@ def mtp_recipes(config: MtpConfig, dtype: torch.dtype) -> list[Recipe]:
         rms_norm_eps=config.rms_norm_eps,
         layers=config.layers,
     )
-    family = {recipe.weight: recipe for recipe in FAMILIES[config.family].recipes(whole)}
+    recipes = chosen_recipes(FAMILIES[config.family].recipes(whole), None, others=not config.fused_experts)
+    family = {recipe.weight: recipe for recipe in recipes}
     made = [one_piece("head.fc.weight", FC, dtype, config.hidden_size, 2 * config.hidden_size)]
     for weight, tensor in NORMS.items():
         made.append(_renamed(family["norm.weight"], f"head.{weight}.weight", f"{PREFIX}{tensor}.weight"))

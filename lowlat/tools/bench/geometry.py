@@ -47,10 +47,15 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A target's shape, as its config.json says it, and those of draft models for it by method: `head` is EAGLE3's."""
 
     target: dict[str, Any]
-    head: Head
+    head: Head | None = None
     peagle: Head | None = None
     dflash: Head | None = None
     dspark: Head | None = None
+
+    @property
+    def has_draft_models(self) -> bool:
+        """Whether there is one of any method."""
+        return any((self.head, self.peagle, self.dflash, self.dspark))
 
     def drafter(self, method: str) -> Head:
         """The draft model of a method. Raises ConfigError where the geometry has none."""
@@ -58,7 +63,7 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         found["dspark"] = self.dspark
         head = found.get(method)
         if head is None:
-            known = ", ".join(name for name, each in found.items() if each is not None)
+            known = ", ".join(name for name, each in found.items() if each is not None) or "none"
             raise ConfigError(f"the geometry has no draft model of method {method!r:.80}; it has {known}")
         return head
 
@@ -156,6 +161,6 @@ def _spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         return 1.0, 0.1
     if name.endswith("bias"):
         return 0.0, 0.0 if "router" in name else 0.02
-    if name.endswith(("sinks", "embed.weight")):
+    if name.endswith(("sinks", "embed.weight", "delta_a.weight", "delta_dt.weight")):
         return 0.0, 1.0
     return 0.0, shape[-1] ** -0.5

@@ -1,8 +1,8 @@
 """The bytes that a decode step must read, from its Program: what any executor would have to move.
 
 Every weight counts once each time that an operation uses it, in the format that the checkpoint has; of an MoE layer the
-experts that rows chose; keys and values before the last token. Left out, because they are small next to them:
-embedding rows, activations, what the step writes.
+experts that rows chose; keys and values before the last token; recurrent states, read and written. Left out, because
+they are small next to them: embedding rows, activations, new keys and values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], disti
     sizes = weight_sizes(config, runtime.rank_config)
     if speculator is not None:
         sizes |= part_sizes(speculator.weight_plan(config.dtype), runtime.rank_config)
-    share = 1.0 if config.experts is None else (distinct_experts or 0.0) / config.experts.num_experts
+    share = 1.0 if config.experts is None else config.experts.share_read(distinct_experts or 0.0)
     return program_bytes(runtime.executor.program(bucket), sizes, lengths, share, runtime.geometry.partial)
 
 
@@ -75,7 +75,13 @@ def weight_bytes(op: Op, sizes: Mapping[str, int], experts_share: float) -> floa
 
 
 def cache_bytes(program: Program, op: Op, lengths: Sequence[float], partial: PartialKV | None = None) -> float:
-    """Bytes of keys and values that a step's operation reads; arguments as `program_bytes` has them."""
+    """Bytes of keys and values that a step's operation reads, or of recurrent states that it reads and writes.
+
+    Arguments as `program_bytes` has them.
+    """
+    if op.kind == "delta_rule":
+        state = program.buffers[op.writes["state"]]
+        return 2.0 * len(lengths) * state.num_bytes / state.shape[0]
     if op.kind == "attention":
         return _cache_bytes(program, op, [attended(length, **_limits(op)) for length in lengths])
     if op.kind == "partial_attention":

@@ -18,12 +18,13 @@ from lowlat.models.target import OpenedTarget, read_model_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.installed import installed_version
 from lowlat.speculators.methods import plan_speculator
+from lowlat.speculators.mtp.geometry import MtpConfig
 from lowlat.text import TextCodec
 from lowlat.tools.bench.geometry import Geometry, random_target
 from lowlat.tools.bench.machine import changed_commit, driver, processor
 from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.results import Environment
-from lowlat.tools.draft_model.random_models import DRAFT_MODELS, write_draft_model
+from lowlat.tools.draft_model.random_models import DRAFT_MODELS, write_draft_model, write_mtp_layer
 
 __all__ = ["Subject", "open_model", "open_random"]
 
@@ -185,6 +186,8 @@ def open_random(
     target = random_target(geometry, scratch / name, options.get("dtype", "auto"), device)
     values = dict(speculation or {})
     method = values.get("method", "eagle3")
+    if drafts and method == MtpConfig.method:
+        write_mtp_layer(target.config, target.directory)
     if drafts and method in DRAFT_MODELS and values.get("model") is None:
         values["model"] = write_draft_model(geometry, target.config, scratch / f"{name}-draft-model", method=method)
     found = _prompts(prompts, None, target.config.vocab_size)

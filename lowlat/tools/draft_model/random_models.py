@@ -34,11 +34,21 @@ from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN
 from lowlat.speculators.eagle3.weights import draft_recipes
+from lowlat.speculators.mtp.geometry import MtpConfig, mtp_config
+from lowlat.speculators.mtp.speculator import MtpSpeculator
+from lowlat.speculators.mtp.weights import mtp_recipes
 from lowlat.speculators.peagle.geometry import PeagleConfig
 from lowlat.speculators.peagle.speculator import PeagleSpeculator
 from lowlat.tools.bench.geometry import Geometry, Head, Noise
 
-__all__ = ["DRAFT_MODELS", "draft_config", "random_speculator", "random_weights", "write_draft_model"]
+__all__ = [
+    "DRAFT_MODELS",
+    "draft_config",
+    "random_speculator",
+    "random_weights",
+    "write_draft_model",
+    "write_mtp_layer",
+]
 
 DRAFT_MODELS: Mapping[str, type[Eagle3Speculator] | type[DflashSpeculator]] = {
     each.method: each for each in (Eagle3Speculator, PeagleSpeculator, DflashSpeculator, DsparkSpeculator)
@@ -82,6 +92,8 @@ def draft_config(head: Head, target: ModelConfig, method: str = "eagle3") -> Eag
 
 def random_speculator(geometry: Geometry, target: ModelConfig, method: str) -> Speculator:
     """The speculator of a geometry's draft model, without files. Raises ConfigError where the geometry has none."""
+    if method == MtpConfig.method:
+        return MtpSpeculator(mtp_config(target))
     config = draft_config(geometry.drafter(method), target, method)
     if isinstance(config, DsparkConfig):
         return DsparkSpeculator(config)
@@ -131,6 +143,19 @@ def write_draft_model(
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(_published(config, target), indent=1), encoding="utf-8")
     return directory
+
+
+def write_mtp_layer(target: ModelConfig, directory: Path, seed: int = 1) -> None:
+    """Write a random MTP layer as the only weights in a target's directory, whose own weights come from elsewhere."""
+    from safetensors.torch import save_file
+
+    noise, tensors = Noise(seed), dict[str, torch.Tensor]()
+    for recipe in mtp_recipes(mtp_config(target), TORCH_DTYPES["bfloat16"]):
+        for piece in recipe.pieces:
+            is_norm = len(piece.shape) == 1  # files of norms that multiply by 1 + w
+            made = torch.zeros(piece.shape) if is_norm else noise.weight(recipe.weight, piece.shape, torch.bfloat16)
+            tensors.setdefault(piece.name, made.to(torch.bfloat16))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _recipes(config: DraftConfig) -> list[Recipe]:

@@ -131,6 +131,8 @@ def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pa
 def random_pair(name: str, directory: Path, method: str = "eagle3") -> Pair:
     """A named geometry, with its draft model of a method; its target's config.json is written into a directory.
 
+    A geometry that has no draft models at all is alone.
+
     Raises ConfigError for another name, or where the geometry has no such draft model.
     """
     from lowlat.tools.bench.geometry import random_target, read_geometries
@@ -140,7 +142,8 @@ def random_pair(name: str, directory: Path, method: str = "eagle3") -> Pair:
     if name not in known:
         raise ConfigError(f"geometry {name!r} is not known; there are {', '.join(sorted(known))}")
     config = random_target(known[name], directory).config
-    return Pair(name, config, random_speculator(known[name], config, method))
+    speculator = random_speculator(known[name], config, method) if known[name].has_draft_models else None
+    return Pair(name, config, speculator)
 
 
 def rounded_pair(pair: Pair, options: RuntimeConfig, draft: Literal["fp8", "int4"] | None = None) -> Pair:

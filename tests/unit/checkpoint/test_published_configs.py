@@ -11,6 +11,7 @@ from lowlat.checkpoint.formats.linear import AwqLinear, Fp8Linear, GptqLinear
 from lowlat.errors import ConfigError
 from lowlat.models.rope import rope_tables
 from lowlat.models.target import read_model_config
+from lowlat.models.weight_plan import weight_plan
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,6 +48,132 @@ CODER = {
     "use_qk_norm": True,
     "use_sliding_window": False,
 }
+HYBRID = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+
+
+def hybrid_kinds(count: int) -> dict[str, list[str]]:
+    """layer_types of a hybrid."""
+    return {"layer_types": [("linear" if (layer + 1) % 4 else "full") + "_attention" for layer in range(count)]}
+
+
+def wrapper(kind: str, **text: Any) -> dict[str, Any]:
+    """The config of a vision-language model."""
+    return {
+        "architectures": [f"{kind}ForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": kind.replace("Qwen3_5", "qwen3_5").replace("Moe", "_moe"),
+        "text_config": HYBRID | text,
+        "tie_word_embeddings": False,
+        "transformers_version": "5.2.0",
+        "video_token_id": 248057,
+        "vision_config": {"deepstack_visual_indexes": [], "depth": 27, "hidden_size": 1152},
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+    }
+
+
+QWEN35_9B = wrapper(
+    "Qwen3_5",
+    **hybrid_kinds(32),
+    model_type="qwen3_5_text",
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_attention_heads=16,
+    num_hidden_layers=32,
+    num_key_value_heads=4,
+)
+QWEN36_27B = wrapper(
+    "Qwen3_5",
+    **hybrid_kinds(64),
+    model_type="qwen3_5_text",
+    hidden_size=5120,
+    intermediate_size=17408,
+    linear_num_value_heads=48,
+    num_attention_heads=24,
+    num_hidden_layers=64,
+    num_key_value_heads=4,
+    output_gate_type="swish",
+)
+QWEN36_35B = wrapper(
+    "Qwen3_5Moe",
+    **hybrid_kinds(40),
+    model_type="qwen3_5_moe_text",
+    hidden_size=2048,
+    moe_intermediate_size=512,
+    num_attention_heads=16,
+    num_experts=256,
+    num_experts_per_tok=8,
+    num_hidden_layers=40,
+    num_key_value_heads=2,
+    router_aux_loss_coef=0.001,
+    shared_expert_intermediate_size=512,
+)
+CODER_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 5000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 LONG = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 GPTQMODEL = {
     "quant_method": "gptq",
@@ -81,6 +208,74 @@ AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layer
 def write(directory: Path, base: dict[str, Any], changes: dict[str, Any]) -> Path:
     (directory / "config.json").write_text(json.dumps(base | changes))
     return directory
+
+
+@pytest.mark.parametrize(
+    ("config", "giga", "state_mb"),
+    [
+        pytest.param(QWEN35_9B, 8.95, 50.3, id="Qwen3.5-9B"),
+        pytest.param(QWEN36_27B, 26.9, 151.0, id="Qwen3.6-27B"),
+        pytest.param(QWEN36_35B, 34.66, 62.9, id="Qwen3.6-35B-A3B"),
+        pytest.param(CODER_NEXT, 79.67, 75.5, id="Qwen3-Coder-Next"),
+    ],
+)
+def test_hybrids(config: dict[str, Any], giga: float, state_mb: float, tmp_path: Path) -> None:
+    """Parameters of the text model, and bytes of recurrent states S of a slot."""
+    found = read_model_config(write(tmp_path, config, {}))
+    assert sum(math.prod(shape) for shape, _ in weight_plan(found).values()) / 1e9 == pytest.approx(giga, abs=0.01)
+    sizes = (spec.num_value_heads * spec.key_dim * spec.value_dim for spec in found.deltas.values())
+    assert 4 * sum(sizes) / 1e6 == pytest.approx(state_mb, abs=0.1)
+    assert found.max_position == 262144 and found.dtype == "bfloat16"
+    assert [number for number in range(8) if number in found.attentions] == [3, 7]
+    attention = found.attention
+    assert attention.gated and attention.rotation.dims == 64 and attention.head_dim == 256
+    assert attention.rope.theta == (5e6 if config is CODER_NEXT else 1e7)
+    if found.experts is not None:
+        assert found.experts.shared and found.experts.shared_ffn is None and not found.experts.shares_of_all
+        assert found.experts.num_taken == (11 if config is CODER_NEXT else 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid' is not implemented"),
+        ({"attn_output_gate": False}, "attn_output_gate must be true"),
+        ({"attn_output_gate": None}, "attn_output_gate must be true"),
+        ({"attention_bias": True}, "attention_bias = True is not implemented"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16' is not implemented"),
+        ({"layer_types": ["linear_attention"] * 31 + ["sliding_attention"]}, "entry 'sliding_attention'"),
+        ({"layer_types": ["linear_attention"] * 32}, "names no layer with full_attention"),
+        ({"layer_types": ["full_attention"] * 31}, "31 entries, expected 32"),
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads 24 is not a multiple of linear_num_key_heads 16"),
+        ({"some_new_key": 3}, "'some_new_key'"),
+        ({"intermediate_size": None}, "intermediate_size is missing"),
+    ],
+)
+def test_hybrids_that_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    text = QWEN35_9B["text_config"] | changes
+    with pytest.raises(ConfigError, match=message):
+        read_model_config(write(tmp_path, QWEN35_9B, {"text_config": text}))
+
+
+def test_quantised_hybrids_leave_projections_plain_by_their_names(tmp_path: Path) -> None:
+    """FP8 by blocks: delta nets' small projections and routers stay as they are, queries and gates are taken apart."""
+    plain = ["lm_head", "model.language_model.embed_tokens"]
+    plain += [f"model.language_model.layers.{layer}.linear_attn.in_proj_{part}" for layer in range(40) for part in "ab"]
+    plain += [f"model.language_model.layers.{layer}.mlp.{part}" for layer in range(40) for part in
+              ("gate", "shared_expert_gate")]  # fmt: skip
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config = read_model_config(write(tmp_path, QWEN36_35B, {"quantization_config": fp8 | {
+        "modules_to_not_convert": plain}}))  # fmt: skip
+    plan = weight_plan(config)
+    assert plan["layers.0.delta_in.fp8"][0] == (12288, 2048) and plan["layers.0.delta_in.fp8_scales"][0] == (12288, 16)
+    assert plan["layers.0.delta_ba.weight"][0] == (64, 2048) and plan["layers.0.router.weight"][0] == (257, 2048)
+    assert plan["layers.3.qkv.fp8"][0] == (4096 + 1024, 2048) and plan["layers.3.gate.fp8"][0] == (4096, 2048)
+    assert plan["layers.3.experts.down.fp8"][0] == (257, 2048, 512)
+    more = plain + [f"model.language_model.layers.{layer}.mlp.shared_expert" for layer in range(40)]
+    write(tmp_path, QWEN36_35B, {"quantization_config": fp8 | {"modules_to_not_convert": more}})
+    plan = weight_plan(read_model_config(tmp_path))
+    assert plan["layers.3.experts.down.fp8"][0] == (256, 2048, 512) and plan["layers.3.router.weight"][0][0] == 256
+    assert plan["layers.3.shared.gate_up.weight"][0] == (1024, 2048)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from cli_calls import answer, lowlat, refusal
 from tiny_dflash import MASK, dflash_draft_model
 from tiny_models import PairPaths, copying_draft_model, make_target
+from tiny_mtp import add_mtp
 
 from lowlat.cli.options import bundled
 from lowlat.cli.reports import environment
@@ -99,6 +100,20 @@ def test_a_wrong_shift_is_seen() -> None:
     assert not unshifted_is_best([ShiftResult(0, (1,), 0, 0)])
 
 
+def test_inspect_and_doctor_take_the_targets_own_mtp_layer(tmp_path: Path) -> None:
+    """Without a draft model; no boundary is after the one that it reads."""
+    make_target(tmp_path, "qwen3_5_text", gain=0.3)
+    add_mtp(tmp_path, copies=True)
+    found = answer("inspect", "model", tmp_path, "--method", "auto", "--device", "cpu", "--json")
+    assert found["speculator"]["method"] == "mtp" and found["head_parts"]["fc"]["parameters"] == 2 * 32 * 32
+    assert "lm_head" not in found["head_parts"]
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7], [50, 60]]")
+    common = ("doctor", "--target", tmp_path, "--prompts", tmp_path / "prompts.json", "--max-tokens", 24, "--json")
+    report = json.loads(lowlat(*common).stdout)
+    assert [entry["capture_boundaries"] for entry in report["capture_shifts"]] == [[2], [3], [3]]
+    assert report["capture_shifts"][1]["accepted"] > 0
+
+
 @pytest.mark.second
 def test_doctor_finds_a_head_that_is_off_by_one(tmp_path: Path) -> None:
     head = tmp_path / "head"
@@ -117,7 +132,7 @@ def test_doctor_environment() -> None:
     assert found["versions"]["torch"] == torch.__version__
     assert found["device"]["reason"] and found["healthy"] is True
     assert "capture_shifts" not in found
-    assert "go together" in refusal("doctor", "--head", "some/head")
+    assert "--draft-model goes with its --target" in refusal("doctor", "--head", "some/head")
 
 
 @pytest.fixture

@@ -25,6 +25,11 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import SIMULATED
 
 
+def from_lane(mask: int, value: Any, lane: int) -> Any:
+    """The value of a lane."""
+    return this_fiber().all_reduce(value)[int(lane)]
+
+
 def all_reduce(mask: int, value: Any, offset: int) -> Any:
     """The value of the lane whose number differs by exclusive or."""
     thread = this_fiber()
@@ -82,11 +87,31 @@ def simulate_router() -> None:
     """Give the simulator what only the router uses of warps and shared memory."""
     memory = SharedMemory()
     kernelapi.FakeCUDAModule.shfl_xor_sync = staticmethod(all_reduce)
+    kernelapi.FakeCUDAModule.shfl_sync = staticmethod(from_lane)
     ptx.shared_address = memory.address
     ptx.load_shared_128, ptx.store_shared_128, ptx.copy_async_16 = memory.load, memory.store, memory.copy
     ptx.load_global_bf16, ptx.copies_commit = bf16_value, lambda: None
     kernelapi.FakeCUDAShared.array = shared_array
     vars(router_kernel)["copies_wait_all"] = lambda: None
+
+
+def check_wide_weights(lab: cases.Lab) -> None:
+    """Weights of norms in float32; heads of which only the first elements turn."""
+    wide: dict[str, Any] = {"dtype": torch.float32}
+    cases.check_norms(lab, 2, 24, **wide)
+    cases.check_norms(lab, 1, 4096 + 40, **wide)
+    cases.check_split_norms(lab, 1, 5, 16, **wide)
+    cases.check_add_norm(lab, 2, 24, torch.float32, torch.float32)
+    cases.check_router(lab, 5, 264, 6, **wide)
+    cases.check_router(lab, 1, 4096 + 72, 7, **wide)
+    cases.check_embeddings(lab, 3, 72, 37, **wide)
+    draft_input_cases.check_draft_input(lab, 2, 2, 24, packed=False, **wide)
+    draft_input_cases.check_chain_level(lab, 3, 24, packed=True, masked=True, **wide)
+    rotation_cases.check_chunk_write(lab, (3, 2, 32), 1e-5, (4, 0, 3), turning=8, **wide)
+    rotation_cases.check_layers(lab, 2, (1, 16), 1e-6, chunk=True, turning=8, **wide)
+    for heads, turning in (((2, 1, 256), 64), ((1, 1, 40), 32), ((0, 1, 24), 16)):
+        rotation_cases.check_rotate(lab, heads, 1e-6, turning=turning, **wide)
+    rotation_cases.check_rotate(lab, (2, 1, 64), None, turning=32)
 
 
 def main() -> None:
@@ -133,6 +158,7 @@ def main() -> None:
     rotation_cases.check_layers(lab, 2, (1, 16), 1e-6, chunk=True, coded=True)
     for heads, eps in (((3, 1, 64), None), ((2, 1, 40), 1e-6), ((0, 1, 128), 1e-6), ((5, 0, 8), None)):
         rotation_cases.check_rotate(lab, heads, eps)
+    check_wide_weights(lab)
     print("all passed")
 
 

@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 from compiled_examples import Compiled, examples_of
+from kernel_inventory import GPUS
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.attention import attention as attention_kernels
 from lowlat.kernels.attention.attention import attention, attention_bytes
-from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.kernels.attention.launch_plan import AttentionPlan, AttentionWork, candidate_plans
+from lowlat.kernels.toolchain.compiler import compile_kernel
+from lowlat.kernels.toolchain.kernel import Gpu, Kernel, KernelCall
 
 HOPPER = (9, 0)
 H200_SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
@@ -23,6 +26,30 @@ def test_as_many_blocks_fit_on_a_multiprocessor_as_a_plan_says(compiled: Compile
         assert (kernel.most_blocks or 2) * (
             kernel.shared_bytes + code.shared_bytes + RESERVED_BYTES
         ) <= H200_SHARED_BYTES
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: str(gpu.capability))
+@pytest.mark.parametrize(("rows", "coded"), [(1, False), (1, True), (4, False), (4, True)])
+def test_heads_of_256_have_registers_and_memory(gpu: Gpu, rows: int, coded: bool) -> None:
+    """Half a tile of query rows, and whole ones, of 192 numbers a thread: 8.x spills some, and of codes all a few."""
+    work = AttentionWork(1, rows, 8, 2, 256, None, 0, 256, coded)
+    plan = candidate_plans(work, gpu)[0]
+    made = kernel_of(work, plan, gpu)
+    code = compile_kernel(made, gpu.capability)
+    assert code.stack_bytes <= (512 if gpu.capability < HOPPER else 0 if rows == 1 else 32)
+    assert made.threads * code.registers * plan.blocks <= 65536
+    assert plan.blocks * (made.shared_bytes + code.shared_bytes) <= gpu.shared_bytes + plan.blocks * RESERVED_BYTES
+
+
+def kernel_of(work: AttentionWork, plan: AttentionPlan, gpu: Gpu) -> Kernel:
+    """The first launch's kernel."""
+    given: dict[str, Any] = {"gpu": gpu, "plan": plan, "early_metadata": True}
+    if work.coded:
+        coded = torch.zeros(9, work.kv_heads, 32, work.head_dim, dtype=torch.uint8)
+        given |= {"k_cache": coded, "v_cache": coded, "kv_scales": torch.ones(2, work.kv_heads)}
+    made = call(1, work.rows, work.group, work.kv_heads, work.head_dim, change=given)
+    return made[0].kernel
 
 
 def workspace(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -107,12 +107,37 @@ def test_splits_and_their_sum_are_the_reference_s(rows: str, late: bool) -> None
     check(run(case, late, num_blocks=3), case.expected())
 
 
-@pytest.mark.parametrize("coded", [False, True])
-def test_a_row_has_the_same_bits_in_any_company(coded: bool) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "rows", "window", "coded", "gpu"),
+    [
+        ([70], "one", None, False, H200),
+        ([130], "dead", None, False, Gpu(170, 99 * 1024, (12, 0))),
+        later([70, 0], "tree", None, False, H200),
+        later([300], "chain", 290, False, H200),
+        later([300], "chain", 100, False, H200),
+        later([70], "tree", None, True, H200),
+        later([70], "one", None, True, Gpu(108, 163 * 1024, (8, 0))),
+    ],
+)
+def test_heads_of_256_are_the_reference_s(
+    lengths: list[int], rows: str, window: int | None, coded: bool, gpu: Gpu
+) -> None:
+    """Query rows of half a tile, of one, of two; one stage, and several; windows that a block takes whole, or not."""
+    masks = {"one": [1], "dead": chain(2), "chain": chain(3), "tree": tree(3, 2)}[rows]
+    case = Case(
+        lengths, [masks] * len(lengths), head_dim=256, group=8 if window is None else 3, kv_heads=1, block=16,
+        device="cpu", window=window, live=[0, 1] if rows == "dead" else None,
+        kv_scales=SCALES[:, :1].contiguous() if coded else None,
+    )  # fmt: skip
+    check(run(case, rows != "one", num_blocks=2, split=128, gpu=gpu), case.expected())
+
+
+@pytest.mark.parametrize(("coded", "head_dim"), [(False, 64), (True, 64), later(False, 256), later(True, 256)])
+def test_a_row_has_the_same_bits_in_any_company(coded: bool, head_dim: int) -> None:
     """With dead neighbours; and alone, where its query rows are half a tile."""
     scales = SCALES[:, :1].contiguous() if coded else None
     case = Case(
-        [130], [chain(3)], head_dim=HEAD_DIM, group=4, kv_heads=1, block=16, device="cpu", window=100, kv_scales=scales
+        [130], [chain(3)], head_dim=head_dim, group=4, kv_heads=1, block=16, device="cpu", window=100, kv_scales=scales
     )
     together = run(case, True, num_blocks=2)
     case.live = torch.tensor([0, 1, 0], dtype=torch.uint8)

@@ -3,13 +3,15 @@
 Small sizes; the walker checks every address, and copies arrive both as late and as early as they can.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from decode_gemm_walk import product, random, run, walked
 from kernel_inventory import B200, GPUS
 from kernel_walk import Walker
 from quantised_layers import random_parts
-from rowwise_cases import canonical_norm, flags
+from rowwise_cases import canonical_norm, check, flags, weights
 from selection_cases import best_of
 from stages import later
 
@@ -23,6 +25,7 @@ from lowlat.kernels.gemm.decode.gemm import (
     steps_to_hold,
 )
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
+from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
 from lowlat.kernels.sampling.select import FINITE
 from lowlat.kernels.toolchain.kernel import H200, Gpu
@@ -152,6 +155,30 @@ def test_residuals_and_activations(rows: int) -> None:
     torch.testing.assert_close(act.double(), want, rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.parametrize(("rows", "has_bias"), [(1, False), (5, True), later(12, False)])
+def test_a_product_is_the_gate_of_rows(rows: int, has_bias: bool) -> None:
+    """As `output_gate` has it: gates and their sigmoids are rounded before the product; dead rows are zero."""
+    weight, values, bias = random(40, 96, scale=0.1), random(rows, 40), random(40) if has_bias else None
+    x, live = random(rows, 96), torch.ones(rows, dtype=torch.uint8)
+    live[rows // 2] = rows == 1
+    walker, out, gate = Walker(), torch.full((rows, 40), torch.nan).bfloat16(), torch.full((rows, 40), torch.nan)
+    with walked(walker) as modules:
+        run(walker, modules, {}, x=x, weight=pack(weight), bias=bias, gated=values, row_live=live, out=out)
+        run(walker, modules, {}, x=x, weight=pack(weight), bias=bias, out=gate)
+    want = torch.empty_like(out)
+    OPERATIONS["output_gate"](values, gate, live, out=want)
+    check("gate", {"out": out}, {"out": want})
+
+
+def test_a_gate_stands_alone() -> None:
+    given: Any = {"x": random(2, 64), "weight": pack(random(48, 64)), "gated": random(2, 48)}
+    others: Any = ({"residual": random(2, 48)}, {"silu": True})
+    for more in others:
+        out = torch.empty(2, 24 if "silu" in more else 48).bfloat16()
+        with pytest.raises(ShapeError, match="a gate has no residual"):
+            decode_gemm(**given, **more, out=out)
+
+
 @pytest.mark.parametrize(("kind", "rows"), [("bf16", 1), ("bf16", 4), later("fp8", 3), later("codes", 1)])
 def test_queries_and_keys_are_rotated_and_the_cache_is_written(kind: str, rows: int) -> None:
     """Two slots of the other order, a dead row; what nobody writes stays."""
@@ -226,20 +253,23 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
 
 
 @pytest.mark.parametrize(
-    ("late", "rows", "width", "depth", "changes"),
+    ("late", "rows", "width", "depth", "changes", "dtype"),
     [
-        (True, 1, 40, 136, {}),
-        (False, 3, 32, 200, {"stages": 1}),
-        (True, 1, 64, 576, {"stages": 2}),
-        (False, 2, 33, 72, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
-        (True, 5, 16, 64, {"areas": 1}),
-        (True, 1, 16, 4096 + 72, {}),
+        (True, 1, 40, 136, {}, torch.bfloat16),
+        (False, 3, 32, 200, {"stages": 1}, torch.float32),
+        (True, 1, 64, 576, {"stages": 2}, torch.bfloat16),
+        (False, 2, 33, 72, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}, torch.bfloat16),
+        (True, 5, 16, 64, {"areas": 1}, torch.bfloat16),
+        (True, 1, 16, 4096 + 72, {}, torch.bfloat16),
+        (True, 1, 16, 4096 + 72, {}, torch.float32),
     ],
 )
-def test_rows_are_normed_in_every_block(late: bool, rows: int, width: int, depth: int, changes: dict[str, int]) -> None:
-    """What comes out has the bits of the norm and the product apart."""
+def test_rows_are_normed_in_every_block(
+    late: bool, rows: int, width: int, depth: int, changes: dict[str, int], dtype: torch.dtype
+) -> None:
+    """What comes out has the bits of the norm, by a weight of either dtype, and the product apart."""
     eps, live = 1e-5, flags(rows)
-    x, weight, norm_weight = random(rows, depth), pack(random(width, depth)), random(depth)
+    x, weight, norm_weight = random(rows, depth), pack(random(width, depth)), weights(depth, dtype)
     normed = torch.where(live[:, None] != 0, canonical_norm(x, norm_weight, eps), 0).bfloat16()
     got, want = torch.full((rows, width), torch.nan), torch.full((rows, width), torch.nan)
     walker = Walker(late)

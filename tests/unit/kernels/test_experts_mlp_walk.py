@@ -55,6 +55,27 @@ def test_it_is_the_reference_s(
     assert walker.bytes_copied == units * parts * step
 
 
+@pytest.mark.parametrize(
+    ("rows", "top_k", "count", "quantised", "over_all"),
+    [
+        (4, 9, 12, False, False),  # more pairs than a warp has lanes
+        later(1, 11, 513, True, False),
+        later(2, 3, 5, "int4_64_zeros", True),
+    ],
+)
+def test_every_row_takes_a_shared_expert_too(
+    rows: int, top_k: int, count: int, quantised: bool | str, over_all: bool
+) -> None:
+    """The last expert, as the last of a row's, with the sigmoid of its logit as its share; no biases."""
+    moe, logits = make_moe(count, 64, 64, quantised=quantised, biased=False), make_logits("random", rows, count)
+    found, routing = moe.arguments(moe.rows(rows), top_k), TopKRouting(logits, over_all=over_all, shared=True)
+    walk(Walker(True), found, routing, 3, early=True, plan=moe.plan(rows, top_k, small_gpu(3), warps=2))
+    wanted, about = want_routing(routing, top_k)
+    assert torch.equal(found["expert_ids"], wanted) and bool((wanted[:, -1] == count - 1).all())
+    torch.testing.assert_close(found["expert_weights"], about, rtol=1e-5, atol=1e-7)
+    moe.check(found)
+
+
 @pytest.mark.second
 def test_gpus_add_up_their_parts_of_every_expert() -> None:
     """Two GPUs with other weights and the same choice, twice: each has the sum of both, by its own partials' bits."""

@@ -23,7 +23,7 @@ __all__ = ["command"]
 
 BUNDLED = "bundled"
 WHAT = ("gemm", "experts", "attention", "all")
-METHODS = ("eagle3", "peagle", "dflash", "dspark")  # of draft models
+METHODS = ("eagle3", "mtp", "peagle", "dflash", "dspark")  # of draft models
 OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "max_prefill_chunks")
 
 

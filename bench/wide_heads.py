@@ -1,0 +1,130 @@
+"""Times of a step's attention with heads of 256, in a graph of copies whose keys and values have left the L2.
+
+    python -m bench.wide_heads --out bench/results/h200/wide_heads.json
+
+The heads are Qwen3.6-35B-A3B's (16 of queries, 2 of keys) and Qwen3.5-27B's (24 and 4). A slot has 8,192 positions; a
+chain of one or four rows attends, over bf16 or codes. With 27B's also by other splits: those decide bits. Inputs are
+random.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.clock import own_stream
+from bench.conditions import stamps_of, write_json
+from bench.micro import Entry, time_entries
+from lowlat.errors import ConfigError
+from lowlat.kernels.attention.attention import attention, attention_bytes, choose_split
+from lowlat.kernels.toolchain.kernel import Gpu, KernelCall
+
+__all__ = ["HEADS", "entries", "main"]
+
+HEADS = {"35B-A3B": (16, 2), "27B": (24, 4)}  # of queries, of keys and values
+HEAD_DIM, CONTEXT, BLOCK, REPLAYS = 256, 8192, 32, 50
+ROWS = (1, 4)
+SPLITS = (128, 256, 512)
+COLD_BYTES = 192 << 20  # of the caches of all copies together, at least
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A launch's shape, on a device."""
+
+    heads: tuple[int, int]
+    rows: int
+    coded: bool
+    split: int
+    device: torch.device
+    gpu: Gpu
+
+    @property
+    def moved_bytes(self) -> int:
+        return attention_bytes(
+            [CONTEXT], kv_heads=self.heads[1], head_dim=HEAD_DIM, itemsize=1 if self.coded else 2
+        )  # fmt: skip
+
+
+@cache
+def _calls(case: _Case, copy: int) -> list[KernelCall]:
+    (heads, kv_heads), device, rows = case.heads, case.device, case.rows
+    blocks, kept = (CONTEXT + rows) // BLOCK + 1, dict[str, torch.Tensor]()
+    shape = (blocks + 1, kv_heads, BLOCK, HEAD_DIM)
+
+    def cache_of() -> torch.Tensor:
+        if case.coded:
+            return torch.randint(0, 96, shape, dtype=torch.uint8, device=device)
+        return torch.randn(shape, device=device).bfloat16()
+
+    def workspace(name: str, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return kept.setdefault(name, torch.zeros(size, dtype=dtype, device=device))
+
+    given: dict[str, Any] = {
+        "q": torch.randn(rows, heads, HEAD_DIM, device=device).bfloat16(),
+        "k_cache": cache_of(),
+        "v_cache": cache_of(),
+        "kv_scales": torch.full((2, kv_heads), 0.125, device=device) if case.coded else None,
+        "block_table": (torch.randperm(blocks, device=device) + 1).int()[None],
+        "slots": torch.zeros(1, dtype=torch.int32, device=device),
+        "dense_lens": torch.full((1,), CONTEXT, dtype=torch.int32, device=device),
+        "row_live": torch.ones(1, rows, dtype=torch.uint8, device=device),
+        "row_masks": torch.tensor([[2 ** (row + 1) - 1 for row in range(rows)]], device=device),
+        "out": torch.empty(rows, heads * HEAD_DIM, dtype=torch.bfloat16, device=device),
+    }
+    return attention(
+        **given, scale=HEAD_DIM**-0.5, workspace=workspace, early_metadata=True, split=case.split, gpu=case.gpu
+    )
+
+
+def entries(device: torch.device, gpu: Gpu) -> list[Entry]:
+    """One for each model, number of rows and kind of cache; and for each split of bf16."""
+    made = []
+    for name, heads in HEADS.items():
+        usual = choose_split(1, CONTEXT + max(ROWS), heads[1])
+        for rows in ROWS:
+            for coded, split in ((True, usual), *((False, split) for split in SPLITS)):
+                case = _Case(heads, rows, coded, split, device, gpu)
+                copies = -(-COLD_BYTES // case.moved_bytes)
+                conditions = {"model": name, "rows": rows, "coded": coded, "split": split, "usual_split": usual}
+                kind = "codes" if coded else "bf16"
+                label = f"{name}: T = {rows}, {kind}, splits of {split}"
+                made.append(Entry(label, partial(_calls, case), copies, case.moved_bytes, conditions=conditions))
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Time the launches and write the file. Returns 1 where one could not be timed.
+
+    Raises ConfigError without a GPU.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
+    parser.add_argument("--device", default="cuda:0")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise ConfigError("bench.wide_heads times kernels of an NVIDIA GPU, and there is none")
+    from bench.wall import measure_wall
+    from lowlat.executors.launcher import Launcher
+
+    device = torch.device(options.device)
+    with own_stream(device):
+        wall = measure_wall(device).gb_per_s
+        launcher = Launcher(device)
+        rows = time_entries(launcher, entries(device, launcher.gpu), REPLAYS, wall)
+    complete = not any("error" in row for row in rows)
+    stamps = stamps_of(device, options.commit)
+    write_json(options.out, {**stamps, "wall_gb_per_s": wall, "replays": REPLAYS, "complete": complete, "rows": rows})
+    for row in rows:
+        print(row)
+    return int(not complete)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

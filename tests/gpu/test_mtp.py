@@ -1,0 +1,81 @@
+"""MTP layers on a GPU: no draft changes a token, captured steps draft as steps one by one do, and as the reference."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording import prompt_of, run_all, run_one
+from tiny_models import make_target
+from tiny_mtp import add_mtp
+
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+
+pytestmark = pytest.mark.gpu
+
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 256} | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "max_position_embeddings": 2048,
+    "vocab_size": 512,
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
+OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 700, "block_size": 32, "prefill_chunk": 64} | {
+    "dtype": "bfloat16"
+}
+GREEDY, SAMPLED = (SamplingParams(max_tokens=50, temperature=heat, seed=11) for heat in (0.0, 0.9))
+WAYS: dict[str, dict[str, Any]] = {
+    "one": {"num_speculative_tokens": 1},
+    "three": {"num_speculative_tokens": 3},
+    "seven": {"num_speculative_tokens": 7, "draft_window": 40},
+    "adaptive": {"num_speculative_tokens": "auto"},
+    "rounded": {"num_speculative_tokens": 3, "draft_quantize": "fp8"},
+    "cut": {"num_speculative_tokens": 3, "draft_vocab_size": 200},
+    "next to text": {"num_speculative_tokens": 3, "text_drafts": "suffix"},
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_5_moe_text"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    make_target(directory, request.param, gain=0.3, **SIZES, **(EXPERTS if "moe" in request.param else {}))
+    add_mtp(directory, copies=True)
+    (directory / "ids.json").write_text(json.dumps(list(range(512)) + list(range(200)) * 3))
+    return directory
+
+
+def speculation(target: Path, way: str) -> SpeculativeConfig:
+    cut = {"draft_vocab": target / "ids.json"} if way == "cut" else {}
+    return SpeculativeConfig(**{"method": "mtp", "strict": True, **WAYS[way], **cut})
+
+
+def test_no_way_of_drafting_changes_a_token(target: Path) -> None:
+    prompts = [prompt_of(count, seed=count) for count in (5, 64, 130, 300)]
+    with Runtime.load(target, device="cuda", prefix_reuse=False, **OPTIONS) as runtime:
+        expected = [[run_one(runtime, prompt, params) for prompt in prompts] for params in (GREEDY, SAMPLED)]
+    for way in WAYS:
+        with Runtime.load(target, speculation(target, way), device="cuda", **OPTIONS) as runtime:
+            for params, tokens in zip((GREEDY, SAMPLED), expected, strict=True):
+                for _ in range(2):  # the second time after shared prefixes
+                    names = [runtime.submit(prompt, params) for prompt in prompts]
+                    found = run_all(runtime)
+                    assert [found[name] for name in names] == tokens, way
+            assert runtime.summary()["eagle_speculation"]["total_accepted_tokens"] > 0
+
+
+def test_executors_draft_alike(target: Path) -> None:
+    """Of the reference a few drafts are others, since it rounds otherwise; by far most are the same."""
+    prompt, found = prompt_of(150), {}
+    for executor in ("graph", "eager", "reference"):
+        with Runtime.load(target, speculation(target, "three"), device="cuda", executor=executor, **OPTIONS) as runtime:
+            tokens = run_one(runtime, prompt, GREEDY)
+            found[executor] = tokens, runtime.summary()["eagle_speculation"]["acceptance_by_position"]
+    assert found["graph"] == found["eager"]
+    if found["graph"][0] == found["reference"][0]:
+        assert abs(found["graph"][1][0] - found["reference"][1][0]) < 0.15
