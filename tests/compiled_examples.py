@@ -7,7 +7,7 @@ shared out between processes by the module that made them, and each process comp
 
 import fcntl
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -27,26 +27,34 @@ OLDEST, NEWEST = (8, 0), ((10, 0), (12, 0))
 
 
 def _examples_of(capability: Capability) -> list[tuple[str, Kernel]]:
-    """The usual GPU compiles every variant in one size, and so does the oldest capability, which lacks most
-    instructions, where plans depend on the GPU. Else each kind of kernel is compiled once for a capability; the two
-    newest share out the kinds whose plans do not depend on the GPU.
+    """What is compiled daily: each kind of kernel for the usual GPU, and the first of each module for the oldest
+    capability, which lacks most instructions; the two newest share out the modules.
+    """
+    kinds = list(first_examples(GPUS[capability]))
+    if capability == H200.capability:
+        return kinds
+    firsts = list({module: (module, kernel) for module, kernel in reversed(kinds)}.values())[::-1]
+    return firsts if capability == OLDEST else firsts[NEWEST.index(capability) :: len(NEWEST)]
+
+
+def _wide_of(capability: Capability) -> list[tuple[str, Kernel]]:
+    """What is compiled where a run is wide, too: every variant in one size for the usual GPU, and for the oldest
+    capability where plans depend on the GPU; else each kind for each capability.
     """
     gpu, known = GPUS[capability], modules()
-    if gpu is H200:
-        return list(variants(gpu))
-    kinds = list(first_examples(gpu))
+    found = list(variants(gpu) if gpu is H200 else first_examples(gpu))
     if capability == OLDEST:
-        kinds += [each for each in variants(gpu) if takes_gpu(known[each[0]])]
-        return list({kernel.name: (module, kernel) for module, kernel in kinds}.values())
-    own = [each for each in kinds if takes_gpu(known[each[0]])]
-    others = [each for each in kinds if not takes_gpu(known[each[0]])]
-    return own + others[NEWEST.index(capability) :: len(NEWEST)]
+        found += [each for each in variants(gpu) if takes_gpu(known[each[0]])]
+    daily = {kernel.name for _, kernel in EXAMPLES[capability]}
+    named = {kernel.name: (module, kernel) for module, kernel in found}
+    return [each for name, each in named.items() if name not in daily]
 
 
 ORDER = (H200.capability, *(capability for capability in GPUS if capability != H200.capability))
 EXAMPLES = {capability: _examples_of(capability) for capability in ORDER}
-# What a small model's step without drafts launches, for the usual GPU; other kinds, sizes and capabilities are left to
-# the second stage.
+WIDE_EXAMPLES = {capability: _wide_of(capability) for capability in ORDER}
+# What a small model's step without drafts launches, for the usual GPU; other kinds and capabilities are left to the
+# second stage.
 PLAIN_STEP = (
     *(
         "attention.attention",
@@ -65,6 +73,7 @@ PLAIN_STEP = (
         "step.publish",
     ),
 )
+WIDE_NAMES = {(capability, kernel.name) for capability, made in WIDE_EXAMPLES.items() for _, kernel in made}
 FIRST_STAGE = {(H200.capability, kernel.name) for module, kernel in first_examples(H200) if module in PLAIN_STEP}
 
 
@@ -85,62 +94,72 @@ def lowered_once() -> Iterator[None]:
         yield
 
 
-def _examples(first: bool) -> Iterator[tuple[Capability, str, Kernel]]:
-    """The examples of the first stage or of both, each with its capability and module."""
-    for capability, made in EXAMPLES.items():
-        for module, kernel in made:
-            if not first or (capability, kernel.name) in FIRST_STAGE:
+def stage_of(capability: Capability, kernel: Kernel) -> str:
+    """The stage of an example's tests: "first", "second" or "wide"."""
+    if (capability, kernel.name) in FIRST_STAGE:
+        return "first"
+    return "wide" if (capability, kernel.name) in WIDE_NAMES else "second"
+
+
+def _examples(stages: Collection[str]) -> Iterator[tuple[Capability, str, Kernel]]:
+    """The examples of some stages, each with its capability and module."""
+    for capability in ORDER:
+        for module, kernel in (*EXAMPLES[capability], *WIDE_EXAMPLES[capability]):
+            if stage_of(capability, kernel) in stages:
                 yield capability, module, kernel
 
 
 def staged(capability: Capability, kernel: Kernel) -> Any:
     """The marks of a test of one example."""
-    return () if (capability, kernel.name) in FIRST_STAGE else pytest.mark.second
+    stage = stage_of(capability, kernel)
+    return () if stage == "first" else getattr(pytest.mark, stage)
 
 
-def examples_of(*modules: ModuleType) -> list[Kernel]:
-    """The kernels that these modules make for the usual GPU, of those that are compiled."""
+def examples_of(*modules: ModuleType, wide: bool = False) -> list[Kernel]:
+    """The kernels that these modules make for the usual GPU, of those that are compiled daily, or at all."""
     names = {module.__name__.removeprefix("lowlat.kernels.") for module in modules}
-    return [kernel for name, kernel in EXAMPLES[H200.capability] if name in names]
+    made = EXAMPLES[H200.capability] + (WIDE_EXAMPLES[H200.capability] if wide else [])
+    return [kernel for name, kernel in made if name in names]
 
 
 def staged_cases(kernels: Iterable[Kernel]) -> list[Any]:
-    """The usual GPU's kernels as parameters of a test, named, those of the second stage marked."""
+    """The usual GPU's kernels as parameters of a test, named, those of later stages marked."""
     return [pytest.param(each, id=each.name, marks=staged(H200.capability, each)) for each in kernels]
 
 
 class Compiled:
-    """Examples, compiled at first use in as many processes as there are cores: the first stage's, or those of both, of
-    which the first then compiles none, since most of its functions are the others', too.
+    """Examples, compiled at first use in as many processes as there are cores: a stage's, or those of all stages of the
+    run, of which each then compiles none again, since most of their functions are the same.
 
     directory   what was compiled from these sources, by this run or an earlier one
     run         of this run, and shared by its workers: whoever comes first compiles for all
-    both        the run has both stages: all are compiled at the first use of any
+    together    stages that are compiled at the first use of any
     """
 
-    def __init__(self, directory: Path, run: Path, both: bool = False) -> None:
-        self._directory, self._run, self._both = directory, run, both
+    def __init__(self, directory: Path, run: Path, together: Collection[str] = ()) -> None:
+        self._directory, self._run, self._together = directory, run, tuple(together)
         self._made: dict[tuple[Capability, str], tuple[CompiledKernel, str]] = {}
 
     def of(self, capability: Capability, kernel: Kernel) -> tuple[CompiledKernel, str]:
         """A kernel and its PTX."""
         key = (capability, kernel.name)
         if key not in self._made:
-            self._compile(key in FIRST_STAGE and not self._both)
+            stage = stage_of(capability, kernel)
+            self._compile(self._together if stage in self._together else (stage,))
         return self._made[key]
 
-    def _compile(self, first: bool) -> None:
+    def _compile(self, stages: tuple[str, ...]) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         with (self._run / "compiling").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if self._claim(f"all-{first}"):
-                self._compile_all(first)
-        for capability, _, kernel in _examples(first):
+            if self._claim(f"all-{'-'.join(stages)}"):
+                self._compile_all(stages)
+        for capability, _, kernel in _examples(stages):
             self._made[capability, kernel.name] = self._of(capability, kernel)
 
-    def _compile_all(self, first: bool) -> None:
+    def _compile_all(self, stages: tuple[str, ...]) -> None:
         modules: dict[str, list[tuple[Capability, Kernel]]] = {}
-        for capability, module, kernel in _examples(first):
+        for capability, module, kernel in _examples(stages):
             modules.setdefault(module, []).append((capability, kernel))
         # those with most functions first: a long one at the end would have one process wait for another
         longest_first = sorted(modules.items(), key=lambda item: -len({kernel.function for _, kernel in item[1]}))
@@ -152,7 +171,7 @@ class Compiled:
                 try:
                     with lowered_once():
                         for module, kernels in longest_first:
-                            if self._claim(f"{module}-{first}"):
+                            if self._claim(f"{module}-{'-'.join(stages)}"):
                                 for capability, kernel in kernels:
                                     self._of(capability, kernel)
                     status = 0

@@ -70,11 +70,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files that are not of the fast stage are not imported for it.
 
-    Nor are tests of a GPU for the second stage where there is none: the first has looked at them.
+    Nor are tests of a GPU where there is none, unless a path names them, for every worker would import them.
     """
     if config.getoption("markexpr") == "fast" and collection_path.suffix == ".py":
         return None if collection_path.name == "conftest.py" or is_fast(_name_of(collection_path)) else True
-    if config.getoption("markexpr") != "second" or collection_path != REPOSITORY / "tests" / "gpu":
+    folder = REPOSITORY / "tests" / "gpu"
+    named = (Path(argument.partition("::")[0]).resolve() for argument in config.args)
+    if collection_path != folder or config.getoption("--compile-only") or any(path == folder for path in named):
         return None
     import torch
 
@@ -88,12 +90,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the second stage out unless it or one of its tests is named; skip what cannot run here, and say why."""
+    """Leave later stages out unless they or one of their tests are named; skip what cannot run here, and say why."""
     selected = str(config.getoption("markexpr"))
-    if "second" not in selected and not any("::" in argument for argument in config.args):
-        second = [item for item in items if item.get_closest_marker("second") is not None]
-        items[:] = [item for item in items if item.get_closest_marker("second") is None]
-        config.hook.pytest_deselected(items=second)
+    later = {stage for stage in ("second", "wide") if stage not in selected}
+    if not any("::" in argument for argument in config.args):
+        left = [item for item in items if any(mark.name in later for mark in item.iter_markers())]
+        items[:] = [item for item in items if not any(mark.name in later for mark in item.iter_markers())]
+        config.hook.pytest_deselected(items=left)
     import torch  # here: the process that only hands tests out needs none
 
     reasons = {}

@@ -57,15 +57,12 @@ def expected_tokens(pair: PairPaths, edges: Edges, sampling: SamplingParams) -> 
 @pytest.mark.parametrize(
     ("grammar", "mode", "method", "tree"),
     [
-        ("wide", "greedy", "eagle3", None),
+        ("wide", "greedy", "eagle3+", None),
         ("wide", "sampled", "eagle3", "bushy"),
         ("narrow", "penalised", "suffix", None),
-        ("narrow", "sampled", "eagle3+", None),
-        ("wide", "greedy", "eagle3+", None),
         later("wide", "filtered", "eagle3", "deep"),
         later("narrow", "greedy", "ngram", None),
         later("wide", "penalised", "beside", None),
-        later("narrow", "filtered", "eagle3", "wide"),
     ],
 )
 def test_no_speculation_changes_anything(

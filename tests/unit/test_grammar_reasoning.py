@@ -83,8 +83,9 @@ def reasoning(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     yield Reasoning(tmp_path_factory.mktemp(request.param), WAYS[request.param])
 
 
-@pytest.mark.parametrize("options", [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "suffix"}])
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(
+    ("options", "adaptive"), [({"method": "ngram", "prompt_lookup_min": 1}, False), ({"method": "suffix"}, True)]
+)
 def test_a_grammar_holds_where_reasoning_ends_amid_accepted_drafts(
     reasoning: Reasoning, options: dict[str, Any], adaptive: bool
 ) -> None:

@@ -441,3 +441,11 @@ def test_files_that_are_known_to_take_long_are_there(repository: Path) -> None:
 def test_top_level_holds_what_the_design_names(tree_files: list[Path]) -> None:
     extra = {path.parts[0] for path in tree_files} - TOP_LEVEL
     assert not extra, f"not part of the layout: {sorted(extra)}"
+
+
+@pytest.mark.second
+def test_tests_of_a_gpu_can_be_imported_without_one(repository: Path) -> None:
+    """Where there is none they are left out of a run that does not name them."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "tests/gpu"]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -124,7 +124,6 @@ def assert_same(found: Trace, expected: Trace) -> None:
         ("llama", "greedy"),
         later("llama", "filtered"),
         later("qwen3", "sampled"),
-        ("gpt_oss", "greedy"),
         ("gpt_oss", "penalised"),
         ("qwen3_5_moe_text", "sampled"),
     ],
@@ -162,7 +161,6 @@ def test_no_depth_of_drafts_from_text_changes_anything(
 @pytest.mark.parametrize(
     ("family", "mode", "reuse"),
     [
-        ("llama", "greedy", True),
         ("llama", "sampled", True),
         later("qwen3", "sampled", False),
         ("gpt_oss", "greedy", True),
@@ -180,8 +178,14 @@ def test_a_depth_that_changes_at_each_step_changes_nothing(
             assert_same(traced(runtime, prompt, sampling, depths.__getitem__), expected)
 
 
-@pytest.mark.parametrize(("name", "mode"), list(zip(TREES, ["greedy", "sampled"] * 2, strict=True)))
-@pytest.mark.parametrize("family", STAGED_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "name", "mode"),
+    [
+        *(("llama", name, mode) for name, mode in zip(TREES, ["greedy", "sampled"] * 2, strict=True)),
+        later("qwen3", "deep", "greedy"),
+        ("gpt_oss", "bushy", "sampled"),
+    ],
+)
 def test_no_tree_changes_anything(family: str, name: str, mode: str, pairs: dict[str, PairPaths]) -> None:
     prompt, sampling = prompt_of(13, seed=2), params(mode)
     expected = baseline(pairs[family], prompt, sampling)
@@ -376,10 +380,8 @@ def test_no_neighbour_changes_anything(
 @pytest.mark.parametrize(
     ("family", "mode", "method"),
     [
-        ("llama", "greedy", "eagle3"),
         ("llama", "greedy", "ngram"),
         ("llama", "sampled", "eagle3"),
-        ("llama", "sampled", "ngram"),
         later("qwen3", "sampled", "ngram"),
         later("gpt_oss", "greedy", "eagle3"),
     ],
@@ -410,8 +412,7 @@ def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]
 
 
 @pytest.mark.parametrize(
-    ("family", "length"),
-    [("llama", 1), ("llama", 9), later("qwen3", 8), ("gpt_oss", 1), ("gpt_oss", 9), ("qwen3_5_moe_text", 9)],
+    ("family", "length"), [("llama", 9), later("qwen3", 8), ("gpt_oss", 1), ("qwen3_5_moe_text", 9)]
 )
 def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairPaths]) -> None:
     """Prompts of one token, of a chunk, of one more; products add in float32 and round once, in every bucket."""

@@ -36,7 +36,7 @@ class Case:
     family: str
     options: Mapping[str, Any] = field(default_factory=dict)
     prompt: int = 71
-    completion: int = 48
+    completion: int = 24
     make: Callable[..., Any] = make_target
 
 

@@ -34,5 +34,6 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for older in kept.iterdir() if cache else ():
         if older.name != source_digest():
             shutil.rmtree(older, ignore_errors=True)
-    both = "second" in str(request.config.getoption("markexpr"))
-    return Compiled(kept / source_digest(), run, both)
+    chosen = str(request.config.getoption("markexpr"))
+    later = [stage for stage in ("second", "wide") if stage in chosen]
+    return Compiled(kept / source_digest(), run, ("first", *later) if later else ())

@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from compiled_examples import EXAMPLES, Compiled, staged
+from compiled_examples import EXAMPLES, WIDE_EXAMPLES, Compiled, staged
 from kernel_inventory import GPUS, examples, factories, family, fingerprint, modules, offers_calls
 from moe_cases import make_moe, make_topk_routing
 
@@ -32,7 +32,7 @@ CASES = [
         marks=staged(capability, kernel),
     )
     for capability, made in EXAMPLES.items()
-    for _, kernel in made
+    for _, kernel in (*made, *WIDE_EXAMPLES[capability])
 ]
 SCORES = 64  # registers of a flash attention's scores
 WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
@@ -40,8 +40,8 @@ WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
 NARROW = re.compile(
     r"accept|advance_states|argmax|begin_step|check_|place_table|finite|publish|assign_drafts|forward_commands|all_gather|"
     r"(mask_row|parent_token|waiting_row)s|(ngram|suffix)_draft|"
-    r"choose_(drafts|nodes|width|blocks)|grow_block_tree|hand_over_tree|(join|learn)_widths|list_lens|"
-    r"route_top_k|keep_prompt_logprobs|"
+    r"choose_(drafts|nodes|draft_length|blocks)|grow_block_tree|hand_over_tree|(join|learn_draft)_lengths|list_lens|"
+    r"route_top_k|keep_prompt_logprobs|advance_states|"
     r"\w+_97(_|$)"
 )
 PRODUCTS = re.compile(r"decode_gemm|attention_\d|experts_(grouped_|gemm_|mlp)")
@@ -79,7 +79,7 @@ def test_a_kernel_fits_its_gpu_and_has_the_instructions_that_were_meant(
 def test_what_is_done_once_for_all_capabilities_is_what_each_would_get(
     capability: tuple[int, int], compiled: Compiled
 ) -> None:
-    kernel = next(kernel for _, kernel in EXAMPLES[capability] if re.match("argmax|norms", kernel.name))
+    kernel = next(kernel for _, kernel in EXAMPLES[capability] if re.match("argmax|embed_norm", kernel.name))
     bounds = (kernel.threads, kernel.min_blocks)
     alone, _ = compile_ptx(kernel.function, kernel.signature, capability, bounds)
     assert unnamed(alone) == unnamed(compiled.of(capability, kernel)[1])

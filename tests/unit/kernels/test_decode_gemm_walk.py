@@ -36,7 +36,7 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu
     [
         (True, 1, 80, 600, {}),
         (False, 1, 48, 1096, {"stages": 1, "weight_tiles": 1}),
-        (True, 2, 100, 200, {"stages": 3, "areas": 1}),
+        later(True, 2, 100, 200, {"stages": 3, "areas": 1}),
         (False, 3, 80, 72, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
         (True, 8, 48, 640, {"stages": 2}),
         (False, 9, 112, 64, {"weight_tiles": 4, "stages": 2, "areas": 1, "num_blocks": 1}),

@@ -17,7 +17,7 @@ from lowlat.kernels.speculation import draft_input as draft_input
 from lowlat.kernels.toolchain.kernel import Kernel
 
 BF16 = torch.bfloat16
-KERNELS = examples_of(arranged_norm, elementwise, embed, draft_input, norm, qk_norm, rotate)
+KERNELS = examples_of(arranged_norm, elementwise, embed, draft_input, norm, qk_norm, rotate, wide=True)
 
 
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

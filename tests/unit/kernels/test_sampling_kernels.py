@@ -18,7 +18,9 @@ from lowlat.kernels.sampling.logprobs import tokens as logprob_kernels
 from lowlat.kernels.speculation import draft_topk as draft_kernels
 from lowlat.kernels.toolchain.kernel import Kernel
 
-KERNELS = examples_of(argmax_kernels, draft_kernels, logprob_kernels, pair_kernels, sample_kernels, prompt_kernels)
+KERNELS = examples_of(
+    argmax_kernels, draft_kernels, logprob_kernels, pair_kernels, sample_kernels, prompt_kernels, wide=True
+)
 HOPPER = (9, 0)
 REGISTERS = 128  # two blocks of 256 threads and more fit on an SM
 
