@@ -4,7 +4,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,17 +20,17 @@ class _States:
     def __init__(self, walker: Walker) -> None:
         self._walker = walker
 
-    def load_tile(self, pieces: int, stride: int, columns: int = COLUMNS) -> Callable[[int], Any]:
+    def load_tile(self, pieces: int, stride: int) -> Callable[[int], Any]:
         def load(address: int) -> Any:
-            read = [self._walker.at(place, 16).view(np.float32) for place in _places(address, pieces, stride, columns)]
-            return np.concatenate(read).reshape(columns, -1)
+            read = [self._walker.at(place, 16).view(np.float32) for place in _places(address, pieces, stride)]
+            return np.concatenate(read).reshape(COLUMNS, -1)
 
         return load
 
-    def store_tile(self, pieces: int, stride: int, columns: int = COLUMNS) -> Callable[[int, Any], None]:
+    def store_tile(self, pieces: int, stride: int) -> Callable[[int, Any], None]:
         def store(address: int, tile: Any) -> None:
             numbers = np.asarray(tile, np.float32).reshape(-1, 4)
-            for place, four in zip(_places(address, pieces, stride, columns), numbers, strict=True):
+            for place, four in zip(_places(address, pieces, stride), numbers, strict=True):
                 self._walker.at(place, 16)[:] = four.view(np.uint8)
 
         return store
@@ -48,17 +47,13 @@ class _States:
     def module(self) -> Any:
         made: Any = ModuleType(NAME)
         made.COLUMNS, made.load_tile, made.store_tile = COLUMNS, self.load_tile, self.store_tile
-        made.tile_sums, made.update_tile = partial(_made, _sums), partial(_made, _updated)
+        made.tile_sums, made.update_tile = lambda rows: _sums, lambda rows: _updated
         made.store_shared_of_peer, made.sync_cluster_memory = self.store_of_peer, self.sync_cluster
         return made
 
 
-def _made(function: Callable[..., Any], rows: int, columns: int = COLUMNS) -> Callable[..., Any]:
-    return partial(function, columns)
-
-
-def _places(address: int, pieces: int, stride: int, count: int) -> list[int]:
-    return [int(address) + column * stride + 128 * piece for column in range(count) for piece in range(pieces)]
+def _places(address: int, pieces: int, stride: int) -> list[int]:
+    return [int(address) + column * stride + 128 * piece for column in range(COLUMNS) for piece in range(pieces)]
 
 
 def _numbers(words: Any) -> Any:
@@ -69,18 +64,18 @@ def _fma(a: Any, b: Any, c: Any) -> Any:
     return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
-def _sums(count: int, tile: Any, first: Any, second: Any) -> tuple[Any, ...]:
-    columns = np.asarray(tile, np.float32).reshape(count, -1)
+def _sums(tile: Any, first: Any, second: Any) -> tuple[Any, ...]:
+    columns = np.asarray(tile, np.float32).reshape(COLUMNS, -1)
     vectors = np.stack([_numbers(first), _numbers(second)]).astype(np.float64)
-    totals = np.zeros((2, count), np.float32)
+    totals = np.zeros((2, COLUMNS), np.float32)
     for row in range(columns.shape[1]):
         totals = _fma(columns[None, :, row], vectors[:, row, None], totals)
     return tuple(totals.reshape(-1))
 
 
-def _updated(count: int, tile: Any, k: Any, decay: Any, d: Any) -> Any:
-    decayed = np.asarray(tile, np.float32).reshape(count, -1) * np.float32(decay)
-    return _fma(_numbers(k)[None], np.array(d, np.float64)[:, None], decayed)
+def _updated(tile: Any, k: Any, decay: Any, first: Any, second: Any) -> Any:
+    decayed = np.asarray(tile, np.float32).reshape(COLUMNS, -1) * np.float32(decay)
+    return _fma(_numbers(k)[None], np.array([[first], [second]], np.float64), decayed)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from lowlat.kernels.recurrent.delta_math import (
     unit_heads,
 )
 from lowlat.kernels.recurrent.delta_rule import check_heads, snapshot_pairs
-from lowlat.kernels.recurrent.delta_step import HeadSizes
+from lowlat.kernels.recurrent.delta_step import WARP_COLUMNS, HeadSizes
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_state
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace, WorkspaceShape
@@ -36,7 +36,6 @@ TILE_BYTES = 16 << 10  # of queries and keys, at most
 STAGES = 3
 NEVER = 1 << 40  # more rows than a chunk has
 WARPS = 4  # of a block that makes what rows bring
-LANE_COLUMNS = 1  # of the state: a scheduler has two warps then, and one issues where the other waits
 
 
 @cache
@@ -107,9 +106,7 @@ def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
     """Grid (Hv * blocks of a head,). pairs: of a row of the states and a number of rows; -1: no snapshots are given."""
     value_heads, key_dim, value_dim = heads.value_heads, heads.key_dim, heads.value_dim
     columns, parts, group, channels = heads.columns, heads.parts, heads.group, heads.channels
-    lane_columns = LANE_COLUMNS
-    warp_columns = 4 * lane_columns
-    threads = columns // warp_columns * 32
+    threads = columns // WARP_COLUMNS * 32
     value_channel, value_fours, value_words = 2 * heads.key_heads * key_dim, columns // 4, columns // 8
     row_pieces = key_dim // 2  # of 16 bytes: a query and a key
     tile_size = 16 if 16 * 8 * key_dim <= TILE_BYTES else 8
@@ -120,13 +117,9 @@ def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
     outputs = STAGES * stage_bytes
     output_bytes = tile_size * columns * 4
     pieces, stride, tile_rows = key_dim // 32, 4 * key_dim * 4, key_dim // 8
-    load_tile, store_tile = (
-        ptx_state.load_tile(pieces, stride, lane_columns),
-        ptx_state.store_tile(pieces, stride, lane_columns),
-    )
-    no_state = ptx.zeros(lane_columns * tile_rows)
-    tile_sums = ptx_state.tile_sums(tile_rows, lane_columns)
-    update_tile = ptx_state.update_tile(tile_rows, lane_columns)
+    load_tile, store_tile = ptx_state.load_tile(pieces, stride), ptx_state.store_tile(pieces, stride)
+    no_state = ptx.zeros(ptx_state.COLUMNS * tile_rows)
+    tile_sums, update_tile = ptx_state.tile_sums(tile_rows), ptx_state.update_tile(tile_rows)
     load_vector = ptx.load_shared_tiles(pieces, 128)
     await_tile, await_all = ptx.copies_wait(STAGES - 2), ptx.copies_wait(0)
 
@@ -185,14 +178,17 @@ def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
         """
         decay, beta, product, _ = four_numbers(ptx.load_shared_128(uint32(decays + row * uint32(16))))
         at = uint32(values + row * uint32(2 * columns))
-        value = value_at(at, is_odd)
+        value0, value1 = value_at(at, is_odd), value_at(uint32(at + uint32(8)), is_odd)
         sums = tile_sums(tile, k, q)
-        seen, read = tile_sum(sums[0]), tile_sum(sums[1])
-        d = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen, value))
+        seen0, seen1 = tile_sum(sums[0]), tile_sum(sums[1])
+        read0, read1 = tile_sum(sums[2]), tile_sum(sums[3])
+        d0 = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen0, value0))
+        d1 = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen1, value1))
         if writes:
             at = uint32(results + row * uint32(4 * columns))
-            ptx.store_shared_f32(at, rounded(ptx.fma_rn(d, product, ptx.mul_rn(decay, read))))
-        return update_tile(tile, k, decay, (d,))
+            ptx.store_shared_f32(at, rounded(ptx.fma_rn(d0, product, ptx.mul_rn(decay, read0))))
+            ptx.store_shared_f32(uint32(at + uint32(16)), rounded(ptx.fma_rn(d1, product, ptx.mul_rn(decay, read1))))
+        return update_tile(tile, k, decay, d0, d1)
 
     @device_function
     def next_stop(snapshots: Any, done: Any) -> Any:
@@ -237,7 +233,7 @@ def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
         start, live = int_at(chunk, int64(0)), int_at(chunk, int64(1))
         lane, warp = thread & int64(31), thread >> int64(5)
         in_eight = uint32(lane & int64(7))
-        own_column = warp * int64(warp_columns) + (lane >> int64(3))
+        own_column = warp * int64(WARP_COLUMNS) + (lane >> int64(3))
         lines, writes, is_odd = (
             uint32(in_eight * uint32(16)),
             in_eight == uint32(0),

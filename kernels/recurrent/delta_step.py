@@ -432,7 +432,7 @@ def make_step(sizes: StepSizes) -> Kernel:
             k = load_vector(uint32(lines + uint32(int64(pending_keys) + row * int64(4 * key_dim))))
             decay = ptx.load_shared_f32(uint32(base + uint32(int64(pending_decays) + row * int64(4))))
             at = uint32(base + uint32(int64(pending_values) + (row * int64(columns) + own_column) * int64(4)))
-            tile = update_tile(tile, k, decay, (ptx.load_shared_f32(at), ptx.load_shared_f32(at + uint32(16))))
+            tile = update_tile(tile, k, decay, ptx.load_shared_f32(at), ptx.load_shared_f32(at + uint32(16)))
         if num_pending > int64(0):
             store_tile(place, tile)
         await_all()
@@ -470,7 +470,7 @@ def make_step(sizes: StepSizes) -> Kernel:
                 target = pending_d + (kept * int64(value_heads * value_dim) + column + own_column) * int64(4)
                 ptx.store_global_f32(target, d0)
                 ptx.store_global_f32(target + int64(16), d1)
-            tile = update_tile(tile, k, decay, (d0, d1))
+            tile = update_tile(tile, k, decay, d0, d1)
         cuda.syncthreads()
         if norms:
             share_squares(base, thread, part, count)

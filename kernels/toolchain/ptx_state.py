@@ -22,7 +22,7 @@ __all__ = [
     "update_tile",
 ]
 
-COLUMNS = 2  # of a lane, where nothing else is said
+COLUMNS = 2  # of a lane
 WORDS = 4  # of an access of 16 bytes
 
 # a number into the shared memory of the block with this place in the cluster, at the same address
@@ -33,7 +33,7 @@ store_shared_of_peer = instruction(
 sync_cluster_memory = instruction("barrier.cluster.arrive; barrier.cluster.wait;", None, (), together=True)
 
 
-def load_tile(pieces: int, stride: int, columns: int = COLUMNS) -> Any:
+def load_tile(pieces: int, stride: int) -> Any:
     """An intrinsic: past L1, 16 bytes at each of `pieces` places 128 bytes apart from an address, for each column.
 
     stride  bytes from a column to the next
@@ -41,13 +41,13 @@ def load_tile(pieces: int, stride: int, columns: int = COLUMNS) -> Any:
 
     @intrinsic
     def load(context: Any, address: Any) -> Any:
-        signature = types.UniTuple(f32, columns * WORDS * pieces)(i64)
+        signature = types.UniTuple(f32, COLUMNS * WORDS * pieces)(i64)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             numbers = []
             struct = ir.LiteralStructType([ir_type(f32)] * WORDS)
             function = ir.FunctionType(struct, [ir_type(i64)])
-            for offset in _offsets(pieces, stride, columns):
+            for offset in _offsets(pieces, stride):
                 text = f"ld.global.cg.v4.f32 {{$0,$1,$2,$3}}, [$4+{offset}];"
                 assembly = ir.InlineAsm(function, text, "=f,=f,=f,=f,l,~{memory}", side_effect=True)
                 call = builder.call(assembly, args)
@@ -59,16 +59,16 @@ def load_tile(pieces: int, stride: int, columns: int = COLUMNS) -> Any:
     return load
 
 
-def store_tile(pieces: int, stride: int, columns: int = COLUMNS) -> Any:
+def store_tile(pieces: int, stride: int) -> Any:
     """An intrinsic that stores a tile to the places from which `load_tile` takes it."""
 
     @intrinsic
     def store(context: Any, address: Any, tile: Any) -> Any:
-        signature = types.void(i64, types.UniTuple(f32, columns * WORDS * pieces))
+        signature = types.void(i64, types.UniTuple(f32, COLUMNS * WORDS * pieces))
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             function = ir.FunctionType(ir.VoidType(), [ir_type(i64)] + [ir_type(f32)] * WORDS)
-            for place, offset in enumerate(_offsets(pieces, stride, columns)):
+            for place, offset in enumerate(_offsets(pieces, stride)):
                 numbers = [builder.extract_value(args[1], WORDS * place + k) for k in range(WORDS)]
                 text = f"st.global.v4.f32 [$0+{offset}], {{$1,$2,$3,$4}};"
                 assembly = ir.InlineAsm(function, text, "l,f,f,f,f,~{memory}", side_effect=True)
@@ -80,11 +80,11 @@ def store_tile(pieces: int, stride: int, columns: int = COLUMNS) -> Any:
     return store
 
 
-def _offsets(pieces: int, stride: int, columns: int) -> Sequence[int]:
-    return [column * stride + 128 * piece for column in range(columns) for piece in range(pieces)]
+def _offsets(pieces: int, stride: int) -> Sequence[int]:
+    return [column * stride + 128 * piece for column in range(COLUMNS) for piece in range(pieces)]
 
 
-def tile_sums(rows: int, columns: int = COLUMNS) -> Any:
+def tile_sums(rows: int) -> Any:
     """An intrinsic: the products of a tile's columns with two vectors, each summed over the tile's rows in order.
 
     It takes a tile of `rows` rows and the vectors as words; the columns' sums with the first vector come first.
@@ -93,16 +93,16 @@ def tile_sums(rows: int, columns: int = COLUMNS) -> Any:
     @intrinsic
     def sums(context: Any, tile: Any, first: Any, second: Any) -> Any:
         words = types.UniTuple(u32, rows)
-        signature = types.UniTuple(f32, 2 * columns)(types.UniTuple(f32, columns * rows), words, words)
+        signature = types.UniTuple(f32, 2 * COLUMNS)(types.UniTuple(f32, COLUMNS * rows), words, words)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            totals = [ir.Constant(ir_type(f32), 0.0)] * (2 * columns)
+            totals = [ir.Constant(ir_type(f32), 0.0)] * (2 * COLUMNS)
             for row in range(rows):
                 for vector in range(2):
                     factor = _number(builder, args[1 + vector], row)
-                    for column in range(columns):
+                    for column in range(COLUMNS):
                         number = builder.extract_value(args[0], column * rows + row)
-                        place = columns * vector + column
+                        place = COLUMNS * vector + column
                         totals[place] = _fma(builder, number, factor, totals[place])
             return context.make_tuple(builder, signature.return_type, totals)
 
@@ -111,28 +111,27 @@ def tile_sums(rows: int, columns: int = COLUMNS) -> Any:
     return sums
 
 
-def update_tile(rows: int, columns: int = COLUMNS) -> Any:
+def update_tile(rows: int) -> Any:
     """An intrinsic: a tile after a row of the recurrence; its number s of row i, column j is fma(k[i], d[j], decay s).
 
-    It takes the tile, k as words, the decay, and the columns' d as a tuple.
+    It takes the tile, k as words, the decay, and d of each column.
     """
 
     @intrinsic
-    def update(context: Any, tile: Any, k: Any, decay: Any, d: Any) -> Any:
-        kind = types.UniTuple(f32, columns * rows)
-        signature = kind(kind, types.UniTuple(u32, rows), f32, types.UniTuple(f32, columns))
+    def update(context: Any, tile: Any, k: Any, decay: Any, first: Any, second: Any) -> Any:
+        kind = types.UniTuple(f32, COLUMNS * rows)
+        signature = kind(kind, types.UniTuple(u32, rows), f32, f32, f32)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             product = ir.FunctionType(ir_type(f32), [ir_type(f32)] * 2)
             decayed = ir.InlineAsm(product, "mul.rn.f32 $0, $1, $2;", "=f,f,f", side_effect=False)
-            numbers = [builder.extract_value(args[0], place) for place in range(columns * rows)]
+            numbers = [builder.extract_value(args[0], place) for place in range(COLUMNS * rows)]
             numbers = [builder.call(decayed, [number, args[2]]) for number in numbers]
             for row in range(rows):
                 factor = _number(builder, args[1], row)
-                for column in range(columns):
+                for column in range(COLUMNS):
                     place = column * rows + row
-                    own = builder.extract_value(args[3], column)
-                    numbers[place] = _fma(builder, factor, own, numbers[place])
+                    numbers[place] = _fma(builder, factor, args[3 + column], numbers[place])
             return context.make_tuple(builder, signature.return_type, numbers)
 
         return signature, codegen
