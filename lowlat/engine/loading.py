@@ -26,7 +26,15 @@ from lowlat.engine.scheduler import Scheduler
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
-from lowlat.executors.make import Rank, check_positions, make_executor, refuse_parts, refuse_ranks, settle_executor
+from lowlat.executors.make import (
+    Rank,
+    check_chosen_lengths,
+    check_positions,
+    make_executor,
+    refuse_parts,
+    refuse_ranks,
+    settle_executor,
+)
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.toolchain.kernel import H200, Gpu
@@ -186,6 +194,7 @@ def load(
     check_device(options, choice)
     if choice.has_kernels:
         check_positions(geometry, invariant=options.tp_invariant)
+        check_chosen_lengths(geometry)
     if options.count_tiles:
         from lowlat.engine.tile_counter import check_countable  # which loads the kernels
 

@@ -193,6 +193,11 @@ def _slots(state: BufferSet, batch: int, length: int) -> dict[str, torch.Tensor]
         "active": (torch.arange(max_batch) < batch).int(),
         "lengths": torch.full((max_batch,), length, dtype=torch.int32),
         **{name: table for name in state if name.startswith("block_table")},
+        **(
+            {"state_lens": torch.full((max_batch,), max(length - 2, 0), dtype=torch.int32)}
+            if "state_lens" in state
+            else {}
+        ),
         "slot_ints": ints,
         "slot_floats": floats,
         "stop_ids": torch.full(state["stop_ids"].shape, -1, dtype=torch.int32),

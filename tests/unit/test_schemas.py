@@ -12,6 +12,7 @@ from inserted import with_identities
 from lowered import Pair
 from lowering_cases import HEADS, MOE_LAYERS, SHAPES, TARGETS, write_pair
 from stages import later
+from tiny_models import make_target
 
 from lowlat.errors import ConfigError
 from lowlat.executors.reference import bind
@@ -36,7 +37,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Pair]:
         files = write_pair(name, tmp_path_factory.mktemp(re.sub(r"\W", "_", name)))
         return Pair(*files, **SHAPES[KINDS_OF_TREES.get(name, False)])
 
-    return {name: make(name) for name in NAMES}
+    hybrid = tmp_path_factory.mktemp("hybrid")
+    make_target(hybrid, "qwen3_5_moe_text", shared_expert_intermediate_size=40)
+    return {name: make(name) for name in NAMES} | {"hybrid": Pair(hybrid, None)}
 
 
 def programs_of(pair: Pair) -> Iterator[Program]:

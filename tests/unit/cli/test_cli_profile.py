@@ -119,7 +119,7 @@ def test_of_several_gpus_each_tells_what_it_all_reduces(gpu: dict[str, Any]) -> 
     assert (gpu["card"], gpu["tensor_parallel_size"], gpu["devices"]) == ("cuda:2", 2, (2, 3))
     found = answer(*SMALL, "--tensor-parallel", 2, "--json")
     assert found["tensor_parallel_size"] == 2 and len(found["cards"]) == 2
-    assert found["cards"][0]["exchange_us"] == pytest.approx(found["all_reduce"]["time_us"])
+    assert found["cards"][0]["all_reduce_us"] == pytest.approx(found["all_reduce"]["time_us"])
 
 
 def test_trace_is_written(gpu: dict[str, Any], tmp_path: Path) -> None:
