@@ -54,7 +54,7 @@ def check_countable(geometry: StepGeometry, topologies: Mapping[int, Topology]) 
     elif geometry.partial is not None:
         problem = "counts attention to all of the KV cache, and enable_specpv attends to a part of it"
     elif uncounted := {spec.head_dim for spec in geometry.config.attentions.values()} - set(TILE_BYTES):
-        sizes = " and ".join(map(str, TILE_BYTES))
+        sizes = ", ".join(map(str, TILE_BYTES))
         problem = f"counts the tiles of heads of {sizes}, and the target has some of {min(uncounted)}"
     if problem is not None:
         raise ConfigError(f"count_tiles {problem}; leave it out")

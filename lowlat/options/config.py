@@ -94,8 +94,7 @@ class SpeculativeConfig:
     )
     method: str = declare(
         "eagle3",
-        "How drafts are made; mtp, ngram and suffix need no draft model. auto: as the draft model says; without one, "
-        "by the target's MTP layer.",
+        "How drafts are made. auto: as the draft model says; without one, by the target's MTP layer.",
         kind="choice",
         choices=METHOD_OPTIONS,
     )
@@ -172,8 +171,7 @@ class SpeculativeConfig:
     )
     draft_vocab: str | Path | None = declare(
         None,
-        "Draft only the tokens that occur in a file: a text, or token ids (.json). Drafts then read fewer rows of the "
-        "LM head, and tokens stay the target's.",
+        "Draft only the tokens that occur in a file: a text, or ids (.json).",
         metavar="FILE",
     )
     draft_vocab_size: int | None = declare(
@@ -182,6 +180,7 @@ class SpeculativeConfig:
         1,
         1 << 20,
         otherwise="all that occur",
+        rare=True,
     )
     draft_window: int | None = declare(
         None, "The draft model attends to the first 4 and the last N rows only.", 1, 1 << 20

@@ -132,8 +132,8 @@ def test_ranks_share_the_draft_model_beside_it(tmp_path: Path) -> None:
 
 
 def test_it_stands_for_its_model_in_all_that_a_speculator_is() -> None:
-    """The rest, which it takes over, is of drafting that opens a step: it does not do so."""
-    opening = {"waiting_boundaries"}
+    """The rest is of drafting that opens a step, which it does not do, and of what a target's files have."""
+    opening = {"waiting_boundaries", "is_in"}
     public = {name for name in vars(Speculator) if name[0] != "_"}
     assert public - set(vars(TextBeside)) == opening
 
