@@ -33,7 +33,7 @@ class _At(Enum):
 
 
 class FunctionCall:
-    """The CallBody of one call, from after `<function=` on.
+    """The CallBody of one call, from what follows `<function=` on.
 
     raw  text before it that belongs to it
     """

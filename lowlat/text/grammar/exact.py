@@ -177,7 +177,7 @@ def _item(pattern: str, place: int) -> str:
 
 
 def _exact_class(pattern: str, place: int) -> tuple[str, int]:
-    """A class from after its bracket on, and the place after it."""
+    """A class, from what follows its bracket on, and the place after it."""
     begin = "[^" if pattern.startswith("^", place) else "["
     place += len(begin) - 1
     parts, in_range = [begin], False
