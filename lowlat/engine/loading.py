@@ -349,7 +349,7 @@ def make_topologies(speculative: SpeculativeConfig) -> dict[int, Topology]:
         drafts = speculative.max_total_draft_tokens or DEFAULT_DRAFT_TOKENS
         return {0: TreeTopology.chain(0), depth: DynamicTree(depth, top_k, drafts + 1)}
     if speculative.tree is None:
-        most = speculative.num_speculative_tokens if speculative.adaptive_length else MAX_SPECULATIVE_TOKENS
+        most = speculative.num_speculative_tokens if speculative.adaptive_width else MAX_SPECULATIVE_TOKENS
         return {s: TreeTopology.chain(s) for s in range(most + 1)}
     tree = TreeTopology.load(
         speculative.tree,
@@ -501,11 +501,11 @@ def _chunks_at_once(options: RuntimeConfig) -> int:
 
 def _max_width(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> int | None:
     """The greatest width where the device chooses each step's. Raises ConfigError where it cannot."""
-    if speculator is None or speculative is None or not speculative.adaptive_length:
+    if speculator is None or speculative is None or not speculative.adaptive_width:
         return None
     if speculator.waiting_boundaries is None:
         raise ConfigError(
-            f"adaptive_length (num_speculative_tokens 'auto') is not implemented for method {speculative.method!r} "
+            f"adaptive_width (num_speculative_tokens 'auto') is not implemented for method {speculative.method!r} "
             f"with text_drafts {speculative.text_drafts!r}; give a number of tokens, or leave text_drafts out"
         )
     return speculative.num_speculative_tokens

@@ -161,7 +161,7 @@ def check_chosen_lengths(geometry: StepGeometry) -> None:
         return
     if any(isinstance(layer.ffn, ExpertsSpec) for layer in draft.layers):
         raise ConfigError(
-            "adaptive_length (num_speculative_tokens 'auto') is not implemented on a GPU for draft models with "
+            "adaptive_width (num_speculative_tokens 'auto') is not implemented on a GPU for draft models with "
             "experts; give num_speculative_tokens a number, or use executor 'reference'"
         )
 

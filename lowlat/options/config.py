@@ -71,7 +71,7 @@ class SpeculativeConfig:
     `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
     followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts next to it: each step
     verifies, by slot, those of which more should be accepted.
-    num_speculative_tokens is S, the depth; the string "auto" is taken too: `adaptive_length` with S up to 7. A
+    num_speculative_tokens is S, the depth; the string "auto" is taken too: `adaptive_width` with S up to 7. A
     chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
     `dynamic_tree_max_topk` makes a tree whose contents are chosen in each step: at each of `max_draft_len` levels (S)
@@ -100,14 +100,14 @@ class SpeculativeConfig:
     )
     num_speculative_tokens: int = declare(
         3,
-        "Depth of speculation; 0: none; auto: each step's is chosen, up to 7 (adaptive_length).",
+        "Depth of speculation; 0: none; auto: each step's is chosen, up to 7 (adaptive_width).",
         0,
         MAX_SPECULATIVE_TOKENS,
         flags=("-S",),
         words=("auto",),
         otherwise="3, or the tree's depth",
     )
-    adaptive_length: bool = declare(
+    adaptive_width: bool = declare(
         False,
         "Let each step choose how many drafts it makes and verifies, from none to num_speculative_tokens, by what is "
         "accepted and what it costs; of chains.",
@@ -285,14 +285,14 @@ class SpeculativeConfig:
         check_options(self, ConfigError)
         if str(self.num_speculative_tokens) == "auto":
             object.__setattr__(self, "num_speculative_tokens", MAX_SPECULATIVE_TOKENS)
-            object.__setattr__(self, "adaptive_length", True)
+            object.__setattr__(self, "adaptive_width", True)
         self._check_method()
         self._check_dynamic_tree()
         self._check_limits()
         trees = [name for name in ("tree", "dynamic_tree_max_topk") if getattr(self, name) is not None]
-        if self.adaptive_length and (trees or not self.num_speculative_tokens):
+        if self.adaptive_width and (trees or not self.num_speculative_tokens):
             problem = f"{trees[0]} asks for one of its own" if trees else "num_speculative_tokens is 0"
-            raise ConfigError(f"adaptive_length chooses among chains of at least one draft, and {problem}")
+            raise ConfigError(f"adaptive_width chooses among chains of at least one draft, and {problem}")
         if self.capture_layers is not None:
             if not isinstance(self.capture_layers, (tuple, list)):
                 raise ConfigError(f"capture_layers must be a list of boundaries, got {self.capture_layers!r:.80}")
@@ -355,8 +355,8 @@ class SpeculativeConfig:
             for name in ("tree", "dynamic_tree_max_topk", "simulated_acceptance", "simulated_accept_length"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"specpv_lossless goes with chains and their own acceptance, and {name} is given")
-        if self.enable_specpv and self.adaptive_length:
-            raise ConfigError("enable_specpv goes with a fixed number of drafts, and adaptive_length chooses it again")
+        if self.enable_specpv and self.adaptive_width:
+            raise ConfigError("enable_specpv goes with a fixed number of drafts, and adaptive_width chooses it again")
         if not self.enable_specpv:
             for option in options_of(SpeculativeConfig):
                 if option.name.startswith("specpv_") and getattr(self, option.name) != option.default:

@@ -49,7 +49,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
 
 def load(pair: PairPaths, executor: str, **options: Any) -> Runtime:
     """A runtime that chooses widths up to 7."""
-    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=7, adaptive_length=True, strict=True)
+    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=7, adaptive_width=True, strict=True)
     return Runtime.load(pair.target, config, executor=executor, **{**OPTIONS, **options})
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(240)
 TARGET, HEAD = "lowlat/demo/target", "lowlat/demo/head"
 SAME = ("tokens", "lengths", "active", "drafts", "num_drafts", "block_table", "output_counts")
 PROMPTS = ("The President shall", "Congress shall make no law", "No person shall")
-CHOSEN = {"adaptive_length": True}
+CHOSEN = {"adaptive_width": True}
 SHAPES: dict[str, Any] = {"max_batch": 2, "max_context": 256, "device": "cuda", "executor": "graph"}
 WIDE, NARROW = random_edges(3, 4096, num_states=5, most=900, forced=0.0), random_edges(1, 4096)
 
@@ -93,7 +93,7 @@ def test_ranks_agree_fused_or_not_in_steps_and_in_loops() -> None:
     assert [len(tokens) for tokens in two] == [40] * 3
     assert decode(tensor_parallel_size=2, device_loop=True) == two
     assert decode(tensor_parallel_size=2, fuse=False) == two
-    assert decode(tensor_parallel_size=2, adaptive_length=True) == two
+    assert decode(tensor_parallel_size=2, adaptive_width=True) == two
     assert decode(tensor_parallel_size=2, **CHOSEN) == two
     assert decode()[0][:8] == two[0][:8]  # sums of another order: equal until two tokens are nearly alike
 

@@ -38,7 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
 
 
 def load(pair: PairPaths, depth: Any = 5, *, adaptive: bool = True, **options: Any) -> Runtime:
-    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=depth, adaptive_length=adaptive, strict=True)
+    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=depth, adaptive_width=adaptive, strict=True)
     return Runtime.load(pair.target, config, **{**OPTIONS, "dtype": "float32", **options})
 
 
@@ -72,7 +72,7 @@ def test_ahead_and_in_a_loop_tokens_are_those_without_drafts(pair: PairPaths) ->
 
     with Runtime.load(pair.target, **{**OPTIONS, "dtype": "float32"}) as runtime:
         expected = run(runtime)
-    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, adaptive_length=True, strict=True)
+    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, adaptive_width=True, strict=True)
     options = {name: value for name, value in OPTIONS.items() if name != "device"}
     runtime, device = load_fake(pair.target, config, device_loop=True, lead=3, dtype="float32", **options)
     with runtime:
@@ -96,7 +96,7 @@ def test_all_programs_lower() -> None:
     """A choice is one launch, and a body has those of a step of its width; without drafts one less, with the choice as
     many.
     """
-    pair = Pair(DEMO / "target", DEMO / "head", adaptive_length=True, num_speculative_tokens=3)
+    pair = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=3)
     alone = Pair(DEMO / "target")
     ladder, counts = StepLadder([2], {depth: depth + 1 for depth in range(4)}, adaptive=True), {}
     for bucket in ladder.programs:
@@ -117,7 +117,7 @@ def test_all_programs_lower() -> None:
 
 def test_what_an_opening_leaves_is_its_bodies() -> None:
     """Slots and rows have one address in an opening and its bodies, and another in those of other batches."""
-    geometry = Pair(DEMO / "target", DEMO / "head", adaptive_length=True, num_speculative_tokens=3).geometry
+    geometry = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=3).geometry
     ladder = StepLadder([1, 2], {depth: depth + 1 for depth in range(4)}, adaptive=True)
     for bucket in ladder.buckets:
         opening, *bodies = (build_adaptive(geometry, each) for each in (bucket, *bodies_of(bucket)))
@@ -129,14 +129,14 @@ def test_what_an_opening_leaves_is_its_bodies() -> None:
 
 
 def test_what_cannot_be_chosen_is_refused(pair: PairPaths) -> None:
-    with pytest.raises(ConfigError, match=r"adaptive_length .* tree asks"):
-        SpeculativeConfig(model="x", num_speculative_tokens=1, adaptive_length=True, tree=[[0]])
-    with pytest.raises(ConfigError, match=r"adaptive_length .* num_speculative_tokens is 0"):
-        SpeculativeConfig(model="x", num_speculative_tokens=0, adaptive_length=True)
+    with pytest.raises(ConfigError, match=r"adaptive_width .* tree asks"):
+        SpeculativeConfig(model="x", num_speculative_tokens=1, adaptive_width=True, tree=[[0]])
+    with pytest.raises(ConfigError, match=r"adaptive_width .* num_speculative_tokens is 0"):
+        SpeculativeConfig(model="x", num_speculative_tokens=0, adaptive_width=True)
     automatic: Any = {"num_speculative_tokens": "auto"}
     config = SpeculativeConfig(model=pair.head, **automatic, text_drafts="suffix")
-    assert (config.num_speculative_tokens, config.adaptive_length) == (7, True)
-    with pytest.raises(ConfigError, match=r"adaptive_length .* text_drafts 'suffix'"):
+    assert (config.num_speculative_tokens, config.adaptive_width) == (7, True)
+    with pytest.raises(ConfigError, match=r"adaptive_width .* text_drafts 'suffix'"):
         Runtime.load(pair.target, config, **OPTIONS)
     with pytest.raises(ConfigError, match="num_speculative_tokens must be an integer, got 'automatic'"):
         replace(config, num_speculative_tokens="automatic")  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def test_times_are_kept_for_the_same_facts_alone(tmp_path: Path, monkeypatch: py
     assert len(measured) == 4
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: type("Gpu", (), {"name": "A GPU"}))
     stand_in: Any = type("Executor", (), {"device": "cuda"})
-    geometry = Pair(DEMO / "target", DEMO / "head", adaptive_length=True, num_speculative_tokens=3).geometry
+    geometry = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=3).geometry
     digests = [source_digest(), "of other kernels", "of other kernels"]
     for digest in digests:
         monkeypatch.setattr("lowlat.kernels.toolchain.digests.source_digest", lambda digest=digest: digest)

@@ -79,7 +79,7 @@ def test_every_option_is_covered_here() -> None:
     }
     others |= {"dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens"}
     others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", "draft_quantize", *METHOD_OPTIONS["suffix"]}
-    others |= {"adaptive_length", "enable_specpv", "specpv_lossless", "draft_vocab"}
+    others |= {"adaptive_width", "enable_specpv", "specpv_lossless", "draft_vocab"}
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head", "prompt_logits"}
@@ -191,8 +191,8 @@ def test_eagle3_refuses_what_ngram_takes() -> None:
         ({"method": "ngram", "model": None}, "is an option of method 'eagle3', and method is 'ngram'"),
         ({"text_drafts": "suffix"}, "text_drafts 'suffix' goes with a chain, and dynamic_tree_max_topk asks for more"),
         (
-            {"adaptive_length": True},
-            "adaptive_length chooses among chains .*, and dynamic_tree_max_topk asks for one of its",
+            {"adaptive_width": True},
+            "adaptive_width chooses among chains .*, and dynamic_tree_max_topk asks for one of its",
         ),
         ({"num_speculative_tokens": 1}, r"a dynamic tree is at least 2 deep, got 1 \(max_draft_len\)"),
         ({"num_speculative_tokens": 7, "dynamic_tree_max_topk": 11}, r"11 \* \(max_draft_len 7 - 1\) = 66 is above 64"),

@@ -237,7 +237,7 @@ class Gpu:
 @pytest.mark.parametrize("launch_us", [5.0, 40.0])
 def test_times_are_those_of_steps_that_follow_each_other(launch_us: float) -> None:
     """Of every body, whatever a launch takes, at any number of positions, and with the draft model's share."""
-    pair = Pair(DEMO / "target", DEMO / "head", adaptive_length=True, num_speculative_tokens=MAX_WIDTH)
+    pair = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=MAX_WIDTH)
     geometry = replace(pair.geometry, max_context=4096, max_batch=2)
     gpu = Gpu(BufferSet(state_specs(geometry), torch.device("cpu")), geometry.num_waiting, launch_us)
     buckets = [choice_bucket(batch, MAX_WIDTH) for batch in (2, 1)]

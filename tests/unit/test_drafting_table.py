@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {},
     "static": {"tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))},
     "dynamic": {"dynamic_tree_max_topk": 2, "max_total_draft_tokens": 6},
-    "adaptive": {"adaptive_length": True},
+    "adaptive": {"adaptive_width": True},
 }
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -101,7 +101,7 @@ def test_widths_that_the_device_chooses_change_nothing(grammar: str, pair: PairP
     """A step of few rows after one of many: what the host is told of others is dead."""
     edges, sampling = GRAMMARS[grammar], params("sampled", max_tokens=30)
     expected = expected_tokens(pair, edges, sampling)
-    chosen = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, adaptive_length=True, strict=True)
+    chosen = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, adaptive_width=True, strict=True)
     with Runtime.load(pair.target, chosen, **OPTIONS) as runtime:
         plain = runtime.submit(prompt_of(8), params("greedy", max_tokens=25))
         assert decode(runtime, edges, sampling) == expected

@@ -145,7 +145,7 @@ def late_runtime(
     [
         (0, 0.0, {}),
         (3, 0.3, {}),
-        (3, 0.0, {"adaptive_length": True}),
+        (3, 0.0, {"adaptive_width": True}),
         (2, 0.3, {"tree": [[0], [1], [0, 0]]}),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_grammar_holds_where_reasoning_ends_amid_accepted_drafts(
     reasoning: Reasoning, options: dict[str, Any], adaptive: bool
 ) -> None:
     """The step that accepts the end of the reasoning accepts what the grammar forces after it, or draws by it."""
-    speculative = SpeculativeConfig(num_speculative_tokens=5, adaptive_length=adaptive, strict=True, **options)
+    speculative = SpeculativeConfig(num_speculative_tokens=5, adaptive_width=adaptive, strict=True, **options)
     with reasoning.runtime(speculative) as runtime:
         outputs = reasoning.run(runtime)
         assert reasoning.tokens(outputs) == reasoning.alone and outputs[-1].finish_reason == "stop"

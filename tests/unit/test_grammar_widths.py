@@ -27,7 +27,7 @@ NUM_GRAMMARS = 24
 DEPTH = 5
 WAYS: dict[str, dict[str, Any]] = {
     "chain": {},
-    "adaptive": {"adaptive_length": True},
+    "adaptive": {"adaptive_width": True},
     "tree": {"tree": TREES["bushy"]},
     "dynamic tree": {"dynamic_tree_max_topk": 3, "max_draft_len": 3, "max_total_draft_tokens": 9},
     "text": {"method": "suffix"},

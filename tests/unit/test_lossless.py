@@ -82,7 +82,7 @@ def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "ea
     model: dict[str, Any] = {"model": pair.head, **(tree if isinstance(tree, dict) else {"tree": tree})}
     others = {"ngram": {"prompt_lookup_min": 1}, "suffix": {}, "beside": {**model, "text_drafts": "suffix"}}
     name = method.rstrip("+")
-    own: dict[str, Any] = {**others.get(name, model), "adaptive_length": name != method}
+    own: dict[str, Any] = {**others.get(name, model), "adaptive_width": name != method}
     config = SpeculativeConfig(
         method="eagle3" if name == "beside" else name, num_speculative_tokens=depth, strict=True, **own
     )

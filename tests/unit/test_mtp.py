@@ -52,7 +52,7 @@ def test_every_draft_length_gives_the_same_tokens_next_to_neighbours(hybrid: Pat
     sampling = [SamplingParams(max_tokens=14, temperature=temperature, seed=seed) for seed in range(3)]
     with Runtime.load(hybrid, **OPTIONS) as runtime:
         expected = [run_one(runtime, *each) for each in zip(prompts, sampling, strict=True)]
-    for options, depths in ((mtp(7), range(1, 8)), (mtp(4, adaptive_length=True), (None,))):
+    for options, depths in ((mtp(7), range(1, 8)), (mtp(4, adaptive_width=True), (None,))):
         with Runtime.load(hybrid, options, **OPTIONS) as runtime:
             for depth in depths:
                 names = [runtime.submit(*each) for each in zip(prompts, sampling, strict=True)]

@@ -49,7 +49,7 @@ class Decoded:
     """A decode by a runtime of so many ranks: tokens, and logits of every step."""
 
     def __init__(self, target: Path, size: int, head: Path | None = None, **options: Any) -> None:
-        shape: Any = {"adaptive_length": True} if options.pop("adaptive", False) else {"tree": [[0], [1], [0, 0]]}
+        shape: Any = {"adaptive_width": True} if options.pop("adaptive", False) else {"tree": [[0], [1], [0, 0]]}
         draft = None if head is None else lowlat.SpeculativeConfig(model=head, num_speculative_tokens=2, **shape)
         self.logits: list[torch.Tensor] = []
         self.tokens: list[int] = []

@@ -266,7 +266,7 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
     with load(pair, specpv_lossless=True) as runtime, pytest.raises(RequestError, match=r"no grammar's .* specpv_"):
         runtime.submit(prompt_of(5), SamplingParams(max_tokens=9, choice=("a", "b")))
     with pytest.raises(ConfigError, match="enable_specpv goes with a fixed number of drafts"):
-        speculation(pair, adaptive_length=True)
+        speculation(pair, adaptive_width=True)
     with pytest.raises(ConfigError, match="specpv_block_size is an option of SpecPV, and enable_specpv is off"):
         SpeculativeConfig(model="head", specpv_block_size=32)
     windowed = tmp_path / "windowed"

@@ -28,7 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "alone": {},
     "chain": {"method": "eagle3", "num_speculative_tokens": 3},
     "tree": {"method": "eagle3", "num_speculative_tokens": 2, "tree": [[0], [1], [0, 0], [1, 0], [0, 1]]},
-    "widths": {"method": "eagle3", "num_speculative_tokens": 4, "adaptive_length": True},
+    "widths": {"method": "eagle3", "num_speculative_tokens": 4, "adaptive_width": True},
 }
 
 

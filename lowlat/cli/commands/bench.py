@@ -29,7 +29,7 @@ SPECULATION = tuple(
     option.key
     for option in options_of(SpeculativeConfig)
     if not option.python_only
-    and option.name not in ("num_speculative_tokens", "adaptive_length", "strict", "simulated_accept_length")
+    and option.name not in ("num_speculative_tokens", "adaptive_width", "strict", "simulated_accept_length")
 )
 RUNNING = (
     *("device", "dtype", "executor", "device_loop", "perf_mode", "max_prefill_chunks"),

@@ -64,7 +64,7 @@ class Subject:
         values = dict(self.speculation)
         if values.get("simulated_accept_length") is not None:
             values["simulated_accept_length"] = min(values["simulated_accept_length"], depth + 1.0)
-        values["adaptive_length"] = adaptive or bool(values.get("adaptive_length"))
+        values["adaptive_width"] = adaptive or bool(values.get("adaptive_width"))
         return SpeculativeConfig(**values, num_speculative_tokens=depth, strict=True)
 
     def load(self, depth: int, *, adaptive: bool = False, **sizes: Any) -> Runtime:
