@@ -14,7 +14,8 @@ a step; an entry whose buffers are small in the step, too, makes the same calls 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,9 @@ from lowlat.errors import ConfigError
 
 if TYPE_CHECKING:
     from lowlat.executors.launcher import Launcher
-    from lowlat.kernels.toolchain.kernel import KernelCall
+    from lowlat.kernels.toolchain.kernel import Gpu, KernelCall
 
-__all__ = ["Entry", "capture", "capture_torch", "describe", "time_entries", "write_rows"]
+__all__ = ["Entry", "capture", "capture_torch", "describe", "time_entries", "time_launches", "write_rows"]
 
 TURN = 10
 
@@ -146,6 +147,50 @@ def write_rows(rows: Sequence[dict[str, Any]], out: Path | None, device: torch.d
         write_json(out, result)
 
 
+def time_launches(
+    command: str,
+    description: str | None,
+    entries: Callable[[torch.device, "Gpu"], list[Entry]],
+    replays: int,
+    arguments: Sequence[str] | None,
+) -> int:
+    """The `main` of a suite of launches: time its entries and write the file; 1 where one could not be timed.
+
+    Raises ConfigError without a GPU.
+    """
+    options = _parser(description).parse_args(arguments)
+    with _launching(command, options.device) as (device, launcher, wall):
+        rows = time_entries(launcher, entries(device, launcher.gpu), replays, wall)
+    complete = not any("error" in row for row in rows)
+    stamps = stamps_of(device, options.commit)
+    write_json(options.out, {**stamps, "wall_gb_per_s": wall, "replays": replays, "complete": complete, "rows": rows})
+    for row in rows:
+        print(row)
+    return int(not complete)
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
+    parser.add_argument("--device", default="cuda:0")
+    return parser
+
+
+@contextmanager
+def _launching(command: str, name: str) -> Iterator[tuple[torch.device, "Launcher", float]]:
+    """The device, its launcher, and the bandwidth of its memory, on a stream. Raises ConfigError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ConfigError(f"{command} times kernels of an NVIDIA GPU, and there is none")
+    from bench.lib.wall import measure_wall
+    from lowlat.executors.launcher import Launcher
+
+    device = torch.device(name)
+    with own_stream(device):
+        wall = measure_wall(device).gb_per_s
+        yield device, Launcher(device), wall
+
+
 REPLAYS = 20  # of a turn and in all: with more, some slot would reach its limit
 
 
@@ -154,23 +199,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises ConfigError without a GPU, LowlatError where an entry is missing or acceptance is wrong.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--device", default="cuda:0")
+    parser = _parser(__doc__)
     parser.add_argument("--moe", action="store_true", help="MoE layers with a shared expert, and no step")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise ConfigError("bench.micro times kernels of an NVIDIA GPU, and there is none")
-    from bench.lib.wall import measure_wall
-    from bench.micro_entries import CASE, chain, check_needed, tree
-    from bench.micro_moe import SIZES, moe_layers
-    from lowlat.executors.launcher import Launcher
+    with _launching("bench.micro", options.device) as (device, launcher, wall):
+        from bench.micro_entries import CASE, chain, check_needed, tree
+        from bench.micro_moe import SIZES, moe_layers
 
-    device = torch.device(options.device)
-    with own_stream(device):
-        wall = measure_wall(device).gb_per_s
-        launcher = Launcher(device)
         if options.moe:
             rows = []
             for size in SIZES:  # weights of one at a time

@@ -7,20 +7,15 @@ chain of one or four rows attends, over bf16 or codes. With 27B's also by other 
 random.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.lib.clock import own_stream
-from bench.lib.conditions import stamps_of, write_json
-from bench.micro import Entry, time_entries
-from lowlat.errors import ConfigError
+from bench.micro import Entry, time_launches
 from lowlat.kernels.attention.attention import attention, attention_bytes, choose_split
 from lowlat.kernels.toolchain.kernel import Gpu, KernelCall
 
@@ -103,27 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises ConfigError without a GPU.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--device", default="cuda:0")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise ConfigError("bench.wide_heads times kernels of an NVIDIA GPU, and there is none")
-    from bench.lib.wall import measure_wall
-    from lowlat.executors.launcher import Launcher
-
-    device = torch.device(options.device)
-    with own_stream(device):
-        wall = measure_wall(device).gb_per_s
-        launcher = Launcher(device)
-        rows = time_entries(launcher, entries(device, launcher.gpu), REPLAYS, wall)
-    complete = not any("error" in row for row in rows)
-    stamps = stamps_of(device, options.commit)
-    write_json(options.out, {**stamps, "wall_gb_per_s": wall, "replays": REPLAYS, "complete": complete, "rows": rows})
-    for row in rows:
-        print(row)
-    return int(not complete)
+    return time_launches("bench.wide_heads", __doc__, entries, REPLAYS, arguments)
 
 
 if __name__ == "__main__":

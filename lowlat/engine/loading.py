@@ -47,7 +47,6 @@ from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.pool_book import PoolBook
-from lowlat.sequence.recurrent import RecurrentState
 from lowlat.sequence.snapshot_book import SnapshotBook
 from lowlat.sequence.window_book import WindowBook
 from lowlat.speculators.base import LoadedSpeculator, Speculator
@@ -255,7 +254,7 @@ def make_scheduler(ladder: StepLadder, geometry: StepGeometry, options: RuntimeC
     """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
     sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
     books: list[PoolBook] = [WindowBook(pool, geometry.prefill_chunk) for pool in geometry.window_pools]
-    if geometry.config.deltas:
+    if _snapshot_bytes(geometry):
         interval = -(-options.state_interval // geometry.prefill_chunk) * geometry.prefill_chunk
         books.append(SnapshotBook(geometry.max_batch, geometry.num_snapshots, geometry.prefill_chunk, interval))
     kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded, books=books)
@@ -420,12 +419,16 @@ def make_geometry(
     return replace(geometry, window_blocks=tuple(pools), num_snapshots=_num_snapshots(geometry, options))
 
 
+def _snapshot_bytes(geometry: StepGeometry) -> int:
+    """Bytes of a snapshot of all states that need one for a prompt to go on; 0: none does."""
+    return sum(state.snapshot_bytes for state in geometry.sequence_states)
+
+
 def _num_snapshots(geometry: StepGeometry, options: RuntimeConfig) -> int:
-    """Snapshots of recurrent states that the memory for them holds, no more than MAX_SNAPSHOTS a slot."""
-    states = [each for each in geometry.sequence_states if isinstance(each, RecurrentState)]
-    if not states or not options.prefix_reuse:
+    """Snapshots that the memory for them holds, no more than MAX_SNAPSHOTS a slot."""
+    size = _snapshot_bytes(geometry)
+    if not size or not options.prefix_reuse:
         return 0
-    size = sum(each.snapshot_bytes for each in states)
     return min(int(options.state_cache_gib * (1 << 30)) // size, MAX_SNAPSHOTS * options.max_batch)
 
 

@@ -26,6 +26,11 @@ class SequenceState(ABC):
         """Its share of the memory plan."""
         return sum(spec.num_bytes for spec in self.specs())
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one snapshot, from which another prompt goes on; 0: it needs none, its blocks hold all."""
+        return 0
+
     def slot_bytes(self) -> dict[str, int]:
         """What each slot takes for good, however long its text: of reports, by name. Of paged state nothing."""
         return {}
