@@ -126,7 +126,7 @@ class PromptLogprobs(Sequence[PromptLogprob | None]):
 
     @classmethod
     def of_parts(cls, parts: Sequence[PromptPart]) -> "PromptLogprobs":
-        """What came in all parts of a prompt, checked. Raises ValueError for parts that do not fit each other."""
+        """The logprobs of all parts of a prompt, checked. Raises ValueError for parts that do not fit each other."""
         texts: dict[int, bytes] | None = None
         found, start = [], 0
         for part in parts:

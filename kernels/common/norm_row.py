@@ -204,7 +204,7 @@ class NormFunctions:
 
 
 def weights_label(wide: bool) -> str:
-    """What the name of a kernel ends with, by the dtype of a norm's weight."""
+    """The ending of a kernel's name, by the dtype of a norm's weight."""
     return "_w32" if wide else ""
 
 

@@ -62,7 +62,7 @@ def beta_of(b: Any) -> Any:
 
 @device_function
 def decay_of(a: Any, a_log: Any, dt_bias: Any) -> Any:
-    """What a row leaves of the state, of a GEMM's output a: exp(-exp(a_log) softplus(a + dt_bias))."""
+    """The decay of the state at a row, of a GEMM's output a: exp(-exp(a_log) softplus(a + dt_bias))."""
     x = ptx.add_rn(rounded(a), dt_bias)
     small = float32(math.log1p(float32(math.exp(-abs(x)))))
     softplus = ptx.add_rn(x, small) if x > float32(0.0) else small

@@ -313,7 +313,7 @@ def heads_of(state: Sequence[int], channels: int) -> HeadSizes:
 
 
 def row_workspaces(heads: HeadSizes, rows: int) -> tuple[WorkspaceShape, WorkspaceShape]:
-    """What rows bring: unit queries and keys [Hk, c, 2, Dk], and gates [Hv, c, 4]."""
+    """The workspaces of what rows bring: unit queries and keys [Hk, c, 2, Dk], and gates [Hv, c, 4]."""
     return (
         ("delta.vectors", (heads.key_heads, rows, 2, heads.key_dim), torch.float32),
         ("delta.gates", (heads.value_heads, rows, 4), torch.float32),

@@ -75,7 +75,7 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What decides a kernel.
+    """The sizes that decide a kernel.
 
     rows       a slot
     width      columns of x

@@ -2,7 +2,7 @@
 
 Quick things are read first: configs, headers of weights, the tokenizer. A target's weights go from its files to
 their final place one at a time, while the executor is made. A speculator is loaded whole before: one that is damaged
-must be known in time to go on without it. Nothing half-loaded stays after.
+must be known in time to go on without it. Nothing half-loaded stays.
 """
 
 import logging

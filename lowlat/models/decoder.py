@@ -58,7 +58,7 @@ def emit_decoder(
 
 
 def _emit_mixer(emitter: Emitter, layer: Layer, number: int, normed: str, tables: Tables) -> str:
-    """What a layer's mixer gives for normed rows [M, N], its output projection included: [M, N] float32."""
+    """The output of a layer's mixer for normed rows [M, N], its output projection included: [M, N] float32."""
     if isinstance(layer.spec.mixer, DeltaSpec):
         return emit_delta(emitter, layer, layer.spec.mixer, number, normed)
     attended = _emit_attention(emitter, layer, number, normed, tables)

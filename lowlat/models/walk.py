@@ -121,7 +121,7 @@ def emit_attended(emitter: Emitter, layer: Layer, query: str, **seen: Any) -> st
 
 
 def emit_gated(emitter: Emitter, layer: Layer, normed: str, attended: str) -> str:
-    """What attention gives, [M, H * D], times its output gate, where the layer has one.
+    """The output of attention, [M, H * D], times its output gate, where the layer has one.
 
     normed  the layer's input, [M, N]
     """

@@ -97,7 +97,7 @@ class SequenceBook(ABC):
 
     @abstractmethod
     def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
-        """What the next part of a request's prompt reads of what it holds: contents of command buffers [1, n], by name.
+        """The commands to the next part of a request's prompt: contents of command buffers [1, n], by their names.
 
         "prefill_table" has its blocks by position; so have the tables of other pools, by which its steps go on.
         """

@@ -166,7 +166,7 @@ class KVCache(SequenceBook):
             book.append(request_id, start, stop)
 
     def commands(self, request_id: str) -> dict[str, Sequence[int]]:
-        """What the next part of a request's prompt reads, by command buffer. Raises RequestError for an unknown id."""
+        """The commands to the next part of a request's prompt, by buffer. Raises RequestError for an unknown id."""
         found: dict[str, Sequence[int]] = {"prefill_table": list(self._entry(request_id).table)}
         for book in self._books:
             found |= book.commands(request_id)

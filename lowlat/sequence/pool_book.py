@@ -54,7 +54,7 @@ class PoolBook(ABC):
 
     @abstractmethod
     def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
-        """What the next part of a request's prompt reads: contents of command buffers [1, n], by their names."""
+        """The commands to the next part of a request's prompt: contents of command buffers [1, n], by their names."""
 
     @abstractmethod
     def attach(self, request_id: str, k: int, digest: bytes) -> None:

@@ -32,7 +32,7 @@ class SequenceState(ABC):
         return 0
 
     def slot_bytes(self) -> dict[str, int]:
-        """What each slot takes for good, however long its text: of reports, by name. Of paged state nothing."""
+        """The bytes that a slot takes for good, however long its text: of reports, by name. Of paged state none."""
         return {}
 
     def saved(self) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""What gated delta nets mean: convolution, recurrence, gated norm, and states that rewinding leaves exact."""
+"""References of gated delta nets: convolution, recurrence, gated norm, and states that rewinding leaves exact."""

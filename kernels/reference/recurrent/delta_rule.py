@@ -19,7 +19,7 @@ NORM_EPS = 1e-6  # of the l2 norms of queries and keys, in every model
 
 
 class _Row(NamedTuple):
-    """What a row brings: k [Hk, Dk], decay [Hv], float32; and q [Hk, Dk], v [Hv, Dv], beta [Hv]."""
+    """The numbers of a row: k [Hk, Dk], decay [Hv], float32; and q [Hk, Dk], v [Hv, Dv], beta [Hv]."""
 
     q: torch.Tensor
     k: torch.Tensor

@@ -1,4 +1,4 @@
-"""What follows the mixers of hybrid layers, row by row: the gated norm of a delta net, the output gate of attention.
+"""Operations after hybrid layers' mixers, row by row: the gated norm of a delta net, the output gate of attention.
 
 Source: Gated Delta Networks, arXiv 2412.06464; Gated Attention, arXiv 2505.06708; Qwen3.5, transformers 5.23.
 """
