@@ -56,7 +56,7 @@ def walked(
     [
         (SMALL, 0, 64, None, 0, False),
         (replace(SMALL, size=40), 250, 33, None, 1, True),
-        (replace(SMALL, dim=128, size=160), 128, 160, None, 0, False),
+        (replace(SMALL, dim=128, size=72), 128, 72, None, 0, False),
         later(SMALL, 320, 64, 100, 0, True),
         later(replace(SMALL, dim=128, size=32), 400, 32, None, 0, True),
         later(replace(SMALL, size=130), 0, 130, 1, 1, False),
@@ -86,8 +86,7 @@ def test_bits_of_rows_do_not_depend_on_the_launch() -> None:
     ("shape", "start", "count", "groups"),
     [
         (replace(SMALL, size=40), 250, 33, 1),
-        (replace(SMALL, dim=128, size=72), 128, 72, 2),
-        later(replace(SMALL, size=130), 0, 100, 2),
+        later(replace(SMALL, dim=128, size=72), 128, 72, 2),
     ],
 )
 def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(
