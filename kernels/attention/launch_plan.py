@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, product
 
+from lowlat.kernels.attention.limits import HEAD_DIM
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 KIND = "attention"
-TILE_BYTES = {64: 16 * 1024, 128: 32 * 1024, 256: 64 * 1024}  # keys and values of 64 positions; half for codes
+TILE_BYTES = {dim: 256 * dim for dim in HEAD_DIM.values}  # keys and values of 64 positions; half for codes
 TEAMS = {64: 3, 128: 2, 256: 1}  # of four warps, side by side, over a whole window: one of 128 spans three tiles
 DESCRIPTOR_WORDS = 4  # of a stage and warp: place and flags, tile of positions, row of the tree
 ALIGNMENT = 128  # of the stages: pieces of rows are permuted within 128 bytes

@@ -11,6 +11,7 @@ from compiled_examples import Compiled, examples_of, staged_cases
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.elementwise import arranged_norm, elementwise, embed, norm, qk_norm, rotate
+from lowlat.kernels.elementwise.limits import MAX_WIDTH
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
 from lowlat.kernels.speculation import draft_input as draft_input
@@ -65,7 +66,7 @@ def test_norms_refuse_what_does_not_fit() -> None:
     with pytest.raises(ShapeError, match="multiple of 8"):
         norm.rms_norm(tensor(3, 63), tensor(63), out=tensor(3, 63), eps=1e-5)
     with pytest.raises(ShapeError, match="at most"):
-        norm.check_width(norm.MAX_WIDTH + 8)
+        norm.check_width(MAX_WIDTH + 8)
     with pytest.raises(ShapeError, match="row_live"):
         norm.rms_norm(x, weight, torch.zeros(2, dtype=torch.uint8), out=x, eps=1e-5)
     with pytest.raises(ShapeError, match="weight0"):
