@@ -1,7 +1,7 @@
 // The page of the HTTP gateway: a chat with the served model, and its server's figures. Nothing comes from another host.
 
 import { Conversation, store } from "./conversation.js";
-import { find, makeButton } from "./elements.js";
+import { find, make, makeButton } from "./elements.js";
 import { Meter, resetFigures, showFigures } from "./figures.js";
 import { count, keepOptions, readOptions, readTools, showAdvice } from "./options.js";
 import { ask, events, setKey, shareKey } from "./server.js";
@@ -22,6 +22,7 @@ const transcript = new Transcript(find("messages"), {
   results: (node, results) => follow(null, () => conversation.add(node.id, { role: "results", results })),
   choose: (node) => {
     conversation.show(node);
+    keep();
     showConversation();
   },
 });
