@@ -150,6 +150,11 @@ def _choose_blocks(binding: Binding, op: Op) -> Sequence[Call]:
     return choose_blocks(**binding.arguments(op), workspace=binding.workspace, gpu=binding.gpu)
 
 
+def _prefill_delta_rule(binding: Binding, op: Op) -> Sequence[Call]:
+    given = {**binding.arguments(op), **binding.vectors(op)}
+    return prefill_delta_rule(**given, workspace=binding.workspace, gpu=binding.gpu)
+
+
 def left_argmax(binding: Binding, op: Op) -> torch.Tensor | None:
     """The partial argmax of an operation's logits, if the GEMM that made them left it."""
     limit, left = INFINITY if op.kind == "draft_topk" else FINITE, binding.left
@@ -269,7 +274,7 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         "narrow_linear": narrow_alone,
         "partial_attention": _attention,
         "prefill_attention": prefill_attention,
-        "prefill_delta_rule": _with_workspace(prefill_delta_rule),
+        "prefill_delta_rule": _prefill_delta_rule,
         "publish": _publish,
         "refresh_attention": refresh_attention,
         "rope": _by_name(rotate),
