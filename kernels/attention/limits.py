@@ -24,7 +24,7 @@ __all__ = [
     "query_rows",
 ]
 
-HEAD_DIM = Limit((64, 128, 256))
+HEAD_DIM = Limit((64, 128, 256, 512))
 LISTED_HEAD_DIM = Limit((64, 128))  # of blocks that are chosen, and of their attention
 BLOCK_SIZE = Limit((16, 32, 64, 128, 256))
 KV_HEADS = Limit(most=1024)

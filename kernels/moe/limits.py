@@ -40,5 +40,6 @@ class _Columns:
 LIMITS: Mapping[str, tuple[Rule, ...]] = {
     "experts_down": (_Columns("I", "moe_intermediate_size"),),
     "experts_gate_up": (_Columns("N", "hidden_size"), Size("I", Limit(multiple=8), "moe_intermediate_size")),
+    "narrow_linear": (Size("K", ROUTED_WIDTH, "hidden_size"),),  # by the router's kernel
     "router": (_chosen, Size("N", ROUTED_WIDTH, "hidden_size")),
 }
