@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lowlat.kernels.common.limits import Asked, Excess, Limit, OnlyParam, Rule, Size
+from lowlat.kernels.common.limits import Asked, Excess, Limit, Rule, Size
 
 __all__ = [
     "BLOCK_SIZE",
@@ -72,7 +72,6 @@ def _grouped(asked: Asked) -> Excess | None:
     return None if QUERY_ROWS.takes(shared) else Excess("query rows of one key-value head", str(QUERY_ROWS), shared)
 
 
-NO_SOFTCAP = OnlyParam("softcap")
 _STEP: tuple[Rule, ...] = (
     Size("D", HEAD_DIM, "head_dim"),
     Size("G", KV_HEADS, "num_key_value_heads"),
@@ -80,12 +79,9 @@ _STEP: tuple[Rule, ...] = (
     Size("R", ROWS_A_SLOT, "rows a slot"),
     Size("B * R", ROWS, "rows of all slots"),
     _grouped,
-    NO_SOFTCAP,
 )
 LIMITS: Mapping[str, tuple[Rule, ...]] = {
     "attention": (Size("block", BLOCK_SIZE, "block_size"), *_STEP),
     "choose_blocks": (Size("D", LISTED_HEAD_DIM, "head_dim"),),
     "partial_attention": _STEP,
-    "prefill_attention": (NO_SOFTCAP,),
-    "refresh_attention": (NO_SOFTCAP,),
 }

@@ -101,7 +101,7 @@ def planned(
             "moe_intermediate_size a multiple of 32 for MXFP4, and the target's is 72",
         ),
         ({"head_dim": 8}, None, "the target's is 8"),
-        ({"head_dim": 8}, {}, "attention take head_dim 64, 128 or 256, and the target's is 8"),
+        ({"head_dim": 8}, {}, "attention take head_dim 64, 128, 256 or 512, and the target's is 8"),
         ({}, {"head_dim": 96}, "the draft model's is 96"),
         ({"hidden_size": 60}, None, "(hidden_size) a multiple of 8, at most 65536, and the target's is 60"),
         ({"hidden_size": 65544}, None, "and the target's is 65544"),
