@@ -16,9 +16,9 @@ ROUTED_WIDTH = Limit(multiple=8, most=MAX_ROUTED_WIDTH)  # of rows that choose
 
 def _chosen(asked: Asked) -> Excess | None:
     shared = int(bool(asked.params.get("shared")))
-    experts, chosen = asked.sizes.get("E", 1) - shared, asked.sizes["k"] - shared
-    if not ROUTED.takes(experts):
-        return Excess("num_experts", str(ROUTED), experts)
+    experts, chosen = asked.sizes.get("E"), asked.sizes["k"] - shared
+    if experts is not None and not ROUTED.takes(experts - shared):
+        return Excess("num_experts", str(ROUTED), experts - shared)
     return None if CHOSEN.takes(chosen) else Excess("num_experts_per_tok", str(CHOSEN), chosen)
 
 
