@@ -16,7 +16,7 @@ from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
-from lowlat.models.layer_spec import AttentionSpec, DeltaSpec, DenseSpec, ExpertsSpec, LayerSpec
+from lowlat.models.layer_spec import AttentionSpec, DeltaSpec, ExpertsSpec, LayerSpec
 from lowlat.models.shard import PARTS, STEP
 from lowlat.options.config import RuntimeConfig
 from lowlat.step.state import StepGeometry
@@ -47,12 +47,6 @@ def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 3
         return f"the kernels take KV blocks of {BLOCK_SIZES} positions and block_size is {block_size}"
     if config.dtype != "bfloat16":
         return f"the kernels compute in bfloat16 and dtype is {config.dtype}"
-    if config.embedding_scale is not None:
-        return (
-            f"the kernels take embeddings without a scale and the target's embedding_scale is {config.embedding_scale}"
-        )
-    if config.logit_softcap is not None:
-        return f"the kernels take logits without a softcap and the target's logit_softcap is {config.logit_softcap}"
     for owner, part in (("target", config), ("draft model", head)):
         problem = None if part is None else _uncovered_part(part)
         if problem is not None:
@@ -82,8 +76,6 @@ def _uncovered_layer(part: Decoder, layer: LayerSpec) -> tuple[str, str] | None:
         problem = _uncovered_experts(part, ffn)
     if problem is not None:
         return problem
-    if isinstance(ffn, DenseSpec) and ffn.activation != "silu":
-        return "the activation silu", f"is {ffn.activation}"
     for name, size in (("hidden size", part.hidden_size), ("FFN's width", ffn.inner_size)):
         if size % WIDTHS_OF or size > MAX_WIDTH:
             return f"multiples of {WIDTHS_OF} up to {MAX_WIDTH} as widths", f"{name} is {size}"
