@@ -28,6 +28,7 @@ from lowlat.kernels.attention.launch_plan import (
     AttentionWork,
     candidate_plans,
     choose_attention_plan,
+    fits_uncoded,
     pipeline_bytes,
 )
 from lowlat.kernels.attention.merge import LOG2_E, make_merge
@@ -88,6 +89,7 @@ def attention(
     early_rows: bool = True,
     tail: int | None = None,
     split: int = 256,
+    softcap: float | None = None,
     gpu: Gpu = H200,
     plan: AttentionPlan | None = None,
     num_blocks: int | None = None,
@@ -95,7 +97,7 @@ def attention(
 ) -> list[KernelCall]:
     """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
 
-    q                 [B * R, H, D]        bf16; D 64, 128 or 256
+    q                 [B * R, H, D]        bf16; D 64, 128, 256 or 512
     k_cache, v_cache  [P, G, block, D]     bf16, or with kv_scales uint8; block a power of two from 16 to 256
     block_table       [max B, C / block]   int32; with `parts` above 0 lists, see `partial_attention`
     slots             [B]                  int32; -1 pads
@@ -110,6 +112,7 @@ def attention(
                       row_live and row_masks early_rows says so
     tail              the most ancestors that a row may have; None: R
     split             positions of a split, 128, 256 or 512: a row's bits depend on it; see `choose_split`
+    softcap           c: scores s become c tanh(s / c), in a kernel of its own; None: they stay
     GPU, plan        what it runs on, and how to cut the launch; None: by the GPU's table, or the derived one
     num_blocks        blocks of the grid; None: the plan's on every SM
     With a short window there is one launch and no workspace; the window and `keep_first` mean what they mean in the
@@ -129,7 +132,7 @@ def attention(
     work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split, kv_scales is not None)
     chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, gpu)
     shape = _shape_of(work, chosen, gpu, block, first, sinks is not None, early_metadata)
-    shape = replace(shape, parts=parts, late_rows=early_metadata and not early_rows)
+    shape = replace(shape, parts=parts, late_rows=early_metadata and not early_rows, softcap=softcap)
     grid = (chosen.blocks * gpu.num_multiprocessors if num_blocks is None else num_blocks, 1, 1)
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
     numbers = (0 if kv_scales is None else kv_scales, batch, rows, tail or rows, block_table.shape[-1])
@@ -225,7 +228,7 @@ def attention_bytes(
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
     """Specialisations, as a GPU has them: Llama, gpt-oss with and without a window, heads with windows, plans that
-    only a table chooses, and heads of 256."""
+    only a table chooses, heads of 256 and 512, and a softcap."""
     llama, oss = AttentionWork(1, 4, 4, 8, 128, None, 0, 256), AttentionWork(1, 4, 8, 8, 64, None, 0, 256)
     short = AttentionWork(1, 1, 4, 2, 128, 100, 0, 256)
     cases = (
@@ -250,6 +253,12 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
     hybrids = [replace(hybrid, rows=rows, coded=coded) for rows in (1, 4) for coded in (False, True)]
     for work in examples_for(gpu, hybrids, 0):
         shapes.append(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, False, True))
+    wide = [replace(work, head_dim=512, kv_heads=4) for work in hybrids]
+    for work in examples_for(gpu, [each for each in wide if each.coded or fits_uncoded(512, gpu)], 0):
+        shapes.append(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, False, True))
+    capped = AttentionWork(1, 4, 2, 8, 256, None, 0, 256)
+    for work in examples_for(gpu, (capped, replace(capped, coded=True)), 0):
+        shapes.append(replace(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, False, True), softcap=50.0))
     lists = examples_for(gpu, [_shape_of(llama, candidate_plans(llama, gpu)[0], gpu, 32, 0, False, True)], 0)
     shapes += [replace(shape, parts=2) for shape in lists]
     return [_make(shape) for shape in shapes]
@@ -315,7 +324,7 @@ def _make(shape: AttentionShape) -> Kernel:
 def _min_blocks(shape: AttentionShape) -> int:
     """The blocks an SM by registers: one more than meet there leaves room for another kernel's, where
     nothing spills for it from 9.0 on."""
-    if shape.whole:
+    if shape.whole or shape.halves > 1:
         return 1
     roomy = shape.head_dim == 128 and shape.window is None and shape.row_tiles == 1
     return max(3 if roomy else 2, shape.blocks)
@@ -360,8 +369,8 @@ def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
     stages, early, late_rows, whole, warps = shape.stages, shape.early, shape.late_rows, shape.whole, shape.warps
     stage_bytes = shape.stage_bytes
     rings, ring_bytes = stages * warps * stage_bytes, stages * DESCRIPTOR_WORDS * 4
-    halves = shape.eights
-    num_totals, num_queries = halves * shape.head_dim // 4, query_words(shape)
+    eights, split, half_bytes = shape.eights, shape.halves > 1, shape.row_bytes
+    num_totals, num_queries, query_bytes = eights * shape.warp_dim // 4, query_words(shape), 2 * shape.warp_dim
     lane_offset, is_early, look_up, issue = (
         make(shape) for make in (make_lane_offset, make_is_early, make_look_up, make_issue)
     )
@@ -376,13 +385,16 @@ def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
         batch, rows, width, splits = sizes
         cursor = cuda.local.array(CURSOR_FIELDS, int32)
         totals, queries = cuda.local.array(num_totals, float32), cuda.local.array(num_queries, uint32)
-        peaks, norms = cuda.local.array(halves, float32), cuda.local.array(halves, float32)
+        peaks, norms = cuda.local.array(eights, float32), cuda.local.array(eights, float32)
         lane, warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         base = uint32(base + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - (ALIGNMENT - 1))
         quarter = warp & uint32(3)  # of a tile
         mine, ring = warp * uint32(stage_bytes), uint32(base + uint32(rings) + warp * uint32(ring_bytes))
         offset = lane_offset(lane)
+        if split:  # the second four warps have the second half of the dimensions
+            half = int64(warp >> uint32(2))
+            q, k_cache, v_cache = q + half * query_bytes, k_cache + half * half_bytes, v_cache + half * half_bytes
         enter(cursor, plan, int32(cuda.blockIdx.x), batch, rows)
         if early and cursor[PLACE] == NO_ITEM and int32(cuda.blockIdx.x) >= (max(batch * rows, 1) if whole else 1):
             return  # without waiting, which block 0 does for all; a block of a short window's dead row has to clear it

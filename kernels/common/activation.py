@@ -98,9 +98,8 @@ def gelu_times(gate: Any, up: Any) -> Any:
 
 @device_function
 def gelu_gate_times(value: Any, gate: Any) -> Any:
-    """value * gelu(gate), the gate and its GELU rounded to bf16 first; the product is not."""
-    share = gelu(float_of_bits(uint32(uint32(bf16_bits(gate)) << uint32(16))))
-    return mul_rn(value, float_of_bits(uint32(uint32(bf16_bits(share)) << uint32(16))))
+    """gelu(gate) * value, the gate rounded to bf16 first; the product is not."""
+    return mul_rn(gelu(float_of_bits(uint32(uint32(bf16_bits(gate)) << uint32(16)))), value)
 
 
 @device_function

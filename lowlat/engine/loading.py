@@ -28,7 +28,6 @@ from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import (
     Rank,
-    check_chosen_lengths,
     check_positions,
     make_executor,
     refuse_parts,
@@ -193,7 +192,6 @@ def load(
     check_device(options, choice)
     if choice.has_kernels:
         check_positions(geometry, invariant=options.tp_invariant)
-        check_chosen_lengths(geometry)
     if options.count_tiles:
         from lowlat.engine.tile_counter import check_countable  # which loads the kernels
 

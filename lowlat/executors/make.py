@@ -23,7 +23,6 @@ from lowlat.step.state import StepGeometry
 
 __all__ = [
     "Rank",
-    "check_chosen_lengths",
     "check_positions",
     "make_executor",
     "refuse_parts",
@@ -140,22 +139,6 @@ def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
                 f"max_context {geometry.max_context} is above {most}, the most that the kernels' attention reaches "
                 f"without a window; lower max_context, or use executor 'reference'"
             )
-
-
-def check_chosen_lengths(geometry: StepGeometry) -> None:
-    """Raise ConfigError where the device would choose draft lengths for a draft model whose layers have experts.
-
-    Its captured steps end in a failed launch, whose cause is not known; with a fixed length they run.
-    """
-    speculator = geometry.speculator
-    draft = None if speculator is None else speculator.draft_config
-    if geometry.max_width is None or draft is None:
-        return
-    if any(isinstance(layer.ffn, ExpertsSpec) for layer in draft.layers):
-        raise ConfigError(
-            "adaptive_width (num_speculative_tokens 'auto') is not implemented on a GPU for draft models with "
-            "experts; give num_speculative_tokens a number, or use executor 'reference'"
-        )
 
 
 def refuse_parts(choice: DeviceChoice, *parts: ModelConfig | DraftConfig | None) -> None:

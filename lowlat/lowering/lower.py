@@ -11,6 +11,7 @@ from lowlat.lowering.binding import Binding, Call
 from lowlat.lowering.covers import check_covered
 from lowlat.lowering.fusion import cover
 from lowlat.lowering.gemm_fusions import GEMM_FUSIONS
+from lowlat.lowering.linear import LINEAR_FUSIONS
 from lowlat.lowering.moe_fusions import MOE_FUSIONS
 from lowlat.lowering.operations import early_reads, lower_alone, operation_layouts
 from lowlat.lowering.prefill_gemm import PREFILL_FUSIONS
@@ -20,7 +21,15 @@ from lowlat.lowering.step_fusions import STEP_FUSIONS
 
 __all__ = ["FUSIONS", "LoweredGroup", "lower", "weight_layouts"]
 
-FUSIONS = (*STEP_FUSIONS, *MOE_FUSIONS, *GEMM_FUSIONS, *PREFILL_FUSIONS, *RECURRENT_FUSIONS, *ROW_FUSIONS)
+FUSIONS = (
+    *STEP_FUSIONS,
+    *MOE_FUSIONS,
+    *GEMM_FUSIONS,
+    *LINEAR_FUSIONS,
+    *PREFILL_FUSIONS,
+    *RECURRENT_FUSIONS,
+    *ROW_FUSIONS,
+)
 
 
 @dataclass(frozen=True)
