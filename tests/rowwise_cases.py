@@ -127,7 +127,9 @@ def check_elementwise(lab: Lab, rows: int, width: int) -> None:
         lab.both("take_columns", elementwise.take_columns, taken, x=torch.randn(rows, 40), first=first)
     gate_up = torch.randn(rows, 2 * width) * 5
     for live in (None, flags(rows)):
-        lab.both("silu_mul", elementwise.silu_mul, {"out": poison(rows, width)}, gate_up=gate_up, row_live=live)
+        for name in ("silu", "gelu_tanh"):
+            outs = {"out": poison(rows, width)}
+            lab.both("silu_mul", elementwise.silu_mul, outs, gate_up=gate_up, row_live=live, activation=name)
         gated = {"x": a, "gate": x / 10, "row_live": live}
         lab.both("output_gate", elementwise.output_gate, {"out": poison(rows, width)}, **gated)
         gated = {"a": torch.randn(rows, width) * 30, "b": torch.randn(rows, width), "gate": torch.randn(rows, 1) * 5}
@@ -298,25 +300,28 @@ def check_router_fills(lab: Lab, rows: int, width: int, experts: int, chunks: in
         assert torch.equal(filled[[0, -1]], before[[0, -1]])
 
 
-def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int, dtype: torch.dtype = BF16) -> None:
-    """Both layouts, dead rows, the norm after."""
+def check_embeddings(
+    lab: Lab, rows: int, width: int, vocabulary: int, dtype: torch.dtype = BF16, scale: float | None = None
+) -> None:
+    """Both layouts, dead rows, the norm after; rows as they are, or times a scale."""
     table, tokens = torch.randn(vocabulary, width).to(BF16), torch.randint(-1, vocabulary, (1, rows)).int()
     tokens[0, 0], tokens[0, -1] = vocabulary - 1, -1
     weight, live = weights(width, dtype), flags(rows)
     expected = {"out": poison(rows, width), "normed": poison(rows, width)}
     outs = {key: tensor.clone() for key, tensor in expected.items()}
-    OPERATIONS["embed"](tokens, table, out=expected["out"])
+    OPERATIONS["embed"](tokens, table, out=expected["out"], scale=scale)
     OPERATIONS["rms_norm"](expected["out"], weight, live, out=expected["normed"], eps=EPS)
     normed = torch.where(live[:, None] != 0, canonical_norm(expected["out"], weight, EPS), 0)
     on_device: torch.Tensor = lab.place(table)
     for layout in (on_device, pack(on_device)):
         found = lab.launch(
-            embed.embed_norm, outs, tokens=tokens, weight=layout, norm_weight=weight, row_live=live, eps=EPS
-        )
+            embed.embed_norm, outs, tokens=tokens, weight=layout, norm_weight=weight, row_live=live, eps=EPS,
+            scale=scale,
+        )  # fmt: skip
         check("embed_norm", found, expected)
         assert same_bits(found["out"], expected["out"])
         assert same_bits(found["normed"], normed)
-        alone = lab.launch(embed.embed, {"out": outs["out"]}, tokens=tokens, weight=layout)
+        alone = lab.launch(embed.embed, {"out": outs["out"]}, tokens=tokens, weight=layout, scale=scale)
         assert same_bits(alone["out"], expected["out"])
     check_masks(lab, 3, rows, table, weight)
 

@@ -18,11 +18,11 @@ LIMITS: Mapping[str, tuple[Rule, ...]] = {
     "add_gated": (Size("N", CHUNKS, "hidden_size"),),
     "cast": (Size("M * N", CHUNKS, "hidden_size times rows"),),
     "concat_norms": (_HIDDEN,),
-    "embed": (Size("N", ROW_WIDTH, "width of embeddings (hidden_size)"), OnlyParam("scale")),
+    "embed": (Size("N", ROW_WIDTH, "width of embeddings (hidden_size)"),),
     "output_gate": (Size("H * D", CHUNKS, "heads' width"),),
     "qk_norm": (Size("head_dim", NORMED_HEAD, "head_dim"),),
     "rms_norm": (_HIDDEN,),
     "rope": (Size("D", NORMED_HEAD, "head_dim"), Size("2 * R", TURNED, "rotary dimensions of a head")),
-    "silu_mul": (Size("I", CHUNKS, "intermediate_size"), OnlyParam("activation", ("silu",))),
+    "silu_mul": (Size("I", CHUNKS, "intermediate_size"), OnlyParam("activation", ("silu", "gelu_tanh"))),
     "split_norms": (Size("Ht", ROW_WIDTH, "hidden_size"),),
 }

@@ -39,9 +39,11 @@ def _product(run: Run) -> str:
 def _fits(run: Run, gpu: Gpu) -> bool:
     """Whether the GEMM is one of few rows and, with a norm before it, its blocks can hold what they norm.
 
-    One that sums in parts has neither norm nor activation or rotation.
+    One that sums in parts has neither norm nor activation or rotation, one with a softcap no operation after it.
     """
     norm, linear = run.find("rms_norm"), run.op("linear")
+    if linear.params.get("softcap") is not None and run.ops[-1] is not linear:
+        return False
     if not decodes(linear) or (in_parts(linear) and run.find("rms_norm", "silu_mul", "rope") is not None):
         return False
     if norm is None:
@@ -89,7 +91,8 @@ def _prologue(binding: Binding, run: Run) -> dict[str, Any]:
 
 def _with_silu(binding: Binding, run: Run) -> Sequence[Call]:
     given = binding.arguments(run.op("silu_mul"))
-    return decode_gemm(**_prologue(binding, run), silu=True, row_live=given.get("row_live"), out=given["out"])
+    options = {"activation": given.get("activation", "silu"), "row_live": given.get("row_live"), "out": given["out"]}
+    return decode_gemm(**_prologue(binding, run), **options)
 
 
 def _gates(run: Run, gpu: Gpu) -> bool:
@@ -131,7 +134,8 @@ def _rounded(binding: Binding, run: Run) -> Sequence[Call]:
 def _plain(binding: Binding, run: Run, best: PartialArgmax | None = None) -> Sequence[Call]:
     columns = binding.weights.runs(run.op("linear").weights["weight"])
     out, operands = binding.buffers[_product(run)], _prologue(binding, run)
-    return decode_gemm(**operands, out=out, columns=columns, best=best)
+    cap = binding.arguments(run.op("linear")).get("softcap")
+    return decode_gemm(**operands, out=out, columns=columns, best=best, softcap=cap)
 
 
 def _gate_up(run: Run) -> dict[str, torch.Tensor]:

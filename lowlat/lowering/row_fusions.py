@@ -20,7 +20,7 @@ from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, Call, decodes
 from lowlat.lowering.fusion import Fusion, Run
 
-__all__ = ["ROW_FUSIONS", "adds_ranks", "embedded", "embeds_for_norms", "gathered", "level_input"]
+__all__ = ["ROW_FUSIONS", "adds_ranks", "embedded", "embeds_for_norms", "gathered", "is_unscaled", "level_input"]
 
 KV_WRITES = ("kv_write", "prefill_kv_write")
 
@@ -43,12 +43,19 @@ def _norms_result(run: Run, gpu: Gpu) -> bool:
 def _embed_norm(binding: Binding, run: Run) -> Sequence[Call]:
     op = run.op("embed")
     given = binding.arguments(op)
-    table = binding.weights.table(op.weights["weight"])
-    return embed_norm(given["tokens"], table, **_normed(binding, run), out=given["out"])
+    table, scale = binding.weights.table(op.weights["weight"]), given.get("scale")
+    return embed_norm(given["tokens"], table, **_normed(binding, run), out=given["out"], scale=scale)
+
+
+def is_unscaled(run: Run) -> bool:
+    """Whether embedded rows are taken as they are: launches that do more than embed and norm have no scale."""
+    return run.op("embed").params.get("scale") is None
 
 
 def _embeds_block(run: Run, gpu: Gpu) -> bool:
     """Whether the norm is of the block's embedded rows, all of which that are live."""
+    if not is_unscaled(run):
+        return False
     made, embed, norm = run.op("mask_rows").writes, run.op("embed"), run.op("rms_norm")
     read = (embed.reads["tokens"], norm.reads["x"], norm.reads.get("row_live"))
     return read == (made["tokens"], embed.writes["out"], made["row_live"])
@@ -129,7 +136,7 @@ def _all_reduce(binding: Binding, run: Run) -> Sequence[Call]:
 def embeds_for_norms(run: Run, gpu: Gpu) -> bool:
     """Whether the draft model's two norms read this embedding and, where rows are gathered, what was gathered."""
     embed, norms, level = run.op("embed"), run.op("concat_norms"), run.find("gather_level")
-    if norms.reads["embedded"] != embed.writes["out"]:
+    if norms.reads["embedded"] != embed.writes["out"] or not is_unscaled(run):
         return False
     if level is None:
         return True
@@ -168,7 +175,7 @@ def _lays_out(run: Run, gpu: Gpu) -> bool:
     """Whether the draft model's norms read the block's rows, and what is stored are features of its committed ones."""
     made, embed, norms = run.op("block_rows").writes, run.op("embed"), run.op("concat_norms")
     read = (embed.reads["tokens"], norms.reads["hidden"], norms.reads.get("row_live"), norms.reads["embedded"])
-    if read != (made["block_tokens"], made["out"], made["block_live"], embed.writes["out"]):
+    if read != (made["block_tokens"], made["out"], made["block_live"], embed.writes["out"]) or not is_unscaled(run):
         return False
     stored = run.find("store_boundary")
     if stored is None:
@@ -205,7 +212,7 @@ def level_input(binding: Binding, run: Run, drafts: ChainDrafts | None = None) -
 
 
 def _embeds_parents(run: Run, gpu: Gpu) -> bool:
-    return run.op("embed").reads["tokens"] == run.op("parent_tokens").writes["parents"]
+    return is_unscaled(run) and run.op("embed").reads["tokens"] == run.op("parent_tokens").writes["parents"]
 
 
 def _parent_vectors(binding: Binding, run: Run) -> Sequence[Call]:

@@ -141,6 +141,7 @@ def main() -> None:
     cases.check_router_fills(lab, 2, 64, 3, 300)
     cases.check_embeddings(lab, 3, 72, 37)
     cases.check_embeddings(lab, 2, 4096 + 72, 18)
+    cases.check_embeddings(lab, 3, 4096 + 72, 18, scale=73.5)
     draft_input_cases.check_draft_input(lab, 2, 2, 24, packed=False)
     draft_input_cases.check_draft_input(lab, 1, 1, 4096 + 8, packed=True)
     draft_input_cases.check_block_input(lab, 3, 2, 24, packed=True)
