@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 # what the kernels refuse by ShapeError; repeated here, where a machine without a GPU loads no kernel
-HEAD_SIZES = (64, 128, 256)
+HEAD_SIZES = (64, 128, 256, 512)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 WIDTHS_OF, MAX_WIDTH = 8, 65536
 MAX_VOCABULARY = 262144
@@ -94,9 +94,7 @@ def _uncovered_attention(attention: AttentionSpec) -> tuple[str, str] | None:
     if attention.rotary_dims is not None and attention.rotary_dims % WIDTHS_OF:
         return f"RoPE of multiples of {WIDTHS_OF} dimensions", f"turns {attention.rotary_dims}"
     if attention.head_dim not in HEAD_SIZES:
-        return "heads of 64, 128 or 256 dimensions", f"have {attention.head_dim}"
-    if attention.softcap is not None:
-        return "attention without a softcap", f"softcap is {attention.softcap}"
+        return "heads of 64, 128, 256 or 512 dimensions", f"have {attention.head_dim}"
     return None
 
 

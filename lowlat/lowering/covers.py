@@ -14,15 +14,10 @@ from lowlat.lowering.binding import Binding
 
 __all__ = ["check_covered"]
 
-_SCORES: Mapping[str, Any] = {"softcap": None}
 COVERED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "attention": _SCORES,
         "embed": {"scale": None},
         "linear": {"softcap": None},
-        "partial_attention": _SCORES,
-        "prefill_attention": _SCORES,
-        "refresh_attention": _SCORES,
         "silu_mul": {"activation": "silu"},
     }
 )

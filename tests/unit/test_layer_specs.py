@@ -91,7 +91,6 @@ def test_speculation_and_ranks_change_no_token_of_layers_that_differ(directory: 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"softcap": 3.0}, r"attention with softcap 3\.0"),
         ({"ffn": GELU}, "silu_mul with activation 'gelu_tanh'"),
         ({"embedding_scale": 2.0}, r"embed with scale 2\.0"),
         ({"logit_softcap": 30.0}, r"linear with softcap 30\.0"),
