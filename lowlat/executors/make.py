@@ -16,7 +16,7 @@ from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
-from lowlat.models.layer_spec import AttentionSpec, DeltaSpec, DenseSpec, ExpertsSpec, LayerSpec
+from lowlat.models.layer_spec import AttentionSpec, DeltaSpec, DenseSpec, ExpertsSpec, LayerSpec, ParallelSpec
 from lowlat.models.shard import PARTS, STEP
 from lowlat.options.config import RuntimeConfig
 from lowlat.step.state import StepGeometry
@@ -81,6 +81,11 @@ def _uncovered_layer(part: Decoder, layer: LayerSpec) -> tuple[str, str] | None:
         problem = _uncovered_experts(part, ffn)
     if problem is not None:
         return problem
+    if isinstance(ffn, ParallelSpec) or layer.per_layer_size is not None:
+        what = "experts next to a dense FFN" if isinstance(ffn, ParallelSpec) else "embeddings by layer"
+        return "layers without these", f"have {what}"
+    if layer.scaled:
+        return "layers without a scale", "have one"
     if isinstance(ffn, DenseSpec) and ffn.activation != "silu":
         return "the activation silu", f"is {ffn.activation}"
     for name, size in (("hidden size", part.hidden_size), ("FFN's width", ffn.inner_size)):
@@ -91,6 +96,8 @@ def _uncovered_layer(part: Decoder, layer: LayerSpec) -> tuple[str, str] | None:
 
 def _uncovered_attention(attention: AttentionSpec) -> tuple[str, str] | None:
     """The first requirement of the kernels that attention misses."""
+    if attention.v_norm or attention.keys_as_values or attention.kv_layer is not None:
+        return "attention with values of its own, not normed", f"is {attention}"
     if attention.rotary_dims is not None and attention.rotary_dims % WIDTHS_OF:
         return f"RoPE of multiples of {WIDTHS_OF} dimensions", f"turns {attention.rotary_dims}"
     if attention.head_dim not in HEAD_SIZES:
