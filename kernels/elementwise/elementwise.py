@@ -27,7 +27,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types, uint32
 
-__all__ = ["add", "add_gated", "cast", "examples", "identity", "output_gate", "silu_mul", "soft_cap"]
+__all__ = ["add", "add_gated", "cast", "examples", "identity", "output_gate", "scale", "silu_mul", "soft_cap"]
 
 THREADS = 128
 CHUNK = 8
@@ -169,6 +169,28 @@ def _make_output_gate(width: int) -> Kernel:
 
 
 @cache
+def _make_scale(wide: bool) -> Kernel:
+    """A thread has a chunk. wide: the number is float32."""
+
+    def scale(x: Any, scalar: Any, out: Any, chunks: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        chunk = int64(cuda.blockIdx.x) * int64(THREADS) + int64(cuda.threadIdx.x)
+        if chunk < chunks:
+            factor = ptx.load_global_f32(scalar) if wide else ptx.load_global_bf16(scalar)
+            v = chunk_values(x, chunk, False)
+            ptx.store_global_128(
+                out + chunk * int64(16),
+                ptx.bf16_pair(ptx.mul_rn(v[0], factor), ptx.mul_rn(v[1], factor)),
+                ptx.bf16_pair(ptx.mul_rn(v[2], factor), ptx.mul_rn(v[3], factor)),
+                ptx.bf16_pair(ptx.mul_rn(v[4], factor), ptx.mul_rn(v[5], factor)),
+                ptx.bf16_pair(ptx.mul_rn(v[6], factor), ptx.mul_rn(v[7], factor)),
+            )
+
+    return Kernel(f"scale_{_name(wide)}", scale, (types.int64,) * 4, THREADS)
+
+
+@cache
 def _make_soft_cap(cap: float) -> Kernel:
     """A thread has four numbers."""
 
@@ -218,6 +240,19 @@ def take_columns(x: torch.Tensor, *, out: torch.Tensor, first: int) -> list[Kern
         raise ShapeError(f"columns {first} to {first + count - 1} of {width} are not multiples of {FOUR} inside of it")
     grid = (rows, -(-(count // FOUR) // THREADS), 1)
     return [KernelCall(_make_take(width, count), grid, (x, out, first))]
+
+
+def scale(x: torch.Tensor, scalar: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
+    """x times one number in float32, rounded once: x [M, N] bf16, scalar [1] bf16 or float32 -> out [M, N] bf16 out.
+
+    One launch. Raises ShapeError as `cast` does.
+    """
+    check_shape("x", x, *out.shape)
+    check_shape("scalar", scalar, 1)
+    check_dtype(torch.bfloat16, x=x)
+    chunks = _chunks(out)
+    kernel = _make_scale(_is_wide("scalar", scalar))
+    return [KernelCall(kernel, (-(-chunks // THREADS), 1, 1), (x, scalar, out, chunks))]
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> list[KernelCall]:
@@ -365,5 +400,6 @@ def examples() -> list[Kernel]:
         _make_add_gated(2048),
         _make_output_gate(4096),
         _make_soft_cap(30.0),
+        _make_scale(False),
     ]
     return [_make_identity(), _make_cast(True), *sums, *rows]

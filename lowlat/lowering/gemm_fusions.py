@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from lowlat.kernels.elementwise.per_layer import layer_columns
 from lowlat.kernels.gemm.decode.gemm import (
+    GELU_GATE,
     MAX_BLOCK_ROWS,
     BlockRow,
     NormPrologue,
@@ -103,6 +105,18 @@ def _gates(run: Run, gpu: Gpu) -> bool:
 def _with_gate(binding: Binding, run: Run) -> Sequence[Call]:
     given = binding.arguments(run.op("output_gate"))
     operands = _prologue(binding, run) | {"gated": given["x"], "row_live": given.get("row_live")}
+    return decode_gemm(**operands, out=given["out"])
+
+
+def _gates_layer(run: Run, gpu: Gpu) -> bool:
+    return not in_parts(run.op("linear")) and _reads_product("per_layer_gate", "gate")(run, gpu)
+
+
+def _with_layer_gate(binding: Binding, run: Run) -> Sequence[Call]:
+    """The product is the gate of a layer's inputs, which lie among those of all layers."""
+    given = binding.arguments(run.op("per_layer_gate"))
+    inputs = layer_columns(given["inputs"], given["out"].shape[1], given["layer"])
+    operands = _prologue(binding, run) | {"gated": inputs, "gated_by": GELU_GATE, "row_live": given.get("row_live")}
     return decode_gemm(**operands, out=given["out"])
 
 
@@ -236,6 +250,9 @@ GEMM_FUSIONS = (
     ),
     Fusion("gemm+add", "rms_norm? linear add", 1, _with_residual, _reads_product("add", "b"), _normed_and_product),
     Fusion("gemm+output_gate", "rms_norm? linear output_gate", 1, _with_gate, _gates, _normed_and_product),
+    Fusion(
+        "gemm+per_layer_gate", "rms_norm? linear per_layer_gate", 1, _with_layer_gate, _gates_layer, _normed_and_product
+    ),
     Fusion("gemm+all_reduce", "linear gather_ranks sum_ranks add", 3, _with_all_reduce, _all_reduces, _exchanged),
     Fusion("gemm+cast", "rms_norm? linear cast", 1, _rounded, _reads_product("cast", "x"), _normed_and_product),
     Fusion("gemm+rope+kv_write", "rms_norm? linear rope kv_write?", 1, _rotated, _rotates, _rotated_hides, _heads),
