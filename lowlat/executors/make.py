@@ -16,7 +16,7 @@ from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
-from lowlat.models.layer_spec import AttentionSpec, DeltaSpec, ExpertsSpec, LayerSpec
+from lowlat.models.layer_spec import AttentionSpec, DeltaSpec, ExpertsSpec, LayerSpec, ParallelSpec
 from lowlat.models.shard import PARTS, STEP
 from lowlat.options.config import RuntimeConfig
 from lowlat.step.state import StepGeometry
@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 # what the kernels refuse by ShapeError; repeated here, where a machine without a GPU loads no kernel
-HEAD_SIZES = (64, 128, 256)
+HEAD_SIZES = (64, 128, 256, 512)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-WIDTHS_OF, MAX_WIDTH = 8, 65536
+WIDTHS_OF, MAX_WIDTH, MAX_PER_LAYER = 8, 65536, 2048
 MAX_VOCABULARY = 262144
 DELTA_SIZES, DELTA_TAPS = (32, 64, 128), 4
 MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH = 512, 10, 6144
@@ -71,11 +71,16 @@ def _uncovered_layer(part: Decoder, layer: LayerSpec) -> tuple[str, str] | None:
     """The first requirement of the kernels that a layer misses."""
     mixer, ffn = layer.mixer, layer.ffn
     problem = _uncovered_delta(mixer) if isinstance(mixer, DeltaSpec) else _uncovered_attention(mixer)
-    if problem is None and isinstance(ffn, ExpertsSpec):
-        problem = _uncovered_experts(part, ffn)
+    experts = ffn.experts if isinstance(ffn, ParallelSpec) else ffn
+    if problem is None and isinstance(experts, ExpertsSpec):
+        problem = _uncovered_experts(part, experts)
     if problem is not None:
         return problem
-    for name, size in (("hidden size", part.hidden_size), ("FFN's width", ffn.inner_size)):
+    per_layer = layer.per_layer_size
+    if per_layer is not None and (per_layer % WIDTHS_OF or per_layer > MAX_PER_LAYER):
+        return f"multiples of {WIDTHS_OF} up to {MAX_PER_LAYER} as widths of embeddings by layer", f"have {per_layer}"
+    parts = (ffn.dense, ffn.experts) if isinstance(ffn, ParallelSpec) else (ffn,)
+    for name, size in (("hidden size", part.hidden_size), *(("FFN's width", each.inner_size) for each in parts)):
         if size % WIDTHS_OF or size > MAX_WIDTH:
             return f"multiples of {WIDTHS_OF} up to {MAX_WIDTH} as widths", f"{name} is {size}"
     return None
@@ -86,9 +91,7 @@ def _uncovered_attention(attention: AttentionSpec) -> tuple[str, str] | None:
     if attention.rotary_dims is not None and attention.rotary_dims % WIDTHS_OF:
         return f"RoPE of multiples of {WIDTHS_OF} dimensions", f"turns {attention.rotary_dims}"
     if attention.head_dim not in HEAD_SIZES:
-        return "heads of 64, 128 or 256 dimensions", f"have {attention.head_dim}"
-    if attention.softcap is not None:
-        return "attention without a softcap", f"softcap is {attention.softcap}"
+        return "heads of 64, 128, 256 or 512 dimensions", f"have {attention.head_dim}"
     return None
 
 

@@ -8,7 +8,6 @@ import torch
 from lowlat.graphs.program import Op, Program, Stage
 from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
 from lowlat.lowering.binding import Binding, Call
-from lowlat.lowering.covers import check_covered
 from lowlat.lowering.fusion import cover
 from lowlat.lowering.gemm_fusions import GEMM_FUSIONS
 from lowlat.lowering.linear import LINEAR_FUSIONS
@@ -61,10 +60,8 @@ class LoweredGroup:
 def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
     """Cover a whole program with calls; every operation has some, whatever stands next to it.
 
-    fuse  False: each operation by its own kernel. Raises ShapeError for sizes that its kernel does not take, and
-          ConfigError for parameters that it does not.
+    fuse  False: each operation by its own kernel. Raises ShapeError for sizes that its kernel does not take.
     """
-    check_covered(binding)
     groups: list[LoweredGroup] = []
     awaits, fresh = True, binding.fresh  # whether the next call awaits all before it
     fresh.clear()

@@ -246,3 +246,27 @@ class LayerSpec:
     sandwich: bool = False
     per_layer_size: int | None = None
     scaled: bool = False
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """Its experts, next to a dense FFN or alone; None: it has none."""
+        return self.ffn.experts if isinstance(self.ffn, ParallelSpec) else _experts_of(self.ffn)
+
+    @property
+    def dense(self) -> DenseSpec | None:
+        """Its dense FFN, next to experts or alone; None: it has none."""
+        if isinstance(self.ffn, ParallelSpec):
+            return self.ffn.dense
+        return self.ffn if isinstance(self.ffn, DenseSpec) else None
+
+    @property
+    def inner_sizes(self) -> tuple[int, int]:
+        """The inner width of its FFN, or of each of its experts; and of a dense FFN next to these, else 0."""
+        if isinstance(self.ffn, ParallelSpec):
+            return self.ffn.experts.inner_size, self.ffn.dense.inner_size
+        shared = self.ffn.shared_ffn if isinstance(self.ffn, ExpertsSpec) else None
+        return self.ffn.inner_size, 0 if shared is None else shared.inner_size
+
+
+def _experts_of(ffn: FFN) -> ExpertsSpec | None:
+    return ffn if isinstance(ffn, ExpertsSpec) else None

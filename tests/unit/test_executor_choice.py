@@ -65,7 +65,7 @@ def changed(
         ({"ffn": EXPERTS, "hidden_size": 6176}, None, "a hidden size of at most 6144 where experts are chosen"),
         ({"ffn": EXPERTS, "inner_size": 72}, {}, "multiples of 32 as widths of MXFP4"),
         ({"head_dim": 8}, None, "the target's have 8"),
-        ({"head_dim": 8}, {}, "heads of 64, 128 or 256 dimensions and the target's have 8"),
+        ({"head_dim": 8}, {}, "heads of 64, 128, 256 or 512 dimensions and the target's have 8"),
         ({}, {"head_dim": 96}, "the draft model's have 96"),
         ({"hidden_size": 60}, {}, "multiples of 8 up to 65536 as widths and the target's hidden size is 60"),
         ({"inner_size": 65544}, {}, "the target's FFN's width is 65544"),

@@ -52,7 +52,8 @@ def router(
     over_all  shares are those of the softmax over all experts, and sum to less
     shared    the last of the E experts is every row's last one, with the sigmoid of its logit as its share; a row
               chooses k - 1 of the others, whose softmax leaves it out
-    A share is multiplied by its expert's scale last. Logits are float32, never rounded to the compute dtype. Raises ShapeError for shapes that do not fit.
+    A share is multiplied by its expert's scale last. Logits are float32, never rounded to the compute dtype. Raises
+    ShapeError for shapes that do not fit.
     """
     rows, top_k = expert_ids.shape
     if top_k > weight.shape[0] or top_k <= shared:
@@ -155,8 +156,8 @@ def experts_gate_up(
 ) -> None:
     """Gate and up products of the chosen experts, and a gated activation: SwiGLU, clamped or plain, or another.
 
-    out is up * activation(gate), "silu" or "gelu_tanh", see `silu_mul`; with limit and alpha, (up + 1) * gate * sigmoid(alpha * gate), the gate at most
-    `limit`, up within +-`limit`; in float32, rounded once.
+    out is up * activation(gate), "silu" or "gelu_tanh", see `silu_mul`; with limit and alpha, (up + 1) * gate *
+    sigmoid(alpha * gate), the gate at most `limit`, up within +-`limit`; in float32, rounded once.
     row_block   rows a product: an expert's pairs come in blocks of so many, in order of rows
     Raises ShapeError for shapes that do not fit, and ValueError for an activation that is none.
     """
