@@ -168,7 +168,8 @@ def _pack_together(packed: PackedExperts, first: int, parts: Mapping[str, torch.
     """Pack some experts as one tall matrix: their tiles lie after each other."""
     count, order = len(next(iter(parts.values()))), packed.order
     if order is not None:
-        order = (packed.rows * torch.arange(count)[:, None] + order.cpu()).flatten()
+        device = next(iter(parts.values())).device  # a panel's rows are then taken without a wait for the host
+        order = (packed.rows * torch.arange(count, device=device)[:, None] + order.to(device)).flatten()
     places = slice(first, first + count)
     scales, row_scales = (
         None if each is None else each[places].flatten(0, 1) for each in (packed.scales, packed.row_scales)

@@ -23,7 +23,7 @@ from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.lowering.binding import in_parts
 from lowlat.lowering.prefill_attention import FLASH_DIM, attention_workspaces, refresh_bytes
 from lowlat.lowering.prefill_gemm import activation_workspace, gemm_workspaces
-from lowlat.lowering.weight_parts import EXPERT_GEMMS
+from lowlat.lowering.weight_parts import EXPERT_GEMMS, GEMMS
 
 __all__ = ["temporary_bytes", "workspace_bytes", "workspaces_of"]
 
@@ -56,7 +56,7 @@ def workspace_bytes(program: Program, shape_of: ShapeOf) -> int:
 
 def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceShape]:
     """The workspaces that an operation asks for."""
-    if op.kind == "linear":
+    if op.kind in GEMMS:
         rows, parts = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS), None
         if in_parts(op):
             parts = KParts(int(op.params["num_parts"] or 1), 1)
@@ -110,7 +110,7 @@ def temporary_bytes(program: Program, shape_of: ShapeOf) -> int:
     size = program.buffers["prefill_tokens"].shape[0]
     largest = {"gemm": 0, "attention": 0}
     for op in ops:
-        if op.kind == "linear":
+        if op.kind in GEMMS:
             kind, found = "gemm", _gemm_bytes(size, shape_of(op.weights["weight"]))
         elif op.kind in ATTENTION:
             kind, found = "attention", _attention_bytes(program, op)

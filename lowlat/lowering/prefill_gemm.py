@@ -32,8 +32,9 @@ from lowlat.kernels.toolchain.kernel import Gpu, WorkspaceShape
 from lowlat.lowering.binding import Binding, Call, LibraryCall, in_parts
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.prefill_attention import prefill_attention
+from lowlat.lowering.weight_parts import GEMMS
 
-__all__ = ["PREFILL_FUSIONS", "activation_workspace", "gemm_workspaces", "prefill_linear", "takes"]
+__all__ = ["PREFILL_FUSIONS", "activation_workspace", "gemm_workspaces", "multiply_chunks", "prefill_linear", "takes"]
 
 ROWS = 64  # a GEMM of ours has a multiple of so many rows
 WIDTH = 8  # and of so many weight rows and columns
@@ -94,8 +95,8 @@ def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
 
 def _most_unpacked(binding: Binding) -> int:
     """Numbers of the largest quantised matrix that the program multiplies by, unpacked; not of an LM head of decode."""
-    names = {op.weights["weight"] for op in binding.program.ops if op.kind == "linear" and op.stage is Stage.PREFILL}
-    matrices = [binding.weights.matrix(name) for name in names]
+    names = {op.weights["weight"] for op in binding.program.ops if op.kind in GEMMS and op.stage is Stage.PREFILL}
+    matrices = [binding.weights.matrix(name) for name in names if binding.weights.is_packed(name)]
     return max(prod(unpacked_shape(each.rows, each.columns)) for each in matrices if each.tile_format != BF16_TILES)
 
 
@@ -279,11 +280,11 @@ def _by_unpacked(
     scales = weight.scales
     matrix = unpack_rows(weight) if unpacked is None else unpacked[: weight.rows, : weight.columns]
     if places is None:
-        _multiply(x, matrix, chunk, out)
+        multiply_chunks(x, matrix, chunk, out)
         packed = out
     else:
         packed = torch.empty(x.shape[0], matrix.shape[0], dtype=torch.float32, device=x.device)
-        _multiply(x, matrix, chunk, packed)
+        multiply_chunks(x, matrix, chunk, packed)
     if scales is not None:
         packed *= scales[: weight.rows]
     if places is not None:
@@ -292,7 +293,7 @@ def _by_unpacked(
         out += bias
 
 
-def _multiply(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
+def multiply_chunks(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
     """x [M, K] @ weight.T [K, N] bf16 into float32 [M, N], `chunk` rows at a time, accumulated in float32.
 
     The matrix library takes other ways for other shapes, and a chunk's bits must not depend on those next to it: a part
@@ -301,7 +302,7 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tens
     short = -x.shape[0] % chunk
     if short:
         whole = torch.empty(x.shape[0] + short, weight.shape[0], dtype=torch.float32, device=x.device)
-        _multiply(torch.nn.functional.pad(x, (0, 0, 0, short)), weight, chunk, whole)
+        multiply_chunks(torch.nn.functional.pad(x, (0, 0, 0, short)), weight, chunk, whole)
         out.copy_(whole[: x.shape[0]])
         return
     for rows, results in zip(x.split(chunk), out.split(chunk), strict=True):

@@ -115,6 +115,14 @@ class Emitter:
         self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=block, **params)
         return out
 
+    def narrow_linear(self, x: str, weight: str, width: int, name: str) -> str:
+        """The output in float32, [M, width], of a GEMM of few columns, which follows the norm of its rows."""
+        out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
+        block = 8 if self.rows.live is not None else self.rows.count
+        weights = {"weight": f"{weight}.weight"}
+        self.emit("narrow_linear", {"x": x}, {"out": out}, weights=weights, row_block=block)
+        return out
+
     def summed_linear(
         self, x: str, weight: str, width: int, name: str, shard: LayerShard | None, *, unit: int = 1, bias: bool = False
     ) -> str:

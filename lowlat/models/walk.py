@@ -141,8 +141,8 @@ def emit_delta(emitter: Emitter, layer: Layer, delta: DeltaSpec, number: int, no
     """
     name, count = layer.name, emitter.rows.count
     channels, width, form = delta.num_channels, delta.value_size, "prefill_" if emitter.rows.chunk else ""
+    ba = emitter.narrow_linear(normed, f"{name}.delta_ba", 2 * delta.num_value_heads, "delta_ba")
     product = emitter.linear(normed, f"{name}.delta_in", channels + width, "delta_in")
-    ba = emitter.linear(normed, f"{name}.delta_ba", 2 * delta.num_value_heads, "delta_ba")
     mixed = emitter.scratch("delta_mixed", count, channels)
     given = emitter.rows.recurrent | ({"snapshots": "prefill_states"} if form else {"state_lens": "state_lens"})
     weights = {"weight": f"{name}.delta_conv.weight"}
