@@ -101,14 +101,9 @@ def check_wide_weights(lab: cases.Lab) -> None:
     cases.check_norms(lab, 2, 24, **wide)
     cases.check_split_norms(lab, 1, 5, 16, **wide)
     cases.check_add_norm(lab, 2, 24, torch.float32, torch.float32)
-<<<<<<< HEAD
-    cases.check_router(lab, 2, 264, 6, **wide)
-=======
     cases.check_norm_add(lab, 2, 72, torch.float32, torch.float32, 0.7)
     cases.check_per_layer(lab, 2, 3, 24, **wide)
-    cases.check_router(lab, 5, 264, 6, **wide)
-    cases.check_router(lab, 1, 4096 + 72, 7, **wide)
->>>>>>> main
+    cases.check_router(lab, 2, 264, 6, **wide)
     cases.check_embeddings(lab, 3, 72, 37, **wide)
     draft_input_cases.check_draft_input(lab, 2, 2, 24, packed=False, **wide)
     draft_input_cases.check_chain_level(lab, 3, 24, packed=True, masked=True, **wide)
@@ -138,26 +133,17 @@ def main() -> None:
     cases.check_split_norms(lab, 1, 5, 16)
     cases.check_add_norm(lab, 1, 4096 + 8, torch.float32)
     cases.check_add_norm(lab, 2, 24, torch.bfloat16)
-<<<<<<< HEAD
-    cases.check_router(lab, 3, 264, 6)
-=======
     cases.check_norm_add(lab, 2, 24, torch.float32, scalar=0.75)
     cases.check_norm_add(lab, 1, 4096 + 72, torch.bfloat16)
     cases.check_per_layer(lab, 3, 5, 24)
     cases.check_per_layer(lab, 1, 1, 264)
-    cases.check_router(lab, 5, 264, 6)
->>>>>>> main
+    cases.check_router(lab, 3, 264, 6)
     cases.check_router(lab, 1, 4096 + 72, 7)
     cases.check_router_extremes(lab, 64)
     cases.check_router_alone(lab, 2, 264, 6)
     cases.check_router_fills(lab, 2, 64, 3, 300)
     cases.check_embeddings(lab, 3, 72, 37)
-<<<<<<< HEAD
-    cases.check_embeddings(lab, 1, 4096 + 72, 18)
-=======
-    cases.check_embeddings(lab, 2, 4096 + 72, 18)
-    cases.check_embeddings(lab, 3, 4096 + 72, 18, scale=73.5)
->>>>>>> main
+    cases.check_embeddings(lab, 1, 4096 + 72, 18, scale=73.5)
     draft_input_cases.check_draft_input(lab, 2, 2, 24, packed=False)
     draft_input_cases.check_draft_input(lab, 1, 1, 24, packed=True)
     draft_input_cases.check_block_input(lab, 3, 2, 24, packed=True)

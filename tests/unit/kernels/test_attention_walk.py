@@ -126,15 +126,11 @@ def test_heads_of_256_are_the_reference_s(
     check(run(case, rows != "one", num_blocks=2, split=128, gpu=gpu), case.expected())
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(("coded", "head_dim"), [(True, 64), later(False, 256)])
-=======
 @pytest.mark.parametrize(
     ("lengths", "rows", "window", "coded", "softcap"),
     [
         ([70], "one", None, False, None),
         later([70, 0], "tree", None, False, None),
-        later([300], "chain", 290, False, None),
         later([300], "chain", 100, False, 2.0),
         later([150], "tree", None, True, 2.0),
         later([70], "one", None, True, None),
@@ -172,10 +168,7 @@ def test_scores_are_capped(head_dim: int, coded: bool) -> None:
     check(run(case, True, num_blocks=2, split=128), case.expected())
 
 
-@pytest.mark.parametrize(
-    ("coded", "head_dim"), [(False, 64), (True, 64), later(False, 256), later(True, 256), later(False, 512)]
-)
->>>>>>> main
+@pytest.mark.parametrize(("coded", "head_dim"), [(True, 64), later(False, 256), later(False, 512)])
 def test_a_row_has_the_same_bits_in_any_company(coded: bool, head_dim: int) -> None:
     """With dead neighbours; and alone, where its query rows are half a tile."""
     scales = SCALES[:, :1].contiguous() if coded else None
