@@ -17,19 +17,30 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.attention.combine import MAX_SPLITS, combine_splits
+from lowlat.kernels.attention.combine import combine_splits
 from lowlat.kernels.attention.copies import make_is_early, make_issue, make_lane_offset, make_look_up
 from lowlat.kernels.attention.launch_plan import (
     ALIGNMENT,
     DESCRIPTOR_WORDS,
     TEAMS,
-    TILE_BYTES,
     AttentionPlan,
     AttentionWork,
     candidate_plans,
     choose_attention_plan,
     fits_uncoded,
     pipeline_bytes,
+)
+from lowlat.kernels.attention.limits import (
+    BLOCK_SIZE,
+    HEAD_DIM,
+    KV_HEADS,
+    MAX_ROWS,
+    MAX_SLOTS,
+    QUERY_ROWS,
+    ROWS,
+    ROWS_A_SLOT,
+    SLOTS,
+    query_rows,
 )
 from lowlat.kernels.attention.merge import LOG2_E, make_merge
 from lowlat.kernels.attention.plan import (
@@ -50,21 +61,14 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall, Works
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
 __all__ = [
-    "INVARIANT_HEADS",
     "attention",
     "attention_bytes",
-    "choose_split",
     "examples",
-    "finely_split",
-    "most_positions",
     "partial_attention",
 ]
 
-FEW_ITEMS, MANY_ITEMS = 132, 1024
 CONVERTS_CODES = (8, 9)  # the capability from which a GPU makes fp16 of e4m3 itself
-
-MAX_BATCH, MAX_TREE, MAX_ROWS = 16, 64, 512
-PLAN_INTS = MAX_BATCH * PLAN_STRIDE
+PLAN_INTS = MAX_SLOTS * PLAN_STRIDE
 
 
 def attention(
@@ -181,31 +185,6 @@ def _shape_of(
     )  # fmt: skip
 
 
-INVARIANT_HEADS = 8  # with which splits are chosen where ranks have parts of the heads, and must have the same splits
-
-
-def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
-    """Positions of a split, from sizes that stay fixed while a model is loaded: results' bits depend on the split.
-
-    Short splits spread a short context over all SMs; long ones halve the sums that are parked and combined
-    (Llama-8B's heads on an H200: 1 slot at 1K 5.8 us with 128, 6.8 with 256; 1 at 8K 14.7 with 256, 16.9 with 512; 4 at
-    16K 83 and 76).
-    """
-    if max_context <= finely_split(max_batch, kv_heads):
-        return 128
-    return 512 if max_batch * -(-max_context // 256) * kv_heads > MANY_ITEMS else 256
-
-
-def finely_split(max_batch: int, kv_heads: int) -> int:
-    """The longest context that is cut into the shortest splits; 0: none is."""
-    return FEW_ITEMS // (max_batch * kv_heads) * 128
-
-
-def most_positions(max_batch: int, max_context: int, kv_heads: int) -> int:
-    """The most positions of a slot, its blocks' last ones and a step's rows included, without a window."""
-    return MAX_SPLITS * choose_split(max_batch, max_context, kv_heads)
-
-
 def attention_bytes(
     dense_lens: list[int],
     *,
@@ -265,19 +244,15 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
 
 
 def _check_sizes(batch: int, rows: int, heads: int, kv_heads: int, head_dim: int, block: int) -> None:
-    limits = (
-        (head_dim in TILE_BYTES, f"the head size must be one of {tuple(TILE_BYTES)}, got {head_dim}"),
-        (block in (16, 32, 64, 128, 256), f"the cache's block must be a power of two from 16 to 256, got {block}"),
-        (heads % kv_heads == 0, f"{heads} query heads do not divide among {kv_heads} key-value heads"),
-        (kv_heads <= 1024, f"at most 1024 key-value heads, got {kv_heads}"),
-        (1 <= rows <= MAX_TREE, f"1 to {MAX_TREE} rows a slot, got {rows}"),
-        (1 <= batch <= MAX_BATCH, f"1 to {MAX_BATCH} slots, got {batch}"),
-        (batch * rows <= MAX_ROWS, f"at most {MAX_ROWS} rows in all, got {batch * rows}"),
-        (rows * heads // kv_heads <= 16 * 256, f"too many query heads of one key-value head: {heads // kv_heads}"),
-    )
-    for fits, problem in limits:
-        if not fits:
-            raise ShapeError(f"attention: {problem}")
+    HEAD_DIM.check("attention: the head size", head_dim)
+    BLOCK_SIZE.check("attention: the cache's block", block)
+    if heads % kv_heads:
+        raise ShapeError(f"attention: {heads} query heads do not divide among {kv_heads} key-value heads")
+    KV_HEADS.check("attention: key-value heads", kv_heads)
+    ROWS_A_SLOT.check("attention: rows a slot", rows)
+    SLOTS.check("attention: slots", batch)
+    ROWS.check("attention: rows of all slots", batch * rows)
+    QUERY_ROWS.check("attention: query rows of one key-value head", query_rows(rows, heads, kv_heads))
 
 
 def _check_slots(

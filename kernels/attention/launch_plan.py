@@ -10,6 +10,7 @@ from functools import cache
 from itertools import chain, product
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.attention.limits import HEAD_DIM
 from lowlat.kernels.attention.plan import MAX_WARP_DIM
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 KIND = "attention"
-TILE_BYTES = {64: 16 * 1024, 128: 32 * 1024, 256: 64 * 1024, 512: 128 * 1024}  # of 64 positions; half for codes
+TILE_BYTES = {dim: 256 * dim for dim in HEAD_DIM.values}  # of 64 positions; half for codes
 TEAMS = {64: 3, 128: 2, 256: 1, 512: 1}  # side by side over a whole window: one of 128 spans three tiles
 DESCRIPTOR_WORDS = 4  # of a stage and warp: place and flags, tile of positions, row of the tree
 ALIGNMENT = 128  # of the stages: pieces of rows are permuted within 128 bytes

@@ -157,7 +157,7 @@ def embed(
     weight  [V, N]         bf16, row-major or packed
     out     [M, N]         bf16  out
     scale   multiplies the rows in float32, rounded once; None: they are taken as they are
-    One launch. Raises ShapeError for shapes that do not fit, or N that is no multiple of 8 or above `norm.MAX_WIDTH`.
+    One launch. Raises ShapeError for shapes that do not fit, or N outside of ROW_WIDTH.
     """
     rows, width = tokens.numel(), out.shape[-1]
     check_width(width)

@@ -13,18 +13,18 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.activation import gelu_gate_times
 from lowlat.kernels.common.norm_math import add_squares, high_value, inverse_rms, lane_sum, low_value
 from lowlat.kernels.common.norm_row import chunk_values, is_live, make_norm_functions, weights_label
+from lowlat.kernels.elementwise.limits import CHUNKS, PER_LAYER
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["MAX_PER_LAYER", "examples", "layer_columns", "per_layer_gate", "per_layer_inputs"]
+__all__ = ["examples", "layer_columns", "per_layer_gate", "per_layer_inputs"]
 
 WARPS = 4
 THREADS = WARPS * 32
 CHUNK = 8
-MAX_PER_LAYER = 2048  # the width of a layer's inputs, which a warp holds
 HALF_ROOT = 2**-0.5
 
 
@@ -128,14 +128,13 @@ def per_layer_inputs(
     weight     [P]         bf16 or float32
     row_live   [M]         uint8; None: all rows are live. Dead rows give zero
     out        [M, L * P]  bf16  out
-    One launch. Raises ShapeError for shapes that do not fit, and P that is no multiple of 8 or above MAX_PER_LAYER.
+    One launch. Raises ShapeError for shapes that do not fit, and P that `limits.PER_LAYER` does not
+    take.
     """
     (rows, width), size = projected.shape, weight.shape[0]
-    if size % CHUNK or not CHUNK <= size <= MAX_PER_LAYER or width % size:
-        raise ShapeError(
-            f"inputs of a layer have a multiple of {CHUNK} numbers, at most {MAX_PER_LAYER}, and rows whole layers of "
-            f"them, got {size} of {width}"
-        )
+    PER_LAYER.check("width of a layer's inputs", size)
+    if width % size:
+        raise ShapeError(f"rows of {width} numbers are no layers of {size}")
     check_shape("embedded", embedded, rows, width)
     check_shape("out", out, rows, width)
     check_row_live(row_live, rows)
@@ -164,8 +163,7 @@ def per_layer_gate(
     check_row_live(row_live, rows)
     check_dtype(torch.float32, gate=gate)
     check_dtype(torch.bfloat16, inputs=inputs, out=out)
-    if size % CHUNK:
-        raise ShapeError(f"out must have a multiple of {CHUNK} columns, got {size}")
+    CHUNKS.check("out's columns", size)
     grid, live = (rows, -(-(size // CHUNK) // THREADS), 1), 0 if row_live is None else row_live
     return [KernelCall(_make_gate(size, inputs.shape[1]), grid, (gate, inputs, layer * size, live, out))]
 

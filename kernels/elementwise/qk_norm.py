@@ -15,6 +15,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.norm_math import high_value, inverse_rms, lane_sum, low_value, normalised
 from lowlat.kernels.common.norm_row import is_live, weights_label
+from lowlat.kernels.elementwise.limits import MOST_HEAD, NORMED_HEAD
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
@@ -22,7 +23,6 @@ from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = [
-    "MAX_HEAD_DIM",
     "THREADS",
     "WARPS",
     "HeadFunctions",
@@ -36,13 +36,11 @@ __all__ = [
 
 WARPS = 4
 THREADS = WARPS * 32
-MAX_HEAD_DIM, WIDE_HEAD_DIM = 256, 512  # up to which a lane has 8 elements, and at which it has 16
 
 
 def check_head_dim(dim: int) -> None:
     """Raise ShapeError unless the lanes of a warp hold a head of `dim` elements."""
-    if dim != WIDE_HEAD_DIM and (dim % 8 or not 8 <= dim <= MAX_HEAD_DIM):
-        raise ShapeError(f"head_dim must be a multiple of 8, at most {MAX_HEAD_DIM}, or {WIDE_HEAD_DIM}, got {dim}")
+    NORMED_HEAD.check("head_dim", dim)
 
 
 def head_weights(
@@ -203,7 +201,7 @@ class HeadFunctions:
 def head_functions(dim: int, wide: bool) -> HeadFunctions:
     """The functions for heads of `dim` elements; wide: weights of norms are float32."""
     load_weights, step = weights_loader(wide)
-    if dim <= MAX_HEAD_DIM:
+    if dim <= MOST_HEAD:
         return HeadFunctions(False, load_four, load_weights, step, _zeros, _ones, normed_head, _store_four)
     load_two = _load_two if wide else _load_two_narrow
     return HeadFunctions(True, _load_two, load_two, step, _two_zeros, _two_ones, _two_normed, _store_two)
@@ -277,8 +275,8 @@ def qk_norm(
     out                 [M, (H + 2G) * D]  float32  out
     v_norm              values are normed, too, without a weight; those of a dead row are zero
     keys_as_values      values are the keys that qkv has
-    One launch. Raises ShapeError for shapes or dtypes that do not fit, and for D that is no multiple of 8 or above
-    MAX_HEAD_DIM, but for WIDE_HEAD_DIM.
+    One launch. Raises ShapeError for shapes or dtypes that do not fit, and for D that
+    `limits.NORMED_HEAD` does not take.
     """
     rows, count = qkv.shape[0], num_heads + 2 * num_kv_heads
     check_head_dim(head_dim)

@@ -17,9 +17,9 @@ from lowlat.kernels.common.kv_codes import four_codes, load_scale
 from lowlat.kernels.common.memory import long_at
 from lowlat.kernels.common.norm_math import EVERY_LANE
 from lowlat.kernels.common.norm_row import is_live, weights_label
+from lowlat.kernels.elementwise.limits import MOST_HEAD
 from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
 from lowlat.kernels.elementwise.qk_norm import (
-    MAX_HEAD_DIM,
     THREADS,
     WARPS,
     check_head_dim,
@@ -349,7 +349,7 @@ def rotate(
     kv_scales           [2, G]              float32  the caches are uint8, for codes; None: they are bf16
     k_cache, v_cache    [P, G, block, D]    bf16   updated: live rows at write_lens[slot] + offsets[row]
     One launch. Raises ShapeError for shapes that do not fit, parts that do not go together, or D or 2 R that
-    is no multiple of 8, and D that `qk_norm.check_head_dim` refuses.
+    is no multiple of 8, and D that `limits.NORMED_HEAD` does not take.
     """
     caches = _pair("k_cache", k_cache, v_cache)
     buffers = _pair("k", k, v)
@@ -478,7 +478,7 @@ def _check_rows(
     turning = 2 * cos.shape[1]
     if turning > dim or turning % 8 or not turning:
         raise ShapeError(f"cos has angles of {turning} elements of a head of {dim}, not of a multiple of 8 up to them")
-    if turning < dim and dim > MAX_HEAD_DIM:
+    if turning < dim and dim > MOST_HEAD:
         raise ShapeError(f"heads of {dim} turn as a whole, not {turning} elements of them")
     check_shape("sin", sin, *cos.shape)
     check_row_live(row_live, rows)

@@ -37,7 +37,7 @@ TILE_BYTES = 16 << 10  # of queries and keys, at most
 STAGES = 3
 NEVER = 1 << 40  # more rows than a chunk has
 WARPS = 4  # of a block that makes what rows bring
-APART = os.environ.get("LOWLAT_WALK_APART") == "1"
+SPREADS = os.environ.get("LOWLAT_WALK_SPREADS") != "0"
 
 
 @cache
@@ -104,11 +104,11 @@ def _make_rows(heads: HeadSizes) -> Kernel:
 
 
 @cache
-def _make_walk(heads: HeadSizes, pairs: int, apart: bool = False) -> Kernel:
+def _make_walk(heads: HeadSizes, pairs: int, most_blocks: int = 0) -> Kernel:
     """Grid (Hv * blocks of a head,).
 
-    pairs  of a row of the states and a number of rows; -1: no snapshots are given
-    apart  no two of its blocks meet on an SM
+    pairs        of a row of the states and a number of rows; -1: no snapshots are given
+    most_blocks  as `Kernel` has it
     """
     value_heads, key_dim, value_dim = heads.value_heads, heads.key_dim, heads.value_dim
     columns, parts, group, channels = heads.columns, heads.parts, heads.group, heads.channels
@@ -307,10 +307,10 @@ def _make_walk(heads: HeadSizes, pairs: int, apart: bool = False) -> Kernel:
             place += int64(threads)
 
     name = f"prefill_gated_delta_{heads.key_heads}_{value_heads}_{key_dim}_{value_dim}"
-    name += (f"_kept{pairs}" if pairs >= 0 else "") + ("_apart" if apart else "")
+    name += (f"_kept{pairs}" if pairs >= 0 else "") + (f"_most{most_blocks}" if most_blocks else "")
     shared = outputs + 2 * output_bytes
     return Kernel(
-        name, prefill_gated_delta, (types.int64,) * 9, threads, shared_bytes=shared, most_blocks=int(apart),
+        name, prefill_gated_delta, (types.int64,) * 9, threads, shared_bytes=shared, most_blocks=most_blocks,
         settles=True,
     )  # fmt: skip
 
@@ -342,11 +342,11 @@ def prefill_delta_rule(
     out: torch.Tensor,
     workspace: Workspace,
     gpu: Gpu = H200,
-    apart: bool = APART,
+    spreads: bool = SPREADS,
 ) -> list[KernelCall]:
     """`prefill_delta_rule` of the reference, whose arguments these are; mixed and out are bf16, weights float32.
 
-    apart  each block has an SM to itself, where there are enough of them
+    spreads  SMs get as many of the walk's blocks as others, or one fewer: those that empty first would else get more
     Two launches. Time: some 200 cycles a row, whatever the number of heads, as long as a head's blocks find an SM.
     Captured: yes. Raises ShapeError for shapes or dtypes that do not fit.
     """
@@ -367,7 +367,7 @@ def prefill_delta_rule(
     return [
         KernelCall(_make_rows(heads), grid, (mixed, ba, a_log, dt_bias, chunk, vectors, gates, rows)),
         KernelCall(
-            _make_walk(heads, snapshot_pairs(snapshots), apart and blocks <= gpu.num_multiprocessors),
+            _make_walk(heads, snapshot_pairs(snapshots), -(-blocks // gpu.num_multiprocessors) if spreads else 0),
             (blocks, 1, 1),
             (mixed, slot, chunk, 0 if snapshots is None else snapshots, vectors, gates, state, out, rows),
         ),
@@ -381,6 +381,6 @@ def examples() -> list[Kernel]:
         _make_rows(moe),
         _make_walk(moe, 2),
         _make_walk(moe, -1),
-        _make_walk(moe, 2, apart=True),
+        _make_walk(moe, 2, most_blocks=1),
         _make_walk(widest, -1),
     ]

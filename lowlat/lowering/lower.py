@@ -8,6 +8,7 @@ import torch
 from lowlat.graphs.program import Op, Program, Stage
 from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
 from lowlat.lowering.binding import Binding, Call
+from lowlat.lowering.covers import check_covered
 from lowlat.lowering.fusion import cover
 from lowlat.lowering.gemm_fusions import GEMM_FUSIONS
 from lowlat.lowering.linear import LINEAR_FUSIONS
@@ -60,8 +61,10 @@ class LoweredGroup:
 def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
     """Cover a whole program with calls; every operation has some, whatever stands next to it.
 
-    fuse  False: each operation by its own kernel. Raises ShapeError for sizes that its kernel does not take.
+    fuse  False: each operation by its own kernel
+    Raises ConfigError for what kernels do not compute, see `covers`; ShapeError for sizes that do not fit together.
     """
+    check_covered(binding.program)
     groups: list[LoweredGroup] = []
     awaits, fresh = True, binding.fresh  # whether the next call awaits all before it
     fresh.clear()

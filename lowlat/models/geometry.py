@@ -188,8 +188,3 @@ class DraftConfig(Decoder):
     own_draft_map: bool = True
     is_cut: bool = False
     coverage: float | None = None
-
-    @property
-    def further_widths(self) -> Mapping[str, int]:
-        """Widths of its products next to those of layers, by the names that users know."""
-        return {}

@@ -268,7 +268,7 @@ def _emit_experts(
         **one_more,
     )
     parts = (*FORMATS[experts.weight_format].parts, *biases)
-    gate = {} if experts.activation == "silu" else {"activation": experts.activation}
+    activation = {} if experts.activation == "silu" else {"activation": experts.activation}
     activated = emitter.scratch("experts.activated", count, chosen, experts.inner_size)
     emitter.emit(
         "experts_gate_up",
@@ -277,7 +277,7 @@ def _emit_experts(
         weights={part: f"{name}.experts.gate_up.{part}" for part in parts},
         limit=experts.swiglu_limit,
         alpha=experts.swiglu_alpha,
-        **gate,
+        **activation,
     )
     output = emitter.scratch("down", count, layer.hidden_size, dtype=torch.float32)
     shard, own = layer.shard, dict[str, int]()

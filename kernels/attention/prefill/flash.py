@@ -160,9 +160,9 @@ def _make(
     alone = groups == 1 and dim >= WIDE
     first_copying, (kept, wanted) = 4 * groups, WIDE_REGISTERS if alone else REGISTERS[groups]
     give, take = ptx_hopper.give_registers(kept), ptx_hopper.take_registers(wanted)
-    multiply = make_multiply(dim, keys_a_tile, pipeline, area, sums_dim, softcap)
+    multiply = make_multiply(dim, keys_a_tile, pipeline, area, parts, softcap)
     finish = make_finish(parts * heads, sums_dim, sink_bytes, arranged, parts)
-    group_bytes, half_bytes = GROUP_ROWS * sums_dim * 2, keys_a_tile * sums_dim * 2
+    group_bytes = GROUP_ROWS * sums_dim * 2
     seen_tiles, split, capped = _make_seen_tiles(keys_a_tile), parts > 1, softcap is not None
 
     def prefill_flash_kernel(
@@ -199,15 +199,15 @@ def _make(
         else:
             take()
             group, within = uint32(warp >> uint32(2)), uint32(thread & uint32(127))
-            queries, values = uint32(base + group * uint32(group_bytes)), uint32(places + uint32(area))
             own = row if split else row + int64(group) * int64(GROUP_ROWS)
+            queries = uint32(base + group * uint32(group_bytes))
             part = uint32(uint32(head * uint32(parts)) + group) if split else head
             upper = uint32(uint32((warp & uint32(3)) * uint32(16)) + uint32(lane >> uint32(2)))  # of the group's rows
             spots = (start + own, start + own + int64(upper), window, first)
             place_queries(queries, q, part, own, rows, group, within)
             if split:
-                queries, values = base, uint32(values + group * uint32(half_bytes))
-            sums, peaks, totals = multiply(queries, (places, values), barriers, spots, last, count, scale, lane)
+                queries = base
+            sums, peaks, totals = multiply(queries, places, barriers, spots, last, count, scale, lane, group)
             if capped:
                 scale = float32(LOG2_E)
             finish(sums, peaks, totals, sinks, out, part, own + int64(upper), rows, scale, lane)

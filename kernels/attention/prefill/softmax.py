@@ -158,20 +158,19 @@ def make_copy(tile_bytes: int, pipeline: Pipeline, area: int) -> Any:
 
 
 def make_multiply(
-    dim: int, keys: int, pipeline: Pipeline, area: int, sums_dim: int | None = None, softcap: float | None = None
+    dim: int, keys: int, pipeline: Pipeline, area: int, parts: int = 1, softcap: float | None = None
 ) -> Any:
     """A function of a warpgroup: multiply all tiles, as a copying warp fills stages with them.
 
     It gives the sums of weighted values, the peaks of scores, and a lane's sums of weights.
 
-    keys      of a tile
-    area      bytes from the stages of keys to those of values
-    sums_dim  dimensions of values that the warpgroup has sums of; None: all
-    softcap   c: scores become c tanh(s / c); None: they stay
-    spots: the position of the group's first row, of the lane's upper row, the window and the first position;
-    places: the stages of keys, and of the values that the warpgroup takes.
+    keys     of a tile
+    area     bytes from the stages of keys to those of values
+    parts    of the dimensions, of which the warpgroup has the sums of one
+    softcap  c: scores become c tanh(s / c); None: they stay
+    spots: the position of the group's first row, of the lane's upper row, the window and the first position.
     """
-    sums_dim = sums_dim or dim
+    sums_dim = dim // parts
     tile_bytes, stages = keys * dim * 2, area // (keys * dim * 2)
     await_full, release, after = pipeline.await_full, pipeline.release, pipeline.after
     begin_scores, begin_values = ptx_attention.multiply_scores(dim, keys), ptx_attention.multiply_values(sums_dim, keys)
@@ -183,12 +182,17 @@ def make_multiply(
         ptx_attention.scale_rows(sums_dim // 2),
     )
     weigh_tile = _make_weigh(keys, softcap)
+    split, part_bytes = parts > 1, keys * sums_dim * 2
+
+    @device_function
+    def values_at(places: Any, stage: Any, part: Any) -> Any:
+        at = uint32(places + uint32(area) + stage * uint32(tile_bytes))
+        return uint32(at + part * uint32(part_bytes)) if split else at
 
     @device_function
     def multiply(
-        queries: Any, places: Any, barriers: Any, spots: Any, tile: Any, count: Any, scale: Any, lane: Any
+        queries: Any, places: Any, barriers: Any, spots: Any, tile: Any, count: Any, scale: Any, lane: Any, part: Any
     ) -> Any:  # fmt: skip
-        places, values = places
         second = uint32(barriers + uint32(stages * BARRIER_BYTES))
         stage, parity = uint32(0), uint32(0)
         nothing = (float32(NOTHING), float32(NOTHING))
@@ -205,7 +209,7 @@ def make_multiply(
         while done < count:
             scores = begin_scores(queries, uint32(places + later * uint32(tile_bytes)))
             await_full(second, stage, parity)
-            sums = begin_values(sums, words, uint32(values + stage * uint32(tile_bytes)))
+            sums = begin_values(sums, words, values_at(places, stage, part))
             scores = await_first(scores)
             release(barriers, later, lane)
             weights, peaks, totals, factors = weigh_tile(
@@ -222,7 +226,7 @@ def make_multiply(
                 sums = scale_sums(sums, factors[0], factors[1])
             words = pack(weights)
         await_full(second, stage, parity)
-        sums = begin_values(sums, words, uint32(values + stage * uint32(tile_bytes)))
+        sums = begin_values(sums, words, values_at(places, stage, part))
         sums = await_sums(sums, words)
         return sums, peaks, totals
 
