@@ -333,6 +333,7 @@ def _rotate(binding: Binding, run: Run) -> Sequence[Call]:
         heads = binding.arguments(norm)
         weights = _head_weights(binding, norm)
         given |= {"qkv": heads["qkv"], "eps": heads["eps"], "row_live": heads.get("row_live"), **weights}
+        given |= {name: heads[name] for name in ("v_norm", "keys_as_values") if name in heads}
     if write is not None:
         written = binding.arguments(write)
         given |= {name: written[name] for name in written if name not in ("k", "v")}
