@@ -218,7 +218,7 @@ def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str
 
 
 def emit_per_layer(emitter: Emitter, layer: Layer, number: int, residual: str, inputs: str) -> str:
-    """What the token's embedding of this layer adds to the residual stream [M, N]: [M, N], normed.
+    """The summand that the token's embedding of this layer gives the residual stream [M, N]: [M, N], normed.
 
     inputs  the embeddings of all layers, [M, L P]
     """

@@ -1,7 +1,6 @@
 """The options of a Runtime: frozen, validated at construction, refused by name.
 
-It knows neither checkpoints nor devices; what depends on the model (context against max_position, boundaries
-against layers) is checked at load.
+What depends on the model (context against max_position, boundaries against layers) is checked at load.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +55,7 @@ class Limited(Protocol):
 
     @property
     def speculation_limits(self) -> Mapping[str, Any]:
-        """What it was loaded with, by option; empty without speculation."""
+        """The options that it was loaded with, by name; empty without speculation."""
 
 
 @documented

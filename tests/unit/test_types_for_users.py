@@ -1,4 +1,4 @@
-"""What a type checker knows of lowlat outside its checkout: names, types and errors in a user's program."""
+"""A type checker's view of lowlat outside its checkout: names, types and errors in a user's program."""
 
 import ast
 import importlib
