@@ -327,8 +327,8 @@ class Mailbox:
         return -(-count // min(PASS_ROWS, len(targets)))
 
     def read_prompt(self, prompt: Sequence[int], start: int, count: int, num_top: int | None) -> PromptLogprobs | int:
-        """The logprobs that these passes gave of the tokens after the positions; where logits were not finite, the first
-        such position, from `start` on."""
+        """The logprobs of the tokens after the positions, by these passes; where logits were not finite, the first such
+        position, from `start` on."""
         self._host.fetch(ANSWERED)
         count, top = min(count, len(prompt) - start - 1), slice(1, 1 + (num_top or 0))
         values, ids, ranks = (self._arrays[name][:count] for name in ANSWERED)

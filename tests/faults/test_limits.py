@@ -1,4 +1,4 @@
-"""Requests that cannot be served are refused before they queue, by value, limit and knob, and at once without capacity."""
+"""Requests that cannot be served are refused before they queue, by value, limit and knob; at once without capacity."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Programs under tp_invariant, lowered for GPUs: no order of sums depends on how many ranks there are, and what is refused."""
+"""Lowering under tp_invariant: no order of sums depends on how many ranks there are, and what is refused."""
 
 import re
 from collections.abc import Mapping
