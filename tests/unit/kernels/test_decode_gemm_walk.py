@@ -38,7 +38,7 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu
         (False, 1, 48, 1096, {"stages": 1, "weight_tiles": 1}),
         later(True, 2, 100, 200, {"stages": 3, "areas": 1}),
         (False, 3, 80, 72, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
-        (True, 8, 48, 640, {"stages": 2}),
+        (True, 8, 48, 136, {"stages": 2}),
         (False, 9, 112, 64, {"weight_tiles": 4, "stages": 2, "areas": 1, "num_blocks": 1}),
         (True, 19, 33, 128, {"stages": 1}),
     ],
@@ -66,8 +66,6 @@ def fp8_weight(width: int, depth: int) -> tuple[dict[str, torch.Tensor], torch.T
     ("late", "rows", "width", "depth", "changes"),
     [
         (False, 1, 16, 72, {"stages": 2}),
-        later(False, 2, 64, 72, {"stages": 2, "num_blocks": 2}),
-        later(True, 1, 48, 600, {}),
         later(False, 9, 112, 64, {"weight_tiles": 4, "stages": 2, "areas": 1, "num_blocks": 1}),
     ],
 )
@@ -102,7 +100,6 @@ def test_fp8_gives_the_bits_of_the_same_numbers_in_bf16(
         later("int4_128", True, 1, 1024, {"weight_tiles": 2, "stages": 2, "span": 2}),
         later("int4_64_zeros", False, 1, 2048, {"weight_tiles": 1, "stages": 1, "span": 4}),
         ("int4_32_zeros", True, 3, 96, {"weight_tiles": 1, "areas": 1}),
-        later("int4_64_zeros", False, 11, 192, {"weight_tiles": 2, "stages": 1}),
         later("fp8_block", True, 9, 200, {"weight_tiles": 2, "num_blocks": 1}),
         later("nvfp4", True, 2, 112, {"weight_tiles": 2, "stages": 2}),
     ],
@@ -284,10 +281,8 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     [
         (True, 1, 40, 136, {}, torch.bfloat16),
         (False, 3, 32, 200, {"stages": 1}, torch.float32),
-        (True, 1, 64, 576, {"stages": 2}, torch.bfloat16),
         (False, 2, 33, 72, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}, torch.bfloat16),
         (True, 5, 16, 64, {"areas": 1}, torch.bfloat16),
-        (True, 1, 16, 4096 + 72, {}, torch.bfloat16),
         (True, 1, 16, 4096 + 72, {}, torch.float32),
     ],
 )
