@@ -211,6 +211,7 @@ class DecodeGemmShape:
     weights    how the weight is held
     ranks      that add up their sums; more than one with EXCHANGE alone
     wide_norm  the norm's weight is float32
+    keeps_norm  the first block writes the normed rows; with FLOAT32 alone, without best
     parts      of K, of which each is a warp's; with FLOAT32, BFLOAT16, ADD and EXCHANGE alone. None: warps take turns
     """
 
@@ -228,6 +229,7 @@ class DecodeGemmShape:
     parts: KParts | None = None
     block: BlockShape | None = None
     wide_norm: bool = False
+    keeps_norm: bool = False
 
     @property
     def scales_at(self) -> int:
