@@ -76,7 +76,7 @@ def _uncovered_part(part: Decoder) -> tuple[str, str] | None:
 def _uncovered_layer(part: Decoder, layer: LayerSpec) -> tuple[str, str] | None:
     """The first requirement of the kernels that a layer misses."""
     mixer, ffn = layer.mixer, layer.ffn
-    problem = _uncovered_delta(mixer) if isinstance(mixer, DeltaSpec) else _uncovered_attention(mixer)
+    problem = _uncovered_delta(part, mixer) if isinstance(mixer, DeltaSpec) else _uncovered_attention(mixer)
     if problem is None and isinstance(ffn, ExpertsSpec):
         problem = _uncovered_experts(part, ffn)
     if problem is not None:
@@ -100,13 +100,15 @@ def _uncovered_attention(attention: AttentionSpec) -> tuple[str, str] | None:
     return None
 
 
-def _uncovered_delta(delta: DeltaSpec) -> tuple[str, str] | None:
+def _uncovered_delta(config: Decoder, delta: DeltaSpec) -> tuple[str, str] | None:
     """The first requirement of the kernels that a gated delta net misses."""
     if delta.conv_size != DELTA_TAPS:
         return f"delta nets with convolutions of {DELTA_TAPS} inputs", f"have {delta.conv_size}"
     for name, size in (("keys", delta.key_dim), ("values", delta.value_dim)):
         if size not in DELTA_SIZES:
             return "delta nets with heads of 32, 64 or 128 dimensions", f"{name} have {size}"
+    if config.hidden_size > MAX_ROUTED_WIDTH:
+        return f"a hidden size of at most {MAX_ROUTED_WIDTH} before delta nets", f"is {config.hidden_size}"
     return None
 
 
