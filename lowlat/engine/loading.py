@@ -28,6 +28,7 @@ from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import (
     Rank,
+    check_partial,
     check_positions,
     make_executor,
     refuse_parts,
@@ -191,6 +192,7 @@ def load(
     refuse_ranks(options, choice)
     check_device(options, choice)
     if choice.has_kernels:
+        check_partial(geometry)
         check_positions(geometry, invariant=options.tp_invariant)
     if options.count_tiles:
         from lowlat.engine.tile_counter import check_countable  # which loads the kernels

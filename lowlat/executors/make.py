@@ -23,6 +23,7 @@ from lowlat.step.state import StepGeometry
 
 __all__ = [
     "Rank",
+    "check_partial",
     "check_positions",
     "make_executor",
     "refuse_parts",
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 # what the kernels refuse by ShapeError; repeated here, where a machine without a GPU loads no kernel
-HEAD_SIZES = (64, 128, 256)
+HEAD_SIZES, LISTED_HEAD_SIZES = (64, 128, 256), (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 WIDTHS_OF, MAX_WIDTH = 8, 65536
 MAX_VOCABULARY = 262144
@@ -148,6 +149,18 @@ def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
             raise ConfigError(
                 f"max_context {geometry.max_context} is above {most}, the most that the kernels' attention reaches "
                 f"without a window; lower max_context, or use executor 'reference'"
+            )
+
+
+def check_partial(geometry: StepGeometry) -> None:
+    """Raise ConfigError where the kernels do not summarise the keys of a target whose steps are partial."""
+    if geometry.partial is None:
+        return
+    for spec in geometry.config.attentions.values():
+        if spec.window is None and spec.head_dim not in LISTED_HEAD_SIZES:
+            raise ConfigError(
+                f"enable_specpv is not implemented on a GPU for heads of {spec.head_dim} dimensions, only of "
+                f"{' and '.join(map(str, LISTED_HEAD_SIZES))}; leave it out, or use executor 'reference'"
             )
 
 
