@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from bench.micro import Entry, time_launches
-from lowlat.kernels.attention.attention import attention, attention_bytes, choose_split
+from lowlat.kernels.attention.attention import attention, attention_bytes
+from lowlat.kernels.attention.limits import choose_split
 from lowlat.kernels.toolchain.kernel import Gpu, KernelCall
 
 __all__ = ["HEADS", "entries", "main"]

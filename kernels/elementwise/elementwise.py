@@ -12,6 +12,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.activation import gate_times, sigmoid, silu_times
 from lowlat.kernels.common.memory import WIDE
 from lowlat.kernels.common.norm_row import chunk_values, is_live
+from lowlat.kernels.elementwise.limits import CHUNKS
 from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
@@ -202,8 +203,7 @@ def _is_wide(name: str, tensor: torch.Tensor) -> bool:
 
 def _chunks(out: torch.Tensor) -> int:
     check_dtype(torch.bfloat16, out=out)
-    if out.numel() % CHUNK:
-        raise ShapeError(f"out must have a multiple of {CHUNK} elements, got shape {list(out.shape)}")
+    CHUNKS.check("elements of out", out.numel())
     return out.numel() // CHUNK
 
 
@@ -262,8 +262,7 @@ def add_gated(
     check_shape("gate", gate, rows, 1)
     check_row_live(row_live, rows)
     check_dtype(torch.float32, a=a, b=b, gate=gate, out=out)
-    if width % CHUNK:
-        raise ShapeError(f"out must have a multiple of {CHUNK} columns, got {width}")
+    CHUNKS.check("columns of out", width)
     grid = (rows, -(-(width // CHUNK) // THREADS), 1)
     live = 0 if row_live is None else row_live
     return [KernelCall(_make_add_gated(width), grid, (a, b, gate, live, out))]
@@ -282,8 +281,7 @@ def silu_mul(gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out
     check_row_live(row_live, rows)
     check_dtype(torch.float32, gate_up=gate_up)
     check_dtype(torch.bfloat16, out=out)
-    if width % CHUNK:
-        raise ShapeError(f"out must have a multiple of {CHUNK} columns, got {width}")
+    CHUNKS.check("columns of out", width)
     grid = (rows, -(-(width // CHUNK) // THREADS), 1)
     live = 0 if row_live is None else row_live
     return [KernelCall(_make_silu_mul(width), grid, (gate_up, live, out))]
@@ -306,8 +304,7 @@ def output_gate(
     check_row_live(row_live, rows)
     check_dtype(torch.float32, gate=gate)
     check_dtype(torch.bfloat16, x=x, out=out)
-    if width % CHUNK:
-        raise ShapeError(f"out must have a multiple of {CHUNK} columns, got {width}")
+    CHUNKS.check("columns of out", width)
     grid = (rows, -(-(width // CHUNK) // THREADS), 1)
     live = 0 if row_live is None else row_live
     return [KernelCall(_make_output_gate(width), grid, (x, gate, live, out))]

@@ -96,7 +96,7 @@ def embed(tokens: torch.Tensor, weight: torch.Tensor | PackedMatrix, *, out: tor
     tokens  [B, T] or [M]  int32
     weight  [V, N]         bf16, row-major or packed
     out     [M, N]         bf16  out
-    One launch. Raises ShapeError for shapes that do not fit, or N that is no multiple of 8 or above `norm.MAX_WIDTH`.
+    One launch. Raises ShapeError for shapes that do not fit, or N outside of ROW_WIDTH.
     """
     rows, width = tokens.numel(), out.shape[-1]
     check_width(width)

@@ -6,7 +6,7 @@ it. It knows neither configs nor families, and it reads nothing: `stored` does.
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,7 +17,7 @@ from lowlat.errors import ConfigError
 
 __all__ = [
     "Arrange", "Conversion", "Piece", "Progress", "Recipe", "Span", "check_recipes", "check_values", "chosen_recipes",
-    "picked_piece", "place_rows", "placed_rows", "reshaped_piece",
+    "picked_piece", "place_rows", "placed_rows", "reshaped_piece", "with_stem",
 ]  # fmt: skip
 
 Arrange = Literal["rows", "deinterleave", "transpose", "transpose_deinterleave"]
@@ -142,6 +142,17 @@ def chosen_recipes(recipes: Sequence[Recipe], names: Collection[str] | None, *, 
         return recipe if recipe.other is None or has_own else recipe.other
 
     return [chosen(recipe) for recipe in recipes]
+
+
+def with_stem(recipe: Recipe, stem: str, other: str) -> Recipe:
+    """The recipe with another beginning of the names of the stored tensors that begin so."""
+
+    def piece(own: Piece) -> Piece:
+        inside = own.name.startswith(f"{stem}.")
+        return replace(own, name=other + own.name.removeprefix(stem)) if inside else own
+
+    form = None if recipe.other is None else with_stem(recipe.other, stem, other)
+    return replace(recipe, pieces=tuple(map(piece, recipe.pieces)), other=form)
 
 
 def check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe], ignored: Collection[str] = ()) -> None:

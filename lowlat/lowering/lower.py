@@ -61,10 +61,10 @@ class LoweredGroup:
 def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
     """Cover a whole program with calls; every operation has some, whatever stands next to it.
 
-    fuse  False: each operation by its own kernel. Raises ShapeError for sizes that its kernel does not take, and
-          ConfigError for parameters that it does not.
+    fuse  False: each operation by its own kernel
+    Raises ConfigError for what kernels do not compute, see `covers`; ShapeError for sizes that do not fit together.
     """
-    check_covered(binding)
+    check_covered(binding.program)
     groups: list[LoweredGroup] = []
     awaits, fresh = True, binding.fresh  # whether the next call awaits all before it
     fresh.clear()

@@ -12,9 +12,10 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs.program import Op, Program
-from lowlat.kernels.attention.attention import INVARIANT_HEADS, attention, choose_split, partial_attention
+from lowlat.kernels.attention.attention import attention, partial_attention
 from lowlat.kernels.attention.kv_compact import kv_compact_layer
 from lowlat.kernels.attention.kv_write import kv_write, prefill_kv_write
+from lowlat.kernels.attention.limits import INVARIANT_HEADS, choose_split
 from lowlat.kernels.attention.partial.block_lists import choose_blocks, list_lens
 from lowlat.kernels.attention.partial.block_summary import summarise_blocks
 from lowlat.kernels.attention.place_table import place_table

@@ -18,7 +18,7 @@ from lowlat.checkpoint.formats import narrowed, part_groups
 from lowlat.checkpoint.json_file import shown
 from lowlat.checkpoint.kv_scales import kv_scale_names, read_kv_scales
 from lowlat.checkpoint.quantising import QuantisedWeights, Quantiser
-from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes, chosen_recipes
+from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes, chosen_recipes, with_stem
 from lowlat.checkpoint.source import WeightSource
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry, stored_names
@@ -26,7 +26,6 @@ from lowlat.errors import ConfigError
 from lowlat.models.families import FAMILIES
 from lowlat.models.geometry import CodedKV, Decoder, ModelConfig
 from lowlat.models.hf_config import dtype_error, is_quantised, read_config, resolve_dtype, stored_dtype
-from lowlat.models.layer_spec import ExpertsSpec
 from lowlat.options.model_names import display_name
 
 __all__ = [
@@ -108,7 +107,7 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
 
 def _has_codes(config: ModelConfig) -> bool:
     """Whether any weights are stored as codes."""
-    experts = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsSpec))
+    experts = [layer.experts for layer in config.layers if layer.experts is not None]
     return config.quantisation is not None or any(each.weight_format != "bf16" for each in experts)
 
 
@@ -133,7 +132,10 @@ def target_recipes(config: ModelConfig, names: Collection[str] | None = None) ->
 
     names  of these; None: they are not known, and weights that files have in two forms are in the usual one
     """
-    recipes = FAMILIES[config.family].recipes(config)
+    family = FAMILIES[config.family]
+    recipes = family.recipes(config)
+    if family.other_stem and names is not None and not any(name.startswith(f"{family.stem}.") for name in names):
+        recipes = [with_stem(recipe, family.stem, family.other_stem) for recipe in recipes]
     recipes = chosen_recipes(recipes, names, others=config.quantisation is not None)
     return recipes if config.quantisation is None else config.quantisation.apply(recipes)
 
@@ -147,10 +149,18 @@ def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
     ignored.add("model.rotary_emb.inv_freq")
     if config.tie_embeddings:
         ignored.add("lm_head.weight")
-    ignored |= {name for name in checkpoint.entries if name.startswith(family.skipped)}
+    unread = _unread(config, (family.stem, *filter(None, (family.other_stem,))))
+    ignored |= {name for name in checkpoint.entries if name.startswith((*family.skipped, *unread))}
     if config.quantisation is not None:
         ignored |= config.quantisation.unused(checkpoint)
     return ignored & set(checkpoint.entries)
+
+
+def _unread(config: ModelConfig, stems: Collection[str]) -> list[str]:
+    """Beginnings of the names of what files have of keys and values of layers that have none of their own."""
+    layers = config.attentions.keys() - config.caching.keys()
+    parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    return [f"{stem}.layers.{layer}.self_attn.{part}" for stem in stems for layer in layers for part in parts]
 
 
 def _check_tied_copy(checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor]) -> None:
@@ -235,7 +245,7 @@ def code_kv(target: OpenedTarget) -> OpenedTarget:
 
 def coded(config: ModelConfig, checkpoint: Checkpoint | None = None) -> ModelConfig:
     """The geometry of a model whose KV cache holds codes; without a checkpoint all scales are 1."""
-    heads = {layer: spec.num_kv_heads for layer, spec in config.attentions.items()}
+    heads = {layer: spec.num_kv_heads for layer, spec in config.caching.items()}
     return replace(config, coded_kv=CodedKV(read_kv_scales(checkpoint, heads, FAMILIES[config.family].stem)))
 
 
@@ -249,7 +259,8 @@ def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
     widths = {config.hidden_size, getattr(config, "target_hidden_size", 0)}
     widths |= {spec.query_size for spec in config.attentions.values()}
     widths |= {spec.value_size for spec in config.deltas.values()}
-    widths |= {layer.ffn.inner_size for layer in config.layers}
+    widths |= {size for layer in config.layers for size in layer.inner_sizes if size}
+    widths |= {layer.per_layer_size for layer in config.layers if layer.per_layer_size is not None}
     return replace(config, quantiser=quantiser.fitted(*widths))
 
 

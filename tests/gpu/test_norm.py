@@ -16,7 +16,8 @@ from rowwise_cases import (
 )
 
 from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
-from lowlat.kernels.elementwise.norm import MAX_WIDTH, add_norm, rms_norm, split_norms
+from lowlat.kernels.elementwise.limits import MAX_WIDTH
+from lowlat.kernels.elementwise.norm import add_norm, rms_norm, split_norms
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 
 

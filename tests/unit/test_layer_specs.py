@@ -91,10 +91,9 @@ def test_speculation_and_ranks_change_no_token_of_layers_that_differ(directory: 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"softcap": 3.0}, r"attention with softcap 3\.0"),
-        ({"ffn": GELU}, "silu_mul with activation 'gelu_tanh'"),
-        ({"embedding_scale": 2.0}, r"embed with scale 2\.0"),
-        ({"logit_softcap": 30.0}, r"linear with softcap 30\.0"),
+        ({"ffn": GELU}, "silu_mul take activation silu, and the target's is gelu_tanh"),
+        ({"embedding_scale": 2.0}, r"embed take scale absent, and the target's is 2\.0"),
+        ({"logit_softcap": 30.0}, r"linear take softcap absent, and the target's is 30\.0"),
     ],
 )
 def test_kernels_refuse_by_name_what_they_do_not_compute(
@@ -102,7 +101,7 @@ def test_kernels_refuse_by_name_what_they_do_not_compute(
 ) -> None:
     pair = Pair(directory)
     pair.target = replace(pair.target, config=with_changes(pair.target.config, **changes))
-    with pytest.raises(ConfigError, match=f"{problem} has no kernel.*use executor 'reference'"):
+    with pytest.raises(ConfigError, match=f"{problem}; use executor 'reference'"):
         pair.lower(depth=0, batch=1)
 
 

@@ -47,6 +47,7 @@ from lowlat.kernels.gemm.decode.plan import (
     steps_to_hold,
 )
 from lowlat.kernels.gemm.k_parts import KParts
+from lowlat.kernels.gemm.limits import DEPTH
 from lowlat.kernels.gemm.packing import RUN, PackedMatrix
 from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
 from lowlat.kernels.reference.shapes import check_shape
@@ -119,8 +120,7 @@ def decode_gemm(
     """
     count, depth = x.shape
     check_shape("x", x, count, weight.columns)
-    if depth % 8:
-        raise ShapeError(f"a GEMM's depth must be a multiple of 8, got {depth}")
+    DEPTH.check("a GEMM's depth", depth)
     before, held = (None, 0) if norm is None else (_norm_eps(norm, x), steps_to_hold(count, depth, gpu))
     if norm is not None and not held:
         raise ShapeError(f"no block norms and holds {count} rows of {depth} elements")

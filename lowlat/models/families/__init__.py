@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Recipe
-from lowlat.models.families import gpt_oss, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
+from lowlat.models.families import gemma2, gemma3, gemma4, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
 from lowlat.models.families.dense import decoder_recipes
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 
@@ -22,6 +22,7 @@ class Family:
     """A family: how its config.json is read, and how its canonical weights are made of stored tensors.
 
     stem           the beginning of its decoder's names in files
+    other_stem     the same in some files; "": in all it is that
     skipped        beginnings of the names of tensors that are no part of the target
     ties_by_files  whether the LM head is the embedding says not the config but whether files have one
     """
@@ -29,12 +30,21 @@ class Family:
     parse: Callable[[Fields, Path, ComputeDtype], ModelConfig]
     recipes: Callable[[ModelConfig], list[Recipe]] = decoder_recipes
     stem: str = "model"
+    other_stem: str = ""
     skipped: tuple[str, ...] = ()
     ties_by_files: bool = False
 
 
 def _hybrid(stem: str = "model") -> Family:
-    return Family(qwen3_5.parse, qwen3_5.recipes, stem, qwen3_5.SKIPPED, ties_by_files=True)
+    return Family(qwen3_5.parse, qwen3_5.recipes, stem, skipped=qwen3_5.SKIPPED, ties_by_files=True)
+
+
+def _gemma3(stem: str, other: str) -> Family:
+    return Family(gemma3.parse, gemma3.recipes, stem, other, gemma3.SKIPPED)
+
+
+def _gemma4(stem: str) -> Family:
+    return Family(gemma4.parse, gemma4.recipes, stem, skipped=gemma4.SKIPPED)
 
 
 FAMILIES: dict[str, Family] = {
@@ -48,5 +58,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": _hybrid("model.language_model"),
     "qwen3_5_moe_text": _hybrid(),
     "qwen3_next": _hybrid(),
+    "gemma2": Family(gemma2.parse, gemma2.recipes),
+    "gemma3": _gemma3("language_model.model", "model.language_model"),
+    "gemma3_text": _gemma3("model", ""),
+    "gemma4": _gemma4("model.language_model"),
+    "gemma4_text": _gemma4("model"),
+    "gemma4_unified": _gemma4("model.language_model"),
+    "gemma4_unified_text": _gemma4("model"),
     "gpt_oss": Family(gpt_oss.parse, gpt_oss.recipes),
 }
