@@ -82,7 +82,7 @@ def entries(device: torch.device, gpu: Gpu) -> list[Entry]:
     """One for each model, number of rows and kind of cache; and for each split of bf16."""
     made = []
     for name, heads in HEADS.items():
-        usual = choose_split(1, CONTEXT + max(ROWS), heads[1])
+        usual = choose_split(1, CONTEXT + max(ROWS), heads[1], HEAD_DIM)
         for rows in ROWS:
             for coded, split in ((True, usual), *((False, split) for split in SPLITS)):
                 case = _Case(heads, rows, coded, split, device, gpu)

@@ -161,6 +161,15 @@ def test_norms_that_several_gemms_read_have_no_launch_of_their_own(batch: int, p
     assert sum(name.startswith("router") and "_alone" in name for name in alone) == 2
 
 
+def test_gated_attention_may_have_biases(tmp_path: Path) -> None:
+    make_target(tmp_path, "qwen3_5_text", attention_bias=True, **SIZES)
+    made = Pair(tmp_path).lower(0, 2)
+    gate = next(group for group in made.groups if group.name == "gemm+output_gate")
+    (call,) = gate.kernel_calls
+    assert reached((call,), made.weights.bias("layers.1.gate.bias"))
+    assert any(reached(group.kernel_calls, made.weights.bias("layers.1.qkv.bias")) for group in made.groups)
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 def test_an_mtp_layer_lowers(fuse: bool, tmp_path: Path) -> None:
     """Every draft is fc, one layer and the LM head; with fusions its input is one launch, and its gate a GEMM's end."""
