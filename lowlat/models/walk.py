@@ -142,7 +142,7 @@ def emit_gated(emitter: Emitter, layer: Layer, normed: str, attended: str) -> st
     if not layer.attention.gated:
         return attended
     width = layer.attention.query_size
-    gate = emitter.linear(normed, f"{layer.name}.gate", width, "gate")
+    gate = emitter.linear(normed, f"{layer.name}.gate", width, "gate", bias=layer.attention.qkv_bias)
     out = emitter.scratch("gated", emitter.rows.count, width)
     emitter.emit("output_gate", {"x": attended, "gate": gate, **emitter.live()}, {"out": out})
     return out
