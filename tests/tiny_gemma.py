@@ -13,7 +13,7 @@ from transformers import (
     Gemma4UnifiedTextConfig,
 )
 
-__all__ = ["E2B", "E4B", "GEMMAS", "GEMMA_FIELDS", "GEMMA_31B", "GEMMA_3_27B", "MOE"]
+__all__ = ["E2B", "E4B", "GEMMAS", "GEMMA_3_27B", "GEMMA_31B", "GEMMA_FIELDS", "MOE"]
 
 GEMMAS: dict[str, tuple[Any, Any]] = {
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),

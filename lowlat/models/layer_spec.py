@@ -225,6 +225,11 @@ class ParallelSpec:
     dense: DenseSpec
     experts: ExpertsSpec
 
+    @property
+    def inner_size(self) -> int:
+        """Of one expert."""
+        return self.experts.inner_size
+
 
 Mixer: TypeAlias = AttentionSpec | DeltaSpec
 FFN: TypeAlias = DenseSpec | ExpertsSpec | ParallelSpec

@@ -199,8 +199,8 @@ def emit_ffn(emitter: Emitter, layer: Layer, normed: str, residual: str = "") ->
         return _emit_dense(emitter, layer, layer.name, ffn, normed, unit)
     dense = _emit_dense(emitter, layer, layer.name, ffn.dense, normed, unit, "dense.")
     dense = _emit_normed(emitter, layer, dense, "post_dense")
-    routed = emitter.norm(residual, f"{layer.name}.router_norm.weight", layer.eps, "router.normed")
     taken = emitter.norm(residual, f"{layer.name}.pre_experts_norm.weight", layer.eps, "experts.normed")
+    routed = emitter.norm(residual, f"{layer.name}.router_norm.weight", layer.eps, "router.normed")
     experts = _emit_experts(emitter, layer, ffn.experts, taken, routed, scaled=True)
     return emitter.add(dense, _emit_normed(emitter, layer, experts, "post_experts"), "ffn")
 
@@ -268,7 +268,7 @@ def _emit_experts(
         **one_more,
     )
     parts = (*FORMATS[experts.weight_format].parts, *biases)
-    gate = {} if experts.activation == "silu" else {"activation": experts.activation}
+    activation = {} if experts.activation == "silu" else {"activation": experts.activation}
     activated = emitter.scratch("experts.activated", count, chosen, experts.inner_size)
     emitter.emit(
         "experts_gate_up",
@@ -277,7 +277,7 @@ def _emit_experts(
         weights={part: f"{name}.experts.gate_up.{part}" for part in parts},
         limit=experts.swiglu_limit,
         alpha=experts.swiglu_alpha,
-        **gate,
+        **activation,
     )
     output = emitter.scratch("down", count, layer.hidden_size, dtype=torch.float32)
     shard, own = layer.shard, dict[str, int]()

@@ -56,7 +56,6 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     fields.raw("attn_logit_softcapping")  # of Gemma 2: this family's scores have none
     windows = {SLIDING: fields.integer("sliding_window", 1, 1 << 30, default=4096), FULL: None}
     interval = fields.integer("sliding_window_pattern", 1, 1 << 20, default=6)
-    interval = fields.integer("_sliding_window_pattern", 1, 1 << 20, default=interval)
     ropes = _ropes(fields, sizes.max_position)
     scale = fields.number("query_pre_attn_scalar", 1e-3, 1e6, default=256.0) ** -0.5
     ffn = DenseSpec(inner_size=sizes.intermediate_size, activation="gelu_tanh")

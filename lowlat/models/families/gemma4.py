@@ -90,7 +90,7 @@ def _attentions(fields: Fields, sizes: Sizes, ropes: dict[str, RopeConfig]) -> l
     windows = {SLIDING: fields.integer("sliding_window", 1, 1 << 30, default=default), FULL: None}
     num_shared = fields.integer("num_kv_shared_layers", 0, sizes.num_layers - 1, default=0)
     first_shared = sizes.num_layers - num_shared
-    made = []
+    made: list[AttentionSpec] = []
     for layer, (kind, heads) in enumerate(zip(kinds, _heads(fields, sizes, kinds, keys_as_values), strict=True)):
         kept = None
         if layer >= first_shared:
