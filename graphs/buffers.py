@@ -1,7 +1,6 @@
 """Named static buffers: allocated once, at one address for ever, each with shape, dtype and role.
 
-A step reads and writes nothing but such buffers, so that a captured graph owns every address it holds. This
-module knows neither what the buffers mean nor who reads them.
+A step reads and writes nothing but such buffers, so that a captured graph owns every address it holds.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -373,7 +373,7 @@ def make_geometry(
     Raises ConfigError for a tree that asks for more tokens after one than the draft model has.
     """
     _check_choices(speculator, topologies)
-    _check_recurrent(config, topologies, speculative)
+    _check_layers(config, topologies, speculative)
     max_rows = max(topology.num_nodes for topology in topologies.values())
     num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
     simulated = speculative if speculator is not None else None
@@ -429,21 +429,21 @@ def _num_snapshots(geometry: StepGeometry, options: RuntimeConfig) -> int:
     return min(int(options.state_cache_gib * (1 << 30)) // size, MAX_SNAPSHOTS * options.max_batch)
 
 
-def _check_recurrent(
+def _check_layers(
     config: ModelConfig, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
 ) -> None:
-    """Raise ConfigError for what a target with recurrent states does not run: it verifies chains, over all its text."""
-    if not config.deltas:
+    """Raise ConfigError for trees, and for steps over a part of a text, where a target's layers take chains alone."""
+    layers = next((layer.mixer.chains_only for layer in config.layers if layer.mixer.chains_only), None)
+    if layers is None:
         return
     if speculative is not None and speculative.enable_specpv:
         raise ConfigError(
-            "enable_specpv is not implemented for targets with gated delta nets, whose states are rewound by length "
-            "alone; leave it out"
+            f"enable_specpv is not implemented for targets with {layers}, whose states hold all of a text; leave it out"
         )
     if any(not topology.is_chain for topology in topologies.values()):
         raise ConfigError(
-            "trees of drafts are not implemented for targets with gated delta nets, whose states follow one chain; "
-            "leave out tree and dynamic_tree_max_topk"
+            f"trees of drafts are not implemented for targets with {layers}, whose states follow one chain; leave out "
+            "tree and dynamic_tree_max_topk"
         )
 
 

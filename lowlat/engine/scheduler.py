@@ -161,6 +161,11 @@ class Scheduler:
         return sum(slot is not None and slot.phase is Phase.DECODING for slot in self._slots)
 
     @property
+    def is_full(self) -> bool:
+        """Whether one more request would be refused: the queue and the free slots are taken."""
+        return len(self._queue) >= self.max_queue + self._slots.count(None)
+
+    @property
     def num_queued(self) -> int:
         """Requests without a slot."""
         return len(self._queue)
@@ -212,7 +217,7 @@ class Scheduler:
                 f"of {num_tokens}"
             )
         self.kvcache.check(name, request.max_total_tokens, self.num_overprovision)
-        if len(self._queue) >= self.max_queue + self._slots.count(None):
+        if self.is_full:
             raise CapacityError(
                 f"{len(self._queue)} requests wait already, all {self.max_batch} slots counted; "
                 f"the limit is {self.max_queue} (max_queue)"

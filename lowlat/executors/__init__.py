@@ -1,7 +1,7 @@
 """The executors of Programs: their protocol, and the one that a device gets.
 
-The reference executor runs each operation by its torch meaning, on any device; the eager and graph executors are
-for GPUs and lower the same programs to kernels. They know neither models nor requests.
+The reference executor runs each operation by its torch meaning, on any device; the eager and graph executors are for
+GPUs and lower the same programs to kernels.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """The host's books of what requests hold: who has which blocks, and what of a prompt is there already.
 
-The scheduler calls them as requests come, grow and end, and knows no kind of state.
+The scheduler calls them as requests come, grow and end.
 """
 
 from abc import ABC, abstractmethod

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowlat.graphs import BufferSpec, Role
+from lowlat.graphs.program import ProgramBuilder, Stage
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.layers import TORCH_DTYPES, Rows
 from lowlat.sequence.snapshot_book import MAX_KEPT, PREFILL_STATES
 from lowlat.sequence.state import SequenceState
 
@@ -57,6 +58,11 @@ class RecurrentState(SequenceState):
                 BufferSpec(f"delta_{name}.{layer}", shape, torch.float32, Role.STATE) for name, shape in floats.items()
             ]
         return specs
+
+    def emit_end(self, builder: ProgramBuilder, rows: Rows, stage: Stage) -> None:
+        """Set the lengths that states contain, of all layers."""
+        kind = "prefill_advance_states" if rows.chunk else "advance_states"
+        builder.emit(kind, stage, reads=dict(rows.recurrent), writes={"state_lens": "state_lens"})
 
     def slot_bytes(self) -> dict[str, int]:
         """Bytes of a slot, pending rows included, and of a snapshot of it."""

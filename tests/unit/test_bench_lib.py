@@ -1,4 +1,4 @@
-"""What programs of bench/ share: bytes against committed rows, weights, steps, soaks, rows and reports."""
+"""The parts that programs of bench/ share: bytes against committed rows, weights, steps, soaks, rows and reports."""
 
 import json
 from dataclasses import replace

@@ -1,7 +1,6 @@
 """Which layers of a checkpoint are quantised, and how: the rules of its config, applied to plain recipes.
 
-Recipes are written for plain weights; those of layers that a rule names become recipes of its format's parts. It knows
-no family and no spelling of configs.
+Recipes are written for plain weights; those of layers that a rule names become recipes of its format's parts.
 """
 
 import itertools

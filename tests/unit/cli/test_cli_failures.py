@@ -1,4 +1,4 @@
-"""What is wrong is found before torch is imported, and told in one line, as JSON under --json, whatever is wrong."""
+"""Faults are found before torch is imported, and told in one line, as JSON under --json, whatever is wrong."""
 
 import json
 import os

@@ -3,6 +3,7 @@
 Small sizes; the walker checks every address, and copies arrive both as late and as early as they can.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -289,17 +290,19 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
 def test_rows_are_normed_in_every_block(
     late: bool, rows: int, width: int, depth: int, changes: dict[str, int], dtype: torch.dtype
 ) -> None:
-    """What comes out has the bits of the norm, by a weight of either dtype, and the product apart."""
+    """What comes out has the bits of the norm, by a weight of either dtype, and the product apart; rows may be kept."""
     eps, live = 1e-5, flags(rows)
     x, weight, norm_weight = random(rows, depth), pack(random(width, depth)), weights(depth, dtype)
     normed = torch.where(live[:, None] != 0, canonical_norm(x, norm_weight, eps), 0).bfloat16()
-    got, want = torch.full((rows, width), torch.nan), torch.full((rows, width), torch.nan)
+    got, again, want = (torch.full((rows, width), torch.nan) for _ in range(3))
+    kept = torch.full_like(x, torch.nan)
     walker = Walker(late)
     with walked(walker) as modules:
         norm = modules[-1].NormPrologue(norm_weight, eps, live)
         run(walker, modules, changes, x=x, weight=weight, out=got, norm=norm)
+        run(walker, modules, changes, x=x, weight=weight, out=again, norm=replace(norm, out=kept))
         run(walker, modules, {}, x=normed, weight=weight, out=want)
-    assert torch.equal(got, want)
+    assert torch.equal(got, want) and torch.equal(again, want) and torch.equal(kept, normed)
 
 
 @pytest.mark.parametrize("gpu", [*GPUS.values(), B200], ids=str)
@@ -320,8 +323,12 @@ def test_norms_that_do_not_fit_are_refused() -> None:
     for norm, message in (
         (NormPrologue(random(72), 1e-5), "norm.weight must have shape"),
         (NormPrologue(random(64), 1e-5, flags(3)), "row_live must have 4 entries"),
+        (NormPrologue(random(64), 1e-5, out=random(3, 64)), "norm.out must have shape"),
     ):
         with pytest.raises(ShapeError, match=message):
             decode_gemm(x=x, weight=weight, out=out, norm=norm)
+    with pytest.raises(ShapeError, match="kept by plain GEMMs"):
+        kept = NormPrologue(random(64), 1e-5, out=random(4, 64))
+        decode_gemm(x=x, weight=weight, out=out, residual=random(4, 16), norm=kept)
     with pytest.raises(ShapeError, match="holds 9 rows of 64"):
         decode_gemm(x=random(9, 64), weight=weight, out=torch.empty(9, 16), norm=NormPrologue(random(64), 1e-5))
