@@ -228,7 +228,7 @@ def norm_add(
     total        [M, N]  bf16  out
     out          [M, N]  bf16  out; arranged: [ceil(N/64), M, 64], as `arrange` leaves it
     One launch. Raises ShapeError for shapes or dtypes that do not fit, arguments that do not go together, or N that is
-    no multiple of 8 or above `norm.MAX_WIDTH`.
+    outside of ROW_WIDTH.
     """
     rows, width = residual.shape
     check_width(width)
