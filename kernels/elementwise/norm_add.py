@@ -227,8 +227,8 @@ def norm_add(
     next_weight  [N]     as weight, with next_eps and out; None: the sum is not normed
     total        [M, N]  bf16  out
     out          [M, N]  bf16  out; arranged: [ceil(N/64), M, 64], as `arrange` leaves it
-    One launch. Raises ShapeError for shapes or dtypes that do not fit, arguments that do not go together, or N that is
-    outside of ROW_WIDTH.
+    One launch. Raises ShapeError for shapes or dtypes that do not fit, arguments that do not go together, or N outside
+    of ROW_WIDTH.
     """
     rows, width = residual.shape
     check_width(width)
