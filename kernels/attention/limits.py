@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lowlat.kernels.common.limits import Asked, Excess, Limit, Rule, Size
+from lowlat.kernels.common.limits import Asked, Excess, Limit, OnlyParam, Rule, Size
 
 __all__ = [
     "BLOCK_SIZE",
@@ -15,6 +15,7 @@ __all__ = [
     "MAX_SLOTS",
     "MAX_SPLITS",
     "QUERY_ROWS",
+    "REFRESHED_HEAD_DIM",
     "ROWS",
     "ROWS_A_SLOT",
     "SLOTS",
@@ -26,6 +27,7 @@ __all__ = [
 
 HEAD_DIM = Limit((64, 128, 256, 512))
 LISTED_HEAD_DIM = Limit((64, 128))  # of blocks that are chosen, and of their attention
+REFRESHED_HEAD_DIM = Limit(multiple=8, most=256)  # of torch's flash attention
 BLOCK_SIZE = Limit((16, 32, 64, 128, 256))
 KV_HEADS = Limit(most=1024)
 MAX_SLOTS, MAX_ROWS = 16, 512
@@ -84,4 +86,5 @@ LIMITS: Mapping[str, tuple[Rule, ...]] = {
     "attention": (Size("block", BLOCK_SIZE, "block_size"), *_STEP),
     "choose_blocks": (Size("D", LISTED_HEAD_DIM, "head_dim"),),
     "partial_attention": _STEP,
+    "refresh_attention": (Size("D", REFRESHED_HEAD_DIM, "head_dim"), OnlyParam("softcap")),
 }

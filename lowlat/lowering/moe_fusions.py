@@ -39,6 +39,7 @@ def _mixes(run: Run, gpu: Gpu) -> bool:
     chosen = [routing.writes[name] for name in ("expert_ids", "expert_weights")]
     return (
         decodes(routing)
+        and "scale" not in routing.weights
         and not in_parts(down)
         and routing.reads["x"] == gate_up.reads["x"] == norm.writes["out"]
         and routing.reads.get("row_live") == norm.reads.get("row_live")
@@ -96,6 +97,7 @@ def _moe(binding: Binding, run: Run) -> Sequence[Call]:
         total=total["out"],
         limit=first["limit"],
         alpha=first["alpha"],
+        activation=first.get("activation", "silu"),
         early=number > 0,  # nobody filled the first one's logits
         peers=binding.peer_rows(width, "moe") if all_reduce else None,
         gpu=binding.gpu,
@@ -158,6 +160,7 @@ def _experts(binding: Binding, run: Run) -> Sequence[Call]:
         out=second["out"],
         limit=first["limit"],
         alpha=first["alpha"],
+        activation=first.get("activation", "silu"),
         workspace=binding.workspace,
         gpu=binding.gpu,
     )

@@ -20,6 +20,7 @@ import torch
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.graphs import BufferSpec
 from lowlat.graphs.program import Op
+from lowlat.kernels.attention.limits import REFRESHED_HEAD_DIM
 from lowlat.kernels.attention.prefill.flash import has_prefill_flash, prefill_flash
 from lowlat.kernels.attention.prefill.gather_kv import gather_kv
 from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows, tiles_shape
@@ -37,7 +38,7 @@ __all__ = [
     "refresh_bytes",
 ]
 
-FLASH_DIM = 256  # numbers of a head that torch's flash attention takes at most
+FLASH_DIM = REFRESHED_HEAD_DIM.most or 0  # numbers of a head that torch's flash attention takes at most
 FROM_BOTTOM_RIGHT = 2  # torch's mask by which the last row sees the last key
 PART = 4096  # positions before a refresh's rows that one block of flash attention takes for a head
 
@@ -86,12 +87,7 @@ def prefill_attention(binding: Binding, op: Op, arranged: torch.Tensor | None = 
 def refresh_attention(binding: Binding, op: Op) -> Sequence[Call]:
     """The calls of the reference's `refresh_attention`, as `prefill_attention`'s."""
     _refuse_softcap(binding, op)
-    dim = binding.program.buffers[op.reads["k_cache"]].shape[-1]
-    if dim > FLASH_DIM:
-        raise ConfigError(
-            f"{binding.program.name}: a refresh of heads of {dim} dimensions has no kernel, which takes {FLASH_DIM} at "
-            "most; use executor 'reference', or leave out the speculation that refreshes"
-        )
+    REFRESHED_HEAD_DIM.check("head_dim", binding.program.buffers[op.reads["k_cache"]].shape[-1])
     gather, attended = _gathered(binding, op, None)
     del attended["lengths"]
     attended |= {"chunk": binding.arguments(op)["chunk"], "longest": binding.max_context}

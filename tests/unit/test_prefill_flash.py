@@ -81,7 +81,7 @@ def test_what_torch_has_no_operation_for_is_refused_by_name() -> None:
     for lower in (flash.prefill_attention, flash.refresh_attention):
         with pytest.raises(ConfigError, match=rf"{lower.__name__} with softcap 50\.0 .* use executor 'reference'"):
             slot.flash(GatherLauncher(), None, lower=lower, softcap=50.0)
-    with pytest.raises(ConfigError, match="a refresh of heads of 512 dimensions"):
+    with pytest.raises(ShapeError, match="head_dim must be a multiple of 8, at most 256, got 512"):
         Slot(0, SIZE, shape=WIDE).flash(GatherLauncher(), None, lower=flash.refresh_attention)
 
 

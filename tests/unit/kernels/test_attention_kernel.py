@@ -36,7 +36,7 @@ def test_wide_heads_have_registers_and_memory(gpu: Gpu, head_dim: int, rows: int
     """Half a tile of query rows, and whole ones, of 192 numbers a thread: 8.x spills some, and of codes all a few."""
     work = AttentionWork(1, rows, 8, 2, head_dim, None, 0, 256, coded)
     if not coded and not fits_uncoded(head_dim, gpu):
-        with pytest.raises(ShapeError, match=r"heads of 512 take 128 KiB of shared memory.*has 99; kv_cache_dtype 'fp8'"):
+        with pytest.raises(ShapeError, match=r"heads of 512 take 128 KiB.*has 99; kv_cache_dtype 'fp8'"):
             candidate_plans(work, gpu)
         return
     plan = candidate_plans(work, gpu)[0]
