@@ -33,8 +33,10 @@ def test_as_many_blocks_fit_on_a_multiprocessor_as_a_plan_says(compiled: Compile
 @pytest.mark.parametrize(("rows", "coded"), [(1, False), (1, True), (4, False), (4, True)])
 @pytest.mark.parametrize("head_dim", [256, 512])
 def test_wide_heads_have_registers_and_memory(gpu: Gpu, head_dim: int, rows: int, coded: bool) -> None:
-    """Half a tile of query rows, and whole ones, of 192 numbers a thread: 8.x spills some, and of codes all a few. So do
-    GPUs where keys and values take turns."""
+    """Half a tile of query rows, and whole ones, of 192 numbers a thread: 8.x spills some, and of codes all a few.
+
+    So do those where keys and values take turns.
+    """
     work = AttentionWork(1, rows, 8, 2, head_dim, None, 0, 256, coded)
     plan = candidate_plans(work, gpu)[0]
     made = kernel_of(work, plan, gpu)
