@@ -96,6 +96,7 @@ def _moe(binding: Binding, run: Run) -> Sequence[Call]:
         total=total["out"],
         limit=first["limit"],
         alpha=first["alpha"],
+        activation=first.get("activation", "silu"),
         early=number > 0,  # nobody filled the first one's logits
         peers=binding.peer_rows(width, "moe") if all_reduce else None,
         gpu=binding.gpu,
@@ -158,6 +159,7 @@ def _experts(binding: Binding, run: Run) -> Sequence[Call]:
         out=second["out"],
         limit=first["limit"],
         alpha=first["alpha"],
+        activation=first.get("activation", "silu"),
         workspace=binding.workspace,
         gpu=binding.gpu,
     )

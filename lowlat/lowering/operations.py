@@ -21,9 +21,19 @@ from lowlat.kernels.attention.partial.block_summary import summarise_blocks
 from lowlat.kernels.attention.place_table import place_table
 from lowlat.kernels.collectives.all_reduce import gather_ranks
 from lowlat.kernels.collectives.parts import all_gather, sum_ranks
-from lowlat.kernels.elementwise.elementwise import add, add_gated, cast, identity, output_gate, silu_mul, take_columns
+from lowlat.kernels.elementwise.elementwise import (
+    add,
+    add_gated,
+    cast,
+    identity,
+    output_gate,
+    scale,
+    silu_mul,
+    take_columns,
+)
 from lowlat.kernels.elementwise.embed import embed
 from lowlat.kernels.elementwise.norm import rms_norm, split_norms
+from lowlat.kernels.elementwise.per_layer import per_layer_gate, per_layer_inputs
 from lowlat.kernels.elementwise.qk_norm import qk_norm
 from lowlat.kernels.elementwise.rotate import rotate
 from lowlat.kernels.gemm.packing import gate_up_permutation
@@ -240,7 +250,7 @@ _BY_NAME = (
     *(gather_rows, identity, join_features, join_lengths, keep_features, kv_write, learn_draft_lengths),
     list_active_slots,
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, place_table, prefill_kv_write, publish_rows),
-    *(output_gate, qk_norm, rms_norm),
+    *(output_gate, per_layer_gate, per_layer_inputs, qk_norm, rms_norm, scale),
     *(
         silu_mul,
         split_norms,

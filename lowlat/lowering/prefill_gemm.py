@@ -19,7 +19,7 @@ from lowlat.errors import ConfigError
 from lowlat.graphs.program import Op, Stage
 from lowlat.kernels.attention.prefill.flash import has_prefill_flash
 from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
-from lowlat.kernels.elementwise.elementwise import silu_mul
+from lowlat.kernels.elementwise.elementwise import silu_mul, soft_cap
 from lowlat.kernels.elementwise.norm import add_norm, rms_norm
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack_rows
@@ -67,6 +67,18 @@ def takes(chunk: int, weight: PackedMatrix, gpu: Gpu) -> bool:
 
 def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
     """The calls of `linear` over the rows of prefill: x [M, K] @ weight.T + bias, float32 [M, N]."""
+    return [*_product(binding, op), *_capped(binding, op)]
+
+
+def _capped(binding: Binding, op: Op) -> Sequence[Call]:
+    """The softcap of a GEMM's output, where the operation has one."""
+    given = binding.arguments(op)
+    cap = given.get("softcap")
+    return () if cap is None else soft_cap(given["out"], cap)
+
+
+def _product(binding: Binding, op: Op) -> Sequence[Call]:
+    """The calls of `linear` but for its softcap."""
     given, name = binding.arguments(op), op.weights["weight"]
     weight, chunk = binding.weights.matrix(name), binding.prefill_chunk
     if takes(chunk, weight, binding.gpu):
@@ -216,10 +228,11 @@ def _of_arranged(binding: Binding, op: Op, weight: PackedMatrix, arranged: torch
     """The calls of `linear` over rows that are arranged, which one GEMM takes."""
     out, parts = binding.buffers[op.writes["out"]], _parts_of(binding, op, weight)
     partials = binding.workspace(*gemm_workspaces(out.shape[0], weight.rows, weight.columns, parts)[1])
-    return arranged_prefill_gemm(
+    product = arranged_prefill_gemm(
         arranged=arranged, weight=weight, bias=binding.bias(op), columns=binding.weights.runs(op.weights["weight"]),
         partials=partials, out=out, gpu=binding.gpu, parts=parts,
     )  # fmt: skip
+    return [*product, *_capped(binding, op)]
 
 
 def _normed_linear(binding: Binding, run: Run) -> Sequence[Call]:
@@ -261,7 +274,8 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
         *before,
         *gated_prefill_gemm(
             arranged=arranged, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
-            out=activated, gpu=binding.gpu, parts=_parts_of(binding, gate_up, first),
+            activation=activation.get("activation", "silu"), out=activated, gpu=binding.gpu,
+            parts=_parts_of(binding, gate_up, first),
         ),
         *_of_arranged(binding, down, second, activated),
     ]  # fmt: skip

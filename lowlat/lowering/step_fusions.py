@@ -18,7 +18,7 @@ from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, Call
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.operations import draft_topk_alone, left_argmax, publication
-from lowlat.lowering.row_fusions import embedded, embeds_for_norms, level_input
+from lowlat.lowering.row_fusions import embedded, embeds_for_norms, is_unscaled, level_input
 
 __all__ = ["STEP_FUSIONS"]
 
@@ -139,6 +139,7 @@ def _follows(run: Run, gpu: Gpu) -> bool:
         and run.shape(parents.writes["parents"]) == (run.shape(assigning.writes["draft_nodes"])[0], 1)
         and parents.reads.get("draft_nodes") == assigning.writes["draft_nodes"]
         and embed.reads["tokens"] == parents.writes["parents"]
+        and is_unscaled(run)
     )
 
 

@@ -199,8 +199,8 @@ def emit_ffn(emitter: Emitter, layer: Layer, normed: str, residual: str = "") ->
         return _emit_dense(emitter, layer, layer.name, ffn, normed, unit)
     dense = _emit_dense(emitter, layer, layer.name, ffn.dense, normed, unit, "dense.")
     dense = _emit_normed(emitter, layer, dense, "post_dense")
-    routed = emitter.norm(residual, f"{layer.name}.router_norm.weight", layer.eps, "router.normed")
     taken = emitter.norm(residual, f"{layer.name}.pre_experts_norm.weight", layer.eps, "experts.normed")
+    routed = emitter.norm(residual, f"{layer.name}.router_norm.weight", layer.eps, "router.normed")
     experts = _emit_experts(emitter, layer, ffn.experts, taken, routed, scaled=True)
     return emitter.add(dense, _emit_normed(emitter, layer, experts, "post_experts"), "ffn")
 

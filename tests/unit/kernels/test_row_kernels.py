@@ -10,7 +10,7 @@ import torch
 from compiled_examples import Compiled, examples_of, staged_cases
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.elementwise import arranged_norm, elementwise, embed, norm, qk_norm, rotate
+from lowlat.kernels.elementwise import arranged_norm, elementwise, embed, norm, norm_add, per_layer, qk_norm, rotate
 from lowlat.kernels.elementwise.limits import MAX_WIDTH
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
@@ -18,7 +18,9 @@ from lowlat.kernels.speculation import draft_input as draft_input
 from lowlat.kernels.toolchain.kernel import Kernel
 
 BF16 = torch.bfloat16
-KERNELS = examples_of(arranged_norm, elementwise, embed, draft_input, norm, qk_norm, rotate, wide=True)
+KERNELS = examples_of(
+    arranged_norm, elementwise, embed, draft_input, norm, norm_add, per_layer, qk_norm, rotate, wide=True
+)
 
 
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
