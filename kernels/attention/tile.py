@@ -82,7 +82,8 @@ def make_attend(shape: AttentionShape) -> Any:
     break_scores, add_halves, cap = _make_break(shape), _make_add_halves(shape), _make_cap(shape)
     _, add_values = make_products(shape)
     row_tiles, eights, split, capped = shape.row_tiles, shape.eights, shape.halves > 1, shape.softcap is not None
-    takes_turns, copy_values = shape.takes_turns, make_copy_values(shape) if shape.takes_turns else None
+    takes_turns = shape.takes_turns
+    copy_values: Any = make_copy_values(shape) if takes_turns else None
     num_scores, num_weights = 8 * row_tiles, 2 * eights
 
     @device_function
