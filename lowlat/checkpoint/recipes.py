@@ -6,7 +6,7 @@ it. It knows neither configs nor families, and it reads nothing: `stored` does.
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,7 +17,8 @@ from lowlat.errors import ConfigError
 
 __all__ = [
     "Arrange", "Conversion", "Piece", "Progress", "Recipe", "Span", "check_recipes", "check_values", "chosen_recipes",
-    "picked_piece", "place_rows", "placed_rows", "reshaped_piece",
+    "picked_piece", "place_rows", "placed_rows", "renamed_piece",
+    "renamed_recipe", "reshaped_piece",
 ]  # fmt: skip
 
 Arrange = Literal["rows", "deinterleave", "transpose", "transpose_deinterleave"]
@@ -128,6 +129,21 @@ def picked_piece(piece: Piece, spans: tuple[Span, ...]) -> Piece:
 def reshaped_piece(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
     """A stored tensor of numbers that has another shape in its weight."""
     return Piece(name, stored, Conversion(shape, FLOATS, lambda _label, tensor: tensor.reshape(shape)))
+
+
+def renamed_piece(piece: Piece, rename: Callable[[str], str]) -> Piece:
+    """A piece by other names of tensors."""
+    conversion = piece.conversion
+    if conversion is not None:
+        conversion = replace(conversion, beside=tuple(renamed_piece(each, rename) for each in conversion.beside))
+    return replace(piece, name=rename(piece.name), conversion=conversion)
+
+
+def renamed_recipe(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
+    """The same weight of tensors of other names."""
+    pieces = tuple(renamed_piece(piece, rename) for piece in recipe.pieces)
+    other = None if recipe.other is None else renamed_recipe(recipe.other, rename)
+    return replace(recipe, pieces=pieces, other=other)
 
 
 def chosen_recipes(recipes: Sequence[Recipe], names: Collection[str] | None, *, others: bool) -> list[Recipe]:

@@ -69,10 +69,11 @@ def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Wri
         _copy_beside(directory, partial)
         sizes = _write_shards(target.weights.checkpoint, partial, quantiser, layers)
         config = read_object(directory / "config.json")
-        plain = [] if quantiser.lm_head else ["lm_head"]
+        own = FAMILIES[target.config.family].names_in(target.weights.checkpoint.entries)
+        plain = [] if quantiser.lm_head else [own.lm_head]
         plain += [] if target.config.experts is None else ROUTERS
         plain += [SMALL] if target.config.deltas else []
-        plain += [f"re:{start.replace('.', '[.]')}.*" for start in FAMILIES[target.config.family].skipped]
+        plain += [f"re:{start.replace('.', '[.]')}.*" for start in own.skipped]
         config["quantization_config"] = _quantization_config(quantiser, plain)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         open_target(partial)

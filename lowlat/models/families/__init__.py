@@ -4,7 +4,7 @@
 before it loads a model. `tests/examples` has two.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,29 +12,33 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Recipe
 from lowlat.models.families import gpt_oss, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
 from lowlat.models.families.dense import decoder_recipes
+from lowlat.models.families.names import TensorNames
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "Family", "TensorNames"]
 
 
 @dataclass(frozen=True)
 class Family:
     """A family: how its config.json is read, and how its canonical weights are made of stored tensors.
 
-    stem           the beginning of its decoder's names in files
-    skipped        beginnings of the names of tensors that are no part of the target
+    recipes        by the names of text models, which `names` translates
+    names          of its files, the usual ones first
     ties_by_files  whether the LM head is the embedding says not the config but whether files have one
     """
 
     parse: Callable[[Fields, Path, ComputeDtype], ModelConfig]
     recipes: Callable[[ModelConfig], list[Recipe]] = decoder_recipes
-    stem: str = "model"
-    skipped: tuple[str, ...] = ()
+    names: tuple[TensorNames, ...] = (TensorNames(),)
     ties_by_files: bool = False
+
+    def names_in(self, stored: Collection[str] | None) -> TensorNames:
+        """The names of files with these tensors; None: the usual ones."""
+        return next((each for each in self.names if stored is not None and each.fit(stored)), self.names[0])
 
 
 def _hybrid(stem: str = "model") -> Family:
-    return Family(qwen3_5.parse, qwen3_5.recipes, stem, qwen3_5.SKIPPED, ties_by_files=True)
+    return Family(qwen3_5.parse, qwen3_5.recipes, (TensorNames(stem, skipped=qwen3_5.SKIPPED),), ties_by_files=True)
 
 
 FAMILIES: dict[str, Family] = {

@@ -1,6 +1,6 @@
 """Common parts of the target families: the keys that all configs have, and the recipes of attention and dense FFN.
 
-It knows the checkpoint names of transformers' decoders; each family's own keys are in its own module.
+It knows the tensors' names of transformers' text models; each family's own keys are in its own module.
 """
 
 from dataclasses import dataclass
@@ -162,13 +162,13 @@ def plus_one_norm(weight: str, tensor: str, size: int) -> Recipe:
     return Recipe(weight, (Piece(tensor, (size,), added),), torch.float32)
 
 
-def outer_recipes(config: ModelConfig, stem: str = "model") -> list[Recipe]:
-    """Embedding, final norm, and the LM head unless it is the embedding; stem: the beginning of the decoder's names."""
+def outer_recipes(config: ModelConfig) -> list[Recipe]:
+    """Embedding, final norm, and the LM head unless it is the embedding."""
     dtype = TORCH_DTYPES[config.dtype]
     table = (config.vocab_size, config.hidden_size)
     recipes = [
-        Recipe("embed.weight", (Piece(f"{stem}.embed_tokens.weight", table),), dtype),
-        Recipe("norm.weight", (Piece(f"{stem}.norm.weight", (config.hidden_size,)),), dtype),
+        Recipe("embed.weight", (Piece("model.embed_tokens.weight", table),), dtype),
+        Recipe("norm.weight", (Piece("model.norm.weight", (config.hidden_size,)),), dtype),
     ]
     if not config.tie_embeddings:
         recipes.append(Recipe("lm_head.weight", (Piece("lm_head.weight", table),), dtype))
@@ -204,12 +204,12 @@ def attention_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
     return recipes
 
 
-def dense_recipes(config: ModelConfig, layer: int, stem: str = "model") -> list[Recipe]:
-    """The gated FFN of one layer; none where the layer has another; stem: the beginning of the decoder's names."""
+def dense_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
+    """The gated FFN of one layer; none where the layer has another."""
     dtype, ffn = TORCH_DTYPES[config.dtype], config.layers[layer].ffn
     if not isinstance(ffn, DenseSpec):
         return []
-    stored, canonical = f"{stem}.layers.{layer}.mlp", f"layers.{layer}"
+    stored, canonical = f"model.layers.{layer}.mlp", f"layers.{layer}"
     hidden, inner = config.hidden_size, ffn.inner_size
     gates = tuple(Piece(f"{stored}.{part}_proj.weight", (inner, hidden)) for part in ("gate", "up"))
     recipes = [
