@@ -28,7 +28,8 @@ from lowlat.errors import ConfigError
 
 if TYPE_CHECKING:
     from lowlat.executors.launcher import Launcher
-    from lowlat.kernels.toolchain.kernel import Gpu, KernelCall
+    from lowlat.kernels.toolchain.kernel import Gpu
+    from lowlat.lowering.binding import Call
 
 __all__ = ["Entry", "capture", "capture_torch", "describe", "time_entries", "time_launches", "write_rows"]
 
@@ -49,7 +50,7 @@ class Entry:
     """
 
     name: str
-    calls: "Callable[[int], Sequence[KernelCall]]"
+    calls: "Callable[[int], Sequence[Call]]"
     copies: int = 32
     moved_bytes: int = 0
     reset: Callable[[], None] = lambda: None

@@ -38,6 +38,7 @@ class _Layer:
 
     heads: HeadSizes
     device: torch.device
+    gpu: Gpu
 
     @property
     def width(self) -> int:
@@ -104,12 +105,12 @@ def _step_bytes(heads: HeadSizes, batch: int, rows: int) -> int:
     return batch * (state + pending + inputs + 2 * (TAPS - 1) * heads.channels) + 8 * heads.channels
 
 
-def _prefill(layer: _Layer, part: str, copy: int) -> list[KernelCall]:
-    return _prompt(layer, copy)[part]
+def _prefill(layer: _Layer, part: str, spreads: bool, copy: int) -> list[KernelCall]:
+    return _prompt(layer, spreads, copy)[part]
 
 
 @cache
-def _prompt(layer: _Layer, copy: int) -> dict[str, list[KernelCall]]:
+def _prompt(layer: _Layer, spreads: bool, copy: int) -> dict[str, list[KernelCall]]:
     heads, ints, kept = layer.heads, layer.ints, dict[str, torch.Tensor]()
     x, ba, out = layer.rows(CHUNK)
     mixed = torch.zeros(CHUNK, heads.channels, dtype=torch.bfloat16, device=layer.device)
@@ -121,7 +122,8 @@ def _prompt(layer: _Layer, copy: int) -> dict[str, list[KernelCall]]:
 
     own = {"slot": ints(0), "chunk": ints(CHUNK, CHUNK)}
     conv = prefill_delta_conv(x, layer.taps, **own, conv_state=conv_state, out=mixed)
-    rule = prefill_delta_rule(mixed, ba, **layer.weights, **own, state=state, out=out, workspace=workspace)
+    given: dict[str, Any] = {**layer.weights, **own, "state": state, "out": out, "workspace": workspace}
+    rule = prefill_delta_rule(mixed, ba, **given, gpu=layer.gpu, spreads=spreads)
     norm = delta_norm(out, x, layer.norm_weight, out=torch.empty_like(out), eps=EPS)
     return {"conv": conv, "rows": rule[:1], "walk": rule[1:], "norm": norm, "layer": [*conv, *rule, *norm]}
 
@@ -130,7 +132,7 @@ def entries(device: torch.device, gpu: Gpu) -> list[Entry]:
     """One for each model, B and T of a step, and for each launch of a prompt's chunk and all of them."""
     made = []
     for name, heads in HEADS.items():
-        layer, fits = _Layer(heads, device), joins_blocks(heads, gpu)
+        layer, fits = _Layer(heads, device, gpu), joins_blocks(heads, gpu)
         for batch, rows in STEPS:
             moved = _step_bytes(heads, batch, rows)
             copies = -(-COLD_BYTES // (4 * batch * heads.value_heads * heads.value_dim * heads.key_dim))
@@ -138,8 +140,10 @@ def entries(device: torch.device, gpu: Gpu) -> list[Entry]:
             conditions = {"model": name, "batch": batch, "rows": rows, "pending_rows": rows}
             made.append(Entry(f"{name}: step, B = {batch}, T = {rows}", calls, copies, moved, conditions=conditions))
         for part in ("conv", "rows", "walk", "norm", "layer"):
-            calls, conditions = partial(_prefill, layer, part), {"model": name, "rows": CHUNK}
-            made.append(Entry(f"{name}: prompt, {part}", calls, PREFILL_COPIES, conditions=conditions))
+            for spreads in (False, True) if part in ("walk", "layer") else (False,):
+                calls, conditions = partial(_prefill, layer, part, spreads), {"model": name, "rows": CHUNK}
+                label = f"{name}: prompt, {part}" + (", spread" if spreads else "")
+                made.append(Entry(label, calls, PREFILL_COPIES, conditions=conditions | {"spread": spreads}))
     return made
 
 

@@ -27,10 +27,11 @@ def check_operation(
     writes: Mapping[str, ArrayType],
     weights: Mapping[str, ArrayType | None],
     params: Mapping[str, object],
-) -> None:
+) -> Mapping[str, int]:
     """Check what an operation is given: arrays by their types, updated ones among `writes`; parameters by value.
 
-    A weight's type is None where it is unknown: then its name alone is checked. Raises ConfigError for an argument or
+    A weight's type is None where it is unknown: then its name alone is checked. Returns what the symbols of the schema
+    stand for, as far as these tell. Raises ConfigError for an argument or
     a parameter that is missing, unknown, of another access, dtype or type, and for shapes that do not unify.
     """
     known = dict(_check_names(schema, tuple(reads), tuple(writes), tuple(weights)))
@@ -38,6 +39,7 @@ def check_operation(
     known.update((name, value) for name, value in params.items() if type(value) is int)
     arrays = {**reads, **writes, **{name: array for name, array in weights.items() if array is not None}}
     _Unifier(schema, arrays, known).run()
+    return known
 
 
 @lru_cache(maxsize=1024)

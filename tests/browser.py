@@ -55,6 +55,33 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Page.navigate", url=url)
 
+    def reload(self) -> None:
+        """Load the page again, in the same tab."""
+        self.evaluate("window.isOld = true")
+        self.call("Page.reload")
+        end = time.monotonic() + 20.0
+        while True:
+            try:
+                if not self.evaluate("window.isOld"):
+                    return
+            except AssertionError:  # it was navigating
+                assert time.monotonic() < end
+            time.sleep(0.02)
+
+    @contextmanager
+    def second(self, url: str) -> Iterator["Page"]:
+        """Another tab, as long as the context lasts; this one waits."""
+        before = self._session, self._target
+        try:
+            self._session, self._target = None, None
+            self.open(url)
+            yield self
+        finally:
+            target = self._target
+            self._session = None
+            self.call("Target.closeTarget", targetId=target)
+            self._session, self._target = before
+
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)

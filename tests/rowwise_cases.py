@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from kernel_cases import unwritten
 
-from lowlat.kernels.elementwise import elementwise, embed, norm
+from lowlat.kernels.elementwise import elementwise, embed, norm, norm_add, per_layer
 from lowlat.kernels.gemm.packing import pack
+from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.moe import router
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.speculation import draft_block, markov
@@ -127,12 +128,79 @@ def check_elementwise(lab: Lab, rows: int, width: int) -> None:
         lab.both("take_columns", elementwise.take_columns, taken, x=torch.randn(rows, 40), first=first)
     gate_up = torch.randn(rows, 2 * width) * 5
     for live in (None, flags(rows)):
-        lab.both("silu_mul", elementwise.silu_mul, {"out": poison(rows, width)}, gate_up=gate_up, row_live=live)
+        for name in ("silu", "gelu_tanh"):
+            outs = {"out": poison(rows, width)}
+            lab.both("silu_mul", elementwise.silu_mul, outs, gate_up=gate_up, row_live=live, activation=name)
         gated = {"x": a, "gate": x / 10, "row_live": live}
         lab.both("output_gate", elementwise.output_gate, {"out": poison(rows, width)}, **gated)
         gated = {"a": torch.randn(rows, width) * 30, "b": torch.randn(rows, width), "gate": torch.randn(rows, 1) * 5}
         outs = {"out": poison(rows, width, dtype=torch.float32)}
         lab.both("add_gated", elementwise.add_gated, outs, row_live=live, **gated)
+
+
+def check_norm_add(
+    lab: Lab,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype = BF16,
+    scalar: float | None = None,
+    *,
+    arranges: bool = False,
+) -> None:
+    """What a layer adds, normed, summed, scaled and normed again, against the operations one by one, bit for bit: with
+    and without what may be absent.
+
+    arranges  also as it is left for a prefill GEMM
+    """
+    x, residual = (torch.randn(rows, width) * 3).to(dtype), torch.randn(rows, width).to(BF16)
+    own, following = weights(width, weight_dtype), weights(width, weight_dtype)
+    number = None if scalar is None else torch.tensor([scalar]).to(weight_dtype)
+
+    def one_by_one(live: torch.Tensor | None, norms: bool) -> Arrays:
+        added: torch.Tensor = x
+        if norms:
+            added = lab.launch(elementwise.cast, {"out": poison(rows, width)}, x=x)["out"]
+            room, given = {"out": poison(rows, width)}, {"weight": own, "row_live": live, "eps": EPS}
+            added = lab.launch(norm.rms_norm, room, x=added, **given)["out"]
+        total = lab.launch(elementwise.add, {"out": poison(rows, width)}, a=residual, b=added)["out"]
+        if number is not None:
+            total = lab.both("scale", elementwise.scale, {"out": poison(rows, width)}, x=total.cpu(), scalar=number)[
+                "out"
+            ]
+        given = {"weight": following, "row_live": live, "eps": 2 * EPS}
+        out = lab.launch(norm.rms_norm, {"out": poison(rows, width)}, x=total, **given)["out"]
+        return {"total": total, "out": out}
+
+    for live in (None, flags(rows)):
+        for norms in (True, False):
+            want = one_by_one(live, norms)
+            given = {"x": x, "residual": residual, "row_live": live, "scalar": number}
+            given |= {"weight": own if norms else None, "eps": EPS if norms else None}
+            outs = {"total": poison(rows, width)}
+            alone = lab.launch(norm_add.norm_add, outs, **given)
+            assert same_bits(alone["total"], want["total"])
+            given |= {"next_weight": following, "next_eps": 2 * EPS}
+            found = lab.launch(norm_add.norm_add, outs | {"out": poison(rows, width)}, **given)
+            assert same_bits(found["total"], want["total"]) and same_bits(found["out"], want["out"])
+            if not arranges:
+                continue
+            room = {"out": poison(*arranged_shape(rows, width))}
+            arranged = lab.launch(arrange, room, x=want["out"])["out"]
+            found = lab.launch(norm_add.norm_add, outs | room, **given, arranged=True)
+            assert same_bits(found["total"], want["total"]) and same_bits(found["out"], arranged)
+
+
+def check_per_layer(lab: Lab, rows: int, layers: int, size: int, dtype: torch.dtype = BF16) -> None:
+    """The inputs of all layers, and the gate of one."""
+    width = layers * size
+    projected, embedded = torch.randn(rows, width) * 20, torch.randn(rows, width).to(BF16)
+    for live in (None, flags(rows)):
+        given = {"projected": projected, "embedded": embedded, "weight": weights(size, dtype), "row_live": live}
+        outs = {"out": poison(rows, width)}
+        lab.both("per_layer_inputs", per_layer.per_layer_inputs, outs, **given, scale=0.0625, eps=EPS)
+        given = {"gate": torch.randn(rows, size) * 3, "inputs": embedded, "row_live": live, "layer": layers - 1}
+        lab.both("per_layer_gate", per_layer.per_layer_gate, {"out": poison(rows, size)}, **given)
 
 
 def check_markov_heads(lab: Lab, wide: int, width: int, rank: int) -> None:
@@ -298,25 +366,28 @@ def check_router_fills(lab: Lab, rows: int, width: int, experts: int, chunks: in
         assert torch.equal(filled[[0, -1]], before[[0, -1]])
 
 
-def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int, dtype: torch.dtype = BF16) -> None:
-    """Both layouts, dead rows, the norm after."""
+def check_embeddings(
+    lab: Lab, rows: int, width: int, vocabulary: int, dtype: torch.dtype = BF16, scale: float | None = None
+) -> None:
+    """Both layouts, dead rows, the norm after; rows as they are, or times a scale."""
     table, tokens = torch.randn(vocabulary, width).to(BF16), torch.randint(-1, vocabulary, (1, rows)).int()
     tokens[0, 0], tokens[0, -1] = vocabulary - 1, -1
     weight, live = weights(width, dtype), flags(rows)
     expected = {"out": poison(rows, width), "normed": poison(rows, width)}
     outs = {key: tensor.clone() for key, tensor in expected.items()}
-    OPERATIONS["embed"](tokens, table, out=expected["out"])
+    OPERATIONS["embed"](tokens, table, out=expected["out"], scale=scale)
     OPERATIONS["rms_norm"](expected["out"], weight, live, out=expected["normed"], eps=EPS)
     normed = torch.where(live[:, None] != 0, canonical_norm(expected["out"], weight, EPS), 0)
     on_device: torch.Tensor = lab.place(table)
     for layout in (on_device, pack(on_device)):
         found = lab.launch(
-            embed.embed_norm, outs, tokens=tokens, weight=layout, norm_weight=weight, row_live=live, eps=EPS
-        )
+            embed.embed_norm, outs, tokens=tokens, weight=layout, norm_weight=weight, row_live=live, eps=EPS,
+            scale=scale,
+        )  # fmt: skip
         check("embed_norm", found, expected)
         assert same_bits(found["out"], expected["out"])
         assert same_bits(found["normed"], normed)
-        alone = lab.launch(embed.embed, {"out": outs["out"]}, tokens=tokens, weight=layout)
+        alone = lab.launch(embed.embed, {"out": outs["out"]}, tokens=tokens, weight=layout, scale=scale)
         assert same_bits(alone["out"], expected["out"])
     check_masks(lab, 3, rows, table, weight)
 

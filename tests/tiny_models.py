@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from stages import later
+from tiny_gemma import GEMMA_FIELDS, GEMMAS
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -45,7 +46,9 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    **GEMMAS,
 }
+ADDED_NORMS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma2", "gemma3_text")
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 DISTINCT_FAMILIES = (
     "llama",
@@ -104,6 +107,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS,
     "qwen3_moe": QWEN3_MOE,
     "mistral": {"sliding_window": None},
+    **GEMMA_FIELDS,
 }
 
 
@@ -124,7 +128,12 @@ def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.
     model = make_model(make_config(**fields)).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_random_values(name, parameter, gain, added_norms=family in HYBRIDS))
+            parameter.copy_(_random_values(name, parameter, gain, added_norms=family in ADDED_NORMS))
+            if family in GEMMAS and "embed_tokens" in name:
+                parameter /= 4 * math.sqrt(parameter.shape[-1])  # less than what layers add
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn(1))
     model.requires_grad_(False)
     model.save_pretrained(directory)
     if legacy:
@@ -134,7 +143,7 @@ def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.
 
 def _random_values(name: str, like: torch.Tensor, gain: float, *, added_norms: bool) -> torch.Tensor:
     noise: torch.Tensor = torch.randn_like(like)
-    if "norm" in name:
+    if "norm" in name or name.endswith("scale"):
         return 0.2 * noise if added_norms and "linear_attn" not in name else 1 + 0.2 * noise
     if name.endswith(("A_log", "dt_bias", "conv1d.weight")):
         return noise

@@ -76,6 +76,10 @@ class _Softmax:
 
         made.fence_copies = lambda: None
         made.sync_group = lambda number: self._together(f"barrier {number}", None, lambda values: values)
+        made.sync_two_groups = lambda number: self._walker.meet(
+            (f"barrier {number}", this_thread().home.key), 2 * GROUP, None, lambda values: values
+        )
+        made.cap_rows = lambda count, limit: lambda scores, factor: _cap(scores, factor, limit)
         made.multiply_scores, made.multiply_values = self.multiply_scores, self.multiply_values
         made.await_scores = lambda keys, pending: awaited
         made.await_products = lambda dim, keys: awaited
@@ -127,6 +131,11 @@ def _hide(scores: Any, last: int, first: int, last_low: int, first_low: int) -> 
     columns = 8 * np.arange(len(scores) // 4)[:, None, None] + np.arange(2)
     seen = columns <= np.array([[last], [last_low]])
     return np.where(seen & (columns >= np.array([[first], [first_low]])), _both(scores), -np.inf).reshape(-1)
+
+
+def _cap(scores: Any, factor: Any, limit: float) -> Any:
+    power = np.exp2(_both(scores).astype(np.float64) * np.float64(factor))
+    return (limit - 2 * limit / (power + 1)).astype(np.float32).reshape(-1)
 
 
 def _weigh(scores: Any, scale: Any, top: Any, low: Any) -> Any:

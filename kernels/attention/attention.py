@@ -17,18 +17,30 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.attention.combine import MAX_SPLITS, combine_splits
+from lowlat.kernels.attention.combine import combine_splits
 from lowlat.kernels.attention.copies import make_is_early, make_issue, make_lane_offset, make_look_up
 from lowlat.kernels.attention.launch_plan import (
     ALIGNMENT,
     DESCRIPTOR_WORDS,
     TEAMS,
-    TILE_BYTES,
     AttentionPlan,
     AttentionWork,
     candidate_plans,
     choose_attention_plan,
+    fits_uncoded,
     pipeline_bytes,
+)
+from lowlat.kernels.attention.limits import (
+    BLOCK_SIZE,
+    HEAD_DIM,
+    KV_HEADS,
+    MAX_ROWS,
+    MAX_SLOTS,
+    QUERY_ROWS,
+    ROWS,
+    ROWS_A_SLOT,
+    SLOTS,
+    query_rows,
 )
 from lowlat.kernels.attention.merge import LOG2_E, make_merge
 from lowlat.kernels.attention.plan import (
@@ -49,21 +61,14 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall, Works
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
 __all__ = [
-    "INVARIANT_HEADS",
     "attention",
     "attention_bytes",
-    "choose_split",
     "examples",
-    "finely_split",
-    "most_positions",
     "partial_attention",
 ]
 
-FEW_ITEMS, MANY_ITEMS = 132, 1024
 CONVERTS_CODES = (8, 9)  # the capability from which a GPU makes fp16 of e4m3 itself
-
-MAX_BATCH, MAX_TREE, MAX_ROWS = 16, 64, 512
-PLAN_INTS = MAX_BATCH * PLAN_STRIDE
+PLAN_INTS = MAX_SLOTS * PLAN_STRIDE
 
 
 def attention(
@@ -88,6 +93,7 @@ def attention(
     early_rows: bool = True,
     tail: int | None = None,
     split: int = 256,
+    softcap: float | None = None,
     gpu: Gpu = H200,
     plan: AttentionPlan | None = None,
     num_blocks: int | None = None,
@@ -95,7 +101,7 @@ def attention(
 ) -> list[KernelCall]:
     """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
 
-    q                 [B * R, H, D]        bf16; D 64, 128 or 256
+    q                 [B * R, H, D]        bf16; D 64, 128, 256 or 512
     k_cache, v_cache  [P, G, block, D]     bf16, or with kv_scales uint8; block a power of two from 16 to 256
     block_table       [max B, C / block]   int32; with `parts` above 0 lists, see `partial_attention`
     slots             [B]                  int32; -1 pads
@@ -110,6 +116,7 @@ def attention(
                       row_live and row_masks early_rows says so
     tail              the most ancestors that a row may have; None: R
     split             positions of a split, 128, 256 or 512: a row's bits depend on it; see `choose_split`
+    softcap           c: scores s become c tanh(s / c), in a kernel of its own; None: they stay
     GPU, plan        what it runs on, and how to cut the launch; None: by the GPU's table, or the derived one
     num_blocks        blocks of the grid; None: the plan's on every SM
     With a short window there is one launch and no workspace; the window and `keep_first` mean what they mean in the
@@ -129,7 +136,7 @@ def attention(
     work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split, kv_scales is not None)
     chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, gpu)
     shape = _shape_of(work, chosen, gpu, block, first, sinks is not None, early_metadata)
-    shape = replace(shape, parts=parts, late_rows=early_metadata and not early_rows)
+    shape = replace(shape, parts=parts, late_rows=early_metadata and not early_rows, softcap=softcap)
     grid = (chosen.blocks * gpu.num_multiprocessors if num_blocks is None else num_blocks, 1, 1)
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
     numbers = (0 if kv_scales is None else kv_scales, batch, rows, tail or rows, block_table.shape[-1])
@@ -178,31 +185,6 @@ def _shape_of(
     )  # fmt: skip
 
 
-INVARIANT_HEADS = 8  # with which splits are chosen where ranks have parts of the heads, and must have the same splits
-
-
-def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
-    """Positions of a split, from sizes that stay fixed while a model is loaded: results' bits depend on the split.
-
-    Short splits spread a short context over all SMs; long ones halve the sums that are parked and combined
-    (Llama-8B's heads on an H200: 1 slot at 1K 5.8 us with 128, 6.8 with 256; 1 at 8K 14.7 with 256, 16.9 with 512; 4 at
-    16K 83 and 76).
-    """
-    if max_context <= finely_split(max_batch, kv_heads):
-        return 128
-    return 512 if max_batch * -(-max_context // 256) * kv_heads > MANY_ITEMS else 256
-
-
-def finely_split(max_batch: int, kv_heads: int) -> int:
-    """The longest context that is cut into the shortest splits; 0: none is."""
-    return FEW_ITEMS // (max_batch * kv_heads) * 128
-
-
-def most_positions(max_batch: int, max_context: int, kv_heads: int) -> int:
-    """The most positions of a slot, its blocks' last ones and a step's rows included, without a window."""
-    return MAX_SPLITS * choose_split(max_batch, max_context, kv_heads)
-
-
 def attention_bytes(
     dense_lens: list[int],
     *,
@@ -225,7 +207,7 @@ def attention_bytes(
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
     """Specialisations, as a GPU has them: Llama, gpt-oss with and without a window, heads with windows, plans that
-    only a table chooses, and heads of 256."""
+    only a table chooses, heads of 256 and 512, and a softcap."""
     llama, oss = AttentionWork(1, 4, 4, 8, 128, None, 0, 256), AttentionWork(1, 4, 8, 8, 64, None, 0, 256)
     short = AttentionWork(1, 1, 4, 2, 128, 100, 0, 256)
     cases = (
@@ -250,25 +232,27 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
     hybrids = [replace(hybrid, rows=rows, coded=coded) for rows in (1, 4) for coded in (False, True)]
     for work in examples_for(gpu, hybrids, 0):
         shapes.append(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, False, True))
+    wide = [replace(work, head_dim=512, kv_heads=4) for work in hybrids]
+    for work in examples_for(gpu, [each for each in wide if each.coded or fits_uncoded(512, gpu)], 0):
+        shapes.append(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, False, True))
+    capped = AttentionWork(1, 4, 2, 8, 256, None, 0, 256)
+    for work in examples_for(gpu, (capped, replace(capped, coded=True)), 0):
+        shapes.append(replace(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, False, True), softcap=50.0))
     lists = examples_for(gpu, [_shape_of(llama, candidate_plans(llama, gpu)[0], gpu, 32, 0, False, True)], 0)
     shapes += [replace(shape, parts=2) for shape in lists]
     return [_make(shape) for shape in shapes]
 
 
 def _check_sizes(batch: int, rows: int, heads: int, kv_heads: int, head_dim: int, block: int) -> None:
-    limits = (
-        (head_dim in TILE_BYTES, f"the head size must be one of {tuple(TILE_BYTES)}, got {head_dim}"),
-        (block in (16, 32, 64, 128, 256), f"the cache's block must be a power of two from 16 to 256, got {block}"),
-        (heads % kv_heads == 0, f"{heads} query heads do not divide among {kv_heads} key-value heads"),
-        (kv_heads <= 1024, f"at most 1024 key-value heads, got {kv_heads}"),
-        (1 <= rows <= MAX_TREE, f"1 to {MAX_TREE} rows a slot, got {rows}"),
-        (1 <= batch <= MAX_BATCH, f"1 to {MAX_BATCH} slots, got {batch}"),
-        (batch * rows <= MAX_ROWS, f"at most {MAX_ROWS} rows in all, got {batch * rows}"),
-        (rows * heads // kv_heads <= 16 * 256, f"too many query heads of one key-value head: {heads // kv_heads}"),
-    )
-    for fits, problem in limits:
-        if not fits:
-            raise ShapeError(f"attention: {problem}")
+    HEAD_DIM.check("attention: the head size", head_dim)
+    BLOCK_SIZE.check("attention: the cache's block", block)
+    if heads % kv_heads:
+        raise ShapeError(f"attention: {heads} query heads do not divide among {kv_heads} key-value heads")
+    KV_HEADS.check("attention: key-value heads", kv_heads)
+    ROWS_A_SLOT.check("attention: rows a slot", rows)
+    SLOTS.check("attention: slots", batch)
+    ROWS.check("attention: rows of all slots", batch * rows)
+    QUERY_ROWS.check("attention: query rows of one key-value head", query_rows(rows, heads, kv_heads))
 
 
 def _check_slots(
@@ -315,7 +299,7 @@ def _make(shape: AttentionShape) -> Kernel:
 def _min_blocks(shape: AttentionShape) -> int:
     """The blocks an SM by registers: one more than meet there leaves room for another kernel's, where
     nothing spills for it from 9.0 on."""
-    if shape.whole:
+    if shape.whole or shape.halves > 1:
         return 1
     roomy = shape.head_dim == 128 and shape.window is None and shape.row_tiles == 1
     return max(3 if roomy else 2, shape.blocks)
@@ -360,8 +344,8 @@ def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
     stages, early, late_rows, whole, warps = shape.stages, shape.early, shape.late_rows, shape.whole, shape.warps
     stage_bytes = shape.stage_bytes
     rings, ring_bytes = stages * warps * stage_bytes, stages * DESCRIPTOR_WORDS * 4
-    halves = shape.eights
-    num_totals, num_queries = halves * shape.head_dim // 4, query_words(shape)
+    eights, split, half_bytes = shape.eights, shape.halves > 1, shape.row_bytes
+    num_totals, num_queries, query_bytes = eights * shape.warp_dim // 4, query_words(shape), 2 * shape.warp_dim
     lane_offset, is_early, look_up, issue = (
         make(shape) for make in (make_lane_offset, make_is_early, make_look_up, make_issue)
     )
@@ -376,13 +360,16 @@ def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
         batch, rows, width, splits = sizes
         cursor = cuda.local.array(CURSOR_FIELDS, int32)
         totals, queries = cuda.local.array(num_totals, float32), cuda.local.array(num_queries, uint32)
-        peaks, norms = cuda.local.array(halves, float32), cuda.local.array(halves, float32)
+        peaks, norms = cuda.local.array(eights, float32), cuda.local.array(eights, float32)
         lane, warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         base = uint32(base + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - (ALIGNMENT - 1))
         quarter = warp & uint32(3)  # of a tile
         mine, ring = warp * uint32(stage_bytes), uint32(base + uint32(rings) + warp * uint32(ring_bytes))
         offset = lane_offset(lane)
+        if split:  # the second four warps have the second half of the dimensions
+            half = int64(warp >> uint32(2))
+            q, k_cache, v_cache = q + half * query_bytes, k_cache + half * half_bytes, v_cache + half * half_bytes
         enter(cursor, plan, int32(cuda.blockIdx.x), batch, rows)
         if early and cursor[PLACE] == NO_ITEM and int32(cuda.blockIdx.x) >= (max(batch * rows, 1) if whole else 1):
             return  # without waiting, which block 0 does for all; a block of a short window's dead row has to clear it

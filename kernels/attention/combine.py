@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.attention.limits import MAX_SPLITS
 from lowlat.kernels.attention.merge import join_sink
 from lowlat.kernels.attention.plan import AttentionShape, make_count_splits, query_tiles_of
 from lowlat.kernels.toolchain import ptx
@@ -29,7 +30,6 @@ __all__ = ["combine_splits", "examples"]
 CLASSES = 4
 LEAST_THREADS = 128
 UNROLL = 8  # splits whose loads are under way together in a class
-MAX_SPLITS = 1024
 MINUS_INFINITY = -math.inf
 EVERY_LANE = 0xFFFFFFFF
 
@@ -60,7 +60,7 @@ def combine_splits(
         limit = MAX_SPLITS * shape.split
         raise ShapeError(f"attention: a context of {capacity * shape.split} positions exceeds {limit}")
     shape = replace(  # nothing here depends on these
-        shape, row_tiles=1, stages=1, blocks=0, coded=False, few=False, converts=True, late_rows=False
+        shape, row_tiles=1, stages=1, blocks=0, coded=False, few=False, converts=True, late_rows=False, softcap=None
     )
     rows_a_block = _threads_of(shape) // (CLASSES * shape.head_dim // 4)
     grid = -(-count // rows_a_block)

@@ -1,8 +1,9 @@
 """Copies of one tile's keys and values to shared memory: the rows of one warp, through that warp's own pipeline.
 
-A warp owns 16 of a tile's 64 positions. Its stage holds their keys, then their values, as rows of 2 D bytes, D of
-codes, whose 16-byte pieces are permuted by `make_swizzle`, so that neither 16-byte reads of keys nor transposed matrix
-reads of values meet bank conflicts. A stage's descriptor tells the reader what was copied.
+A warp owns 16 of a tile's 64 positions, of the widest heads half their dimensions. Its stage holds their keys, then
+their values, as rows of 2 D bytes, D of codes, whose 16-byte pieces are permuted by `make_swizzle`, so that neither
+16-byte reads of keys nor transposed matrix reads of values meet bank conflicts. A stage's descriptor tells the reader
+what was copied.
 """
 
 from typing import Any
@@ -135,21 +136,25 @@ def _make_row_of_cache(shape: AttentionShape) -> Any:
 
 def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
     """`copy_run`: 16 rows that follow each other; `copy_rows`: 16 rows anywhere, row i from lane i, -1 for zeros."""
-    pitch = shape.row_bytes
-    pieces = pitch // 16  # of a row
+    pitch, whole = shape.pitch, shape.halves == 1
+    pieces = shape.row_bytes // 16  # of a row
     rows_a_copy = 32 // pieces
     copies = 16 // rows_a_copy
-    piece_shift, values_at = pieces.bit_length() - 1, 16 * pitch
+    piece_shift, values_at, step = pieces.bit_length() - 1, 16 * shape.row_bytes, rows_a_copy * pitch
 
     @device_function
     def copy_run(target: Any, k_cache: Any, v_cache: Any, row: Any, lane: Any) -> None:
-        offset = int64(row) * pitch + int64(lane) * 16
+        if whole:
+            offset = int64(row) * pitch + int64(lane) * 16
+        else:
+            own = int64(row) + int64(lane >> uint32(piece_shift))
+            offset = own * pitch + int64(lane & uint32(pieces - 1)) * 16
         for copy in range(copies):
             swizzled = (target ^ uint32((((copy * rows_a_copy) >> 1) & 3) << 4)) + uint32(copy * 512)
-            ptx.copy_async_16_once(swizzled, k_cache + offset + copy * 512)
+            ptx.copy_async_16_once(swizzled, k_cache + offset + copy * step)
         for copy in range(copies):
             swizzled = (target ^ uint32((((copy * rows_a_copy) >> 1) & 3) << 4)) + uint32(copy * 512 + values_at)
-            ptx.copy_async_16_once(swizzled, v_cache + offset + copy * 512)
+            ptx.copy_async_16_once(swizzled, v_cache + offset + copy * step)
 
     @device_function
     def copy_rows(target: Any, k_cache: Any, v_cache: Any, row: Any, lane: Any) -> None:
@@ -167,12 +172,12 @@ def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
 
 def _make_copy_wide_rows(shape: AttentionShape) -> tuple[Any, Any]:
     """`copy_run` and `copy_rows` where a row is as wide as a warp's copy: odd rows are copies' first ones, too."""
-    pitch = shape.row_bytes
-    values_at = 16 * pitch
+    pitch, row_bytes = shape.pitch, shape.row_bytes
+    values_at = 16 * row_bytes
 
     @device_function
     def place_of(target: Any, copy: Any) -> Any:
-        return (target ^ uint32((((copy & 1) << 2) | ((copy >> 1) & 3)) << 4)) + uint32(copy * pitch)
+        return (target ^ uint32((((copy & 1) << 2) | ((copy >> 1) & 3)) << 4)) + uint32(copy * row_bytes)
 
     @device_function
     def copy_run(target: Any, k_cache: Any, v_cache: Any, row: Any, lane: Any) -> None:

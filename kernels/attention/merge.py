@@ -93,8 +93,8 @@ def _rows_at_once(shape: AttentionShape) -> int:
 
 def _make_write(shape: AttentionShape) -> Any:
     """A function: a warp's sums of a turn's rows go to its stage; where codes were multiplied, with their scale."""
-    tiles, row_bytes, eights, coded = shape.head_dim // 16, 4 * shape.head_dim, _rows_at_once(shape) // 8, shape.coded
-    multiplier = shape.eights * shape.head_dim // 8 + shape.eights
+    tiles, row_bytes, eights, coded = shape.warp_dim // 16, 4 * shape.warp_dim, _rows_at_once(shape) // 8, shape.coded
+    multiplier = shape.eights * shape.warp_dim // 8 + shape.eights
 
     @device_function
     def write_columns(totals: Any, queries: Any, first: Any, base: Any) -> None:
@@ -138,11 +138,15 @@ def _make_write(shape: AttentionShape) -> Any:
 
 def _make_add_warps(shape: AttentionShape) -> Any:
     """A function: four columns of a row's sums over the warps, into `o`; the largest peak and the norm."""
-    row_bytes, stage_bytes, warps = 4 * shape.head_dim, shape.stage_bytes, shape.warps
+    row_bytes, stage_bytes, warps = 4 * shape.warp_dim, shape.stage_bytes, shape.warps // shape.halves
+    split, piece_shift = shape.halves > 1, (shape.warp_dim // 4).bit_length() - 1
 
     @device_function
     def add_warps(o: Any, factors: Any, shared_norms: Any, stage: Any, row: Any, piece: Any) -> Any:
         largest, norm = float32(MINUS_INFINITY), float32(0)
+        if split:  # the warps of the piece's half: those of the other have the same peaks and norms
+            stage = uint32(stage + (piece >> uint32(piece_shift)) * uint32(warps * stage_bytes))
+            piece = uint32(piece & uint32((1 << piece_shift) - 1))
         for warp in range(warps):
             factors[warp] = shared_norms[warp * 32 + int64(row) * 2]
             largest = max(largest, factors[warp])

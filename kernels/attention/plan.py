@@ -40,6 +40,7 @@ CURSOR_FIELDS = 7
 FIRST_STEP, LAST_STEP, ALL_VISIBLE, ALONE = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 ROW_TILE_SHIFT, HEAD_SHIFT = 12, 20
 NO_ITEM = -1
+MAX_WARP_DIM = 256  # dimensions of a head for whose sums a warp has registers
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class AttentionShape:
     coded      the caches hold e4m3 codes
     few        a slot has at most 8 query rows of a key-value head: tiles have no second half
     converts   the GPU makes fp16 of codes; else shifts do
+    softcap    c: scores s become c tanh(s / c); None: they stay
     """
 
     head_dim: int
@@ -83,6 +85,7 @@ class AttentionShape:
     few: bool = False
     converts: bool = True
     late_rows: bool = False
+    softcap: float | None = None
 
     @property
     def eights(self) -> int:
@@ -90,9 +93,24 @@ class AttentionShape:
         return 1 if self.few else 2 * self.row_tiles
 
     @property
+    def halves(self) -> int:
+        """Parts of a head's dimensions that have warps of their own; more than one adds up parts of scores."""
+        return -(-self.head_dim // MAX_WARP_DIM)
+
+    @property
+    def warp_dim(self) -> int:
+        """Dimensions of a head that a warp multiplies."""
+        return self.head_dim // self.halves
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of a position's keys, or values, of one head."""
-        return self.head_dim if self.coded else 2 * self.head_dim
+        """Bytes of a position's keys, or values, of one head, that a warp multiplies."""
+        return self.warp_dim if self.coded else 2 * self.warp_dim
+
+    @property
+    def pitch(self) -> int:
+        """Bytes of a position's keys, or values, of one head in the cache."""
+        return self.halves * self.row_bytes
 
     @property
     def stage_bytes(self) -> int:
@@ -101,8 +119,8 @@ class AttentionShape:
 
     @property
     def warps(self) -> int:
-        """Warps of a block, of which four share a tile."""
-        return 4 * self.teams
+        """Warps of a block, of which four share a tile, or four each half of its dimensions."""
+        return 4 * self.teams * self.halves
 
     @property
     def split_shift(self) -> int:
@@ -123,6 +141,7 @@ class AttentionShape:
             f"{self.row_tiles}x{self.stages}x{self.split}{flags}{self.teams}x{self.blocks}"
             + (f"_l{self.parts}" if self.parts else "")
             + ("_8" if self.few else "")
+            + ("" if self.softcap is None else f"_t{self.softcap:g}")
             + (("_c" if self.converts else "_d") if self.coded else "")
         )
 

@@ -60,7 +60,7 @@ def _make_add_scores(shape: AttentionShape) -> Any:
     row_swizzle, pitch, row_tiles = make_swizzle(shape), shape.row_bytes, shape.row_tiles
     if shape.coded:
         return _make_add_coded_scores(shape)
-    reads, words = pitch // 64, shape.head_dim // 8
+    reads, words = pitch // 64, shape.warp_dim // 8
 
     @device_function
     def add_scores(scores: Any, queries: Any, stage: Any, lane: Any) -> None:
@@ -89,7 +89,7 @@ def _make_add_coded_scores(shape: AttentionShape) -> Any:
     """Every other product of a row is added to one sum, the others to a second: with few queries these are the rows of
     a tile's halves, whose operand then holds twice the dimensions, and no zeros."""
     row_swizzle, pitch, row_tiles, few = make_swizzle(shape), shape.row_bytes, shape.row_tiles, shape.few
-    words, num_sums, (in_order, _) = shape.head_dim // 8, 16 * shape.row_tiles, _make_halves(shape)
+    words, num_sums, (in_order, _) = shape.warp_dim // 8, 16 * shape.row_tiles, _make_halves(shape)
 
     @device_function
     def multiply(sums: Any, queries: Any, tile: Any, half: Any, pair: Any, low: Any, high: Any) -> None:
@@ -128,7 +128,7 @@ def _make_add_coded_scores(shape: AttentionShape) -> Any:
 
 def _make_add_values(shape: AttentionShape) -> Any:
     row_swizzle, pitch, eights, coded = make_swizzle(shape), shape.row_bytes, shape.eights, shape.coded
-    reads, tiles, columns = pitch // 32, shape.head_dim // 16, 2 if coded else 1
+    reads, tiles, columns = pitch // 32, shape.warp_dim // 16, 2 if coded else 1
     multiply, every_other = ptx.mma_f16 if coded else ptx.mma_bf16, _make_halves(shape)[1]
 
     @device_function
@@ -175,7 +175,7 @@ def _make_add_values(shape: AttentionShape) -> Any:
 def make_arrange_queries(shape: AttentionShape) -> Any:
     """A function that makes loaded queries what products with codes take: fp16, with each row's multiplier of scores
     after them, and the multiplier of results."""
-    words, eights = shape.head_dim // 8, shape.eights
+    words, eights = shape.warp_dim // 8, shape.eights
     unit = 1.0 if shape.converts else SHIFTED
 
     @device_function

@@ -4,6 +4,8 @@ Scores are q k * scale * log2(e) in float32; weights are powers of two of their 
 of codes is renewed only where a score exceeds it by HEADROOM: sums are rarely multiplied then. The weights' sum is kept
 in float32 from the unrounded weights, the product with the values takes them rounded to bf16, or to fp16.
 A row that sees none of the positions keeps its bits: its factor is exactly 1 and its weights are exactly 0.
+Of the widest heads two warps have the same positions, and half of the dimensions each: they add up their scores through
+shared memory, and have the same weights.
 Both operands of a product have their inner index permuted alike, so that a lane reads 16 bytes at a time.
 """
 
@@ -37,13 +39,14 @@ NAN_BITS = 0x7FC00000
 HEADROOM = 8.0  # weights of codes reach 2**8: fp16 holds them, and 32 binades below
 NOBODY = 0xFFFFFFFF
 OWNER = NOBODY & ~(FIRST_STEP | LAST_STEP | ALL_VISIBLE | ALONE)  # of a place: entry, head and rows
+LOG2_E = math.log2(math.e)
 MINUS_INFINITY = -math.inf
 
 
 def query_words(shape: AttentionShape) -> int:
     """Words of a lane's queries, of bf16 with those of rows that a tile lacks; of caches of codes the multipliers of
     rows' scores, that of results and the queries' owner come after them."""
-    words = shape.head_dim // 8
+    words = shape.warp_dim // 8
     return shape.eights * (words + 1) + 2 if shape.coded else 2 * shape.row_tiles * words
 
 
@@ -52,7 +55,7 @@ def make_forget(shape: AttentionShape) -> Any:
 
     Queries that took work to arrange stay, where there is room: a block's next item is often of the same rows.
     """
-    num_totals, num_queries, eights = shape.eights * shape.head_dim // 4, query_words(shape), shape.eights
+    num_totals, num_queries, eights = shape.eights * shape.warp_dim // 4, query_words(shape), shape.eights
     stay = _queries_stay(shape)
 
     @device_function
@@ -69,15 +72,16 @@ def make_forget(shape: AttentionShape) -> Any:
 
 
 def _queries_stay(shape: AttentionShape) -> bool:
-    return shape.coded and not shape.whole and shape.eights * shape.head_dim <= 256
+    return shape.coded and not shape.whole and shape.eights * shape.warp_dim <= 256
 
 
 def make_attend(shape: AttentionShape) -> Any:
     """The function that adds one step's tile, described by `words`, to a warp's sums; an item's first loads queries."""
     load_queries, add_multiplied = _make_load_queries(shape), _make_score(shape)
     hide, weigh, drop_broken = _make_hide(shape), _make_weigh(shape), _make_drop(shape)
+    break_scores, add_halves, cap = _make_break(shape), _make_add_halves(shape), _make_cap(shape)
     _, add_values = make_products(shape)
-    row_tiles, eights = shape.row_tiles, shape.eights
+    row_tiles, eights, split, capped = shape.row_tiles, shape.eights, shape.halves > 1, shape.softcap is not None
     num_scores, num_weights = 8 * row_tiles, 2 * eights
 
     @device_function
@@ -98,9 +102,15 @@ def make_attend(shape: AttentionShape) -> Any:
         weights = cuda.local.array(num_weights, uint32)
         factors = cuda.local.array(eights, float32)
         add_multiplied(scores, queries, scale, stage, lane)
+        if split:
+            if not all_visible and start + TILE > plan[entry * PLAN_STRIDE + DENSE]:
+                break_scores(scores, drop_broken(stage, lane), lane)
+            add_halves(scores, stage, warp, lane)
+        if capped:
+            cap(scores)
         if not all_visible:
             broken = uint32(0)
-            if start + TILE > plan[entry * PLAN_STRIDE + DENSE]:
+            if not split and start + TILE > plan[entry * PLAN_STRIDE + DENSE]:
                 broken = drop_broken(stage, lane)
             hide(
                 scores, row_ends, int32(entry * rows), rows, int32(start + int32(warp) * 16), is_alone, alone, row_tile,
@@ -108,6 +118,8 @@ def make_attend(shape: AttentionShape) -> Any:
             )  # fmt: skip
         weigh(scores, weights, factors, peaks, norms)
         add_values(totals, weights, factors, stage, lane)
+        if split:  # the other warp has read this one's scores
+            ptx.sync_two_warps(uint32(warp + uint32(1)))
 
     return attend
 
@@ -115,7 +127,7 @@ def make_attend(shape: AttentionShape) -> Any:
 def _make_score(shape: AttentionShape) -> Any:
     """A function: a row's scores of 16 positions, of which a lane has four, multiplied as weights want them."""
     add_scores, _ = make_products(shape)
-    eights, num_scores, coded, at = shape.eights, 8 * shape.row_tiles, shape.coded, shape.eights * shape.head_dim // 8
+    eights, num_scores, coded, at = shape.eights, 8 * shape.row_tiles, shape.coded, shape.eights * shape.warp_dim // 8
 
     @device_function
     def score(scores: Any, queries: Any, scale: Any, stage: Any, lane: Any) -> None:
@@ -132,10 +144,72 @@ def _make_score(shape: AttentionShape) -> Any:
     return score
 
 
+def _make_break(shape: AttentionShape) -> Any:
+    """A function: scores of positions whose value, in this warp's half, is not finite become NaN."""
+    eights = shape.eights
+
+    @device_function
+    def break_scores(scores: Any, broken: Any, lane: Any) -> None:
+        for part in range(eights):
+            for element in range(4):
+                place = int32((element >> 1) * 8 + int32(lane & uint32(3)) * 2 + (element & 1))
+                index = (part >> 1) * 8 + (element >> 1) * 4 + (part & 1) * 2 + (element & 1)
+                if (broken >> uint32(place)) & uint32(1):
+                    scores[index] = ptx.float_of_bits(uint32(NAN_BITS))
+
+    return break_scores
+
+
+def _make_add_halves(shape: AttentionShape) -> Any:
+    """A function of two warps, which have four between them: each adds the other's scores to its own.
+
+    They pass where the warp's keys were: the other must have read them before the stage is filled again.
+    """
+    eights, apart = shape.eights, 4 * shape.stage_bytes
+
+    @device_function
+    def add_halves(scores: Any, stage: Any, warp: Any, lane: Any) -> None:
+        at, second = uint32(stage + lane * uint32(16)), uint32(cuda.threadIdx.x) >> uint32(7)
+        cuda.syncwarp()  # all lanes have read their keys
+        for part in range(eights):
+            s = (part >> 1) * 8 + (part & 1) * 2
+            ptx.store_shared_128(
+                uint32(at + uint32(part * 512)),
+                ptx.bits_of_float(scores[s]), ptx.bits_of_float(scores[s + 1]),
+                ptx.bits_of_float(scores[s + 4]), ptx.bits_of_float(scores[s + 5]),
+            )  # fmt: skip
+        ptx.sync_two_warps(uint32(warp + uint32(1)))
+        at = uint32(at - uint32(apart)) if second else uint32(at + uint32(apart))
+        for part in range(eights):
+            s, others = (part >> 1) * 8 + (part & 1) * 2, ptx.load_shared_128(uint32(at + uint32(part * 512)))
+            scores[s] = ptx.add_rn(scores[s], ptx.float_of_bits(others[0]))
+            scores[s + 1] = ptx.add_rn(scores[s + 1], ptx.float_of_bits(others[1]))
+            scores[s + 4] = ptx.add_rn(scores[s + 4], ptx.float_of_bits(others[2]))
+            scores[s + 5] = ptx.add_rn(scores[s + 5], ptx.float_of_bits(others[3]))
+
+    return add_halves
+
+
+def _make_cap(shape: AttentionShape) -> Any:
+    """A function: scores s, times log2(e), become c tanh(s / c), times log2(e), as c (1 - 2 / (exp(2 s / c) + 1))."""
+    eights, limit = shape.eights, (shape.softcap or 1.0) * LOG2_E
+
+    @device_function
+    def cap(scores: Any) -> None:
+        for part in range(eights):
+            for k in range(4):
+                place = (part >> 1) * 8 + (part & 1) * 2 + (k >> 1) * 4 + (k & 1)
+                power = ptx.exp2_approx(ptx.mul_rn(scores[place], float32(2.0 * LOG2_E / limit)))
+                share = ptx.div_rn(float32(-2.0 * limit), ptx.add_rn(power, float32(1)))
+                scores[place] = ptx.add_rn(share, float32(limit))
+
+    return cap
+
+
 def _make_load_queries(shape: AttentionShape) -> Any:
     """Query fragments of the item's row tiles; rows past the last are zero. Those of an item before may be there."""
     group, kv_heads, eights, coded = shape.group, shape.kv_heads, shape.eights, shape.coded
-    words, row_bytes, num_words = shape.head_dim // 8, 2 * shape.head_dim, query_words(shape)
+    words, row_bytes, num_words = shape.warp_dim // 8, 2 * shape.head_dim, query_words(shape)
     piece_bytes, arrange, stay = (32 if coded else 16), make_arrange_queries(shape), _queries_stay(shape)
 
     @device_function

@@ -9,16 +9,25 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.activation import gate_times, sigmoid, silu_times
+from lowlat.kernels.common.activation import (
+    GELU_TANH,
+    SILU,
+    activation_label,
+    gate_times,
+    gated_activation,
+    sigmoid,
+    soft_capped,
+)
 from lowlat.kernels.common.memory import WIDE
 from lowlat.kernels.common.norm_row import chunk_values, is_live
+from lowlat.kernels.elementwise.limits import CHUNKS
 from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types, uint32
 
-__all__ = ["add", "add_gated", "cast", "examples", "identity", "output_gate", "silu_mul"]
+__all__ = ["add", "add_gated", "cast", "examples", "identity", "output_gate", "scale", "silu_mul", "soft_cap"]
 
 THREADS = 128
 CHUNK = 8
@@ -112,8 +121,9 @@ def _make_add_gated(width: int) -> Kernel:
 
 
 @cache
-def _make_silu_mul(width: int) -> Kernel:
+def _make_silu_mul(width: int, activation: str = SILU) -> Kernel:
     """Grid (M, chunks of a row of I = width elements / THREADS)."""
+    activated = gated_activation(activation)
 
     def silu_mul(gate_up: Any, row_live: Any, out: Any) -> None:
         ptx.wait_for_previous_kernel()
@@ -124,15 +134,15 @@ def _make_silu_mul(width: int) -> Kernel:
             source = gate_up + row * int64(8 * width)
             g = chunk_values(source, chunk, True)
             u = chunk_values(source + int64(4 * width), chunk, True)
-            a = ptx.bf16_pair(silu_times(g[0], u[0]), silu_times(g[1], u[1]))
-            b = ptx.bf16_pair(silu_times(g[2], u[2]), silu_times(g[3], u[3]))
-            c = ptx.bf16_pair(silu_times(g[4], u[4]), silu_times(g[5], u[5]))
-            d = ptx.bf16_pair(silu_times(g[6], u[6]), silu_times(g[7], u[7]))
+            a = ptx.bf16_pair(activated(g[0], u[0]), activated(g[1], u[1]))
+            b = ptx.bf16_pair(activated(g[2], u[2]), activated(g[3], u[3]))
+            c = ptx.bf16_pair(activated(g[4], u[4]), activated(g[5], u[5]))
+            d = ptx.bf16_pair(activated(g[6], u[6]), activated(g[7], u[7]))
             if not is_live(row_live, row):
                 a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
             ptx.store_global_128(out + row * int64(2 * width) + int64(chunk) * int64(16), a, b, c, d)
 
-    return Kernel(f"silu_mul_i{width}", silu_mul, (types.int64,) * 3, THREADS)
+    return Kernel(f"silu_mul_i{width}{activation_label(activation)}", silu_mul, (types.int64,) * 3, THREADS)
 
 
 @cache
@@ -156,6 +166,49 @@ def _make_output_gate(width: int) -> Kernel:
             ptx.store_global_128(out + row * int64(2 * width) + int64(chunk) * int64(16), a, b, c, d)
 
     return Kernel(f"output_gate_n{width}", output_gate, (types.int64,) * 4, THREADS)
+
+
+@cache
+def _make_scale(wide: bool) -> Kernel:
+    """A thread has a chunk. wide: the number is float32."""
+
+    def scale(x: Any, scalar: Any, out: Any, chunks: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        chunk = int64(cuda.blockIdx.x) * int64(THREADS) + int64(cuda.threadIdx.x)
+        if chunk < chunks:
+            factor = ptx.load_global_f32(scalar) if wide else ptx.load_global_bf16(scalar)
+            v = chunk_values(x, chunk, False)
+            ptx.store_global_128(
+                out + chunk * int64(16),
+                ptx.bf16_pair(ptx.mul_rn(v[0], factor), ptx.mul_rn(v[1], factor)),
+                ptx.bf16_pair(ptx.mul_rn(v[2], factor), ptx.mul_rn(v[3], factor)),
+                ptx.bf16_pair(ptx.mul_rn(v[4], factor), ptx.mul_rn(v[5], factor)),
+                ptx.bf16_pair(ptx.mul_rn(v[6], factor), ptx.mul_rn(v[7], factor)),
+            )
+
+    return Kernel(f"scale_{_name(wide)}", scale, (types.int64,) * 4, THREADS)
+
+
+@cache
+def _make_soft_cap(cap: float) -> Kernel:
+    """A thread has four numbers."""
+
+    def soft_cap(x: Any, chunks: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        chunk = int64(cuda.blockIdx.x) * int64(THREADS) + int64(cuda.threadIdx.x)
+        if chunk < chunks:
+            a, b, c, d = ptx.load_global_128(x + chunk * int64(WIDE))
+            ptx.store_global_128(
+                x + chunk * int64(WIDE),
+                ptx.bits_of_float(soft_capped(ptx.float_of_bits(a), cap)),
+                ptx.bits_of_float(soft_capped(ptx.float_of_bits(b), cap)),
+                ptx.bits_of_float(soft_capped(ptx.float_of_bits(c), cap)),
+                ptx.bits_of_float(soft_capped(ptx.float_of_bits(d), cap)),
+            )
+
+    return Kernel(f"soft_cap_{cap!r}", soft_cap, (types.int64,) * 2, THREADS)
 
 
 @cache
@@ -189,6 +242,31 @@ def take_columns(x: torch.Tensor, *, out: torch.Tensor, first: int) -> list[Kern
     return [KernelCall(_make_take(width, count), grid, (x, out, first))]
 
 
+def scale(x: torch.Tensor, scalar: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
+    """x times one number in float32, rounded once: x [M, N] bf16, scalar [1] bf16 or float32 -> out [M, N] bf16 out.
+
+    One launch. Raises ShapeError as `cast` does.
+    """
+    check_shape("x", x, *out.shape)
+    check_shape("scalar", scalar, 1)
+    check_dtype(torch.bfloat16, x=x)
+    chunks = _chunks(out)
+    kernel = _make_scale(_is_wide("scalar", scalar))
+    return [KernelCall(kernel, (-(-chunks // THREADS), 1, 1), (x, scalar, out, chunks))]
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> list[KernelCall]:
+    """Numbers x become cap * tanh(x / cap), in place: x [..] float32, with the bits that a decode GEMM gives its own.
+
+    One launch. Raises ShapeError unless x has a multiple of 4 numbers, side by side.
+    """
+    check_dtype(torch.float32, x=x)
+    if x.numel() % FOUR or not x.is_contiguous():
+        raise ShapeError(f"x must have a multiple of {FOUR} elements side by side, got shape {list(x.shape)}")
+    chunks = x.numel() // FOUR
+    return [KernelCall(_make_soft_cap(cap), (max(1, -(-chunks // THREADS)), 1, 1), (x, chunks))]
+
+
 def _name(wide: bool) -> str:
     return "f32" if wide else "bf16"
 
@@ -202,8 +280,7 @@ def _is_wide(name: str, tensor: torch.Tensor) -> bool:
 
 def _chunks(out: torch.Tensor) -> int:
     check_dtype(torch.bfloat16, out=out)
-    if out.numel() % CHUNK:
-        raise ShapeError(f"out must have a multiple of {CHUNK} elements, got shape {list(out.shape)}")
+    CHUNKS.check("elements of out", out.numel())
     return out.numel() // CHUNK
 
 
@@ -262,31 +339,32 @@ def add_gated(
     check_shape("gate", gate, rows, 1)
     check_row_live(row_live, rows)
     check_dtype(torch.float32, a=a, b=b, gate=gate, out=out)
-    if width % CHUNK:
-        raise ShapeError(f"out must have a multiple of {CHUNK} columns, got {width}")
+    CHUNKS.check("columns of out", width)
     grid = (rows, -(-(width // CHUNK) // THREADS), 1)
     live = 0 if row_live is None else row_live
     return [KernelCall(_make_add_gated(width), grid, (a, b, gate, live, out))]
 
 
-def silu_mul(gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor) -> list[KernelCall]:
-    """silu(gate) * up of a fused gate-up GEMM's output; dead rows give zero.
+def silu_mul(
+    gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, activation: str = SILU
+) -> list[KernelCall]:
+    """silu(gate) * up of a fused gate-up GEMM's output, or another activation's; dead rows give zero.
 
-    gate_up   [M, 2I]  float32, gates first
-    row_live  [M]      uint8; None: all rows are live
-    out       [M, I]   bf16  out
-    One launch. Raises ShapeError unless the shapes agree and I is a multiple of 8.
+    gate_up     [M, 2I]  float32, gates first
+    row_live    [M]      uint8; None: all rows are live
+    out         [M, I]   bf16  out
+    activation  "silu", or "gelu_tanh"
+    One launch. Raises ShapeError unless the shapes agree, I is a multiple of 8 and the activation is one of these.
     """
     rows, width = out.shape
     check_shape("gate_up", gate_up, rows, 2 * width)
     check_row_live(row_live, rows)
     check_dtype(torch.float32, gate_up=gate_up)
     check_dtype(torch.bfloat16, out=out)
-    if width % CHUNK:
-        raise ShapeError(f"out must have a multiple of {CHUNK} columns, got {width}")
+    CHUNKS.check("columns of out", width)
     grid = (rows, -(-(width // CHUNK) // THREADS), 1)
     live = 0 if row_live is None else row_live
-    return [KernelCall(_make_silu_mul(width), grid, (gate_up, live, out))]
+    return [KernelCall(_make_silu_mul(width, activation), grid, (gate_up, live, out))]
 
 
 def output_gate(
@@ -306,8 +384,7 @@ def output_gate(
     check_row_live(row_live, rows)
     check_dtype(torch.float32, gate=gate)
     check_dtype(torch.bfloat16, x=x, out=out)
-    if width % CHUNK:
-        raise ShapeError(f"out must have a multiple of {CHUNK} columns, got {width}")
+    CHUNKS.check("columns of out", width)
     grid = (rows, -(-(width // CHUNK) // THREADS), 1)
     live = 0 if row_live is None else row_live
     return [KernelCall(_make_output_gate(width), grid, (x, gate, live, out))]
@@ -316,5 +393,13 @@ def output_gate(
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
     sums = [_make_add(False, True), _make_add(False, False)]
-    rows = [_make_silu_mul(14336), _make_take(10240, 2048), _make_add_gated(2048), _make_output_gate(4096)]
+    rows = [
+        _make_silu_mul(14336),
+        _make_silu_mul(21504, GELU_TANH),
+        _make_take(10240, 2048),
+        _make_add_gated(2048),
+        _make_output_gate(4096),
+        _make_soft_cap(30.0),
+        _make_scale(False),
+    ]
     return [_make_identity(), _make_cast(True), *sums, *rows]

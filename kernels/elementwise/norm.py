@@ -18,13 +18,13 @@ from lowlat.kernels.common.norm_row import (
     make_norm_functions,
     weights_label,
 )
+from lowlat.kernels.elementwise.limits import ROW_WIDTH
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int64, types
 
 __all__ = [
-    "MAX_WIDTH",
     "add_norm",
     "are_wide",
     "check_dtype",
@@ -36,14 +36,12 @@ __all__ = [
     "split_norms",
 ]
 
-MAX_WIDTH = 65536
 PARTS = 4  # parts of a row that one launch norms
 
 
 def check_width(width: int) -> None:
     """Raise ShapeError unless rows of `width` elements are whole chunks of 16 bytes and not too wide."""
-    if width < 8 or width % 8 or width > MAX_WIDTH:
-        raise ShapeError(f"rows must have a multiple of 8 elements, at most {MAX_WIDTH}, got {width}")
+    ROW_WIDTH.check("the width of rows", width)
 
 
 def check_dtype(dtype: torch.dtype, **tensors: torch.Tensor | None) -> None:
@@ -148,7 +146,7 @@ def rms_norm(
     weight    [N]     bf16 or float32
     row_live  [M]     uint8; None: all rows are live
     out       [M, N]  bf16  out
-    One launch. Raises ShapeError for shapes that do not fit, or N that is no multiple of 8 or above MAX_WIDTH.
+    One launch. Raises ShapeError for shapes that do not fit, or N outside of ROW_WIDTH.
     """
     return split_norms(x, row_live, out=out, eps=eps, weight0=weight)
 

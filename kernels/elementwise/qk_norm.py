@@ -13,6 +13,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.norm_math import high_value, inverse_rms, lane_sum, low_value, normalised
 from lowlat.kernels.common.norm_row import is_live, weights_label
+from lowlat.kernels.elementwise.limits import NORMED_HEAD
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
@@ -20,7 +21,6 @@ from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = [
-    "MAX_HEAD_DIM",
     "THREADS",
     "WARPS",
     "check_head_dim",
@@ -34,13 +34,11 @@ __all__ = [
 
 WARPS = 4
 THREADS = WARPS * 32
-MAX_HEAD_DIM = 256
 
 
 def check_head_dim(dim: int) -> None:
     """Raise ShapeError unless the lanes of a warp hold a head of `dim` elements."""
-    if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
-        raise ShapeError(f"head_dim must be a multiple of 8, at most {MAX_HEAD_DIM}, got {dim}")
+    NORMED_HEAD.check("head_dim", dim)
 
 
 def head_weights(

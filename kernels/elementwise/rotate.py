@@ -308,7 +308,7 @@ def rotate(
     kv_scales           [2, G]              float32  the caches are uint8, for codes; None: they are bf16
     k_cache, v_cache    [P, G, block, D]    bf16   updated: live rows at write_lens[slot] + offsets[row]
     One launch. Raises ShapeError for shapes that do not fit, parts that do not go together, or D or 2 R that
-    is no multiple of 8, and D above `qk_norm.MAX_HEAD_DIM`.
+    is no multiple of 8, and D above `limits.NORMED_HEAD`.
     """
     caches = _pair("k_cache", k_cache, v_cache)
     buffers = _pair("k", k, v)

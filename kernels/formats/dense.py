@@ -21,6 +21,7 @@ __all__ = ["DENSE_FORMATS", "PANEL_BYTES", "pack_matrix", "tile_format_of", "unp
 
 DENSE_FORMATS: Mapping[str, MatrixFormat] = {each.name: each for each in (FP8, FP8_BLOCK, *INT4_FORMATS, NVFP4)}
 PANEL = 4 << 20  # numbers that are packed or unpacked at once
+INT4_PANEL = 4 * PANEL  # of INT4, whose codes are moved eight at a time: packing them is a matter of launches
 PANEL_BYTES = 24 * PANEL  # that packing them takes, at most
 # Of each e4m3 code of a word: bits, and how far they lie to the left of the lowest byte's.
 MOVES = (
@@ -30,6 +31,7 @@ MOVES = (
     ((0x80, 20), (0x70, 24), (0x0F, 16)),
 )
 FIRST, SECOND_LEFT, SECOND_RIGHT = 0x87F087F0 - (1 << 32), 0x80F080F0 - (1 << 32), 0x07000700
+TOP_NIBBLE = 0xF0000000 - (1 << 32)
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word of eight codes: the place of each
 
 
@@ -48,7 +50,8 @@ def pack_matrix(
     held = torch.empty(height * (width * tiles.step_bytes + 64 * tiles.row_scales), dtype=torch.uint8, device=device)
     steps = held[: height * width * tiles.step_bytes].view(height, width, tiles.step_bytes)
     scales = held[steps.numel() :].view(torch.float32).fill_(1)
-    count = max(1, PANEL // (width * TILE_COLUMNS * TILE_ROWS))
+    numbers = INT4_PANEL if "int4" in parts else PANEL
+    count = max(1, numbers // (width * TILE_COLUMNS * TILE_ROWS))
     for first in range(0, 0 if held.is_meta else height, count):  # what has no memory has nothing to pack
         some = slice(first * TILE_ROWS, min((first + count) * TILE_ROWS, rows))
         places = some if order is None else order[some].to(device)
@@ -64,17 +67,19 @@ def _pack_panel(
     (rows, columns), (height, width, _) = weight_format.shape(parts), steps.shape
     padding = (0, width * TILE_COLUMNS - columns, 0, height * TILE_ROWS - rows)
     is_fp8, is_int4 = "fp8" in parts, "int4" in parts
-    codes = parts["fp8"] if is_fp8 else unpack_nibbles(parts["int4" if is_int4 else "nvfp4"])
-    if weight_format is NVFP4:
-        codes = _with_signs(codes, parts["nvfp4_scales"])
-    codes = torch.nn.functional.pad(codes, padding, value=MIDDLE if is_int4 else 0)
-    # tile, row half, row in its half, k step, column half, quad, 8 columns
-    lanes = codes.view(height, 2, 8, width, 2, 4, 8)
-    words = (
-        _fp8_words(lanes.permute(0, 3, 1, 2, 5, 4, 6))
-        if is_fp8
-        else _four_bit_words(lanes.permute(0, 3, 2, 5, 1, 4, 6), is_int4)
-    )
+    if is_int4:
+        halves = (0, padding[1] // 2, 0, padding[3])
+        codes = torch.nn.functional.pad(parts["int4"], halves, value=MIDDLE | MIDDLE << 4)
+    else:
+        codes = parts["fp8"] if is_fp8 else _with_signs(unpack_nibbles(parts["nvfp4"]), parts["nvfp4_scales"])
+        codes = torch.nn.functional.pad(codes, padding)
+    # tile, row half, row in its half, k step, column half, quad, the bytes of 8 columns
+    lanes = codes.view(height, 2, 8, width, 2, 4, -1)
+    if is_fp8:
+        words = _fp8_words(lanes.permute(0, 3, 1, 2, 5, 4, 6))
+    else:
+        lanes = lanes.permute(0, 3, 2, 5, 1, 4, 6)
+        words = _int4_words(lanes) if is_int4 else pack_codes(lanes[..., 0::2] | (lanes[..., 1::2] << 4))
     steps[:, :, : tiles.code_bytes] = words.view(torch.uint8).reshape(height, width, tiles.code_bytes)
     if tiles.row_scales:
         row_scales.copy_((parts["fp8_scales"] if is_fp8 else parts["nvfp4_factors"] * FACTOR).reshape(-1))
@@ -113,16 +118,13 @@ def _fp8_words(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _int4_words(codes: torch.Tensor) -> torch.Tensor:
-    """Words of eight codes each, a pair's in the same place of both halves."""
-    made = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
+    """Words of eight codes each, of bytes [..., 4] of two, a pair's in the same place of both halves."""
+    plain = codes.contiguous().view(torch.int32)
+    made = torch.zeros_like(plain)
     for column, place in enumerate(NIBBLES):
-        made |= codes[..., column].to(torch.int32) << (4 * place)
+        moved = plain << (4 * (place - column)) if place >= column else plain >> (4 * (column - place))
+        made |= moved & (0xF << (4 * place) if place < 7 else TOP_NIBBLE)
     return made
-
-
-def _four_bit_words(codes: torch.Tensor, is_int4: bool) -> torch.Tensor:
-    """Words of eight codes each, as the format's fragment takes them."""
-    return _int4_words(codes) if is_int4 else pack_codes(codes[..., 0::2] | (codes[..., 1::2] << 4))
 
 
 def _with_signs(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

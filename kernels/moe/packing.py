@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from lowlat.errors import ConfigError, ShapeError
+from lowlat.kernels.common.activation import SILU
 from lowlat.kernels.formats import FORMATS, WeightFormat, tiles_of
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import TILE_ROWS
 from lowlat.kernels.moe.formats import experts_format
-from lowlat.kernels.moe.plan import ExpertShape
+from lowlat.kernels.moe.plan import GATE_UP, ExpertShape
 from lowlat.kernels.reference.shapes import check_shape
 
 __all__ = [
@@ -96,9 +97,17 @@ def shape_of(
     biased: bool,
     clamped: bool = True,
     parts: KParts | None = None,
+    activation: str = SILU,
 ) -> ExpertShape:
-    """The shape of a GEMM of experts, of which a row chooses so many; the others as `ExpertShape` has them."""
-    return ExpertShape(kind, experts.rows, experts.columns, top_k, experts.format, biased, clamped, parts)
+    """The shape of a GEMM of experts, of which a row chooses so many; the others as `ExpertShape` has them.
+
+    Raises ShapeError for gates that are clamped and have another activation than SiLU.
+    """
+    if kind == GATE_UP and clamped and activation != SILU:
+        raise ShapeError(f"gates that are clamped have {SILU}, not {activation}")
+    return ExpertShape(
+        kind, experts.rows, experts.columns, top_k, experts.format, biased, clamped, parts, activation=activation
+    )
 
 
 def check_expert_bias(bias: torch.Tensor | None, experts: PackedExperts, name: str = "bias") -> None:
@@ -168,7 +177,8 @@ def _pack_together(packed: PackedExperts, first: int, parts: Mapping[str, torch.
     """Pack some experts as one tall matrix: their tiles lie after each other."""
     count, order = len(next(iter(parts.values()))), packed.order
     if order is not None:
-        order = (packed.rows * torch.arange(count)[:, None] + order.cpu()).flatten()
+        device = next(iter(parts.values())).device  # a panel's rows are then taken without a wait for the host
+        order = (packed.rows * torch.arange(count, device=device)[:, None] + order.to(device)).flatten()
     places = slice(first, first + count)
     scales, row_scales = (
         None if each is None else each[places].flatten(0, 1) for each in (packed.scales, packed.row_scales)

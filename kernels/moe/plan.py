@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.common.activation import SILU, activation_label
 from lowlat.kernels.common.pipeline import BARRIER_BYTES
 from lowlat.kernels.formats import WeightFormat
 from lowlat.kernels.gemm.k_parts import KParts
@@ -62,6 +63,7 @@ class ExpertShape:
     clamped gate and up values are those of the clamped SwiGLU; else of the plain one
     parts   of K, of which each is a warp's, for few rows and with DOWN alone; None: warps have runs of all steps
     pitch   columns from a row to the next where these are some of them, whole steps, for many rows; 0: they are all
+    activation of gates that are not clamped, by its name; with GATE_UP alone
     """
 
     kind: str
@@ -73,12 +75,14 @@ class ExpertShape:
     clamped: bool = True
     parts: KParts | None = None
     pitch: int = 0
+    activation: str = SILU
 
     @property
     def label(self) -> str:
         """The part of kernels' names that tells formats, epilogues and parts apart."""
         parts = f"_of{self.pitch}" if self.pitch else "" if self.parts is None else f"_{self.parts.name}"
-        return f"{self.format.name}{'' if self.biased else '_unbiased'}{'' if self.clamped else '_plain'}{parts}"
+        gates = "" if self.clamped else f"_plain{activation_label(self.activation)}"
+        return f"{self.format.name}{'' if self.biased else '_unbiased'}{gates}{parts}"
 
     @property
     def outputs(self) -> int:

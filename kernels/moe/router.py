@@ -10,16 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_width
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
+from lowlat.kernels.moe.limits import MAX_ROUTED_WIDTH, ROUTED_WIDTH
 from lowlat.kernels.moe.router_kernel import EXPERTS, MOST_AWAITED, make_router, min_blocks_of, rows_at_once
 from lowlat.kernels.moe.router_rows import blocks_of, make_rows_router, takes_rows
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelCall, Workspace, WorkspaceShape
 
-__all__ = ["MAX_WIDTH", "RouterNorm", "examples", "router", "router_logits", "router_workspace"]
-
-MAX_WIDTH = 6144
+__all__ = ["RouterNorm", "examples", "router", "router_logits", "router_workspace"]
 
 
 @dataclass(frozen=True)
@@ -93,14 +92,11 @@ def router_logits(
     norm            None: rows are normed already
     logits          [M, E]  float32  out: weight @ normed + bias, products and sums by columns in a fixed order
     awaited         at most three of any shape, of whole 16 bytes  out: `sentinels.MISSING` throughout
-    Time: a few trips to memory. Raises ShapeError for shapes that do not fit, and N that is no multiple of 8 or above
-    MAX_WIDTH.
+    Time: a few trips to memory. Raises ShapeError for shapes that do not fit, and N outside of ROUTED_WIDTH.
     """
     rows, width = x.shape
     experts = weight.shape[0]
-    check_width(width)
-    if width > MAX_WIDTH:
-        raise ShapeError(f"router: rows must have at most {MAX_WIDTH} elements, got {width}")
+    ROUTED_WIDTH.check("router: the width of rows", width)
     check_shape("weight", weight, experts, width)
     if bias is not None:
         check_shape("bias", bias, experts)
@@ -147,13 +143,13 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (2880, 128, 1, 1e-5),
         (2880, 128, 2, 1e-5),
         (2880, 128, 4, 1e-5),
-        (MAX_WIDTH, 256, 1, 1e-5),
+        (MAX_ROUTED_WIDTH, 256, 1, 1e-5),
         (64, 5, 4, 1e-5),
         (2880, 128, 4, None),
-        (MAX_WIDTH, 256, 1, None),
+        (MAX_ROUTED_WIDTH, 256, 1, None),
         (2048, 513, 1, 1e-6),
     )
-    many = [make_rows_router(2880, 128)] if takes_rows(MAX_WIDTH, 2880, gpu) else []
+    many = [make_rows_router(2880, 128)] if takes_rows(MAX_ROUTED_WIDTH, 2880, gpu) else []
     return many + [
         make_router(width, experts, held, min_blocks_of(width, held, gpu), eps) for width, experts, held, eps in shapes
     ]

@@ -17,14 +17,13 @@ from lowlat.kernels.common.norm_math import lane_sum
 from lowlat.kernels.common.norm_row import is_live
 from lowlat.kernels.common.sentinels import is_missing, next_turn
 from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
+from lowlat.kernels.moe.limits import MAX_CHOSEN, MAX_EXPERTS
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = [
-    "MAX_CHOSEN",
-    "MAX_EXPERTS",
     "RoutingArea",
     "TopKRouting",
     "examples",
@@ -33,7 +32,6 @@ __all__ = [
     "route_top_k",
 ]
 
-MAX_EXPERTS, MAX_CHOSEN = 512, 10  # next to which there may be a shared one
 CHAIN = 8  # logits a lane, of which a chain of comparisons finds the largest as soon as a tree does
 EVERY_LANE = 0xFFFFFFFF
 SIGN = 0x80000000

@@ -13,8 +13,9 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import byte_at, divide, int_at
 from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.elementwise.norm import check_dtype
-from lowlat.kernels.recurrent.delta_math import TAPS, convolved, four_numbers, rounded
+from lowlat.kernels.recurrent.delta_math import convolved, four_numbers, rounded
 from lowlat.kernels.recurrent.delta_rule import check_taps, snapshot_pairs
+from lowlat.kernels.recurrent.limits import TAPS
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall

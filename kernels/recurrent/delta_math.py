@@ -15,7 +15,6 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 
 __all__ = [
     "NORM_EPS",
-    "TAPS",
     "beta_of",
     "convolved",
     "decay_of",
@@ -23,7 +22,6 @@ __all__ = [
     "gated",
     "head_inverse",
     "lane_squares",
-    "part_columns",
     "part_sum",
     "rounded",
     "store_four",
@@ -31,14 +29,7 @@ __all__ = [
     "unit_heads",
 ]
 
-TAPS = 4
 NORM_EPS = 1e-6  # of the l2 norms, in every model
-PART = 32  # columns of a head that a block has, at most
-
-
-def part_columns(value_dim: int) -> int:
-    """The columns of a head that one block has and whose squares are summed first: the most that divide a head."""
-    return next(columns for columns in (PART, 16, 8, 1) if value_dim % columns == 0)
 
 
 @device_function

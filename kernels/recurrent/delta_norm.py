@@ -14,15 +14,9 @@ from lowlat.kernels.common.memory import divide
 from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.common.norm_row import is_live
 from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
-from lowlat.kernels.recurrent.delta_math import (
-    four_numbers,
-    gated,
-    head_inverse,
-    lane_squares,
-    part_columns,
-    part_sum,
-)
+from lowlat.kernels.recurrent.delta_math import four_numbers, gated, head_inverse, lane_squares, part_sum
 from lowlat.kernels.recurrent.delta_rule import check_norm_weight
+from lowlat.kernels.recurrent.limits import NORMED_DIM, part_columns
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
@@ -116,8 +110,9 @@ def delta_norm(
     check_row_live(row_live, rows)
     check_dtype(torch.float32, gates=gates)
     check_dtype(torch.bfloat16, x=x, out=out)
-    if dim % 8 or total % dim or dim > THREADS * FOUR:
-        raise ShapeError(f"heads must have a multiple of 8 columns, at most {THREADS * FOUR}, got {dim} of {total}")
+    NORMED_DIM.check("columns of a head", dim)
+    if total % dim:
+        raise ShapeError(f"rows of {total} columns are no whole heads of {dim}")
     if gates.shape[1] < total or gates.shape[1] % FOUR:
         raise ShapeError(f"gates must have {total} columns or more, a multiple of {FOUR}, got {gates.shape[1]}")
     heads = total // dim

@@ -5,6 +5,7 @@ each warp goes its own way within a tile of rows. A launch before makes what row
 Tiles of them are copied to shared memory two ahead, and the next row is loaded while one is reckoned.
 """
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -27,7 +28,7 @@ from lowlat.kernels.recurrent.delta_rule import check_heads, snapshot_pairs
 from lowlat.kernels.recurrent.delta_step import WARP_COLUMNS, HeadSizes
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_state
-from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace, WorkspaceShape
+from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall, Workspace, WorkspaceShape
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "heads_of", "prefill_delta_rule", "row_workspaces"]
@@ -36,6 +37,7 @@ TILE_BYTES = 16 << 10  # of queries and keys, at most
 STAGES = 3
 NEVER = 1 << 40  # more rows than a chunk has
 WARPS = 4  # of a block that makes what rows bring
+SPREADS = os.environ.get("LOWLAT_WALK_SPREADS") != "0"
 
 
 @cache
@@ -102,8 +104,12 @@ def _make_rows(heads: HeadSizes) -> Kernel:
 
 
 @cache
-def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
-    """Grid (Hv * blocks of a head,). pairs: of a row of the states and a number of rows; -1: no snapshots are given."""
+def _make_walk(heads: HeadSizes, pairs: int, most_blocks: int = 0) -> Kernel:
+    """Grid (Hv * blocks of a head,).
+
+    pairs        of a row of the states and a number of rows; -1: no snapshots are given
+    most_blocks  as `Kernel` has it
+    """
     value_heads, key_dim, value_dim = heads.value_heads, heads.key_dim, heads.value_dim
     columns, parts, group, channels = heads.columns, heads.parts, heads.group, heads.channels
     threads = columns // WARP_COLUMNS * 32
@@ -301,9 +307,12 @@ def _make_walk(heads: HeadSizes, pairs: int) -> Kernel:
             place += int64(threads)
 
     name = f"prefill_gated_delta_{heads.key_heads}_{value_heads}_{key_dim}_{value_dim}"
-    name += f"_kept{pairs}" if pairs >= 0 else ""
+    name += (f"_kept{pairs}" if pairs >= 0 else "") + (f"_most{most_blocks}" if most_blocks else "")
     shared = outputs + 2 * output_bytes
-    return Kernel(name, prefill_gated_delta, (types.int64,) * 9, threads, shared_bytes=shared, settles=True)
+    return Kernel(
+        name, prefill_gated_delta, (types.int64,) * 9, threads, shared_bytes=shared, most_blocks=most_blocks,
+        settles=True,
+    )  # fmt: skip
 
 
 def heads_of(state: Sequence[int], channels: int) -> HeadSizes:
@@ -332,9 +341,12 @@ def prefill_delta_rule(
     state: torch.Tensor,
     out: torch.Tensor,
     workspace: Workspace,
+    gpu: Gpu = H200,
+    spreads: bool = SPREADS,
 ) -> list[KernelCall]:
     """`prefill_delta_rule` of the reference, whose arguments these are; mixed and out are bf16, weights float32.
 
+    spreads  SMs get as many of the walk's blocks as others, or one fewer: those that empty first would else get more
     Two launches. Time: some 200 cycles a row, whatever the number of heads, as long as a head's blocks find an SM.
     Captured: yes. Raises ShapeError for shapes or dtypes that do not fit.
     """
@@ -351,12 +363,12 @@ def prefill_delta_rule(
     check_dtype(torch.bfloat16, mixed=mixed, out=out)
     check_dtype(torch.float32, ba=ba, a_log=a_log, dt_bias=dt_bias, state=state)
     vectors, gates = (workspace(*each) for each in row_workspaces(heads, rows))
-    grid = (rows, -(-heads.key_heads // WARPS), 1)
+    grid, blocks = (rows, -(-heads.key_heads // WARPS), 1), value_heads * heads.parts
     return [
         KernelCall(_make_rows(heads), grid, (mixed, ba, a_log, dt_bias, chunk, vectors, gates, rows)),
         KernelCall(
-            _make_walk(heads, snapshot_pairs(snapshots)),
-            (value_heads * heads.parts, 1, 1),
+            _make_walk(heads, snapshot_pairs(snapshots), -(-blocks // gpu.num_multiprocessors) if spreads else 0),
+            (blocks, 1, 1),
             (mixed, slot, chunk, 0 if snapshots is None else snapshots, vectors, gates, state, out, rows),
         ),
     ]
@@ -365,4 +377,10 @@ def prefill_delta_rule(
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles: 35B-A3B's heads, and the widest."""
     moe, widest = HeadSizes(16, 32, 128, 128), HeadSizes(4, 8, 128, 256)
-    return [_make_rows(moe), _make_walk(moe, 2), _make_walk(moe, -1), _make_walk(widest, -1)]
+    return [
+        _make_rows(moe),
+        _make_walk(moe, 2),
+        _make_walk(moe, -1),
+        _make_walk(moe, 2, most_blocks=1),
+        _make_walk(widest, -1),
+    ]

@@ -6,8 +6,8 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.elementwise.norm import check_dtype
-from lowlat.kernels.recurrent.delta_math import TAPS
 from lowlat.kernels.recurrent.delta_step import HeadSizes, StepSizes, make_step
+from lowlat.kernels.recurrent.limits import KEY_DIM, TAPS, VALUE_DIM
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelCall
 
@@ -22,8 +22,6 @@ __all__ = [
     "snapshot_pairs",
 ]
 
-MAX_KEY_DIM, MAX_VALUE_DIM = 128, 256
-LANE_ROWS = 32  # rows of the state of which the lanes of a warp have four each
 MAX_ROWS = 32  # a slot
 CLUSTERS = (9, 0)  # the capability that brought them
 
@@ -32,12 +30,8 @@ def check_heads(heads: HeadSizes) -> None:
     """Raise ShapeError unless the lanes of warps hold the heads' states."""
     if heads.key_heads < 1 or heads.value_heads % heads.key_heads:
         raise ShapeError(f"{heads.value_heads} value heads are no multiple of {heads.key_heads} key heads")
-    if heads.key_dim % LANE_ROWS or not LANE_ROWS <= heads.key_dim <= MAX_KEY_DIM:
-        raise ShapeError(f"Dk must be a multiple of {LANE_ROWS}, at most {MAX_KEY_DIM}, got {heads.key_dim}")
-    if heads.columns < 8 or heads.value_dim > MAX_VALUE_DIM or heads.parts > 8:
-        raise ShapeError(
-            f"Dv must be a multiple of 8, at most {MAX_VALUE_DIM} and 8 times 8, 16 or 32, got {heads.value_dim}"
-        )
+    KEY_DIM.check("Dk", heads.key_dim)
+    VALUE_DIM.check("Dv", heads.value_dim)
 
 
 def joins_blocks(heads: HeadSizes, gpu: Gpu) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 from lowlat.kernels.common.memory import byte_at, divide, int_at, turns
 from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.recurrent.delta_math import (
-    TAPS,
     beta_of,
     convolved,
     decay_of,
@@ -25,13 +24,13 @@ from lowlat.kernels.recurrent.delta_math import (
     gated,
     head_inverse,
     lane_squares,
-    part_columns,
     part_sum,
     rounded,
     store_four,
     tile_sum,
     unit_heads,
 )
+from lowlat.kernels.recurrent.limits import TAPS, part_columns
 from lowlat.kernels.toolchain import ptx, ptx_state
 from lowlat.kernels.toolchain.kernel import Kernel, plan_name
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32

@@ -4,7 +4,7 @@ Every number of a row is a distance below the likeliest, and is ranked by the bi
 likeliest. A bound is found from its leading byte on: each block adds up weights by the next byte (counts for
 top_k, masses for top_p), the blocks add into the row's table, all wait for each other, and each reads the sums. All
 weights are integers, so the order of additions does not matter. The blocks of a row must be resident together: they
-are at most `select.MAX_CHUNKS`, neighbours in the grid, and wait for nobody else.
+are at most those of `limits.VOCABULARY`, neighbours in the grid, and wait for nobody else.
 """
 
 import functools

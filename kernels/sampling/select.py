@@ -10,7 +10,7 @@ last block of a row to arrive, by a counter, finishes the row. It does not know 
 import functools
 from typing import Any
 
-from lowlat.errors import ShapeError
+from lowlat.kernels.sampling.limits import VOCABULARY
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
 from lowlat.kernels.toolchain.ptx import (
     atomic_add_gpu,
@@ -37,7 +37,6 @@ __all__ = [
     "INFINITY",
     "LARGEST_WORD",
     "MAGNITUDE",
-    "MAX_CHUNKS",
     "MINUS_INFINITY",
     "MINUS_INFINITY_KEY",
     "STRIDE",
@@ -66,7 +65,6 @@ WARPS = THREADS // 32
 GROUPS = 4  # each thread owns the four numbers from 4 * thread + STRIDE * group on
 STRIDE = 4 * THREADS
 CHUNK = GROUPS * STRIDE
-MAX_CHUNKS = 64
 EVERY_LANE = 0xFFFFFFFF
 LARGEST_WORD = 0xFFFFFFFF
 BROKEN = 0xFFFFFFFF
@@ -81,11 +79,9 @@ copies_wait_all = copies_wait(0)
 
 
 def count_chunks(name: str, width: int) -> int:
-    """Blocks that share a row. Raises ShapeError above MAX_CHUNKS, which must be resident together."""
-    chunks = -(-width // CHUNK)
-    if not 1 <= chunks <= MAX_CHUNKS:
-        raise ShapeError(f"{name} must have 1 to {MAX_CHUNKS * CHUNK} columns, got {width}")
-    return chunks
+    """Blocks that share a row. Raises ShapeError outside of VOCABULARY."""
+    VOCABULARY.check(f"{name}: columns", width)
+    return -(-width // CHUNK)
 
 
 @functools.cache

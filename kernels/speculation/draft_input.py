@@ -260,7 +260,7 @@ def concat_norms(
     row_live                     [M]      uint8; None: all rows are live
     out                          [M, 2N]  bf16  out
     normed_hidden                [M, N]   bf16  out: the right half again
-    One launch. Raises ShapeError for shapes that do not fit, or N that is no multiple of 8 or above `norm.MAX_WIDTH`.
+    One launch. Raises ShapeError for shapes that do not fit, or N outside of ROW_WIDTH.
     """
     rows, width, wide_weights = _check_halves(embed_weight, hidden_weight, hidden, out, normed_hidden)
     check_shape("embedded", embedded, rows, width)

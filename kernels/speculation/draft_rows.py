@@ -12,6 +12,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import byte_at, copy_row, divide, int_at, threads_for, wide_count, zero_row
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.speculation.limits import MAX_SOURCES, SOURCES
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
@@ -29,7 +30,6 @@ __all__ = [
     "take_last_row",
 ]
 
-MAX_SOURCES = 5
 PAIRS = 2
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -58,8 +58,7 @@ def _gathered(
     count: int, rows: int, nodes: Argument, out: torch.Tensor, sources: dict[str, torch.Tensor]
 ) -> list[KernelCall]:
     given = [sources[f"source{number}"] for number in range(len(sources))]
-    if not 1 <= len(given) <= MAX_SOURCES:
-        raise ShapeError(f"features have 1 to {MAX_SOURCES} sources, got {len(given)}")
+    SOURCES.check("sources of features", len(given))
     for source in given:
         check_shape("source", source, count, given[0].shape[1])
     check_shape("out", out, count, len(given) * given[0].shape[1])

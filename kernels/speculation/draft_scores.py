@@ -30,13 +30,12 @@ from lowlat.kernels.sampling.select import (
     value_of_key,
     words_broken,
 )
+from lowlat.kernels.speculation.limits import MAX_SCORED_RANKS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int32, int64, types, uint32
 
-__all__ = ["MAX_RANKS", "draft_topk_logprobs", "examples"]
-
-MAX_RANKS = 32
+__all__ = ["draft_topk_logprobs", "examples"]
 
 
 def draft_topk_logprobs(
@@ -55,8 +54,8 @@ def draft_topk_logprobs(
     Raises ShapeError for k outside 1..32 or above Vd, for Vd above 262144, and for shapes that do not fit.
     """
     rows, width = logits.shape
-    if not 1 <= k <= min(width, MAX_RANKS):
-        raise ShapeError(f"k must be from 1 to {min(width, MAX_RANKS)}, got {k}")
+    if not 1 <= k <= min(width, MAX_SCORED_RANKS):
+        raise ShapeError(f"k must be from 1 to {min(width, MAX_SCORED_RANKS)}, got {k}")
     check_shape("top_tokens", top_tokens, rows, k)
     check_shape("top_logprobs", top_logprobs, rows, k)
     check_shape("draft_to_target", draft_to_target, width)

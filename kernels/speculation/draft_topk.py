@@ -28,13 +28,13 @@ from lowlat.kernels.sampling.select import (
     make_stage,
     words_broken,
 )
+from lowlat.kernels.speculation.limits import MAX_RANKS
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
 from lowlat.kernels.toolchain.numba_cuda import cuda, int32, int64, types, uint32
 from lowlat.kernels.toolchain.ptx import let_next_kernel_start, shared_address, sync_warp, wait_for_previous_kernel
 
-__all__ = ["MAX_RANKS", "draft_topk", "examples"]
+__all__ = ["draft_topk", "examples"]
 
-MAX_RANKS = 64
 BYTES = types.Array(types.uint8, 1, "C")
 INTS = types.Array(types.int32, 1, "C")
 INTS_2D = types.Array(types.int32, 2, "C")

@@ -13,6 +13,7 @@ from lowlat.kernels.elementwise.embed import check_table
 from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.speculation.limits import VECTORS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
@@ -59,8 +60,7 @@ def parent_vectors(
     table, tiled = check_table(weight, width)
     check_shape("vectors", vectors, parents.numel(), width)
     check_dtype(torch.bfloat16, vectors=vectors)
-    if width % CHUNK:
-        raise ShapeError(f"parent_vectors: the rank must be a multiple of {CHUNK}, got {width}")
+    VECTORS.check("parent_vectors: the rank", width)
     kernel, drafted = _make_parents(*sizes, width, tiled), tokens if draft_nodes is None else draft_nodes
     arguments = (tokens, nodes, drafted, parents, row_live, table, vectors)
     return [KernelCall(kernel, (tokens.shape[0], 1, 1), arguments)]
@@ -144,8 +144,7 @@ def markov_gate(
     rows, width = x.shape
     check_dtype(torch.bfloat16, x=x, out=out)
     block = _block_rows(token_gate, state_gate, row_live, out, row)
-    if width % CHUNK:
-        raise ShapeError(f"markov_gate: the rank must be a multiple of {CHUNK}, got {width}")
+    VECTORS.check("markov_gate: the rank", width)
     kernel = _make_gate(width, row_live.shape[1], block, row)
     grid = (rows, -(-(width // CHUNK) // THREADS), 1)
     return [KernelCall(kernel, grid, (x, token_gate, state_gate, row_live, out))]

@@ -13,12 +13,12 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import copy_row, divide, int_at, set_byte, set_int, threads_for, wide_count, zero_row
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.speculation.limits import MAX_SOURCES, SOURCES
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types
 
 __all__ = [
-    "MAX_SOURCES",
     "KeepingPlan",
     "draft_waiting_rows",
     "examples",
@@ -29,7 +29,6 @@ __all__ = [
     "waiting_rows",
 ]
 
-MAX_SOURCES = 5
 MAX_WAITING = 64
 ARGUMENTS = (
     *("slots", "lengths", "tokens", "extended", "waiting_tokens", "counts", "firsts", "draft_live", "draft_lens"),
@@ -267,8 +266,7 @@ def keeping_plan(
     """The plan for these arguments of `keep_features`. Raises ShapeError for shapes that do not fit."""
     batch, rows = accepted_nodes.shape
     given = [sources[f"source{number}"] for number in range(len(sources))]
-    if not 1 <= len(given) <= MAX_SOURCES:
-        raise ShapeError(f"features have 1 to {MAX_SOURCES} sources, got {len(given)}")
+    SOURCES.check("sources of features", len(given))
     (_, kept, width), extent = waiting_features.shape, given[0].shape[1]
     if width != len(given) * extent or rows > kept:
         raise ShapeError(f"{kept} kept features of {width} do not hold {rows} rows of {len(given)} times {extent}")

@@ -23,7 +23,8 @@ from lowlat.kernels.reference.step.publish import (
     VERIFIED_SOURCE,
 )
 from lowlat.kernels.speculation.length_probabilities import FATES, LearningPlan, learn
-from lowlat.kernels.speculation.waiting import MAX_SOURCES, KeepingPlan, keep_row
+from lowlat.kernels.speculation.limits import MAX_SOURCES
+from lowlat.kernels.speculation.waiting import KeepingPlan, keep_row
 from lowlat.kernels.step.next_drafts import load_drafts, load_going, write_drafts, write_paths
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, plan_name

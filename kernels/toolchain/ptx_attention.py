@@ -8,6 +8,7 @@ numbers: two of the upper row, two of the lower one. Sums belong to the product 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
 from lowlat.kernels.toolchain.numba_cuda import intrinsic, types
@@ -18,6 +19,7 @@ __all__ = [
     "add_rows",
     "await_products",
     "await_scores",
+    "cap_rows",
     "fence_copies",
     "hide",
     "largest_of_rows",
@@ -28,6 +30,7 @@ __all__ = [
     "store_pieces",
     "store_row",
     "sync_group",
+    "sync_two_groups",
     "weigh_rows",
 ]
 
@@ -40,6 +43,8 @@ GROUP_ROWS = 64
 fence_copies = instruction("fence.proxy.async.shared::cta;", None, ())
 # a barrier of the four warps of a warpgroup, by its number
 sync_group = instruction("bar.sync $0, 128;", None, (u32,), together=True)
+# and of two warpgroups
+sync_two_groups = instruction("bar.sync $0, 256;", None, (u32,), together=True)
 
 
 def _statement(text: str, outputs: Any, inputs: Sequence[tuple[Any, int]], *, tied: bool = False) -> Any:
@@ -149,6 +154,21 @@ def await_products(dim: int, keys: int) -> Any:
     count = dim // 2
     inputs = [(f32, count), (u32, keys // 4)]
     return _statement("wgmma.wait_group.sync.aligned 0;", (f32, count), inputs, tied=True)
+
+
+def cap_rows(count: int, limit: float) -> Any:
+    """An intrinsic: scores s become c tanh(s k / c), as c - 2 c / (2 to the power of f s + 1), f = 2 k log2(e) / c.
+
+    It takes the scores and f; the limit is c.
+    """
+    whole, double = (f"0f{int(np.float32(value).view(np.uint32)):08X}" for value in (limit, -2.0 * limit))
+    lines = ["{ .reg .f32 t;"]
+    for place in range(count):
+        lines += [
+            f"mul.rn.f32 t, ${place}, ${2 * count}; ex2.approx.ftz.f32 t, t; add.rn.f32 t, t, 0f3F800000;",
+            f"rcp.approx.f32 t, t; fma.rn.f32 ${place}, t, {double}, {whole};",
+        ]
+    return _statement(" ".join([*lines, "}"]), (f32, count), [(f32, count), (f32, 0)], tied=True)
 
 
 def hide(count: int) -> Any:

@@ -133,7 +133,8 @@ def fma_rn(a: float, b: float, c: float) -> np.float32:
 
 def exp2_approx(x: float) -> np.float32:
     """2 to the x."""
-    return np.float32(np.exp2(np.float32(x)))
+    with np.errstate(over="ignore"):
+        return np.float32(np.exp2(np.float32(x)))
 
 
 def _flushed(value: Any) -> np.float32:

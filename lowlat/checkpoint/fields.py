@@ -23,6 +23,12 @@ class Fields:
         self.label = label
         self._used: set[str] = set()
 
+    def with_defaults(self, defaults: dict[str, Any]) -> "Fields":
+        """The same with values for keys that it does not have; what has been read stays read."""
+        made = Fields({**defaults, **self.values}, self.label)
+        made._used |= self._used
+        return made
+
     def error(self, key: str, expected: str) -> ConfigError:
         """The error for a key whose value is not what it should be."""
         return ConfigError(f"{self.label}: {key} must be {expected}, found {shown(self.values.get(key))}")

@@ -20,7 +20,7 @@ from lowlat.kernels.formats.int4 import GROUPS, int4_format, quantise_int4
 __all__ = ["LAYERS", "QuantisedWeights", "Quantiser", "quantised", "rounding_bytes"]
 
 # canonical names of linear layers; the LM head is by choice
-LAYERS = ("qkv", "q", "kv", "o", "gate", "delta_in", "delta_out", "gate_up", "down", "fc")
+LAYERS = ("qkv", "qk", "q", "kv", "o", "gate", "delta_in", "delta_out", "gate_up", "down", "fc")
 LM_HEAD = "lm_head"
 SUFFIX = ".weight"
 CHUNK = 4 << 20  # numbers that are rounded at once

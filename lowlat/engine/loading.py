@@ -28,7 +28,6 @@ from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import (
     Rank,
-    check_chosen_lengths,
     check_positions,
     make_executor,
     refuse_parts,
@@ -184,8 +183,13 @@ def load(
     speculator = None if loaded is None else loaded.speculator
     _say_where_drafts_fail(speculator, options.max_context)
     geometry = make_geometry(target.config, speculator, topologies, options, speculative)
-    draft_config = None if speculator is None else speculator.draft_config
-    settled = settle_executor(choice, options.executor, target.config, draft_config, options.block_size)
+    ladder = make_ladder(geometry, topologies, speculative)
+    geometries = rank_geometries(geometry, options, speculative)
+    ranks = [build_rank(each, ladder, topologies) for each in geometries]
+    programs, prefills = ranks[0].programs, ranks[0].prefills
+    own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
+    weights = JoinedWeights(target.weights, own)
+    settled = settle_executor(choice, options.executor, (*programs.values(), *prefills.values()), weights.shapes())
     if settled is not choice:
         _say(settled)
     choice = settled
@@ -193,19 +197,12 @@ def load(
     check_device(options, choice)
     if choice.has_kernels:
         check_positions(geometry, invariant=options.tp_invariant)
-        check_chosen_lengths(geometry)
     if options.count_tiles:
         from lowlat.engine.tile_counter import check_countable  # which loads the kernels
 
         check_countable(geometry, topologies)
-    ladder = make_ladder(geometry, topologies, speculative)
-    geometries = rank_geometries(geometry, options, speculative)
     own_speculator = geometries[0].speculator
     refuse_parts(choice, geometries[0].config, None if own_speculator is None else own_speculator.draft_config)
-    ranks = [build_rank(each, ladder, topologies) for each in geometries]
-    programs, prefills = ranks[0].programs, ranks[0].prefills
-    own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
-    weights = JoinedWeights(target.weights, own)
     devices = rank_devices(choice, len(ranks), options.devices)
     needs = _check_memory(ranks, weights, choice, devices)
     used = None if loaded is None else speculative

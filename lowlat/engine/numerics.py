@@ -95,7 +95,10 @@ def _device_class(device: torch.device) -> str:
 
 def _splits(loaded: Loaded, config: RuntimeConfig) -> list[int]:
     """The positions of a split of attention, for each layer that has attention."""
-    from lowlat.kernels.attention.attention import INVARIANT_HEADS, choose_split  # of machines with a GPU
+    from lowlat.kernels.attention.limits import (
+        INVARIANT_HEADS,  # of machines with a GPU
+        choose_split,
+    )
 
     counts = [spec.num_kv_heads for spec in loaded.rank_config.attentions.values()]
     heads = {INVARIANT_HEADS} if config.tp_invariant else set(counts)

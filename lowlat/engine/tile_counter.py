@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from lowlat.engine.mailbox import SlotPublication
 from lowlat.engine.request import Request
 from lowlat.errors import ConfigError
-from lowlat.kernels.attention.attention import choose_split
 from lowlat.kernels.attention.launch_plan import TILE_BYTES, AttentionWork, choose_attention_plan
+from lowlat.kernels.attention.limits import choose_split
 from lowlat.kernels.attention.tile_counts import count_tiles
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS
 from lowlat.kernels.toolchain.kernel import Gpu

@@ -1,6 +1,6 @@
 """The executor that a runtime really gets: kernels where they cover the model, torch where they do not."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,118 +14,21 @@ from lowlat.executors.reference import ReferenceExecutor
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
-from lowlat.kernels.formats import FORMATS
-from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
-from lowlat.models.layer_spec import AttentionSpec, DeltaSpec, DenseSpec, ExpertsSpec, LayerSpec
+from lowlat.kernels.attention.limits import INVARIANT_HEADS, most_positions
+from lowlat.lowering.covers import uncovered
+from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.shard import PARTS, STEP
 from lowlat.options.config import RuntimeConfig
 from lowlat.step.state import StepGeometry
 
 __all__ = [
     "Rank",
-    "check_chosen_lengths",
     "check_positions",
     "make_executor",
     "refuse_parts",
     "refuse_ranks",
     "settle_executor",
-    "uncovered",
 ]
-
-# what the kernels refuse by ShapeError; repeated here, where a machine without a GPU loads no kernel
-HEAD_SIZES = (64, 128, 256)
-BLOCK_SIZES = (16, 32, 64, 128, 256)
-WIDTHS_OF, MAX_WIDTH = 8, 65536
-MAX_VOCABULARY = 262144
-DELTA_SIZES, DELTA_TAPS = (32, 64, 128), 4
-MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH = 512, 10, 6144
-
-
-def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 32) -> str | None:
-    """Why the kernels cannot run a model with KV blocks of that size; None where they can."""
-    if block_size not in BLOCK_SIZES:
-        return f"the kernels take KV blocks of {BLOCK_SIZES} positions and block_size is {block_size}"
-    if config.dtype != "bfloat16":
-        return f"the kernels compute in bfloat16 and dtype is {config.dtype}"
-    if config.embedding_scale is not None:
-        return (
-            f"the kernels take embeddings without a scale and the target's embedding_scale is {config.embedding_scale}"
-        )
-    if config.logit_softcap is not None:
-        return f"the kernels take logits without a softcap and the target's logit_softcap is {config.logit_softcap}"
-    for owner, part in (("target", config), ("draft model", head)):
-        problem = None if part is None else _uncovered_part(part)
-        if problem is not None:
-            return f"the kernels take {problem[0]} and the {owner}'s {problem[1]}"
-    for name, width in ({} if head is None else head.further_widths).items():
-        if width % WIDTHS_OF:
-            return f"the kernels take multiples of {WIDTHS_OF} as widths and the draft model's {name} is {width}"
-    return None
-
-
-def _uncovered_part(part: Decoder) -> tuple[str, str] | None:
-    """The first requirement of the kernels that a target or draft model misses."""
-    for layer in dict.fromkeys(part.layers):
-        problem = _uncovered_layer(part, layer)
-        if problem is not None:
-            return problem
-    if part.vocab_size > MAX_VOCABULARY:
-        return f"vocabularies of at most {MAX_VOCABULARY}", f"has {part.vocab_size}"
-    return None
-
-
-def _uncovered_layer(part: Decoder, layer: LayerSpec) -> tuple[str, str] | None:
-    """The first requirement of the kernels that a layer misses."""
-    mixer, ffn = layer.mixer, layer.ffn
-    problem = _uncovered_delta(mixer) if isinstance(mixer, DeltaSpec) else _uncovered_attention(mixer)
-    if problem is None and isinstance(ffn, ExpertsSpec):
-        problem = _uncovered_experts(part, ffn)
-    if problem is not None:
-        return problem
-    if isinstance(ffn, DenseSpec) and ffn.activation != "silu":
-        return "the activation silu", f"is {ffn.activation}"
-    for name, size in (("hidden size", part.hidden_size), ("FFN's width", ffn.inner_size)):
-        if size % WIDTHS_OF or size > MAX_WIDTH:
-            return f"multiples of {WIDTHS_OF} up to {MAX_WIDTH} as widths", f"{name} is {size}"
-    return None
-
-
-def _uncovered_attention(attention: AttentionSpec) -> tuple[str, str] | None:
-    """The first requirement of the kernels that attention misses."""
-    if attention.rotary_dims is not None and attention.rotary_dims % WIDTHS_OF:
-        return f"RoPE of multiples of {WIDTHS_OF} dimensions", f"turns {attention.rotary_dims}"
-    if attention.head_dim not in HEAD_SIZES:
-        return "heads of 64, 128 or 256 dimensions", f"have {attention.head_dim}"
-    if attention.softcap is not None:
-        return "attention without a softcap", f"softcap is {attention.softcap}"
-    return None
-
-
-def _uncovered_delta(delta: DeltaSpec) -> tuple[str, str] | None:
-    """The first requirement of the kernels that a gated delta net misses."""
-    if delta.conv_size != DELTA_TAPS:
-        return f"delta nets with convolutions of {DELTA_TAPS} inputs", f"have {delta.conv_size}"
-    for name, size in (("keys", delta.key_dim), ("values", delta.value_dim)):
-        if size not in DELTA_SIZES:
-            return "delta nets with heads of 32, 64 or 128 dimensions", f"{name} have {size}"
-    return None
-
-
-def _uncovered_experts(config: Decoder, experts: ExpertsSpec) -> tuple[str, str] | None:
-    """The first requirement of the kernels that a mixture of experts misses."""
-    if experts.num_experts > MAX_EXPERTS:
-        return f"at most {MAX_EXPERTS} experts", f"layers have {experts.num_experts}"
-    if experts.num_experts_per_token > MAX_CHOSEN:
-        return f"at most {MAX_CHOSEN} experts a token", f"tokens choose {experts.num_experts_per_token}"
-    if config.hidden_size > MAX_ROUTED_WIDTH:
-        return f"a hidden size of at most {MAX_ROUTED_WIDTH} where experts are chosen", f"is {config.hidden_size}"
-    if experts.shared_ffn is not None and experts.shared_ffn.inner_size % WIDTHS_OF:
-        return f"multiples of {WIDTHS_OF} as widths", f"shared expert's width is {experts.shared_ffn.inner_size}"
-    weight_format = FORMATS[experts.weight_format]
-    for name, size in (("hidden size", config.hidden_size), ("FFN's width", experts.inner_size)):
-        if size % weight_format.block:
-            return f"multiples of {weight_format.block} as widths of {weight_format.name.upper()}", f"{name} is {size}"
-    return None
 
 
 def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
@@ -133,8 +36,6 @@ def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
 
     invariant  splits of positions do not depend on the number of ranks
     """
-    from lowlat.kernels.attention.attention import INVARIANT_HEADS, most_positions
-
     windowless = [spec.num_kv_heads for spec in geometry.config.attentions.values() if spec.window is None]
     speculator = geometry.speculator
     if speculator is not None and speculator.draft_config is not None and speculator.attends_everything:
@@ -148,22 +49,6 @@ def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
                 f"max_context {geometry.max_context} is above {most}, the most that the kernels' attention reaches "
                 f"without a window; lower max_context, or use executor 'reference'"
             )
-
-
-def check_chosen_lengths(geometry: StepGeometry) -> None:
-    """Raise ConfigError where the device would choose draft lengths for a draft model whose layers have experts.
-
-    Its captured steps end in a failed launch, whose cause is not known; with a fixed length they run.
-    """
-    speculator = geometry.speculator
-    draft = None if speculator is None else speculator.draft_config
-    if geometry.max_width is None or draft is None:
-        return
-    if any(isinstance(layer.ffn, ExpertsSpec) for layer in draft.layers):
-        raise ConfigError(
-            "adaptive_width (num_speculative_tokens 'auto') is not implemented on a GPU for draft models with "
-            "experts; give num_speculative_tokens a number, or use executor 'reference'"
-        )
 
 
 def refuse_parts(choice: DeviceChoice, *parts: ModelConfig | DraftConfig | None) -> None:
@@ -195,13 +80,17 @@ def refuse_ranks(options: RuntimeConfig, choice: DeviceChoice) -> None:
 
 
 def settle_executor(
-    choice: DeviceChoice, asked: str, config: ModelConfig, head: DraftConfig | None, block_size: int = 32
+    choice: DeviceChoice,
+    asked: str,
+    programs: Iterable[Program],
+    weights: Mapping[str, torch.Tensor],
 ) -> DeviceChoice:
-    """The choice for this model: with `asked` "auto", torch's operations where the kernels do not cover it.
+    """The choice for these programs: with `asked` "auto", torch's operations where the kernels do not cover them.
 
-    Raises ConfigError where kernels were asked for by name and do not cover it.
+    weights  canonical ones, or tensors without content
+    Raises ConfigError where kernels were asked for by name and do not cover them.
     """
-    problem = uncovered(config, head, block_size) if choice.has_kernels else None
+    problem = uncovered(programs, weights) if choice.has_kernels else None
     if problem is None:
         return choice
     if asked != "auto":

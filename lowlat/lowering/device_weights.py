@@ -93,6 +93,10 @@ class DeviceWeights:
             raise ConfigError(f"weight {name} is missing, or no GEMM reads it")
         return self._packed[name]
 
+    def is_packed(self, name: str) -> bool:
+        """Whether a weight is a packed matrix."""
+        return name in self._packed
+
     def shape(self, name: str) -> torch.Size:
         """The shape of a matrix, of a stack of experts or of anything that is not packed.
 

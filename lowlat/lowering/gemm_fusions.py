@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from lowlat.kernels.elementwise.per_layer import layer_columns
 from lowlat.kernels.gemm.decode.gemm import (
+    GELU_GATE,
     MAX_BLOCK_ROWS,
     BlockRow,
     NormPrologue,
@@ -39,9 +41,11 @@ def _product(run: Run) -> str:
 def _fits(run: Run, gpu: Gpu) -> bool:
     """Whether the GEMM is one of few rows and, with a norm before it, its blocks can hold what they norm.
 
-    One that sums in parts has neither norm nor activation or rotation.
+    One that sums in parts has neither norm nor activation or rotation, one with a softcap no operation after it.
     """
     norm, linear = run.find("rms_norm"), run.op("linear")
+    if linear.params.get("softcap") is not None and run.ops[-1] is not linear:
+        return False
     if not decodes(linear) or (in_parts(linear) and run.find("rms_norm", "silu_mul", "rope") is not None):
         return False
     if norm is None:
@@ -89,7 +93,8 @@ def _prologue(binding: Binding, run: Run) -> dict[str, Any]:
 
 def _with_silu(binding: Binding, run: Run) -> Sequence[Call]:
     given = binding.arguments(run.op("silu_mul"))
-    return decode_gemm(**_prologue(binding, run), silu=True, row_live=given.get("row_live"), out=given["out"])
+    options = {"activation": given.get("activation", "silu"), "row_live": given.get("row_live"), "out": given["out"]}
+    return decode_gemm(**_prologue(binding, run), **options)
 
 
 def _gates(run: Run, gpu: Gpu) -> bool:
@@ -100,6 +105,18 @@ def _gates(run: Run, gpu: Gpu) -> bool:
 def _with_gate(binding: Binding, run: Run) -> Sequence[Call]:
     given = binding.arguments(run.op("output_gate"))
     operands = _prologue(binding, run) | {"gated": given["x"], "row_live": given.get("row_live")}
+    return decode_gemm(**operands, out=given["out"])
+
+
+def _gates_layer(run: Run, gpu: Gpu) -> bool:
+    return not in_parts(run.op("linear")) and _reads_product("per_layer_gate", "gate")(run, gpu)
+
+
+def _with_layer_gate(binding: Binding, run: Run) -> Sequence[Call]:
+    """The product is the gate of a layer's inputs, which lie among those of all layers."""
+    given = binding.arguments(run.op("per_layer_gate"))
+    inputs = layer_columns(given["inputs"], given["out"].shape[1], given["layer"])
+    operands = _prologue(binding, run) | {"gated": inputs, "gated_by": GELU_GATE, "row_live": given.get("row_live")}
     return decode_gemm(**operands, out=given["out"])
 
 
@@ -131,7 +148,8 @@ def _rounded(binding: Binding, run: Run) -> Sequence[Call]:
 def _plain(binding: Binding, run: Run, best: PartialArgmax | None = None) -> Sequence[Call]:
     columns = binding.weights.runs(run.op("linear").weights["weight"])
     out, operands = binding.buffers[_product(run)], _prologue(binding, run)
-    return decode_gemm(**operands, out=out, columns=columns, best=best)
+    cap = binding.arguments(run.op("linear")).get("softcap")
+    return decode_gemm(**operands, out=out, columns=columns, best=best, softcap=cap)
 
 
 def _gate_up(run: Run) -> dict[str, torch.Tensor]:
@@ -232,6 +250,9 @@ GEMM_FUSIONS = (
     ),
     Fusion("gemm+add", "rms_norm? linear add", 1, _with_residual, _reads_product("add", "b"), _normed_and_product),
     Fusion("gemm+output_gate", "rms_norm? linear output_gate", 1, _with_gate, _gates, _normed_and_product),
+    Fusion(
+        "gemm+per_layer_gate", "rms_norm? linear per_layer_gate", 1, _with_layer_gate, _gates_layer, _normed_and_product
+    ),
     Fusion("gemm+all_reduce", "linear gather_ranks sum_ranks add", 3, _with_all_reduce, _all_reduces, _exchanged),
     Fusion("gemm+cast", "rms_norm? linear cast", 1, _rounded, _reads_product("cast", "x"), _normed_and_product),
     Fusion("gemm+rope+kv_write", "rms_norm? linear rope kv_write?", 1, _rotated, _rotates, _rotated_hides, _heads),

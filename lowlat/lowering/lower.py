@@ -11,6 +11,7 @@ from lowlat.lowering.binding import Binding, Call
 from lowlat.lowering.covers import check_covered
 from lowlat.lowering.fusion import cover
 from lowlat.lowering.gemm_fusions import GEMM_FUSIONS
+from lowlat.lowering.linear import LINEAR_FUSIONS
 from lowlat.lowering.moe_fusions import MOE_FUSIONS
 from lowlat.lowering.operations import early_reads, lower_alone, operation_layouts
 from lowlat.lowering.prefill_gemm import PREFILL_FUSIONS
@@ -20,7 +21,15 @@ from lowlat.lowering.step_fusions import STEP_FUSIONS
 
 __all__ = ["FUSIONS", "LoweredGroup", "lower", "weight_layouts"]
 
-FUSIONS = (*STEP_FUSIONS, *MOE_FUSIONS, *GEMM_FUSIONS, *PREFILL_FUSIONS, *RECURRENT_FUSIONS, *ROW_FUSIONS)
+FUSIONS = (
+    *STEP_FUSIONS,
+    *MOE_FUSIONS,
+    *GEMM_FUSIONS,
+    *LINEAR_FUSIONS,
+    *PREFILL_FUSIONS,
+    *RECURRENT_FUSIONS,
+    *ROW_FUSIONS,
+)
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,10 @@ class LoweredGroup:
 def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
     """Cover a whole program with calls; every operation has some, whatever stands next to it.
 
-    fuse  False: each operation by its own kernel. Raises ShapeError for sizes that its kernel does not take, and
-          ConfigError for parameters that it does not.
+    fuse  False: each operation by its own kernel
+    Raises ConfigError for what kernels do not compute, see `covers`; ShapeError for sizes that do not fit together.
     """
-    check_covered(binding)
+    check_covered(binding.program)
     groups: list[LoweredGroup] = []
     awaits, fresh = True, binding.fresh  # whether the next call awaits all before it
     fresh.clear()

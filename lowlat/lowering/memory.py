@@ -21,9 +21,9 @@ from lowlat.kernels.moe.router import router_workspace
 from lowlat.kernels.recurrent.delta_prefill import heads_of, row_workspaces
 from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.lowering.binding import in_parts
-from lowlat.lowering.prefill_attention import attention_workspaces, refresh_bytes
+from lowlat.lowering.prefill_attention import FLASH_DIM, attention_workspaces, refresh_bytes
 from lowlat.lowering.prefill_gemm import activation_workspace, gemm_workspaces
-from lowlat.lowering.weight_parts import EXPERT_GEMMS
+from lowlat.lowering.weight_parts import EXPERT_GEMMS, GEMMS
 
 __all__ = ["temporary_bytes", "workspace_bytes", "workspaces_of"]
 
@@ -56,7 +56,7 @@ def workspace_bytes(program: Program, shape_of: ShapeOf) -> int:
 
 def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceShape]:
     """The workspaces that an operation asks for."""
-    if op.kind == "linear":
+    if op.kind in GEMMS:
         rows, parts = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS), None
         if in_parts(op):
             parts = KParts(int(op.params["num_parts"] or 1), 1)
@@ -110,7 +110,7 @@ def temporary_bytes(program: Program, shape_of: ShapeOf) -> int:
     size = program.buffers["prefill_tokens"].shape[0]
     largest = {"gemm": 0, "attention": 0}
     for op in ops:
-        if op.kind == "linear":
+        if op.kind in GEMMS:
             kind, found = "gemm", _gemm_bytes(size, shape_of(op.weights["weight"]))
         elif op.kind in ATTENTION:
             kind, found = "attention", _attention_bytes(program, op)
@@ -128,8 +128,10 @@ def _gemm_bytes(size: int, shape: torch.Size) -> int:
 
 
 def _attention_bytes(program: Program, op: Op) -> int:
-    """The result and its sums; in float32 where sinks scale it."""
+    """The result and its sums; in float32 where sinks scale it, and a second time, in both, of heads that flash
+    attention does not take."""
     size, heads, dim = program.buffers[op.reads["q"]].shape
     if op.kind == "refresh_attention":
         return refresh_bytes(size, heads, dim, program.buffers["tokens"].shape[1])
-    return (6 if "sinks" in op.weights else 2) * size * heads * dim + SUMS * 4 * heads * size
+    number = (6 if "sinks" in op.weights else 2) + (6 if dim > FLASH_DIM else 0)
+    return number * size * heads * dim + SUMS * 4 * heads * size

@@ -1,7 +1,8 @@
 """Fusions of a mixture of experts: in a step the norm with the router, then everything else; in prefill the norm alone.
 
 In a step the router leaves logits in a workspace, where the blocks of the next launch await them word by word: each
-MoE layer fills the workspace of the one after it with sentinels, before that one may begin.
+MoE layer fills the workspace of the one after it with sentinels, before that one may begin. All layers of a program,
+the draft model's among them, have workspaces of one size, so that whatever rows the next one has are filled.
 """
 
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ def _moe(binding: Binding, run: Run) -> Sequence[Call]:
     num_experts = weights.vector(router_op.weights["weight"]).shape[0]
     rows, number = routed["x"].shape[0], binding.num_awaited
     binding.num_awaited += 1
-    size = (-(-rows * num_experts // 4) * 4,)  # in whole 16 bytes
+    size = (_most_logits(binding),)  # of all layers: the next one may have more rows, after draft steps of one each
     own, following = (binding.workspace(LOGITS[(number + k) % 2], size, torch.float32) for k in range(2))
     logits = own[: rows * num_experts].view(rows, num_experts)
     shared = routed.get("shared", False)
@@ -95,10 +96,21 @@ def _moe(binding: Binding, run: Run) -> Sequence[Call]:
         total=total["out"],
         limit=first["limit"],
         alpha=first["alpha"],
+        activation=first.get("activation", "silu"),
         early=number > 0,  # nobody filled the first one's logits
         peers=binding.peer_rows(width, "moe") if all_reduce else None,
         gpu=binding.gpu,
     )
+
+
+def _most_logits(binding: Binding) -> int:
+    """The logits of the program's MoE layer with the most of them, in whole 16 bytes."""
+    most = max(
+        binding.buffers[op.reads["x"]].shape[0] * binding.weights.vector(op.weights["weight"]).shape[0]
+        for op in binding.program.ops
+        if op.kind == "router" and decodes(op)
+    )
+    return -(-most // 4) * 4
 
 
 def _norm(binding: Binding, op: Op) -> RouterNorm:
@@ -147,6 +159,7 @@ def _experts(binding: Binding, run: Run) -> Sequence[Call]:
         out=second["out"],
         limit=first["limit"],
         alpha=first["alpha"],
+        activation=first.get("activation", "silu"),
         workspace=binding.workspace,
         gpu=binding.gpu,
     )

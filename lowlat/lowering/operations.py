@@ -12,20 +12,30 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs.program import Op, Program
-from lowlat.kernels.attention.attention import INVARIANT_HEADS, attention, choose_split, partial_attention
+from lowlat.kernels.attention.attention import attention, partial_attention
 from lowlat.kernels.attention.kv_compact import kv_compact_layer
 from lowlat.kernels.attention.kv_write import kv_write, prefill_kv_write
+from lowlat.kernels.attention.limits import INVARIANT_HEADS, choose_split
 from lowlat.kernels.attention.partial.block_lists import choose_blocks, list_lens
 from lowlat.kernels.attention.partial.block_summary import summarise_blocks
 from lowlat.kernels.attention.place_table import place_table
 from lowlat.kernels.collectives.all_reduce import gather_ranks
 from lowlat.kernels.collectives.parts import all_gather, sum_ranks
-from lowlat.kernels.elementwise.elementwise import add, add_gated, cast, identity, output_gate, silu_mul, take_columns
+from lowlat.kernels.elementwise.elementwise import (
+    add,
+    add_gated,
+    cast,
+    identity,
+    output_gate,
+    scale,
+    silu_mul,
+    take_columns,
+)
 from lowlat.kernels.elementwise.embed import embed
 from lowlat.kernels.elementwise.norm import rms_norm, split_norms
+from lowlat.kernels.elementwise.per_layer import per_layer_gate, per_layer_inputs
 from lowlat.kernels.elementwise.qk_norm import qk_norm
 from lowlat.kernels.elementwise.rotate import rotate
-from lowlat.kernels.gemm.decode.gemm import decode_gemm
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.decode.experts import experts_down, experts_gate_up
 from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
@@ -67,8 +77,8 @@ from lowlat.kernels.step.checks import check_accepted, check_commit, check_rows,
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.lowering.binding import Binding, Call, decodes
+from lowlat.lowering.linear import linear_alone, narrow_alone
 from lowlat.lowering.prefill_attention import prefill_attention, refresh_attention
-from lowlat.lowering.prefill_gemm import prefill_linear
 from lowlat.lowering.recurrent_fusions import rule_alone
 from lowlat.lowering.weight_parts import experts_name
 
@@ -116,16 +126,6 @@ def _embed(binding: Binding, op: Op) -> Sequence[Call]:
     return embed(**binding.arguments(op), weight=binding.weights.table(op.weights["weight"]))
 
 
-def _linear(binding: Binding, op: Op) -> Sequence[Call]:
-    if not decodes(op):
-        return prefill_linear(binding, op)
-    given, name = binding.arguments(op), op.weights["weight"]
-    return decode_gemm(
-        x=given["x"], weight=binding.weights.matrix(name), bias=binding.bias(op), out=given["out"],
-        columns=binding.weights.runs(name), parts=binding.k_parts(op, given["x"].shape[1]), gpu=binding.gpu,
-    )  # fmt: skip
-
-
 def _attention(binding: Binding, op: Op) -> Sequence[Call]:
     given = binding.arguments(op)
     given.pop("group", None)  # of torch's products alone
@@ -159,6 +159,11 @@ def _summarise_blocks(binding: Binding, op: Op) -> Sequence[Call]:
 
 def _choose_blocks(binding: Binding, op: Op) -> Sequence[Call]:
     return choose_blocks(**binding.arguments(op), workspace=binding.workspace, gpu=binding.gpu)
+
+
+def _prefill_delta_rule(binding: Binding, op: Op) -> Sequence[Call]:
+    given = {**binding.arguments(op), **binding.vectors(op)}
+    return prefill_delta_rule(**given, workspace=binding.workspace, gpu=binding.gpu)
 
 
 def left_argmax(binding: Binding, op: Op) -> torch.Tensor | None:
@@ -245,7 +250,7 @@ _BY_NAME = (
     *(gather_rows, identity, join_features, join_lengths, keep_features, kv_write, learn_draft_lengths),
     list_active_slots,
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, place_table, prefill_kv_write, publish_rows),
-    *(output_gate, qk_norm, rms_norm),
+    *(output_gate, per_layer_gate, per_layer_inputs, qk_norm, rms_norm, scale),
     *(
         silu_mul,
         split_norms,
@@ -275,11 +280,12 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         "finite": _with_workspace(finite),
         "gather_ranks": _gather_ranks,
         "kv_compact": _by_name(kv_compact_layer),
-        "linear": _linear,
+        "linear": linear_alone,
         "logprobs": _with_workspace(logprobs),
+        "narrow_linear": narrow_alone,
         "partial_attention": _attention,
         "prefill_attention": prefill_attention,
-        "prefill_delta_rule": _with_workspace(prefill_delta_rule),
+        "prefill_delta_rule": _prefill_delta_rule,
         "publish": _publish,
         "refresh_attention": refresh_attention,
         "rope": _by_name(rotate),

@@ -1,10 +1,12 @@
 """Attention of a chunk of prefill: keys and values gathered side by side, then flash attention.
 
-Flash attention is a kernel of ours on GPUs of capability 9.0, for heads of 64 and 128; elsewhere, and for a refresh,
-it is torch's. How much a chunk sees is read on the device, so one captured chunk serves every start, in time that grows
-with what it sees. Flash attention takes keys in blocks of a fixed size, counted from the first that was gathered, the
-last block first; blocks that a row does not see change nothing of its sums. So a row's bits depend neither on the
-chunk's size nor on the rows next to it.
+Flash attention is a kernel of ours on GPUs of capability 9.0; elsewhere, and for a refresh, it is torch's, which takes
+heads of up to 256. Those of 512 have torch's memory-efficient attention there, which is slower.
+
+How much a chunk sees is read on the device, so one captured chunk serves every start, in time that grows with what it
+sees. Flash attention takes keys in blocks of a fixed size, counted from the first that was gathered, the last block
+first; blocks that a row does not see change nothing of its sums. So a row's bits depend neither on the chunk's size nor
+on the rows next to it.
 
 A refresh has few rows after a long text, which one thread block a head would have to read alone. So the positions
 before the rows are taken in parts, as sequences of their own, and the results are combined by their log-sum-exps.
@@ -15,9 +17,10 @@ from typing import Any
 
 import torch
 
-from lowlat.errors import ShapeError
+from lowlat.errors import ConfigError, ShapeError
 from lowlat.graphs import BufferSpec
 from lowlat.graphs.program import Op
+from lowlat.kernels.attention.limits import REFRESHED_HEAD_DIM
 from lowlat.kernels.attention.prefill.flash import has_prefill_flash, prefill_flash
 from lowlat.kernels.attention.prefill.gather_kv import gather_kv
 from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows, tiles_shape
@@ -25,7 +28,9 @@ from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.lowering.binding import Binding, Call, LibraryCall
 
 __all__ = [
+    "FLASH_DIM",
     "attention_workspaces",
+    "efficient_attention",
     "flash_attention",
     "flash_parts",
     "prefill_attention",
@@ -33,6 +38,8 @@ __all__ = [
     "refresh_bytes",
 ]
 
+FLASH_DIM = REFRESHED_HEAD_DIM.most or 0  # numbers of a head that torch's flash attention takes at most
+FROM_BOTTOM_RIGHT = 2  # torch's mask by which the last row sees the last key
 PART = 4096  # positions before a refresh's rows that one block of flash attention takes for a head
 
 
@@ -55,31 +62,46 @@ def prefill_attention(binding: Binding, op: Op, arranged: torch.Tensor | None = 
     arranged  where the result's rows are left as a prefill GEMM reads them, in place of the operation's buffer; of our
               own flash attention alone
     Rows past the live ones see zeros in place of what was not written: they are finite wherever q is. Raises ShapeError
-    for dtypes that do not fit.
+    for dtypes that do not fit, ConfigError for scores that are capped where flash attention is torch's.
     """
     window, longest = op.params.get("window"), binding.max_context
     if not isinstance(window, int) or window >= longest:
         window = None
-    if has_prefill_flash(binding.gpu, binding.program.buffers[op.reads["k_cache"]].shape[-1]):
+    dim = binding.program.buffers[op.reads["k_cache"]].shape[-1]
+    if has_prefill_flash(binding.gpu, dim):
         gather, attended = _gathered(binding, op, window, tiled=True)
         del attended["lengths"]
         given = binding.arguments(op)
         own = {"chunk": given["chunk"], "first": given.get("first", 0), "arranged": arranged is not None}
+        own["softcap"] = given.get("softcap")
         if arranged is not None:
             attended["out"] = arranged
         return [*gather, *prefill_flash(**attended, **own, window=window, gpu=binding.gpu)]
     if arranged is not None:
         raise ShapeError("torch's flash attention leaves its result row by row")
+    _refuse_softcap(binding, op)
     gather, attended = _gathered(binding, op, window)
     return [*gather, LibraryCall("flash_attention", _attend, {**attended, "longest": longest, "window": window})]
 
 
 def refresh_attention(binding: Binding, op: Op) -> Sequence[Call]:
     """The calls of the reference's `refresh_attention`, as `prefill_attention`'s."""
+    _refuse_softcap(binding, op)
+    REFRESHED_HEAD_DIM.check("head_dim", binding.program.buffers[op.reads["k_cache"]].shape[-1])
     gather, attended = _gathered(binding, op, None)
     del attended["lengths"]
     attended |= {"chunk": binding.arguments(op)["chunk"], "longest": binding.max_context}
     return [*gather, LibraryCall("flash_attention", _attend_in_parts, attended)]
+
+
+def _refuse_softcap(binding: Binding, op: Op) -> None:
+    """Raise ConfigError for scores that are capped, which torch's flash attention does not do."""
+    softcap = op.params.get("softcap")
+    if softcap is not None:
+        raise ConfigError(
+            f"{binding.program.name}: {op.kind} with softcap {softcap} has a kernel for prompts on GPUs of capability "
+            "9.0 alone; use executor 'reference'"
+        )
 
 
 def _gathered(
@@ -130,7 +152,8 @@ def _attend(
     out: torch.Tensor,
 ) -> None:
     """Flash attention into `out`; a sink is one more score of each head, [H] float32, of no value."""
-    attended, logarithms = flash_attention(q, keys, values, lengths, longest=longest, window=window, scale=scale)
+    attend = flash_attention if q.shape[-1] <= FLASH_DIM else efficient_attention
+    attended, logarithms = attend(q, keys, values, lengths, longest=longest, window=window, scale=scale)
     if sinks is not None:
         attended = attended * torch.sigmoid(logarithms.t() - sinks)[..., None]
     out.copy_(attended)
@@ -219,4 +242,32 @@ def flash_attention(
         q, keys, values, lengths[0], lengths[1], q.shape[0], longest, 0.0, True, False,
         scale=scale, window_size_left=left, window_size_right=0,
     )  # fmt: skip
+    return attended, logarithms
+
+
+def efficient_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    longest: int,
+    window: int | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`flash_attention` of heads of any size, a key-value head at a time: torch's memory-efficient attention.
+
+    Its queries and keys have as many heads: a key-value head is handed over as a view of several.
+    """
+    rows, heads, dim = q.shape
+    group = heads // keys.shape[1]
+    attended, logarithms = torch.empty_like(q), q.new_empty(heads, rows, dtype=torch.float32)
+    for head in range(keys.shape[1]):
+        own = slice(head * group, (head + 1) * group)
+        k, v = (each[None, :, head, None].expand(1, -1, group, dim) for each in (keys, values))
+        result, sums, *_ = torch.ops.aten._efficient_attention_forward(
+            q[None, :, own], k, v, None, lengths[0], lengths[1], rows, longest, 0.0, FROM_BOTTOM_RIGHT, True,
+            scale=scale, window_size=window,
+        )  # fmt: skip
+        attended[:, own], logarithms[own] = result[0], sums[0, :, :rows]
     return attended, logarithms

@@ -19,7 +19,7 @@ from lowlat.errors import ConfigError
 from lowlat.graphs.program import Op, Stage
 from lowlat.kernels.attention.prefill.flash import has_prefill_flash
 from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
-from lowlat.kernels.elementwise.elementwise import silu_mul
+from lowlat.kernels.elementwise.elementwise import silu_mul, soft_cap
 from lowlat.kernels.elementwise.norm import add_norm, rms_norm
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack_rows
@@ -32,8 +32,9 @@ from lowlat.kernels.toolchain.kernel import Gpu, WorkspaceShape
 from lowlat.lowering.binding import Binding, Call, LibraryCall, in_parts
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.prefill_attention import prefill_attention
+from lowlat.lowering.weight_parts import GEMMS
 
-__all__ = ["PREFILL_FUSIONS", "activation_workspace", "gemm_workspaces", "prefill_linear", "takes"]
+__all__ = ["PREFILL_FUSIONS", "activation_workspace", "gemm_workspaces", "multiply_chunks", "prefill_linear", "takes"]
 
 ROWS = 64  # a GEMM of ours has a multiple of so many rows
 WIDTH = 8  # and of so many weight rows and columns
@@ -66,6 +67,18 @@ def takes(chunk: int, weight: PackedMatrix, gpu: Gpu) -> bool:
 
 def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
     """The calls of `linear` over the rows of prefill: x [M, K] @ weight.T + bias, float32 [M, N]."""
+    return [*_product(binding, op), *_capped(binding, op)]
+
+
+def _capped(binding: Binding, op: Op) -> Sequence[Call]:
+    """The softcap of a GEMM's output, where the operation has one."""
+    given = binding.arguments(op)
+    cap = given.get("softcap")
+    return () if cap is None else soft_cap(given["out"], cap)
+
+
+def _product(binding: Binding, op: Op) -> Sequence[Call]:
+    """The calls of `linear` but for its softcap."""
     given, name = binding.arguments(op), op.weights["weight"]
     weight, chunk = binding.weights.matrix(name), binding.prefill_chunk
     if takes(chunk, weight, binding.gpu):
@@ -94,8 +107,8 @@ def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
 
 def _most_unpacked(binding: Binding) -> int:
     """Numbers of the largest quantised matrix that the program multiplies by, unpacked; not of an LM head of decode."""
-    names = {op.weights["weight"] for op in binding.program.ops if op.kind == "linear" and op.stage is Stage.PREFILL}
-    matrices = [binding.weights.matrix(name) for name in names]
+    names = {op.weights["weight"] for op in binding.program.ops if op.kind in GEMMS and op.stage is Stage.PREFILL}
+    matrices = [binding.weights.matrix(name) for name in names if binding.weights.is_packed(name)]
     return max(prod(unpacked_shape(each.rows, each.columns)) for each in matrices if each.tile_format != BF16_TILES)
 
 
@@ -215,10 +228,11 @@ def _of_arranged(binding: Binding, op: Op, weight: PackedMatrix, arranged: torch
     """The calls of `linear` over rows that are arranged, which one GEMM takes."""
     out, parts = binding.buffers[op.writes["out"]], _parts_of(binding, op, weight)
     partials = binding.workspace(*gemm_workspaces(out.shape[0], weight.rows, weight.columns, parts)[1])
-    return arranged_prefill_gemm(
+    product = arranged_prefill_gemm(
         arranged=arranged, weight=weight, bias=binding.bias(op), columns=binding.weights.runs(op.weights["weight"]),
         partials=partials, out=out, gpu=binding.gpu, parts=parts,
     )  # fmt: skip
+    return [*product, *_capped(binding, op)]
 
 
 def _normed_linear(binding: Binding, run: Run) -> Sequence[Call]:
@@ -260,7 +274,8 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
         *before,
         *gated_prefill_gemm(
             arranged=arranged, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
-            out=activated, gpu=binding.gpu, parts=_parts_of(binding, gate_up, first),
+            activation=activation.get("activation", "silu"), out=activated, gpu=binding.gpu,
+            parts=_parts_of(binding, gate_up, first),
         ),
         *_of_arranged(binding, down, second, activated),
     ]  # fmt: skip
@@ -279,11 +294,11 @@ def _by_unpacked(
     scales = weight.scales
     matrix = unpack_rows(weight) if unpacked is None else unpacked[: weight.rows, : weight.columns]
     if places is None:
-        _multiply(x, matrix, chunk, out)
+        multiply_chunks(x, matrix, chunk, out)
         packed = out
     else:
         packed = torch.empty(x.shape[0], matrix.shape[0], dtype=torch.float32, device=x.device)
-        _multiply(x, matrix, chunk, packed)
+        multiply_chunks(x, matrix, chunk, packed)
     if scales is not None:
         packed *= scales[: weight.rows]
     if places is not None:
@@ -292,7 +307,7 @@ def _by_unpacked(
         out += bias
 
 
-def _multiply(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
+def multiply_chunks(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
     """x [M, K] @ weight.T [K, N] bf16 into float32 [M, N], `chunk` rows at a time, accumulated in float32.
 
     The matrix library takes other ways for other shapes, and a chunk's bits must not depend on those next to it: a part
@@ -301,7 +316,7 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tens
     short = -x.shape[0] % chunk
     if short:
         whole = torch.empty(x.shape[0] + short, weight.shape[0], dtype=torch.float32, device=x.device)
-        _multiply(torch.nn.functional.pad(x, (0, 0, 0, short)), weight, chunk, whole)
+        multiply_chunks(torch.nn.functional.pad(x, (0, 0, 0, short)), weight, chunk, whole)
         out.copy_(whole[: x.shape[0]])
         return
     for rows, results in zip(x.split(chunk), out.split(chunk), strict=True):

@@ -10,6 +10,7 @@ from lowlat.kernels.collectives.all_reduce import all_reduce, all_reduce_add, al
 from lowlat.kernels.collectives.shares import share_add, share_add_norm
 from lowlat.kernels.elementwise.embed import embed_norm
 from lowlat.kernels.elementwise.norm import add_norm
+from lowlat.kernels.elementwise.norm_add import norm_add
 from lowlat.kernels.elementwise.rotate import LayerKV, rotate, rotate_layers
 from lowlat.kernels.gemm.decode.gemm import steps_to_hold
 from lowlat.kernels.speculation.draft_block import BlockBoundary, block_input, mask_input
@@ -20,7 +21,18 @@ from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, Call, decodes
 from lowlat.lowering.fusion import Fusion, Run
 
-__all__ = ["ROW_FUSIONS", "adds_ranks", "embedded", "embeds_for_norms", "gathered", "level_input"]
+__all__ = [
+    "ROW_FUSIONS",
+    "add_normed",
+    "added_hides",
+    "added_rows",
+    "adds_ranks",
+    "embedded",
+    "embeds_for_norms",
+    "gathered",
+    "is_unscaled",
+    "level_input",
+]
 
 KV_WRITES = ("kv_write", "prefill_kv_write")
 
@@ -43,12 +55,19 @@ def _norms_result(run: Run, gpu: Gpu) -> bool:
 def _embed_norm(binding: Binding, run: Run) -> Sequence[Call]:
     op = run.op("embed")
     given = binding.arguments(op)
-    table = binding.weights.table(op.weights["weight"])
-    return embed_norm(given["tokens"], table, **_normed(binding, run), out=given["out"])
+    table, scale = binding.weights.table(op.weights["weight"]), given.get("scale")
+    return embed_norm(given["tokens"], table, **_normed(binding, run), out=given["out"], scale=scale)
+
+
+def is_unscaled(run: Run) -> bool:
+    """Whether embedded rows are taken as they are: launches that do more than embed and norm have no scale."""
+    return run.op("embed").params.get("scale") is None
 
 
 def _embeds_block(run: Run, gpu: Gpu) -> bool:
     """Whether the norm is of the block's embedded rows, all of which that are live."""
+    if not is_unscaled(run):
+        return False
     made, embed, norm = run.op("mask_rows").writes, run.op("embed"), run.op("rms_norm")
     read = (embed.reads["tokens"], norm.reads["x"], norm.reads.get("row_live"))
     return read == (made["tokens"], embed.writes["out"], made["row_live"])
@@ -67,6 +86,70 @@ def _add_norm(binding: Binding, run: Run) -> Sequence[Call]:
         given["a"], given["b"], norm["norm_weight"], norm["row_live"], total=given["out"], out=norm["normed"],
         eps=norm["eps"],
     )  # fmt: skip
+
+
+def added_rows(run: Run) -> tuple[str, str] | None:
+    """What a run's residual sum adds, as it comes to the norm before it or to the sum, and the stream that it is added
+    to; None unless each operation of the run reads what those before it made.
+
+    The run is of `cast`, `rms_norm`, `add`, `scale` and `rms_norm`, of which all but the sum may be absent.
+    """
+    rounded, added, scaled = run.find("cast"), run.op("add"), run.find("scale")
+    place = run.ops.index(added)
+    first = next((op for op in run.ops[:place] if op.kind == "rms_norm"), None)
+    following = next((op for op in run.ops[place:] if op.kind == "rms_norm"), None)
+    total = added if scaled is None else scaled
+    if scaled is not None and scaled.reads["x"] != added.writes["out"]:
+        return None
+    if following is not None and following.reads["x"] != total.writes["out"]:
+        return None
+    if first is None:
+        return added.reads["b"], added.reads["a"]
+    if rounded is not None and first.reads["x"] != rounded.writes["out"]:
+        return None
+    if following is not None and following.reads.get("row_live") != first.reads.get("row_live"):
+        return None
+    normed, pair = first.writes["out"], (added.reads["a"], added.reads["b"])
+    others = [name for name in pair if name != normed]
+    if len(others) != 1 or run.program.buffers[others[0]].dtype != torch.bfloat16:
+        return None
+    return (first if rounded is None else rounded).reads["x"], others[0]
+
+
+def _adds_normed(run: Run, gpu: Gpu) -> bool:
+    return added_rows(run) is not None
+
+
+def added_hides(run: Run) -> list[str]:
+    """What a launch keeps to itself: what is rounded, its norm, and the sum before it is scaled."""
+    place = run.ops.index(run.op("add"))
+    hidden = [op.writes["out"] for op in run.ops[:place]]
+    return [*hidden, run.op("add").writes["out"]] if run.find("scale") is not None else hidden
+
+
+def add_normed(binding: Binding, run: Run, arranged: torch.Tensor | None = None) -> Sequence[Call]:
+    """Norm, sum, scale and norm, as far as the run has them.
+
+    arranged  where the last norm goes as a prefill GEMM reads it; None: it goes row by row to its buffer
+    """
+    rows = added_rows(run)
+    if rows is None:
+        raise ValueError("the run's operations do not read each other's results")
+    added, scaled = run.op("add"), run.find("scale")
+    place = run.ops.index(added)
+    first = next((op for op in run.ops[:place] if op.kind == "rms_norm"), None)
+    following = next((op for op in run.ops[place:] if op.kind == "rms_norm"), None)
+    given: dict[str, Any] = {"weight": None, "total": binding.buffers[(scaled or added).writes["out"]]}
+    for op, names in ((first, ("weight", "eps")), (following, ("next_weight", "next_eps"))):
+        if op is not None:
+            own = binding.arguments(op)
+            given |= {names[0]: binding.vectors(op)["weight"], names[1]: own["eps"], "row_live": own.get("row_live")}
+    if following is not None:
+        given["out"] = binding.buffers[following.writes["out"]] if arranged is None else arranged
+    if scaled is not None:
+        given["scalar"] = binding.vectors(scaled)["scalar"]
+    x, residual = (binding.buffers[name] for name in rows)
+    return norm_add(x, residual=residual, arranged=arranged is not None, **given)
 
 
 def adds_ranks(run: Run) -> bool:
@@ -129,7 +212,7 @@ def _all_reduce(binding: Binding, run: Run) -> Sequence[Call]:
 def embeds_for_norms(run: Run, gpu: Gpu) -> bool:
     """Whether the draft model's two norms read this embedding and, where rows are gathered, what was gathered."""
     embed, norms, level = run.op("embed"), run.op("concat_norms"), run.find("gather_level")
-    if norms.reads["embedded"] != embed.writes["out"]:
+    if norms.reads["embedded"] != embed.writes["out"] or not is_unscaled(run):
         return False
     if level is None:
         return True
@@ -168,7 +251,7 @@ def _lays_out(run: Run, gpu: Gpu) -> bool:
     """Whether the draft model's norms read the block's rows, and what is stored are features of its committed ones."""
     made, embed, norms = run.op("block_rows").writes, run.op("embed"), run.op("concat_norms")
     read = (embed.reads["tokens"], norms.reads["hidden"], norms.reads.get("row_live"), norms.reads["embedded"])
-    if read != (made["block_tokens"], made["out"], made["block_live"], embed.writes["out"]):
+    if read != (made["block_tokens"], made["out"], made["block_live"], embed.writes["out"]) or not is_unscaled(run):
         return False
     stored = run.find("store_boundary")
     if stored is None:
@@ -205,7 +288,7 @@ def level_input(binding: Binding, run: Run, drafts: ChainDrafts | None = None) -
 
 
 def _embeds_parents(run: Run, gpu: Gpu) -> bool:
-    return run.op("embed").reads["tokens"] == run.op("parent_tokens").writes["parents"]
+    return is_unscaled(run) and run.op("embed").reads["tokens"] == run.op("parent_tokens").writes["parents"]
 
 
 def _parent_vectors(binding: Binding, run: Run) -> Sequence[Call]:
@@ -351,6 +434,8 @@ ROW_FUSIONS = (
     Fusion("parents+embed", "parent_tokens embed", 1, _parent_vectors, _embeds_parents),
     Fusion("mask_rows+embed+norm", "mask_rows embed rms_norm", 2, _mask_input, _embeds_block),
     Fusion("embed+norm", "embed rms_norm", 1, _embed_norm, _norms_result),
+    Fusion("norm+add", "cast? rms_norm add scale? rms_norm?", 1, add_normed, _adds_normed, added_hides),
+    Fusion("add+scale", "add scale rms_norm?", 1, add_normed, _adds_normed, added_hides),
     Fusion("add+norm", "add rms_norm", 1, _add_norm, _norms_result),
     Fusion(
         "layers+rope", f"take_columns take_columns|qk_norm|rope|{'|'.join(KV_WRITES)}*", 2, _rotate_layers,

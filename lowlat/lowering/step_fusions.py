@@ -18,7 +18,7 @@ from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, Call
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.operations import draft_topk_alone, left_argmax, publication
-from lowlat.lowering.row_fusions import embedded, embeds_for_norms, level_input
+from lowlat.lowering.row_fusions import embedded, embeds_for_norms, is_unscaled, level_input
 
 __all__ = ["STEP_FUSIONS"]
 
@@ -91,13 +91,16 @@ def _compacts(run: Run, gpu: Gpu) -> bool:
 
 
 def _compacted(binding: Binding, run: Run) -> Sequence[Call]:
-    """One launch for all layers of a table."""
-    compacted, calls = run.all("kv_compact"), list[Call]()
-    for table in dict.fromkeys(op.reads["block_table"] for op in compacted):
-        each = [binding.arguments(op) for op in compacted if op.reads["block_table"] == table]
+    """One launch for all layers of a table whose caches have one shape."""
+    layers: dict[tuple[str, torch.Size], list[dict[str, Any]]] = {}
+    for op in run.all("kv_compact"):
+        given = binding.arguments(op)
+        layers.setdefault((op.reads["block_table"], given["k_cache"].shape), []).append(given)
+    calls = list[Call]()
+    for (table, shape), each in layers.items():
         shared: dict[str, Any] = {name: each[0][name] for name in COMPACTED}
         caches: dict[str, Any] = {f"{part}_caches": [given[f"{part}_cache"] for given in each] for part in ("k", "v")}
-        calls += kv_compact(**shared, **caches, workspace=binding.workspace, group=table)
+        calls += kv_compact(**shared, **caches, workspace=binding.workspace, group=f"{table}.{tuple(shape)}")
     return calls
 
 
@@ -136,6 +139,7 @@ def _follows(run: Run, gpu: Gpu) -> bool:
         and run.shape(parents.writes["parents"]) == (run.shape(assigning.writes["draft_nodes"])[0], 1)
         and parents.reads.get("draft_nodes") == assigning.writes["draft_nodes"]
         and embed.reads["tokens"] == parents.writes["parents"]
+        and is_unscaled(run)
     )
 
 

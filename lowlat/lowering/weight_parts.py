@@ -7,9 +7,10 @@ import torch
 from lowlat.graphs.program import Op, Program
 from lowlat.kernels.formats import matrix_name, matrix_parts
 
-__all__ = ["EXPERT_GEMMS", "MatrixParts", "expert_parts", "experts_name", "gemm_weights"]
+__all__ = ["EXPERT_GEMMS", "GEMMS", "MatrixParts", "expert_parts", "experts_name", "gemm_weights"]
 
 EXPERT_GEMMS = ("experts_gate_up", "experts_down")
+GEMMS = ("linear", "narrow_linear")
 
 
 def experts_name(op: Op) -> str:

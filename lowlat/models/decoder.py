@@ -5,7 +5,7 @@ from dataclasses import replace
 from lowlat.graphs.program import ProgramBuilder, Stage
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import DeltaSpec
-from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows
+from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows, rounded_scale
 from lowlat.models.walk import (
     Layer,
     Tables,
@@ -15,6 +15,7 @@ from lowlat.models.walk import (
     emit_gated,
     emit_heads,
     emit_output,
+    emit_per_layer,
     emit_projection,
     emit_sandwich,
     layer_of,
@@ -42,19 +43,61 @@ def emit_decoder(
     emitter = Emitter(builder, rows, TORCH_DTYPES[config.dtype], stage)
     scale = config.embedding_scale
     boundaries = [emitter.embed(tokens, "embed.weight", config.hidden_size, "residual.0", scale=scale)]
+    inputs = _emit_per_layer_inputs(emitter, config, tokens, boundaries[0])
     for number in range(config.num_layers):
-        layer = layer_of(config, number, f"layers.{number}", (f"k_cache.{number}", f"v_cache.{number}"))
+        kept = _kv_layer(config, number)
+        layer = layer_of(config, number, f"layers.{number}", (f"k_cache.{kept}", f"v_cache.{kept}"))
         normed = emitter.norm(boundaries[-1], f"{layer.name}.attn_norm.weight", layer.eps, "normed")
         mixed = emit_sandwich(emitter, layer, _emit_mixer(emitter, layer, number, normed, tables), "post_attn")
         middle = emitter.add(boundaries[-1], mixed, "residual.middle")
         normed = emitter.norm(middle, f"{layer.name}.ffn_norm.weight", layer.eps, "normed")
-        output = emit_sandwich(emitter, layer, emit_ffn(emitter, layer, normed), "post_ffn")
+        output = emit_sandwich(emitter, layer, emit_ffn(emitter, layer, normed, middle), "post_ffn")
         out = last if number + 1 == config.num_layers else ""
-        boundaries.append(emitter.add(middle, output, f"residual.{number + 1}", out))
+        boundaries.append(_emit_end(emitter, layer, number, (middle, output), inputs, out))
     if config.deltas:
         form = "prefill_" if rows.chunk else ""
         emitter.emit(f"{form}advance_states", dict(rows.recurrent), {"state_lens": "state_lens"})
     return boundaries
+
+
+def _kv_layer(config: ModelConfig, number: int) -> int:
+    """The layer whose cache a layer reads."""
+    spec = config.attentions.get(number)
+    return number if spec is None or spec.kv_layer is None else spec.kv_layer
+
+
+def _emit_per_layer_inputs(emitter: Emitter, config: ModelConfig, tokens: str, residual: str) -> str:
+    """The embeddings of tokens for each layer, [M, L P]; "" where layers have none."""
+    if config.per_layer_size is None:
+        return ""
+    size = config.per_layer_size
+    width, scale = config.num_layers * size, rounded_scale(size**0.5, config.dtype)
+    embedded = emitter.embed(tokens, "per_layer_embed.weight", width, "per_layer.embedded", scale=scale)
+    projected = emitter.linear(residual, "per_layer_projection", width, "per_layer.projected")
+    out = emitter.scratch("per_layer.inputs", emitter.rows.count, width)
+    reads = {"projected": projected, "embedded": embedded, **emitter.live()}
+    own = {"scale": config.hidden_size**-0.5, "eps": config.rms_norm_eps}
+    emitter.emit("per_layer_inputs", reads, {"out": out}, weights={"weight": "per_layer_norm.weight"}, **own)
+    return out
+
+
+def _emit_end(emitter: Emitter, layer: Layer, number: int, sums: tuple[str, str], inputs: str, out: str) -> str:
+    """The residual stream after a layer: the sum with its FFN, with its own embedding, and its scale.
+
+    out  a buffer that it is written to; "": one of the rows' own
+    """
+    name, last = f"residual.{number + 1}", "" if layer.spec.scaled else out
+    if layer.spec.per_layer_size is None:
+        total = emitter.add(*sums, f"{name}.unscaled" if layer.spec.scaled else name, last)
+    else:
+        summed = emitter.add(*sums, "residual.ffn")
+        gated = emit_per_layer(emitter, layer, number, summed, inputs)
+        total = emitter.add(summed, gated, f"{name}.unscaled" if layer.spec.scaled else name, last)
+    if not layer.spec.scaled:
+        return total
+    out = out or emitter.scratch(name, *emitter.builder.spec(total).shape)
+    emitter.emit("scale", {"x": total}, {"out": out}, weights={"scalar": f"{layer.name}.scalar"})
+    return out
 
 
 def _emit_mixer(emitter: Emitter, layer: Layer, number: int, normed: str, tables: Tables) -> str:
@@ -68,8 +111,8 @@ def _emit_mixer(emitter: Emitter, layer: Layer, number: int, normed: str, tables
 def _emit_attention(emitter: Emitter, layer: Layer, number: int, normed: str, tables: Tables) -> str:
     """Attention of these rows, [M, H * D]: over all of the cache, or over their slots' lists of blocks."""
     attention = layer.attention
-    product = emit_projection(emitter, layer, normed, "qkv", "qkv")
-    query = emit_heads(emitter, layer, product, "qkv", tables)["q"]
+    product = emit_projection(emitter, layer, normed, attention.projected, "qkv")
+    query = emit_heads(emitter, layer, product, attention.projected, tables)["q"]
     partial = emitter.rows.partial if attention.window is None else None
     if partial is not None and not emitter.rows.chooses:
         sinks = f"{layer.name}.sinks" if attention.sinks else None

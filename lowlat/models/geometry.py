@@ -59,9 +59,19 @@ class Decoder:
 
     @property
     def attentions(self) -> Mapping[int, AttentionSpec]:
-        """The layers whose mixer is attention, by number: those that keep keys and values."""
+        """The layers whose mixer is attention, by number."""
         found = ((number, layer.mixer) for number, layer in enumerate(self.layers))
         return {number: mixer for number, mixer in found if isinstance(mixer, AttentionSpec)}
+
+    @property
+    def caching(self) -> Mapping[int, AttentionSpec]:
+        """The layers that keep keys and values of their own, by number: those that read no other layer's."""
+        return {number: spec for number, spec in self.attentions.items() if spec.kv_layer is None}
+
+    @property
+    def per_layer_size(self) -> int | None:
+        """The width of a token's embedding of each layer. Raises ConfigError where layers differ in it."""
+        return _alike("the width of their own embeddings", [layer.per_layer_size for layer in self.layers])
 
     @property
     def deltas(self) -> Mapping[int, DeltaSpec]:
@@ -95,7 +105,7 @@ class Decoder:
     @property
     def experts(self) -> ExpertsSpec | None:
         """The experts that all its MoE layers have; None: no layer is one. Raises ConfigError where they differ."""
-        found = [layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsSpec)]
+        found = [layer.experts for layer in self.layers if layer.experts is not None]
         return _alike("experts", found) if found else None
 
 
@@ -178,8 +188,3 @@ class DraftConfig(Decoder):
     own_draft_map: bool = True
     is_cut: bool = False
     coverage: float | None = None
-
-    @property
-    def further_widths(self) -> Mapping[str, int]:
-        """Widths of its products next to those of layers, by the names that users know."""
-        return {}

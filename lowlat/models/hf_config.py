@@ -35,7 +35,13 @@ __all__ = [
 MAX_VOCABULARY = 1 << 24
 MAX_EOS_TOKENS = 64
 
-WRAPPERS = ("qwen3_5", "qwen3_5_moe")  # vision-language models whose text runs here
+WRAPPERS = (
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gemma3",
+    "gemma4",
+    "gemma4_unified",
+)  # vision-language models whose text runs here
 OUTER_KEYS = ("model_type", "architectures", "tie_word_embeddings")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 DTYPES = ("auto", "bfloat16", "float32")

@@ -20,6 +20,7 @@ __all__ = [
     "ExpertsSpec",
     "LayerSpec",
     "Mixer",
+    "ParallelSpec",
     "RopeConfig",
     "Rotation",
 ]
@@ -31,11 +32,12 @@ Activation = Literal["silu", "gelu_tanh"]
 class RopeConfig:
     """Rotary embedding: base, and how its frequencies are scaled for contexts past the trained one.
 
+    share  of a head's pairs that turn, its first, where the kind is proportional: the others have angle 0
     Source: the `rope_theta`, `rope_scaling` and `rope_parameters` entries of config.json.
     """
 
     theta: float
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "proportional"] = "default"
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -44,6 +46,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # multiplies cos and sin; resolved at load (0.1 ln(factor) + 1 for YaRN)
+    share: float = 1.0
 
 
 class Rotation(NamedTuple):
@@ -82,6 +85,9 @@ class AttentionSpec(AttentionWidths):
     rotary_dims  dimensions of a head that turn, its first; None: all
     gated     whether what it gives is multiplied by sigmoids of a projection of its own, before the output projection
     qk_norm   whether the query and key heads are normed, each by head, before RoPE
+    v_norm    whether the value heads are normed, too, without a weight; query and key heads are then normed
+    keys_as_values  whether values are the keys as projected, neither normed by the keys' weight nor rotated
+    kv_layer  the layer whose keys and values it reads, of the same window and heads: it has none; None: its own
     sinks     whether each head has one more score, of no value
     window    positions that a row sees, its own included; None: all before it
     softcap   scores s become c tanh(s / c); None: they stay
@@ -95,12 +101,22 @@ class AttentionSpec(AttentionWidths):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    v_norm: bool = False
+    keys_as_values: bool = False
+    kv_layer: int | None = None
     sinks: bool = False
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
     rotary_dims: int | None = None
     gated: bool = False
+
+    @property
+    def projected(self) -> str:
+        """The heads that its first projection gives, of q, k and v, in order."""
+        if self.kv_layer is not None:
+            return "q"
+        return "qk" if self.keys_as_values else "qkv"
 
     @property
     def score_scale(self) -> float:
@@ -164,6 +180,7 @@ class ExpertsSpec:
     shares_of_all  whether an expert's share is of the softmax over all experts; else over those chosen
     shared         whether there is one more expert, numbered after the others, that every token takes with the share
                    sigmoid of its own row of the router
+    activation     of the gate, where SwiGLU is plain
     shared_ffn     the same as an FFN of its own, where its size or format is another; None: there is none
     """
 
@@ -176,6 +193,7 @@ class ExpertsSpec:
     biased: bool = False
     shares_of_all: bool = False
     shared: bool = False
+    activation: Activation = "silu"
     shared_ffn: DenseSpec | None = None
 
     @property
@@ -197,8 +215,24 @@ class ExpertsSpec:
         return (distinct + self.shared) / self.num_matrices
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParallelSpec:
+    """A dense FFN and experts next to each other: norm_d(dense x) + norm_e(experts y).
+
+    x is the FFN's normed input; y is the residual by another norm, and the router reads it by a third.
+    """
+
+    dense: DenseSpec
+    experts: ExpertsSpec
+
+    @property
+    def inner_size(self) -> int:
+        """Of one expert."""
+        return self.experts.inner_size
+
+
 Mixer: TypeAlias = AttentionSpec | DeltaSpec
-FFN: TypeAlias = DenseSpec | ExpertsSpec
+FFN: TypeAlias = DenseSpec | ExpertsSpec | ParallelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,9 +240,38 @@ class LayerSpec:
     """One layer: x += mixer(norm x), then x += ffn(norm x).
 
     sandwich  whether what mixer and FFN give is normed, too, before it is added
+    per_layer_size  width P of the token's embedding of this layer, which gates a last sum: x += norm(out(gelu(gate x) *
+                    embedding)); None: there is none
+    scaled    whether the residual stream is multiplied by a number of the layer at its end
     Norm weights are what a norm multiplies by: a family whose files store w and multiply by 1 + w adds the 1 at load.
     """
 
     mixer: Mixer
     ffn: FFN
     sandwich: bool = False
+    per_layer_size: int | None = None
+    scaled: bool = False
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """Its experts, next to a dense FFN or alone; None: it has none."""
+        return self.ffn.experts if isinstance(self.ffn, ParallelSpec) else _experts_of(self.ffn)
+
+    @property
+    def dense(self) -> DenseSpec | None:
+        """Its dense FFN, next to experts or alone; None: it has none."""
+        if isinstance(self.ffn, ParallelSpec):
+            return self.ffn.dense
+        return self.ffn if isinstance(self.ffn, DenseSpec) else None
+
+    @property
+    def inner_sizes(self) -> tuple[int, int]:
+        """The inner width of its FFN, or of each of its experts; and of a dense FFN next to these, else 0."""
+        if isinstance(self.ffn, ParallelSpec):
+            return self.ffn.experts.inner_size, self.ffn.dense.inner_size
+        shared = self.ffn.shared_ffn if isinstance(self.ffn, ExpertsSpec) else None
+        return self.ffn.inner_size, 0 if shared is None else shared.inner_size
+
+
+def _experts_of(ffn: FFN) -> ExpertsSpec | None:
+    return ffn if isinstance(ffn, ExpertsSpec) else None

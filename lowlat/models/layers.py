@@ -13,7 +13,7 @@ from lowlat.models.partial_kv import PartialKV
 from lowlat.models.shard import VOCABULARY_UNIT, LayerShard, Place, Shard
 from lowlat.models.windows import window_suffix
 
-__all__ = ["TORCH_DTYPES", "Emitter", "Rows", "scales_name", "table_of"]
+__all__ = ["TORCH_DTYPES", "Emitter", "Rows", "rounded_scale", "scales_name", "table_of"]
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -21,6 +21,11 @@ TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def scales_name(k_cache: str) -> str:
     """The constant that has the scales of a cache of codes, [2, G] float32, by the name of its keys."""
     return k_cache.replace("k_cache", "kv_scales")
+
+
+def rounded_scale(scale: float, dtype: str) -> float:
+    """A factor of embeddings as the compute dtype has it."""
+    return torch.tensor(scale, dtype=TORCH_DTYPES[dtype]).item()
 
 
 def table_of(builder: ProgramBuilder, table: str, window: int | None) -> str:
@@ -82,8 +87,11 @@ class Emitter:
         return self.live() or {"row_live": self.rows.write["row_live"]}
 
     def scratch(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str:
-        """A scratch buffer of these rows."""
-        return self.builder.scratch(f"{self.rows.prefix}{name}", shape, dtype or self.dtype)
+        """A scratch buffer of these rows; layers of other widths have another of the same name, with its extents."""
+        name = f"{self.rows.prefix}{name}"
+        if name in self.builder and self.builder.spec(name).shape != shape:
+            name += f".{'x'.join(map(str, shape[1:]))}"
+        return self.builder.scratch(name, shape, dtype or self.dtype)
 
     def emit(self, kind: str, reads: dict[str, str], writes: dict[str, str], **options: object) -> None:
         """Append one operation in the current stage."""
@@ -113,6 +121,14 @@ class Emitter:
         weights = {"weight": f"{weight}.weight"} | ({"bias": f"{weight}.bias"} if bias else {})
         block = 8 if self.rows.live is not None else self.rows.count
         self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=block, **params)
+        return out
+
+    def narrow_linear(self, x: str, weight: str, width: int, name: str) -> str:
+        """The output in float32, [M, width], of a GEMM of few columns, which follows the norm of its rows."""
+        out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
+        block = 8 if self.rows.live is not None else self.rows.count
+        weights = {"weight": f"{weight}.weight"}
+        self.emit("narrow_linear", {"x": x}, {"out": out}, weights=weights, row_block=block)
         return out
 
     def summed_linear(
@@ -192,19 +208,35 @@ class Emitter:
         return outs
 
     def qk_norm(
-        self, product: str, weight: str, heads: tuple[int, int], head_dim: int, eps: float, name: str = "qk_normed"
+        self,
+        product: str,
+        weight: str,
+        heads: tuple[int, int],
+        head_dim: int,
+        eps: float,
+        name: str = "qk_normed",
+        *,
+        has_keys: bool = True,
+        **values: bool,
     ) -> str:
-        """Norm of the query and key heads of a GEMM's output, in float32."""
-        out = self.scratch(name, *self.builder.spec(product).shape, dtype=torch.float32)
+        """Norm of the query and key heads of a GEMM's output, in float32.
+
+        has_keys  whether the layer norms keys: False where it has none
+        values    `v_norm` and `keys_as_values`, see the operation, where they are true
+        """
+        width = self.builder.spec(product).shape[1] + heads[1] * head_dim * ("keys_as_values" in values)
+        out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
+        letters = "qk" if has_keys else "q"
         self.emit(
             "qk_norm",
             {"qkv": product, **self.live()},
             {"out": out},
-            weights={"q_weight": f"{weight}.q_norm.weight", "k_weight": f"{weight}.k_norm.weight"},
+            weights={f"{letter}_weight": f"{weight}.{letter}_norm.weight" for letter in letters},
             num_heads=heads[0],
             num_kv_heads=heads[1],
             head_dim=head_dim,
             eps=eps,
+            **values,
         )
         return out
 

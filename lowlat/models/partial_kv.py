@@ -204,6 +204,10 @@ def _step_bytes(config: ModelConfig, options: RuntimeConfig, weight_bytes: float
 def _check(partial: PartialKV, options: RuntimeConfig, config: ModelConfig, max_rows: int) -> None:
     at_once = options.prefill_chunk * options.max_prefill_chunks
     problems = (
+        (
+            len(config.caching) < len(config.attentions),
+            "layers of this model read other layers' keys and values, of which they would choose other blocks",
+        ),
         (None not in config.windows, "it has nothing to leave out: every layer of this model has a window"),
         (
             options.block_size % partial.block > 0,

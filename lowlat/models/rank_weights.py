@@ -19,12 +19,12 @@ __all__ = ["RankCuts", "cut_stream", "rank_weights"]
 
 LAYER = re.compile(
     r"(?P<draft>head\.)?(layers\.(?P<number>\d+)\.)?"
-    r"(?P<layer>qkv|q|kv|context\.kv|o|gate|gate_up|down|(experts|shared)\.(gate_up|down)|lm_head|sinks"
+    r"(?P<layer>qkv|qk|q|kv|context\.kv|o|gate|gate_up|down|(experts|shared)\.(gate_up|down)|lm_head|sinks"
     r"|delta_(in|ba|conv|a|dt|out))(\.(?P<part>\w+))?"
 )
 LM_HEAD = "lm_head."
 PROJECTIONS = {  # letters of the heads whose rows a weight has, in order; z, b and a: as values' of a delta net
-    **{letters: letters for letters in ("qkv", "q", "kv")},
+    **{letters: letters for letters in ("qkv", "qk", "q", "kv")},
     "gate": "q",
     "delta_in": "qkvz",
     "delta_conv": "qkv",
@@ -69,7 +69,7 @@ class RankCuts:
         if layer in PROJECTIONS:
             rows = _delta_rows if layer.startswith("delta") else _head_rows
             return _rows(tensor, rows([(own, letter) for letter in PROJECTIONS[layer]]), 0)
-        is_shared = layer.startswith("shared.")
+        is_shared = own.shared_size > 0 and not layer.startswith("experts.")
         if layer.endswith("gate_up"):
             (start, stop), whole = (own.shared_inner, own.shared_size) if is_shared else (own.inner, own.inner_size)
             return _rows(tensor, [(start, stop), (whole + start, whole + stop)], int(layer.startswith("experts.")))

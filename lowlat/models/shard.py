@@ -15,7 +15,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import FORMATS, MatrixFormat
 from lowlat.kernels.reference.collectives.cuts import bounds
-from lowlat.models.layer_spec import DeltaSpec, ExpertsSpec, LayerSpec, Mixer
+from lowlat.models.layer_spec import DeltaSpec, ExpertsSpec, LayerSpec, Mixer, ParallelSpec
 
 if TYPE_CHECKING:
     from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
@@ -71,7 +71,7 @@ class LayerShard(Place):
     num_heads, num_kv_heads, head_dim, inner_size  of the whole layer; of a delta net value heads, key heads, and the
                  size of a value head
     key_dim      the size of a delta net's key heads; of attention 0: it is head_dim
-    shared_size  the inner width of a shared expert that is an FFN of its own; 0: there is none
+    shared_size  the inner width of an FFN next to experts: a dense one, or a shared expert's own; 0: there is none
     """
 
     unit: int
@@ -106,7 +106,7 @@ class LayerShard(Place):
 
     @property
     def shared_inner(self) -> tuple[int, int]:
-        """Its columns of the inner width of a shared expert that is an FFN of its own."""
+        """Its columns of the inner width of the FFN next to experts."""
         return span(self.shared_size, self.size, self.rank, self.unit)
 
 
@@ -137,11 +137,6 @@ def _heads(mixer: Mixer) -> tuple[int, int, int]:
     if isinstance(mixer, DeltaSpec):
         return mixer.num_value_heads, mixer.num_key_heads, mixer.value_dim
     return mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-
-
-def _shared_size(layer: LayerSpec) -> int:
-    shared = layer.ffn.shared_ffn if isinstance(layer.ffn, ExpertsSpec) else None
-    return 0 if shared is None else shared.inner_size
 
 
 def head_unit(num_heads: int, num_kv_heads: int) -> int:
@@ -201,9 +196,9 @@ def _layer_shard(config: "Decoder", layer: LayerSpec, place: dict[str, Any]) -> 
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        inner_size=layer.ffn.inner_size,
+        inner_size=layer.inner_sizes[0],
         key_dim=layer.mixer.key_dim if isinstance(layer.mixer, DeltaSpec) else 0,
-        shared_size=_shared_size(layer),
+        shared_size=layer.inner_sizes[1],
     )
 
 
@@ -215,11 +210,13 @@ def _layer_part(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
         mixer = replace(layer.mixer, num_value_heads=counts[0], num_key_heads=counts[1])
     else:
         mixer = replace(layer.mixer, num_heads=counts[0], num_kv_heads=counts[1])
-    start, stop = shard.inner
-    ffn = replace(layer.ffn, inner_size=stop - start)
+    own, other = (stop - start for start, stop in (shard.inner, shard.shared_inner))
+    if isinstance(layer.ffn, ParallelSpec):
+        dense, experts = replace(layer.ffn.dense, inner_size=other), replace(layer.ffn.experts, inner_size=own)
+        return replace(layer, mixer=mixer, ffn=ParallelSpec(dense=dense, experts=experts))
+    ffn = replace(layer.ffn, inner_size=own)
     if isinstance(ffn, ExpertsSpec) and ffn.shared_ffn is not None:
-        start, stop = shard.shared_inner
-        ffn = replace(ffn, shared_ffn=replace(ffn.shared_ffn, inner_size=stop - start))
+        ffn = replace(ffn, shared_ffn=replace(ffn.shared_ffn, inner_size=other))
     return replace(layer, mixer=mixer, ffn=ffn)
 
 
@@ -227,7 +224,7 @@ def _coded_part(part: "ModelConfig") -> "ModelConfig":
     """A rank's part with the scales of its own key-value heads, where the cache holds codes."""
     if part.coded_kv is None or part.shard is None:
         return part
-    spans = [part.shard.layers[number].kv_heads for number in part.attentions]
+    spans = [part.shard.layers[number].kv_heads for number in part.caching]
     scales = tuple(
         (keys[first:last], values[first:last])
         for (keys, values), (first, last) in zip(part.coded_kv.scales, spans, strict=True)
@@ -252,7 +249,6 @@ def _layer_problem(config: "Decoder", layer: LayerSpec, size: int, invariant: bo
     most = heads // head_unit(heads, kv_heads)
     least = heads // size * head_dim if most == PARTS else output_unit
     together = math.lcm(WIDTH, _dense_block(config))
-    inner = layer.ffn.inner_size
     if size > most:
         names = ("num_attention_heads", "num_key_value_heads")
         if isinstance(layer.mixer, DeltaSpec):
@@ -260,7 +256,7 @@ def _layer_problem(config: "Decoder", layer: LayerSpec, size: int, invariant: bo
         return f"is more than {most}, the parts of {names[0]} {heads} with {names[1]} {kv_heads}"
     if least % together:
         return f"cuts inputs of output projections at multiples of {least}, and {together} are held together"
-    for width in (inner, *([_shared_size(layer)] if _shared_size(layer) else [])):
+    for width in filter(None, layer.inner_sizes):
         if width % unit or width < size * unit:
             return f"cuts intermediate_size {width} into parts of multiples of {unit}, which it has not"
     return None
@@ -272,13 +268,12 @@ def _units(config: "Decoder", layer: LayerSpec, invariant: bool) -> tuple[int, i
     The inner width stays together in whole steps where parts are summed one by one, if it has some for all of them.
     The latter are a multiple of what formats hold together where so many ranks are allowed, see `_check`.
     """
-    experts = FORMATS[layer.ffn.weight_format].block if isinstance(layer.ffn, ExpertsSpec) else 1
+    experts = 1 if layer.experts is None else FORMATS[layer.experts.weight_format].block
     num_heads, num_kv_heads, head_dim = _heads(layer.mixer)
     output = head_dim * head_unit(num_heads, num_kv_heads)
     unit = math.lcm(WIDTH, experts, _dense_block(config))
     whole = math.lcm(unit, STEP)
-    widths = (layer.ffn.inner_size, _shared_size(layer) or layer.ffn.inner_size)
-    has_steps = all(width % whole == 0 and width >= PARTS * whole for width in widths)
+    has_steps = all(width % whole == 0 and width >= PARTS * whole for width in filter(None, layer.inner_sizes))
     return whole if invariant and has_steps else unit, output
 
 

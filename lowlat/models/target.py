@@ -26,7 +26,6 @@ from lowlat.errors import ConfigError
 from lowlat.models.families import FAMILIES
 from lowlat.models.geometry import CodedKV, Decoder, ModelConfig
 from lowlat.models.hf_config import dtype_error, is_quantised, read_config, resolve_dtype, stored_dtype
-from lowlat.models.layer_spec import ExpertsSpec
 from lowlat.options.model_names import display_name
 
 __all__ = [
@@ -110,7 +109,7 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
 
 def _has_codes(config: ModelConfig) -> bool:
     """Whether any weights are stored as codes."""
-    experts = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsSpec))
+    experts = [layer.experts for layer in config.layers if layer.experts is not None]
     return config.quantisation is not None or any(each.weight_format != "bf16" for each in experts)
 
 
@@ -151,10 +150,17 @@ def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
     ignored.add(own.stored("model.rotary_emb.inv_freq"))
     if config.tie_embeddings:
         ignored.add(own.stored(LM_HEAD))
-    ignored |= {name for name in checkpoint.entries if name.startswith(own.skipped)}
+    ignored |= {name for name in checkpoint.entries if name.startswith((*own.skipped, *_unread(config, own.stem)))}
     if config.quantisation is not None:
         ignored |= config.quantisation.unused(checkpoint)
     return ignored & set(checkpoint.entries)
+
+
+def _unread(config: ModelConfig, stem: str) -> list[str]:
+    """Beginnings of the names of what files have of keys and values of layers that have none of their own."""
+    layers = config.attentions.keys() - config.caching.keys()
+    parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    return [f"{stem}.layers.{layer}.self_attn.{part}" for layer in layers for part in parts]
 
 
 def _check_tied_copy(checkpoint: Checkpoint, name: str, weights: Mapping[str, torch.Tensor]) -> None:
@@ -239,7 +245,7 @@ def code_kv(target: OpenedTarget) -> OpenedTarget:
 
 def coded(config: ModelConfig, checkpoint: Checkpoint | None = None) -> ModelConfig:
     """The geometry of a model whose KV cache holds codes; without a checkpoint all scales are 1."""
-    heads = {layer: spec.num_kv_heads for layer, spec in config.attentions.items()}
+    heads = {layer: spec.num_kv_heads for layer, spec in config.caching.items()}
     stem = FAMILIES[config.family].names_in(None if checkpoint is None else checkpoint.entries).stem
     return replace(config, coded_kv=CodedKV(read_kv_scales(checkpoint, heads, stem)))
 
@@ -254,7 +260,8 @@ def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
     widths = {config.hidden_size, getattr(config, "target_hidden_size", 0)}
     widths |= {spec.query_size for spec in config.attentions.values()}
     widths |= {spec.value_size for spec in config.deltas.values()}
-    widths |= {layer.ffn.inner_size for layer in config.layers}
+    widths |= {size for layer in config.layers for size in layer.inner_sizes if size}
+    widths |= {layer.per_layer_size for layer in config.layers if layer.per_layer_size is not None}
     return replace(config, quantiser=quantiser.fitted(*widths))
 
 

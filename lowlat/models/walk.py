@@ -13,7 +13,15 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import Decoder
-from lowlat.models.layer_spec import AttentionSpec, DeltaSpec, DenseSpec, ExpertsSpec, LayerSpec, Rotation
+from lowlat.models.layer_spec import (
+    AttentionSpec,
+    DeltaSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ParallelSpec,
+    Rotation,
+)
 from lowlat.models.layers import Emitter
 from lowlat.models.shard import LayerShard
 
@@ -26,6 +34,7 @@ __all__ = [
     "emit_gated",
     "emit_heads",
     "emit_output",
+    "emit_per_layer",
     "emit_projection",
     "emit_sandwich",
     "layer_of",
@@ -87,14 +96,19 @@ def emit_heads(
 ) -> dict[str, str]:
     """The heads in a GEMM's output [M, ...], normed where the layer says so and rotated: by letter, [M, H or G, D].
 
-    letters  of q, k and v, those that the output holds, in this order
+    letters  of q, k and v, those that the output holds, in this order; keys that are values, too, give both
     normed   the buffer of normed heads
     write    whether keys and values are stored
     """
     attention, counts = layer.attention, layer.head_counts
     if attention.qk_norm:
         heads = (counts["q"] if "q" in letters else 0, counts["k"] if "k" in letters else 0)
-        product = emitter.qk_norm(product, layer.name, heads, attention.head_dim, layer.eps, normed)
+        values = {name: True for name in ("v_norm", "keys_as_values") if getattr(attention, name) and heads[1]}
+        has_keys = attention.kv_layer is None
+        product = emitter.qk_norm(
+            product, layer.name, heads, attention.head_dim, layer.eps, normed, has_keys=has_keys, **values
+        )
+        letters += "v" if "keys_as_values" in values else ""
     own = {letter: counts[letter] for letter in letters}
     parts = emitter.rotate(product, own, attention.head_dim, tables[attention.rotation])
     if write and "k" in parts:
@@ -141,8 +155,8 @@ def emit_delta(emitter: Emitter, layer: Layer, delta: DeltaSpec, number: int, no
     """
     name, count = layer.name, emitter.rows.count
     channels, width, form = delta.num_channels, delta.value_size, "prefill_" if emitter.rows.chunk else ""
+    ba = emitter.narrow_linear(normed, f"{name}.delta_ba", 2 * delta.num_value_heads, "delta_ba")
     product = emitter.linear(normed, f"{name}.delta_in", channels + width, "delta_in")
-    ba = emitter.linear(normed, f"{name}.delta_ba", 2 * delta.num_value_heads, "delta_ba")
     mixed = emitter.scratch("delta_mixed", count, channels)
     given = emitter.rows.recurrent | ({"snapshots": "prefill_states"} if form else {"state_lens": "state_lens"})
     weights = {"weight": f"{name}.delta_conv.weight"}
@@ -172,22 +186,52 @@ def emit_output(emitter: Emitter, layer: Layer, attended: str) -> str:
     return emitter.output(attended, f"{layer.name}.o", layer.hidden_size, layer.shard, bias=bias)
 
 
-def emit_ffn(emitter: Emitter, layer: Layer, normed: str) -> str:
-    """The FFN over normed rows [M, N], summed over ranks: [M, N] float32."""
+def emit_ffn(emitter: Emitter, layer: Layer, normed: str, residual: str = "") -> str:
+    """The FFN over normed rows [M, N], summed over ranks: [M, N] float32; of two next to each other the compute dtype.
+
+    residual  the rows before their norm, which experts next to a dense FFN read
+    """
     ffn = layer.spec.ffn
     if isinstance(ffn, ExpertsSpec):
-        return _emit_experts(emitter, layer, ffn, normed)
+        return _emit_experts(emitter, layer, ffn, normed, normed)
     unit = 1 if layer.shard is None else layer.shard.unit
-    return _emit_dense(emitter, layer, layer.name, ffn, normed, unit)
+    if isinstance(ffn, DenseSpec):
+        return _emit_dense(emitter, layer, layer.name, ffn, normed, unit)
+    dense = _emit_dense(emitter, layer, layer.name, ffn.dense, normed, unit, "dense.")
+    dense = _emit_normed(emitter, layer, dense, "post_dense")
+    taken = emitter.norm(residual, f"{layer.name}.pre_experts_norm.weight", layer.eps, "experts.normed")
+    routed = emitter.norm(residual, f"{layer.name}.router_norm.weight", layer.eps, "router.normed")
+    experts = _emit_experts(emitter, layer, ffn.experts, taken, routed, scaled=True)
+    return emitter.add(dense, _emit_normed(emitter, layer, experts, "post_experts"), "ffn")
 
 
 def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str:
-    """The output of a mixer or an FFN, [M, N] float32, normed where the layer says so: rounded, then normed.
+    """The output of a mixer or an FFN, [M, N], normed where the layer says so: rounded, then normed.
 
     norm  of "post_attn" and "post_ffn"
     """
     if not layer.spec.sandwich:
         return output
+    if norm == "post_ffn" and isinstance(layer.spec.ffn, ParallelSpec):
+        return emitter.norm(output, f"{layer.name}.{norm}_norm.weight", layer.eps, f"{norm}.normed")
+    return _emit_normed(emitter, layer, output, norm)
+
+
+def emit_per_layer(emitter: Emitter, layer: Layer, number: int, residual: str, inputs: str) -> str:
+    """What the token's embedding of this layer adds to the residual stream [M, N]: [M, N], normed.
+
+    inputs  the embeddings of all layers, [M, L P]
+    """
+    size = layer.spec.per_layer_size or 0
+    gate = emitter.linear(residual, f"{layer.name}.per_layer_gate", size, "per_layer.gate")
+    gated = emitter.scratch("per_layer.gated", emitter.rows.count, size)
+    emitter.emit("per_layer_gate", {"gate": gate, "inputs": inputs, **emitter.live()}, {"out": gated}, layer=number)
+    output = emitter.linear(gated, f"{layer.name}.per_layer_out", layer.hidden_size, "per_layer.output")
+    return _emit_normed(emitter, layer, output, "post_per_layer")
+
+
+def _emit_normed(emitter: Emitter, layer: Layer, output: str, norm: str) -> str:
+    """A GEMM's output [M, N], rounded, then normed."""
     rounded = emitter.cast(output, f"{norm}.rounded")
     return emitter.norm(rounded, f"{layer.name}.{norm}_norm.weight", layer.eps, f"{norm}.normed")
 
@@ -206,7 +250,10 @@ def _emit_dense(
     )
 
 
-def _emit_experts(emitter: Emitter, layer: Layer, experts: ExpertsSpec, normed: str) -> str:
+def _emit_experts(
+    emitter: Emitter, layer: Layer, experts: ExpertsSpec, normed: str, routed: str, *, scaled: bool = False
+) -> str:
+    """Experts over normed rows [M, N], chosen by the router over `routed`; scaled: shares have a scale by expert."""
     name, count, chosen = layer.name, emitter.rows.count, experts.num_taken
     one_more = {"shared": True} if experts.shared else {}
     ids = emitter.scratch("expert_ids", count, chosen, dtype=torch.int32)
@@ -214,13 +261,14 @@ def _emit_experts(emitter: Emitter, layer: Layer, experts: ExpertsSpec, normed: 
     biases = ("bias",) if experts.biased else ()
     emitter.emit(
         "router",
-        {"x": normed, **emitter.wanted()},
+        {"x": routed, **emitter.wanted()},
         {"expert_ids": ids, "expert_weights": shares},
-        weights={part: f"{name}.router.{part}" for part in ("weight", *biases)},
+        weights={part: f"{name}.router.{part}" for part in ("weight", *biases, *(("scale",) if scaled else ()))},
         over_all=experts.shares_of_all,
         **one_more,
     )
     parts = (*FORMATS[experts.weight_format].parts, *biases)
+    activation = {} if experts.activation == "silu" else {"activation": experts.activation}
     activated = emitter.scratch("experts.activated", count, chosen, experts.inner_size)
     emitter.emit(
         "experts_gate_up",
@@ -229,6 +277,7 @@ def _emit_experts(emitter: Emitter, layer: Layer, experts: ExpertsSpec, normed: 
         weights={part: f"{name}.experts.gate_up.{part}" for part in parts},
         limit=experts.swiglu_limit,
         alpha=experts.swiglu_alpha,
+        **activation,
     )
     output = emitter.scratch("down", count, layer.hidden_size, dtype=torch.float32)
     shard, own = layer.shard, dict[str, int]()

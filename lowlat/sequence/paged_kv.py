@@ -57,7 +57,7 @@ class PagedKV(SequenceState):
         dtype, pools = kv_dtype(self.config), (self.num_blocks, self.windows)
         return [
             cache
-            for layer, spec in self.config.attentions.items()
+            for layer, spec in self.config.caching.items()
             for cache in cache_specs(
                 (f"k_cache.{layer}", f"v_cache.{layer}"),
                 (spec.num_kv_heads, self.block_size, spec.head_dim),

@@ -210,7 +210,7 @@ class StepBuilder:
     def _compact(self, stage: Stage) -> None:
         names = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
         of_table: dict[str, list[int]] = {}
-        for layer, spec in self.geometry.config.attentions.items():
+        for layer, spec in self.geometry.config.caching.items():
             of_table.setdefault(table_of(self.builder, "block_table", spec.window), []).append(layer)
         for table, layers in of_table.items():  # one table's after the other: they are one launch
             for layer in layers:

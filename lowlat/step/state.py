@@ -359,7 +359,7 @@ def declare_state(builder: ProgramBuilder, geometry: StepGeometry, fewer: Mappin
 
     fewer  rows of the buffers of which the program has not the most
     """
-    coded, layers = geometry.config.coded_kv, [f"k_cache.{layer}" for layer in geometry.config.attentions]
+    coded, layers = geometry.config.coded_kv, [f"k_cache.{layer}" for layer in geometry.config.caching]
     for spec in state_specs(geometry):
         own_rows = (fewer.get(spec.name, spec.shape[0]), *spec.shape[1:])
         builder.declare(replace(spec, shape=own_rows))

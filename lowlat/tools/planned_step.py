@@ -17,9 +17,10 @@ from lowlat.errors import ConfigError
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.peers import PeerMemory
 from lowlat.executors.distributed.place import RankPlace
-from lowlat.executors.make import check_positions, uncovered
+from lowlat.executors.make import check_positions
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
+from lowlat.lowering.covers import uncovered
 from lowlat.lowering.lower import LoweredGroup
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import read_model_config
@@ -37,7 +38,7 @@ from lowlat.step.variants import bodies_of
 from lowlat.tools.bench.geometry import Geometry, read_geometries
 from lowlat.tools.draft_model.random_models import random_speculator
 from lowlat.tools.gpus import DescribedGpu
-from lowlat.tools.tune.pairs import META, LoweredPrograms, Pair, rounded_pair
+from lowlat.tools.tune.pairs import META, LoweredPrograms, Pair, rounded_pair, weight_shapes
 
 __all__ = [
     "PRESET_DRAFT_MODEL",
@@ -123,8 +124,7 @@ def plan_step(
     steps = [build_program(own, each, topologies) for each in _parts(bucket, depth)]
     positions = max((size for size in own.prefill_sizes if size <= context), default=min(own.prefill_sizes))
     prefill = build_prefill(own, positions)
-    draft = None if pair.speculator is None else pair.speculator.draft_config
-    problem = uncovered(pair.config, draft, options.block_size)
+    problem = uncovered([*steps, prefill], weight_shapes(pair))
     lowered = [_plain(each) for each in (*steps, prefill)]
     if problem is None:
         check_positions(geometry, invariant=options.tp_invariant)

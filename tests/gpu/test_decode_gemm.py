@@ -114,7 +114,7 @@ def test_residual_and_activation(launcher: Launcher, width: int, depth: int) -> 
         launcher.run(*decode_gemm(x=x, weight=plain, out=gate), *output_gate(residual, gate, live, out=want))
         assert torch.equal(out, want) and not want[rows // 2].any()
         act = torch.full((rows, width // 2), torch.nan, device="cuda", dtype=torch.bfloat16)
-        launcher.run(*decode_gemm(x=x, weight=gated, out=act, row_live=live, silu=True))
+        launcher.run(*decode_gemm(x=x, weight=gated, out=act, row_live=live, activation="silu"))
         gate, up = product.chunk(2, dim=-1)
         assert _error(act, torch.nn.functional.silu(gate) * up * live[:, None]) < 4e-3
         assert not act[rows // 2].any()

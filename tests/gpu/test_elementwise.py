@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rowwise_cases import Lab, check_elementwise, check_markov_heads, poison, same_bits
+from rowwise_cases import Lab, check_elementwise, check_markov_heads, check_per_layer, poison, same_bits
 
 from lowlat.kernels.elementwise.elementwise import add_gated, silu_mul
 
@@ -11,6 +11,11 @@ from lowlat.kernels.elementwise.elementwise import add_gated, silu_mul
 def test_against_the_reference(lab: Lab, rows: int, width: int) -> None:
     check_elementwise(lab, rows, width)
     check_markov_heads(lab, rows, width, 64)
+
+
+@pytest.mark.parametrize(("layers", "size"), [(42, 256), (3, 24), (2, 2048)])
+def test_inputs_of_layers_against_the_reference(lab: Lab, layers: int, size: int) -> None:
+    check_per_layer(lab, 5, layers, size)
 
 
 def test_extreme_gates(lab: Lab) -> None:

@@ -6,6 +6,7 @@ from rowwise_cases import (
     EPS,
     Lab,
     check_add_norm,
+    check_norm_add,
     check_norms,
     check_permutation,
     check_split_norms,
@@ -16,7 +17,8 @@ from rowwise_cases import (
 )
 
 from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
-from lowlat.kernels.elementwise.norm import MAX_WIDTH, add_norm, rms_norm, split_norms
+from lowlat.kernels.elementwise.limits import MAX_WIDTH
+from lowlat.kernels.elementwise.norm import add_norm, rms_norm, split_norms
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 
 
@@ -97,3 +99,10 @@ def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(lab: Lab, w
         want = lab.launch(arrange, {"out": room}, x=plain["out"])["out"]
         sums = lab.launch(arranged_add_norm, {"total": poison(rows, width), "out": room}, **given)
         assert same_bits(sums["total"], plain["total"]) and same_bits(sums["out"], want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 2560, 2816, 5376, 16384])
+def test_norm_sum_scale_and_norm_in_one_launch(lab: Lab, width: int, dtype: torch.dtype) -> None:
+    check_norm_add(lab, 4, width, dtype, scalar=0.7, arranges=True)
+    check_norm_add(lab, 1, width, dtype, torch.float32, arranges=True)

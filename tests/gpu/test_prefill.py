@@ -25,7 +25,7 @@ def test_a_chunk_is_the_reference_s(name: str, live: int | None, launcher: Launc
         assert name != "llama" or float(differences.max()) < 4e-2, buffer
 
 
-@pytest.mark.parametrize(("heads", "num_heads", "dim"), [(8, 2, 64), (32, 8, 128)])
+@pytest.mark.parametrize(("heads", "num_heads", "dim"), [(8, 2, 64), (32, 8, 128), (8, 4, 256), (16, 2, 512)])
 @pytest.mark.parametrize("rows", [40, 64, 200, 512])
 def test_attention_that_leaves_its_rows_arranged_changes_no_bit(
     rows: int, heads: int, num_heads: int, dim: int, launcher: Launcher
@@ -39,7 +39,7 @@ def test_attention_that_leaves_its_rows_arranged_changes_no_bit(
     sinks = torch.randn(heads, device=DEVICE)
     chunk = torch.tensor([250, rows - 7], dtype=torch.int32, device=DEVICE)
     given: dict[str, Any] = {"q": q, "keys": keys, "values": values, "chunk": chunk, "sinks": sinks, "scale": 0.1}
-    for groups in GROUPS:
+    for groups in GROUPS if dim < 512 else (2,):
         plain = torch.full_like(q, torch.nan)
         room = torch.full(arranged_shape(rows, heads * dim), torch.nan, device=DEVICE).bfloat16()
         want, found = room.clone(), room.clone()

@@ -1,5 +1,6 @@
-"""The page in a browser: it asks, shows what comes, stops, clears, tells what went wrong; nothing is from elsewhere."""
+"""The page in a browser: it asks, shows what comes, stops, keeps, tells what went wrong; nothing is from elsewhere."""
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from served import eventually, serve_in
 
 import lowlat.serving.http
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.messages import Message
+from lowlat.ipc.messages import Message, ToolCallDelta
 
 PAGE = Path(lowlat.serving.http.__file__).parent / "page"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
@@ -46,7 +47,8 @@ class Shown:
 
     def ask(self, text: str, at_most: int | None = None) -> None:
         """Type a question and press Enter."""
-        self.page.write("#max-tokens", "" if at_most is None else str(at_most))
+        value = json.dumps("" if at_most is None else str(at_most))
+        self.page.evaluate(f"document.getElementById('max_tokens').value = {value}")
         self.page.write("#prompt", text)
         self.page.press("Enter", text="\r")
 
@@ -73,16 +75,19 @@ def _shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
 def shown(_shown: Shown) -> Iterator[Shown]:
     """A browser and a gateway, which the tests share."""
     engine = _shown.engine
-    engine.step_s, engine.faults = 0.001, {}
+    engine.step_s, engine.faults, engine.parts = 0.001, {}, []
     engine.asked.clear()
     engine.prompts.clear()
     yield _shown
+    _shown.page.evaluate("if (location.host) localStorage.clear()")
     _shown.page.open("about:blank")
     eventually(lambda: not engine.busy)
 
 
 def test_files_name_no_other_host_and_need_no_inline_code() -> None:
-    for file in PAGE.iterdir():
+    own = [file for file in PAGE.iterdir() if file.is_file()]
+    assert {file.stem for file in (PAGE / "vendor").iterdir()} == {"markdown-it"}  # and its licence
+    for file in own:
         text = file.read_text()
         assert not re.search(r"(https?:)?//[a-z]", text.replace("// ", "")), file
         assert "innerHTML" not in text and "eval(" not in text, file
@@ -97,7 +102,7 @@ def test_a_chat_in_a_browser(shown: Shown) -> None:
     page.until("document.querySelector('#state.bad') && !document.getElementById('key-form').hidden")
     assert shown.text("#state") == "needs the key"
     shown.open()
-    assert page.evaluate("location.hash") == "" and page.evaluate("sessionStorage.length") == 1
+    assert page.evaluate("location.hash") == "" and page.evaluate("Object.keys(localStorage)") == []
     shown.ask("Hi", 6)
     shown.answered(1)
     spans = page.evaluate("[...document.querySelectorAll('.message .token')].map(s => [s.textContent, s.className])")
@@ -115,7 +120,7 @@ def test_a_chat_in_a_browser(shown: Shown) -> None:
 
 @needs_browser
 @pytest.mark.parametrize("size", SIZES)
-def test_stop_and_clear_amid_an_answer(shown: Shown, size: str) -> None:
+def test_stop_and_leave_amid_an_answer(shown: Shown, size: str) -> None:
     page, engine = shown.page, shown.engine
     shown.open(size)
     engine.step_s = SLOW_STEP_S
@@ -127,15 +132,21 @@ def test_stop_and_clear_amid_an_answer(shown: Shown, size: str) -> None:
     page.click("#stop")
     assert page.evaluate(QUIET) and page.evaluate("document.getElementById('send').checkVisibility()")
     assert shown.text(".note") == "stopped"
-    said = page.evaluate("[...document.querySelectorAll('.text')].at(-1).textContent")
+    said = page.evaluate("[...document.querySelectorAll('.tokens')].at(-1).textContent")
     eventually(lambda: len(engine.cancelled_at) == num_cancelled + 1)
     page.write("#prompt", "Two")
     page.click("#send")
     page.until("document.querySelectorAll('.message:last-child .token').length > 9")
     assert engine.prompts == ["<user>One", f"<user>One<assistant>{said}<user>Two"]
-    page.click("#clear")
-    assert page.evaluate(QUIET) and page.evaluate("document.getElementById('messages').childElementCount") == 0
+    page.evaluate("document.getElementById('new').click()")
+    assert page.evaluate("document.getElementById('messages').childElementCount") == 0
+    assert not page.evaluate(QUIET)  # the answer is written on, out of sight
+    page.evaluate("document.querySelector('#kept li button').click()")
+    assert page.evaluate("document.querySelectorAll('.message').length") == 4
+    page.until("document.querySelectorAll('.message:last-child .token').length > 20")
+    page.evaluate("document.querySelector('#kept li button:last-child').click()")  # deleted
     eventually(lambda: len(engine.cancelled_at) == num_cancelled + 2)
+    assert page.evaluate("document.querySelectorAll('.message, #kept li').length") == 0
     shown.ask("Three", 3)
     shown.answered(1)
     assert engine.prompts[2] == "<user>Three"
@@ -205,7 +216,7 @@ def test_any_text_fits_and_all_is_named(shown: Shown, size: str) -> None:
     shown.ask("שלום, " + "ארוך" * 200 + "W" * 400, 3)
     shown.answered(1)
     assert page.evaluate("getComputedStyle(document.querySelector('.user .text')).direction") == "rtl"
-    assert page.evaluate("getComputedStyle([...document.querySelectorAll('.text')].at(-1)).direction") == "ltr"
+    assert page.evaluate("getComputedStyle([...document.querySelectorAll('.marked p')].at(-1)).direction") == "ltr"
     page.write("#prompt", "مرحبا")
     assert page.evaluate("getComputedStyle(document.getElementById('prompt')).direction") == "rtl"
     overflowing = "[...document.querySelectorAll('html, main, #messages')].filter(e => e.scrollWidth > e.clientWidth)"
@@ -218,7 +229,9 @@ def test_any_text_fits_and_all_is_named(shown: Shown, size: str) -> None:
         for node in page.call("Accessibility.getFullAXTree")["nodes"]
         if not node["ignored"] and node["role"]["value"] in ("log", "textbox", "spinbutton", "button", "article")
     }
-    assert names >= {"Conversation", "Prompt", "temperature", "Clear", "Send", "You", "Answer"} and "" not in names
+    assert (
+        names >= {"Conversation", "Prompt", "Options", "Send", "You", "Answer", "Edit the message"} and "" not in names
+    )
     log = "document.querySelector('[role=log][aria-live=polite]')"
     assert page.evaluate(f"{log}.ariaBusy") == "false"
     if size == "phone":
@@ -227,6 +240,171 @@ def test_any_text_fits_and_all_is_named(shown: Shown, size: str) -> None:
         assert page.evaluate("document.getElementById('show-figures').ariaExpanded") == "true"
         page.click("#send")  # still in view
     assert page.evaluate("document.getElementById('figures').checkVisibility()")
+
+
+MARKDOWN = """# Plan
+
+1. **bold** <img src=x onerror=alert(1)> [link](javascript:alert(1)) [good](https://example.org/)
+
+```python
+print("hi")
+```
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+"""
+
+
+def text_parts(text: str, size: int = 7) -> list[dict[str, Any]]:
+    """Parts of an answer that spell a text."""
+    return [{"text": text[place : place + size]} for place in range(0, len(text), size)]
+
+
+def labelled(label: str) -> str:
+    """The selector of a control by its name, in the last message that has one."""
+    return f"[...document.querySelectorAll('[aria-label={json.dumps(label)}]')].at(-1)"
+
+
+@needs_browser
+@pytest.mark.parametrize("size", SIZES)
+def test_markdown_is_shown_and_copied(shown: Shown, size: str) -> None:
+    page, engine = shown.page, shown.engine
+    shown.open(size)
+    engine.parts = text_parts(MARKDOWN)
+    shown.ask("Plan")
+    shown.answered(1)
+    page.until("document.querySelector('.marked table') !== null")
+    marked = "document.querySelector('.marked')"
+    assert page.evaluate(f"{marked}.querySelector('h1').textContent") == "Plan"
+    assert page.evaluate(f"{marked}.querySelector('li strong').textContent") == "bold"
+    assert page.evaluate(f"[...{marked}.querySelectorAll('a')].map(a => a.href)") == ["https://example.org/"]
+    assert page.evaluate("document.querySelectorAll('img').length") == 0
+    assert page.evaluate("getComputedStyle(document.querySelectorAll('td')[1]).textAlign") == "right"
+    page.evaluate(
+        "Object.defineProperty(navigator, 'clipboard', {value: {writeText: async t => { window.copied = t }}})"
+    )
+    for label, text in (("Copy the code", 'print("hi")\n'), ("Copy the message", MARKDOWN)):
+        page.evaluate(f"{labelled(label)}.click()")
+        assert page.evaluate("window.copied") == text
+    assert page.evaluate(f"{labelled('Copy the code')}.textContent") == "Copied"
+    assert page.evaluate("document.querySelector('.tokens').checkVisibility()") is False
+    page.evaluate("document.getElementById('as-tokens').click()")
+    assert page.evaluate("document.querySelector('.tokens').checkVisibility()")
+    assert page.evaluate("document.querySelector('.marked').checkVisibility()") is False
+
+
+@needs_browser
+def test_branches_are_kept_through_a_reload(shown: Shown) -> None:
+    page, engine = shown.page, shown.engine
+    shown.open()
+    for number, text in enumerate(("first", "second"), 1):
+        engine.parts = text_parts(text)
+        shown.ask(f"Question {number}")
+        shown.answered(number)
+    engine.parts = text_parts("third")
+    page.evaluate(f"{labelled('Another answer')}.click()")
+    page.until(f"document.querySelector('.message:last-child').innerText.includes('third') && {QUIET}")
+    assert engine.prompts[-1] == engine.prompts[-2] == "<user>Question 1<assistant>first<user>Question 2"
+    assert "2 of 2" in shown.text(".message")
+    engine.parts = text_parts("fourth")
+    page.evaluate("document.querySelector('[aria-label=\"Edit the message\"]').click()")
+    page.write(".edit textarea", "Edited")
+    page.press("Enter", text="\r")
+    page.until(f"document.querySelector('.message:last-child').innerText.includes('fourth') && {QUIET}")
+    assert engine.prompts[-1] == "<user>Edited"
+    assert page.evaluate("document.querySelectorAll('.message').length") == 2
+    page.evaluate(f"{labelled('The version before')}.click()")
+    assert page.evaluate("document.querySelectorAll('.message').length") == 4
+    page.reload()
+    page.until("document.getElementById('model')?.textContent == 'fake'")
+    assert page.evaluate("document.querySelectorAll('.message').length") == 4
+    assert page.evaluate("document.title") == "Question 1 – lowlat"
+    assert "third" in shown.text(".message")
+    engine.parts, engine.faults = [], {ord("<"): "full"}
+    page.evaluate(f"{labelled('Another answer')}.click()")
+    assert "The server is busy: " in shown.text(".error")  # the answers before stay
+    assert page.evaluate("document.querySelectorAll('.message').length") == 5
+    assert page.evaluate(BOX) == ""
+
+
+@needs_browser
+def test_a_second_tab_has_the_key_and_the_conversations(shown: Shown) -> None:
+    page, engine = shown.page, shown.engine
+    shown.open()
+    engine.parts = text_parts("here")
+    shown.ask("Where?")
+    shown.answered(1)
+    page.evaluate("document.getElementById('new').click()")
+    url = shown.gateway.address.url()
+    with page.second(url + "/") as second:
+        second.until("document.getElementById('model')?.textContent == 'fake'")
+        second.evaluate("document.querySelector('#kept li button').click()")
+        assert "here" in second.evaluate("document.querySelector('.message:last-child').innerText")
+        second.evaluate("document.querySelector('#kept li button:last-child').click()")
+    page.until("document.querySelectorAll('#kept li').length == 0")
+
+
+@needs_browser
+def test_options_reasoning_and_tool_calls(shown: Shown) -> None:
+    page, engine = shown.page, shown.engine
+    shown.open()
+    call = ToolCallDelta(index=0, id="call-1", name="weather", arguments='{"city": "Bern"}')
+    engine.parts = [{"reasoning": "Which city? "}, {"reasoning": "Bern."}, {"tool_calls": (call,)}]
+    page.click("#show-options")
+    page.write("#system", "Be brief.")
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    page.write("#tools", json.dumps(tools))
+    page.write("#top_p", "0.9")
+    page.write("#seed", "7")
+    assert shown.text("#show-options") == "Options (4)"
+    page.click("#show-options")
+    page.write("#prompt", "Weather?")
+    page.press("Enter", text="\r")
+    shown.answered(1)
+    assert engine.asked[-1].top_p == 0.9 and engine.asked[-1].seed == 7
+    assert "Be brief." in engine.prompts[-1]
+    folded = page.evaluate("[...document.querySelectorAll('details')].map(d => [d.open, d.textContent])")
+    assert folded[0][0] is False and folded[0][1].endswith("Which city? Bern.")
+    assert folded[1][0] is True and "calls weather" in folded[1][1] and '"city": "Bern"' in folded[1][1]
+    engine.parts = text_parts("Rain.")
+    page.write(".results-form textarea", "rain")
+    page.evaluate("document.querySelector('.results-form').requestSubmit()")
+    page.until(f"document.querySelector('.message:last-child').innerText.includes('Rain.') && {QUIET}")
+    assert "rain" in engine.prompts[-1]
+    page.click("#show-options")
+    page.write("#tools", "{")
+    shown.ask("Again?")
+    assert shown.text(".error").startswith("Tools: ")
+
+
+CONTRASTS = """(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
+  const light = (c) => c.map((v) => v / 255).map((v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const ratio = (...pair) => {
+    const [x, y] = pair.map((c) => light(rgb(c))).sort((p, q) => q - p); return (x + .05) / (y + .05); };
+  const ground = (e) => { for (; e; e = e.parentElement) {
+    const c = getComputedStyle(e).backgroundColor; if (!/, 0\\)$/.test(c)) return c; } return "rgb(255, 255, 255)"; };
+  return [...document.querySelectorAll('body *')].filter((e) => e.checkVisibility() && !e.disabled &&
+    [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))
+    .map((e) => [ratio(getComputedStyle(e).color, ground(e)), e.tagName + '.' + e.className + '#' + e.id]);
+})()"""
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_has_the_contrast_that_wcag_asks_for(shown: Shown, scheme: str) -> None:
+    page = shown.page
+    shown.open(scheme=scheme)
+    shown.ask("Hi", 6)
+    shown.answered(1)
+    page.evaluate("document.getElementById('as-tokens').click()")
+    found = page.evaluate(CONTRASTS)
+    assert len(found) > 20 and any("drafted" in name for _, name in found)
+    assert [pair for pair in found if pair[0] < 4.5] == []
+    edge = page.evaluate("getComputedStyle(document.querySelector('.message .drafted')).boxShadow")
+    assert edge != "none"  # an accepted draft is told by more than its tint
 
 
 @needs_browser

@@ -1,6 +1,7 @@
 """Which executor a model gets: kernels where they cover it; torch's operations, or a refusal by name, elsewhere."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ import lowlat
 from lowlat.engine import loading
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.executors.devices import DeviceChoice
-from lowlat.executors.make import check_positions, settle_executor, uncovered
-from lowlat.kernels.attention.attention import attention, choose_split
+from lowlat.executors.make import check_positions, settle_executor
+from lowlat.graphs import Bucket
+from lowlat.graphs.program import Program
+from lowlat.kernels.attention.attention import attention
+from lowlat.kernels.attention.limits import choose_split
 from lowlat.kernels.elementwise.norm import check_width
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.sampling.select import count_chunks
+from lowlat.lowering.covers import uncovered
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import DenseSpec, ExpertsSpec
 from lowlat.models.target import load_target
@@ -25,7 +30,11 @@ from lowlat.options.config import RuntimeConfig
 from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.weights import load_draft_model
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import build_step
+from lowlat.step.prefill import build_prefill
 from lowlat.step.state import StepGeometry
+from lowlat.tools.tune.pairs import Pair, weight_shapes
 
 DEMO = Path(lowlat.__file__).parent / "demo"
 EXPERTS = ExpertsSpec(
@@ -47,54 +56,81 @@ def changed(
     return with_changes(known[0], **target), None if head is None else with_changes(known[1], **head)
 
 
+def planned(
+    config: ModelConfig, head: Eagle3Config | None, **sizes: int
+) -> tuple[list[Program], dict[str, torch.Tensor]]:
+    """A step's program and a prompt's, and the shapes of the weights."""
+    own = geometry(config, head, 512, max_rows=2, num_drafted_rows=2, **sizes)
+    topology = TreeTopology.chain(int(head is not None))
+    step = build_step(own, Bucket(1, topology.num_nodes, topology.depth), topology)
+    weights = weight_shapes(Pair("known", config, own.speculator))
+    for number, layer in enumerate(config.layers):
+        if isinstance(layer.ffn, ExpertsSpec):
+            router = torch.empty(layer.ffn.num_matrices, config.hidden_size, device="meta")
+            weights[f"layers.{number}.router.weight"] = router
+    return [step, build_prefill(own)], weights
+
+
 @pytest.mark.parametrize(
     ("target", "head", "problem"),
     [
         ({"dtype": "float32"}, {}, "the kernels compute in bfloat16 and dtype is float32"),
-        ({"ffn": replace(EXPERTS, num_experts=513)}, None, "at most 512 experts and the target's layers have 513"),
+        (
+            {"ffn": replace(EXPERTS, num_experts=513)},
+            None,
+            "router take num_experts at most 512, and the target's is 513",
+        ),
         (
             {"ffn": replace(EXPERTS, num_experts=32, num_experts_per_token=11)},
             {},
-            "at most 10 experts a token and the target's tokens choose 11",
+            "take num_experts_per_tok at most 10, and the target's is 11",
         ),
         (
             {"ffn": replace(EXPERTS, shared_ffn=DenseSpec(inner_size=44))},
             None,
-            "multiples of 8 as widths and the target's shared expert's width is 44",
+            "silu_mul take intermediate_size a multiple of 8, and the target's is 44",
         ),
-        ({"ffn": EXPERTS, "hidden_size": 6176}, None, "a hidden size of at most 6144 where experts are chosen"),
-        ({"ffn": EXPERTS, "inner_size": 72}, {}, "multiples of 32 as widths of MXFP4"),
-        ({"head_dim": 8}, None, "the target's have 8"),
-        ({"head_dim": 8}, {}, "heads of 64, 128 or 256 dimensions and the target's have 8"),
-        ({}, {"head_dim": 96}, "the draft model's have 96"),
-        ({"hidden_size": 60}, {}, "multiples of 8 up to 65536 as widths and the target's hidden size is 60"),
-        ({"inner_size": 65544}, {}, "the target's FFN's width is 65544"),
-        ({}, {"inner_size": 100}, "the draft model's FFN's width is 100"),
-        ({"vocab_size": 262145}, None, "vocabularies of at most 262144 and the target's has 262145"),
+        (
+            {"ffn": EXPERTS, "hidden_size": 6176},
+            None,
+            "router take hidden_size a multiple of 8, at most 6144, and the target's is 6176",
+        ),
+        (
+            {"ffn": EXPERTS, "inner_size": 72},
+            {},
+            "moe_intermediate_size a multiple of 32 for MXFP4, and the target's is 72",
+        ),
+        ({"head_dim": 8}, None, "the target's is 8"),
+        ({"head_dim": 8}, {}, "attention take head_dim 64, 128, 256 or 512, and the target's is 8"),
+        ({}, {"head_dim": 96}, "the draft model's is 96"),
+        ({"hidden_size": 60}, None, "(hidden_size) a multiple of 8, at most 65536, and the target's is 60"),
+        ({"hidden_size": 65544}, None, "and the target's is 65544"),
+        ({}, {"inner_size": 100}, "intermediate_size a multiple of 8, and the draft model's is 100"),
+        ({"vocab_size": 262145}, None, "take vocab_size at most 262144, and the target's is 262145"),
     ],
 )
 def test_what_the_kernels_do_not_run_is_named_with_the_way_out(
     target: dict[str, Any], head: dict[str, Any] | None, problem: str, known: tuple[ModelConfig, Eagle3Config]
 ) -> None:
-    config, draft_config = changed(known, target, head)
-    assert problem in (uncovered(config, draft_config) or "")
+    programs = planned(*changed(known, target, head))
+    assert problem in (uncovered(*programs) or "")
     for asked in ("graph", "eager"):
-        with pytest.raises(ConfigError, match=f"executor '{asked}' cannot run.*{problem}.*use 'reference' or 'auto'"):
-            settle_executor(replace(GPU, executor=asked), asked, config, draft_config)
-    settled = settle_executor(GPU, "auto", config, draft_config)
+        with pytest.raises(ConfigError, match=f"'{asked}' cannot run.*{re.escape(problem)}.*use 'reference' or 'auto'"):
+            settle_executor(replace(GPU, executor=asked), asked, *programs)
+    settled = settle_executor(GPU, "auto", *programs)
     assert (settled.executor, settled.loud, settled.device) == ("reference", True, GPU.device)
     assert problem in settled.reason
     reference = replace(GPU, executor="reference")
-    assert settle_executor(reference, "reference", config, draft_config) is reference
+    assert settle_executor(reference, "reference", *programs) is reference
 
 
 @pytest.mark.parametrize("head", [None, {}, {"head_dim": 128}])
 def test_what_the_kernels_run_stays_with_them(
     head: dict[str, Any] | None, known: tuple[ModelConfig, Eagle3Config]
 ) -> None:
-    config, draft_config = changed(known, {}, head)
-    assert uncovered(config, draft_config) is None
-    assert settle_executor(GPU, "auto", config, draft_config) is GPU
+    programs = planned(*changed(known, {}, head))
+    assert uncovered(*programs) is None
+    assert settle_executor(GPU, "auto", *programs) is GPU
 
 
 def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, Eagle3Config]) -> None:
@@ -103,7 +139,7 @@ def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, Eagle3Con
         count_chunks("logits", 262145)
     check_width(65536)
     for width in (65544, 60):
-        with pytest.raises(ShapeError, match=r"multiple of 8 elements, at most 65536"):
+        with pytest.raises(ShapeError, match=r"multiple of 8, at most 65536"):
             check_width(width)
     with pytest.raises(ShapeError, match="multiple of 8"):
         gate_up_permutation(100)
@@ -111,9 +147,10 @@ def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, Eagle3Con
 
 @pytest.mark.parametrize("size", [8, 24, 512])
 def test_kv_blocks_that_the_kernels_do_not_take_are_named(size: int, known: tuple[ModelConfig, Eagle3Config]) -> None:
-    with pytest.raises(ConfigError, match=f"block_size is {size}"):
-        settle_executor(replace(GPU, executor="graph"), "graph", *known, size)
-    settled = settle_executor(GPU, "auto", *known, size)
+    programs = planned(*known, block_size=size)
+    with pytest.raises(ConfigError, match=f"take block_size 16, 32, 64, 128 or 256, and the target's is {size};"):
+        settle_executor(replace(GPU, executor="graph"), "graph", *programs)
+    settled = settle_executor(GPU, "auto", *programs)
     assert (settled.executor, settled.loud) == ("reference", True)
 
 
@@ -121,8 +158,8 @@ def geometry(config: ModelConfig, head: Eagle3Config | None, max_context: int, *
     window = changes.pop("draft_window", None)
     speculator = None if head is None else Eagle3Speculator(head, window)
     return StepGeometry(
-        config, speculator, max_context=max_context, block_size=32, num_paths=1, path_width=8, num_blocks=9,
-        prefill_chunk=128, **{"max_batch": 1, "max_rows": 8, **changes},
+        config, speculator, max_context=max_context, num_paths=1, path_width=8, num_blocks=9, prefill_chunk=512,
+        **{"max_batch": 1, "max_rows": 8, "block_size": 32, **changes},
     )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import PairPaths, copying_draft_model, make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.kernels.speculation.draft_topk import MAX_RANKS, draft_topk
+from lowlat.kernels.speculation.draft_topk import draft_topk
+from lowlat.kernels.speculation.limits import MAX_RANKS
 from lowlat.models.target import load_target
 from lowlat.speculators.eagle3.weights import load_draft_model
 

@@ -88,22 +88,18 @@ def test_speculation_and_ranks_change_no_token_of_layers_that_differ(directory: 
     assert found[0] == found[1] and len(found[0]) == 16
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"softcap": 3.0}, r"attention with softcap 3\.0"),
-        ({"ffn": GELU}, "silu_mul with activation 'gelu_tanh'"),
-        ({"embedding_scale": 2.0}, r"embed with scale 2\.0"),
-        ({"logit_softcap": 30.0}, r"linear with softcap 30\.0"),
-    ],
-)
-def test_kernels_refuse_by_name_what_they_do_not_compute(
-    directory: Path, changes: dict[str, Any], problem: str
-) -> None:
-    pair = Pair(directory)
-    pair.target = replace(pair.target, config=with_changes(pair.target.config, **changes))
-    with pytest.raises(ConfigError, match=f"{problem} has no kernel.*use executor 'reference'"):
-        pair.lower(depth=0, batch=1)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_kernels_have_other_gates_scaled_embeddings_and_capped_logits(directory: Path, fuse: bool) -> None:
+    """Each where its operation is computed anyway: the same launches as without them."""
+    found = []
+    for changes in ({}, {"ffn": GELU, "embedding_scale": 2.0, "logit_softcap": 30.0}):
+        pair = Pair(directory, fuse=fuse)
+        pair.target = replace(pair.target, config=with_changes(pair.target.config, **changes))
+        lowered = pair.lower(depth=0, batch=1)
+        found.append([group.name for group in lowered.groups])
+        names = [call.kernel.name for call in lowered.calls]
+    assert found[0] == found[1]
+    assert all(any(part in name for name in names) for part in ("gelu_tanh", "scale2.0", "cap30.0"))
 
 
 @pytest.mark.parametrize("wide", [False, True])

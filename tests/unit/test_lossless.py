@@ -13,7 +13,6 @@ from tiny_dflash import dflash_draft_model
 from tiny_models import (
     DISTINCT_FAMILIES,
     HYBRIDS,
-    STAGED_FAMILIES,
     PairPaths,
     copying_draft_model,
     make_pair,
@@ -26,7 +25,7 @@ from lowlat.errors import RequestError
 from lowlat.speculators.methods import draft_method
 from lowlat.step import state
 
-MAX_TOKENS = 21
+MAX_TOKENS = 15
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 96, "block_size": 4, "prefill_chunk": 8} | {
     "device": "cpu",
     "dtype": "float32",
@@ -45,9 +44,6 @@ MODES: dict[str, dict[str, Any]] = {
 EVERY_METHOD = [
     later("ngram", "gpt_oss", "filtered"),
     ("suffix", "qwen3_5_moe_text", "greedy"),
-    ("ngram+", "qwen3_5_moe_text", "greedy"),
-    later("eagle3+", "qwen3_5_moe_text", "penalised"),
-    ("suffix", "llama", "sampled"),
     later("beside", "qwen3", "penalised"),
     ("eagle3+", "llama", "sampled"),
     later("eagle3+", "gpt_oss", "penalised"),
@@ -59,7 +55,7 @@ TREES: dict[str, tuple[tuple[int, ...], ...]] = {
     "bushy": ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)),
     "deep": (*((0,) * depth for depth in range(1, 8)), (1,), (1, 0), (1, 0, 0), (0, 1), (0, 1, 0), (0, 0, 0, 1)),
 }
-DYNAMIC = [(2, 2, 3), (3, 7, 20), (16, 3, 31), (10, 7, 8)]  # the last drafts over 60 rows
+DYNAMIC = [(3, 7, 20), (16, 3, 31), (10, 7, 8)]  # the last drafts over 60 rows
 Trace = tuple[list[int], dict[int, torch.Tensor]]
 
 
@@ -122,8 +118,7 @@ def assert_same(found: Trace, expected: Trace) -> None:
     ("family", "mode"),
     [
         ("llama", "greedy"),
-        later("llama", "filtered"),
-        later("qwen3", "sampled"),
+        later("qwen3", "filtered"),
         ("gpt_oss", "penalised"),
         ("qwen3_5_moe_text", "sampled"),
     ],
@@ -132,7 +127,7 @@ def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, Pair
     prompt, sampling = prompt_of(19), params(mode)
     expected = baseline(pairs[family], prompt, sampling)
     with load(pairs[family]) as runtime:
-        for depth in (0, 1, 2, 3, 5, 7):
+        for depth in (0, 1, 3, 7):
             assert_same(traced(runtime, prompt, sampling, depth), expected)
         speculation = runtime.summary()["eagle_speculation"]
     assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
@@ -162,8 +157,7 @@ def test_no_depth_of_drafts_from_text_changes_anything(
     ("family", "mode", "reuse"),
     [
         ("llama", "sampled", True),
-        later("qwen3", "sampled", False),
-        ("gpt_oss", "greedy", True),
+        ("gpt_oss", "greedy", False),
         ("qwen3_5_moe_text", "sampled", True),
     ],
 )
@@ -173,16 +167,14 @@ def test_a_depth_that_changes_at_each_step_changes_nothing(
     prompt, sampling = prompt_of(9, seed=1), params(mode)
     expected = baseline(pairs[family], prompt, sampling)
     with load(pairs[family], prefix_reuse=reuse) as runtime:
-        for seed in range(2):
-            depths = random.Random(seed).choices(range(8), k=200)
-            assert_same(traced(runtime, prompt, sampling, depths.__getitem__), expected)
+        depths = random.Random(0).choices(range(8), k=200)
+        assert_same(traced(runtime, prompt, sampling, depths.__getitem__), expected)
 
 
 @pytest.mark.parametrize(
     ("family", "name", "mode"),
     [
         *(("llama", name, mode) for name, mode in zip(TREES, ["greedy", "sampled"] * 2, strict=True)),
-        later("qwen3", "deep", "greedy"),
         ("gpt_oss", "bushy", "sampled"),
     ],
 )
@@ -203,9 +195,8 @@ def dynamic(top_k: int, drafts: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("family", "shape", "mode"),
     [
-        *(("llama", shape, mode) for shape, mode in zip(DYNAMIC, ["greedy", "sampled"] * 2, strict=True)),
-        later("qwen3", DYNAMIC[1], "sampled"),
-        later("gpt_oss", DYNAMIC[3], "greedy"),
+        *(("llama", shape, mode) for shape, mode in zip(DYNAMIC, ["greedy", "sampled", "greedy"], strict=True)),
+        later("gpt_oss", DYNAMIC[2], "sampled"),
     ],
 )
 def test_no_dynamic_tree_changes_anything(
@@ -243,24 +234,24 @@ def of_many_forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.mark.parametrize(
     ("form", "mode", "ways"),
     [
-        ({"num_hidden_layers": 2}, "greedy", "chain bushy adaptive"),
-        later({"num_hidden_layers": 3, "windows": (6, None, 4)}, "sampled", "bushy dynamic"),
-        later({"windows": (5,), "norm_before_residual": False}, "penalised", "chain adaptive"),
-        later({"final_hidden": True, "num_hidden_layers": 2}, "filtered", "chain bushy"),
-        later({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy", "bushy adaptive"),
-        later({"mask_token": 5, "num_hidden_layers": 4}, "greedy", "chain dynamic"),
+        ({"num_hidden_layers": 2}, "greedy", "bushy adaptive"),
+        later({"num_hidden_layers": 3, "windows": (6, None, 4)}, "sampled", "dynamic"),
+        later({"windows": (5,), "norm_before_residual": False}, "penalised", "adaptive"),
+        later({"final_hidden": True, "num_hidden_layers": 2}, "filtered", "chain"),
+        later({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy", "bushy"),
+        later({"mask_token": 5, "num_hidden_layers": 4}, "greedy", "dynamic"),
         later(
             {"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True},
             "sampled",
-            "bushy adaptive",
+            "bushy",
         ),
-        later({"layout": "z-lab", "copies": True}, "greedy", "bushy dynamic"),
-        later({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled", "chain adaptive"),
-        later({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised", "chain bushy"),
+        later({"layout": "z-lab", "copies": True}, "greedy", "dynamic"),
+        later({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled", "chain"),
+        later({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised", "bushy"),
         later(
             {"layout": "speculators", "copies": True, "markov_rank": 8, "markov_head_type": "gated"},
             "filtered",
-            "bushy adaptive",
+            "adaptive",
         ),
     ],
     ids=str,
@@ -288,20 +279,19 @@ def test_no_form_of_draft_model_changes_anything(
         assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
 
 
-@pytest.mark.parametrize(("family", "shared"), [("llama", True), later("qwen3", False), ("gpt_oss", True)])
-def test_random_trees_change_nothing(family: str, shared: bool, pairs: dict[str, PairPaths]) -> None:
+@pytest.mark.parametrize(("family", "shared"), [("llama", True), ("gpt_oss", False)])
+def test_a_random_tree_changes_nothing(family: str, shared: bool, pairs: dict[str, PairPaths]) -> None:
     prompt, sampling = prompt_of(17, seed=3), params("sampled", seed=11)
     expected = baseline(pairs[family], prompt, sampling)
-    for seed in range(2):
-        generator = random.Random(seed)
-        paths: list[tuple[int, ...]] = [()]
-        while len(paths) < 20:
-            parent = generator.choice([path for path in paths if len(path) < 5])
-            rank = sum(len(path) == len(parent) + 1 and path[: len(parent)] == parent for path in paths)
-            paths.append((*parent, rank))
-        depth = max(map(len, paths))
-        with load(pairs[family], depth, tree=paths[1:], prefix_reuse=shared) as runtime:
-            assert_same(traced(runtime, prompt, sampling), expected)
+    generator = random.Random(family)
+    paths: list[tuple[int, ...]] = [()]
+    while len(paths) < 20:
+        parent = generator.choice([path for path in paths if len(path) < 5])
+        rank = sum(len(path) == len(parent) + 1 and path[: len(parent)] == parent for path in paths)
+        paths.append((*parent, rank))
+    depth = max(map(len, paths))
+    with load(pairs[family], depth, tree=paths[1:], prefix_reuse=shared) as runtime:
+        assert_same(traced(runtime, prompt, sampling), expected)
 
 
 class Crowd:
@@ -335,18 +325,14 @@ class Crowd:
 @pytest.mark.parametrize(
     ("family", "method", "tree", "seed"),
     [
-        ("llama", "eagle3", None, 0),
         ("llama", "eagle3", "bushy", 1),
-        ("llama", "ngram", None, 2),
         ("llama", "suffix", None, 3),
         later("llama", "beside", None, 4),
         ("llama", "eagle3+", None, 5),
         ("llama", "eagle3", "dynamic", 6),
-        later("qwen3", "eagle3", "dynamic", 6),
+        later("qwen3", "ngram", None, 2),
         later("gpt_oss", "eagle3", "bushy", 1),
-        later("gpt_oss", "eagle3+", None, 5),
         ("qwen3_5_moe_text", "eagle3+", None, 7),
-        later("qwen3_5_moe_text", "suffix", None, 8),
     ],
 )
 def test_no_neighbour_changes_anything(
@@ -382,7 +368,6 @@ def test_no_neighbour_changes_anything(
     [
         ("llama", "greedy", "ngram"),
         ("llama", "sampled", "eagle3"),
-        later("qwen3", "sampled", "ngram"),
         later("gpt_oss", "greedy", "eagle3"),
     ],
 )
@@ -399,11 +384,11 @@ def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pa
             assert_same(traced(runtime, request, sampling), baseline(pair, request, sampling))
 
 
-@pytest.mark.parametrize("family", (*STAGED_FAMILIES, "qwen3_5_moe_text"))
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5_moe_text"])
 def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]) -> None:
     """Room for two requests only: cached chunks are evicted, requests wait, blocks change hands."""
     pair, sampling = pairs[family], params("sampled")
-    prompts = [prompt_of(20 + k, seed=k % 3) for k in range(6)]
+    prompts = [prompt_of(20 + k, seed=k % 3) for k in range(4)]
     expected = [baseline(pair, prompt, sampling)[0] for prompt in prompts]
     with load(pair, 3, kv_blocks=36) as runtime:
         names = [runtime.submit(prompt, sampling) for prompt in prompts]
@@ -429,9 +414,7 @@ def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairP
     ("family", "tree"),
     [
         ("llama", None),
-        ("llama", "bushy"),
-        later("qwen3", "bushy"),
-        later("gpt_oss", None),
+        later("gpt_oss", "bushy"),
         later("qwen3_5_moe_text", None),
     ],
 )
@@ -448,12 +431,12 @@ def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[s
 
 @pytest.mark.parametrize("family", ["llama", later("gpt_oss")])
 def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pairs: dict[str, PairPaths]) -> None:
-    """One, three or eight at once; and after prefixes of other lengths that others have left in the cache."""
+    """One or three at once; and after prefixes of other lengths that others have left in the cache."""
     prompt, sampling, found = prompt_of(61, seed=6), params("sampled"), []
-    for at_once in (1, 3, 8):
+    for at_once in (1, 3):
         with load(pairs[family], 3, max_prefill_chunks=at_once) as runtime:
             found.append(traced(runtime, prompt, sampling))
-    for cached in (20, 33, 50):
+    for cached in (20, 50):
         with load(pairs[family], 3, max_prefill_chunks=3) as runtime:
             traced(runtime, prompt[:cached], sampling)
             found.append(traced(runtime, prompt, sampling))
@@ -462,7 +445,7 @@ def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pai
         assert_same(trace, found[0])
 
 
-@pytest.mark.parametrize("family", (*STAGED_FAMILIES, "qwen3_5_moe_text"))
+@pytest.mark.parametrize("family", ["llama", later("gpt_oss"), "qwen3_5_moe_text"])
 def test_ends_of_prompts_have_the_bits_of_whole_chunks(
     family: str, pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -494,7 +477,7 @@ def bundled() -> PairPaths:
 @pytest.mark.parametrize(("mode", "tree"), [("sampled", "bushy"), later("greedy", None)])
 def test_the_bundled_pair_loses_nothing(mode: str, tree: str | None, bundled: PairPaths) -> None:
     options: dict[str, Any] = {"dtype": "auto", "block_size": 32, "prefill_chunk": 128}
-    sampling = params(mode, max_tokens=16)
+    sampling = params(mode, max_tokens=10)
     with Runtime.load(bundled.target, **{**OPTIONS, **options}) as runtime:
         prompts = [list(range(300, 300 + length)) for length in (5, 30)]
         expected = [traced(runtime, prompt, sampling) for prompt in prompts]

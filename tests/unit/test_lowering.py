@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -27,6 +28,8 @@ from lowlat.lowering.binding import Binding
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.fusion import Fusion, cover
 from lowlat.lowering.lower import FUSIONS, lower
+from lowlat.models.layer_spec import AttentionSpec
+from lowlat.models.weight_plan import weight_plan
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
@@ -163,6 +166,27 @@ def test_the_moves_of_each_table_s_layers_name_their_own_caches(lowered: Lowered
         assert isinstance(table, torch.Tensor) and isinstance(listed, torch.Tensor)
         found[table.data_ptr()] = sorted(listed.tolist())
     assert found == {step.buffers[table].data_ptr(): sorted(caches) for table, caches in tables.items()}
+
+
+def test_the_moves_of_layers_whose_caches_differ_are_launches_of_their_own(lowered: LoweredPairs) -> None:
+    """Of one block table: the first layer has another size and number of heads."""
+    known = lowered.pair("llama", tree=True)
+    pair, config = copy(known), known.target.config
+    spec = config.layers[0].mixer
+    assert isinstance(spec, AttentionSpec)
+    wide = replace(spec, num_heads=2, num_kv_heads=1, head_dim=256)
+    config = replace(config, layers=(replace(config.layers[0], mixer=wide), *config.layers[1:]))
+    weights = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in weight_plan(config).items()}
+    pair.target = replace(pair.target, config=config, weights=weights)
+    for name in ("geometry", "source", "weights"):
+        pair.__dict__.pop(name, None)
+    step = pair.lower(3, 2)
+    moves = [call.arguments[5] for call in step.calls if call.kernel.name.startswith("kv_compact")]
+    caches = [name for name in step.buffers if name.startswith("k_cache.")]
+    assert len(caches) == len(config.layers) > 1
+    found = {tuple(sorted(listed.tolist())) for listed in moves if isinstance(listed, torch.Tensor)}
+    first = {step.buffers[f"{part}_cache.0"].data_ptr() for part in ("k", "v")}
+    assert tuple(sorted(first)) in found and all(not first & set(each) for each in found if len(each) > 2)
 
 
 def check_arguments(step: Lowered) -> None:

@@ -10,14 +10,16 @@ import torch
 from lowered import Lowered, Pair
 from lowering_cases import MOE_LAYERS, TARGETS, LoweredPairs, kinds_of, span
 from tiny_models import make_target
+from tiny_mtp import add_mtp
 
 from lowlat.errors import ConfigError
-from lowlat.graphs import BufferSpec, Role
+from lowlat.graphs import Bucket, BufferSpec, Role
 from lowlat.graphs.program import Op, Program, Stage
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.lower import LoweredGroup, lower
+from lowlat.step.adaptive import build_adaptive
 from lowlat.step.prefill import build_prefills
 
 # of an MoE layer's layer; a short window needs no second launch for its attention
@@ -59,16 +61,17 @@ def test_experts_without_biases(name: str, depth: int, batch: int, lowered: Lowe
             assert ("over_all" in call.kernel.name) == name.endswith("fp8")
 
 
+SHARED_SIZES: dict[str, Any] = {"hidden_size": 64, "head_dim": 64, "num_experts": 20, "num_experts_per_tok": 8} | {
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 96,
+}
+
+
 def with_shared(directory: Path, inner: int) -> Pair:
     """A target whose tokens choose 8 of 20 experts of 96, with a shared one; norms are bf16."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "head_dim": 64,
-        "moe_intermediate_size": 96,
-        "shared_expert_intermediate_size": inner,
-    }
     layers: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
-    make_target(directory, "qwen3_5_moe_text", num_experts=20, num_experts_per_tok=8, **sizes, **layers)
+    sizes = {**SHARED_SIZES, "shared_expert_intermediate_size": inner}
+    make_target(directory, "qwen3_5_moe_text", **sizes, **layers)
     pair = Pair(directory)
     pair.source.update({name: each.bfloat16() for name, each in pair.source.items() if "norm" in name})
     return pair
@@ -163,6 +166,27 @@ def test_a_router_fills_the_next_moe_s_logits(name: str, batch: int, lowered: Lo
         filled = router["third_awaited"]
         (start, end), (own, _) = span(filled), span(router["logits"])
         assert not start <= own < end
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_draft_steps_of_one_row_fill_all_logits_of_the_target_s_rows(length: int, tmp_path: Path) -> None:
+    """A body of chosen length drafts before it verifies, so an MoE layer of one row is before one of several."""
+    make_target(tmp_path, "qwen3_5_moe_text", num_hidden_layers=1, layer_types=["full_attention"], **SHARED_SIZES)
+    add_mtp(tmp_path)
+    pair = Pair(tmp_path, method="mtp", num_speculative_tokens=3, adaptive_width=True)
+    step, rows, filled = pair.lower_program(build_adaptive(pair.geometry, Bucket(1, length + 1, length))), [], None
+    routers = {}
+    for call in step.calls:
+        if call.kernel.name.startswith("router"):
+            routers = named(call)
+            rows.append(routers["logits"].shape[0])
+        elif call.kernel.name.startswith("experts_mlp"):
+            assert named(call)["early"] == int(filled is not None)
+            if filled is not None:
+                (start, end), (low, high) = filled, span(named(call)["logits"])
+                assert start <= low and high <= end
+            filled = span(routers["third_awaited"])
+    assert rows == [1] * length + [length + 1]
 
 
 def test_experts_are_packed_and_their_parts_are_not_kept(lowered: LoweredPairs) -> None:

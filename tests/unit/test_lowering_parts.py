@@ -15,7 +15,7 @@ from tiny_models import make_target, mxfp4_target
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import check_positions, refuse_parts, refuse_ranks
-from lowlat.kernels.attention.attention import most_positions
+from lowlat.kernels.attention.limits import most_positions
 from lowlat.kernels.formats import matrix_shape
 from lowlat.kernels.toolchain.kernel import H200, Kernel
 from lowlat.lowering.memory import workspace_bytes

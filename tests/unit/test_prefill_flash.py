@@ -1,11 +1,13 @@
 """Attention of prefill as on a GPU, where torch's flash attention and the gathering kernel are stood in for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from prefill_slots import BLOCK, DIM, GROUPS, HEADS, LONGEST, SIZE, Slot, close
+from prefill_slots import BLOCK, DIM, GROUPS, HEADS, LONGEST, SIZE, SMALL, Slot, close
 from prefill_stand_ins import GatherLauncher, flash_attention, flash_parts
 
-from lowlat.errors import ShapeError
+from lowlat.errors import ConfigError, ShapeError
 from lowlat.lowering import prefill_attention as flash
 
 STARTS = (0, 32, 96, 160, 288)
@@ -16,6 +18,7 @@ SINKS = torch.linspace(-3, 3, HEADS)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "flash_attention", flash_attention)
     monkeypatch.setattr(flash, "flash_parts", flash_parts)
+    monkeypatch.setattr(flash, "efficient_attention", None)
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
@@ -60,6 +63,28 @@ def test_all_rows_may_be_dead_and_nothing_be_written() -> None:
         assert not bool(Slot(0, 0).flash(GatherLauncher(), SINKS, window=window).any())
 
 
+WIDE = replace(SMALL, heads=2, groups=1, dim=512)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_heads_that_flash_attention_does_not_take_have_another(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "flash_attention", None)
+    monkeypatch.setattr(flash, "efficient_attention", flash_attention)
+    slot = Slot(96, SIZE, shape=WIDE)
+    assert close(slot.flash(GatherLauncher(), None, window=window), slot.expected(None, window=window), 8e-3)
+
+
+def test_what_torch_has_no_operation_for_is_refused_by_name() -> None:
+    slot = Slot(0, SIZE)
+    for lower in (flash.prefill_attention, flash.refresh_attention):
+        with pytest.raises(ConfigError, match=rf"{lower.__name__} with softcap 50\.0 .* use executor 'reference'"):
+            slot.flash(GatherLauncher(), None, lower=lower, softcap=50.0)
+    with pytest.raises(ShapeError, match="head_dim must be a multiple of 8, at most 256, got 512"):
+        Slot(0, SIZE, shape=WIDE).flash(GatherLauncher(), None, lower=flash.refresh_attention)
+
+
 def test_other_dtypes_are_refused() -> None:
     slot = Slot(0, SIZE)
     slot.q = slot.q.half()
@@ -79,3 +104,6 @@ def test_torch_has_the_operation_with_the_arguments_that_it_is_given(monkeypatch
         )
         assert attended.shape == q.shape and attended.dtype == q.dtype
         assert logarithms.shape == (HEADS, SIZE) and logarithms.dtype == torch.float32
+        wide, own = (torch.empty(*each, 512, dtype=q.dtype, device="meta") for each in ((SIZE, 8), (LONGEST, 2)))
+        attended, _ = flash.efficient_attention(wide, own, own, lengths, longest=LONGEST, window=window, scale=1.0)
+        assert attended.shape == wide.shape

@@ -108,7 +108,9 @@ def test_what_cannot_be_counted_is_refused(speculation: dict[str, Any], told: st
 
 def test_heads_without_tiles_are_refused(tmp_path: Path) -> None:
     small = make_pair(tmp_path, "llama").target
-    with pytest.raises(ConfigError, match="counts the tiles of heads of 64, 128, 256, and the target has some of 8"):
+    with pytest.raises(
+        ConfigError, match="counts the tiles of heads of 64, 128, 256, 512, and the target has some of 8"
+    ):
         Runtime.load(small, count_tiles=True, **SIZES)
     with Runtime.load(small, **SIZES) as runtime:
         assert "attention_tiles" not in runtime.summary()

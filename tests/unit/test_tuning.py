@@ -292,7 +292,7 @@ def test_the_command_lists_launches_and_plans_without_a_gpu(pair: Pair) -> None:
     shown = lowlat(*options, "--geometry", "tiny-experts").output
     assert "EAGLE3_LM_HEAD_SMALLVOC" in " ".join(shown.split()) and "launches of tiny-experts" in shown
     assert "needs an NVIDIA GPU" in refusal("tune", "--device", "cpu")
-    assert "heads of 64, 128 or 256 dimensions" in refusal("tune", "--list", "--geometry", NOT_COVERED)
+    assert "heads of 64, 128, 256 or 512 dimensions" in refusal("tune", "--list", "--geometry", NOT_COVERED)
     assert "geometry 'x' is not known; there are" in refusal("tune", "--list", "--geometry", "x")
     assert "--draft-model needs --model" in refusal("tune", "--draft-model", bundled("head"))
     assert "needs a draft model to round" in refusal("tune", "--model", bundled("target"), "--draft-quantize", "fp8")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from recording import Recorder, prompt_of, run_all
 from stages import later
-from tiny_models import PairPaths, make_pair
+from tiny_gemma import E2B, GEMMA_31B
+from tiny_models import PairPaths, make_pair, make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.step import state
@@ -99,6 +100,25 @@ def test_a_text_of_many_windows_has_the_tokens_of_one_pool(
         assert tokens == expected[420][0]
         assert runtime.kvcache.stats().hit_tokens - hits >= 384
         assert all(stats["num_used"] == 0 for stats in runtime.kvcache.pool_stats()["windows"])
+
+
+@pytest.mark.parametrize("fields", [later(GEMMA_31B), later(E2B)])
+def test_layers_of_other_sizes_keep_few_blocks_too(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Heads of one size where a layer has a window, of another where it has none; caches that several layers read."""
+    make_target(tmp_path, "gemma4_text", max_position_embeddings=2048, **fields)
+    pair = PairPaths(tmp_path, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "kept_windows", lambda windows, max_context: ())
+        with load(pair, "alone", prefix_reuse=False) as runtime:
+            expected = traced(runtime, prompt_of(385))
+    with load(pair, "alone") as runtime:
+        [pool], buffers = runtime.geometry.window_pools, runtime.executor.state
+        sizes = {cache.shape[3]: cache.shape[0] for name, cache in buffers.items() if name.startswith("k_cache")}
+        assert sizes == {fields["head_dim"]: pool.num_blocks, fields["global_head_dim"]: runtime.geometry.num_blocks}
+        for hits in (0, 384):
+            assert_same(traced(runtime, prompt_of(385)), expected)
+            assert runtime.kvcache.stats().hit_tokens == hits
+            runtime.kvcache.invariants()
 
 
 @pytest.mark.parametrize("method", [later("chain"), "widths"])

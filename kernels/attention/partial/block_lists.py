@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.attention.limits import LISTED_HEAD_DIM
 from lowlat.kernels.common.memory import divide, int_at, set_int, wide_count
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
@@ -22,7 +23,6 @@ SCORERS, BLOCKS = 256, 3  # threads that score, and their blocks an SM
 CHOOSERS = 1024
 DIGIT_BITS, DIGITS = 8, 256  # of a rank, by which the least that is chosen is found
 FULL_WARP = 0xFFFFFFFF
-HEAD_SIZES = (64, 128)
 MAX_BATCH = 32
 
 
@@ -56,9 +56,9 @@ def choose_blocks(
     check_shape("block_table", block_table, 1, block_table.shape[-1])
     for name, array, count in (("chunk", chunk, 2), ("slot", slot, 1), ("shifts", shifts, max_batch)):
         check_shape(name, array, count)
-    if {q.dtype, key_summary.dtype} != {torch.bfloat16} or dim not in HEAD_SIZES or heads % kv_heads:
+    if {q.dtype, key_summary.dtype} != {torch.bfloat16} or not LISTED_HEAD_DIM.takes(dim) or heads % kv_heads:
         raise ShapeError(
-            f"choose_blocks takes bfloat16 and heads of {HEAD_SIZES}, got {q.dtype}, {key_summary.dtype}, {dim}"
+            f"choose_blocks takes bfloat16 and heads of {LISTED_HEAD_DIM}, got {q.dtype}, {key_summary.dtype}, {dim}"
         )
     wide_count("q", q)
     sizes = (kv_heads, parts, block, num_sinks, num_retrieved)

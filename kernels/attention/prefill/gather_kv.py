@@ -2,7 +2,7 @@
 
 The chunk's start, read on the device, determines those positions. A thread copies 16 bytes of four keys and of
 four values at a time; the work is in proportion to what is seen. Codes are decoded to bf16. Rows
-lie one after the other, or in a head's tiles of 128 positions as a warpgroup's products take them: halves of 64
+lie one after the other, or in a head's tiles of 128 or 64 positions as a warpgroup's products take them: halves of 64
 columns, whose rows of 128 bytes are swizzled.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, tiles_shape
+from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, tile_positions, tiles_shape
 from lowlat.kernels.common.kv_codes import decode_in_order, load_multiplier
 from lowlat.kernels.common.memory import divide, int_at, set_int, wide_count
 from lowlat.kernels.reference.shapes import check_shape
@@ -51,7 +51,7 @@ def gather_kv(
     block_table       [1, C / block]    int32
     chunk             [2]               int32  start, live rows; positions up to the last live one are in the table
     keys, values      [n, G, D]         out: row i is position origin + i; n >= `gathered_rows`; further rows stay. Or
-                                        tiles [G, n / 128, D / 64, 128, 64], the last of them filled up with zeros
+                                        tiles as `tiles_shape` has them, the last 128 positions filled up with zeros
     lengths           [2, 2]            int32, out: (0, size) and (begin, start + size - origin), as flash attention
                                         takes the cumulative lengths of queries and of keys
     size              rows of the chunk; row i stands at position start + i
@@ -69,7 +69,9 @@ def gather_kv(
     check_shape("chunk", chunk, 2)
     check_shape("lengths", lengths, 2, 2)
     tiled = keys.ndim == TILED
-    shape = tiles_shape(keys.shape[1] * ALIGNMENT, num_heads, dim) if tiled else (keys.shape[0], num_heads, dim)
+    shape: tuple[int, ...] = (keys.shape[0], num_heads, dim)
+    if tiled:
+        shape = tiles_shape(keys.shape[1] * tile_positions(dim), num_heads, dim)
     for name, rows in (("keys", keys), ("values", values)):
         check_shape(name, rows, *shape)
     held, made = k_cache.dtype, k_cache.dtype
@@ -120,17 +122,17 @@ def _make_target(num_heads: int, pieces: int, tiled: bool) -> Any:
 
     A row's number counts heads of a position first.
     """
-    halves = pieces * 16 // ROW_BYTES
+    halves, tile_rows = pieces * 16 // ROW_BYTES, tile_positions(pieces * 8)
 
     @device_function
     def target(row: Any, piece: Any, tiles: Any) -> Any:
         if not tiled:
             return (row * int64(pieces) + piece) * int64(16)
         index, head = divide(row, num_heads)
-        tile, within = divide(index, ALIGNMENT)
+        tile, within = divide(index, tile_rows)
         half = (head * tiles + tile) * int64(halves) + (piece >> int64(3))
         swizzled = (piece ^ within) & int64(7)
-        return (half * int64(ALIGNMENT) + within) * int64(ROW_BYTES) + swizzled * int64(16)
+        return (half * int64(tile_rows) + within) * int64(ROW_BYTES) + swizzled * int64(16)
 
     return target
 
@@ -262,4 +264,5 @@ def _make(num_heads: int, block: int, parts: int, first: int = 0, coded: bool = 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles: Llama-8B's and gpt-oss's caches, of one head, a draft model's, of codes."""
     plain = [_make(8, 32, 16), _make(8, 64, 8), _make(1, 16, 16), _make(8, 32, 16, 1), _make(8, 32, 8, 0, True)]
-    return [*plain, _make(8, 32, 16, tiled=True), _make(8, 32, 8, coded=True, tiled=True)]
+    wide = [_make(4, 32, 64, tiled=True), _make(4, 32, 32, coded=True, tiled=True)]
+    return [*plain, _make(8, 32, 16, tiled=True), _make(8, 32, 8, coded=True, tiled=True), *wide]

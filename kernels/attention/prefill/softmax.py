@@ -23,10 +23,11 @@ LARGEST = 1e37
 LOG2_E = 1.4426950408889634
 
 
-def make_place(heads: int, dim: int) -> Any:
+def make_place(heads: int, dim: int, together: bool = False) -> Any:
     """A function of a warpgroup: copy its 64 rows of queries to shared memory, rows after the last one zero.
 
     In halves of 64 columns: rows of 128 bytes, swizzled.
+    together  two warpgroups read what both copied
     """
     pieces = dim * 2 // PIECE_BYTES  # of a row
     turns, half_bytes, pitch = GROUP_ROWS * pieces // GROUP_THREADS, GROUP_ROWS * ROW_BYTES, heads * dim * 2
@@ -47,7 +48,10 @@ def make_place(heads: int, dim: int) -> Any:
         ptx.copies_commit()
         wait()
         ptx_attention.fence_copies()
-        ptx_attention.sync_group(uint32(group + uint32(FIRST_BARRIER)))
+        if together:
+            ptx_attention.sync_two_groups(uint32(FIRST_BARRIER))
+        else:
+            ptx_attention.sync_group(uint32(group + uint32(FIRST_BARRIER)))
 
     return place_queries
 
@@ -72,15 +76,22 @@ def _offset(peak: Any, scale: Any) -> Any:
     return float32(0) if peak == float32(NOTHING) else ptx.mul_rn(-peak, scale)
 
 
-def _make_weigh(keys: int) -> Any:
-    """A function of scores: the weights, the peaks and sums with them, and by how much sums before are scaled."""
-    count = keys // 2
+def _make_weigh(keys: int, softcap: float | None) -> Any:
+    """A function of scores: the weights, the peaks and sums with them, and by how much sums before are scaled.
+
+    With a softcap, scores that it has capped are scaled by log2(e), and the scale belongs to those before.
+    """
+    count, capped, limit = keys // 2, softcap is not None, softcap or 1.0
+    cap = ptx_attention.cap_rows(count, limit)
     hide, largest = ptx_attention.hide(count), ptx_attention.largest_of_rows(count)
     weigh, add = ptx_attention.weigh_rows(count), ptx_attention.add_rows(count)
 
     @device_function
     def weigh_tile(scores: Any, peaks: Any, totals: Any, spots: Any, tile: Any, scale: Any, lane: Any) -> Any:
         low, position, window, first = spots
+        if capped:
+            scores = cap(scores, ptx.mul_rn(scale, float32(2.0 / limit)))
+            scale = float32(LOG2_E)
         begin = int64(tile) * int64(keys)
         lowest = low + int64(GROUP_ROWS) - window if window > int64(0) else int64(0)
         if begin + int64(keys - 1) > low or begin < max(lowest, first):
@@ -146,30 +157,41 @@ def make_copy(tile_bytes: int, pipeline: Pipeline, area: int) -> Any:
     return copy_tiles
 
 
-def make_multiply(dim: int, keys: int, pipeline: Pipeline, area: int) -> Any:
+def make_multiply(
+    dim: int, keys: int, pipeline: Pipeline, area: int, parts: int = 1, softcap: float | None = None
+) -> Any:
     """A function of a warpgroup: multiply all tiles, as a copying warp fills stages with them.
 
     It gives the sums of weighted values, the peaks of scores, and a lane's sums of weights.
 
-    keys   of a tile
-    area   bytes from the stages of keys to those of values
+    keys     of a tile
+    area     bytes from the stages of keys to those of values
+    parts    of the dimensions, of which the warpgroup has the sums of one
+    softcap  c: scores become c tanh(s / c); None: they stay
     spots: the position of the group's first row, of the lane's upper row, the window and the first position.
     """
+    sums_dim = dim // parts
     tile_bytes, stages = keys * dim * 2, area // (keys * dim * 2)
     await_full, release, after = pipeline.await_full, pipeline.release, pipeline.after
-    begin_scores, begin_values = ptx_attention.multiply_scores(dim, keys), ptx_attention.multiply_values(dim, keys)
+    begin_scores, begin_values = ptx_attention.multiply_scores(dim, keys), ptx_attention.multiply_values(sums_dim, keys)
     await_all, await_first = ptx_attention.await_scores(keys, 0), ptx_attention.await_scores(keys, 1)
-    await_sums = ptx_attention.await_products(dim, keys)
+    await_sums = ptx_attention.await_products(sums_dim, keys)
     zeros, pack, scale_sums = (
-        ptx.zeros(dim // 2),
+        ptx.zeros(sums_dim // 2),
         ptx_attention.pack_rows(keys // 2),
-        ptx_attention.scale_rows(dim // 2),
+        ptx_attention.scale_rows(sums_dim // 2),
     )
-    weigh_tile = _make_weigh(keys)
+    weigh_tile = _make_weigh(keys, softcap)
+    split, part_bytes = parts > 1, keys * sums_dim * 2
+
+    @device_function
+    def values_at(places: Any, stage: Any, part: Any) -> Any:
+        at = uint32(places + uint32(area) + stage * uint32(tile_bytes))
+        return uint32(at + part * uint32(part_bytes)) if split else at
 
     @device_function
     def multiply(
-        queries: Any, places: Any, barriers: Any, spots: Any, tile: Any, count: Any, scale: Any, lane: Any
+        queries: Any, places: Any, barriers: Any, spots: Any, tile: Any, count: Any, scale: Any, lane: Any, part: Any
     ) -> Any:  # fmt: skip
         second = uint32(barriers + uint32(stages * BARRIER_BYTES))
         stage, parity = uint32(0), uint32(0)
@@ -187,7 +209,7 @@ def make_multiply(dim: int, keys: int, pipeline: Pipeline, area: int) -> Any:
         while done < count:
             scores = begin_scores(queries, uint32(places + later * uint32(tile_bytes)))
             await_full(second, stage, parity)
-            sums = begin_values(sums, words, uint32(places + uint32(area) + stage * uint32(tile_bytes)))
+            sums = begin_values(sums, words, values_at(places, stage, part))
             scores = await_first(scores)
             release(barriers, later, lane)
             weights, peaks, totals, factors = weigh_tile(
@@ -204,7 +226,7 @@ def make_multiply(dim: int, keys: int, pipeline: Pipeline, area: int) -> Any:
                 sums = scale_sums(sums, factors[0], factors[1])
             words = pack(weights)
         await_full(second, stage, parity)
-        sums = begin_values(sums, words, uint32(places + uint32(area) + stage * uint32(tile_bytes)))
+        sums = begin_values(sums, words, values_at(places, stage, part))
         sums = await_sums(sums, words)
         return sums, peaks, totals
 
@@ -229,7 +251,7 @@ def _make_store(heads: int, dim: int) -> Any:
 
 
 def _make_places(dim: int) -> Any:
-    """A function of a lane: the addresses of its pieces of a row, two a step.
+    """A function of a lane: the addresses of its pieces of a row, two a step of one, two or four.
 
     at     of the row in a head's first step
     piece  bytes to its first piece there
@@ -245,7 +267,11 @@ def _make_places(dim: int) -> Any:
         first, second = places_of_one(at, piece, pitch)
         return first, second, first + pitch, second + pitch
 
-    return places_of_one if dim == STEP else places_of_two
+    @device_function
+    def places_of_four(at: Any, piece: Any, pitch: Any) -> Any:
+        return places_of_two(at, piece, pitch) + places_of_two(at + int64(2) * pitch, piece, pitch)
+
+    return {STEP: places_of_one, 2 * STEP: places_of_two, 4 * STEP: places_of_four}[dim]
 
 
 def _make_store_arranged(dim: int) -> Any:
@@ -270,9 +296,10 @@ def _make_store_arranged(dim: int) -> Any:
     return store_rows
 
 
-def make_finish(heads: int, dim: int, sink_bytes: int, arranged: bool) -> Any:
+def make_finish(heads: int, dim: int, sink_bytes: int, arranged: bool, parts: int = 1) -> Any:
     """A function of a warpgroup: divide its sums by those of the weights, and store them as bf16.
 
+    parts       of a head, each stored as if it were one, of `dim` numbers
     sink_bytes  of a head's sink; 0: there are none
     arranged    rows are stored as a prefill GEMM reads them
     """
@@ -297,9 +324,9 @@ def make_finish(heads: int, dim: int, sink_bytes: int, arranged: bool) -> Any:
     ) -> None:  # fmt: skip
         sink = float32(0)
         if sink_bytes == 4:
-            sink = ptx.load_global_f32(sinks + int64(head) * int64(4))
+            sink = ptx.load_global_f32(sinks + int64(uint32(head // uint32(parts))) * int64(4))
         elif sink_bytes == 2:
-            sink = ptx.load_global_bf16(sinks + int64(head) * int64(2))
+            sink = ptx.load_global_bf16(sinks + int64(uint32(head // uint32(parts))) * int64(2))
         sink = ptx.mul_rn(sink, float32(LOG2_E))
         words = pack(scale_sums(sums, share(totals[0], peaks[0], sink, scale), share(totals[1], peaks[1], sink, scale)))
         store_rows(out, head, row, rows, lane, words)

@@ -3,7 +3,7 @@ the warps that finish tiles by them."""
 
 from typing import Any
 
-from lowlat.kernels.common.activation import gate_times, silu_times
+from lowlat.kernels.common.activation import gate_times, gated_activation, gelu_gate_times, soft_capped
 from lowlat.kernels.common.kv_codes import encode, load_scale
 from lowlat.kernels.common.pipeline import Pipeline
 from lowlat.kernels.gemm.decode.all_reduce_epilogue import make_all_reduce_epilogue
@@ -14,6 +14,7 @@ from lowlat.kernels.gemm.decode.plan import (
     ALL_REDUCE,
     FLOAT32,
     GATE,
+    GELU_GATE,
     ROTATE,
     SILU,
     WARPS,
@@ -84,7 +85,10 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
     width, epilogue, scattered = shape.width, shape.epilogue, shape.scattered
     has_block, block = shape.block is not None, shape.block or BlockShape(1, 1)
     rows_added_to, block_rows = block.wide, block.rows
-    has_bias, live, silu, add, gates = shape.bias, shape.live, epilogue == SILU, epilogue == ADD, epilogue == GATE
+    has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
+    gates, pitch = epilogue in (GATE, GELU_GATE), shape.pitch
+    activated, gated = gated_activation(shape.activation), gelu_gate_times if epilogue == GELU_GATE else gate_times
+    caps, cap = shape.softcap is not None, shape.softcap or 1.0
     wide, scaled = epilogue == FLOAT32, shape.weights.row_scales
     columns = 8 if silu else 16
     out_width = width // 2 if silu else width
@@ -114,8 +118,10 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
             own = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2)
         if has_bias and silu:
             other = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2 + 16)
-        if add or gates:
+        if (add or gates) and pitch == 0:
             other = ptx.load_global_bf16(residual + offset_of(tile, row, column) * 2)
+        if pitch > 0:
+            other = ptx.load_global_bf16(residual + (int64(row) * pitch + tile * 16 + int64(column)) * 2)
         if scattered:  # the original column of the run of eight, in place of `alive`, which is of SILU
             run = tile * 2 + int64(uint32(column >> uint32(3)))
             alive = uint32(ptx.load_global_i32(residual + run * 4))
@@ -138,11 +144,13 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
                 up = ptx.mul_rn(up, other_scale)
             if has_bias:
                 up = ptx.add_rn(up, other)
-            value = silu_times(value, up)
+            value = activated(value, up)
+        if caps:
+            value = soft_capped(value, cap)
         if add or has_block:
             value = ptx.add_rn(value, other)
         if gates:
-            value = gate_times(other, value)
+            value = gated(other, value)
         if live and alive == uint32(0):
             value = float32(0)
         if wide:

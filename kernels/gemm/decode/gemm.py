@@ -18,6 +18,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.collectives.peers.rows import NUM_ARGUMENTS, PeerRows
+from lowlat.kernels.common.activation import GELU_TANH, activation_label
 from lowlat.kernels.common.norm_row import weights_label
 from lowlat.kernels.common.pipeline import BARRIER_BYTES, make_pipeline
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
@@ -31,6 +32,7 @@ from lowlat.kernels.gemm.decode.plan import (
     BFLOAT16,
     FLOAT32,
     GATE,
+    GELU_GATE,
     MAX_ROWS,
     ROTATE,
     SILU,
@@ -47,6 +49,7 @@ from lowlat.kernels.gemm.decode.plan import (
     steps_to_hold,
 )
 from lowlat.kernels.gemm.k_parts import KParts
+from lowlat.kernels.gemm.limits import DEPTH
 from lowlat.kernels.gemm.packing import RUN, PackedMatrix
 from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
 from lowlat.kernels.reference.shapes import check_shape
@@ -60,6 +63,7 @@ NUM_NORM = 2  # and those of a norm
 MAX_BLOCK_ROWS = 8  # to which rows of blocks are added
 
 __all__ = [
+    "GELU_GATE",
     "MAX_BLOCK_ROWS",
     "MAX_ROWS",
     "BlockRow",
@@ -83,7 +87,9 @@ def decode_gemm(
     row_live: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     gated: torch.Tensor | None = None,
-    silu: bool = False,
+    gated_by: str = GATE,
+    activation: str | None = None,
+    softcap: float | None = None,
     rotation: Rotation | None = None,
     head_dim: int = 0,
     norm: NormPrologue | None = None,
@@ -98,29 +104,32 @@ def decode_gemm(
     """x @ weight.T with its prologue and epilogue, in one launch for each 64 rows, or `rows_at_once` of the GPU.
 
     x            [M, K]  bf16
-    weight       [N, K]  packed, in bf16 or FP8 by row; with silu in the order of `gate_up_permutation`
+    weight       [N, K]  packed, in bf16 or FP8 by row; with activation in the order of `gate_up_permutation`
     bias         [N]     bf16, in the weight's order
-    row_live     [M]     uint8; with silu, gated or next to, dead rows give zeros
+    row_live     [M]     uint8; with activation, gated or next to, dead rows give zeros
     residual     [M, N]  bf16: out is the rounded sum of it and the product
-    gated        [M, N]  bf16: out is it times the sigmoid of the product, as `output_gate` has it
-    out          [M, N]  float32 or bf16; with silu [M, N / 2] bf16: silu(gate) * up; with rotation the queries
+    gated        [M, N]  bf16: out is it times the sigmoid of the product, as `output_gate` has it; or, gated by
+                         GELU_GATE, times the product's GELU, as `per_layer_gate` has it: its rows may lie further apart
+    activation   "silu" or "gelu_tanh", of gates, times their ups; None: the weight has no gates and ups
+    softcap      c: products x, with their bias, become c tanh(x / c), of float32 alone; None: they stay
+    out          [M, N]  float32 or bf16; with activation [M, N / 2] bf16; with rotation the queries
                          [M, H, D] bf16, or None where there are none
     norm         x is normed first: for so many rows, and so wide ones, as `steps_to_hold` of them is not 0
     best         the best pairs of rows in float32 are left next to them
     columns      [N / 8] int32, as `runs_of` a permuted weight's order has it: out's columns are the original ones.
-                 Of a GEMM without residual, silu, rotation, next to or best; None: columns are in the weight's order
+                 Of a GEMM without residual, activation, rotation, block or best; None: columns are in the weight's
+                 order
     beside        a row of a block is added to each row in float32; of 8 rows at most
     peers        the product is summed over ranks, of which each has some columns of K, before the residual is added
     parts        of K: each is summed by itself, the first has the bias, and they are added as `cuts.tree_sum` does;
-                 without norm, silu, rotation or best
+                 without norm, activation, rotation or best
     rotation     the GEMM is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
     GPU, plan   what it runs on, and how to cut it; None: by the GPU's table, or `plan_decode_gemm`'s
     Time: the weight's bytes over the memory's bandwidth. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     count, depth = x.shape
     check_shape("x", x, count, weight.columns)
-    if depth % 8:
-        raise ShapeError(f"a GEMM's depth must be a multiple of 8, got {depth}")
+    DEPTH.check("a GEMM's depth", depth)
     before, held = (None, 0) if norm is None else (_norm_eps(norm, x), steps_to_hold(count, depth, gpu))
     if norm is not None and not held:
         raise ShapeError(f"no block norms and holds {count} rows of {depth} elements")
@@ -131,20 +140,24 @@ def decode_gemm(
     elif out is None:
         raise ShapeError("a GEMM without rotation needs `out`")
     else:
-        check_shape("out", out, count, weight.rows // 2 if silu else weight.rows)
-        epilogue = GATE if gated is not None else _epilogue(out, silu, residual, peers)
+        activates = activation is not None
+        check_shape("out", out, count, weight.rows // 2 if activates else weight.rows)
+        epilogue = gated_by if gated is not None else _epilogue(out, activates, residual, peers)
         kept = None if best is None else _argmax_shape(best, count, epilogue)
-        zeroes = silu or gated is not None or beside is not None
+        zeroes = activates or gated is not None or beside is not None
         live, scattered = zeroes and row_live is not None, columns is not None
         shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
     wide_norm = norm is not None and are_wide(norm.weight)
     shape = replace(
         shape, wide_norm=wide_norm, weights=weight.tile_format, ranks=1 if peers is None else peers.size, parts=parts
     )
-    shape = replace(shape, block=_block_shape(beside, count, shape))
+    shape = replace(shape, block=_block_shape(beside, count, shape), softcap=softcap)
+    if activation is not None:
+        shape = replace(shape, activation=activation)
     _check_together(shape, columns)
     if gated is not None:
-        _check_gated(gated, out, shape, silu=silu, residual=residual)
+        _check_gated(gated, out, shape, activates=activation is not None, residual=residual)
+        shape = replace(shape, pitch=gated.stride(0) if gated_by == GELU_GATE else 0)
     calls = []
     normed = (0,) * NUM_NORM if norm is None else _norm_arguments(norm)
     most = MAX_ROWS if plan else rows_at_once(gpu)
@@ -225,10 +238,10 @@ def _block_shape(beside: BlockRow | None, rows: int, shape: DecodeGemmShape) -> 
     return block
 
 
-def _epilogue(out: torch.Tensor, silu: bool, residual: torch.Tensor | None, peers: PeerRows | None) -> str:
+def _epilogue(out: torch.Tensor, activates: bool, residual: torch.Tensor | None, peers: PeerRows | None) -> str:
     """The epilogue of a GEMM without rotation."""
     wide = FLOAT32 if out.dtype == torch.float32 else BFLOAT16
-    epilogue, (count, width) = SILU if silu else ADD if residual is not None else wide, out.shape
+    epilogue, (count, width) = SILU if activates else ADD if residual is not None else wide, out.shape
     if peers is None:
         return epilogue
     if epilogue != ADD or peers.width != width or peers.rows < min(count, MAX_ROWS):
@@ -246,6 +259,8 @@ def _beside(rotation: Rotation | None, peers: PeerRows | None, part: slice) -> t
 
 
 def _check_together(shape: DecodeGemmShape, columns: torch.Tensor | None) -> None:
+    if shape.softcap is not None and (shape.epilogue != FLOAT32 or shape.block is not None):
+        raise ShapeError(f"a softcap is of float32 rows without a block's, not of {shape.epilogue} ones")
     if shape.parts is not None:
         _check_parts(shape.parts, shape)
     if columns is not None:
@@ -253,14 +268,21 @@ def _check_together(shape: DecodeGemmShape, columns: torch.Tensor | None) -> Non
 
 
 def _check_gated(
-    gated: torch.Tensor, out: torch.Tensor | None, shape: DecodeGemmShape, *, silu: bool, residual: torch.Tensor | None
+    gated: torch.Tensor,
+    out: torch.Tensor | None,
+    shape: DecodeGemmShape,
+    *,
+    activates: bool,
+    residual: torch.Tensor | None,
 ) -> None:
-    alone = shape.epilogue == GATE and not (silu or residual is not None)
+    alone = shape.epilogue in (GATE, GELU_GATE) and not (activates or residual is not None)
     if not alone or shape.ranks > 1 or shape.best or shape.block or shape.scattered or shape.parts:
         raise ShapeError("a gate has no residual, activation, rotation, block, columns, best pairs, parts or ranks")
     if out is not None:
         check_shape("gated", gated, *out.shape)
         check_dtype(torch.bfloat16, gated=gated, out=out)
+    if gated.stride(1) != 1 or (shape.epilogue == GATE and not gated.is_contiguous()):
+        raise ShapeError(f"rows that are gated lie side by side, got strides {gated.stride()}")
 
 
 def _check_parts(parts: KParts, shape: DecodeGemmShape) -> None:
@@ -308,11 +330,14 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     kind = "" if shape.weights == BF16_TILES else f"{shape.weights.label}_"
     parts = "" if shape.parts is None else f"_{shape.parts.name}x{plan.sets}"
     block = "" if shape.block is None else "_block" + "x".join(map(str, astuple(shape.block)))
+    capped = "" if shape.softcap is None else f"_cap{shape.softcap!r}"
+    pitch = f"_pitch{shape.pitch}" if shape.pitch else ""
     name = (
-        f"decode_gemm_{kind}{shape.epilogue}{ranks}{parts}{heads}_{shape.width}x{shape.depth}_{flags}_"
+        f"decode_gemm_{kind}{shape.epilogue}{activation_label(shape.activation)}{ranks}{parts}{heads}_"
+        f"{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
         f"{f'x{plan.span}' if plan.span > 1 else ''}{'_dense' * (plan.density - 1)}"
-        f"{norm}{best}{block}{'' if plan.suspends else '_awake'}"
+        f"{norm}{best}{block}{capped}{pitch}{'' if plan.suspends else '_awake'}"
     )
     signature = (types.int64,) * (8 + NUM_BESIDE + NUM_NORM)
     return Kernel(name, _kernel(shape, plan), signature, plan.threads, plan.sharing, plan.shared_bytes)
@@ -380,6 +405,12 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
     chosen = DecodeGemmShape(128256, 4096, FLOAT32, False, False, best=ArgmaxShape(gpu.num_multiprocessors, FINITE))
     for rows in examples_for(gpu, (1, 16), 1):
         made.append(_make(chosen, plan_decode_gemm(rows, 128256, gpu, keeps_argmax=True)))
+    capped = replace(chosen, width=262144, depth=5376, softcap=30.0)
+    made.append(_make(capped, plan_decode_gemm(1, 262144, gpu, keeps_argmax=True)))
+    gelu = DecodeGemmShape(43008, 5376, SILU, False, True, activation=GELU_TANH)
+    made.append(_make(gelu, plan_decode_gemm(1, 43008, gpu)))
+    gates = DecodeGemmShape(256, 2560, GELU_GATE, False, True, pitch=10752)
+    made.append(_make(gates, plan_decode_gemm(1, 256, gpu)))
     biased = replace(chosen, depth=256, live=True, block=BlockShape(1, 7))
     made.append(_make(biased, plan_decode_gemm(1, 128256, gpu, keeps_argmax=True)))
     scattered = DecodeGemmShape(6144, 4096, BFLOAT16, True, False, scattered=True)

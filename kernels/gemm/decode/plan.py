@@ -19,6 +19,7 @@ __all__ = [
     "BFLOAT16",
     "FLOAT32",
     "GATE",
+    "GELU_GATE",
     "MAX_ROWS",
     "PAD",
     "ROTATE",
@@ -50,7 +51,7 @@ MOST_NORMED_TWICE = 2  # rows
 GROUPS_FOR_NORM = 4  # of weight tiles, in a block, next to which a norm of more rows done twice is little
 KIND = "decode_gemm"
 FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
-GATE = "gate"  # the product is the gate of rows that are there
+GATE, GELU_GATE = "gate", "gelu_gate"  # the product is the gate of rows that are there, by its sigmoid or its GELU
 ALL_REDUCE = "all_reduce"  # ADD, of the sum over ranks
 
 
@@ -204,13 +205,16 @@ class DecodeGemmShape:
     """A weight [width, depth], the prologue and the epilogue of its GEMM.
 
     heads      with ROTATE alone
-    live       dead rows give zeros; with SILU, GATE and with a block alone
+    live       dead rows give zeros; with SILU, GATE, GELU_GATE and with a block alone
     best       with FLOAT32 alone
     block      with FLOAT32 alone, and not scattered
     scattered  with FLOAT32 and BFLOAT16 alone: columns are written where they lay before the weight was permuted
     weights    how the weight is held
     ranks      that add up their sums; more than one with EXCHANGE alone
     wide_norm  the norm's weight is float32
+    activation of gates whose ups are next to them, by its name; with SILU alone
+    softcap    c: numbers x become c tanh(x / c); with FLOAT32 alone, without a block. None: they stay
+    pitch      from one row that is gated to the next; with GELU_GATE alone
     parts      of K, of which each is a warp's; with FLOAT32, BFLOAT16, ADD and EXCHANGE alone. None: warps take turns
     """
 
@@ -228,6 +232,9 @@ class DecodeGemmShape:
     parts: KParts | None = None
     block: BlockShape | None = None
     wide_norm: bool = False
+    activation: str = SILU
+    softcap: float | None = None
+    pitch: int = 0
 
     @property
     def scales_at(self) -> int:

@@ -1,4 +1,4 @@
-"""The epilogue of a prefill GEMM with gates and ups: silu(gate) * up, arranged as rows of the next GEMM.
+"""The epilogue of a prefill GEMM with gates and ups: activated gates times ups, arranged as rows of the next GEMM.
 
 A tile of 16 weight rows is 8 gates and their 8 ups, so a thread has both of a channel; a block's 128 weight rows are a
 step of 64 columns of the rows that it leaves.
@@ -6,7 +6,7 @@ step of 64 columns of the rows that it leaves.
 
 from typing import Any
 
-from lowlat.kernels.common.activation import silu_times
+from lowlat.kernels.common.activation import gated_activation
 from lowlat.kernels.gemm.packing import RUN, TILE_ROWS
 from lowlat.kernels.gemm.prefill.mainloop import Cut
 from lowlat.kernels.gemm.prefill.plan import BLOCK_ROWS, STEP_ROW_BYTES, PrefillGemmPlan
@@ -29,11 +29,14 @@ def _live(places: Any, after: Any) -> Any:
     return live
 
 
-def _make_store_run(is_scaled: bool) -> Any:
+def _make_store_run(is_scaled: bool, activation: str) -> Any:
     """A function of a thread: store its channel of its two rows of x in a run.
 
+    activation of gates, by its name
     is_scaled  sums are multiplied by the scales of the channel's gate and up, and the products rounded, first
     """
+
+    gated = gated_activation(activation)
 
     @device_function
     def number_of(sum_: Any, scale: Any, bias: Any) -> Any:
@@ -43,7 +46,7 @@ def _make_store_run(is_scaled: bool) -> Any:
     @device_function
     def activated(gate: Any, up: Any, beside: Any) -> Any:
         gate_scale, up_scale, gate_bias, up_bias = beside
-        return ptx.bf16_bits(silu_times(number_of(gate, gate_scale, gate_bias), number_of(up, up_scale, up_bias)))
+        return ptx.bf16_bits(gated(number_of(gate, gate_scale, gate_bias), number_of(up, up_scale, up_bias)))
 
     @device_function
     def store_run(places: Any, after: Any, live: Any, gates: Any, ups: Any, beside: Any) -> None:
@@ -55,9 +58,10 @@ def _make_store_run(is_scaled: bool) -> Any:
     return store_run
 
 
-def _make_store_runs(count: int, begin: int, is_scaled: bool) -> Any:
+def _make_store_runs(count: int, begin: int, is_scaled: bool, activation: str) -> Any:
     """A function of a thread: four runs of eight rows of x, of each two gates and two ups, from sum `begin` on."""
-    take, store_run, after = ptx_hopper.take_sums(count, begin, AT_ONCE), _make_store_run(is_scaled), 2 * begin
+    store_run = _make_store_run(is_scaled, activation)
+    take, after = ptx_hopper.take_sums(count, begin, AT_ONCE), 2 * begin
 
     @device_function
     def store(all_sums: Any, places: Any, beside: Any) -> None:
@@ -72,12 +76,12 @@ def _make_store_runs(count: int, begin: int, is_scaled: bool) -> Any:
     return store
 
 
-def _make_store_up_to(count: int, end: int, is_scaled: bool) -> Any:
+def _make_store_up_to(count: int, end: int, is_scaled: bool, activation: str) -> Any:
     """A function of a thread: the sums before `end` of its so many."""
-    last = _make_store_runs(count, end - AT_ONCE, is_scaled)
+    last = _make_store_runs(count, end - AT_ONCE, is_scaled, activation)
     if end == AT_ONCE:
         return last
-    before = _make_store_up_to(count, end - AT_ONCE, is_scaled)
+    before = _make_store_up_to(count, end - AT_ONCE, is_scaled, activation)
 
     @device_function
     def store(sums: Any, places: Any, beside: Any) -> None:
@@ -87,14 +91,15 @@ def _make_store_up_to(count: int, end: int, is_scaled: bool) -> Any:
     return store
 
 
-def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool) -> Any:
-    """A function of a warp: store silu(gate) * up of a unit's sums, arranged; zeros past the channels and in dead rows.
+def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, activation: str) -> Any:
+    """A function of a warp: store a unit's activated gates times ups, arranged; zeros past the channels and in dead
+    rows.
 
     Of what stands next to the product the second address is that of the rows' flags, 0 where all are live.
     """
     weight_rows, block_tiles, x_rows = cut.weight_rows, BLOCK_ROWS // TILE_ROWS, plan.rows
     is_scaled = cut.weights.row_scales
-    store_all = _make_store_up_to(plan.sums, plan.sums, is_scaled)
+    store_all = _make_store_up_to(plan.sums, plan.sums, is_scaled, activation)
 
     @device_function
     def beside_of(bias: Any, scales: Any, tile: Any, channel: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.common.activation import GELU_TANH, SILU, activation_label
 from lowlat.kernels.common.pipeline import make_pipeline
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import RUN, TILE_ROWS, PackedMatrix
@@ -48,17 +49,18 @@ __all__ = ["arranged_prefill_gemm", "examples", "gated_prefill_gemm", "gates", "
 
 @dataclass(frozen=True)
 class Beside:
-    """The parts of a GEMM's epilogue: a bias, the columns of the output, gates and ups."""
+    """The parts of a GEMM's epilogue: a bias, the columns of the output, gates and ups and their activation."""
 
     bias: bool
     columns: bool
     gated: bool = False
+    activation: str = SILU
 
     @property
     def name(self) -> str:
         """Its part of a kernel's name."""
         kind = "gated" if self.gated else "columns" if self.columns else "inplace"
-        return f"{'bias' if self.bias else 'plain'}_{kind}"
+        return f"{'bias' if self.bias else 'plain'}_{kind}{activation_label(self.activation)}"
 
 
 def prefill_gemm(
@@ -150,11 +152,12 @@ def gated_prefill_gemm(
     bias: torch.Tensor | None = None,
     row_live: torch.Tensor | None = None,
     out: torch.Tensor,
+    activation: str = SILU,
     gpu: Gpu,
     parts: KParts | None = None,
     plan: PrefillGemmPlan | None = None,
 ) -> list[KernelCall]:
-    """silu(gate) * up of x @ weight.T + bias, arranged, in one launch; dead rows are zero.
+    """silu(gate) * up of x @ weight.T + bias, or another activation's, arranged, in one launch; dead rows are zero.
 
     arranged  [ceil(K/64), M, 64]  bf16: x as `arrange` leaves it, M a multiple of 64 up to 4096
     weight    [2I, K]              packed in the order of `gate_up_permutation`, as `arranged_prefill_gemm` takes it; K
@@ -174,7 +177,7 @@ def gated_prefill_gemm(
         check_shape("bias", bias, weight.rows)
     if row_live is not None:
         check_shape("row_live", row_live, rows)
-    kernel = _make(_cut_of(weight, parts), plan, Beside(bias is not None, False, True))
+    kernel = _make(_cut_of(weight, parts), plan, Beside(bias is not None, False, True, activation))
     return [_call(kernel, plan, planned, weight, arranged, (bias, row_live), out, rows, gpu, 1)]
 
 
@@ -232,7 +235,7 @@ def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
     """Grid: as many blocks as the GPU has SMs, or fewer where there are fewer units."""
     pipeline = make_pipeline(plan.stages, PRODUCERS, 4 * CONSUMERS, suspends=True, cluster=plan.cluster)
     if beside.gated:
-        finish = make_gated_finish(cut, plan, beside.bias)
+        finish = make_gated_finish(cut, plan, beside.bias, beside.activation)
     else:
         finish = make_finish(cut, plan, beside.bias, beside.columns)
     begin, barriers_at, cluster = pipeline.begin, plan.stages * plan.stage_bytes, plan.cluster
@@ -308,6 +311,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (512, 28672, 4096, Beside(False, False, True), BF16_TILES),
         (2048, 28672, 4096, Beside(False, False, True), BF16_TILES),
         (2048, 4096, 14336, Beside(False, False), BF16_TILES),
+        (2048, 43008, 5376, Beside(False, False, True, GELU_TANH), BF16_TILES),
         (64, 200, 72, Beside(True, True), BF16_TILES),
         (128, 6144, 4096, Beside(False, True), FP8_TILES),
         (2048, 28672, 4096, Beside(False, False, True), FP8_TILES),

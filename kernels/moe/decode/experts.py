@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.common.activation import GELU_TANH, SILU
 from lowlat.kernels.common.pipeline import make_pipeline
 from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.formats import BF16, MXFP4
@@ -59,6 +60,7 @@ def experts_gate_up(
     out: torch.Tensor,
     limit: float | None = None,
     alpha: float | None = None,
+    activation: str = SILU,
     gpu: Gpu = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
@@ -71,6 +73,7 @@ def experts_gate_up(
     out         [M, k, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
                             +-`limit`, or without them up * gate * sigmoid(gate); in float32, rounded once; zero where
                             dead
+    activation  "silu", or "gelu_tanh" without a limit: up * gelu(gate)
     GPU        what it runs on
     plan        how to cut the GEMM; None: by the GPU's table, or `plan_experts`'
     A launch for every `rows_a_launch` rows. Time: the distinct experts' bytes over the memory's bandwidth. Captured:
@@ -81,7 +84,7 @@ def experts_gate_up(
     check_dtype(torch.bfloat16, x=x, out=out)
     if experts.rows % 16:
         raise ShapeError(f"experts_gate_up: a matrix must have a multiple of 16 rows, got {experts.rows}")
-    return _calls(GATE_UP, x, expert_ids, None, experts, bias, out, limit, alpha, gpu, plan)
+    return _calls(GATE_UP, x, expert_ids, None, experts, bias, out, limit, alpha, gpu, plan, activation=activation)
 
 
 def experts_down(
@@ -144,6 +147,7 @@ def _calls(
     gpu: Gpu,
     plan: ExpertPlan | None,
     parts: KParts | None = None,
+    activation: str = SILU,
 ) -> list[KernelCall]:
     rows, top_k = ids.shape
     check_expert_bias(bias, experts)
@@ -151,7 +155,7 @@ def _calls(
     if experts.columns % 8:
         raise ShapeError(f"experts' columns must be a multiple of 8, got {experts.columns}")
     clamped = kind == DOWN or limit is not None
-    shape = shape_of(kind, experts, top_k, biased=bias is not None, clamped=clamped, parts=parts)
+    shape = shape_of(kind, experts, top_k, biased=bias is not None, clamped=clamped, parts=parts, activation=activation)
     calls = []
     for part, count in parts_of(rows, top_k):
         cut, planned = (plan, None) if plan else choose_expert_plan(count, shape, gpu, experts.num_experts)
@@ -247,5 +251,6 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (4, ExpertShape(DOWN, 2880, 2880, 4, MXFP4, parts=KParts(8, 1))),
         (1, ExpertShape(DOWN, 2048, 192, 8, BF16, biased=False, parts=KParts(2, 1))),
         (4, ExpertShape(GATE_UP, 1024, 2048, 9, BF16, biased=False, clamped=False)),
+        (1, ExpertShape(GATE_UP, 1408, 2816, 8, BF16, biased=False, clamped=False, activation=GELU_TANH)),
     )
     return [_make(shape, plan_experts(rows, shape, gpu)) for rows, shape in examples_for(gpu, cases, 2)]

@@ -17,6 +17,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.collectives.peers.rows import NUM_ARGUMENTS, PeerRows
+from lowlat.kernels.common.activation import SILU
 from lowlat.kernels.common.pipeline import BARRIER_BYTES, make_pipeline
 from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.formats import BF16, MXFP4, WeightFormat
@@ -61,6 +62,7 @@ def experts_mlp(
     total: torch.Tensor,
     limit: float | None = None,
     alpha: float | None = None,
+    activation: str = SILU,
     early: bool = False,
     peers: PeerRows | None = None,
     gpu: Gpu = H200,
@@ -80,6 +82,7 @@ def experts_mlp(
     activated       [M, k, I]   bf16     out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up
                                          within +-`limit`, or without them up * gate * sigmoid(gate); in float32,
                                          rounded once; zero where dead
+    activation      "silu", or "gelu_tanh" without a limit: up * gelu(gate)
     partials        [M, k, N]   float32  out: share * (down @ activated + bias), every product and sum rounded by
                                          itself; zero where dead
     residual        [M, N]      bf16
@@ -106,7 +109,9 @@ def experts_mlp(
     check_dtype(torch.bfloat16, x=x, activated=activated, residual=residual, total=total)
     check_dtype(torch.float32, expert_weights=expert_weights, partials=partials)
     check_dtype(torch.int32, expert_ids=expert_ids)
-    up_shape = shape_of(GATE_UP, gate_up, top_k, biased=gate_up_bias is not None, clamped=limit is not None)
+    up_shape = shape_of(
+        GATE_UP, gate_up, top_k, biased=gate_up_bias is not None, clamped=limit is not None, activation=activation
+    )
     down_shape = shape_of(DOWN, down, top_k, biased=down_bias is not None)
     biases: list[Argument] = [0 if each is None else each for each in (gate_up_bias, down_bias)]
     gpus = _gpus(peers, min(rows, rows_a_launch(top_k)), down.rows)

@@ -1,8 +1,8 @@
-"""SwiGLU, clamped or plain, of experts' gate and up values, as they come out of the first GEMM of an MoE layer."""
+"""SwiGLU, clamped or plain, or GELU, of experts' gate and up values, as the first GEMM of an MoE layer gives them."""
 
 from typing import Any
 
-from lowlat.kernels.common.activation import clamped_swiglu, silu_times
+from lowlat.kernels.common.activation import clamped_swiglu, gated_activation
 from lowlat.kernels.moe.decode.expert_list import make_chosen, make_expert_of, make_pair_of
 from lowlat.kernels.moe.decode.gemm import Epilogue, make_total
 from lowlat.kernels.moe.plan import ExpertPlan, ExpertShape
@@ -17,6 +17,8 @@ def make_swiglu(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
     width, padded = rows // 2, shape.padded_rows
     biased, scaled, clamped = shape.biased, shape.format.row_scales, shape.clamped
+
+    plain = gated_activation(shape.activation)
 
     @device_function
     def begin(lists: Any, beside: Any, unit: Any, tile: Any, _place: Any, value: Any) -> Any:
@@ -43,7 +45,7 @@ def make_swiglu(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
             up = ptx.add_rn(up, ptx.float_of_bits(held[1] << uint32(16)))
         pair = pair_of(lists, unit, place)
         at = int64(pair) * width + int64(tile) * 8 + int64(value)
-        activated = clamped_swiglu(gate, up, limit, alpha) if clamped else silu_times(gate, up)
+        activated = clamped_swiglu(gate, up, limit, alpha) if clamped else plain(gate, up)
         ptx.store_relaxed_gpu_u16(out + at * 2, ptx.bf16_bits(activated))
 
     return Epilogue(begin, finish, _make_clear(shape, plan.finishing * 32))

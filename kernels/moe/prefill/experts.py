@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lowlat.kernels.common.activation import SILU
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.parts_sum import add_parts
@@ -49,6 +50,7 @@ def prefill_gate_up(
     out: torch.Tensor,
     limit: float | None = None,
     alpha: float | None = None,
+    activation: str = SILU,
     workspace: Workspace,
     gpu: Gpu,
 ) -> list[KernelCall]:
@@ -65,8 +67,9 @@ def prefill_gate_up(
     shape, plan, planned = _plan(GATE_UP, expert_ids, experts, gpu)
     lists = _lists(expert_ids, experts, workspace, plan)
     product = grouped_gate_up(
-        x=x, **lists, weight=experts, bias=bias, out=out, limit=limit, alpha=alpha, plan=plan.of(shape, gpu)
-    )
+        x=x, **lists, weight=experts, bias=bias, out=out, limit=limit, alpha=alpha, activation=activation,
+        plan=plan.of(shape, gpu),
+    )  # fmt: skip
     return _group(expert_ids, experts, plan, lists) + _marked(product, planned)
 
 
@@ -162,6 +165,7 @@ def prefill_experts(
     out: torch.Tensor,
     limit: float | None = None,
     alpha: float | None = None,
+    activation: str = SILU,
     workspace: Workspace,
     gpu: Gpu,
 ) -> list[KernelCall]:
@@ -182,7 +186,15 @@ def prefill_experts(
         rest: dict[str, Any] = {"workspace": workspace, "gpu": gpu}
         return [
             *prefill_gate_up(
-                x, expert_ids, experts=gate_up, bias=gate_up_bias, out=activated, limit=limit, alpha=alpha, **rest
+                x,
+                expert_ids,
+                experts=gate_up,
+                bias=gate_up_bias,
+                out=activated,
+                limit=limit,
+                alpha=alpha,
+                activation=activation,
+                **rest,
             ),
             *prefill_down(
                 activated, expert_ids, expert_weights, experts=down, bias=down_bias, out=out, grouped=True, **rest
@@ -199,7 +211,7 @@ def prefill_experts(
         *arrange_pairs(x=x, top_k=top_k, **lists, places=places, out=inputs),
         *warpgroup_gate_up(
             arranged=inputs, tiles=lists["tiles"], weight=gate_up, bias=gate_up_bias, out=arranged, limit=limit,
-            alpha=alpha, top_k=top_k, gpu=gpu,
+            alpha=alpha, activation=activation, top_k=top_k, gpu=gpu,
         ),
         *warpgroup_down(
             arranged=arranged, tiles=lists["tiles"], weight=down, bias=down_bias, out=outputs, top_k=top_k, gpu=gpu

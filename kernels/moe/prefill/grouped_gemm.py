@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.activation import clamped_swiglu, silu_times
+from lowlat.kernels.common.activation import SILU, clamped_swiglu, gated_activation
 from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.moe.formats import tiled_format
@@ -39,6 +39,7 @@ def grouped_gate_up(
     out: torch.Tensor,
     limit: float | None = None,
     alpha: float | None = None,
+    activation: str = SILU,
     plan: GroupedPlan,
 ) -> list[KernelCall]:
     """Multiply grouped pairs by gate and up matrices, and apply SwiGLU, in one launch.
@@ -51,6 +52,7 @@ def grouped_gate_up(
     out    [M, k, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
                        +-`limit`, or without them up * gate * sigmoid(gate); in float32, rounded once. Dead pairs'
                        are not written
+    activation         "silu", or "gelu_tanh" without a limit: up * gelu(gate)
     Time: the larger of the chosen experts' bytes over the memory's bandwidth and the arithmetic of the tiles of 16
     pairs. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
@@ -59,7 +61,7 @@ def grouped_gate_up(
     check_shape("out", out, rows, top_k, weight.rows // 2)
     if weight.rows % 16:
         raise ShapeError(f"a gate_up matrix must have a multiple of 16 rows, got {weight.rows}")
-    return _calls(GATE_UP, top_k, x, order, tiles, weight, bias, 0, out, limit, alpha, plan)
+    return _calls(GATE_UP, top_k, x, order, tiles, weight, bias, 0, out, limit, alpha, plan, activation=activation)
 
 
 def grouped_down(
@@ -110,6 +112,7 @@ def _calls(
     alpha: float | None,
     plan: GroupedPlan,
     steps: tuple[int, int] | None = None,
+    activation: str = SILU,
 ) -> list[KernelCall]:
     num_pairs = out.shape[0] * top_k
     check_shape("order", order, num_pairs)
@@ -117,7 +120,8 @@ def _calls(
     check_expert_bias(bias, weight)
     if weight.columns % 8:
         raise ShapeError(f"experts' columns must be a multiple of 8, got {weight.columns}")
-    shape = shape_of(kind, weight, top_k, biased=bias is not None, clamped=kind == DOWN or limit is not None)
+    clamped = kind == DOWN or limit is not None
+    shape = shape_of(kind, weight, top_k, biased=bias is not None, clamped=clamped, activation=activation)
     beside: tuple[Argument, ...] = (shares, 0 if bias is None else bias, out, limit or 0.0, alpha or 0.0)
     words, scales, row_scales = weight.arguments
     if steps is not None:
@@ -208,9 +212,11 @@ def _make_swiglu(shape: ExpertShape) -> Any:
     num_tiles, rows, width, finished = shape.tiles, shape.rows, shape.rows // 2, _make_finished(shape)
     biased, scaled, clamped, padded = shape.biased, shape.format.row_scales, shape.clamped, shape.padded_rows
 
+    plain = gated_activation(shape.activation)
+
     @device_function
     def gated(gate: Any, up: Any, limit: Any, alpha: Any) -> Any:
-        return clamped_swiglu(gate, up, limit, alpha) if clamped else silu_times(gate, up)
+        return clamped_swiglu(gate, up, limit, alpha) if clamped else plain(gate, up)
 
     @device_function
     def activated(gate: Any, up: Any, biases: Any, scales: Any, limit: Any, alpha: Any) -> Any:

@@ -7,7 +7,7 @@ up row, or two rows of the output. Outputs are not yet times their shares: who a
 from collections.abc import Callable
 from typing import Any
 
-from lowlat.kernels.common.activation import clamped_swiglu, silu_times
+from lowlat.kernels.common.activation import clamped_swiglu, gated_activation
 from lowlat.kernels.gemm.prefill.plan import STEP_ROW_BYTES
 from lowlat.kernels.moe.plan import ExpertShape
 from lowlat.kernels.moe.prefill.warpgroup_plan import RUN
@@ -86,14 +86,14 @@ def make_gated_finish(shape: ExpertShape, most: int) -> Any:
     `beside` is a bias, rows' scales, the clamped SwiGLU's limit and alpha, and how many rows are arranged.
     """
     load_beside, finished, num_tiles = _make_beside(shape), _make_finished(shape), shape.tiles
-    clamped = shape.clamped
+    clamped, plain = shape.clamped, gated_activation(shape.activation)
 
     @device_function
     def activated(gate: Any, up: Any, numbers: Any) -> Any:
         gate, up = finished(gate, numbers[0], numbers[1]), finished(up, numbers[2], numbers[3])
         if clamped:
             return clamped_swiglu(gate, up, numbers[4], numbers[5])
-        return silu_times(gate, up)
+        return plain(gate, up)
 
     @device_function
     def store_run(sums: Any, targets: Any, pairs: Any, numbers: Any, live: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.common.activation import SILU
 from lowlat.kernels.common.pipeline import make_pipeline
 from lowlat.kernels.formats import MXFP4
 from lowlat.kernels.gemm.prefill.activation_layout import STEP, arranged_shape
@@ -48,6 +49,7 @@ def warpgroup_gate_up(
     out: torch.Tensor,
     limit: float | None = None,
     alpha: float | None = None,
+    activation: str = SILU,
     top_k: int,
     gpu: Gpu,
 ) -> list[KernelCall]:
@@ -66,7 +68,7 @@ def warpgroup_gate_up(
     check_shape("out", out, *arranged_shape(places, weight.rows // 2))
     if weight.rows % (2 * STEP):
         raise ShapeError(f"a gate_up matrix by warpgroups has a multiple of {2 * STEP} rows, got {weight.rows}")
-    return _calls(GATE_UP, top_k, arranged, tiles, weight, bias, out, limit, alpha, gpu)
+    return _calls(GATE_UP, top_k, arranged, tiles, weight, bias, out, limit, alpha, gpu, activation)
 
 
 def warpgroup_down(
@@ -104,6 +106,7 @@ def _calls(
     limit: float | None,
     alpha: float | None,
     gpu: Gpu,
+    activation: str = SILU,
 ) -> list[KernelCall]:
     if not has_prefill_gemm(gpu):
         raise ShapeError(f"GEMMs by warpgroups are for GPUs of capability 9.0, not {gpu.capability}")
@@ -113,7 +116,8 @@ def _calls(
     check_expert_bias(bias, weight)
     if weight.columns % STEP:
         raise ShapeError(f"experts' columns must be a multiple of {STEP}, got {weight.columns}")
-    shape = shape_of(kind, weight, top_k, biased=bias is not None, clamped=kind == DOWN or limit is not None)
+    clamped = kind == DOWN or limit is not None
+    shape = shape_of(kind, weight, top_k, biased=bias is not None, clamped=clamped, activation=activation)
     plan, most = plan_warpgroups(shape, gpu), tiles.shape[0]
     arguments = (*weight.arguments, arranged, tiles, most, 0 if bias is None else bias, out, places)
     grid = (min(gpu.num_multiprocessors, most * plan.row_blocks(shape)), 1, 1)

@@ -1,29 +1,40 @@
 """Small row-wise operations: embedding, norms, residual sums, activations, concatenation."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
+from lowlat.errors import ShapeError
 from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.row_blocks import map_rows, sigmoid, tanh
+from lowlat.kernels.reference.shapes import check_shape
 
 __all__ = [
+    "activation_of",
     "add",
     "cast",
     "concat_norms",
     "embed",
     "identity",
+    "per_layer_gate",
+    "per_layer_inputs",
     "qk_norm",
     "rms_norm",
+    "scale",
     "silu_mul",
     "split_norms",
     "take_columns",
 ]
 
 
-def _normalise(row: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _scaled_to_one(row: torch.Tensor, eps: float) -> torch.Tensor:
     row = row.float()
-    return row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
+
+
+def _normalise(row: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _scaled_to_one(row, eps) * weight.float()
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
@@ -35,6 +46,14 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+
+
+def activation_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function of a gate, by name. Raises ValueError for a name that is none."""
+    function = ACTIVATIONS.get(name)
+    if function is None:
+        raise ValueError(f"activation {name!r} is not one of {', '.join(ACTIVATIONS)}")
+    return function
 
 
 @operation("""
@@ -130,16 +149,16 @@ def split_norms(
 
 
 @operation("""
-    read    qkv       float32  [M, (num_heads + 2 * num_kv_heads) * head_dim]
+    read    qkv       float32  [M, W]                                          queries, keys, values if given, by head
     weight  q_weight  float    [head_dim]
-    weight  k_weight  float    [head_dim]
+    weight  k_weight  float    [head_dim]                                      absent: there are queries alone
     read    row_live  uint8    flat [M]
-    write   out       float32  [M, (num_heads + 2 * num_kv_heads) * head_dim]  values pass through
+    write   out       float32  [M, (num_heads + 2 * num_kv_heads) * head_dim]
 """)
 def qk_norm(
     qkv: torch.Tensor,
     q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    k_weight: torch.Tensor | None = None,
     row_live: torch.Tensor | None = None,
     *,
     out: torch.Tensor,
@@ -147,16 +166,29 @@ def qk_norm(
     num_kv_heads: int,
     head_dim: int,
     eps: float,
+    v_norm: bool = False,
+    keys_as_values: bool = False,
 ) -> None:
-    """RMS norm of every query and key head, before RoPE (Qwen3). Either width may be zero heads."""
+    """RMS norm of every query and key head, before RoPE (Qwen3). Either width may be zero heads.
+
+    v_norm          value heads are normed, too, without a weight (Gemma 4); else values pass through
+    keys_as_values  qkv has no values: they are the keys that it has
+    Raises ShapeError for a width of qkv that does not fit the heads.
+    """
     count = qkv.shape[0]
     queries, keys = num_heads * head_dim, num_kv_heads * head_dim
-    out.copy_(qkv)
-    for start, width, weight in ((0, queries, q_weight), (queries, keys, k_weight)):
+    check_shape("qkv", qkv, count, queries + (1 if keys_as_values else 2) * keys)
+    given = torch.cat((qkv, qkv[:, queries:]), dim=1) if keys_as_values else qkv
+    out.copy_(given)
+    spans = [(0, queries, q_weight), (queries, keys, k_weight), *([(queries + keys, keys, None)] if v_norm else [])]
+    for start, width, weight in spans:
+
+        def normed(row: torch.Tensor, weight: torch.Tensor | None = weight) -> torch.Tensor:
+            return _scaled_to_one(row, eps) if weight is None else _normalise(row, weight, eps)
+
         if width:
-            part = qkv[:, start : start + width].reshape(count, -1, head_dim)
-            target = out[:, start : start + width].view(count, -1, head_dim)
-            map_rows(lambda row, w=weight: _normalise(row, w, eps), part, row_live, target)  # type: ignore[misc]
+            part = given[:, start : start + width].reshape(count, -1, head_dim)
+            map_rows(normed, part, row_live, out[:, start : start + width].view(count, -1, head_dim))
 
 
 @operation("""
@@ -167,6 +199,70 @@ def qk_norm(
 def add(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
     """a + b in float32, rounded once to out's dtype."""
     out.copy_(a.float() + b.float())
+
+
+@operation("""
+    read    x       compute  [M, N]
+    weight  scalar  float    [1]
+    write   out     compute  [M, N]
+""")
+def scale(x: torch.Tensor, scalar: torch.Tensor, *, out: torch.Tensor) -> None:
+    """x times one number in float32, rounded once."""
+    out.copy_(x.float() * scalar.float())
+
+
+@operation("""
+    read    projected  float32  [M, W]     a GEMM's output, of L layers side by side
+    read    embedded   compute  [M, W]
+    weight  weight     float    [P]        W is L * P
+    read    row_live   uint8    flat [M]   absent: all rows at once, a chunk of prefill
+    write   out        compute  [M, W]
+""")
+def per_layer_inputs(
+    projected: torch.Tensor,
+    embedded: torch.Tensor,
+    weight: torch.Tensor,
+    row_live: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    scale: float,
+    eps: float,
+) -> None:
+    """The embeddings of a token for each layer: (norm(projected * scale) + embedded) / sqrt 2, by layer.
+
+    The product, the scaled one, the normed one, the sum and the result are each rounded to the compute dtype. Raises
+    ShapeError where P does not divide W. Source: transformers models/gemma4.
+    """
+    count, width, size = *projected.shape, weight.shape[0]
+    if width % size:
+        raise ShapeError(f"rows of {width} numbers are no layers of {size}")
+    scaled = (projected.to(out.dtype).float() * scale).to(out.dtype).view(count, -1, size)
+    normed = torch.empty_like(scaled)
+    map_rows(lambda row: _normalise(row, weight, eps), scaled, row_live, normed)
+    summed = (normed.view(count, width).float() + embedded.float()).to(out.dtype)
+    halved = (summed.float() * 2**-0.5).to(out.dtype)
+    map_rows(lambda row: row, halved, row_live, out)
+
+
+@operation("""
+    read    gate      float32  [M, P]     a GEMM's output
+    read    inputs    compute  [M, W]     of L layers side by side
+    read    row_live  uint8    flat [M]   absent: all rows at once, a chunk of prefill
+    write   out       compute  [M, P]
+""")
+def per_layer_gate(
+    gate: torch.Tensor, inputs: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, layer: int
+) -> None:
+    """gelu(gate) * the layer's inputs; the gate is rounded to the compute dtype first, the result once.
+
+    Columns layer * P to (layer + 1) * P - 1 are the layer's. Raises ShapeError where there are none.
+    Source: transformers models/gemma4.
+    """
+    size = gate.shape[1]
+    own = inputs[:, layer * size : (layer + 1) * size]
+    check_shape(f"inputs of layer {layer}", own, *gate.shape)
+    both = torch.stack((gate.to(out.dtype).float(), own.float()), dim=1)
+    map_rows(lambda row: _gelu_tanh(row[..., 0, :]) * row[..., 1, :], both, row_live, out)
 
 
 @operation("""
@@ -190,9 +286,7 @@ def silu_mul(
 
     activation  "silu", or "gelu_tanh": GELU by its tanh formula. Raises ValueError for another name
     """
-    width, function = out.shape[-1], ACTIVATIONS.get(activation)
-    if function is None:
-        raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    width, function = out.shape[-1], activation_of(activation)
 
     def activate(row: torch.Tensor) -> torch.Tensor:
         gate, up = row[..., :width].contiguous(), row[..., width:]

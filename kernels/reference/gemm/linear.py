@@ -11,7 +11,7 @@ from lowlat.kernels.reference.gemm.packed import PackedWeight
 from lowlat.kernels.reference.row_blocks import tanh
 from lowlat.kernels.reference.shapes import check_shape
 
-__all__ = ["ROW_BLOCK", "linear", "linear_block", "packed_linear"]
+__all__ = ["ROW_BLOCK", "linear", "linear_block", "narrow_linear", "packed_linear"]
 
 
 @operation("""
@@ -55,6 +55,19 @@ def linear(
     _finish(bias, None, sums[0])
     out.copy_(tree_sum(sums))
     _finish(None, softcap, out)
+
+
+@operation("""
+    read    x       compute  [M, K]
+    weight  weight  float    [N, K]
+    write   out     float32  [M, N]
+""")
+def narrow_linear(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, row_block: int = ROW_BLOCK) -> None:
+    """`linear` of a weight of few rows, which a step multiplies by in the launch of the norm before it.
+
+    Raises ShapeError as `linear` does.
+    """
+    linear(x, weight, out=out, row_block=row_block)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, row_block: int) -> None:

@@ -15,6 +15,7 @@ from lowlat.errors import ShapeError
 from lowlat.graphs.schema import operation
 from lowlat.kernels.formats import format_of
 from lowlat.kernels.reference.collectives.cuts import bounds, tree_sum
+from lowlat.kernels.reference.elementwise.elementwise import activation_of
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, linear, linear_block
 from lowlat.kernels.reference.row_blocks import sigmoid
 from lowlat.kernels.reference.shapes import check_shape, live_rows
@@ -28,6 +29,7 @@ FORMS = (("weight",), ("blocks", "scales"))  # plain, or MXFP4
     read    x               compute  [M, N]
     weight  weight          float    [E, N]    with a shared expert, its row is the last
     weight  bias            float    [E]       absent: none
+    weight  scale           float32  [E]       of experts' shares; absent: none. With a shared expert, its is the last
     read    row_live        uint8    flat [M]  absent: all live
     write   expert_ids      int32    [M, k]    largest logit first, the lowest id among equals; -1 in dead rows
     write   expert_weights  float32  [M, k]    0 in dead rows
@@ -37,6 +39,7 @@ def router(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     row_live: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     *,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
@@ -49,7 +52,8 @@ def router(
     over_all  shares are those of the softmax over all experts, and sum to less
     shared    the last of the E experts is every row's last one, with the sigmoid of its logit as its share; a row
               chooses k - 1 of the others, whose softmax leaves it out
-    Logits are float32, never rounded to the compute dtype. Raises ShapeError for shapes that do not fit.
+    A share is multiplied by its expert's scale last. Logits are float32, never rounded to the compute dtype. Raises
+    ShapeError for shapes that do not fit.
     """
     rows, top_k = expert_ids.shape
     if top_k > weight.shape[0] or top_k <= shared:
@@ -67,6 +71,8 @@ def router(
             if shared:
                 expert_ids[index, chosen] = routed
                 expert_weights[index, chosen] = sigmoid(logits[index, routed:])[0]
+            if scale is not None:
+                expert_weights[index] *= scale[expert_ids[index].long()]
         else:
             expert_ids[index] = -1
             expert_weights[index] = 0.0
@@ -145,17 +151,18 @@ def experts_gate_up(
     out: torch.Tensor,
     limit: float | None = None,
     alpha: float | None = None,
+    activation: str = "silu",
     row_block: int = ROW_BLOCK,
 ) -> None:
-    """Gate and up products of the chosen experts, and SwiGLU, clamped or plain.
+    """Gate and up products of the chosen experts, and a gated activation: SwiGLU, clamped or plain, or another.
 
-    out is up * gate * sigmoid(gate); with limit and alpha, (up + 1) * gate * sigmoid(alpha * gate), the gate at most
-    `limit`, up within +-`limit`; in float32, rounded once.
+    out is up * activation(gate), "silu" or "gelu_tanh", see `silu_mul`; with limit and alpha, (up + 1) * gate *
+    sigmoid(alpha * gate), the gate at most `limit`, up within +-`limit`; in float32, rounded once.
     row_block   rows a product: an expert's pairs come in blocks of so many, in order of rows
-    Raises ShapeError for shapes that do not fit.
+    Raises ShapeError for shapes that do not fit, and ValueError for an activation that is none.
     """
     rows, top_k = expert_ids.shape
-    parts = _given(weight, blocks, scales)
+    parts, activate = _given(weight, blocks, scales), activation_of(activation)
     _, width, depth = format_of(parts).shape(parts)
     check_shape("out", out, rows, top_k, width // 2)
     check_shape("x", x, rows, depth)
@@ -168,7 +175,7 @@ def experts_gate_up(
             continue
         gate, up = products[pair].chunk(2)
         if limit is None or alpha is None:
-            flat[pair] = gate * sigmoid(gate) * up
+            flat[pair] = activate(gate) * up
         else:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             flat[pair] = (up + 1.0) * (gate * sigmoid(gate * alpha))

@@ -20,7 +20,7 @@ from lowlat.kernels.formats import MatrixFormat
 __all__ = ["Names", "Quantisation", "Rule", "narrowed", "part_recipes"]
 
 LAYER_CLASS = "Linear"
-PLAIN = ("embed", "router", "shared_gate")  # canonical weights that no GEMM of a linear layer reads
+PLAIN = ("embed", "per_layer_embed", "router", "shared_gate")  # canonical weights that no GEMM of a linear layer reads
 SUFFIX, BIAS = ".weight", ".bias"
 SCALES = (".int4_scales", ".fp8_scales")  # not those of NVFP4, which are bytes
 # tensors of quantised activations and caches; these are no weights, see `lowlat.checkpoint.kv_scales`

@@ -43,11 +43,10 @@ def model_report(
     runtime = options_from({**options, "max_context": default_context(directory, options["max_context"])})
     plan = plan_runtime(directory, runtime, speculative)
     config, speculator = plan.geometry.config, plan.geometry.speculator
-    draft = None if speculator is None else speculator.draft_config
-    choice = settle_executor(_planned_device(runtime), runtime.executor, config, draft, runtime.block_size)
     config.check_context(runtime.max_context, directory / "config.json")
     depth = 0 if speculative is None else speculative.num_speculative_tokens
     program = plan.program(runtime.max_batch, depth)
+    choice = settle_executor(_planned_device(runtime), runtime.executor, [program], plan.weights)
     report: dict[str, Any] = {
         "directory": str(directory),
         "device": str(choice.device),

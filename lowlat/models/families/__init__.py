@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Recipe
-from lowlat.models.families import gpt_oss, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
+from lowlat.models.families import gemma2, gemma3, gemma4, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
 from lowlat.models.families.dense import decoder_recipes
 from lowlat.models.families.names import TensorNames
 from lowlat.models.geometry import ComputeDtype, ModelConfig
@@ -41,6 +41,15 @@ def _hybrid(stem: str = "model") -> Family:
     return Family(qwen3_5.parse, qwen3_5.recipes, (TensorNames(stem, skipped=qwen3_5.SKIPPED),), ties_by_files=True)
 
 
+def _gemma3(*stems: str) -> Family:
+    names = tuple(TensorNames(stem, skipped=gemma3.SKIPPED) for stem in stems)
+    return Family(gemma3.parse, gemma3.recipes, names)
+
+
+def _gemma4(stem: str) -> Family:
+    return Family(gemma4.parse, gemma4.recipes, (TensorNames(stem, skipped=gemma4.SKIPPED),))
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(llama.parse),
     "mistral": Family(mistral.parse),
@@ -52,5 +61,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": _hybrid("model.language_model"),
     "qwen3_5_moe_text": _hybrid(),
     "qwen3_next": _hybrid(),
+    "gemma2": Family(gemma2.parse, gemma2.recipes),
+    "gemma3": _gemma3("language_model.model", "model.language_model"),
+    "gemma3_text": _gemma3("model"),
+    "gemma4": _gemma4("model.language_model"),
+    "gemma4_text": _gemma4("model"),
+    "gemma4_unified": _gemma4("model.language_model"),
+    "gemma4_unified_text": _gemma4("model"),
     "gpt_oss": Family(gpt_oss.parse, gpt_oss.recipes),
 }

@@ -206,8 +206,8 @@ def attention_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
 
 def dense_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
     """The gated FFN of one layer; none where the layer has another."""
-    dtype, ffn = TORCH_DTYPES[config.dtype], config.layers[layer].ffn
-    if not isinstance(ffn, DenseSpec):
+    dtype, ffn = TORCH_DTYPES[config.dtype], config.layers[layer].dense
+    if ffn is None:
         return []
     stored, canonical = f"model.layers.{layer}.mlp", f"layers.{layer}"
     hidden, inner = config.hidden_size, ffn.inner_size

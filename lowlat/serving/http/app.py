@@ -23,10 +23,11 @@ from lowlat.serving.http.openai.request_ids import RequestIds
 __all__ = ["make_app"]
 
 PAGE = Path(__file__).parent / "page"
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".mjs": "text/javascript"}
 FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in ("page", "server", "figures")},
+    "/" if file.name == "index.html" else f"/{file.relative_to(PAGE)}": (file, f"{KINDS[file.suffix]}; charset=utf-8")
+    for file in sorted(PAGE.rglob("*"))
+    if file.suffix in KINDS
 }
 OPEN_PATHS = (*FILES, "/favicon.ico", "/health", "/ready")
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}

@@ -1,6 +1,5 @@
 """The geometry of a DSpark draft model. Source: DSpark, DeepSeek, arXiv 2607.05147."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,8 +23,3 @@ class DsparkConfig(DflashConfig):
     markov_gated: bool
     confidence: bool
     confidence_markov: bool
-
-    @property
-    def further_widths(self) -> Mapping[str, int]:
-        """The rank of the Markov head."""
-        return {"markov_rank": self.markov_rank}

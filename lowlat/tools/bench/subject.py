@@ -9,22 +9,27 @@ from typing import Any
 
 import torch
 
+from lowlat.engine.loading import make_geometry
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import settle_executor
+from lowlat.graphs import Bucket
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import OpenedTarget, read_model_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.installed import installed_version
 from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.mtp.geometry import MtpConfig
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import build_step
 from lowlat.text import TextCodec
 from lowlat.tools.bench.geometry import Geometry, random_target
 from lowlat.tools.bench.machine import changed_commit, driver, processor
 from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.results import Environment
 from lowlat.tools.draft_model.random_models import DRAFT_MODELS, write_draft_model, write_mtp_layer
+from lowlat.tools.tune.pairs import Pair, rounded_pair, weight_shapes
 
 __all__ = ["Subject", "open_model", "open_random"]
 
@@ -75,12 +80,16 @@ class Subject:
         """Where it will run, and by which executor. Raises ConfigError."""
         asked = self.options.get("executor", "auto")
         choice = choose_device(self.options.get("device", "auto"), asked)
-        draft = None
-        if self.speculation is not None and choice.has_kernels:
-            speculative = self.speculative(1)
-            files = self.target.directory if isinstance(self.target, OpenedTarget) else self.target
-            draft = None if speculative is None else plan_speculator(speculative, self.config, files).draft_config
-        return settle_executor(choice, asked, self.config, draft)
+        if not choice.has_kernels:
+            return choice
+        speculative = None if self.speculation is None else self.speculative(1)
+        files = self.target.directory if isinstance(self.target, OpenedTarget) else self.target
+        speculator = None if speculative is None else plan_speculator(speculative, self.config, files)
+        options, topology = RuntimeConfig(**self.options), TreeTopology.chain(int(speculator is not None))
+        pair = rounded_pair(Pair(self.name, self.config, speculator), options)
+        geometry = make_geometry(pair.config, pair.speculator, {topology.depth: topology}, options, None)
+        step = build_step(geometry, Bucket(1, topology.num_nodes, topology.depth), topology)
+        return settle_executor(choice, asked, [step], weight_shapes(pair))
 
     def environment(self, commit: str = "") -> Environment:
         """Code, machine, model and conditions, without a load; commit: where there is no git checkout to ask.

@@ -19,17 +19,17 @@ from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.place import RankPlace
-from lowlat.executors.make import uncovered
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, Role
 from lowlat.graphs.program import Program
-from lowlat.kernels.attention.attention import INVARIANT_HEADS, finely_split
+from lowlat.kernels.attention.limits import INVARIANT_HEADS, finely_split
 from lowlat.kernels.formats import matrix_parts
 from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, sum_in_parts
+from lowlat.lowering.covers import uncovered
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.weight_parts import expert_parts, gemm_weights
@@ -59,6 +59,7 @@ __all__ = [
     "open_pair",
     "random_pair",
     "rounded_pair",
+    "weight_shapes",
 ]
 
 META = torch.device("meta")
@@ -186,6 +187,16 @@ def _few_layers(pair: Pair) -> Pair:
     return replace(pair, config=replace(config, layers=layers), speculator=speculator)
 
 
+def weight_shapes(pair: Pair) -> dict[str, torch.Tensor]:
+    """The canonical weights of a pair, whole, without memory."""
+    config, speculator = pair.config, pair.speculator
+    plan = dict(weight_plan(config)) | dict({} if speculator is None else speculator.weight_plan(config.dtype))
+    found = {name: torch.empty(shape, dtype=dtype, device=META) for name, (shape, dtype) in plan.items()}
+    if config.tie_embeddings and not matrix_parts("lm_head.weight", found):
+        found["lm_head.weight"] = found["embed.weight"]
+    return found
+
+
 class LoweredPrograms:
     """Programs of a pair, or of one rank's part of it, lowered for a GPU onto tensors that have no memory.
 
@@ -203,11 +214,10 @@ class LoweredPrograms:
         rank: ModelConfig | None = None,
         place: RankPlace | None = None,
     ) -> None:
-        speculator = pair.speculator
-        problem = uncovered(pair.config, None if speculator is None else speculator.draft_config)
+        self.pair, self._gpu, self.programs = pair, gpu, tuple(programs)
+        problem = uncovered(self.programs, weight_shapes(pair))
         if problem is not None:
             raise ConfigError(f"{pair.name} has no launches: {problem}")
-        self.pair, self._gpu, self.programs = pair, gpu, tuple(programs)
         self._rank, self._place = rank, place
         self._is_invariant = sum_in_parts(self.programs)
         self.workspace = SharedWorkspace(META)
@@ -216,11 +226,7 @@ class LoweredPrograms:
     @cached_property
     def weight_shapes(self) -> dict[str, torch.Tensor]:
         """Canonical weights, without memory."""
-        config, speculator = self.pair.config, self.pair.speculator
-        plan = dict(weight_plan(config)) | dict({} if speculator is None else speculator.weight_plan(config.dtype))
-        found = {name: torch.empty(shape, dtype=dtype, device=META) for name, (shape, dtype) in plan.items()}
-        if config.tie_embeddings and not matrix_parts("lm_head.weight", found):
-            found["lm_head.weight"] = found["embed.weight"]
+        found = weight_shapes(self.pair)
         return found if self._rank is None else rank_weights(found, self._rank)
 
     @cached_property

@@ -8,6 +8,7 @@ from stages import later
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
+from lowlat.kernels.elementwise.norm_add import norm_add
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 
 COMMON = ("common.norm_math", "common.norm_row")
@@ -47,6 +48,20 @@ def test_sums_stay_rows_and_their_norms_are_arranged(rows: int, width: int, with
     assert bool(found.isfinite().all()) and bool(sums[1].isfinite().all())
 
 
+@pytest.mark.parametrize(("rows", "width", "with_dead"), [WIDTHS[0], WIDTHS[2], later(2, 4096 + 40, False)])
+def test_sums_of_what_is_normed_are_normed_and_arranged(rows: int, width: int, with_dead: bool) -> None:
+    x, residual, live = torch.randn(rows, width), torch.randn(rows, width).bfloat16(), flags(rows)
+    given = {"residual": residual, "row_live": live if with_dead else None, "eps": EPS, "next_eps": EPS}
+    given |= {"scalar": torch.tensor([0.7]), "next_weight": weights(width), "weight": weights(width)}
+    sums, normed = [poison(rows, width) for _ in range(2)], poison(rows, width)
+    want, found = (poison(*arranged_shape(rows, width)) for _ in range(2))
+    with walkable(walker := Walker(), *NAMES, "elementwise.norm_add") as (_, _, layout, _, _, summing):
+        walker.run(*summing.norm_add(x, **given, total=sums[0], out=normed), *layout.arrange(x=normed, out=want))
+        walker.run(*summing.norm_add(x, **given, total=sums[1], out=found, arranged=True))
+    assert same_bits(found, want) and same_bits(*sums)
+    assert bool(found.isfinite().all()) and bool(found.any())
+
+
 def test_a_row_of_nan_leaves_zeros_past_its_end() -> None:
     x, found = torch.randn(3, 72).bfloat16(), poison(*arranged_shape(3, 72))
     x[1, 5] = torch.nan
@@ -70,3 +85,9 @@ def test_what_does_not_fit_is_refused() -> None:
         arranged_add_norm(x, x, weight, total=poison(2, 72), out=out, eps=EPS)
     with pytest.raises(ShapeError, match="b must be"):
         arranged_add_norm(x, x.half(), weight, total=x, out=out, eps=EPS)
+    with pytest.raises(ShapeError, match="out must have shape"):
+        norm_add(x, weight, x, next_weight=weight, total=x, out=out, eps=EPS, next_eps=EPS)
+    with pytest.raises(ShapeError, match="a norm has a weight and eps"):
+        norm_add(x, None, x, total=x, eps=EPS)
+    with pytest.raises(ShapeError, match="scalar must have shape"):
+        norm_add(x, None, x, scalar=weight, total=x)

@@ -132,7 +132,52 @@ def test_heads_of_256_are_the_reference_s(
     check(run(case, rows != "one", num_blocks=2, split=128, gpu=gpu), case.expected())
 
 
-@pytest.mark.parametrize(("coded", "head_dim"), [(False, 64), (True, 64), later(False, 256), later(True, 256)])
+@pytest.mark.parametrize(
+    ("lengths", "rows", "window", "coded", "softcap"),
+    [
+        ([70], "one", None, False, None),
+        later([70, 0], "tree", None, False, None),
+        later([300], "chain", 290, False, None),
+        later([300], "chain", 100, False, 2.0),
+        later([150], "tree", None, True, 2.0),
+        later([70], "one", None, True, None),
+    ],
+)
+def test_heads_of_512_are_the_reference_s(
+    lengths: list[int], rows: str, window: int | None, coded: bool, softcap: float | None
+) -> None:
+    """Two warps for each 16 positions, of which each has half of the dimensions. A value that is not finite, in the
+    second half, breaks all of the rows that see it, and no other."""
+    masks = {"one": [1], "chain": chain(3), "tree": tree(3, 2)}[rows]
+    case = Case(
+        lengths, [masks] * len(lengths), head_dim=512, group=8 if window is None else 3, kv_heads=1, block=16,
+        device="cpu", window=window, kv_scales=SCALES[:, :1].contiguous() if coded else None, softcap=softcap,
+    )  # fmt: skip
+    if softcap is not None:
+        case.q *= 4
+    found = run(case, rows != "one", num_blocks=2, split=128)
+    check(found, case.expected())
+    if rows == "chain":
+        place = lengths[0] + 2
+        case.caches[1][case.table[0, place // 16], :, place % 16, 400] = math.inf
+        broken = run(case, False, num_blocks=1, split=128)
+        assert torch.equal(broken[:2], found[:2]) and broken[2].isnan().all()
+
+
+@pytest.mark.parametrize(("head_dim", "coded"), [(64, False), later(128, True)])
+def test_scores_are_capped(head_dim: int, coded: bool) -> None:
+    """Scores far above the cap, of both signs, and small ones."""
+    scales = SCALES[:, :1].contiguous() if coded else None
+    case = Case(
+        [70], [chain(2)], head_dim=head_dim, group=4, kv_heads=1, block=16, device="cpu", kv_scales=scales, softcap=5.0
+    )
+    case.q[:, 1], case.q[:, 2] = case.q[:, 1] * 30, case.q[:, 2] * 0.01
+    check(run(case, True, num_blocks=2, split=128), case.expected())
+
+
+@pytest.mark.parametrize(
+    ("coded", "head_dim"), [(False, 64), (True, 64), later(False, 256), later(True, 256), later(False, 512)]
+)
 def test_a_row_has_the_same_bits_in_any_company(coded: bool, head_dim: int) -> None:
     """With dead neighbours; and alone, where its query rows are half a tile."""
     scales = SCALES[:, :1].contiguous() if coded else None

@@ -34,7 +34,6 @@ CASES = [
     for capability, made in EXAMPLES.items()
     for _, kernel in (*made, *WIDE_EXAMPLES[capability])
 ]
-SCORES = 64  # registers of a flash attention's scores
 WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
 # what moves a few words at a time: slots, tokens, counters, choices; or rows of a width that 16 bytes do not divide
 NARROW = re.compile(
@@ -203,11 +202,11 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
         scores: set[int] = set()
         for low, high in whole_instructions(code.code):
             opcode, target, first = low & 0xFFF, low >> 16 & 0xFF, low >> 24 & 0xFF
+            sums = 4 * ((low >> 53 & 0x3F) + 1)  # of eighths of the second matrix's rows, less one
             if opcode == multiply:
-                sums = 4 * ((low >> 53 & 0x3F) + 1)  # of eighths of the second matrix's rows, less one
                 steps[-1] |= {*range(target, target + sums), *range(first, first + 4)}
             elif opcode == shared:
-                scores |= set(range(target, target + SCORES))
+                scores |= set(range(target, target + sums))
             elif opcode == group and low >> 47 & 1:
                 scores.clear()  # always the oldest under way
                 del steps[: len(steps) - (high >> 8 & 0xFF)]

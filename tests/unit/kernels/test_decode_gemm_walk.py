@@ -27,7 +27,7 @@ from lowlat.kernels.gemm.decode.gemm import (
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
-from lowlat.kernels.sampling.select import FINITE
+from lowlat.kernels.sampling.select import FINITE, LARGEST_WORD
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 
@@ -90,7 +90,7 @@ def test_fp8_gives_the_bits_of_the_same_numbers_in_bf16(
             best = modules[-1].PartialArgmax(pairs, FINITE)
             run(walker, modules, changes, x=x, weight=plain, out=outs[2], best=best, norm=norm)
             run(walker, modules, changes, x=x, weight=plain, residual=residual, out=outs[3])
-            run(walker, modules, changes, x=x, weight=gated, bias=bias, silu=True, row_live=live, out=act)
+            run(walker, modules, changes, x=x, weight=gated, bias=bias, activation="silu", row_live=live, out=act)
             found.append((*outs, act, best_of(pairs)[0]))
     assert all(torch.equal(fp8, bf16) and bool(bf16.isfinite().all()) for fp8, bf16 in zip(*found, strict=True))
 
@@ -147,12 +147,39 @@ def test_residuals_and_activations(rows: int) -> None:
     with walked(walker) as modules:
         run(walker, modules, {}, x=x, weight=pack(weight), residual=residual, out=out)
         gated = pack(weight, gate_up_permutation(32))
-        run(walker, modules, {}, x=x, weight=gated, silu=True, row_live=live, out=act)
+        run(walker, modules, {}, x=x, weight=gated, activation="silu", row_live=live, out=act)
     wanted = product(x, weight)
     torch.testing.assert_close(out.double(), residual.double() + wanted, rtol=2**-7, atol=1e-3)
     want = torch.nn.functional.silu(wanted[:, :32]) * wanted[:, 32:]
     want[live == 0] = 0
     torch.testing.assert_close(act.double(), want, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gates_may_have_another_activation_and_logits_a_cap(rows: int) -> None:
+    """As `silu_mul` and `linear` have them, also where values are far from zero; best pairs are of what is capped."""
+    x, weight, bias = random(rows, 96), random(48, 96, scale=0.4), random(48)
+    out, act = torch.full((rows, 48), torch.nan), torch.full((rows, 24), torch.nan).bfloat16()
+    pairs, walker = torch.zeros(rows, 3, 2).int(), Walker()
+    with walked(walker) as modules:
+        best = modules[-1].PartialArgmax(pairs, FINITE)
+        run(walker, modules, {}, x=x, weight=pack(weight), bias=bias, out=out, softcap=2.5, best=best)
+        gated = pack(weight, gate_up_permutation(24))
+        run(walker, modules, {}, x=x, weight=gated, activation="gelu_tanh", out=act)
+    wanted = product(x, weight)
+    torch.testing.assert_close(out.double(), 2.5 * ((wanted + bias.double()) / 2.5).tanh(), rtol=1e-6, atol=2e-6)
+    assert torch.equal(LARGEST_WORD - best_of(pairs)[1], out.argmax(1))
+    want = torch.empty_like(act)
+    OPERATIONS["silu_mul"](wanted.float(), out=want, activation="gelu_tanh")
+    check("gelu", {"out": act}, {"out": want})
+
+
+def test_a_softcap_and_other_activations_are_of_their_own_epilogues() -> None:
+    x, weight = random(1, 64), random(32, 64)
+    with pytest.raises(ShapeError, match="'relu' is not one of silu, gelu_tanh"):
+        decode_gemm(x=x, weight=pack(weight), activation="relu", out=random(1, 16))
+    with pytest.raises(ShapeError, match="a softcap is of float32 rows"):
+        decode_gemm(x=x, weight=pack(weight), softcap=2.0, out=random(1, 32))
 
 
 @pytest.mark.parametrize(("rows", "has_bias"), [(1, False), (5, True), later(12, False)])

@@ -142,6 +142,6 @@ def test_what_is_not_summed_in_parts_is_refused() -> None:
     with pytest.raises(ShapeError, match="1, 2, 4 or 8 parts"):
         decode_gemm(**good, parts=KParts(16, 1))  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="not with silu"):
-        decode_gemm(**{**good, "out": random(1, 24)}, silu=True, parts=KParts(8, 1))  # type: ignore[arg-type]
+        decode_gemm(**{**good, "out": random(1, 24)}, activation="silu", parts=KParts(8, 1))  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="whole steps of 64 columns, not units of 32 of 512"):
         KParts.of(8, 32, 512)

@@ -23,7 +23,7 @@ SMALL = Shape(64, 2, 1, 64, 16, 500)
 
 def walked(
     slot: Slot, sinks: torch.Tensor | None, part: tuple[int, int] | None = None, *, window: int | None = None,
-    first: int = 0, groups: int = 2, arranged: bool = False,
+    first: int = 0, groups: int = 2, arranged: bool = False, softcap: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The kernels' results of all rows, or of a part as a launch alone; NaN where nothing is written.
 
@@ -39,6 +39,7 @@ def walked(
     room_of_rows = arranged_shape(size, q[0].numel()) if arranged else q.shape
     out, lengths = torch.full(room_of_rows, torch.nan).bfloat16(), torch.zeros(2, 2, dtype=torch.int32)
     given = {"sinks": sinks, "out": out, "scale": slot.scale, "gpu": H200, "groups": groups, "arranged": arranged}
+    given["softcap"] = softcap
     gathering = {"k_cache": slot.caches[0], "v_cache": slot.caches[1], "block_table": slot.table, "size": size}
     with walkable_softmax(walker := Walker(), *NAMES) as modules:
         gather, flash = modules[-3], modules[-1]
@@ -57,6 +58,10 @@ def walked(
         (SMALL, 0, 64, None, 0, False),
         (replace(SMALL, size=40), 250, 33, None, 1, True),
         (replace(SMALL, dim=128, size=160), 128, 160, None, 0, False),
+        (replace(SMALL, dim=512, size=40), 120, 33, None, 0, False),
+        later(replace(SMALL, dim=256, size=130), 60, 130, None, 0, True),
+        later(replace(SMALL, dim=256, size=40), 320, 33, 100, 0, False),
+        later(replace(SMALL, dim=512, size=72), 250, 72, 129, 1, True),
         later(SMALL, 320, 64, 100, 0, True),
         later(replace(SMALL, dim=128, size=32), 400, 32, None, 0, True),
         later(replace(SMALL, size=130), 0, 130, 1, 1, False),
@@ -74,11 +79,13 @@ def test_attention_is_the_reference_s(
     assert start or not first or not bool(found[0].any())
 
 
-def test_bits_of_rows_do_not_depend_on_the_launch() -> None:
+@pytest.mark.parametrize(("dim", "window"), [(64, None), later(256, 70), later(512, 70)])
+def test_bits_of_rows_do_not_depend_on_the_launch(dim: int, window: int | None) -> None:
     """Of 48 rows in one launch, and in launches of 16 and 32 that begin elsewhere, of blocks of other sizes."""
-    slot = Slot(112, 48, shape=replace(SMALL, heads=1, size=48))
-    whole = walked(slot, None)
-    parts = [walked(slot, None, part, groups=groups) for part, groups in (((0, 16), 1), ((16, 32), 2))]
+    slot = Slot(112, 48, shape=replace(SMALL, heads=1, size=48, dim=dim))
+    whole, fewer = walked(slot, None, window=window), 1 if dim < 512 else 2
+    cuts = (((0, 16), fewer), ((16, 32), 2))
+    parts = [walked(slot, None, part, groups=groups, window=window) for part, groups in cuts]
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -88,6 +95,8 @@ def test_bits_of_rows_do_not_depend_on_the_launch() -> None:
         (replace(SMALL, size=40), 250, 33, 1),
         (replace(SMALL, dim=128, size=72), 128, 72, 2),
         later(replace(SMALL, size=130), 0, 100, 2),
+        later(replace(SMALL, dim=256, size=40), 30, 40, 1),
+        later(replace(SMALL, dim=512, size=40), 30, 40, 2),
     ],
 )
 def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(
@@ -101,6 +110,16 @@ def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(
         walker.run(*layout.arrange(x=rows, out=want))
     assert torch.equal(found.view(torch.int16), want.view(torch.int16)) and bool(found.isfinite().all())
     assert bool(found.any())
+
+
+@pytest.mark.parametrize("dim", [64, later(256)])
+def test_scores_are_capped(dim: int) -> None:
+    """Scores far above the cap, of both signs, and small ones; with sinks."""
+    slot, sinks = Slot(70, 40, shape=replace(SMALL, size=40, dim=dim)), torch.linspace(-3, 3, SMALL.heads)
+    slot.q[:, 0] *= 20
+    found = walked(slot, sinks, softcap=3.0)
+    assert close(found, slot.expected(sinks, softcap=3.0), 8e-3)
+    assert not close(found, slot.expected(sinks), 8e-3)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ShapeError, match="snapshots must be a row and pairs, got 4 numbers"):
         snapshot_pairs(torch.zeros(1, 4, dtype=torch.int32))
     refuses(
-        "multiple of 8 columns",
+        "columns of a head must be a multiple of 8",
         delta_norm,
         x=step["out"],
         gates=step["x"],

@@ -10,14 +10,17 @@ import torch
 from compiled_examples import Compiled, examples_of, staged_cases
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.elementwise import arranged_norm, elementwise, embed, norm, qk_norm, rotate
+from lowlat.kernels.elementwise import arranged_norm, elementwise, embed, norm, norm_add, per_layer, qk_norm, rotate
+from lowlat.kernels.elementwise.limits import MAX_WIDTH
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
 from lowlat.kernels.speculation import draft_input as draft_input
 from lowlat.kernels.toolchain.kernel import Kernel
 
 BF16 = torch.bfloat16
-KERNELS = examples_of(arranged_norm, elementwise, embed, draft_input, norm, qk_norm, rotate, wide=True)
+KERNELS = examples_of(
+    arranged_norm, elementwise, embed, draft_input, norm, norm_add, per_layer, qk_norm, rotate, wide=True
+)
 
 
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -65,7 +68,7 @@ def test_norms_refuse_what_does_not_fit() -> None:
     with pytest.raises(ShapeError, match="multiple of 8"):
         norm.rms_norm(tensor(3, 63), tensor(63), out=tensor(3, 63), eps=1e-5)
     with pytest.raises(ShapeError, match="at most"):
-        norm.check_width(norm.MAX_WIDTH + 8)
+        norm.check_width(MAX_WIDTH + 8)
     with pytest.raises(ShapeError, match="row_live"):
         norm.rms_norm(x, weight, torch.zeros(2, dtype=torch.uint8), out=x, eps=1e-5)
     with pytest.raises(ShapeError, match="weight0"):
@@ -100,7 +103,7 @@ def test_a_shared_expert_is_added_by_one_gate_a_row() -> None:
     wide, odd = tensor(3, 64, dtype=torch.float32), tensor(3, 60, dtype=torch.float32)
     with pytest.raises(ShapeError, match="gate must have shape"):
         elementwise.add_gated(wide, wide, wide, out=wide)
-    with pytest.raises(ShapeError, match="multiple of 8 columns, got 60"):
+    with pytest.raises(ShapeError, match="multiple of 8, got 60"):
         elementwise.add_gated(odd, odd, tensor(3, 1, dtype=torch.float32), out=odd)
 
 

@@ -1,13 +1,6 @@
-// The figures beside the chat: of this answer, and of the server.
+// The figures next to the chat: of this answer, and of the server.
 
-export const find = (id) => document.getElementById(id);
-
-export function make(kind, name, text) {
-  const element = document.createElement(kind);
-  if (name) element.className = name;
-  if (text !== undefined) element.textContent = text;
-  return element;
-}
+import { find, make } from "./elements.js";
 
 export class Meter {
   constructor() {

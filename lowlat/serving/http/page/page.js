@@ -1,50 +1,38 @@
 // The page of the HTTP gateway: a chat with the served model, and its server's figures. Nothing comes from another host.
 
-import { find, make, Meter, resetFigures, showFigures } from "./figures.js";
-import { ask, events, setKey } from "./server.js";
+import { Conversation, store } from "./conversation.js";
+import { find, make, makeButton } from "./elements.js";
+import { Meter, resetFigures, showFigures } from "./figures.js";
+import { count, keepOptions, readOptions, readTools, showAdvice } from "./options.js";
+import { ask, events, setKey, shareKey } from "./server.js";
+import { isSend, Transcript } from "./transcript.js";
 
 const REFRESH_MS = 1000;
 const STATS_TIMEOUT_MS = 5000;
 const CONTINUATION_TOKENS = 256; // where there is no chat template, and no limit is given
 
-let turns = []; // the conversation as the next request sends it: each { prompt, text }
+let conversation = store.last() || new Conversation(); // a reloaded tab goes on where it was
 let running = null; // the answer that is being written
 let model = "";
 let hasTemplate = false;
 
-// A text of unknown language: its direction is its own.
-function makeText(text) {
-  const element = make("div", "text", text);
-  element.dir = "auto";
-  return element;
-}
+const transcript = new Transcript(find("messages"), {
+  edit: (node, text) => follow(node, () => conversation.add(node.parent, { role: "user", content: text })),
+  again: (node) => follow(node, () => conversation.nodes[node.parent]),
+  results: (node, results) => follow(null, () => conversation.add(node.id, { role: "results", results })),
+  choose: (node) => {
+    conversation.show(node);
+    keep();
+    showConversation();
+  },
+});
 
-function makeMessage(name, label) {
-  const element = make("article", name);
-  element.setAttribute("aria-label", label);
-  find("messages").append(element);
-  return element;
-}
-
-// Text in spans, one a token where the tokens spell it, tinted where the token was an accepted draft.
-function append(element, text, tokens) {
-  while (text && tokens.length) {
-    const token = tokens[0];
-    if (!token.text || !text.startsWith(token.text)) {
-      if (tokens.some((other) => other.text && text.startsWith(other.text))) {
-        tokens.shift(); // one that marks a part of the answer, and is no text
-        continue;
-      }
-      break;
-    }
-    tokens.shift();
-    const span = make("span", token.accepted ? "token drafted" : "token", token.text);
-    const chance = token.logprob === undefined ? "" : `, probability ${Math.exp(token.logprob).toFixed(3)}`;
-    span.title = (token.accepted ? "drafted and accepted" : "the target's own choice") + chance;
-    element.append(span);
-    text = text.slice(token.text.length);
-  }
-  if (text) element.append(make("span", tokens.length === 1 && tokens[0].accepted ? "token drafted" : "token", text));
+// Show the branch to a node that is asked about, and answer it; `before` is what to return to where no answer begins.
+function follow(before, target) {
+  const asked = target();
+  conversation.leaf = asked.id;
+  showConversation();
+  answerTo(asked, before);
 }
 
 function tokensOf(event, choice) {
@@ -55,28 +43,25 @@ function tokensOf(event, choice) {
   return entries.map((entry, place) => ({ text: entry.token, logprob: entry.logprob, accepted: accepted[place] }));
 }
 
-// The path and body of the request for the last turn's answer; a setting that is left empty is the server's to choose.
-function request() {
-  const { prompt } = turns.at(-1);
-  const body = { model, stream: true, lowlat: true };
-  if (find("temperature").value) body.temperature = Number(find("temperature").value);
-  if (find("max-tokens").value) body.max_tokens = Number(find("max-tokens").value);
-  if (!hasTemplate) return ["v1/completions", { max_tokens: CONTINUATION_TOKENS, ...body, prompt, logprobs: 0 }];
-  const said = turns.slice(0, -1).flatMap((turn) =>
-    [{ role: "user", content: turn.prompt }, { role: "assistant", content: turn.text }]);
-  const messages = [...said, { role: "user", content: prompt }];
-  return ["v1/chat/completions", { ...body, messages, logprobs: true, top_logprobs: 0 }];
+// The path and body of the request for the answer to a node.
+function request(asked) {
+  const body = { model, stream: true, lowlat: true, ...readOptions() };
+  if (!hasTemplate) {
+    return ["v1/completions", { max_tokens: CONTINUATION_TOKENS, ...body, prompt: asked.content, logprobs: 0 }];
+  }
+  const messages = conversation.messages(asked);
+  const tools = readTools(conversation.tools);
+  return ["v1/chat/completions", { ...body, ...tools, messages, logprobs: true, top_logprobs: 0 }];
 }
 
 // One answer that is being written; `begun` says that something came.
 class Answer {
-  constructor(prompt) {
-    makeMessage("message user", "You").append(makeText(prompt));
-    this.shown = makeMessage("message", "Answer");
-    this.content = makeText();
-    this.shown.append(this.content);
-    this.thought = null;
-    this.turn = { prompt, text: "" };
+  constructor(asked, before) {
+    this.asked = asked;
+    this.before = before;
+    this.conversation = conversation;
+    this.node = conversation.add(asked.id, { role: "assistant", content: "" });
+    this.view = transcript.add(this.node);
     this.aborting = new AbortController();
     this.meter = new Meter();
     this.begun = false;
@@ -84,35 +69,35 @@ class Answer {
 
   take(event) {
     const choice = event.choices[0];
-    const tokens = tokensOf(event, choice);
+    if (!choice) return null;
+    const { node } = this;
     const reasoning = choice.delta?.reasoning_content;
     const said = choice.delta ? choice.delta.content : choice.text;
-    if (reasoning) {
-      if (!this.thought) {
-        const details = make("details");
-        this.thought = makeText();
-        details.append(make("summary", "", "reasoning"), this.thought);
-        this.shown.prepend(details);
-      }
-      append(this.thought, reasoning, tokens);
+    const calls = choice.delta?.tool_calls;
+    for (const { index, id, function: part } of calls || []) {
+      node.calls ||= [];
+      node.calls[index] ||= { id, name: "", text: "" };
+      node.calls[index].name += part?.name || "";
+      node.calls[index].text += part?.arguments || "";
     }
-    if (said) append(this.content, said, tokens);
-    this.turn.text += said || "";
-    this.begun ||= Boolean(reasoning || said);
+    if (reasoning) node.reasoning = (node.reasoning || "") + reasoning;
+    node.content += said || "";
+    this.begun ||= Boolean(reasoning || said || calls);
+    this.view.take({ reasoning, said, calls, tokens: tokensOf(event, choice) });
     this.meter.take(event);
     return choice.finish_reason;
   }
 }
 
-async function answerTo(prompt) {
-  const answer = new Answer(prompt);
-  turns.push(answer.turn);
+async function answerTo(asked, before = null) {
+  const answer = new Answer(asked, before);
   setRunning(answer);
   resetFigures();
+  keep();
   view.follow();
   try {
     if (!model) await learn();
-    const [path, body] = request();
+    const [path, body] = request(asked);
     let reason = null;
     for await (const event of events(await ask(path, body, answer.aborting.signal))) {
       if (running !== answer) return;
@@ -129,38 +114,35 @@ async function answerTo(prompt) {
 }
 
 // The end of an answer, once. A question that got no word of one leaves the conversation and returns to the box.
-function end(answer, note, kind) {
+function end(answer, text, kind) {
   if (running !== answer) return;
-  if (note) answer.shown.append(make("p", kind, note));
-  if (!answer.begun) {
-    turns = turns.filter((turn) => turn !== answer.turn);
-    find("prompt").value ||= answer.turn.prompt;
-  }
+  if (text) answer.view.note(kind, text);
+  if (text && answer.begun) answer.node.note = { kind, text };
+  answer.view.end();
+  if (!answer.begun) takeBack(answer);
   find("messages").dataset.answered = String(find("messages").querySelectorAll(".user").length);
   setRunning(null);
+  keep(answer.conversation);
   view.follow();
 }
 
-// Where the model's authors advise a temperature, the empty box says which.
-function showAdvice(advice) {
-  if (advice?.temperature === undefined) return;
-  find("temperature").placeholder = String(advice.temperature);
-  find("temperature").title =
-    "as the model's authors advise: " + Object.entries(advice).map((pair) => pair.join(" ")).join(", ");
+function takeBack({ conversation: owner, node, asked, before, view: shown }) {
+  owner.remove(node);
+  if (before) {
+    if (asked.id !== before.parent) owner.remove(asked); // an edit
+    owner.show(before);
+    if (owner !== conversation) return;
+    transcript.show(conversation);
+    find("messages").append(shown.element);
+  } else if (asked.role === "user") {
+    owner.remove(asked);
+    find("prompt").value ||= asked.content;
+  }
 }
 
 function stop() {
   running?.aborting.abort();
   if (running) end(running, running.begun ? "stopped" : "stopped before it began", "note");
-}
-
-function clear() {
-  running?.aborting.abort();
-  turns = [];
-  find("messages").replaceChildren();
-  delete find("messages").dataset.answered;
-  resetFigures();
-  setRunning(null);
 }
 
 function setRunning(answer) {
@@ -171,6 +153,7 @@ function setRunning(answer) {
   stopping.hidden = answer === null;
   if (focused) (answer ? stopping : sending).focus();
   find("messages").ariaBusy = String(answer !== null); // an answer is read aloud when it is whole
+  transcript.offer(conversation, running);
 }
 
 // Keeps the end of the messages in view, unless somebody has scrolled up.
@@ -190,14 +173,72 @@ const view = {
   },
 };
 
+// Show the branch of the conversation, its options, and the list of all.
+function showConversation() {
+  transcript.show(conversation, running?.view);
+  transcript.offer(conversation, running);
+  find("system").value = conversation.system;
+  find("tools").value = conversation.tools;
+  count();
+  listKept();
+  view.follows = true;
+  view.follow();
+}
+
+function open(other) {
+  conversation = other;
+  store.note(conversation.id);
+  showConversation();
+  closePanel("conversations");
+}
+
+function keep(changed = conversation) {
+  const kept = store.save(changed);
+  store.note(conversation.id);
+  find("conversations").querySelector("p").textContent = kept
+    ? "Kept in this browser alone." : "This browser keeps no more: the latest are lost with the tab.";
+  listKept();
+}
+
+function listKept() {
+  document.title = conversation.empty ? "lowlat" : `${conversation.title} – lowlat`;
+  find("kept").replaceChildren(...store.list().map((kept) => {
+    const item = make("li");
+    const choose = makeButton(kept.title, kept.title, () => open(kept.id === running?.conversation.id
+      ? running.conversation : store.read(kept.id) || kept));
+    choose.dir = "auto";
+    choose.title = kept.title;
+    if (kept.id === conversation.id) choose.setAttribute("aria-current", "true");
+    item.append(choose, makeButton(`Delete: ${kept.title}`, "×", () => remove(kept.id)));
+    return item;
+  }));
+}
+
+function remove(id) {
+  if (running?.conversation.id === id) stop();
+  store.remove(id);
+  if (conversation.id === id) open(new Conversation());
+  else listKept();
+}
+
+// Another tab has changed a conversation, or taken it out.
+function changedElsewhere(id) {
+  if (id !== conversation.id || running?.conversation.id === id) return listKept();
+  const kept = store.read(id);
+  if (kept) open(kept);
+  else if (!conversation.empty) open(new Conversation());
+}
+
 // Ask the server what it serves, and show its figures.
 async function learn() {
   const figures = await (await ask("lowlat/stats", null, AbortSignal.timeout(STATS_TIMEOUT_MS))).json();
+  if (!model) showTokens(asTokensByChoice() ?? !figures.server.has_chat_template);
   model = figures.server.model;
   hasTemplate = figures.server.has_chat_template;
+  document.body.classList.toggle("continues", !hasTemplate);
   find("model").textContent = find("model").title = model;
   find("hint").hidden = hasTemplate;
-  find("max-tokens").placeholder = hasTemplate ? "any" : String(CONTINUATION_TOKENS);
+  find("max_tokens").placeholder = hasTemplate ? "any" : String(CONTINUATION_TOKENS);
   showAdvice(figures.server.sampling_defaults);
   showFigures(figures);
   return figures.stats.state;
@@ -227,7 +268,33 @@ function send() {
   if (!prompt.trim() || running) return;
   find("prompt").value = "";
   view.follows = true;
-  answerTo(prompt);
+  const asked = conversation.add(conversation.leaf, { role: "user", content: prompt });
+  transcript.add(asked);
+  answerTo(asked);
+}
+
+// Tokens, tinted by who proposed them, in place of formatted text: as the reader last chose, in this browser.
+const TOKENS_KEPT = "lowlat tokens";
+
+function asTokensByChoice() {
+  try {
+    return JSON.parse(localStorage.getItem(TOKENS_KEPT));
+  } catch {
+    return null;
+  }
+}
+
+function showTokens(value) {
+  find("as-tokens").checked = value;
+  transcript.asTokens = value;
+}
+
+function togglePanel(name) {
+  find("show-" + name).ariaExpanded = String(find(name).classList.toggle("shown"));
+}
+
+function closePanel(name) {
+  if (find(name).classList.contains("shown")) togglePanel(name);
 }
 
 function listen() {
@@ -242,20 +309,40 @@ function listen() {
     send();
   });
   find("prompt").addEventListener("keydown", (event) => {
-    const composing = event.isComposing || event.keyCode === 229; // 229: Safari's Enter that ends a composition
-    if (event.key === "Enter" && !event.shiftKey && !event.altKey && !composing) {
-      event.preventDefault();
-      if (!running) find("ask").requestSubmit();
-    }
+    if (!isSend(event)) return;
+    event.preventDefault();
+    if (!running) find("ask").requestSubmit();
   });
   find("stop").addEventListener("click", (event) => {
     if (event.detail < 2) stop(); // Stop stands where Send stood: the second click of a double click is not meant
   });
-  find("clear").addEventListener("click", clear);
-  find("messages").addEventListener("scroll", view.scrolled);
-  find("show-figures").addEventListener("click", (event) => {
-    event.target.ariaExpanded = String(find("figures").classList.toggle("shown"));
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !event.isComposing && !event.target.closest?.(".edit")) stop();
   });
+  find("new").addEventListener("click", () => {
+    open(new Conversation());
+    find("prompt").focus();
+  });
+  find("as-tokens").addEventListener("change", ({ target }) => {
+    transcript.asTokens = target.checked;
+    try {
+      localStorage.setItem(TOKENS_KEPT, String(target.checked));
+    } catch { /* a private window */ }
+  });
+  for (const name of ["system", "tools"]) {
+    find(name).addEventListener("input", ({ target }) => {
+      conversation[name] = target.value;
+      if (!running) store.save(conversation);
+    });
+  }
+  find("show-options").addEventListener("click", () => {
+    find("options").hidden = !find("options").hidden;
+    find("show-options").ariaExpanded = String(!find("options").hidden);
+  });
+  find("messages").addEventListener("scroll", view.scrolled);
+  for (const name of ["figures", "conversations"]) find("show-" + name).addEventListener("click", () => togglePanel(name));
+  addEventListener("pagehide", () => { if (running?.begun) store.save(running.conversation); });
+  store.watch(changedElsewhere);
 }
 
 async function start() {
@@ -265,6 +352,9 @@ async function start() {
     history.replaceState(null, "", location.pathname); // the key does not stay in the address
   }
   listen();
+  keepOptions();
+  showConversation();
+  shareKey(refresh);
   if (await refresh() && fragment.has("key") && fragment.has("prompt")) {
     find("prompt").value = fragment.get("prompt");
     send();

@@ -8,6 +8,19 @@ export function setKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
+// A new tab without a key gets it from one that has it; it is never kept for longer than the tabs are open.
+export function shareKey(got) {
+  const tabs = new BroadcastChannel(KEY);
+  tabs.addEventListener("message", ({ data }) => {
+    const own = sessionStorage.getItem(KEY);
+    if (data.asks && own) tabs.postMessage({ key: own });
+    if (!data.key || own) return;
+    setKey(data.key);
+    got();
+  });
+  if (!sessionStorage.getItem(KEY)) tabs.postMessage({ asks: true });
+}
+
 // An error; beside its message the words of the status line, `state`, and HTTP's status where there is one.
 function problem(message, state = message, status = 0) {
   return Object.assign(new Error(message), { state, status });

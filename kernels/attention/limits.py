@@ -1,0 +1,90 @@
+"""The limits of attention's kernels, and the splits of positions that follow from fixed sizes."""
+
+from collections.abc import Mapping
+
+from lowlat.kernels.common.limits import Asked, Excess, Limit, OnlyParam, Rule, Size
+
+__all__ = [
+    "BLOCK_SIZE",
+    "HEAD_DIM",
+    "INVARIANT_HEADS",
+    "KV_HEADS",
+    "LIMITS",
+    "LISTED_HEAD_DIM",
+    "MAX_ROWS",
+    "MAX_SLOTS",
+    "MAX_SPLITS",
+    "QUERY_ROWS",
+    "REFRESHED_HEAD_DIM",
+    "ROWS",
+    "ROWS_A_SLOT",
+    "SLOTS",
+    "choose_split",
+    "finely_split",
+    "most_positions",
+    "query_rows",
+]
+
+HEAD_DIM = Limit((64, 128, 256, 512))
+LISTED_HEAD_DIM = Limit((64, 128))  # of blocks that are chosen, and of their attention
+REFRESHED_HEAD_DIM = Limit(multiple=8, most=256)  # of torch's flash attention
+BLOCK_SIZE = Limit((16, 32, 64, 128, 256))
+KV_HEADS = Limit(most=1024)
+MAX_SLOTS, MAX_ROWS = 16, 512
+SLOTS, ROWS_A_SLOT, ROWS = Limit(most=MAX_SLOTS), Limit(most=64), Limit(most=MAX_ROWS)
+QUERY_ROWS = Limit(most=16 * 256)  # of a slot that share a key-value head
+MAX_SPLITS = 1024  # of a slot's positions
+
+FEW_ITEMS, MANY_ITEMS = 132, 1024
+INVARIANT_HEADS = 8  # with which splits are chosen where ranks have parts of the heads, and must have the same splits
+
+
+def query_rows(rows: int, heads: int, kv_heads: int) -> int:
+    """The query rows of a slot that share a key-value head."""
+    return rows * heads // kv_heads
+
+
+def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
+    """Positions of a split, from sizes that stay fixed while a model is loaded: results' bits depend on the split.
+
+    Short splits spread a short context over all SMs; long ones halve the sums that are parked and combined
+    (Llama-8B's heads on an H200: 1 slot at 1K 5.8 us with 128, 6.8 with 256; 1 at 8K 14.7 with 256, 16.9 with 512; 4 at
+    16K 83 and 76).
+    """
+    if max_context <= finely_split(max_batch, kv_heads):
+        return 128
+    return 512 if max_batch * -(-max_context // 256) * kv_heads > MANY_ITEMS else 256
+
+
+def finely_split(max_batch: int, kv_heads: int) -> int:
+    """The longest context that is cut into the shortest splits; 0: none is."""
+    return FEW_ITEMS // (max_batch * kv_heads) * 128
+
+
+def most_positions(max_batch: int, max_context: int, kv_heads: int) -> int:
+    """The most positions of a slot, its blocks' last ones and a step's rows included, without a window."""
+    return MAX_SPLITS * choose_split(max_batch, max_context, kv_heads)
+
+
+def _grouped(asked: Asked) -> Excess | None:
+    heads, kv_heads, rows = asked.sizes["H"], asked.sizes["G"], asked.sizes["R"]
+    if heads % kv_heads:
+        return Excess("num_attention_heads", f"a multiple of {kv_heads} key-value heads", heads)
+    shared = query_rows(rows, heads, kv_heads)
+    return None if QUERY_ROWS.takes(shared) else Excess("query rows of one key-value head", str(QUERY_ROWS), shared)
+
+
+_STEP: tuple[Rule, ...] = (
+    Size("D", HEAD_DIM, "head_dim"),
+    Size("G", KV_HEADS, "num_key_value_heads"),
+    Size("B", SLOTS, "slots (max_batch)"),
+    Size("R", ROWS_A_SLOT, "rows a slot"),
+    Size("B * R", ROWS, "rows of all slots"),
+    _grouped,
+)
+LIMITS: Mapping[str, tuple[Rule, ...]] = {
+    "attention": (Size("block", BLOCK_SIZE, "block_size"), *_STEP),
+    "choose_blocks": (Size("D", LISTED_HEAD_DIM, "head_dim"),),
+    "partial_attention": _STEP,
+    "refresh_attention": (Size("D", REFRESHED_HEAD_DIM, "head_dim"), OnlyParam("softcap")),
+}

@@ -1,0 +1,116 @@
+"""Limits of kernels: the sizes and parameters of operations that they compute, each said once, next to the kernels.
+
+A `Limit` says which sizes a kernel takes. The kernel refuses others by `check`; a table `LIMITS` in the `limits` module
+of each package of kernels names it for an operation's extent, by which a whole Program is refused before a weight is
+read, see `lowlat.lowering.covers`. These modules load neither a compiler nor a driver.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+from lowlat.errors import ShapeError
+from lowlat.graphs.extents import evaluate, parse
+
+__all__ = ["Asked", "Excess", "Limit", "OnlyParam", "Rule", "Size"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The sizes that a kernel takes: listed values, or multiples of a number within bounds.
+
+    values    all that it takes; empty: whatever the others allow
+    multiple  of which a size is one
+    least, most  bounds, included; most None: there is none
+    words     that say which these are; empty: made of the others
+    """
+
+    values: tuple[int, ...] = ()
+    multiple: int = 1
+    least: int = 1
+    most: int | None = None
+    words: str = ""
+
+    def takes(self, size: int) -> bool:
+        """Whether a size is one of these."""
+        if self.values:
+            return size in self.values
+        return size % self.multiple == 0 and self.least <= size and (self.most is None or size <= self.most)
+
+    def check(self, name: str, size: int) -> None:
+        """Raise ShapeError, naming the size and the limit, for a size that it does not take."""
+        if not self.takes(size):
+            raise ShapeError(f"{name} must be {self}, got {size}")
+
+    def __str__(self) -> str:
+        if self.words:
+            return self.words
+        if self.values:
+            *others, last = map(str, self.values)
+            return f"{', '.join(others)} or {last}" if others else last
+        most = [] if self.most is None else [f"at most {self.most}"]
+        if self.multiple == 1:
+            return " and ".join([f"at least {self.least}"] * (self.least > 1 or not most) + most)
+        return ", ".join([f"a multiple of {self.multiple}", *most])
+
+
+class Asked(NamedTuple):
+    """An operation as limits see it.
+
+    sizes    what the symbols of its schema stand for
+    params   its parameters; those that are absent have their defaults
+    weights  the names of its arguments that are weights
+    """
+
+    sizes: Mapping[str, int]
+    params: Mapping[str, Any]
+    weights: frozenset[str]
+
+
+class Excess(NamedTuple):
+    """What an operation has that its kernels do not take: its name, what they take, and what it is."""
+
+    name: str
+    taken: str
+    found: object
+
+
+Rule: TypeAlias = Callable[[Asked], Excess | None]
+_expression = lru_cache(maxsize=None)(parse)
+
+
+@dataclass(frozen=True)
+class Size:
+    """The rule that an extent of an operation is within a limit; one that nothing tells is let through.
+
+    extent  an expression over the symbols of the operation's schema
+    name    of it, as configs have it
+    """
+
+    extent: str
+    limit: Limit
+    name: str
+
+    def __call__(self, asked: Asked) -> Excess | None:
+        size = evaluate(_expression(self.extent), asked.sizes)
+        if size is None or self.limit.takes(size):
+            return None
+        return Excess(self.name, str(self.limit), size)
+
+
+@dataclass(frozen=True)
+class OnlyParam:
+    """The rule that a parameter has one of the values that kernels compute.
+
+    values  None: without it
+    """
+
+    name: str
+    values: tuple[Any, ...] = field(default=(None,))
+
+    def __call__(self, asked: Asked) -> Excess | None:
+        found = asked.params.get(self.name, self.values[0])
+        if found in self.values:
+            return None
+        return Excess(self.name, " or ".join("absent" if each is None else str(each) for each in self.values), found)

@@ -1,0 +1,277 @@
+"""The norm of what a layer adds, the residual sum, its scale and the norm after it, in one launch.
+
+A layer with norms on both sides rounds a GEMM's output, norms it, adds it to the residual stream, may multiply the sum
+by a number, and norms it for the next GEMM. A block has a row and keeps it in registers. It sums squares in the order
+of `norm_math` and rounds where the operations do, so it has their bits.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.norm_math import THREADS, WARPS, add_squares, block_sum, high_value, inverse_rms, low_value
+from lowlat.kernels.common.norm_row import chunk_values, is_live, make_norm_functions, weights_label
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_width
+from lowlat.kernels.gemm.prefill.activation_layout import STEP, arranged_shape, piece_address, transposed
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+
+__all__ = ["examples", "norm_add"]
+
+WHOLE_WARPS = 0xFFFFFFE0
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the kernel's code depends on.
+
+    width       of a row
+    eps         of the norm of what is added; None: it is added as it is
+    next_eps    of the norm of the sum; None: there is none
+    wide        what is added is float32, rounded first where it is normed; else bf16
+    wide_norms  weights of norms are float32
+    scaled      the sum is multiplied by a number: "float32" or "bfloat16", as it is stored; "": it is not
+    arranged    the norm of the sum is left as a prefill GEMM reads it
+    """
+
+    width: int
+    eps: float | None
+    next_eps: float | None
+    wide: bool
+    wide_norms: bool
+    scaled: str = ""
+    arranged: bool = False
+
+    @property
+    def name(self) -> str:
+        norm = "" if self.eps is None else f"_eps{self.eps!r}"
+        following = "" if self.next_eps is None else f"_next{self.next_eps!r}"
+        scaled, arranged = f"_times_{self.scaled}" if self.scaled else "", "_arranged" if self.arranged else ""
+        kind = "f32" if self.wide else "bf16"
+        return f"norm_add_n{self.width}_{kind}{norm}{following}{scaled}{arranged}{weights_label(self.wide_norms)}"
+
+
+@device_function
+def _sum_pair(word: Any, other: Any) -> Any:
+    """Two packed bf16 plus two others, each sum rounded."""
+    return ptx.bf16_pair(ptx.add_rn(low_value(word), low_value(other)), ptx.add_rn(high_value(word), high_value(other)))
+
+
+@device_function
+def _times_pair(word: Any, factor: Any) -> Any:
+    """Two packed bf16 times a number, each product rounded."""
+    return ptx.bf16_pair(ptx.mul_rn(low_value(word), factor), ptx.mul_rn(high_value(word), factor))
+
+
+def _make_load_number(scaled: str) -> Any:
+    """A function: the number by which a sum is multiplied, by its address."""
+    wide, there = scaled == "float32", scaled != ""
+
+    @device_function
+    def load_number(address: Any) -> Any:
+        factor = float32(1.0)
+        if there:
+            factor = ptx.load_global_f32(address) if wide else ptx.load_global_bf16(address)
+        return factor
+
+    return load_number
+
+
+def _make_load_weights(shape: _Shape, own: int, there: bool) -> Any:
+    """A function: a thread's chunks of a norm's weight, kept in an array; zeros past the row's end."""
+    functions, chunks = make_norm_functions(shape.wide_norms), shape.width // 8
+    size, load_weights, no_weights = functions.size, functions.load_weights, functions.no_weights
+
+    @device_function
+    def load(kept: Any, weight: Any, thread: Any) -> None:
+        if there:
+            for part in range(own):
+                chunk = uint32(thread + uint32(part * THREADS))
+                words = no_weights()
+                if chunk < uint32(chunks):
+                    words = load_weights(weight, chunk)
+                for word in range(size):
+                    kept[size * part + word] = words[word]
+
+    return load
+
+
+@cache
+def _make(shape: _Shape) -> Kernel:
+    """Grid (M,)."""
+    width, chunks, wide = shape.width, shape.width // 8, shape.wide
+    pieces = -(-width // STEP) * 8 if shape.arranged else chunks
+    own = -(-pieces // THREADS)
+    num_words = 4 * own
+    functions = make_norm_functions(shape.wide_norms)
+    scale, held, size = functions.scale, functions.held, functions.size
+    norms, follows, arranged = shape.eps is not None, shape.next_eps is not None, shape.arranged
+    eps, next_eps = shape.eps or 0.0, shape.next_eps or 0.0
+    load_number, times = _make_load_number(shape.scaled), shape.scaled != ""
+    load_weights, load_next = _make_load_weights(shape, own, norms), _make_load_weights(shape, own, follows)
+    kept_size, next_size = (size * own if there else 1 for there in (norms, follows))
+
+    @device_function
+    def inverse_of(words: Any, sums: Any, eps: Any) -> Any:
+        total = float32(0.0)
+        for part in range(own):
+            at = 4 * part
+            total = add_squares(total, words[at], words[at + 1], words[at + 2], words[at + 3])
+        return inverse_rms(block_sum(total, sums), width, eps)
+
+    @device_function
+    def store_next(words: Any, kept: Any, inverse: Any, live: Any, out: Any, row: Any, rows: Any, thread: Any) -> None:
+        for part in range(own):
+            chunk, at = uint32(thread + uint32(part * THREADS)), 4 * part
+            if uint32(chunk & uint32(WHOLE_WARPS)) < uint32(pieces):  # of all lanes of a warp, as they exchange
+                own_words = words[at], words[at + 1], words[at + 2], words[at + 3]
+                a, b, c, d = scale(own_words, inverse, held(kept, size * part))
+                if not live or chunk >= uint32(chunks):
+                    a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+                if arranged:
+                    a, b, c, d = transposed((a, b, c, d), thread)
+                    if chunk < uint32(pieces):
+                        ptx.store_global_128(piece_address(out, uint32(row), rows, chunk), a, b, c, d)
+                elif chunk < uint32(chunks):
+                    ptx.store_global_128(out + row * int64(width * 2) + int64(chunk) * int64(16), a, b, c, d)
+
+    def norm_add(
+        x: Any, weight: Any, residual: Any, row_live: Any, number: Any, next_weight: Any, total: Any, out: Any,
+        rows: Any,
+    ) -> None:  # fmt: skip
+        sums = cuda.shared.array(shape=WARPS, dtype=float32)
+        next_sums = cuda.shared.array(shape=WARPS, dtype=float32)
+        words, others = cuda.local.array(num_words, uint32), cuda.local.array(num_words, uint32)
+        kept, kept_next = cuda.local.array(kept_size, uint32), cuda.local.array(next_size, uint32)
+        row, thread = int64(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
+        load_weights(kept, weight, thread)
+        load_next(kept_next, next_weight, thread)
+        factor = load_number(number)
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        offset = row * int64(width * 2)
+        source = x + row * int64(width * (4 if wide else 2))
+        live = is_live(row_live, row)
+        for part in range(own):
+            chunk, at = uint32(thread + uint32(part * THREADS)), 4 * part
+            a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+            e, f, g, h = uint32(0), uint32(0), uint32(0), uint32(0)
+            if chunk < uint32(chunks):
+                e, f, g, h = ptx.load_global_128(residual + offset + int64(chunk) * int64(16))
+                v = chunk_values(source, chunk, wide)
+                if norms:
+                    a, b = ptx.bf16_pair(v[0], v[1]), ptx.bf16_pair(v[2], v[3])
+                    c, d = ptx.bf16_pair(v[4], v[5]), ptx.bf16_pair(v[6], v[7])
+                else:
+                    a = ptx.bf16_pair(ptx.add_rn(low_value(e), v[0]), ptx.add_rn(high_value(e), v[1]))
+                    b = ptx.bf16_pair(ptx.add_rn(low_value(f), v[2]), ptx.add_rn(high_value(f), v[3]))
+                    c = ptx.bf16_pair(ptx.add_rn(low_value(g), v[4]), ptx.add_rn(high_value(g), v[5]))
+                    d = ptx.bf16_pair(ptx.add_rn(low_value(h), v[6]), ptx.add_rn(high_value(h), v[7]))
+            words[at], words[at + 1], words[at + 2], words[at + 3] = a, b, c, d
+            others[at], others[at + 1], others[at + 2], others[at + 3] = e, f, g, h
+        inverse = float32(0.0)
+        if norms:
+            inverse = inverse_of(words, sums, eps)
+        for part in range(own):
+            chunk, at = uint32(thread + uint32(part * THREADS)), 4 * part
+            a, b, c, d = words[at], words[at + 1], words[at + 2], words[at + 3]
+            if norms:
+                a, b, c, d = scale((a, b, c, d), inverse, held(kept, size * part))
+                if not live:
+                    a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+                a, b = _sum_pair(others[at], a), _sum_pair(others[at + 1], b)
+                c, d = _sum_pair(others[at + 2], c), _sum_pair(others[at + 3], d)
+            if times:
+                a, b, c, d = (
+                    _times_pair(a, factor),
+                    _times_pair(b, factor),
+                    _times_pair(c, factor),
+                    _times_pair(d, factor),
+                )
+            if chunk < uint32(chunks):
+                ptx.store_global_128(total + offset + int64(chunk) * int64(16), a, b, c, d)
+            words[at], words[at + 1], words[at + 2], words[at + 3] = a, b, c, d
+        if follows:
+            store_next(words, kept_next, inverse_of(words, next_sums, next_eps), live, out, row, rows, thread)
+
+    return Kernel(shape.name, norm_add, (types.int64,) * 9, THREADS, settles=True)
+
+
+def norm_add(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor,
+    row_live: torch.Tensor | None = None,
+    *,
+    scalar: torch.Tensor | None = None,
+    next_weight: torch.Tensor | None = None,
+    total: torch.Tensor,
+    out: torch.Tensor | None = None,
+    eps: float | None = None,
+    next_eps: float | None = None,
+    arranged: bool = False,
+) -> list[KernelCall]:
+    """total = residual + norm(x), times a number, and out = norm(total): the bits of `cast`, `rms_norm`, `add`, `scale`
+    and `rms_norm` one after the other.
+
+    x            [M, N]  float32, bf16    what is added; rounded to bf16 before its norm
+    weight       [N]     bf16 or float32  with eps; None: x is added as it is
+    residual     [M, N]  bf16
+    row_live     [M]     uint8; None: all rows are live. Norms of dead rows are zero
+    scalar       [1]     bf16 or float32; None: sums are not multiplied
+    next_weight  [N]     as weight, with next_eps and out; None: the sum is not normed
+    total        [M, N]  bf16  out
+    out          [M, N]  bf16  out; arranged: [ceil(N/64), M, 64], as `arrange` leaves it
+    One launch. Raises ShapeError for shapes or dtypes that do not fit, arguments that do not go together, or N outside
+    of ROW_WIDTH.
+    """
+    rows, width = residual.shape
+    check_width(width)
+    check_row_live(row_live, rows)
+    for name, tensor in (("x", x), ("total", total)):
+        check_shape(name, tensor, rows, width)
+    check_dtype(torch.bfloat16, residual=residual, total=total, out=out)
+    wide = x.dtype == torch.float32
+    if not wide:
+        check_dtype(torch.bfloat16, x=x)
+    if (weight is None) != (eps is None) or (next_weight is None) != (next_eps is None):
+        raise ShapeError("a norm has a weight and eps")
+    if (next_weight is None) != (out is None):
+        raise ShapeError("the norm of the sum has a weight and `out`")
+    weights = [each for each in (weight, next_weight) if each is not None]
+    for each in weights:
+        check_shape("weight", each, width)
+    if out is not None:
+        check_shape("out", out, *(arranged_shape(rows, width) if arranged else (rows, width)))
+    shape = _Shape(width, eps, next_eps, wide, bool(weights) and are_wide(*weights), _kind(scalar), arranged)
+    optional = (0 if each is None else each for each in (row_live, scalar, next_weight))
+    first = 0 if weight is None else weight
+    arguments = (x, first, residual, *optional, total, 0 if out is None else out, rows)
+    return [KernelCall(_make(shape), (rows, 1, 1), arguments)]
+
+
+def _kind(scalar: torch.Tensor | None) -> str:
+    """How a number is stored; "" for none. Raises ShapeError for other dtypes or several numbers."""
+    if scalar is None:
+        return ""
+    check_shape("scalar", scalar, 1)
+    if scalar.dtype != torch.float32:
+        check_dtype(torch.bfloat16, scalar=scalar)
+    return str(scalar.dtype).removeprefix("torch.")
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that stand for all, to compile without a GPU."""
+    return [
+        _make(_Shape(5376, 1e-6, 1e-6, True, False, "bfloat16")),
+        _make(_Shape(2560, 1e-6, None, False, False)),
+        _make(_Shape(2816, 1e-6, 1e-6, False, True, "float32")),
+        _make(_Shape(2816, None, 1e-6, False, False, "bfloat16")),
+        _make(_Shape(5376, 1e-6, 1e-6, True, False, arranged=True)),
+        _make(_Shape(72, 1e-6, 1e-6, True, True, arranged=True)),
+    ]

@@ -1,0 +1,12 @@
+"""The limits of kernels over logits."""
+
+from collections.abc import Mapping
+
+from lowlat.kernels.common.limits import Limit, Rule, Size
+
+__all__ = ["LIMITS", "VOCABULARY"]
+
+VOCABULARY = Limit(most=1 << 18)  # logits of a row, whose blocks must be resident together
+
+_ROW: tuple[Rule, ...] = (Size("V", VOCABULARY, "vocab_size"),)
+LIMITS: Mapping[str, tuple[Rule, ...]] = dict.fromkeys(("finite", "logprobs", "sample"), _ROW)

@@ -1,0 +1,177 @@
+"""Common parts of the Gemma families: layer kinds, RoPE by kind, keys with one meaning, and the recipes of a layer.
+
+Layers have norms on both sides and a GELU gate; embeddings are multiplied by the root of their width; the LM head is
+the embedding. Each family's own keys are in its own module.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.formats import read_quantisation
+from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.errors import ConfigError
+from lowlat.models.families.dense import Sizes, dense_recipes, outer_recipes, plus_one_norm
+from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
+from lowlat.models.geometry import ComputeDtype, ModelConfig
+from lowlat.models.hf_config import parse_rope, special_tokens
+from lowlat.models.layer_spec import LayerSpec, RopeConfig
+from lowlat.models.layers import TORCH_DTYPES, rounded_scale
+
+__all__ = [
+    "FULL",
+    "SLIDING",
+    "gemma_config",
+    "gemma_recipes",
+    "layer_kinds",
+    "parse_ropes",
+    "refuse_others",
+    "with_defaults",
+]
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attn_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffn_norm": "post_feedforward_layernorm",
+}
+DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 262144,
+}
+# of tokens that stand for images and sounds, of the models that see and hear them, and of caches of other programs
+HARMLESS = HARMLESS_KEYS | {
+    *("vision_config", "audio_config", "mm_tokens_per_image", "cache_implementation", "vision_soft_tokens_per_image"),
+    *(
+        f"{name}_token_{key}"
+        for name in ("image", "video", "audio", "boi", "eoi", "boa", "eoa")
+        for key in ("id", "index")
+    ),
+}
+
+
+def with_defaults(fields: Fields, **others: Any) -> Fields:
+    """The config with the sizes of the family's classes where it names none; others: that are not Gemma 4's."""
+    return fields.with_defaults({**DEFAULTS, **others})
+
+
+def refuse_others(fields: Fields, *, qk_norm: bool, bidirectional: tuple[Any, ...] = (False,)) -> None:
+    """Refuse keys that ask for another forward pass, by name. bidirectional: values that leave text causal."""
+    check_settled(fields, qk_norm=qk_norm)
+    for key in ("hidden_act", "hidden_activation"):
+        fields.refuse_unless(key, ("gelu_pytorch_tanh",), "only GELU's tanh formula")
+    fields.refuse_unless("attention_bias", (False,), "attention without biases")
+    fields.refuse_unless("use_bidirectional_attention", bidirectional, "each token sees those before it alone")
+
+
+def layer_kinds(fields: Fields, count: int, interval: int) -> tuple[str, ...]:
+    """The kind of each layer: layer_types, else full attention in each layer whose number such an interval ends."""
+    kinds = fields.optional_strings("layer_types", max_count=count)
+    if kinds is None:
+        return tuple(SLIDING if (layer + 1) % interval else FULL for layer in range(count))
+    if len(kinds) != count:
+        raise ConfigError(f"{fields.label}: layer_types has {len(kinds)} entries, expected {count}, one a layer")
+    for kind in kinds:
+        if kind not in (SLIDING, FULL):
+            raise ConfigError(f"{fields.label}: layer_types entry {kind!r} is not implemented for this family")
+    return kinds
+
+
+def parse_ropes(fields: Fields, max_position: int, absent: Mapping[str, dict[str, Any]]) -> dict[str, RopeConfig]:
+    """RoPE of layers of each kind, by rope_parameters. absent: what a config says that has none, by kind."""
+    given = fields.optional_object("rope_parameters")
+    if given is None or not given.values:
+        given = Fields(dict(absent), f"{fields.label}: rope_parameters")
+    found = {}
+    for kind, default in absent.items():
+        own = given.optional_object(kind)
+        values = default if own is None or not own.values else {"rope_theta": default["rope_theta"], **own.values}
+        found[kind] = _rope(Fields(values, f"{given.label}: {kind}"), max_position)
+    given.refuse_unknown(())
+    return found
+
+
+def _rope(rope: Fields, max_position: int) -> RopeConfig:
+    if rope.values.get("rope_type") != "proportional":
+        return parse_rope(Fields({"rope_parameters": rope.values}, rope.label), max_position=max_position)
+    rope.raw("rope_type")
+    made = RopeConfig(
+        rope.number("rope_theta", 1.001, 1e15),
+        "proportional",
+        factor=rope.number("factor", 1e-3, 1e6, default=1.0),
+        share=rope.number("partial_rotary_factor", 0.0, 1.0, default=1.0),
+    )
+    rope.refuse_unknown(())
+    return made
+
+
+def gemma_config(
+    fields: Fields,
+    directory: Path,
+    dtype: ComputeDtype,
+    sizes: Sizes,
+    layers: tuple[LayerSpec, ...],
+    **default_softcap: float,
+) -> ModelConfig:
+    """The geometry of these layers. All of the family's own keys must have been read: others are refused.
+
+    default_softcap  `default` of logits, where the config does not name it; else there is none
+    """
+    quantisation = read_quantisation(fields, directory)
+    ends, begin = special_tokens(directory, fields, sizes.vocab_size)
+    named = "final_logit_softcapping" in fields.values
+    softcap = fields.optional_number("final_logit_softcapping", 1e-3, 1e6)
+    config = ModelConfig(
+        family=str(fields.values["model_type"]),
+        **sizes.model(),
+        max_position=sizes.max_position,
+        layers=layers,
+        tie_embeddings=fields.boolean("tie_word_embeddings", True),
+        dtype=dtype,
+        embedding_scale=rounded_scale(sizes.hidden_size**0.5, dtype),
+        logit_softcap=softcap if named else default_softcap.get("default"),
+        eos_token_ids=ends,
+        bos_token_id=begin,
+        quantisation=quantisation,
+    )
+    fields.refuse_unknown(HARMLESS)
+    return config
+
+
+def norm_recipe(config: ModelConfig, weight: str, tensor: str, size: int, *, plus_one: bool) -> Recipe:
+    """A norm's weight: as it is stored, or 1 more."""
+    if plus_one:
+        return plus_one_norm(weight, tensor, size)
+    return Recipe(weight, (Piece(tensor, (size,)),), TORCH_DTYPES[config.dtype])
+
+
+def gemma_recipes(config: ModelConfig, *, plus_one: bool) -> list[Recipe]:
+    """Embedding, norms, attention and dense FFNs. plus_one: norms multiply by 1 more than what files store."""
+    dtype, hidden = TORCH_DTYPES[config.dtype], config.hidden_size
+    made = [recipe for recipe in outer_recipes(config) if recipe.weight != "norm.weight"]
+    made.append(norm_recipe(config, "norm.weight", "model.norm.weight", hidden, plus_one=plus_one))
+    for layer, spec in config.attentions.items():
+        of, canonical = f"model.layers.{layer}", f"layers.{layer}"
+        rows = {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
+        pieces = tuple(Piece(f"{of}.self_attn.{part}_proj.weight", (rows[part], hidden)) for part in spec.projected)
+        output = Piece(f"{of}.self_attn.o_proj.weight", (hidden, spec.query_size))
+        norms = {f"{own}.weight": (f"{name}.weight", hidden) for own, name in NORMS.items()}
+        if spec.qk_norm:
+            norms |= {
+                f"{part}_norm.weight": (f"self_attn.{part}_norm.weight", spec.head_dim)
+                for part in spec.projected.replace("v", "")
+            }
+        made += [
+            norm_recipe(config, f"{canonical}.{own}", f"{of}.{name}", size, plus_one=plus_one)
+            for own, (name, size) in norms.items()
+        ]
+        made.append(Recipe(f"{canonical}.{spec.projected}.weight", pieces, dtype))
+        made.append(Recipe(f"{canonical}.o.weight", (output,), dtype))
+        made += dense_recipes(config, layer)
+    return made

@@ -1,0 +1,73 @@
+"""Gemma 3, alone or as the text of a vision-language model: config.json to geometry.
+
+Five layers of six have a window and RoPE of their own. Images are refused where they are asked for: what sees them is
+skipped. Source: transformers models/gemma3.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.recipes import Recipe
+from lowlat.models.families.dense import parse_sizes
+from lowlat.models.families.gemma import (
+    FULL,
+    SLIDING,
+    gemma_config,
+    gemma_recipes,
+    layer_kinds,
+    parse_ropes,
+    refuse_others,
+    with_defaults,
+)
+from lowlat.models.geometry import ComputeDtype, ModelConfig
+from lowlat.models.hf_config import check_architecture
+from lowlat.models.layer_spec import DenseSpec, LayerSpec, RopeConfig
+
+__all__ = ["SKIPPED", "parse", "recipes"]
+
+ARCHITECTURES = ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM", "Gemma3TextModel")
+SKIPPED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+def _ropes(fields: Fields, max_position: int) -> dict[str, RopeConfig]:
+    """RoPE by kind, in either spelling."""
+    scaling = fields.optional_object("rope_scaling")
+    absent: dict[str, dict[str, Any]] = {
+        FULL: {
+            "rope_type": "default",
+            **({} if scaling is None else scaling.values),
+            "rope_theta": fields.number("rope_theta", 1.001, 1e15, default=1e6),
+        },
+        SLIDING: {
+            "rope_type": "default",
+            "rope_theta": fields.number("rope_local_base_freq", 1.001, 1e15, default=1e4),
+        },
+    }
+    return parse_ropes(fields, max_position, absent)
+
+
+def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
+    """The geometry of a Gemma 3. Raises ConfigError for what lowlat does not implement."""
+    fields = with_defaults(fields, vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26)
+    check_architecture(fields, ARCHITECTURES)
+    refuse_others(fields, qk_norm=True)
+    sizes = parse_sizes(fields)
+    fields.raw("attn_logit_softcapping")  # of Gemma 2: this family's scores have none
+    windows = {SLIDING: fields.integer("sliding_window", 1, 1 << 30, default=4096), FULL: None}
+    interval = fields.integer("sliding_window_pattern", 1, 1 << 20, default=6)
+    ropes = _ropes(fields, sizes.max_position)
+    scale = fields.number("query_pre_attn_scalar", 1e-3, 1e6, default=256.0) ** -0.5
+    ffn = DenseSpec(inner_size=sizes.intermediate_size, activation="gelu_tanh")
+    layers = tuple(
+        LayerSpec(
+            mixer=sizes.attention(ropes[kind], window=windows[kind], scale=scale, qk_norm=True), ffn=ffn, sandwich=True
+        )
+        for kind in layer_kinds(fields, sizes.num_layers, interval)
+    )
+    return gemma_config(fields, directory, dtype, sizes, layers)
+
+
+def recipes(config: ModelConfig) -> list[Recipe]:
+    """How every canonical weight of a Gemma 3 is made."""
+    return gemma_recipes(config, plus_one=True)
