@@ -29,7 +29,7 @@ SHARD_BYTES = 2 << 30
 MAX_COPIED_BYTES = 64 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 SUFFIX = ".weight"
-ROUTERS = ("re:.*mlp[.]gate$", "re:.*mlp[.]shared_expert_gate$")
+ROUTERS = ("re:.*mlp[.]gate$", "re:.*mlp[.]shared_expert_gate$", "re:.*block_sparse_moe[.]gate$")
 SMALL = "re:.*linear_attn[.]in_proj_(b|a|ba)$"  # of delta nets: a row or two a head
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),

@@ -10,7 +10,25 @@ from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Recipe
-from lowlat.models.families import gemma2, gemma3, gemma4, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
+from lowlat.models.families import (
+    ernie4_5,
+    gemma2,
+    gemma3,
+    gemma4,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen_vl,
+    seed_oss,
+    smollm3,
+)
 from lowlat.models.families.dense import decoder_recipes
 from lowlat.models.families.names import TensorNames
 from lowlat.models.geometry import ComputeDtype, ModelConfig
@@ -50,12 +68,24 @@ def _gemma4(stem: str) -> Family:
     return Family(gemma4.parse, gemma4.recipes, (TensorNames(stem, skipped=gemma4.SKIPPED),))
 
 
+QWEN_VL = tuple(TensorNames(stem, skipped=qwen_vl.SKIPPED) for stem in ("model.language_model", "model"))
+MISTRAL3 = (
+    TensorNames("language_model.model", "language_model.lm_head", mistral.SKIPPED),
+    TensorNames("model.language_model", skipped=mistral.SKIPPED),
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(llama.parse),
     "mistral": Family(mistral.parse),
+    "ministral3": Family(mistral.parse),
+    "mistral3": Family(mistral.parse, names=MISTRAL3),
+    "mixtral": Family(mixtral.parse, mixtral.recipes),
     "qwen2": Family(qwen2.parse),
     "qwen3": Family(qwen3.parse),
     "qwen3_moe": Family(qwen3_moe.parse, qwen3_moe.recipes),
+    "qwen2_5_vl": Family(qwen_vl.parse, names=QWEN_VL),
+    "qwen3_vl": Family(qwen_vl.parse, names=QWEN_VL),
+    "qwen3_vl_moe": Family(qwen_vl.parse, qwen_vl.recipes, QWEN_VL),
     "qwen3_5": _hybrid("model.language_model"),
     "qwen3_5_text": _hybrid(),
     "qwen3_5_moe": _hybrid("model.language_model"),
@@ -69,4 +99,9 @@ FAMILIES: dict[str, Family] = {
     "gemma4_unified": _gemma4("model.language_model"),
     "gemma4_unified_text": _gemma4("model"),
     "gpt_oss": Family(gpt_oss.parse, gpt_oss.recipes),
+    "phi3": Family(phi3.parse, phi3.recipes),
+    "granite": Family(granite.parse, granite.recipes),
+    "seed_oss": Family(seed_oss.parse),
+    "smollm3": Family(smollm3.parse),
+    "ernie4_5": Family(ernie4_5.parse, ernie4_5.recipes),
 }

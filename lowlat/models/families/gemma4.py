@@ -37,7 +37,6 @@ ARCHITECTURES = tuple(
     for kind in ("", "Unified")
     for ending in ("ForConditionalGeneration", "ForCausalLM", "TextModel")
 )
-WRAPPED = ("gemma4", "gemma4_unified")  # whose config and tensors stand inside those of a model that sees
 SKIPPED = tuple(f"model.{name}." for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
 SKIPPED += ("model.vision_embedder.",)
 ROPES = {
