@@ -460,8 +460,9 @@ class KVCache(SequenceBook):
 
     def _forget_kept(self, digest: bytes) -> None:
         """Take a chunk that may hold NaN out of the tiers."""
-        for pool in ("", *(book.name for book in self._books)) if self.tiers is not None else ():
-            self.tiers.drop(ChunkKey(digest, pool))
+        if self.tiers is not None:
+            for pool in ("", *(book.name for book in self._books)):
+                self.tiers.drop(ChunkKey(digest, pool))
 
     def _table_problems(self) -> list[str]:
         problems = []

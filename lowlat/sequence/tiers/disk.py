@@ -60,7 +60,8 @@ class DiskTier:
         except FileNotFoundError:
             return None
         except OSError as error:
-            return self._miss(path, str(error))
+            self._miss(path, str(error))
+            return None
         end = data.find(b"\n", 0, MAX_HEADER_BYTES)
         problem = None if end > 0 else "it has no header"
         if problem is None and data[:end] != self._header(key, len(data) - end - 1 - DIGEST_BYTES):
@@ -72,7 +73,8 @@ class DiskTier:
             problem = "its digest is another's"
         if problem is not None:
             self.drop(key)
-            return self._miss(path, problem)
+            self._miss(path, problem)
+            return None
         with suppress(OSError):  # another process has taken it out
             os.utime(path)
         return torch.frombuffer(bytearray(data[end + 1 : -DIGEST_BYTES]), dtype=torch.uint8)
