@@ -120,6 +120,9 @@ def test_a_dense_step_has_a_row_next_to_torchs(tmp_path: Path) -> None:
     (row,) = json.loads(out.read_text())
     assert row["case"] == "2 x 24, S=1" and row["tokens_per_s_is_simulated"] and row["torch_graph_ms_p50"] > 0
     assert row["floor_ms"] == pytest.approx(row["bytes"] / row["wall_gb_per_s"] / 1e6, abs=5e-5)
+    assert dense.main([*TIMES, "--case", "2x24x1", "--attention", "flex", "--out", str(out)]) == 1
+    (row,) = json.loads(out.read_text())
+    assert "'flex' needs an NVIDIA GPU; --attention has here: flash, " in row["error"]
 
 
 @pytest.mark.second
