@@ -19,8 +19,6 @@ def _chosen(asked: Asked) -> Excess | None:
     experts, chosen = asked.sizes.get("E"), asked.sizes["k"] - shared
     if experts is not None and not ROUTED.takes(experts - shared):
         return Excess("num_experts", str(ROUTED), experts - shared)
-    if "scale" in asked.weights:
-        return Excess("scales of experts", "absent", "given")
     return None if CHOSEN.takes(chosen) else Excess("num_experts_per_tok", str(CHOSEN), chosen)
 
 
