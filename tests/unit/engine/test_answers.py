@@ -322,8 +322,7 @@ def times_of(kind: str) -> tuple[float, float]:
         bare.append(time.perf_counter())
     late_us = statistics.median(1e6 * (one - two) for one, two in zip(came, made.ended, strict=True))
     driven, alone = (
-        statistics.median(1e6 * (two - one) for one, two in pairwise(times))
-        for times in (made.ended, bare)
+        statistics.median(1e6 * (two - one) for one, two in pairwise(times)) for times in (made.ended, bare)
     )
     return late_us, driven - alone
 
