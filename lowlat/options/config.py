@@ -496,7 +496,7 @@ class RuntimeConfig:
         0.0,
         16384.0,
     )
-    cache_dir: Path | None = declare(
+    cache_dir: str | Path | None = declare(
         None,
         "Directory for prefixes that outlive the process: prompts that begin alike are read again from its files.",
         otherwise="no files",

@@ -81,7 +81,8 @@ def test_drafts_neighbours_and_hits_change_no_bit(name: str, method: str, tmp_pa
     prompt = prompt_of(67)
     with Runtime.load(pair.target, **{**OPTIONS, "prefix_reuse": False}) as runtime:
         tokens, logits = traced(runtime, prompt)
-    own: dict[str, Any] = {"eagle3": {"model": pair.head}, "ngram": {"prompt_lookup_min": 1}}.get(method, {})
+    methods: dict[str, dict[str, Any]] = {"eagle3": {"model": pair.head}, "ngram": {"prompt_lookup_min": 1}}
+    own = methods.get(method, {})
     draft = SpeculativeConfig(method=method, num_speculative_tokens=7, strict=True, **own)
     with Runtime.load(pair.target, draft, **OPTIONS) as runtime:
         for depth in (0, 1, 3, 7):

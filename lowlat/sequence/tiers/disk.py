@@ -124,8 +124,6 @@ class DiskTier:
         return sorted(found)
 
     def _make_space(self, size: int) -> None:
-        if self.num_bytes + size <= self.max_bytes:
-            return
         files = self._files()  # other processes' are counted, too
         self.num_bytes = sum(each for _, each, _ in files)
         for _, each, path in files:
