@@ -47,6 +47,7 @@ from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, Specula
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.snapshot_book import SnapshotBook
+from lowlat.sequence.tiers.tiers import CacheTiers
 from lowlat.sequence.window_book import WindowBook
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator, settled
@@ -247,14 +248,19 @@ def make_ladder(
     return StepLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, wide=wide)
 
 
-def make_scheduler(ladder: StepLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
-    """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
+def make_scheduler(
+    ladder: StepLadder, geometry: StepGeometry, options: RuntimeConfig, tiers: CacheTiers | None = None
+) -> Scheduler:
+    """The scheduler of a runtime, with its KV blocks, and the tiers below them.
+
+    Raises ConfigError for sizes that do not fit each other.
+    """
     sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
     books: list[PoolBook] = [WindowBook(pool, geometry.prefill_chunk) for pool in geometry.window_pools]
     if _snapshot_bytes(geometry):
         interval = -(-options.state_interval // geometry.prefill_chunk) * geometry.prefill_chunk
         books.append(SnapshotBook(geometry.max_batch, geometry.num_snapshots, geometry.prefill_chunk, interval))
-    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded, books=books)
+    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded, books=books, tiers=tiers)
     return Scheduler(
         ladder, kvcache, options.max_batch, options.max_queue, geometry.prefill_chunk,
         max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=options.max_stall_ms,
