@@ -91,7 +91,7 @@ class Steps:
             if ahead and len(outputs) > num_before:
                 return
         # Nothing is under way from here on: whoever joins now is in no step that was launched before.
-        self.mailbox.bound_widths(0 if num_speculative_tokens is None else depth, depth)
+        self.mailbox.bound_draft_lengths(0 if num_speculative_tokens is None else depth, depth)
         if not (self._owes_step and self._scheduler.num_active):
             entries = self._admit(depth)
             if entries:
