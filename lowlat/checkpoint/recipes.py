@@ -1,7 +1,7 @@
 """From checkpoint tensors to canonical weights: recipes, checked as a whole before the first byte is read.
 
 A recipe says which stored tensors make one weight, and how; rows of a stored tensor can be placed without the rest of
-it. It knows neither configs nor families, and it reads nothing: `stored` does.
+it; the tensors are read by `stored`.
 """
 
 import math

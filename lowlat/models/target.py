@@ -258,8 +258,7 @@ def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
             f"{label} is stored in {formats}, and {quantiser.option} {quantiser.kind!r} is for plain weights"
         )
     widths = {config.hidden_size, getattr(config, "target_hidden_size", 0)}
-    widths |= {spec.query_size for spec in config.attentions.values()}
-    widths |= {spec.value_size for spec in config.deltas.values()}
+    widths |= {layer.mixer.mixed_size for layer in config.layers}
     widths |= {size for layer in config.layers for size in layer.inner_sizes if size}
     widths |= {layer.per_layer_size for layer in config.layers if layer.per_layer_size is not None}
     return replace(config, quantiser=quantiser.fitted(*widths))

@@ -142,7 +142,7 @@ def emit_gated(emitter: Emitter, layer: Layer, normed: str, attended: str) -> st
     if not layer.attention.gated:
         return attended
     width = layer.attention.query_size
-    gate = emitter.linear(normed, f"{layer.name}.gate", width, "gate")
+    gate = emitter.linear(normed, f"{layer.name}.gate", width, "gate", bias=layer.attention.qkv_bias)
     out = emitter.scratch("gated", emitter.rows.count, width)
     emitter.emit("output_gate", {"x": attended, "gate": gate, **emitter.live()}, {"out": out})
     return out
@@ -223,7 +223,7 @@ def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str
 
 
 def emit_per_layer(emitter: Emitter, layer: Layer, number: int, residual: str, inputs: str) -> str:
-    """What the token's embedding of this layer adds to the residual stream [M, N]: [M, N], normed.
+    """The summand that the token's embedding of this layer gives the residual stream [M, N]: [M, N], normed.
 
     inputs  the embeddings of all layers, [M, L P]
     """

@@ -1,13 +1,14 @@
 """Which layers of a checkpoint are quantised, and how: the rules of its config, applied to plain recipes.
 
-Recipes are written for plain weights; those of layers that a rule names become recipes of its format's parts. It knows
-no family and no spelling of configs.
+Recipes are written for plain weights; those of layers that a rule names become recipes of its format's parts.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 
@@ -54,7 +55,19 @@ class Names:
 
     def match(self, module: str) -> bool:
         """Whether a linear layer of this name is among them."""
-        return self.whole or any(_matches(pattern, module) for pattern in self.patterns)
+        if self.whole:
+            return True
+        literal, others = self._by_kind  # configs list hundreds of names, and models have tens of thousands of layers
+        parts = module.split(".")
+        runs = itertools.combinations(range(len(parts) + 1), 2)
+        named = bool(literal) and any(".".join(parts[start:end]) in literal for start, end in runs)
+        return named or any(_matches(pattern, module) for pattern in others)
+
+    @cached_property
+    def _by_kind(self) -> tuple[frozenset[str], tuple[str, ...]]:
+        """Names of whole parts between dots, and patterns that are matched one by one."""
+        others = tuple(name for name in self.patterns if name.startswith("re:") or "*" in name or "?" in name)
+        return frozenset(self.patterns).difference(others), others
 
 
 def _check_expression(label: str, name: str) -> None:
@@ -73,9 +86,7 @@ def _check_expression(label: str, name: str) -> None:
 def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), module) is not None
-    if "*" in pattern or "?" in pattern:
-        return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
-    return f".{pattern}." in f".{module}."
+    return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     sizes = parse_sizes(fields)
     attentions = _attentions(fields, sizes, parse_ropes(fields, sizes.max_position, ROPES))
     experts = _experts(fields)
-    size = fields.integer("hidden_size_per_layer_input", 0, MAX_WIDTH, default=own_embeddings)
+    has_none = fields.values.get("hidden_size_per_layer_input", 0) is None  # null: 0, and no default
+    size = fields.integer("hidden_size_per_layer_input", 0, MAX_WIDTH, default=0 if has_none else own_embeddings)
     ids = fields.integer("vocab_size_per_layer_input", 0, 1 << 24, default=sizes.vocab_size)
     if size and ids != sizes.vocab_size:
         raise ConfigError(

@@ -65,8 +65,7 @@ def _refuse(fields: Fields) -> None:
     fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
     fields.refuse_unless("output_gate_type", ("swish", "silu"), "delta nets whose gate is a SiLU")
     fields.refuse_unless("mamba_ssm_dtype", ("float32",), "states in float32")
-    for key in ("attention_bias", "qkv_bias"):
-        fields.refuse_unless(key, (False,), "attention without biases")
+    fields.refuse_unless("qkv_bias", (False,), "biases by attention_bias")
     gate = fields.raw("attn_output_gate")
     if "attn_output_gate" in fields.values and gate is not True:
         raise fields.error("attn_output_gate", "true: attention has an output gate")
@@ -155,9 +154,12 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     ends, begin = special_tokens(directory, fields, sizes.vocab_size)
     rope = parse_rope(fields, max_position=sizes.max_position, partial=True)
     rotary = partial_rotary_dims(fields, sizes.head_dim, default=0.25)
+    biased = fields.boolean("attention_bias", False)
     mixers: dict[str, Mixer] = {
         LAYER_KINDS[0]: _delta(fields),
-        LAYER_KINDS[1]: sizes.attention(rope, qk_norm=True, gated=True, rotary_dims=rotary),
+        LAYER_KINDS[1]: sizes.attention(
+            rope, qkv_bias=biased, output_bias=biased, qk_norm=True, gated=True, rotary_dims=rotary
+        ),
     }
     has_experts = _has_experts(fields, family, sizes.num_layers)
     experts = _experts(fields, family) if any(has_experts) else None
@@ -192,17 +194,24 @@ def _attention_recipes(config: ModelConfig, layer: int, spec: AttentionSpec) -> 
     """Projections of gated attention: files have queries and gates in one matrix, by head."""
     dtype, hidden, size = TORCH_DTYPES[config.dtype], config.hidden_size, spec.head_dim
     of, canonical = f"model.layers.{layer}.self_attn", f"layers.{layer}"
-    both = (2 * spec.query_size, hidden)
 
-    def halves(first: int) -> Piece:
+    def halves(first: int, part: str, *columns: int) -> Piece:
         spans = tuple((2 * head * size + first, 2 * head * size + first + size) for head in range(spec.num_heads))
-        return picked_piece(Piece(f"{of}.q_proj.weight", both), spans)
+        return picked_piece(Piece(f"{of}.q_proj.{part}", (2 * spec.query_size, *columns)), spans)
 
-    keys = tuple(Piece(f"{of}.{part}_proj.weight", (spec.kv_size, hidden)) for part in "kv")
+    def projections(part: str, *columns: int) -> list[Recipe]:
+        """Queries, keys and values, and gates: their weights or biases."""
+        keys = tuple(Piece(f"{of}.{letter}_proj.{part}", (spec.kv_size, *columns)) for letter in "kv")
+        return [
+            Recipe(f"{canonical}.qkv.{part}", (halves(0, part, *columns), *keys), dtype),
+            Recipe(f"{canonical}.gate.{part}", (halves(size, part, *columns),), dtype),
+        ]
+
     return [
-        Recipe(f"{canonical}.qkv.weight", (halves(0), *keys), dtype),
-        Recipe(f"{canonical}.gate.weight", (halves(size),), dtype),
+        *projections("weight", hidden),
         Recipe(f"{canonical}.o.weight", (Piece(f"{of}.o_proj.weight", (hidden, spec.query_size)),), dtype),
+        *(projections("bias") if spec.qkv_bias else ()),
+        *([Recipe(f"{canonical}.o.bias", (Piece(f"{of}.o_proj.bias", (hidden,)),), dtype)] if spec.output_bias else ()),
         *(plus_one_norm(f"{canonical}.{part}_norm.weight", f"{of}.{part}_norm.weight", size) for part in "qk"),
     ]
 

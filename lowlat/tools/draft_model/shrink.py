@@ -1,8 +1,7 @@
 """A head with a smaller draft vocabulary, made of one with a larger: fewer rows of its LM head, which a draft reads.
 
-A token outside the draft vocabulary is never drafted, and output stays the target's; acceptance pays for the speed.
-The new directory keeps the layout's names, so that whatever reads the old head reads the new one. It knows neither
-text nor runtimes.
+A token outside the draft vocabulary is never drafted, and output stays the target's; acceptance pays for the speed. The
+new directory keeps the layout's names, so that whatever reads the old head reads the new one.
 """
 
 import json
