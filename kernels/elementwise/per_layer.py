@@ -13,7 +13,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.activation import gelu_gate_times
 from lowlat.kernels.common.norm_math import add_squares, high_value, inverse_rms, lane_sum, low_value
 from lowlat.kernels.common.norm_row import chunk_values, is_live, make_norm_functions, weights_label
-from lowlat.kernels.elementwise.limits import CHUNKS, PER_LAYER
+from lowlat.kernels.elementwise.limits import CHUNKS, LAYER_INPUTS
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
@@ -128,13 +128,12 @@ def per_layer_inputs(
     weight     [P]         bf16 or float32
     row_live   [M]         uint8; None: all rows are live. Dead rows give zero
     out        [M, L * P]  bf16  out
-    One launch. Raises ShapeError for shapes that do not fit, and P that `limits.PER_LAYER` does not
-    take.
+    One launch. Raises ShapeError for shapes that do not fit, and P outside of LAYER_INPUTS.
     """
     (rows, width), size = projected.shape, weight.shape[0]
-    PER_LAYER.check("width of a layer's inputs", size)
+    LAYER_INPUTS.check("inputs of a layer", size)
     if width % size:
-        raise ShapeError(f"rows of {width} numbers are no layers of {size}")
+        raise ShapeError(f"rows have whole layers of {size} inputs, got {width}")
     check_shape("embedded", embedded, rows, width)
     check_shape("out", out, rows, width)
     check_row_live(row_live, rows)
@@ -163,7 +162,7 @@ def per_layer_gate(
     check_row_live(row_live, rows)
     check_dtype(torch.float32, gate=gate)
     check_dtype(torch.bfloat16, inputs=inputs, out=out)
-    CHUNKS.check("out's columns", size)
+    CHUNKS.check("columns of out", size)
     grid, live = (rows, -(-(size // CHUNK) // THREADS), 1), 0 if row_live is None else row_live
     return [KernelCall(_make_gate(size, inputs.shape[1]), grid, (gate, inputs, layer * size, live, out))]
 

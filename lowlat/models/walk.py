@@ -206,10 +206,15 @@ def emit_ffn(emitter: Emitter, layer: Layer, normed: str, residual: str = "") ->
 
 
 def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str:
-    """The output of a mixer or an FFN, [M, N], normed where the layer says so: rounded, then normed.
+    """The output of a mixer or an FFN, [M, N], rounded and normed or scaled where the layer says so.
 
     norm  of "post_attn" and "post_ffn"
     """
+    if layer.spec.sum_scale is not None:
+        rounded = emitter.cast(output, f"{norm}.rounded")
+        out = emitter.scratch(f"{norm}.scaled", *emitter.builder.spec(rounded).shape)
+        emitter.emit("scale", {"x": rounded}, {"out": out}, weights={"scalar": f"{layer.name}.sum_scale"})
+        return out
     if not layer.spec.sandwich:
         return output
     if norm == "post_ffn" and isinstance(layer.spec.ffn, ParallelSpec):

@@ -18,7 +18,7 @@ from lowlat.checkpoint.tensors import Checkpoint, TensorEntry
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import MatrixFormat
 
-__all__ = ["Names", "Quantisation", "Rule", "narrowed", "part_recipes", "renamed"]
+__all__ = ["Names", "Quantisation", "Rule", "narrowed", "part_recipes"]
 
 LAYER_CLASS = "Linear"
 PLAIN = ("embed", "per_layer_embed", "router", "shared_gate")  # canonical weights that no GEMM of a linear layer reads
@@ -185,12 +185,3 @@ def narrowed(recipes: Sequence[Recipe], entries: Mapping[str, TensorEntry]) -> l
         else recipe
         for recipe in recipes
     ]
-
-
-def renamed(piece: Piece, names: dict[str, str]) -> Piece:
-    """A piece by other names of tensors."""
-    conversion = piece.conversion
-    if conversion is not None:
-        beside = tuple(replace(each, name=names.get(each.name, each.name)) for each in conversion.beside)
-        conversion = replace(conversion, beside=beside)
-    return replace(piece, name=names.get(piece.name, piece.name), conversion=conversion)

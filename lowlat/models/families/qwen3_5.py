@@ -59,10 +59,6 @@ HARMLESS = frozenset(
 Span = tuple[int, int]
 
 
-def _stem(config: ModelConfig) -> str:
-    return "model.language_model" if config.family in WRAPPED else "model"
-
-
 def _refuse(fields: Fields) -> None:
     """Refuse keys that ask for another forward pass, by name."""
     check_settled(fields, qk_norm=True, shared_expert=True)
@@ -197,7 +193,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 def _attention_recipes(config: ModelConfig, layer: int, spec: AttentionSpec) -> list[Recipe]:
     """Projections of gated attention: files have queries and gates in one matrix, by head."""
     dtype, hidden, size = TORCH_DTYPES[config.dtype], config.hidden_size, spec.head_dim
-    of, canonical = f"{_stem(config)}.layers.{layer}.self_attn", f"layers.{layer}"
+    of, canonical = f"model.layers.{layer}.self_attn", f"layers.{layer}"
 
     def halves(first: int, part: str, *columns: int) -> Piece:
         spans = tuple((2 * head * size + first, 2 * head * size + first + size) for head in range(spec.num_heads))
@@ -248,7 +244,7 @@ def _projections(config: ModelConfig, of: str, spec: DeltaSpec) -> tuple[tuple[P
 
 def _delta_recipes(config: ModelConfig, layer: int, spec: DeltaSpec) -> list[Recipe]:
     dtype, hidden = TORCH_DTYPES[config.dtype], config.hidden_size
-    of, canonical = f"{_stem(config)}.layers.{layer}.linear_attn", f"layers.{layer}"
+    of, canonical = f"model.layers.{layer}.linear_attn", f"layers.{layer}"
     big, small = _projections(config, of, spec)
     taps = (spec.num_channels, 1, spec.conv_size)
 
@@ -269,7 +265,7 @@ def _delta_recipes(config: ModelConfig, layer: int, spec: DeltaSpec) -> list[Rec
 def _expert_recipes(config: ModelConfig, layer: int, experts: ExpertsSpec) -> list[Recipe]:
     """Router and experts, of files that have the experts in one tensor, or one by one; and the shared expert."""
     dtype, hidden = TORCH_DTYPES[config.dtype], config.hidden_size
-    mlp, canonical = f"{_stem(config)}.layers.{layer}.mlp", f"layers.{layer}"
+    mlp, canonical = f"model.layers.{layer}.mlp", f"layers.{layer}"
     count, inner, own = experts.num_experts, experts.inner_size, experts.shared_ffn
     shapes = {"gate_up": (("gate", "up"), (inner, hidden)), "down": (("down",), (hidden, inner))}
     gate = Piece(f"{mlp}.shared_expert_gate.weight", (1, hidden))
@@ -301,15 +297,13 @@ def _expert_recipes(config: ModelConfig, layer: int, experts: ExpertsSpec) -> li
 
 def recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a hybrid is made."""
-    stem, hidden = _stem(config), config.hidden_size
-    made = [recipe for recipe in outer_recipes(config, stem) if recipe.weight != "norm.weight"]
-    made.append(plus_one_norm("norm.weight", f"{stem}.norm.weight", hidden))
+    hidden = config.hidden_size
+    made = [recipe for recipe in outer_recipes(config) if recipe.weight != "norm.weight"]
+    made.append(plus_one_norm("norm.weight", "model.norm.weight", hidden))
     norms = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     for layer, spec in enumerate(config.layers):
         for weight, name in norms.items():
-            made.append(
-                plus_one_norm(f"layers.{layer}.{weight}.weight", f"{stem}.layers.{layer}.{name}.weight", hidden)
-            )
+            made.append(plus_one_norm(f"layers.{layer}.{weight}.weight", f"model.layers.{layer}.{name}.weight", hidden))
         if isinstance(spec.mixer, DeltaSpec):
             made += _delta_recipes(config, layer, spec.mixer)
         else:
@@ -317,5 +311,5 @@ def recipes(config: ModelConfig) -> list[Recipe]:
         if isinstance(spec.ffn, ExpertsSpec):
             made += _expert_recipes(config, layer, spec.ffn)
         else:
-            made += dense_recipes(config, layer, stem)
+            made += dense_recipes(config, layer)
     return made

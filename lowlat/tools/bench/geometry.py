@@ -177,7 +177,7 @@ class RandomWeights(WeightSource):
 
 def _spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and deviation of a weight, so that activations keep their size and routers spread their rows."""
-    if "norm" in name:
+    if "norm" in name or name.endswith((".scalar", "router.scale")):
         return 1.0, 0.1
     if name.endswith("bias"):
         return 0.0, 0.0 if "router" in name else 0.02

@@ -172,6 +172,24 @@ def test_gates_may_have_another_activation_and_logits_a_cap(rows: int) -> None:
     check("gelu", {"out": act}, {"out": want})
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_product_is_the_gate_of_a_layer_s_inputs(rows: int) -> None:
+    """Which lie among those of all layers; as `per_layer_gate` has it."""
+    weight, inputs, x = random(24, 96, scale=0.3), random(rows, 3 * 24), random(rows, 96)
+    live = torch.ones(rows, dtype=torch.uint8)
+    live[rows // 2] = rows == 1
+    walker, out, gate = Walker(), torch.full((rows, 24), torch.nan).bfloat16(), torch.full((rows, 24), torch.nan)
+    with walked(walker) as modules:
+        own = {"gated": inputs[:, 24:48], "gated_by": modules[-1].GELU_GATE}
+        run(walker, modules, {}, x=x, weight=pack(weight), **own, row_live=live, out=out)
+        run(walker, modules, {}, x=x, weight=pack(weight), out=gate)
+    want = torch.empty_like(out)
+    OPERATIONS["per_layer_gate"](gate, inputs, live, out=want, layer=1)
+    check("gate", {"out": out}, {"out": want})
+    with pytest.raises(ShapeError, match="rows that are gated lie side by side"):
+        decode_gemm(x=x, weight=pack(weight), gated=inputs[:, 0:48:2], out=out)
+
+
 def test_a_softcap_and_other_activations_are_of_their_own_epilogues() -> None:
     x, weight = random(1, 64), random(32, 64)
     with pytest.raises(ShapeError, match="'relu' is not one of silu, gelu_tanh"):
@@ -197,9 +215,9 @@ def test_a_product_is_the_gate_of_rows(rows: int, has_bias: bool) -> None:
 
 def test_a_gate_stands_alone() -> None:
     given: Any = {"x": random(2, 64), "weight": pack(random(48, 64)), "gated": random(2, 48)}
-    others: Any = ({"residual": random(2, 48)}, {"silu": True})
+    others: Any = ({"residual": random(2, 48)}, {"activation": "silu"})
     for more in others:
-        out = torch.empty(2, 24 if "silu" in more else 48).bfloat16()
+        out = torch.empty(2, 24 if "activation" in more else 48).bfloat16()
         with pytest.raises(ShapeError, match="a gate has no residual"):
             decode_gemm(**given, **more, out=out)
 
