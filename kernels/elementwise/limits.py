@@ -12,8 +12,8 @@ MOST_HEAD, WIDE_HEAD = 256, 512  # up to which a lane of a warp has 8 elements o
 NORMED_HEAD = Limit(
     (*range(8, MOST_HEAD + 1, 8), WIDE_HEAD), words=f"a multiple of 8, at most {MOST_HEAD}, or {WIDE_HEAD}"
 )
-CHUNKS = Limit(multiple=8)  # elements that go through in chunks of 16 bytes
 LAYER_INPUTS = Limit(multiple=8, most=2048)  # numbers of a row that are a layer's own, which a warp holds
+CHUNKS = Limit(multiple=8)  # elements that go through in chunks of 16 bytes
 TURNED = Limit(multiple=8)  # dimensions of a head that turn
 
 

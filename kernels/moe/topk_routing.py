@@ -2,7 +2,7 @@
 
 A warp has a row, and leaves its experts and their shares in shared memory. Where rows are few, every block of an MoE
 layer routes all of them for itself (`make_route`), and `expert_list` reads what it left; `route_top_k` is a launch of
-its own. It knows neither who wrote the logits nor what the experts compute.
+its own.
 """
 
 import math

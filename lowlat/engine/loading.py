@@ -47,6 +47,7 @@ from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, Specula
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.snapshot_book import SnapshotBook
+from lowlat.sequence.tiers.tiers import CacheTiers
 from lowlat.sequence.window_book import WindowBook
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator, settled
@@ -247,14 +248,19 @@ def make_ladder(
     return StepLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, wide=wide)
 
 
-def make_scheduler(ladder: StepLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
-    """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
+def make_scheduler(
+    ladder: StepLadder, geometry: StepGeometry, options: RuntimeConfig, tiers: CacheTiers | None = None
+) -> Scheduler:
+    """The scheduler of a runtime, with its KV blocks, and the tiers below them.
+
+    Raises ConfigError for sizes that do not fit each other.
+    """
     sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
     books: list[PoolBook] = [WindowBook(pool, geometry.prefill_chunk) for pool in geometry.window_pools]
     if _snapshot_bytes(geometry):
         interval = -(-options.state_interval // geometry.prefill_chunk) * geometry.prefill_chunk
         books.append(SnapshotBook(geometry.max_batch, geometry.num_snapshots, geometry.prefill_chunk, interval))
-    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded, books=books)
+    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded, books=books, tiers=tiers)
     return Scheduler(
         ladder, kvcache, options.max_batch, options.max_queue, geometry.prefill_chunk,
         max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=options.max_stall_ms,
@@ -373,7 +379,7 @@ def make_geometry(
     Raises ConfigError for a tree that asks for more tokens after one than the draft model has.
     """
     _check_choices(speculator, topologies)
-    _check_recurrent(config, topologies, speculative)
+    _check_layers(config, topologies, speculative)
     max_rows = max(topology.num_nodes for topology in topologies.values())
     num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
     simulated = speculative if speculator is not None else None
@@ -429,21 +435,21 @@ def _num_snapshots(geometry: StepGeometry, options: RuntimeConfig) -> int:
     return min(int(options.state_cache_gib * (1 << 30)) // size, MAX_SNAPSHOTS * options.max_batch)
 
 
-def _check_recurrent(
+def _check_layers(
     config: ModelConfig, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
 ) -> None:
-    """Raise ConfigError for what a target with recurrent states does not run: it verifies chains, over all its text."""
-    if not config.deltas:
+    """Raise ConfigError for trees, and for steps over a part of a text, where a target's layers take chains alone."""
+    layers = next((layer.mixer.chains_only for layer in config.layers if layer.mixer.chains_only), None)
+    if layers is None:
         return
     if speculative is not None and speculative.enable_specpv:
         raise ConfigError(
-            "enable_specpv is not implemented for targets with gated delta nets, whose states are rewound by length "
-            "alone; leave it out"
+            f"enable_specpv is not implemented for targets with {layers}, whose states hold all of a text; leave it out"
         )
     if any(not topology.is_chain for topology in topologies.values()):
         raise ConfigError(
-            "trees of drafts are not implemented for targets with gated delta nets, whose states follow one chain; "
-            "leave out tree and dynamic_tree_max_topk"
+            f"trees of drafts are not implemented for targets with {layers}, whose states follow one chain; leave out "
+            "tree and dynamic_tree_max_topk"
         )
 
 

@@ -1,7 +1,7 @@
 """The host's side of a step: what it writes for the step to read, and what it reads of the step's publications.
 
-It knows the layout of the slot records, the command ring and the publication ring; it knows no request. Host memory
-is written and read through numpy, whose scalars cost a tenth of torch's: all of this lies between two steps.
+It knows the layout of the slot records, the command ring and the publication ring. Host memory is written and read
+through numpy, whose scalars cost a tenth of torch's: all of this lies between two steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -327,7 +327,7 @@ class Mailbox:
         return -(-count // min(PASS_ROWS, len(targets)))
 
     def read_prompt(self, prompt: Sequence[int], start: int, count: int, num_top: int | None) -> PromptLogprobs | int:
-        """What these passes gave of the tokens after the positions; where logits were not finite, the first such
+        """The logprobs of the tokens after the positions, by these passes; where logits were not finite, the first such
         position, from `start` on."""
         self._host.fetch(ANSWERED)
         count, top = min(count, len(prompt) - start - 1), slice(1, 1 + (num_top or 0))

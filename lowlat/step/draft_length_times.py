@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from lowlat.graphs import Bucket, BufferSet
+from lowlat.graphs import Bucket, BufferSet, Paging
 from lowlat.graphs.program import Program
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
@@ -37,6 +37,7 @@ from lowlat.step.variants import bodies_of
 
 __all__ = ["by_time", "set_costs"]
 
+PAGED = (Paging.POSITIONS, Paging.BLOCKS)
 STEPS = 6  # that run one after the other and are timed together, after one that is not timed
 LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_MS = 2, 15, 100.0  # of all widths: as many as fit into that time; medians count
 CONTEXTS = 256, 16384  # positions of a slot: few and many, if the runtime has as many
@@ -206,7 +207,7 @@ def _slots(state: BufferSet, batch: int, length: int) -> dict[str, torch.Tensor]
 
 
 def _num_blocks(state: BufferSet) -> int:
-    return min((spec.shape[0] for spec in state.specs.values() if spec.paging is not None), default=1)
+    return min((spec.shape[0] for spec in state.specs.values() if spec.paging in PAGED), default=1)
 
 
 def _kept_times(

@@ -139,13 +139,13 @@ class StepGeometry:
     @cached_property
     def sequence_states(self) -> tuple[SequenceState, ...]:
         """The state that the target's layers keep for a slot between steps."""
-        kv = PagedKV(self.config, self.num_blocks, self.block_size, self._blocks_by_window)
+        states: list[SequenceState] = [PagedKV(self.config, self.num_blocks, self.block_size, self._blocks_by_window)]
         if self.config.deltas:
-            return kv, RecurrentState(self.config, self.max_batch, self.max_rows, self.num_snapshots)
-        if self.partial is None:
-            return (kv,)
-        sizes = (self.num_blocks, self.block_size, self.max_batch, self.table_width)
-        return kv, SparseLists(self.config, self.partial, *sizes)
+            states.append(RecurrentState(self.config, self.max_batch, self.max_rows, self.num_snapshots))
+        if self.partial is not None:
+            sizes = (self.num_blocks, self.block_size, self.max_batch, self.table_width)
+            states.append(SparseLists(self.config, self.partial, *sizes))
+        return tuple(states)
 
     @property
     def dtype(self) -> torch.dtype:
