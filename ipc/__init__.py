@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowlat.errors import Busy, CapacityError, ConfigError, LowlatError, RequestError, ServerGone, StreamError
+    from lowlat.ipc.chunk import Chunk
     from lowlat.ipc.client.asynchronous import AsyncClient
     from lowlat.ipc.client.blocking import Client
-    from lowlat.ipc.client.chunk import Chunk
     from lowlat.ipc.client.curve import ClientCurve
     from lowlat.ipc.limits import Limits
     from lowlat.ipc.prompt_logprobs import PromptLogprobs
@@ -36,7 +36,7 @@ __all__ = [
 
 _HOMES = {
     "AsyncClient": "lowlat.ipc.client.asynchronous",
-    "Chunk": "lowlat.ipc.client.chunk",
+    "Chunk": "lowlat.ipc.chunk",
     "Client": "lowlat.ipc.client.blocking",
     "ClientCurve": "lowlat.ipc.client.curve",
     "Limits": "lowlat.ipc.limits",

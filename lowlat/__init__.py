@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowlat.engine.calls.streams import AsyncStream, Stream
     from lowlat.engine.metrics import RequestMetrics, SpeculativeDecodingStats
     from lowlat.engine.runtime import Runtime
     from lowlat.errors import (
@@ -19,13 +20,18 @@ if TYPE_CHECKING:
         ServerGone,
         StreamError,
     )
+    from lowlat.ipc.answer import Answer, ToolCall
+    from lowlat.ipc.chunk import Chunk
     from lowlat.options.config import RuntimeConfig, SpeculativeConfig, TraceConfig
     from lowlat.options.request import SamplingParams, StepOutput, TokenLogprobs
 
 __version__ = "0.1.0"
 __all__ = [
+    "Answer",
+    "AsyncStream",
     "Busy",
     "CapacityError",
+    "Chunk",
     "ConfigError",
     "DeviceError",
     "LowlatError",
@@ -38,13 +44,18 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeDecodingStats",
     "StepOutput",
+    "Stream",
     "StreamError",
     "TokenLogprobs",
+    "ToolCall",
     "TraceConfig",
     "__version__",
 ]
 
 _HOMES = {
+    "Answer": "lowlat.ipc.answer",
+    "AsyncStream": "lowlat.engine.calls.streams",
+    "Chunk": "lowlat.ipc.chunk",
     "RequestMetrics": "lowlat.engine.metrics",
     "Runtime": "lowlat.engine.runtime",
     "RuntimeConfig": "lowlat.options.config",
@@ -52,7 +63,9 @@ _HOMES = {
     "SpeculativeConfig": "lowlat.options.config",
     "SpeculativeDecodingStats": "lowlat.engine.metrics",
     "StepOutput": "lowlat.options.request",
+    "Stream": "lowlat.engine.calls.streams",
     "TokenLogprobs": "lowlat.options.request",
+    "ToolCall": "lowlat.ipc.answer",
     "TraceConfig": "lowlat.options.config",
 }
 

@@ -7,7 +7,7 @@ LowlatError
 │   └── GrammarError a request's grammar forbids what was committed, or cannot go on
 ├── CapacityError    the request is right but there is no capacity for it now; try later
 │   └── Busy         a server has none, and says when to try again
-├── StreamError      a request to a server broke off; the tokens received before are kept
+├── StreamError      a request broke off; the tokens received before are kept
 │   └── ServerGone   because the server ended, was killed, is silent, or was never there
 └── DeviceError      the device failed; the process cannot go on
 
@@ -63,11 +63,11 @@ class Busy(CapacityError):
 
 
 class StreamError(LowlatError):
-    """A request to a server broke off before its own end; it cannot be resumed.
+    """A request broke off before its own end; it cannot be resumed.
 
     token_ids   all tokens received before
     text        their text, as far as it was received
-    code        why: the wire's code ("not_finite", "slow_consumer", ...), "timeout" or "lost"
+    code        why: the wire's code ("not_finite", "slow_consumer", ...), "timeout", "closed" or "lost"
     """
 
     def __init__(self, message: str, *, token_ids: tuple[int, ...] = (), text: str = "", code: str = "") -> None:

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.blocking import Client, Generation
-from lowlat.ipc.client.chunk import Chunk
 from lowlat.ipc.client.curve import ClientCurve
 
 if TYPE_CHECKING:

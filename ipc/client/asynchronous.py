@@ -4,19 +4,21 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import msgspec
 
 from lowlat.errors import LowlatError, ServerGone, StreamError
+from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.async_connection import AsyncConnection
 from lowlat.ipc.client.base import BaseClient
-from lowlat.ipc.client.chunk import Chunk
 from lowlat.ipc.client.generation import BaseGeneration, Submission
 from lowlat.ipc.client.protocol import ClientProtocol, Reply
-from lowlat.ipc.client.request import Prompt, Request, make_request
+from lowlat.ipc.client.request import Request, make_request
 from lowlat.ipc.client.settings import RETRY_S, deadline_of
 from lowlat.ipc.messages import Pong, Result, Welcome
+from lowlat.ipc.options import SamplingOptions
+from lowlat.ipc.prompts import Prompt
 
 __all__ = ["AsyncClient", "AsyncGeneration"]
 
@@ -185,7 +187,7 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         fit_context: bool = False,
         allow_special: bool = False,
         cache_salt: str = "",
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> AsyncGeneration:
         """Send a request, and iterate over what comes of it; see Client.generate.
 

@@ -4,19 +4,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import msgspec
 
 from lowlat.errors import LowlatError, ServerGone
+from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.base import BaseClient
-from lowlat.ipc.client.chunk import Chunk
 from lowlat.ipc.client.connection import Connection
 from lowlat.ipc.client.generation import BaseGeneration, Submission
 from lowlat.ipc.client.protocol import ClientProtocol, Reply
-from lowlat.ipc.client.request import Prompt, Request, make_request
+from lowlat.ipc.client.request import Request, make_request
 from lowlat.ipc.client.settings import RETRY_S, deadline_of
 from lowlat.ipc.messages import Pong, Result, Welcome
+from lowlat.ipc.options import SamplingOptions
+from lowlat.ipc.prompts import Prompt
 
 __all__ = ["Client", "Generation"]
 
@@ -102,7 +104,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         fit_context: bool = False,
         allow_special: bool = False,
         cache_salt: str = "",
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> Generation:
         """Send a request, and iterate over what comes of it.
 
@@ -113,7 +115,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         fit_context       lower max_tokens to what the context has room for next to the prompt
         allow_special     special tokens that text or messages spell become these tokens; otherwise they stay text
         cache_salt        a cached prefix is shared only with this user's requests of the same salt
-        sampling          max_tokens, temperature, stop, seed, logprobs, ...: the fields of lowlat.SamplingParams
+        sampling          max_tokens, temperature, stop, seed, logprobs, ...: as lowlat.SamplingParams has them
         Raises RequestError for a prompt or option that cannot be served, before anything is sent where it can be
         known; Busy when the queue is full; StreamError, ServerGone when the request breaks off, with its tokens.
         """

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from lowlat.errors import LowlatError
-from lowlat.ipc.client.chunk import Chunk
+from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.protocol import ClientProtocol, Stream
 from lowlat.ipc.client.request import Request
 

@@ -12,7 +12,7 @@ from collections import deque
 from typing import Any, Generic, TypeVar
 
 from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
-from lowlat.ipc.client.chunk import Chunk
+from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.request import Request
 from lowlat.ipc.messages import (
     VERSION,

@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Struct
 
 from lowlat.errors import RequestError
-from lowlat.ipc.messages import MAX_MESSAGES, MAX_SALT, Message, Result, Sampling, Submit
+from lowlat.ipc.messages import MAX_SALT, Message, Result, Sampling, Submit
+from lowlat.ipc.prompts import Prompt, chat_messages
 from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
 
-__all__ = ["Prompt", "Request", "make_request"]
+__all__ = ["Request", "make_request"]
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 _OPTIONS = frozenset(field.name for field in msgspec.structs.fields(Sampling))
 _IN_SEVERAL_FORMS = frozenset({"stop", "stop_token_ids", "logit_bias", "json_schema", "choice", "tool_calls", "tools"})
 _MAX_DEADLINE_S = (1 << 40) / 1000.0
@@ -68,7 +68,7 @@ def make_request(
     else:
         entries = _entries(prompt)
         if isinstance(entries[0], Mapping):
-            messages = _messages(entries)
+            messages = chat_messages(entries)
         else:
             body = _pack(entries)
     options = None
@@ -133,16 +133,6 @@ def _is_int32(token: object) -> bool:
     except (TypeError, OverflowError):
         return False
     return True
-
-
-def _messages(entries: list[Any]) -> list[Message]:
-    if len(entries) > MAX_MESSAGES:
-        raise RequestError(f"a chat has at most {MAX_MESSAGES} messages, got {len(entries)}")
-    plain = [dict(entry) if isinstance(entry, Mapping) else entry for entry in entries]
-    try:
-        return msgspec.convert(plain, list[Message])
-    except (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"chat messages: {error}") from error
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:

@@ -28,9 +28,9 @@ from lowlat.ipc.server.threads.decode_thread import DecodeThread
 from lowlat.ipc.server.threads.events import DecodeStop, DrainAsked, Event, Failed
 from lowlat.ipc.server.threads.io_thread import IoThread
 from lowlat.ipc.server.threads.spin import Spin
-from lowlat.ipc.server.threads.wake import Inbox
 from lowlat.ipc.server.threads.wakeable_flag import Attention
 from lowlat.ipc.server.threads.watchdog import StepClock, Watchdog
+from lowlat.ipc.wake import Inbox
 
 __all__ = ["Server"]
 

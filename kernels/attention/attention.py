@@ -1,12 +1,11 @@
 """Attention of a step's rows over the paged cache, in two launches: one computes each split
 of the positions, the other combines the splits. Short windows need no splits, and one launch.
 
-A grid of fixed size walks items (slot, key-value head, query rows, a split), listed on the device. Each of a
-block's four warps owns 16 of a tile's 64 positions and feeds itself through its own pipeline of copies, which runs on
-across items; the block meets only at an item's end, and parks the split's sums for `combine`. A row's bits
-depend on its own positions alone: see `tile` for how masked positions leave no trace. Tiles with positions
-of the tree run once for each of its rows, over the row's own ancestors in order; a chain's rows share them. It knows
-nothing of requests, and of drafts only their masks.
+A grid of fixed size walks items (slot, key-value head, query rows, a split), listed on the device. Each of a block's
+four warps owns 16 of a tile's 64 positions and feeds itself through its own pipeline of copies, which runs on across
+items; the block meets only at an item's end, and parks the split's sums for `combine`. A row's bits depend on its own
+positions alone: see `tile` for how masked positions leave no trace. Tiles with positions of the tree run once for each
+of its rows, over the row's own ancestors in order; a chain's rows share them.
 """
 
 from collections.abc import Callable

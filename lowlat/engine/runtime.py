@@ -1,16 +1,22 @@
-"""The runtime: load once, submit requests, step until they end. Owns the weights, the buffers, the KV pool.
+"""The runtime: load once, then ask it for answers, or submit requests and step. Owns weights, buffers, KV pool.
 
 A prompt's first token comes out of prefill and is given to the caller at once; then every active slot gets a decode
 step before anything else is prefilled. `lowlat.engine.requests` has the requests, `lowlat.engine.scheduler` the queue
-and the slots, `lowlat.engine.steps` runs the steps. Not safe for use by several threads: one thread owns a runtime.
+and the slots, `lowlat.engine.steps` runs the steps. One thread owns a runtime: the program's own, which submits and
+steps, or `lowlat.engine.calls.driver`'s, which answers calls from any thread and event loop.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
+from lowlat.engine.calls.driver import Driver, owned
+from lowlat.engine.calls.prompts import check_timeout, is_chat, is_quick, prepare
+from lowlat.engine.calls.streams import AsyncStream, Stream
 from lowlat.engine.loading import Loaded, load, make_scheduler
 from lowlat.engine.metrics import RequestMetrics
 from lowlat.engine.numerics import digest_of, numerics_of
@@ -18,11 +24,16 @@ from lowlat.engine.perf import PerfCounters
 from lowlat.engine.request_checks import Unbroken, check_depth
 from lowlat.engine.requests import Requests
 from lowlat.engine.steps import Steps
-from lowlat.errors import ConfigError, LowlatError
+from lowlat.engine.tiers import make_tiers
+from lowlat.errors import ConfigError, LowlatError, RequestError
 from lowlat.executors.devices import make_current
+from lowlat.ipc.answer import Answer
+from lowlat.ipc.prompts import Prompt
 from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
-from lowlat.options.declaration import plain
+from lowlat.options.declaration import plain, shown
+from lowlat.options.keywords import CallOptions, RuntimeOptions
+from lowlat.options.model_names import display_name
 from lowlat.options.request import SamplingParams, StepOutput
 
 __all__ = ["Runtime"]
@@ -33,7 +44,10 @@ logger = logging.getLogger("lowlat.engine.runtime")
 class Runtime:
     """Decodes requests against one target, with speculation where a speculator is loaded.
 
-    Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
+    Use `Runtime.load`; as a context manager it closes itself. `generate`, `chat` and `stream`, and `agenerate`, `achat`
+    and `astream` for asyncio, answer from any thread or task, several at once: the first such call starts a thread that
+    owns the runtime from then on. `submit` and `step` are for a program that wants that loop for its own.
+    `codec` is the tokenizer (None without one),
     `device_choice` says where it runs and why, `memory` what it holds there, `speculation_error` why a draft model is
     not used, `numerics` a digest of all that decides results' bits (16 hexadecimal digits, see
     `lowlat.engine.numerics`), `speculation_limits` the sizes of speculation that were loaded, by option
@@ -56,13 +70,16 @@ class Runtime:
         self.num_speculative_tokens = depth = 0 if used is None else used.num_speculative_tokens
         self.simulated = self.geometry.simulated_acceptance is not None
         self.speculation_limits = loaded.speculation_limits
-        self.scheduler = make_scheduler(self.ladder, self.geometry, config)
+        self._tiers = make_tiers(loaded, config)
+        self.scheduler = make_scheduler(self.ladder, self.geometry, config, self._tiers)
         self.kvcache = self.scheduler.kvcache
         self._requests = Requests(loaded, config, self.scheduler, speculates=depth > 0)
         self.checks, self.grammars = self._requests.checks, self._requests.grammars
         self._whole = Unbroken()
         self._steps = Steps(loaded, config, self.scheduler, self._requests, self._whole, num_speculative_tokens=depth)
         self._closed = False
+        self.driver: Driver | None = None
+        self._starting = threading.Lock()
 
     @classmethod
     def load(
@@ -73,7 +90,7 @@ class Runtime:
         progress: Callable[[int, int], None] | None = None,
         captured: Callable[[int, int], None] | None = None,
         downloaded: Callable[[int, int], None] | None = None,
-        **options: Any,
+        **options: Unpack[RuntimeOptions],
     ) -> Self:
         """Load a model and, where asked for, a speculator.
 
@@ -95,6 +112,96 @@ class Runtime:
         logger.info("numerics %s", runtime.numerics)
         return runtime
 
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]) -> Answer:
+        """Answer a prompt, and return when the answer is whole: `runtime.generate("Once", max_tokens=32).text`.
+
+        prompt   text, token ids, or a chat's messages: [{"role": "user", "content": "..."}, ...]
+        params   how tokens are chosen; options given by name go before its fields
+        options  the fields of SamplingParams by name (max_tokens, temperature, stop, seed, json_schema, ...), and
+                 tool_choice, template_options, allow_special, cache_salt, timeout_s: see CallOptions
+        Messages go through the model's chat template, with `tools` where there are any. Their answer is parsed
+        (`Answer.reasoning`, `Answer.tool_calls`) unless parse="none" says otherwise, and may be as long as the context
+        has room for, up to 4096 tokens, where neither params nor max_tokens is given.
+        Any thread may call, several at once; more than have a slot wait. Ctrl-C cancels the request.
+        Raises RequestError for what cannot be served; StreamError, with the tokens that came, where the request fails,
+        timeout_s passes or the runtime is closed meanwhile; DeviceError when the device has failed.
+        """
+        with self._stream(prompt, params, options, each=False) as stream:
+            return stream.answer()
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]) -> Stream:
+        """Answer a prompt chunk by chunk: `for chunk in runtime.stream("Once"): print(chunk.text, end="")`.
+
+        The request begins at once. Leaving the stream before its end cancels it; `Stream.answer` reads what is left and
+        returns the whole. Arguments and errors are those of `generate`.
+        """
+        return self._stream(prompt, params, options, each=True)
+
+    def chat(self, messages: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]) -> Answer:
+        """Answer a chat: `runtime.chat("Who are you?").text`; `messages.append(answer.message)` goes on with it.
+
+        messages  as in `generate`; a text alone is one message of the user
+        The other arguments and errors are those of `generate`. `stream` takes messages, too.
+        """
+        return self.generate(_as_chat(messages), params, **options)
+
+    async def agenerate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]
+    ) -> Answer:
+        """Answer a prompt, in a coroutine; cancelling its task cancels the request. See `generate`."""
+        async with self._astream(prompt, params, options, each=False) as stream:
+            return await stream.answer()
+
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]
+    ) -> AsyncStream:
+        """Answer chunk by chunk, in a coroutine: `async for chunk in runtime.astream("Once")`. See `stream`."""
+        return self._astream(prompt, params, options, each=True)
+
+    async def achat(
+        self, messages: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]
+    ) -> Answer:
+        """Answer a chat, in a coroutine. See `chat`."""
+        return await self.agenerate(_as_chat(messages), params, **options)
+
+    def _stream(self, prompt: Prompt, params: SamplingParams | None, options: CallOptions, *, each: bool) -> Stream:
+        driver = self._driven()
+        return Stream(driver, prepare(self, prompt, params, options), options.get("timeout_s"), each=each)
+
+    def _astream(
+        self, prompt: Prompt, params: SamplingParams | None, options: CallOptions, *, each: bool
+    ) -> AsyncStream:
+        check_timeout(options.get("timeout_s"))
+        return AsyncStream(
+            self._driven(),
+            partial(prepare, self, prompt, params, options),
+            options.get("timeout_s"),
+            quick=is_quick(prompt, params, options),
+            each=each,
+        )
+
+    def _driven(self) -> Driver:
+        """The thread that owns the runtime, started by the first call."""
+        self._check_open()
+        with self._starting:
+            if self.driver is None:
+                self._check_usable()
+                if self.busy:
+                    raise LowlatError(
+                        "requests that were submitted by hand are under way; step until they end before generate, "
+                        "stream or chat, or let these do all of it"
+                    )
+                self.driver = Driver(self)
+            return self.driver
+
+    def _check_by_hand(self, name: str) -> None:
+        """Raise LowlatError for a call that the driver's thread alone may make."""
+        if self.driver is not None and not self.driver.is_current and not self.driver.has_ended:
+            raise LowlatError(
+                f"{name}() is refused: since generate, stream or chat was called a thread of the runtime's own steps "
+                "it; go on with these, or load a runtime that is stepped by hand"
+            )
+
     def submit(
         self,
         prompt: Sequence[int] | str,
@@ -110,8 +217,10 @@ class Runtime:
         allow_special  special tokens that a text spells become these tokens; otherwise they stay text
         cache_salt     only requests of the same salt share cached prefixes: others cannot learn, by the time to the
                        first token, what was asked before
-        Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full.
+        Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full;
+        LowlatError where calls such as `generate` have a thread step the runtime.
         """
+        self._check_by_hand("submit")
         self._check_usable()
         request, scheduled = self._requests.open(prompt, params, request_id, allow_special, cache_salt)
         with self._whole:
@@ -135,7 +244,9 @@ class Runtime:
         Raises ConfigError for a depth without a bucket, DeviceError when the device has failed.
         Ctrl-C, or another exception that breaks it off, is harmless while it waits for a device: the next call goes on.
         Elsewhere tokens may be lost, as always with the reference executor: then later calls raise DeviceError.
+        LowlatError is raised where calls such as `generate` have a thread step the runtime.
         """
+        self._check_by_hand("step")
         self._check_usable()
         depth = self._depth(num_speculative_tokens)
         with self._whole:
@@ -143,6 +254,7 @@ class Runtime:
                 self._steps.step(num_speculative_tokens, depth)
             return self._requests.take_outputs()
 
+    @owned
     def speculate(self, num_speculative_tokens: int) -> None:
         """Set the depth S of the steps from here on, 0 to the depth that was loaded, while there is no request.
 
@@ -158,6 +270,7 @@ class Runtime:
         self.num_speculative_tokens = num_speculative_tokens
         self._steps.published.speculating = num_speculative_tokens > 0
 
+    @owned
     def cancel(self, request_id: str) -> None:
         """End a request; its last output says "cancelled". Raises RequestError for an unknown or ended one."""
         self._check_usable()
@@ -166,6 +279,7 @@ class Runtime:
             self._steps.end(request, "cancelled")
             self._steps.stop_outdated()
 
+    @owned
     def set_draft_limit(self, request_id: str, max_draft_tokens: int | None) -> None:
         """Change how many draft tokens of a live request are verified in one step, from the next launched step on.
 
@@ -175,17 +289,20 @@ class Runtime:
         self._check_usable()
         self._steps.limit_drafts(self._requests.limit_drafts(request_id, max_draft_tokens))
 
+    @owned
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
         found = self._requests.metrics(request_id)
         is_live = request_id in self._requests
         return replace(found, finish_reason="error") if is_live and self._whole.failure else found
 
+    @owned
     def perf(self) -> PerfCounters:
         """Return the launches of its programs, and its waits, copies and steps without drafts since the load."""
         self._check_open()
         return PerfCounters.of(self.executor.counts, self._steps.mailbox.num_copies, self._steps.published.undrafted)
 
+    @owned
     def summary(self) -> dict[str, Any]:
         """Totals since the load, as JSON: blocks such as `eagle_speculation` only of what has run."""
         self._check_open()
@@ -204,20 +321,29 @@ class Runtime:
     def _kv_summary(self) -> dict[str, Any]:
         """Blocks of the KV cache by state; those of other pools apart, by kind, where there are any."""
         found = {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype}
-        return found | self.kvcache.pool_stats()
+        tiers = {} if self._tiers is None else {"tiers": self._tiers.stats()}
+        return found | self.kvcache.pool_stats() | tiers
 
+    @owned
     def slots(self) -> list[dict[str, Any]]:
         """The requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, and their bound."""
         return self._requests.describe()
 
     def adopt_thread(self) -> None:
         """Hand the runtime to the calling thread; the one before must be done with it. Makes its device current."""
+        self._check_by_hand("adopt_thread")
         make_current(self.device_choice.device)
 
     def close(self) -> None:
-        """Drop requests, buffers, KV and weights, and give their memory back; harmless when repeated."""
+        """Drop requests, buffers, KV and weights, and give their memory back; harmless when repeated.
+
+        Calls that wait for an answer get a StreamError of the code "closed".
+        """
         if self._closed:
             return
+        if self.driver is not None:
+            self.driver.stop()
+            make_current(self.device_choice.device)
         self._closed = True
         self._requests.close()
         self._steps.close()
@@ -225,6 +351,13 @@ class Runtime:
         if self.codec is not None:
             self.codec.close()
         self.executor.close()  # the last: a device that has failed says so
+
+    def __repr__(self) -> str:
+        name, depth = display_name(self.directory), self.num_speculative_tokens
+        drafts = f", {self.speculator.method} S={depth}" if self.speculator is not None and depth else ""
+        sizes = f"max_batch={self.config.max_batch}, max_context={self.config.max_context}"
+        closed = ", closed" if self._closed else ""
+        return f"Runtime({name!r}{drafts}, {sizes}, device={str(self.device_choice.device)!r}{closed})"
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -250,3 +383,12 @@ class Runtime:
             raise ConfigError(f"perf_mode 'strict' decodes at S = {self.num_speculative_tokens} alone, got {depth}")
         check_depth(depth, self.ladder)
         return depth
+
+
+def _as_chat(messages: Prompt) -> Prompt:
+    """Messages, of which a text alone is the only one. Raises RequestError for a prompt that is no chat."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if not is_chat(messages):
+        raise RequestError(f"a chat takes messages or a text, got {shown(messages)}; generate takes token ids")
+    return messages

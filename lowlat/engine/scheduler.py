@@ -161,6 +161,11 @@ class Scheduler:
         return sum(slot is not None and slot.phase is Phase.DECODING for slot in self._slots)
 
     @property
+    def is_full(self) -> bool:
+        """Whether one more request would be refused: the queue and the free slots are taken."""
+        return len(self._queue) >= self.max_queue + self._slots.count(None)
+
+    @property
     def num_queued(self) -> int:
         """Requests without a slot."""
         return len(self._queue)
@@ -212,7 +217,7 @@ class Scheduler:
                 f"of {num_tokens}"
             )
         self.kvcache.check(name, request.max_total_tokens, self.num_overprovision)
-        if len(self._queue) >= self.max_queue + self._slots.count(None):
+        if self.is_full:
             raise CapacityError(
                 f"{len(self._queue)} requests wait already, all {self.max_batch} slots counted; "
                 f"the limit is {self.max_queue} (max_queue)"
@@ -328,6 +333,7 @@ class Scheduler:
         """Ask the cache, but not again before something changed there: asking digests the prefix."""
         if self._refused is not None and self._refused == (request, self.kvcache.generation):
             return None
+        generation = self.kvcache.generation  # before it is asked: what comes meanwhile is worth another try
         allocation = self.kvcache.admit(
             request.request_id,
             request.prompt_token_ids,
@@ -336,7 +342,7 @@ class Scheduler:
             request.cache_salt,
             reads=request.reads_cache,
         )
-        self._refused = (request, self.kvcache.generation) if allocation is None else None
+        self._refused = (request, generation) if allocation is None else None
         return allocation
 
     def _num_chunks_left(self, slot: _Slot) -> int:

@@ -1,19 +1,21 @@
 """The options of a Runtime: frozen, validated at construction, refused by name.
 
-It knows neither checkpoints nor devices; what depends on the model (context against max_position, boundaries
-against layers) is checked at load.
+What depends on the model (context against max_position, boundaries against layers) is checked at load.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
 from lowlat.errors import ConfigError
 from lowlat.options.acceptance import acceptance_for
 from lowlat.options.checks import parse_checks
-from lowlat.options.declaration import check_integer, check_options, declare, documented, options_of
+from lowlat.options.declaration import check_integer, check_options, declare, documented, given_options, options_of
 from lowlat.options.limits import LimitCheck, compare_limits
+
+if TYPE_CHECKING:
+    from lowlat.options.keywords import RuntimeOptions, SpeculativeOptions
 
 __all__ = [
     "AUTO_METHOD", "MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "NEEDS_MODEL", "RuntimeConfig", "SpeculativeConfig",
@@ -56,11 +58,11 @@ class Limited(Protocol):
 
     @property
     def speculation_limits(self) -> Mapping[str, Any]:
-        """What it was loaded with, by option; empty without speculation."""
+        """The options that it was loaded with, by name; empty without speculation."""
 
 
 @documented
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
@@ -281,6 +283,12 @@ class SpeculativeConfig:
     )
     simulated_seed: int = declare(0, "Seed of the imposed acceptance.", 0, (1 << 63) - 1, rare=True)
 
+    if TYPE_CHECKING:  # callers may give more than a field's own type
+
+        def __init__(
+            self, model: str | Path | None = None, method: str = "eagle3", **options: Unpack[SpeculativeOptions]
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
         if str(self.num_speculative_tokens) == "auto":
@@ -307,6 +315,9 @@ class SpeculativeConfig:
             raise ConfigError("simulated_acceptance and simulated_accept_length say the same; give one of them")
         if length is not None:
             acceptance_for(length, self.num_speculative_tokens)  # which refuses what cannot be
+
+    def __repr__(self) -> str:
+        return given_options(self)
 
     @property
     def imposed_acceptance(self) -> float | None:
@@ -420,7 +431,7 @@ class TraceConfig:
 
 
 @documented
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RuntimeConfig:
     """Sizes and policies of one Runtime."""
 
@@ -479,6 +490,18 @@ class RuntimeConfig:
     prefix_reuse: bool = declare(
         True, "Share the KV of complete prefill chunks between requests with equal prefixes.", rare=True
     )
+    host_cache_gib: float = declare(
+        0.0,
+        "Host memory for prefixes that the device's memory has no space for, GiB; with a cache_dir 1 at least.",
+        0.0,
+        16384.0,
+    )
+    cache_dir: str | Path | None = declare(
+        None,
+        "Directory for prefixes that outlive the process: prompts that begin alike are read again from its files.",
+        otherwise="no files",
+    )
+    cache_gib: float = declare(32.0, "Size of the cache_dir, GiB: the files used longest ago go first.", 0.001, 1e6)
     state_cache_gib: float = declare(
         2.0,
         "Memory for snapshots of recurrent states, GiB: prompts that share a prefix go on from one.",
@@ -553,6 +576,10 @@ class RuntimeConfig:
     watchdog_min_s: float = declare(2.0, "But none of fewer seconds.", 0.1, 3600.0, python_only=True)
     traces: TraceConfig = declare(TraceConfig(), "Debug traces.", python_only=True)
 
+    if TYPE_CHECKING:  # callers may give more than a field's own type
+
+        def __init__(self, **options: Unpack[RuntimeOptions]) -> None: ...
+
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
         if self.prefill_chunk % self.block_size:
@@ -574,8 +601,13 @@ class RuntimeConfig:
         self._check_ranks()
         self._check_perf_mode()
 
+    def __repr__(self) -> str:
+        return given_options(self)
+
     def _check_ranks(self) -> None:
         """The number of GPUs, and that those which are named are as many, each once."""
+        if isinstance(self.devices, list):
+            object.__setattr__(self, "devices", tuple(self.devices))
         size, named = self.tensor_parallel_size, self.devices
         if size & (size - 1):
             raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
@@ -583,7 +615,7 @@ class RuntimeConfig:
             if size > 1 and is_on:
                 raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
         if not isinstance(named, tuple) or any(type(number) is not int or number < 0 for number in named):
-            raise ConfigError(f"devices must be a tuple of numbers of GPUs, such as (0, 1), got {named!r:.80}")
+            raise ConfigError(f"devices must be numbers of GPUs, such as (0, 1), got {named!r:.80}")
         if self.count_tiles and self.tp_invariant:
             raise ConfigError("count_tiles is not implemented for tp_invariant; leave one of them out")
         if named and self.device not in ("auto", "cuda"):

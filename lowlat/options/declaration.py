@@ -21,6 +21,7 @@ __all__ = [
     "check_options",
     "declare",
     "documented",
+    "given_options",
     "options_of",
     "plain",
     "shown",
@@ -136,6 +137,14 @@ def documented(record: type[T]) -> type[T]:
     ]
     record.__doc__ = "\n".join([(record.__doc__ or "").rstrip(), "", *lines])
     return record
+
+
+def given_options(record: Any) -> str:
+    """A record's repr: the options that are not at their defaults."""
+    given = [(item.name, getattr(record, item.name)) for item in fields(record)]
+    defaults = {item.name: item.default for item in fields(record)}
+    shown = [f"{name}={value!r}" for name, value in given if value != defaults[name]]
+    return f"{type(record).__name__}({', '.join(shown)})"
 
 
 def _of_annotation(annotation: Any) -> dict[str, Any]:

@@ -6,11 +6,23 @@ Limits that depend on the model (vocabulary, context) are checked by `Runtime.su
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from lowlat.errors import RequestError
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
-from lowlat.options.declaration import check_integer, check_number, check_options, declare, documented, plain, shown
+from lowlat.options.declaration import (
+    check_integer,
+    check_number,
+    check_options,
+    declare,
+    documented,
+    given_options,
+    plain,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from lowlat.ipc.options import SamplingOptions
 
 __all__ = [
     "ADVISED_OPTIONS",
@@ -45,7 +57,7 @@ Parse = Literal["none", "reasoning", "tools"]
 
 
 @documented
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SamplingParams:
     """How one request's tokens are chosen and when it ends."""
 
@@ -119,6 +131,10 @@ class SamplingParams:
         python_only=True,
     )
 
+    if TYPE_CHECKING:  # callers may give more than a field's own type
+
+        def __init__(self, **options: Unpack[SamplingOptions]) -> None: ...
+
     def __post_init__(self) -> None:
         check_options(self, RequestError)
         if self.min_tokens > self.max_tokens:
@@ -127,6 +143,9 @@ class SamplingParams:
         self._check_biases()
         self._check_grammar()
         self._check_tools()
+
+    def __repr__(self) -> str:
+        return given_options(self)
 
     def _check_tools(self) -> None:
         if self.tools is None:

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from lowlat.errors import ConfigError, RequestError
+from lowlat.errors import RequestError
 from lowlat.ipc.wire import Message
 from lowlat.text import TextCodec
+from lowlat.text.templates.messages import encode_messages
 
 __all__ = ["ServingCodec"]
 
@@ -72,28 +71,11 @@ class ServingCodec:
         options   what else the template may use: tools, documents, enable_thinking, add_generation_prompt, ...
         Raises RequestError without a template, when it fails on these messages, and for too many tokens.
         """
-        codec = self._codec
-        values = [_for_template(message, codec) for message in messages]
-        for name in ("self", "messages", "allow_special", "max_context", "max_tokens"):
-            if name in options:
-                raise RequestError(f"template_options may not hold {name!r}")
-        if not isinstance(options.get("add_generation_prompt", True), bool):
-            raise RequestError("template_options: add_generation_prompt must be true or false")
-        how = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens, **options}
-        try:
-            return codec.encode_chat(values, **how)
-        except ConfigError as error:  # the template uses too much, which is about this request: others go on
-            raise RequestError(str(error)) from error
-
-
-def _for_template(message: Message, codec: TextCodec) -> dict[str, Any]:
-    """A message as the model's template reads it: templates differ in what they call its parts.
-
-    Fields that are left out stay absent: None would be written as a word.
-    """
-    value: dict[str, Any] = msgspec.to_builtins(message)
-    if "thinking" in value:
-        value["reasoning_content"] = value["thinking"]
-    if value["role"] == "developer" and not codec.template_has("developer"):
-        value["role"] = "system"
-    return value
+        return encode_messages(
+            self._codec,
+            messages,
+            options,
+            allow_special=allow_special,
+            max_context=max_context,
+            max_tokens=max_tokens,
+        )

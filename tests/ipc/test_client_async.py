@@ -233,7 +233,7 @@ def test_refusals(server: ScriptedServer, tmp_path: Path) -> None:
             with pytest.raises(Busy):
                 await all_of(client.generate("a"))
             with pytest.raises(RequestError, match="unknown option"):
-                client.generate("a", beams=2)
+                client.generate("a", beams=2)  # type: ignore[call-arg]
         nobody = AsyncClient(ipc_url(tmp_path, "nobody"), connect_timeout_s=0.1)
         with pytest.raises(LowlatError, match="not connected yet"):
             _ = nobody.server

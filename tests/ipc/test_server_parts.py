@@ -15,8 +15,8 @@ from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.generations.fair_queue import FairQueue
 from lowlat.ipc.server.generations.statistics import Histogram, Statistics
 from lowlat.ipc.server.generations.timers import Timers
-from lowlat.ipc.server.threads.wake import Inbox
 from lowlat.ipc.server.threads.watchdog import COLD_FACTOR, StepClock
+from lowlat.ipc.wake import Inbox
 
 
 @given(st.lists(st.floats(2e-6, 100.0), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))

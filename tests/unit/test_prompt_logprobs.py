@@ -158,7 +158,7 @@ def test_what_is_not_kept_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="prompt_logprobs must be from 0 to 20, got 21"):
         SamplingParams(prompt_logprobs=21)
     with pytest.raises(ConfigError, match="prompt_logprobs"):
-        Runtime.load(tmp_path, prompt_logprobs=3, **OPTIONS)
+        Runtime.load(tmp_path, prompt_logprobs=3, **OPTIONS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("poisoned", "position"), [(0, 1), (16, 17), (32, 33)])

@@ -103,8 +103,8 @@ def test_figures_beside_the_table_are_those_of_bench(repository: Path, pages: di
             assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d])", measured), figure
 
 
-def test_the_example_in_a_process_runs(repository: Path, pages: dict[str, str]) -> None:
-    (example,) = BLOCK.findall(pages["README.md"].split("## In a process")[1].split("\n## ")[0])
+def test_the_examples_in_a_process_run(repository: Path, pages: dict[str, str]) -> None:
+    example = "\n".join(BLOCK.findall(pages["README.md"].split("## In a process")[1].split("\n## ")[0]))
     done = subprocess.run(
         [sys.executable, "-c", example], cwd=repository, capture_output=True, text=True, timeout=120, check=False
     )

@@ -16,7 +16,7 @@ from lowlat.ipc.server.generations.fair_queue import FairQueue
 from lowlat.ipc.server.generations.streams import Stream
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.threads.events import Post, Prepare, Prepared
-from lowlat.ipc.server.threads.wake import Inbox
+from lowlat.ipc.wake import Inbox
 from lowlat.ipc.wire import Sampling, Submit, unpack_tokens
 
 __all__ = ["MAX_INLINE_BYTES", "TextThreads", "prepare"]

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
-from lowlat.ipc.engine import EngineOutput, TokenLogprobs
+from lowlat.ipc.chunk import accepted_of, call_parts, logprobs_of
+from lowlat.ipc.engine import EngineOutput
 from lowlat.ipc.server.generations.timers import Timer
 from lowlat.ipc.wire import (
     End,
     FinishReason,
     PromptPart,
     Sampling,
-    TokenLogprob,
     Tokens,
-    ToolCallDelta,
     pack_tokens,
 )
 
@@ -93,13 +92,14 @@ class Stream(Struct, eq=False):
         if not waiting or (self.balance <= 0 and waiting[0].token_ids):
             return None
         output = waiting[0]
-        token_ids, text, logprobs = output.token_ids, output.text, output.logprobs
-        simulated, reasoning, tool_calls = output.simulated, output.reasoning, output.tool_calls
-        accepted = _accepted(output) if output.num_accepted or len(waiting) > 1 else b""
+        token_ids, text = output.token_ids, output.text
+        logprobs, tool_calls = list(logprobs_of(output)), list(call_parts(output))
+        simulated, reasoning = output.simulated, output.reasoning
+        accepted = accepted_of(output) if output.num_accepted or len(waiting) > 1 else b""
         self.balance -= len(token_ids)
         num_taken = 1
         if len(waiting) > 1:
-            ids, texts, all_logprobs = list(token_ids), [text], list(logprobs or ())
+            ids, texts = list(token_ids), [text]
             while num_taken < len(waiting) and len(ids) < MAX_TOKENS_PER_MESSAGE:
                 output = waiting[num_taken]
                 if output.token_ids and self.balance <= 0:
@@ -108,12 +108,12 @@ class Stream(Struct, eq=False):
                 self.balance -= len(output.token_ids)
                 ids.extend(output.token_ids)
                 texts.append(output.text)
-                all_logprobs.extend(output.logprobs or ())
+                logprobs += logprobs_of(output)
                 simulated = simulated or output.simulated
                 reasoning += output.reasoning
-                tool_calls = (*tool_calls, *output.tool_calls)
-                accepted += _accepted(output)
-            token_ids, logprobs = ids, all_logprobs
+                tool_calls += call_parts(output)
+                accepted += accepted_of(output)
+            token_ids = ids
             text = None if all(part is None for part in texts) else "".join(part or "" for part in texts)
         del waiting[:num_taken]
         message = Tokens(
@@ -121,10 +121,10 @@ class Stream(Struct, eq=False):
             self.sequence,
             pack_tokens(token_ids),
             text,
-            [_logprob(one) for one in logprobs] if logprobs else None,
+            logprobs or None,
             simulated,
             reasoning or None,
-            [ToolCallDelta(one.index, one.arguments, one.id, one.name) for one in tool_calls] if tool_calls else None,
+            tool_calls or None,
             accepted if any(accepted) else None,
         )
         self.sequence += 1
@@ -164,13 +164,3 @@ class Stream(Struct, eq=False):
             message=message,
             metrics={**self.metrics, "server": times},
         )
-
-
-def _accepted(output: EngineOutput) -> bytes:
-    """A byte for each token: 1 for an accepted draft."""
-    num_accepted = output.num_accepted
-    return b"\x01" * num_accepted + bytes(len(output.token_ids) - num_accepted)
-
-
-def _logprob(one: TokenLogprobs) -> TokenLogprob:
-    return TokenLogprob(one.token_id, one.logprob, list(one.top), None if one.texts is None else list(one.texts))

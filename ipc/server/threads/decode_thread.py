@@ -19,8 +19,8 @@ from lowlat.ipc.server.threads.events import (
     Refused,
     Step,
 )
-from lowlat.ipc.server.threads.wake import Inbox
 from lowlat.ipc.server.threads.watchdog import StepClock
+from lowlat.ipc.wake import Inbox
 
 __all__ = ["DecodeThread"]
 

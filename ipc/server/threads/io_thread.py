@@ -18,7 +18,7 @@ from lowlat.ipc.server.router import Handlers, Router
 from lowlat.ipc.server.service import Service
 from lowlat.ipc.server.threads.events import DrainAsked, EngineFigures, Event, Failed, Prepared, Refused, Step
 from lowlat.ipc.server.threads.spin import Spin
-from lowlat.ipc.server.threads.wake import Inbox
+from lowlat.ipc.wake import Inbox
 from lowlat.ipc.wire import Bye
 
 __all__ = ["IoThread"]

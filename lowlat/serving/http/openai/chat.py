@@ -1,8 +1,7 @@
 """/v1/chat/completions: messages in, choices of content, reasoning and tool calls out."""
 
-import json
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -107,23 +106,8 @@ def text_of(content: str | Sequence[ContentPart], param: str) -> str:
 
 
 def call_of(id: str, function: FunctionCall) -> dict[str, Any]:
-    """A call as templates expect it: its arguments as a JSON value, which is an object unless the caller sent another.
-
-    What is no JSON, such as arguments that were cut off, becomes a string of JSON, so that a prompt stays well-formed.
-    """
-    arguments: Any = {}
-    text = function.arguments or ""
-    if text.strip():
-        try:
-            value = json.loads(text, parse_constant=_no_constant)
-        except (ValueError, RecursionError):
-            text, value = json.dumps(text, ensure_ascii=False), None
-        arguments = value if isinstance(value, dict) else text
-    return {"id": id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    """A call as the server takes it: its arguments as JSON text, which becomes values for the template."""
+    return {"id": id, "type": "function", "function": {"name": function.name, "arguments": function.arguments or ""}}
 
 
 def _bound(asked: ChatRequest) -> dict[str, Any]:

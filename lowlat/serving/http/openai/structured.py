@@ -6,6 +6,8 @@ from typing import Any, Self
 
 import msgspec
 
+from lowlat.errors import RequestError
+from lowlat.options.tools import bound_calls, document_of, shown_tools
 from lowlat.serving.http.errors import ApiError, invalid
 from lowlat.serving.http.openai.schema import (
     AllowedTools,
@@ -95,45 +97,25 @@ class Calling:
 
     def for_template(self) -> list[dict[str, Any]]:
         """The tools as a chat template takes them."""
-        tools: list[dict[str, Any]] = [msgspec.to_builtins(tool) for tool in self.tools]
-        for tool in tools:
-            tool["function"].pop("strict", None)  # the server's business, not the model's
-        return tools
+        return shown_tools(self._plain())
 
     def options(self, bound: Mapping[str, Any], param: str) -> dict[str, Any]:
-        """What binds the answer: the format of its text, or calls that are forced or strict; {} where nothing does.
+        """The fields that bind the answer: a format of its text, or calls that are forced or strict; {} where none do.
 
         bound  the format, by the field param: that of the text where nothing is called
         Raises ApiError for a format of answers that may also be calls, unless it is JSON.
         """
         if not self.tools:
             return dict(bound)
-        document = None if self.forced else _document(bound, param)
-        if not self.forced and not document and not any(tool.function.strict for tool in self.tools):
-            return {}
-        functions = [
-            {
-                "name": tool.function.name,
-                "parameters": tool.function.parameters or {"type": "object"},
-                "strict": bool(tool.function.strict),
-            }
-            for tool in self.tools
-        ]
-        calls = {"functions": functions, "required": self.forced, "parallel": self.parallel}
-        return {"tool_calls": calls | ({"document": document} if document else {})}
+        try:
+            document = None if self.forced else document_of(bound)
+        except RequestError as error:
+            raise unsupported(param, str(error)) from error
+        calls = bound_calls(self._plain(), required=self.forced, parallel=self.parallel, document=document)
+        return {} if calls is None else {"tool_calls": calls}
 
-
-def _document(bound: Mapping[str, Any], param: str) -> dict[str, Any] | None:
-    """A format as the document that an answer is where it calls nothing. Raises ApiError for one that is not JSON."""
-    if not bound:
-        return None
-    if bound.get("json_object"):
-        return {"schema": {"type": "object"}}
-    if "json_schema" not in bound:
-        raise unsupported(param, "an answer that may call tools can be bound to JSON alone; give tool_choice 'none'")
-    schema = dict(bound["json_schema"])
-    lenient = schema.pop("x-guidance", {}).get("lenient", False)
-    return {"schema": schema, "strict": not lenient}
+    def _plain(self) -> list[dict[str, Any]]:
+        return [msgspec.to_builtins(tool) for tool in self.tools]
 
 
 def _named(tools: Sequence[Tool], choices: Sequence[NamedTool]) -> list[Tool]:

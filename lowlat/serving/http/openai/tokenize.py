@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from lowlat.ipc.client.request import Prompt
+from lowlat.ipc.prompts import Prompt
 from lowlat.serving.http.errors import invalid
 from lowlat.serving.http.gateway import Gateway
 from lowlat.serving.http.openai.chat import chat_messages, check_template

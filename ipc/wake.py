@@ -34,6 +34,10 @@ class Inbox(Generic[Item]):
         self._items.append(item)
         self.wake()
 
+    def append(self, item: Item) -> None:
+        """Append without waking: the reader finds it with what wakes it next."""
+        self._items.append(item)
+
     def wake(self) -> None:
         """Wake the reader if it sleeps."""
         if self._asleep:

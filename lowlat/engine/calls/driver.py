@@ -1,0 +1,348 @@
+"""The thread that owns a runtime once it answers calls: it takes requests, steps, and hands callers what is theirs.
+
+Callers put orders in its inbox and never wait for a step to do so; it obeys them between two steps. What a step brings
+goes into the mailbox of each request, and a loop of asyncio is told once a step, however many of its tasks wait.
+"""
+
+import asyncio
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
+
+from lowlat.engine.calls.mailboxes import Brought, LoopMailbox, ThreadMailbox
+from lowlat.errors import CapacityError, DeviceError, LowlatError, RequestError, StreamError
+from lowlat.ipc.wake import Inbox
+from lowlat.options.request import SamplingParams, StepOutput
+
+if TYPE_CHECKING:
+    from lowlat.engine.runtime import Runtime
+
+__all__ = ["Driver", "Ticket", "owned"]
+
+JOIN_S = 5.0  # of a process that ends while a step runs
+
+T = TypeVar("T")
+Arguments = ParamSpec("Arguments")
+
+
+def owned(
+    method: "Callable[Concatenate[Runtime, Arguments], T]",
+) -> "Callable[Concatenate[Runtime, Arguments], T]":
+    """Have a runtime's method run by whoever owns it: between two steps of its driver, where it has one."""
+
+    @wraps(method)
+    def by_owner(runtime: "Runtime", *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
+        driver = runtime.driver
+        if driver is None:
+            return method(runtime, *args, **kwargs)
+        return driver.call(partial(method, runtime, *args, **kwargs))
+
+    return cast("Callable[Concatenate[Runtime, Arguments], T]", by_owner)
+
+
+class Ticket:
+    """One caller's request, from the call to its end.
+
+    grammar     its compiled grammar, which stays compiled while it is held here
+    request_id  its name in the runtime; "" before it was submitted
+    over        nothing more comes of it, or its caller wants nothing more
+    """
+
+    __slots__ = ("cache_salt", "grammar", "mailbox", "over", "params", "prompt", "request_id")
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        cache_salt: str,
+        grammar: object,
+        mailbox: ThreadMailbox | LoopMailbox,
+    ) -> None:
+        self.prompt, self.params, self.cache_salt = prompt, params, cache_salt
+        self.grammar, self.mailbox = grammar, mailbox
+        self.request_id = ""
+        self.over = False
+
+
+class Driver:
+    """Steps a runtime in a thread of its own, from the first order to `stop` or the runtime's end.
+
+    The runtime is held weakly while nothing is to be done: one that its program lets go of ends the thread.
+    """
+
+    def __init__(self, runtime: "Runtime") -> None:
+        self._runtime = weakref.ref(runtime)
+        self._inbox: Inbox[_Order] = Inbox()
+        self._lock = threading.RLock()  # re-entered where memory is collected amid a put
+        self._ended: Callable[[], LowlatError] | None = None
+        self._stopping = False
+        self._tickets: dict[str, Ticket] = {}
+        self._waiting: deque[Ticket] = deque()  # while the runtime's queue is full
+        self._thread = threading.Thread(target=self._run, name="lowlat-runtime", daemon=True)
+        self._thread.start()
+        weakref.finalize(runtime, self._let_go)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is the driver's."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread steps no more: what it owned is anybody's then."""
+        return self._ended is not None
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a request. Raises LowlatError after the end, and in a fork of the process."""
+        if not self._put(_Submit(self, ticket)):
+            raise LowlatError("the runtime is closed") if self._ended is None else self._ended()
+
+    def cancel(self, ticket: Ticket, *, drop: bool) -> None:
+        """End a request; drop: nothing that it has brought is wanted, otherwise its last output still comes."""
+        self._put(_Cancel(self, ticket, drop))
+
+    def call(self, what: Callable[[], T]) -> T:
+        """Have something done by the runtime's owner, between two steps, and return what that returns."""
+        done: Future[T] = Future()
+        if not self.is_current and self._put(_Call(what, done)):
+            try:
+                return done.result()
+            except CancelledError:
+                pass  # the thread ended before it came to it
+        return what()
+
+    def stop(self) -> None:
+        """End the thread after the step under way; callers that wait get an error."""
+        self._put(_Stop(self))
+        if not self.is_current:
+            self._thread.join()
+
+    def _let_go(self) -> None:
+        """The runtime is gone, or the process ends."""
+        self._put(_Stop(self))
+        if not self.is_current:
+            self._thread.join(JOIN_S)
+
+    def _put(self, order: "_Order") -> bool:
+        """Queue an order; False where there is no thread that would obey it."""
+        if not self._thread.is_alive():  # it has ended, or stayed behind at a fork
+            return False
+        with self._lock:
+            if self._ended is not None:
+                return False
+            self._inbox.put(order)
+            return True
+
+    def _run(self) -> None:
+        why: Callable[[], LowlatError] = _closed
+        try:
+            runtime = self._runtime()
+            if runtime is not None:
+                runtime.adopt_thread()
+            del runtime
+            while not self._stopping:
+                self._obey(self._inbox.take() if self._is_busy() else self._inbox.wait())
+                self._step()
+        except BaseException as error:  # whatever it is, nobody steps from here on
+            failure = error
+            why = lambda: _failed(failure)  # noqa: E731
+        self._finish(why)
+
+    def _is_busy(self) -> bool:
+        runtime = self._runtime()
+        return runtime is not None and (bool(self._waiting) or runtime.busy)
+
+    def _obey(self, order: "_Order | None") -> None:
+        runtime = self._runtime()
+        while order is not None:
+            if runtime is None:
+                self._stopping = True
+                return
+            order.obey(runtime)
+            order = self._inbox.take()
+
+    def _step(self) -> None:
+        runtime = self._runtime()
+        if runtime is None or self._stopping:
+            return
+        while self._waiting and not runtime.scheduler.is_full:
+            self.open(runtime, self._waiting.popleft())
+        if runtime.busy:
+            self._deliver(runtime, runtime.step())
+
+    def open(self, runtime: "Runtime", ticket: Ticket) -> None:
+        """Hand a request to the runtime, or let it wait; an error is its caller's alone."""
+        if ticket.over:
+            return
+        if runtime.scheduler.is_full:
+            self._waiting.append(ticket)
+            return
+        try:
+            ticket.request_id = runtime.submit(ticket.prompt, ticket.params, cache_salt=ticket.cache_salt)
+        except DeviceError:
+            self._tickets[""] = ticket  # it is among those whom the failure reaches
+            raise
+        except CapacityError:
+            self._waiting.append(ticket)
+        except Exception as error:
+            self._end(ticket, error)
+        else:
+            self._tickets[ticket.request_id] = ticket
+
+    def cancel_now(self, runtime: "Runtime", ticket: Ticket, drop: bool) -> None:
+        """See `cancel`."""
+        ticket.over = ticket.over or drop
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+            if not drop:
+                self._end(ticket, Brought(StepOutput("", (), "cancelled"), None))
+            return
+        if drop:
+            self._tickets.pop(ticket.request_id, None)
+        try:
+            runtime.cancel(ticket.request_id)
+        except RequestError:
+            return  # it was refused, or has ended meanwhile
+
+    def stop_now(self) -> None:
+        """See `stop`."""
+        self._stopping = True
+
+    def _deliver(self, runtime: "Runtime", outputs: Sequence[StepOutput]) -> None:
+        loops: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}
+        for output in outputs:
+            ticket = self._tickets.get(output.request_id)
+            if ticket is None:
+                continue  # nobody wants it
+            ended = output.finish_reason is not None
+            mailbox = ticket.mailbox
+            mailbox.put(Brought(output, runtime.metrics(output.request_id) if ended else None), last=ended)
+            if ended:
+                del self._tickets[output.request_id]
+                ticket.over = True
+            if isinstance(mailbox, LoopMailbox) and mailbox.due:
+                loops.setdefault(mailbox.loop, []).append(ticket)
+        for loop, tickets in loops.items():
+            if not _tell(loop, tickets):
+                for ticket in tickets:  # its loop has ended, and with it whoever waited
+                    self.cancel_now(runtime, ticket, drop=True)
+
+    def _end(self, ticket: Ticket, item: Brought | Exception) -> None:
+        """Give a caller the last that it gets."""
+        ticket.over = True
+        ticket.mailbox.put(item, last=True)
+        if isinstance(ticket.mailbox, LoopMailbox):
+            _tell(ticket.mailbox.loop, [ticket])
+
+    def _finish(self, why: Callable[[], LowlatError]) -> None:
+        """Let nobody wait for ever: callers get the reason, orders that nobody obeyed are given back."""
+        with self._lock:
+            self._ended = why
+            left = []
+            while (order := self._inbox.take()) is not None:
+                left.append(order)
+            self._inbox.close()
+        for order in left:
+            order.give_back(why)
+        for ticket in (*self._tickets.values(), *self._waiting):
+            if not ticket.over:
+                self._end(ticket, why())
+        self._tickets.clear()
+        self._waiting.clear()
+
+    def give_back(self, ticket: Ticket, why: Callable[[], LowlatError]) -> None:
+        """A request that was never submitted."""
+        if not ticket.over:
+            self._end(ticket, why())
+
+
+class _Order:
+    """Something for the driver's thread to do between two steps."""
+
+    def obey(self, runtime: "Runtime") -> None:
+        """Do it."""
+        raise NotImplementedError
+
+    def give_back(self, why: Callable[[], LowlatError]) -> None:
+        """The thread ends, and has not done it."""
+
+
+class _Submit(_Order):
+    def __init__(self, driver: Driver, ticket: Ticket) -> None:
+        self._driver, self._ticket = driver, ticket
+
+    def obey(self, runtime: "Runtime") -> None:
+        self._driver.open(runtime, self._ticket)
+
+    def give_back(self, why: Callable[[], LowlatError]) -> None:
+        self._driver.give_back(self._ticket, why)
+
+
+class _Cancel(_Order):
+    def __init__(self, driver: Driver, ticket: Ticket, drop: bool) -> None:
+        self._driver, self._ticket, self._drop = driver, ticket, drop
+
+    def obey(self, runtime: "Runtime") -> None:
+        self._driver.cancel_now(runtime, self._ticket, self._drop)
+
+
+class _Stop(_Order):
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def obey(self, runtime: "Runtime") -> None:
+        self._driver.stop_now()
+
+
+class _Call(_Order):
+    def __init__(self, what: Callable[[], T], done: "Future[T]") -> None:
+        self._what: Callable[[], object] = what
+        self._done: Future[T] = done
+
+    def obey(self, runtime: "Runtime") -> None:
+        try:
+            result = self._what()
+        except Exception as error:  # the caller's, who gets it
+            self._done.set_exception(error)
+            if isinstance(error, DeviceError):
+                raise
+        else:
+            self._done.set_result(result)  # type: ignore[arg-type]
+
+    def give_back(self, why: Callable[[], LowlatError]) -> None:
+        self._done.cancel()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, tickets: Sequence[Ticket]) -> bool:
+    """Wake the tasks that wait for these; False where their loop has ended."""
+    mailboxes = [ticket.mailbox for ticket in tickets if isinstance(ticket.mailbox, LoopMailbox)]
+    for mailbox in mailboxes:
+        mailbox.due = False
+    try:
+        loop.call_soon_threadsafe(_wake, mailboxes)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _wake(mailboxes: Sequence[LoopMailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.wake()
+
+
+def _closed() -> LowlatError:
+    return StreamError("the runtime was closed while the request ran (Runtime.close)", code="closed")
+
+
+def _failed(error: BaseException) -> LowlatError:
+    """The failure of a step, anew for each caller: a traceback belongs to one thread."""
+    words = (
+        str(error) if isinstance(error, LowlatError) else f"a step was broken off by {type(error).__name__}: {error}"
+    )
+    failure = DeviceError(words)
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,164 @@
+"""From a caller's prompt and options to token ids and parameters, in the caller's own thread."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lowlat.engine.request_checks import check_call, encode_prompt
+from lowlat.errors import RequestError
+from lowlat.ipc.limits import Limits
+from lowlat.ipc.prompts import Prompt, chat_messages
+from lowlat.options.declaration import check_number, shown
+from lowlat.options.keywords import CALL_OPTIONS, CallOptions
+from lowlat.options.request import GRAMMAR_OPTIONS, SamplingParams
+from lowlat.options.tools import bound_calls, checked_tools, document_of, shown_tools
+from lowlat.text.templates.messages import encode_messages
+
+if TYPE_CHECKING:
+    from lowlat.engine.runtime import Runtime
+
+__all__ = ["Prepared", "is_chat", "is_quick", "prepare"]
+
+QUICK_CHARACTERS = 4096  # a text up to this has its token ids in about a millisecond
+MAX_TIMEOUT_S = 1e9
+OF_CHATS = ("tool_choice", "template_options")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that can be submitted.
+
+    grammar  its compiled grammar, which stays compiled while it is held
+    """
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    cache_salt: str
+    grammar: object
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether a prompt is the messages of a chat."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def is_quick(prompt: Prompt, params: SamplingParams | None, options: CallOptions) -> bool:
+    """Whether `prepare` takes no longer than an event loop may be held up."""
+    if is_chat(prompt) or any(name in options for name in GRAMMAR_OPTIONS):
+        return False
+    return len(prompt) <= QUICK_CHARACTERS and (params is None or getattr(params, "grammar_option", None) is None)
+
+
+def prepare(runtime: "Runtime", prompt: Prompt, params: SamplingParams | None, options: CallOptions) -> Prepared:
+    """Check a call, encode its prompt and compile its grammar. Raises RequestError."""
+    given: dict[str, Any] = dict(options)
+    how = {name: given.pop(name) for name in CALL_OPTIONS & given.keys()}
+    allow_special, cache_salt = how.get("allow_special", False), how.get("cache_salt", "")
+    check_timeout(how.get("timeout_s"))
+    check_call(SamplingParams() if params is None else params, None, allow_special, cache_salt)
+    max_context = runtime.config.max_context
+    if is_chat(prompt):
+        ids, settled = _chat(runtime, prompt, params, given, how, allow_special)
+    else:
+        for name in OF_CHATS:
+            if how.get(name) is not None:
+                raise RequestError(f"{name} is for chat messages; this prompt has no template")
+        settled = _with(params, given)
+        text: Any = prompt
+        ids = encode_prompt(runtime.codec, text, allow_special, max_context, settled.max_tokens)
+    checked = runtime.checks.check(ids, settled)
+    return Prepared(checked, settled, cache_salt, runtime.grammars.compile(settled))
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """Raise RequestError for what is no time to wait."""
+    if timeout_s is not None:
+        check_number("timeout_s", timeout_s, 0.0, MAX_TIMEOUT_S, RequestError, above=True)
+
+
+def _with(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    """Parameters with options in place of their own."""
+    if params is None or not options:
+        return SamplingParams.from_options(options) if params is None else params
+    SamplingParams.from_options({name: options[name] for name in options if name not in params.__dataclass_fields__})
+    return replace(params, **options)
+
+
+def _chat(
+    runtime: "Runtime",
+    prompt: Any,
+    params: SamplingParams | None,
+    given: dict[str, Any],
+    how: Mapping[str, Any],
+    allow_special: bool,
+) -> tuple[Sequence[int], SamplingParams]:
+    """Token ids of a chat and its parameters: parsed, and as long as there is room for, where nothing is said."""
+    codec = runtime.codec
+    if codec is None:
+        raise RequestError("a chat needs tokenizer.json in the model directory; give token ids")
+    messages = chat_messages(prompt)
+    template = how.get("template_options") or {}
+    if not isinstance(template, Mapping):
+        raise RequestError(f"template_options must be a mapping, got {type(template).__name__}")
+    offered = given.pop("tools", None if params is None else params.tools)
+    tools, required, parallel = _chosen(offered, how.get("tool_choice", "auto"))
+    if tools:
+        template = {**template, "tools": shown_tools(tools)}
+        given["tools"] = tools
+        given.update(_bound(tools, required, parallel, params, given))
+    asked = given.get("parse", "none" if params is None else params.parse)
+    if "parse" not in given and asked == "none":
+        given["parse"] = "tools" if tools else "reasoning"
+    fit = params is None and "max_tokens" not in given
+    most = 1 if fit else given.get("max_tokens", 0 if params is None else params.max_tokens)
+    settled = _with(params, {**given, "max_tokens": max(1, given.get("min_tokens", 0))} if fit else given)
+    max_context = runtime.config.max_context
+    ids = encode_messages(
+        codec, messages, template, allow_special=allow_special, max_context=max_context, max_tokens=most
+    )
+    if fit:
+        room = max(1, max_context - len(ids))
+        settled = replace(settled, max_tokens=min(room, max(Limits.default_max_tokens, settled.min_tokens)))
+    return ids, settled
+
+
+def _chosen(offered: Any, choice: Any) -> tuple[list[dict[str, Any]], bool, bool]:
+    """The tools that may be called, whether one must be, and whether several may. Raises RequestError."""
+    if isinstance(offered, str):
+        try:
+            offered = json.loads(offered)
+        except ValueError as error:
+            raise RequestError(f"tools: {error!s:.200}") from error
+    tools = checked_tools(offered or [])
+    if not isinstance(choice, str):
+        raise RequestError(f"tool_choice must be 'auto', 'required', 'none' or a function's name, got {shown(choice)}")
+    if choice in ("auto", "none"):
+        return (tools if choice == "auto" else []), False, True
+    named = tools if choice == "required" else [tool for tool in tools if tool["function"]["name"] == choice]
+    if not named:
+        why = f"{choice!r:.80} is none of the tools" if tools else "there are no tools to choose from"
+        raise RequestError(f"tool_choice: {why}")
+    return named, True, choice == "required"
+
+
+def _bound(
+    tools: Sequence[Mapping[str, Any]],
+    required: bool,
+    parallel: bool,
+    params: SamplingParams | None,
+    given: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The options that bind an answer which may call these tools, its text's format among them."""
+    names = [name for name in GRAMMAR_OPTIONS if name != "tool_calls"]
+    own = {name: getattr(params, name) for name in names} if params is not None else {}
+    formats = {name: value for name, value in {**own, **given}.items() if name in names}
+    bound = {name: value for name, value in formats.items() if value not in (None, False, ())}
+    if isinstance(bound.get("json_schema"), str):
+        bound["json_schema"] = json.loads(bound["json_schema"])
+    document = None if required else document_of(bound)
+    calls = bound_calls(tools, required=required, parallel=parallel, document=document)
+    if calls is None:
+        return {}
+    free = {"json_schema": None, "json_object": False, "regex": None, "grammar": None, "choice": ()}
+    return {**{name: free[name] for name in formats}, "tool_calls": calls}

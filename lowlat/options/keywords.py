@@ -1,0 +1,116 @@
+"""The keyword options of Python's calls by name and type, for type checkers and editors.
+
+Each has the options of one record, in the types that a caller may give: a list where the record keeps a tuple, "auto"
+where it keeps a number. The records check the values.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from lowlat.ipc.options import SamplingOptions
+
+if TYPE_CHECKING:
+    from lowlat.options.config import TraceConfig
+
+__all__ = ["CALL_OPTIONS", "CallOptions", "RuntimeOptions", "SamplingOptions", "SpeculativeOptions"]
+
+
+class SpeculativeOptions(TypedDict, total=False):
+    """The fields of SpeculativeConfig after `model` and `method`; it says what each means."""
+
+    num_speculative_tokens: int | Literal["auto"]
+    adaptive_width: bool
+    draft_tensor_parallel_size: int | None
+    max_path_len: int | None
+    max_decoding_tokens: int | None
+    max_non_leaves_per_layer: int | None
+    capture_layers: Sequence[int] | None
+    tree: str | Path | Sequence[Sequence[int]] | None
+    dynamic_tree_max_topk: int | None
+    max_draft_len: int | None
+    max_total_draft_tokens: int | None
+    draft_quantize: Literal["fp8", "int4"] | str | None
+    draft_vocab: str | Path | None
+    draft_vocab_size: int | None
+    draft_window: int | None
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+    text_drafts: Literal["suffix"] | str | None
+    suffix_cache_max_depth: int
+    max_spec_factor: float
+    min_token_prob: float
+    enabled: bool
+    strict: bool
+    enable_specpv: bool
+    specpv_block_size: int
+    specpv_n_sink_blocks: int
+    specpv_n_retrieval_blocks: int
+    specpv_n_window_blocks: int
+    specpv_n_spec_tokens_buf: int
+    specpv_partial_threshold: int | None
+    specpv_full_refresh_steps: int
+    specpv_lossless: bool
+    simulated_acceptance: float | None
+    simulated_accept_length: float | None
+    simulated_seed: int
+
+
+class RuntimeOptions(TypedDict, total=False):
+    """The fields of RuntimeConfig, which say what each means."""
+
+    max_batch: int
+    max_context: int
+    dtype: Literal["auto", "bfloat16", "float32"] | str
+    quantize: Literal["fp8", "int4"] | str | None
+    quantize_lm_head: bool
+    kv_cache_dtype: Literal["auto", "bf16", "fp8"] | str
+    device: str
+    executor: Literal["auto", "reference", "eager", "graph"] | str
+    tensor_parallel_size: int
+    devices: Sequence[int]
+    tp_invariant: bool
+    block_size: int
+    prefill_chunk: int
+    max_prefill_chunks: int
+    max_stall_ms: float
+    kv_blocks: int | None
+    prefix_reuse: bool
+    host_cache_gib: float
+    cache_dir: str | Path | None
+    cache_gib: float
+    state_cache_gib: float
+    state_interval: int
+    share_decoded: bool
+    prompt_logprobs: bool
+    prompt_logits: bool
+    max_queue: int
+    device_loop: bool
+    perf_mode: Literal["default", "strict"] | str
+    fuse: bool
+    check: str | None
+    on_failed_check: Literal["end", "single"] | str
+    count_tiles: bool
+    watchdog_factor: float
+    watchdog_min_s: float
+    traces: "TraceConfig"
+
+
+class CallOptions(SamplingOptions, total=False):
+    """The options of `Runtime.generate` and its like: those of SamplingParams, and these.
+
+    tool_choice       of messages with tools: "auto", "required", "none", or the name of the function to call
+    template_options  of messages: for the chat template, such as {"enable_thinking": False}
+    allow_special     special tokens that a text or messages spell become these tokens; otherwise they stay text
+    cache_salt        only requests of the same salt share cached prefixes
+    timeout_s         after so many seconds StreamError with the code "timeout" is raised, and the request cancelled
+    """
+
+    tool_choice: str
+    template_options: Mapping[str, Any]
+    allow_special: bool
+    cache_salt: str
+    timeout_s: float | None
+
+
+CALL_OPTIONS = frozenset(CallOptions.__annotations__) - frozenset(SamplingOptions.__annotations__)

@@ -1,0 +1,77 @@
+"""Chat messages as a model's template reads them, and their token ids."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from lowlat.errors import ConfigError, RequestError
+from lowlat.ipc.messages import Message
+from lowlat.text.codec import TextCodec
+
+__all__ = ["encode_messages"]
+
+TAKEN = ("self", "messages", "allow_special", "max_context", "max_tokens")
+
+
+def encode_messages(
+    codec: TextCodec,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    *,
+    allow_special: bool,
+    max_context: int,
+    max_tokens: int,
+) -> list[int]:
+    """Token ids of a chat as the model's template writes it.
+
+    options   what else the template may use: tools, documents, enable_thinking, add_generation_prompt, ...
+    Raises RequestError without a template, when it fails on these messages, and for too many tokens.
+    """
+    values = [_for_template(message, codec) for message in messages]
+    for name in TAKEN:
+        if name in options:
+            raise RequestError(f"template_options may not hold {name!r}")
+    if not isinstance(options.get("add_generation_prompt", True), bool):
+        raise RequestError("template_options: add_generation_prompt must be true or false")
+    how = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens, **options}
+    try:
+        return codec.encode_chat(values, **how)
+    except ConfigError as error:  # the template uses too much, which is about this request: others go on
+        raise RequestError(str(error)) from error
+
+
+def _for_template(message: Message, codec: TextCodec) -> dict[str, Any]:
+    """A message as the model's template reads it: templates differ in what they call its parts.
+
+    Fields that are left out stay absent: None would be written as a word.
+    """
+    value: dict[str, Any] = msgspec.to_builtins(message)
+    if "thinking" in value:
+        value["reasoning_content"] = value["thinking"]
+    if value["role"] == "developer" and not codec.template_has("developer"):
+        value["role"] = "system"
+    for call in value.get("tool_calls") or ():
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = _call_values(function["arguments"])
+    return value
+
+
+def _call_values(arguments: str) -> Any:
+    """A call's arguments as templates read them: a JSON object, unless the caller sent another value.
+
+    What is no JSON, such as arguments that were cut off, becomes a string of JSON, so that a prompt stays well-formed.
+    """
+    if not arguments.strip():
+        return {}
+    try:
+        value = json.loads(arguments, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return json.dumps(arguments, ensure_ascii=False)
+    return value if isinstance(value, dict) else arguments
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
