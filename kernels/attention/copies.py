@@ -202,22 +202,16 @@ def _make_copy_wide_rows(shape: AttentionShape) -> tuple[Any, Any]:
 
 
 def make_copy_values(shape: AttentionShape) -> Any:
-    """A function of a warp that copies a step's values to where its keys were, which all lanes have read.
-
-    words  of the step's descriptor, which stands at `descriptor`
-    """
-    copy_run, copy_rows = _make_copy_wide_rows(shape)
+    """A function of a warp that copies a step's values to where its keys were, which all lanes have read."""
+    _, copy_rows = _make_copy_wide_rows(shape)
     wait = ptx.copies_wait(0)
 
     @device_function
-    def copy_values(target: Any, v_cache: Any, descriptor: Any, words: Any, lane: Any) -> None:
+    def copy_values(target: Any, v_cache: Any, descriptor: Any, lane: Any) -> None:
         cuda.syncwarp()
         lane, target = uint32(ptx.stay_here(int32(lane))), uint32(ptx.stay_here(int32(target)))
-        if words[0] & uint32(ALL_VISIBLE):
-            copy_run(target, v_cache, v_cache, int32(words[3]), lane)
-        else:
-            source = int32(ptx.load_shared_u32(uint32(descriptor + uint32(16) + (lane & uint32(15)) * uint32(4))))
-            copy_rows(target, v_cache, v_cache, source, lane)
+        source = int32(ptx.load_shared_u32(uint32(descriptor + uint32(16) + (lane & uint32(15)) * uint32(4))))
+        copy_rows(target, v_cache, v_cache, source, lane)
         ptx.copies_commit()
         wait()
         cuda.syncwarp()
@@ -298,17 +292,20 @@ def make_issue(shape: AttentionShape) -> Any:
             ptx.store_shared_u32(descriptor, place)
             return
         tile, at = cursor[POSITION_TILE], entry_of(place) * PLAN_STRIDE
-        passing, last_pass, alone, run = False, int32(0), int32(-1), int32(0)
+        passing, last_pass, alone = False, int32(0), int32(-1)
         position = int32(tile * TILE + int32(warp) * 16)
         if is_early(cursor, plan):
             place = uint32(place | uint32(ALL_VISIBLE))
             page = cuda.shfl_sync(FULL_WARP, cursor[PAGES], int32(cursor[POSITION_TILE] - cursor[PAGES_TILE]))
             if listed:
+                if takes_turns and lane < 16:
+                    first = row_in_part(page, head_of(place), position)
+                    ptx.store_shared_u32(uint32(descriptor + uint32(16) + lane * uint32(4)), uint32(first + lane))
                 copy_run(target, k_cache, v_cache, row_in_part(page, head_of(place), position), lane)
             else:
                 inside = (page * kv_heads + head_of(place)) * block + (position & (block - 1))
-                if takes_turns:
-                    run = int32(inside)
+                if takes_turns and lane < 16:
+                    ptx.store_shared_u32(uint32(descriptor + uint32(16) + lane * uint32(4)), uint32(inside + lane))
                 copy_run(target, k_cache, v_cache, inside, lane)
         else:
             passing = plan[at + TREE] != 0 and tile * TILE + TILE > plan[at + DENSE]
@@ -329,6 +326,6 @@ def make_issue(shape: AttentionShape) -> Any:
                 ptx.store_shared_u32(uint32(descriptor + uint32(16) + lane * uint32(4)), uint32(source))
         if move_on(cursor, plan, passing, last_pass, batch, rows):
             place = uint32(place | uint32(LAST_STEP))
-        ptx.store_shared_128(descriptor, place, uint32(tile), uint32(alone), uint32(run))
+        ptx.store_shared_128(descriptor, place, uint32(tile), uint32(alone), uint32(0))
 
     return issue

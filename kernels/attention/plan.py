@@ -126,7 +126,7 @@ class AttentionShape:
 
     @property
     def descriptor_bytes(self) -> int:
-        """Bytes of a stage's descriptor: place, tile, row, row of the cache; in turns also the rows of 16 positions."""
+        """Bytes of a stage's descriptor; in turns it also has the rows of the cache of 16 positions."""
         return 16 + (64 if self.takes_turns else 0)
 
     @property

@@ -108,7 +108,7 @@ def make_attend(shape: AttentionShape) -> Any:
         exchanged = stage
         if takes_turns:
             offset, v_cache, descriptor, exchanged = values
-            copy_values(uint32(stage + offset), v_cache, descriptor, words, lane)
+            copy_values(uint32(stage + offset), v_cache, descriptor, lane)
         if split:
             if not all_visible and start + TILE > plan[entry * PLAN_STRIDE + DENSE]:
                 break_scores(scores, drop_broken(stage, lane), lane)
