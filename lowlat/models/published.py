@@ -37,14 +37,15 @@ class Published:
     @property
     def config(self) -> dict[str, Any]:
         """Its config.json."""
-        text = {"rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"} | dict(zip(KEYS, self.shape, strict=True)) | self.keys
+        text: dict[str, Any] = {"rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"}
+        text |= {**dict(zip(KEYS, self.shape, strict=True)), **self.keys}
         if not self.inside:
             return {**text, "model_type": self.family}
         return {"model_type": self.family, "text_config": {**text, "model_type": self.inside}, "vision_config": {}}
 
 
-def _llama3_rope(factor: float = 8.0) -> dict[str, Any]:
-    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+def _llama3_rope() -> dict[str, Any]:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     return {"rope_theta": 5e5, "rope_scaling": {**scaling, "original_max_position_embeddings": 8192}}
 
 
@@ -149,6 +150,13 @@ PUBLISHED = (
     Published(
         "baidu/ERNIE-4.5-0.3B-PT", "ernie4_5", (1024, 3072, 18, 16, 2, 103424, 131072),
         {**HEADS_OF_128, "use_bias": False, "tie_word_embeddings": True, "rope_theta": 500000.0},
+    ),
+    Published(
+        "google/gemma-3-27b-it", "gemma3", (5376, 21504, 62, 32, 16, 262208, 131072),
+        {**HEADS_OF_128, "query_pre_attn_scalar": 168, "sliding_window": 1024, "sliding_window_pattern": 6,
+         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+         "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        inside="gemma3_text",
     ),
     Published(
         "openai/gpt-oss-20b", "gpt_oss", (2880, 2880, 24, 64, 8, 201088, 131072), {**GPT_OSS, "num_local_experts": 32}

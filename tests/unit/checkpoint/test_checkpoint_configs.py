@@ -54,8 +54,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
     [
         (
             "llama",
-            {"model_type": "gemma3_text"},
-            ["model_type 'gemma3_text' is not implemented", "llama, mistral, qwen2, qwen3, qwen3_moe, qwen3_5, "],
+            {"model_type": "olmo2"},
+            ["model_type 'olmo2' is not implemented", "llama, mistral, ministral3, mistral3, mixtral, qwen2, "],
         ),
         ("llama", {"model_type": ...}, ["model_type None is not implemented"]),
         ("llama", {"model_type": ["llama"]}, ["model_type must be a string, found ['llama']"]),

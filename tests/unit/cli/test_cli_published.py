@@ -1,0 +1,60 @@
+"""`lowlat models`: what it lists is what runs, and the table of the page of targets is made of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_calls import answer
+
+from lowlat.cli.reports.published import markdown
+from lowlat.models.families import FAMILIES
+from lowlat.models.published import PUBLISHED
+
+# parameters of the text model, embeddings and LM head included, in thousands of millions
+PARAMETERS = {
+    "Llama-3.1-8B-Instruct": 8.03,
+    "Qwen3-8B": 8.19,
+    "Qwen3-30B-A3B": 30.53,
+    "Mistral-Small-3.2-24B-Instruct-2506": 23.57,
+    "Mixtral-8x7B-Instruct-v0.1": 46.70,
+    "phi-4": 14.66,
+    "granite-3.3-8b-instruct": 8.17,
+    "Seed-OSS-36B-Instruct": 36.15,
+    "SmolLM3-3B": 3.08,
+    "ERNIE-4.5-0.3B-PT": 0.36,
+    "gemma-3-27b-it": 27.01,
+}
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    found: dict[str, Any] = answer("models", "--json")
+    return found
+
+
+def test_models_have_their_published_sizes_and_formats(report: dict[str, Any]) -> None:
+    assert report["families"] == list(FAMILIES) and len(report["models"]) == len(PUBLISHED)
+    by_name = {each["model"].rpartition("/")[2]: each for each in report["models"]}
+    for name, giga in PARAMETERS.items():
+        assert by_name[name]["bytes"]["stored"] / 2e9 == pytest.approx(giga, abs=0.01), name
+        assert by_name[name]["bytes"]["int4"] < by_name[name]["bytes"]["fp8"] < by_name[name]["bytes"]["stored"]
+    assert by_name["Ministral-3-8B-Instruct-2512"]["max_context"] == 16384
+    assert by_name["gpt-oss-20b"]["bytes"].keys() == {"stored"}, "it is quantised already"
+
+
+def test_kernels_run_all_whose_vocabulary_they_take(report: dict[str, Any]) -> None:
+    others = {each["model"]: each["reason"] for each in report["models"] if each["executor"] != "kernels"}
+    assert others.keys() == {"google/gemma-3-27b-it"}
+    assert "vocab_size at most 262144, and the target's is 262208" in others["google/gemma-3-27b-it"]
+
+
+def test_what_fits_is_smaller_than_free_memory(report: dict[str, Any]) -> None:
+    for each in report["models"]:
+        sizes = each["bytes"]
+        assert each["fits"] == [kind for kind in sizes if sizes[kind] < report["free_bytes"]]
+
+
+def test_the_page_of_targets_has_the_table(report: dict[str, Any], repository: Path) -> None:
+    assert markdown(report) in (repository / "lowlat" / "models" / "README.md").read_text(), (
+        "lowlat models --markdown prints it"
+    )
